@@ -1,0 +1,1 @@
+"""What a person asks for: save, load, open, verify, diff, convert, info; on every format."""

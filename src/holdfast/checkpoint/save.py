@@ -1,0 +1,169 @@
+"""Saving a state."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from holdfast.checkpoint.finding import get_format
+from holdfast.errors import PathLike, UsageError
+from holdfast.formats.base import WriteSettings
+from holdfast.io.buffers import DEFAULT_BUDGET
+from holdfast.io.parallel import Progress, default_threads
+from holdfast.state.source import Source
+from holdfast.state.tree import Flat, flatten
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """What a save did and what it cost.
+
+    Attributes
+    ----------
+    path : str
+        Where the checkpoint lies.
+    format, compression : str
+    state_bytes : int
+        Raw bytes of the tensors, each storage once.
+    stored_bytes : int
+        Bytes on disk, everything included.
+    seconds : float
+        From call to return.
+    stall_seconds : float
+        How long the caller was held: all of it, for a synchronous save.
+    durable_seconds : float
+        Until the checkpoint was on the disk and visible.
+    peak_buffer_bytes : int
+        The most that all host buffers took at one moment.
+    direct_io : bool
+        Whether the page cache was bypassed; some file systems refuse that.
+    tensors : int
+        How many tensors were stored.
+    """
+
+    path: str
+    format: str
+    compression: str
+    state_bytes: int
+    stored_bytes: int
+    seconds: float
+    stall_seconds: float
+    durable_seconds: float
+    peak_buffer_bytes: int
+    direct_io: bool
+    tensors: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain values, as ``--json`` prints it."""
+        return asdict(self)
+
+
+def save(
+    state: object,
+    path: PathLike,
+    *,
+    compression: str = "none",
+    format: str = "native",
+    overwrite: bool = False,
+    metadata: dict[str, Any] | None = None,
+    progress: Progress | None = None,
+    threads: int | None = None,
+    memory_budget: int = DEFAULT_BUDGET,
+    **options: Any,
+) -> SaveReport:
+    """Save a nested state so that it is visible whole or not at all, and durable on return.
+
+    Parameters
+    ----------
+    state : nested dict, list, tuple of tensors, arrays and plain values
+        For example ``{"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 100}``.
+    path : path-like
+        Where the checkpoint shall appear; missing parent folders are created.
+    compression : str
+        ``"none"``; ``"lossless"``, about a third smaller for bf16, without losing a bit; or one codec's name.
+    format : str
+        ``"native"``, ``"torch"``, ``"safetensors"``, or a plug-in's.
+    overwrite : bool
+        Replace a checkpoint of the same format that is there. It stays whole until the new one is.
+    metadata : dict, optional
+        Plain JSON values of your own, kept beside the state.
+    progress : callable, optional
+        Called with (bytes done, bytes in all), from the writing threads, one call at a time.
+    threads : int, optional
+        Writing threads; twice the cores, between 2 and 8, by default.
+    memory_budget : int
+        Bytes that all buffers together may take, whatever the size of the state; 256 MiB by default.
+    **options
+        The format's own, such as ``shard_bytes``.
+
+    Returns
+    -------
+    SaveReport
+
+    Raises
+    ------
+    UnsupportedLeafError
+        If a value cannot be saved; raised before a byte is written, naming its key.
+    DestinationExistsError, BusyError, StoreError, UsageError, UnsupportedError
+    """
+    return save_flat(
+        flatten(state),
+        path,
+        format=format,
+        settings=WriteSettings(
+            overwrite=overwrite,
+            metadata=_checked(metadata or {}),
+            compression=compression,
+            threads=_positive(threads),
+            memory_budget=memory_budget,
+            progress=progress,
+            options=options,
+        ),
+    )
+
+
+def save_flat(flat: Flat[Source], path: PathLike, *, format: str, settings: WriteSettings) -> SaveReport:
+    """Save a flattened state, from memory or from another checkpoint; see `save`."""
+    begin = time.perf_counter()
+    written = get_format(format).write(flat, Path(path), settings)
+    seconds = time.perf_counter() - begin
+    return SaveReport(
+        path=os.fspath(path),
+        format=format,
+        compression=settings.compression,
+        state_bytes=sum(leaf.nbytes for leaf in flat.leaves.values()),
+        stored_bytes=written.stored_bytes,
+        seconds=seconds,
+        stall_seconds=seconds,
+        durable_seconds=seconds,
+        peak_buffer_bytes=written.peak_buffer_bytes,
+        direct_io=written.direct_io,
+        tensors=len(flat.leaves),
+    )
+
+
+def _checked(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return the metadata if JSON gives back what it is, so that nothing is changed on the way."""
+    try:
+        same = isinstance(metadata, dict) and msgspec.json.decode(msgspec.json.encode(metadata)) == metadata
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"the metadata cannot be stored as JSON ({error})", remedy="give plain values") from error
+    if not same:
+        raise UsageError(
+            "the metadata would come back changed: JSON has no tuples, bytes, NaN or keys that are no strings",
+            remedy="give a dict of strings, numbers, booleans, None, lists and such dicts, or put it into the state",
+        )
+    return metadata
+
+
+def _positive(threads: int | None) -> int:
+    if threads is None:
+        return default_threads()
+    if threads < 1:
+        raise UsageError(f"threads is {threads}", remedy="give 1 or more")
+    return threads

@@ -1,0 +1,240 @@
+"""The contract of a format: how a checkpoint lies on disk.
+
+A format is one object with a name, registered under the entry point ``holdfast.formats``. It recognises its own files,
+opens them as a `Reader`, and writes a flattened state. Loading, slicing, verifying, comparing and converting are built
+on `Reader.read` alone, so that they work on every format. The exam is ``holdfast.testing.format_suite.FormatSuite``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+from holdfast.errors import UsageError
+from holdfast.io.buffers import DEFAULT_BUDGET, BufferPool
+from holdfast.io.files import Bytes
+from holdfast.io.parallel import Progress, default_threads
+from holdfast.state.dtypes import DType
+from holdfast.state.source import Source
+from holdfast.state.tree import Flat
+
+BLOCK_BYTES = 16 * 1024**2
+"""The unit of reading, writing, checking and compressing, in raw bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a checkpoint, as `info`, `ls` and `diff` show it.
+
+    Attributes
+    ----------
+    name, part : str
+        The full dotted name, and the part of the state that it belongs to.
+    dtype : DType
+    shape : tuple of int
+    nbytes : int
+        Raw bytes.
+    stored_bytes : int
+        Bytes on disk.
+    codec : str
+        ``"raw"``, or the codecs of its blocks joined by ``+``.
+    file : str
+        The file that holds it, relative to the checkpoint.
+    alias_of : str or None
+        The tensor whose storage it shares; it then takes no bytes of its own.
+    """
+
+    name: str
+    part: str
+    dtype: DType
+    shape: tuple[int, ...]
+    nbytes: int
+    stored_bytes: int
+    codec: str
+    file: str
+    alias_of: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that `verify` found: which file, which tensor and block if any, and what is wrong."""
+
+    message: str
+    file: str | None = None
+    name: str | None = None
+    block: int | None = None
+
+
+@dataclass(frozen=True)
+class WriteSettings:
+    """How to write; the same for every format.
+
+    Attributes
+    ----------
+    overwrite : bool
+    metadata : dict
+        The user's own, JSON-able.
+    compression : str
+        ``"none"``, ``"lossless"`` or a codec's name; a format that cannot compress refuses the others.
+    threads : int
+    memory_budget : int
+        Bytes over all buffers.
+    progress : callable or None
+        Called with (bytes done, bytes in all).
+    options : dict
+        The format's own; it refuses those that it does not know.
+    """
+
+    overwrite: bool = False
+    metadata: dict[str, Any] = field(default_factory=dict)
+    compression: str = "none"
+    threads: int = field(default_factory=default_threads)
+    memory_budget: int = DEFAULT_BUDGET
+    progress: Progress | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def only(self, format_name: str, *known: str) -> dict[str, Any]:
+        """Return the options.
+
+        Raises
+        ------
+        UsageError
+            If one is not among the known.
+        """
+        for option in self.options:
+            if option not in known:
+                remedy = f"known: {', '.join(sorted(known))}" if known else "it takes none"
+                raise UsageError(f"format {format_name!r} has no option {option!r}", remedy=remedy)
+        return self.options
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a format says after writing: bytes on disk, the most buffer memory held, and whether O_DIRECT was used."""
+
+    stored_bytes: int
+    peak_buffer_bytes: int = 0
+    direct_io: bool = False
+
+
+class Reader(ABC):
+    """An open checkpoint; a context manager.
+
+    Attributes
+    ----------
+    path : Path
+    format : str
+        Name of the format.
+    flat : Flat
+        Skeleton, leaves (as `StoredLeaf`), aliases and parts.
+    entries : dict of str to Entry
+        Every tensor by name, aliases included, in the state's order.
+    metadata : dict
+        What the user gave when saving.
+    details : dict
+        What else `info` shows: version, writer, files...
+    verifiable : str or None
+        What `verify` can check here ("xxh3-64 of every block"), or None when the format stores no checksum.
+    """
+
+    path: Path
+    format: str
+    flat: Flat[Source]
+    entries: dict[str, Entry]
+    metadata: dict[str, Any]
+    details: dict[str, Any]
+    verifiable: str | None = None
+
+    @abstractmethod
+    def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
+        """Fill ``out`` with the bytes ``start:stop`` of a leaf's C-order stream, checked; from any thread.
+
+        Raises
+        ------
+        CorruptCheckpointError
+            If what is stored is not what was written; ``out`` must then not be used.
+        """
+
+    def block_bytes(self, name: str) -> int:
+        """Return the grid on which reading a leaf is cheapest."""
+        return BLOCK_BYTES
+
+    def audit(self) -> Iterator[Problem]:
+        """Yield what is wrong besides the tensors' own bytes: other files, sizes, containers."""
+        return iter(())
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the files; a second call does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+class StoredLeaf:
+    """A leaf that lies in a checkpoint; a `Source` for writers, so that converting never holds a whole state."""
+
+    def __init__(self, reader: Reader, name: str, dtype: DType, shape: tuple[int, ...], nbytes: int) -> None:
+        self.name = name
+        self.dtype = dtype
+        self.shape = shape
+        self.nbytes = nbytes
+        self._reader = reader
+
+    def host_bytes(self) -> Bytes | None:
+        return None
+
+    def read(self, start: int, stop: int, out: Bytes) -> None:
+        self._reader.read(self.name, start, stop, out)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSettings:
+    """How to open: whether to check what is read, and the pool that the reader takes its buffers from.
+
+    The caller has the same pool, so that one budget holds for both.
+    """
+
+    verify: bool = True
+    pool: BufferPool = field(default_factory=BufferPool)
+
+
+class Format(ABC):
+    """How a checkpoint lies on disk.
+
+    Attributes
+    ----------
+    name : str
+        What ``format=`` and ``--to`` call it.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def recognises(self, path: Path) -> bool:
+        """Say whether the path holds a checkpoint of this format, by looking at names and first bytes only."""
+
+    @abstractmethod
+    def open(self, path: Path, settings: OpenSettings) -> Reader:
+        """Open for reading.
+
+        Raises
+        ------
+        CorruptCheckpointError, UnsupportedError, StoreError
+        """
+
+    @abstractmethod
+    def write(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> Written:
+        """Write a flattened state so that it is visible whole or not at all, and durable on return.
+
+        Raises
+        ------
+        DestinationExistsError, BusyError, StoreError, UnsupportedError, UsageError
+        """

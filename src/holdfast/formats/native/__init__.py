@@ -1,0 +1,31 @@
+"""The native format: a directory of safetensors files and a manifest.
+
+Specified in ``docs/reference/native-format.md``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from holdfast.formats.base import Format, OpenSettings, Reader, WriteSettings, Written
+from holdfast.formats.native import reader, writer
+from holdfast.state.source import Source
+from holdfast.state.tree import Flat
+
+
+class NativeFormat(Format):
+    """See `holdfast.formats.base.Format`; the options are ``shard_bytes``."""
+
+    name = "native"
+
+    def recognises(self, path: Path) -> bool:
+        return reader.is_native(path)
+
+    def open(self, path: Path, settings: OpenSettings) -> Reader:
+        return reader.NativeReader(path, settings)
+
+    def write(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> Written:
+        return writer.write(flat, destination, settings, replaceable=self.recognises)
+
+
+FORMAT = NativeFormat()

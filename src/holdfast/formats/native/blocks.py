@@ -1,0 +1,172 @@
+"""Reading tensors that lie in files as a run of blocks, raw or coded, with or without checksums."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import cast
+
+import numpy as np
+import xxhash
+
+from holdfast import plugins
+from holdfast.codecs.base import Codec, CodecError
+from holdfast.errors import CorruptCheckpointError, UnsupportedError
+from holdfast.formats.native.manifest import digest
+from holdfast.io.buffers import BufferPool, round_up
+from holdfast.io.files import Bytes, SourceFile
+from holdfast.state.dtypes import DType
+
+_HASH_BYTES = 1024**2
+"""Bytes that are hashed right after they were read, while they are still in the core's cache."""
+
+_NO_BYTES = np.empty(0, np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """One block: codec, place in the file, and the checksums that it must have ("" where none is known)."""
+
+    codec: str
+    offset: int
+    length: int
+    raw: str = ""
+    stored: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file. Every block covers ``block_bytes`` raw bytes but the last."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    nbytes: int
+    file: SourceFile
+    block_bytes: int
+    blocks: tuple[StoredBlock, ...]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes in the file."""
+        return sum(block.length for block in self.blocks)
+
+    @property
+    def codec(self) -> str:
+        """The codecs of the blocks, each once, joined by ``+``."""
+        return "+".join(dict.fromkeys(block.codec for block in self.blocks)) or "raw"
+
+
+def lay_out(offset: int, blocks: list[tuple[str, int, str, str]]) -> tuple[StoredBlock, ...]:
+    """Return the blocks (codec, length, raw and stored checksum) that follow one another from an offset."""
+    starts = accumulate((length for _, length, _, _ in blocks), initial=offset)
+    return tuple(
+        StoredBlock(codec, start, length, raw, stored)
+        for start, (codec, length, raw, stored) in zip(starts, blocks, strict=False)
+    )
+
+
+class BlockReader:
+    """Reads ranges of stored tensors, from any thread, and checks what it reads.
+
+    A range that covers whole blocks is read or decoded straight into its destination.
+    """
+
+    def __init__(self, pool: BufferPool, *, verify: bool) -> None:
+        self._pool = pool
+        self._verify = verify
+
+    def read(self, tensor: StoredTensor, start: int, stop: int, out: Bytes) -> None:
+        """Fill ``out`` with the raw bytes ``start:stop`` of a tensor.
+
+        Raises
+        ------
+        CorruptCheckpointError
+            Naming file, tensor and block.
+        """
+        done = start
+        while done < stop:
+            index, skip = divmod(done, tensor.block_bytes)
+            begin = index * tensor.block_bytes
+            size = min(tensor.block_bytes, tensor.nbytes - begin)
+            count = min(size - skip, stop - done)
+            target = out[done - start : done - start + count]
+            block = tensor.blocks[index]
+            whole, coded = count == size, _is_coded(block)
+            if not (whole or coded or (self._verify and block.raw)):
+                tensor.file.read_into(block.offset + skip, target)
+            else:
+                # One acquire for all that the block needs: see `holdfast.io.buffers`.
+                aside = 0 if whole else round_up(size)
+                with self._scratch(aside + (block.length if coded else 0)) as scratch:
+                    self._read_block(tensor, index, target if whole else scratch[:size], scratch[aside:])
+                    if not whole:
+                        target[:] = scratch[skip : skip + count]
+            done += count
+
+    def _scratch(self, nbytes: int) -> AbstractContextManager[Bytes]:
+        return self._pool.acquire(nbytes) if nbytes else nullcontext(_NO_BYTES)
+
+    def _read_block(self, tensor: StoredTensor, index: int, out: Bytes, scratch: Bytes) -> None:
+        block = tensor.blocks[index]
+        try:
+            if _is_coded(block):
+                found = self._decode(tensor, block, out, scratch[: block.length])
+            else:
+                found = self._read_raw(tensor.file, block, out)
+        except CorruptCheckpointError as error:
+            raise self._corrupt(tensor, index, error.message) from error
+        if self._verify and block.raw and found != block.raw:
+            raise self._corrupt(tensor, index, f"its checksum is {found}, not {block.raw}")
+
+    def _read_raw(self, file: SourceFile, block: StoredBlock, out: Bytes) -> str:
+        if block.length != len(out):
+            raise CorruptCheckpointError(f"{block.length:,} raw bytes stand for {len(out):,}")
+        if not (self._verify and block.raw):
+            file.read_into(block.offset, out)
+            return ""
+        hasher = xxhash.xxh3_64()
+        for at in range(0, len(out), _HASH_BYTES):
+            piece = out[at : at + _HASH_BYTES]
+            file.read_into(block.offset + at, piece)
+            hasher.update(piece)
+        return hasher.hexdigest()
+
+    def _decode(self, tensor: StoredTensor, block: StoredBlock, out: Bytes, stored: Bytes) -> str:
+        codec = _codec(block.codec, tensor)
+        tensor.file.read_into(block.offset, stored)
+        if self._verify and block.stored and digest(stored) != block.stored:
+            raise CorruptCheckpointError("the checksum of its stored bytes is wrong")
+        try:
+            codec.decode(stored, tensor.dtype, out)
+        except CodecError as error:
+            raise CorruptCheckpointError(f"cannot be decoded ({error})") from error
+        return digest(out) if self._verify and block.raw else ""
+
+    @staticmethod
+    def _corrupt(tensor: StoredTensor, index: int, message: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(
+            message,
+            path=tensor.file.path,
+            name=tensor.name,
+            block=index,
+            remedy="the bytes on disk are not what was saved: take another checkpoint or copy",
+        )
+
+
+def _is_coded(block: StoredBlock) -> bool:
+    # A raw block that carries a checksum of its stored bytes is padded, so it is not just the raw bytes.
+    return block.codec != "raw" or bool(block.stored)
+
+
+def _codec(name: str, tensor: StoredTensor) -> Codec:
+    try:
+        return cast(Codec, plugins.get("codecs", name))
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"is stored with codec {name!r}, which is not installed",
+            path=tensor.file.path,
+            name=tensor.name,
+            remedy="install the package that brings it, or upgrade holdfast",
+        ) from error

@@ -1,0 +1,145 @@
+"""How coded tensors, and dtypes that safetensors lacks, are described in the data file itself.
+
+Such a tensor is a ``U8`` vector in the file. The entry ``holdfast`` of the file's ``__metadata__`` is JSON that says
+what it really is, so that it can be decoded without the manifest::
+
+    {"version": 1, "block_bytes": 16777216,
+     "tensors": {"wte.weight": {"dtype": "bfloat16", "shape": [32000, 3200],
+                                "blocks": [["planes", 11132928], ...]}}}
+
+Each block is a codec's name and its stored length in bytes; the blocks follow one another in the vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from holdfast import plugins
+from holdfast.errors import CorruptCheckpointError, UnsupportedError
+from holdfast.formats.native.manifest import MAX_BLOCK_BYTES, BlockRecord
+from holdfast.formats.native.pack import FilePlan, Placed
+from holdfast.formats.safetensors_header import Header, TensorRecord
+from holdfast.state.dtypes import BY_NAME
+
+METADATA_KEY = "holdfast"
+VERSION = 1
+
+Described = tuple[list[TensorRecord], dict[str, Any]]
+
+
+class Note(msgspec.Struct, frozen=True):
+    """What a ``U8`` vector really is."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    blocks: list[tuple[str, int]]
+
+
+class Notes(msgspec.Struct, frozen=True):
+    """The ``holdfast`` entry of a file's metadata."""
+
+    version: int
+    block_bytes: int
+    tensors: dict[str, Note]
+
+
+def describe(plan: FilePlan, blocks: Mapping[tuple[str, int], BlockRecord], block_bytes: int) -> Described:
+    """Return the header's records and the notes of a file; a block that is not listed lies raw."""
+    records: list[TensorRecord] = []
+    tensors: dict[str, Note] = {}
+    start = 0
+    for leaf in plan.leaves:
+        stored = [
+            blocks.get((leaf.key, index)) or BlockRecord("raw", size) for index, size in _raw_sizes(leaf, block_bytes)
+        ]
+        stop = start + sum(block.length for block in stored)
+        tag = leaf.source.dtype.safetensors
+        if tag is not None and _lies_plain(leaf, stored, start):
+            records.append(TensorRecord(leaf.key, tag, leaf.source.shape, start, stop))
+        else:
+            records.append(TensorRecord(leaf.key, "U8", (stop - start,), start, stop))
+            lengths = [(block.codec, block.length) for block in stored]
+            tensors[leaf.key] = Note(leaf.source.dtype.name, leaf.source.shape, lengths)
+        start = stop
+    return records, _notes(tensors, block_bytes)
+
+
+def widest(plan: FilePlan, block_bytes: int) -> Described:
+    """Return a description that no coded form of the file has a longer header than."""
+    longest = max(plugins.names("codecs"), key=len)
+    end = 2 * plan.raw_bytes + block_bytes
+    records = [TensorRecord(leaf.key, "U8", (end,), end, end) for leaf in plan.leaves]
+    tensors = {
+        leaf.key: Note(
+            leaf.source.dtype.name,
+            leaf.source.shape,
+            [(longest, 2 * block_bytes)] * len(_raw_sizes(leaf, block_bytes)),
+        )
+        for leaf in plan.leaves
+    }
+    return records, _notes(tensors, block_bytes)
+
+
+def _notes(tensors: dict[str, Note], block_bytes: int) -> dict[str, Any]:
+    notes = Notes(VERSION, block_bytes, tensors)
+    return msgspec.to_builtins(notes) if tensors else {}
+
+
+def _raw_sizes(leaf: Placed, block_bytes: int) -> list[tuple[int, int]]:
+    nbytes = leaf.source.nbytes
+    return [(i, min(block_bytes, nbytes - at)) for i, at in enumerate(range(0, nbytes, block_bytes))]
+
+
+def _lies_plain(leaf: Placed, blocks: list[BlockRecord], start: int) -> bool:
+    """Say whether the tensor lies in the file as it is, so that any reader may have it."""
+    raw = all(block.codec == "raw" for block in blocks)
+    return raw and sum(b.length for b in blocks) == leaf.source.nbytes and start % leaf.source.dtype.itemsize == 0
+
+
+def parse(header: Header, path: Path) -> Notes:
+    """Return the notes of a file, checked against its header; empty ones when it has none.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        If they are malformed or contradict the header.
+    UnsupportedError
+        If a later version wrote them.
+    """
+    text = header.metadata.get(METADATA_KEY)
+    if text is None:
+        return Notes(VERSION, MAX_BLOCK_BYTES, {})
+    try:
+        notes = msgspec.json.decode(text, type=Notes)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"the note on coded tensors is malformed ({error})", path=path) from error
+    if notes.version != VERSION:
+        raise UnsupportedError(
+            f"has coded tensors of version {notes.version}", path=path, remedy="pip install --upgrade holdfast"
+        )
+    for name, note in notes.tensors.items():
+        _check(name, note, notes.block_bytes, header, path)
+    return notes
+
+
+def _check(name: str, note: Note, block_bytes: int, header: Header, path: Path) -> None:
+    record = header.records.get(name)
+    if record is None or record.tag != "U8":
+        raise CorruptCheckpointError("is noted as coded, but is no U8 vector here", path=path, name=name)
+    if note.dtype not in BY_NAME:
+        raise UnsupportedError(f"has dtype {note.dtype!r}, which is not known here", path=path, name=name)
+    if not 1 <= block_bytes <= MAX_BLOCK_BYTES or any(length < 0 for length in note.shape):
+        raise CorruptCheckpointError("is noted with impossible sizes", path=path, name=name)
+    nbytes = prod(note.shape) * BY_NAME[note.dtype].itemsize
+    stored = sum(length for _, length in note.blocks)
+    if (
+        len(note.blocks) != -(-nbytes // block_bytes)
+        or stored != record.stop - record.start
+        or any(length <= 0 for _, length in note.blocks)
+    ):
+        raise CorruptCheckpointError("its blocks do not fit its shape", path=path, name=name)

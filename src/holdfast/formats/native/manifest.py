@@ -1,0 +1,244 @@
+"""The manifest of a native checkpoint: what it says, how it is written, and how one that nobody vouches for is checked.
+
+``manifest.json`` is ``{"xxh3_64":"<16 hex digits>","body":{...}}``; the checksum is over every byte after the digits'
+closing quote. It is written last: a checkpoint exists if and only if a valid manifest does. The format is specified in
+``docs/reference/native-format.md``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from holdfast.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedError
+from holdfast.io.files import SourceFile
+from holdfast.state.dtypes import BY_NAME
+
+FILE_NAME = "manifest.json"
+VERSION = 1
+MAX_BYTES = 1024**3
+MAX_BLOCK_BYTES = 64 * 1024**2
+
+OPENING = b'{"xxh3_64":"'
+_DIGITS = 16
+
+
+class BlockRecord(msgspec.Struct, array_like=True, frozen=True):
+    """One block: codec, stored length in bytes, xxh3-64 of the raw bytes and, where a codec is used, of the stored."""
+
+    codec: str
+    length: int
+    raw: str = ""
+    stored: str = ""
+
+
+class LeafRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One leaf: where its bytes lie and what they are.
+
+    Attributes
+    ----------
+    name, part, key : str
+        Full dotted name, part of the state, and name within the part (which is its name in the file).
+    dtype : str
+    shape : tuple of int
+    file : int
+        Index into the manifest's files.
+    offset : int
+        First byte in the file.
+    blocks : list of BlockRecord
+        In order; each covers ``block_bytes`` raw bytes but the last.
+    """
+
+    name: str
+    part: str
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: int
+    offset: int
+    blocks: list[BlockRecord]
+
+    @property
+    def nbytes(self) -> int:
+        """Raw bytes."""
+        return int(prod(self.shape)) * BY_NAME[self.dtype].itemsize
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes in the file."""
+        return sum(block.length for block in self.blocks)
+
+
+class FileRecord(msgspec.Struct, frozen=True):
+    """One file: its size, and the checksum of its first ``head_bytes`` bytes (all of it for an index).
+
+    What lies behind the head are the leaves' blocks, without hole or overlap.
+    """
+
+    name: str
+    bytes: int
+    head_bytes: int
+    head: str
+
+
+class AliasRecord(msgspec.Struct, frozen=True):
+    """A tensor that is a view of another's storage: part of the state, offset and strides in elements."""
+
+    of: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    part: str
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """What a checkpoint is made of. ``features`` names what a reader must know besides the version."""
+
+    format: str
+    version: int
+    writer: str
+    features: list[str]
+    block_bytes: int
+    compression: str
+    files: list[FileRecord]
+    leaves: list[LeafRecord]
+    aliases: dict[str, AliasRecord]
+    skeleton: Any
+    metadata: dict[str, Any]
+
+
+def digest(data: Any) -> str:
+    """Return the xxh3-64 of some bytes, as 16 hexadecimal digits."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def encode(manifest: Manifest) -> bytes:
+    """Return the bytes of the manifest's file."""
+    rest = b',"body":' + msgspec.json.encode(manifest) + b"}\n"
+    return OPENING + digest(b'"' + rest).encode() + b'"' + rest
+
+
+def read(directory: Path) -> Manifest:
+    """Read the manifest of a checkpoint and check all that it claims, as far as it can be checked by itself.
+
+    Raises
+    ------
+    NotACheckpointError
+        If there is none.
+    CorruptCheckpointError
+        If it is damaged or breaks a rule.
+    UnsupportedError
+        If a later version wrote it.
+    """
+    path = directory / FILE_NAME
+    try:
+        with SourceFile(path, follow_links=False) as file:
+            if file.size > MAX_BYTES:
+                raise CorruptCheckpointError(f"a manifest of {file.size:,} bytes is not one of ours", path=path)
+            content = file.read(0, file.size)
+    except NotACheckpointError as error:
+        raise NotACheckpointError("holds no manifest, so it is no checkpoint", path=directory) from error
+    manifest = _decode(content, path)
+    _Check(manifest, path).all()
+    return manifest
+
+
+def _decode(content: bytes, path: Path) -> Manifest:
+    found = content[len(OPENING) : len(OPENING) + _DIGITS]
+    rest = content[len(OPENING) + _DIGITS :]
+    if not content.startswith(OPENING) or digest(rest).encode() != found:
+        raise CorruptCheckpointError(
+            "its checksum is wrong: the manifest is damaged", path=path, remedy="take another checkpoint or copy"
+        )
+    try:
+        envelope = msgspec.json.decode(content, type=dict[str, Any])
+        body = envelope.get("body")
+        _check_version(body, path)
+        return msgspec.convert(body, Manifest)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"is not a manifest ({error})", path=path) from error
+
+
+def _check_version(body: object, path: Path) -> None:
+    """Refuse what a later version wrote before looking at fields that it may have changed."""
+    if not isinstance(body, dict) or body.get("format") != "holdfast":
+        raise CorruptCheckpointError("is not the manifest of a holdfast checkpoint", path=path)
+    version, features = body.get("version"), body.get("features")
+    if version != VERSION or features != []:
+        what = f"version {version}" if version != VERSION else f"features {features}"
+        raise UnsupportedError(
+            f"was written in {what} of the format, this release reads version {VERSION}",
+            path=path,
+            remedy="pip install --upgrade holdfast",
+        )
+
+
+class _Check:
+    """Every rule that a manifest must keep; the first broken one raises."""
+
+    def __init__(self, manifest: Manifest, path: Path) -> None:
+        self.manifest = manifest
+        self.path = path
+
+    def all(self) -> None:
+        if not 1 <= self.manifest.block_bytes <= MAX_BLOCK_BYTES or self.manifest.block_bytes % 16:
+            raise self._corrupt(f"block_bytes is {self.manifest.block_bytes}")
+        self._files()
+        self._unique("leaf", [leaf.name for leaf in self.manifest.leaves] + list(self.manifest.aliases))
+        for leaf in self.manifest.leaves:
+            self._leaf(leaf)
+        self._tiling()
+
+    def _corrupt(self, message: str, name: str | None = None, block: int | None = None) -> CorruptCheckpointError:
+        return CorruptCheckpointError(message, path=self.path, name=name, block=block)
+
+    def _unique(self, what: str, names: Sequence[str]) -> None:
+        seen: set[str] = set()
+        for name in names:
+            if name in seen:
+                raise self._corrupt(f"the {what} {name!r} stands twice")
+            seen.add(name)
+
+    def _files(self) -> None:
+        self._unique("file", [file.name.casefold() for file in self.manifest.files])
+        for file in self.manifest.files:
+            # One plain name inside the directory: no separator, no parent, nothing hidden.
+            if not re.fullmatch(r"[A-Za-z0-9_%-][A-Za-z0-9_%.-]{0,250}", file.name) or file.name == FILE_NAME:
+                raise self._corrupt(f"names the file {file.name!r}, which cannot be part of a checkpoint")
+            if not 0 <= file.head_bytes <= file.bytes:
+                raise self._corrupt(f"the sizes of file {file.name} contradict each other")
+
+    def _leaf(self, leaf: LeafRecord) -> None:
+        if leaf.dtype not in BY_NAME:
+            raise UnsupportedError(f"has dtype {leaf.dtype!r}, which is not known here", path=self.path, name=leaf.name)
+        if any(length < 0 for length in leaf.shape) or len(leaf.shape) > 64:
+            raise self._corrupt(f"has shape {list(leaf.shape)}", leaf.name)
+        if not 0 <= leaf.file < len(self.manifest.files):
+            raise self._corrupt(f"lies in file {leaf.file}, which is not listed", leaf.name)
+        nbytes, block_bytes = leaf.nbytes, self.manifest.block_bytes
+        if len(leaf.blocks) != -(-nbytes // block_bytes):
+            raise self._corrupt(f"{nbytes:,} bytes cannot lie in {len(leaf.blocks)} blocks", leaf.name)
+        for index, block in enumerate(leaf.blocks):
+            raw = min(block_bytes, nbytes - index * block_bytes)
+            # A coded block is never longer than the raw one, but for the padding to the next page.
+            if not 0 < block.length < raw + 2 * 4096 or (
+                block.codec == "raw" and not block.stored and block.length != raw
+            ):
+                raise self._corrupt(f"{raw:,} bytes cannot be stored in {block.length:,}", leaf.name, index)
+
+    def _tiling(self) -> None:
+        """Hold that the leaves cover each file behind its head, without hole or overlap."""
+        ends = [file.head_bytes for file in self.manifest.files]
+        for leaf in sorted(self.manifest.leaves, key=lambda leaf: (leaf.file, leaf.offset, leaf.stored_bytes)):
+            if leaf.offset != ends[leaf.file]:
+                raise self._corrupt(f"its bytes begin at {leaf.offset:,}, not at {ends[leaf.file]:,}", leaf.name)
+            ends[leaf.file] += leaf.stored_bytes
+        for file, end in zip(self.manifest.files, ends, strict=True):
+            if end != file.bytes:
+                raise self._corrupt(f"the tensors of file {file.name} end at byte {end:,}, the file at {file.bytes:,}")

@@ -1,0 +1,1 @@
+"""Moving bytes: aligned buffers under one budget, parallel direct file access, and the commit."""

@@ -1,0 +1,119 @@
+"""Aligned buffers under one byte budget.
+
+Threads times block size is memory, so the budget is one number over everything that an operation holds, not one per
+tensor. A task takes all that it needs in a single ``acquire``: a task that holds one buffer and waits for a second
+could wait for ever.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.errors import UsageError
+from holdfast.units import format_bytes
+
+ALIGNMENT = 4096
+"""Bytes that O_DIRECT wants addresses, offsets and lengths to be multiples of, on every common device."""
+
+DEFAULT_BUDGET = 256 * 1024**2
+MINIMUM_BUDGET = 64 * 1024**2
+
+
+def round_up(count: int, multiple: int = ALIGNMENT) -> int:
+    """Return the smallest multiple that is not below the count."""
+    return -(-count // multiple) * multiple
+
+
+def round_down(count: int, multiple: int = ALIGNMENT) -> int:
+    """Return the largest multiple that is not above the count."""
+    return count // multiple * multiple
+
+
+class BufferPool:
+    """Page-aligned host buffers, reused, never more than the budget at once.
+
+    Parameters
+    ----------
+    budget : int
+        The most bytes that all buffers together may take, those that lie free for reuse included.
+
+    Attributes
+    ----------
+    peak_bytes : int
+        The most bytes that were allocated at one moment.
+
+    Raises
+    ------
+    UsageError
+        If the budget is below 64 MiB: four threads need that much to overlap coding and writing.
+    """
+
+    def __init__(self, budget: int = DEFAULT_BUDGET) -> None:
+        if budget < MINIMUM_BUDGET:
+            raise UsageError(
+                f"a memory budget of {format_bytes(budget)} is too small",
+                remedy=f"give at least {format_bytes(MINIMUM_BUDGET)}",
+            )
+        self.budget = budget
+        self.peak_bytes = 0
+        self._allocated = 0
+        self._free: list[mmap.mmap] = []
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def acquire(self, nbytes: int) -> Iterator[npt.NDArray[np.uint8]]:
+        """Lend a page-aligned uint8 array of at least ``nbytes``; waits while the budget is used up.
+
+        The array holds whatever the last user left in it.
+        """
+        size = max(round_up(nbytes), ALIGNMENT)
+        if size > self.budget:
+            raise UsageError(
+                f"one step needs a buffer of {format_bytes(size)}, more than the memory budget",
+                remedy=f"give a budget of at least {format_bytes(size)}",
+            )
+        memory = self._take(size)
+        try:
+            yield np.frombuffer(memory, np.uint8)
+        finally:
+            with self._changed:
+                self._free.append(memory)
+                self._changed.notify_all()
+
+    def _take(self, size: int) -> mmap.mmap:
+        with self._changed:
+            while True:
+                fitting = [memory for memory in self._free if len(memory) >= size]
+                if fitting:
+                    best = min(fitting, key=len)
+                    self._free.remove(best)
+                    return best
+                while self._free and self._allocated + size > self.budget:
+                    # Views of a lent array may still be alive somewhere; the memory then goes when they do.
+                    self._allocated -= len(self._free.pop())
+                if self._allocated + size <= self.budget:
+                    self._allocated += size
+                    self.peak_bytes = max(self.peak_bytes, self._allocated)
+                    return _map(size)
+                self._changed.wait()
+
+
+def _map(size: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # First-touch faults of 4 KiB pages cost as much as the copy into them.
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def aligned_copy(data: bytes) -> npt.NDArray[np.uint8]:
+    """Return the bytes in page-aligned memory of their own, as direct writes need them."""
+    array = np.frombuffer(_map(max(len(data), 1)), np.uint8)[: len(data)]
+    array[:] = np.frombuffer(data, np.uint8)
+    return array

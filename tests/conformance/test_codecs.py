@@ -1,0 +1,22 @@
+"""Every codec sits the exam that a plug-in's codec sits."""
+
+from __future__ import annotations
+
+from holdfast.codecs import gzip, planes, raw, zstd
+from holdfast.testing.codec_suite import CodecSuite
+
+
+class TestRaw(CodecSuite):
+    codec = raw.CODEC
+
+
+class TestZstd(CodecSuite):
+    codec = zstd.CODEC
+
+
+class TestGzip(CodecSuite):
+    codec = gzip.CODEC
+
+
+class TestPlanes(CodecSuite):
+    codec = planes.CODEC

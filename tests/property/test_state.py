@@ -1,0 +1,143 @@
+"""What holds for every state, every layout and every skeleton."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from holdfast.errors import UnsupportedError
+from holdfast.state.aliases import make_view
+from holdfast.state.leaf import Leaf, allocate
+from holdfast.state.tree import flatten, leaf_specs, prune, unflatten
+from holdfast.testing import strategies
+from holdfast.testing.equality import difference, leaf_bytes
+
+slow_data = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+
+def reload(flat: Any) -> Any:
+    """Load a flattened state into new memory, as a reader does."""
+    values = {}
+    for name, leaf in flat.leaves.items():
+        values[name] = allocate(leaf.kind, leaf.dtype, leaf.shape)
+        copied = Leaf.of(name, values[name])
+        assert copied is not None
+        data = np.empty(leaf.nbytes, np.uint8)
+        leaf.read(0, leaf.nbytes, data)
+        copied.write(0, leaf.nbytes, data)
+    for name, alias in flat.aliases.items():
+        values[name] = make_view(values[alias.of], alias)
+    return unflatten(json.loads(json.dumps(flat.skeleton, allow_nan=False)), values)
+
+
+@slow_data
+@given(strategies.states)
+def test_every_state_comes_back(state: Any) -> None:
+    flat = flatten(state)
+    assert difference(state, reload(flat)) is None
+    specs = leaf_specs(flat.skeleton)
+    assert specs.keys() == flat.leaves.keys() | flat.aliases.keys()
+    assert flat.parts.keys() == flat.leaves.keys()
+    assert len(set(flat.parts.values())) == len(flat.parts)
+    for name in (*specs, *(relative for _, relative in flat.parts.values())):
+        assert name
+        assert name != "__metadata__"
+        assert "\0" not in name
+
+
+@slow_data
+@given(strategies.leaves, st.data())
+def test_shared_views_come_back_shared(value: Any, data: st.DataObject) -> None:
+    twice = [value, value]
+    shrink = data.draw(st.booleans())
+    if shrink and value.ndim and value.shape[0] and not isinstance(value, np.generic):
+        twice[1] = value[data.draw(st.integers(0, value.shape[0] - 1)) :]
+    assert difference(twice, reload(flatten(twice))) is None
+
+
+@slow_data
+@given(strategies.leaves, st.data())
+def test_any_range_of_any_layout_reads_and_writes(value: Any, data: st.DataObject) -> None:
+    leaf = Leaf.of("x", value)
+    assert leaf is not None
+    expected = leaf_bytes(value)
+    assert len(expected) == leaf.nbytes
+    size = leaf.dtype.itemsize
+    first, last = sorted(data.draw(st.tuples(*[st.integers(0, leaf.nbytes // size)] * 2)))
+    out = np.empty((last - first) * size, np.uint8)
+    leaf.read(first * size, last * size, out)
+    assert out.tobytes() == expected[first * size : last * size]
+    host = leaf.host_bytes()
+    assert host is None or host.tobytes() == expected
+    if leaf.writable:
+        # Reversing whole elements keeps them valid, whatever the dtype.
+        changed = np.ascontiguousarray(out.reshape(-1, size)[::-1]).reshape(-1)
+        leaf.write(first * size, last * size, changed)
+        assert leaf_bytes(value) == expected[: first * size] + changed.tobytes() + expected[last * size :]
+
+
+TAGS = """
+    dict items ordered ordered_items _metadata tuple namedtuple object enum int float complex bytes bytearray range set
+    frozenset size dtype device tensor parameter ndarray npscalar requires_grad
+"""
+
+object_keys = st.sampled_from(TAGS.split()) | st.text(max_size=3)
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda values: st.lists(values, max_size=4) | st.dictionaries(object_keys, values, max_size=2),
+    max_leaves=10,
+)
+
+
+def only_value_errors(skeleton: Any) -> None:
+    """Fail if hostile input brings out anything but the errors that readers expect."""
+    try:
+        specs = leaf_specs(skeleton)
+    except ValueError:
+        with pytest.raises(ValueError, match=r"."):
+            prune(skeleton, [])
+        with pytest.raises((ValueError, UnsupportedError)):
+            unflatten(skeleton, {})
+        return
+    prune(skeleton, list(specs)[::2])
+    values: dict[str, Any] = {}
+    for name, spec in specs.items():
+        values[name] = allocate(spec.kind, strategies.BY_NAME["float32"], ())
+    try:
+        flatten(unflatten(skeleton, values))
+    except (ValueError, UnsupportedError):
+        return
+
+
+@slow_data
+@given(json_values)
+def test_random_json_raises_value_errors_only(skeleton: Any) -> None:
+    only_value_errors(skeleton)
+
+
+def places(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the path of every value inside a JSON document."""
+    items = enumerate(node) if isinstance(node, list) else node.items() if isinstance(node, dict) else ()
+    return [path, *(place for key, child in items for place in places(child, (*path, key)))]
+
+
+@slow_data
+@given(strategies.states, json_values, st.data())
+def test_damaged_skeletons_raise_value_errors_only(state: Any, damage: Any, data: st.DataObject) -> None:
+    skeleton = {"top": copy.deepcopy(flatten(state).skeleton)}
+    *path, last = data.draw(st.sampled_from(places(skeleton)[1:]))
+    parent: Any = skeleton
+    for key in path:
+        parent = parent[key]
+    if data.draw(st.booleans()):
+        parent[last] = damage
+    elif parent is not skeleton:
+        del parent[last]
+    only_value_errors(skeleton["top"])
