@@ -39,7 +39,9 @@ def find_format(path: PathLike) -> Format:
             return found
     known = ", ".join(plugins.names("formats"))
     raise NotACheckpointError(
-        "is not a checkpoint of any known format", path=path, remedy=f"formats: {known}; `--format` or format= forces one"
+        "is not a checkpoint of any known format",
+        path=path,
+        remedy=f"formats: {known}; `--format` or format= forces one",
     )
 
 

@@ -16,7 +16,6 @@ from holdfast.formats.base import OpenSettings, Reader
 from holdfast.io.buffers import DEFAULT_BUDGET, BufferPool
 from holdfast.io.parallel import Progress
 from holdfast.state.aliases import make_view
-from holdfast.state.dtypes import DType
 from holdfast.state.leaf import Array, Leaf, LeafKind, allocate
 from holdfast.state.tree import leaf_specs
 
@@ -175,7 +174,7 @@ class LazyTensor:
             if not picked:
                 return 0, 0, (slice(None),)
             return min(picked), max(picked) + 1, (slice(None, None, picked.step),)
-        if isinstance(first, bool) or not hasattr(first, "__index__") or getattr(first, "shape", ()):
+        if isinstance(first, bool) or not hasattr(first, "__index__") or getattr(first, "shape", None):
             return 0, count, (first,)
         row = operator.index(first)
         if not -count <= row < count:
@@ -189,7 +188,9 @@ class LazyTensor:
         leaf = Leaf.of(self.name, out)
         if leaf is None or (leaf.dtype, leaf.shape) != (self._dtype, self.shape) or not leaf.writable:
             raise UsageError(
-                f"`out` is no writable {self._dtype} of shape {list(self.shape)}", path=self._reader.path, name=self.name
+                f"`out` is no writable {self._dtype} of shape {list(self.shape)}",
+                path=self._reader.path,
+                name=self.name,
             )
         self._fill(leaf, 0)
         return out
@@ -218,4 +219,3 @@ def _grid(start: int, stop: int, step: int) -> Iterable[tuple[int, int]]:
         end = min((start // step + 1) * step, stop)
         yield start, end
         start = end
-

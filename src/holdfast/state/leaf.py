@@ -35,6 +35,8 @@ from holdfast.units import format_bytes
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["LEAF_KINDS", "Array", "Bytes", "Leaf", "LeafKind", "allocate"]
+
 LeafKind = Literal["tensor", "parameter", "ndarray", "npscalar"]
 LEAF_KINDS: tuple[LeafKind, ...] = ("tensor", "parameter", "ndarray", "npscalar")
 

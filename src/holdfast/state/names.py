@@ -34,9 +34,10 @@ _LONG_INTEGER = 2**64
 
 def key_text(key: Key) -> str:
     """Return a key as it stands in a name that needs no escaping."""
-    if isinstance(key, int) and abs(key) >= _LONG_INTEGER:
-        return hex(key)  # Python refuses to print very long ones in decimal.
-    return key if isinstance(key, str) else repr(key)
+    if isinstance(key, str):
+        return key
+    # Python refuses to print very long integers in decimal.
+    return hex(key) if isinstance(key, int) and abs(key) >= _LONG_INTEGER else repr(key)
 
 
 def display(path: Path) -> str:

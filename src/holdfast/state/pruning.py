@@ -35,24 +35,24 @@ def prune(skeleton: object, selected: Collection[str]) -> object:
 
 def _prune(node: Any, kept: Collection[str]) -> tuple[Any, bool, bool]:
     """Return the pruned node, whether it had leaves, and whether it still has any."""
-    layout = _layout(node)
-    if layout is None:
+    shape = layout(node)
+    if shape is None:
         return node, False, False
-    if layout.leaf_name is not None:
-        keeps = layout.leaf_name in kept
+    if shape.leaf_name is not None:
+        keeps = shape.leaf_name in kept
         return (node if keeps else None), True, keeps
-    results = [(key, *_prune(child, kept)) for key, child in layout.items]
+    results = [(key, *_prune(child, kept)) for key, child in shape.items]
     had = any(result[2] for result in results)
     keeps = any(result[3] for result in results)
     left = [
         (key, child if keeps_some or not had_some else None)
         for key, child, had_some, keeps_some in results
-        if keeps_some or not had_some or not layout.droppable
+        if keeps_some or not had_some or not shape.droppable
     ]
-    return layout.rebuild(left), had, keeps
+    return shape.rebuild(left), had, keeps
 
 
-class _Layout(NamedTuple):
+class Layout(NamedTuple):
     """A node as a container of others.
 
     Attributes
@@ -73,23 +73,23 @@ class _Layout(NamedTuple):
     droppable: bool
 
 
-def _layout(node: Any) -> _Layout | None:
+def layout(node: Any) -> Layout | None:
     """Return the layout of a valid node that is a leaf or a container; None for plain values."""
     if isinstance(node, list):
-        return _Layout(None, list(enumerate(node)), lambda items: [child for _, child in items], False)
+        return Layout(None, list(enumerate(node)), lambda items: [child for _, child in items], False)
     if not isinstance(node, dict):
         return None
     tag = next(iter(node))
     body = node[tag]
     if tag in LEAF_KINDS:
-        return _Layout(body, [], lambda items: node, False)
+        return Layout(body, [], lambda items: node, False)
     if tag in ("dict", "ordered"):
-        return _Layout(None, list(body.items()), lambda items: {**node, tag: dict(items)}, True)
+        return Layout(None, list(body.items()), lambda items: {**node, tag: dict(items)}, True)
     if tag in ("items", "ordered_items"):
         pairs = [(key, child) for key, child in body]
-        return _Layout(None, pairs, lambda items: {**node, tag: [list(item) for item in items]}, True)
+        return Layout(None, pairs, lambda items: {**node, tag: [list(item) for item in items]}, True)
     if tag in ("namedtuple", "object"):
-        return _Layout(None, list(body[1].items()), lambda items: {tag: [body[0], dict(items)]}, False)
+        return Layout(None, list(body[1].items()), lambda items: {tag: [body[0], dict(items)]}, False)
     if tag == "tuple":
-        return _Layout(None, list(enumerate(body)), lambda items: {tag: [child for _, child in items]}, False)
+        return Layout(None, list(enumerate(body)), lambda items: {tag: [child for _, child in items]}, False)
     return None
