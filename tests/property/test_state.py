@@ -43,7 +43,7 @@ def test_every_state_comes_back(state: Any) -> None:
     assert difference(state, reload(flat)) is None
     specs = leaf_specs(flat.skeleton)
     assert specs.keys() == flat.leaves.keys() | flat.aliases.keys()
-    assert flat.parts.keys() == flat.leaves.keys()
+    assert flat.parts.keys() == specs.keys()
     assert len(set(flat.parts.values())) == len(flat.parts)
     for name in (*specs, *(relative for _, relative in flat.parts.values())):
         assert name

@@ -122,8 +122,19 @@ def test_identical_views_out_of_order_are_one_object() -> None:
         [np.float32(1), np.float32(1)],
         [torch.zeros(2), torch.zeros(2)],
         (lambda base: [base["a"], base["b"]])(np.zeros(3, [("a", "f4"), ("b", "i2")])),
+        (lambda memory: [memory[:16].view("f4"), memory[2:10].view("f4")])(np.arange(16, dtype=np.uint8)),
     ],
-    ids=["empty", "partial", "other dtype", "conjugated", "numpy and torch", "scalars", "separate", "fields"],
+    ids=[
+        "empty",
+        "partial",
+        "other dtype",
+        "conjugated",
+        "numpy and torch",
+        "scalars",
+        "separate",
+        "fields",
+        "misaligned",
+    ],
 )
 def test_what_is_stored_separately(state: Any) -> None:
     flat = flatten(state)

@@ -367,6 +367,7 @@ MALFORMED: list[Any] = [
     {"complex": "ab"},
     {"bytes": "a"},
     {"bytes": "a\n=="},
+    {"bytes": "YQ==\n"},
     {"bytes": 1},
     {"bytearray": "\u00e9"},
     {"range": [0, 1, 0]},

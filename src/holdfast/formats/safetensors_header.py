@@ -23,9 +23,11 @@ from holdfast.state.dtypes import BY_SAFETENSORS
 MAX_HEADER_BYTES = 100_000_000
 """What the reference implementation accepts."""
 
+MAX_DIMENSIONS = 64
+
 _LENGTH_BYTES = 8
-# Dtypes of less than a byte: bits per element. Their tensors are read as bytes.
-_SUB_BYTE = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+SUB_BYTE = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+"""Dtypes of less than a byte: bits per element. Their tensors are read as bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class Header:
     nbytes : int
         Length of the whole header, its eight length bytes included: the data starts there.
     records : dict of str to TensorRecord
-        By name, in the order of the data.
+        By name, in the order of the header, which need not be that of the data.
     metadata : dict of str to str
         The file's ``__metadata__``.
     """
@@ -104,24 +106,23 @@ def read(file: SourceFile) -> Header:
     content = _parse_json(file.read(_LENGTH_BYTES, length), file.path)
     metadata = _checked_metadata(content.pop("__metadata__", {}), file.path)
     nbytes = _LENGTH_BYTES + length
-    records = sorted(
-        (_record(name, value, file.path) for name, value in content.items()), key=lambda r: (r.start, r.stop)
-    )
-    _check_tiling(records, file.size - nbytes, file.path)
-    return Header(nbytes, {record.name: record for record in records}, metadata)
+    records = {name: _record(name, value, file.path) for name, value in content.items()}
+    _check_tiling(sorted(records.values(), key=lambda r: (r.start, r.stop)), file.size - nbytes, file.path)
+    return Header(nbytes, records, metadata)
 
 
 def _parse_json(text: bytes, path: Path) -> dict[str, Any]:
     if not text.startswith(b"{"):
         raise CorruptCheckpointError("the header does not begin with '{'", path=path)
     try:
-        pairs = _decode_without_duplicates(text)
+        return decode_object(text)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"the header is not valid JSON ({error})", path=path) from error
-    return pairs
 
 
-def _decode_without_duplicates(text: bytes) -> dict[str, Any]:
+def decode_object(text: bytes) -> dict[str, Any]:
+    """Return a JSON object; ValueError or RecursionError if it is none, or a name stands twice in it."""
+
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
@@ -155,11 +156,14 @@ def _record(name: str, value: object, path: Path) -> TensorRecord:
     except msgspec.ValidationError as error:
         raise CorruptCheckpointError(f"bad header entry ({error})", path=path, name=name) from error
     start, stop = raw.data_offsets
+    # No array library has more dimensions, and the product of millions of lengths takes hours.
+    if len(raw.shape) > MAX_DIMENSIONS:
+        raise CorruptCheckpointError(f"has {len(raw.shape)} dimensions", path=path, name=name)
     if any(length < 0 for length in raw.shape):
         raise CorruptCheckpointError(f"negative length in shape {raw.shape}", path=path, name=name)
-    if raw.dtype not in BY_SAFETENSORS and raw.dtype not in _SUB_BYTE:
+    if raw.dtype not in BY_SAFETENSORS and raw.dtype not in SUB_BYTE:
         raise UnsupportedError(f"has dtype {raw.dtype}, which is not known here", path=path, name=name)
-    bits = _SUB_BYTE.get(raw.dtype) or 8 * BY_SAFETENSORS[raw.dtype].itemsize
+    bits = SUB_BYTE.get(raw.dtype) or 8 * BY_SAFETENSORS[raw.dtype].itemsize
     needed, rest = divmod(prod(raw.shape) * bits, 8)
     if rest or not 0 <= start <= stop or stop - start != needed:
         raise CorruptCheckpointError(

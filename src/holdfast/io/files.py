@@ -69,12 +69,16 @@ class DirectFile:
         return os.open(self.path, flags, 0o666)
 
     def preallocate(self, size: int) -> None:
-        """Reserve ``size`` bytes, so that a full disk is found now and extents are laid out in one go."""
+        """Reserve ``size`` bytes, so that a full disk is found now and extents are laid out in one go.
+
+        The file is closed if that fails.
+        """
         try:
             os.posix_fallocate(self._fd, 0, size)
         except OSError as error:
             if error.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                 return
+            self.close()
             raise store_error(error, self.path, f"reserve {size:,} bytes") from error
 
     def write(self, offset: int, data: Bytes) -> None:

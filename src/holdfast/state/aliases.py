@@ -145,9 +145,9 @@ class _Extent(NamedTuple):
 
 
 def _extent(leaf: Leaf, order: int) -> _Extent | None:
-    """Return a leaf's place in memory, or None for what is never shared: empty, lazy, scalars, odd strides."""
+    """Return a leaf's place in memory, or None for what is never shared: empty, lazy, odd strides."""
     size = leaf.dtype.itemsize
-    if leaf.nbytes == 0 or leaf.kind == "npscalar":
+    if leaf.nbytes == 0:
         return None
     array = leaf.array
     if leaf.is_torch:

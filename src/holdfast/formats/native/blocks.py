@@ -93,7 +93,7 @@ class BlockReader:
             count = min(size - skip, stop - done)
             target = out[done - start : done - start + count]
             block = tensor.blocks[index]
-            whole, coded = count == size, _is_coded(block)
+            whole, coded = count == size, _is_coded(block, size)
             if not (whole or coded or (self._verify and block.raw)):
                 tensor.file.read_into(block.offset + skip, target)
             else:
@@ -111,7 +111,7 @@ class BlockReader:
     def _read_block(self, tensor: StoredTensor, index: int, out: Bytes, scratch: Bytes) -> None:
         block = tensor.blocks[index]
         try:
-            if _is_coded(block):
+            if _is_coded(block, len(out)):
                 found = self._decode(tensor, block, out, scratch[: block.length])
             else:
                 found = self._read_raw(tensor.file, block, out)
@@ -155,9 +155,9 @@ class BlockReader:
         )
 
 
-def _is_coded(block: StoredBlock) -> bool:
-    # A raw block that carries a checksum of its stored bytes is padded, so it is not just the raw bytes.
-    return block.codec != "raw" or bool(block.stored)
+def _is_coded(block: StoredBlock, raw_bytes: int) -> bool:
+    # A longer raw block is padded, so it is not just the raw bytes.
+    return block.codec != "raw" or block.length > raw_bytes
 
 
 def _codec(name: str, tensor: StoredTensor) -> Codec:

@@ -22,8 +22,8 @@ import msgspec
 from holdfast import plugins
 from holdfast.errors import CorruptCheckpointError, UnsupportedError
 from holdfast.formats.native.manifest import MAX_BLOCK_BYTES, BlockRecord
-from holdfast.formats.native.pack import FilePlan, Placed
-from holdfast.formats.safetensors_header import Header, TensorRecord
+from holdfast.formats.native.pack import FilePlan, Placed, Structure
+from holdfast.formats.safetensors_header import MAX_DIMENSIONS, Header, TensorRecord
 from holdfast.state.dtypes import BY_NAME
 
 METADATA_KEY = "holdfast"
@@ -40,12 +40,13 @@ class Note(msgspec.Struct, frozen=True):
     blocks: list[tuple[str, int]]
 
 
-class Notes(msgspec.Struct, frozen=True):
-    """The ``holdfast`` entry of a file's metadata."""
+class Notes(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The ``holdfast`` entry of a file's metadata; ``structure`` is that of a state without a manifest."""
 
     version: int
     block_bytes: int
     tensors: dict[str, Note]
+    structure: Structure | None = None
 
 
 def describe(plan: FilePlan, blocks: Mapping[tuple[str, int], BlockRecord], block_bytes: int) -> Described:
@@ -66,7 +67,7 @@ def describe(plan: FilePlan, blocks: Mapping[tuple[str, int], BlockRecord], bloc
             lengths = [(block.codec, block.length) for block in stored]
             tensors[leaf.key] = Note(leaf.source.dtype.name, leaf.source.shape, lengths)
         start = stop
-    return records, _notes(tensors, block_bytes)
+    return records, _notes(tensors, block_bytes, plan)
 
 
 def widest(plan: FilePlan, block_bytes: int) -> Described:
@@ -82,12 +83,12 @@ def widest(plan: FilePlan, block_bytes: int) -> Described:
         )
         for leaf in plan.leaves
     }
-    return records, _notes(tensors, block_bytes)
+    return records, _notes(tensors, block_bytes, plan)
 
 
-def _notes(tensors: dict[str, Note], block_bytes: int) -> dict[str, Any]:
-    notes = Notes(VERSION, block_bytes, tensors)
-    return msgspec.to_builtins(notes) if tensors else {}
+def _notes(tensors: dict[str, Note], block_bytes: int, plan: FilePlan) -> dict[str, Any]:
+    notes = Notes(VERSION, block_bytes, tensors, plan.structure)
+    return msgspec.to_builtins(notes) if tensors or plan.structure else {}
 
 
 def _raw_sizes(leaf: Placed, block_bytes: int) -> list[tuple[int, int]]:
@@ -133,13 +134,18 @@ def _check(name: str, note: Note, block_bytes: int, header: Header, path: Path) 
         raise CorruptCheckpointError("is noted as coded, but is no U8 vector here", path=path, name=name)
     if note.dtype not in BY_NAME:
         raise UnsupportedError(f"has dtype {note.dtype!r}, which is not known here", path=path, name=name)
-    if not 1 <= block_bytes <= MAX_BLOCK_BYTES or any(length < 0 for length in note.shape):
+    if (
+        not 1 <= block_bytes <= MAX_BLOCK_BYTES
+        or block_bytes % 16
+        or len(note.shape) > MAX_DIMENSIONS
+        or any(length < 0 for length in note.shape)
+    ):
         raise CorruptCheckpointError("is noted with impossible sizes", path=path, name=name)
     nbytes = prod(note.shape) * BY_NAME[note.dtype].itemsize
     stored = sum(length for _, length in note.blocks)
     if (
         len(note.blocks) != -(-nbytes // block_bytes)
         or stored != record.stop - record.start
-        or any(length <= 0 for _, length in note.blocks)
+        or any(not 0 < length < block_bytes + 2 * 4096 for _, length in note.blocks)
     ):
         raise CorruptCheckpointError("its blocks do not fit its shape", path=path, name=name)

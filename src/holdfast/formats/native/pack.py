@@ -6,15 +6,27 @@ whole pages of the file, so that tasks can be written in any order, directly and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
 
 from holdfast.errors import UsageError
+from holdfast.formats.native.manifest import AliasRecord
 from holdfast.state.names import part_file_stems
 from holdfast.state.source import Source
 from holdfast.state.tree import Flat
 
 DEFAULT_SHARD_BYTES = 4 * 1024**3
+
+
+class Structure(msgspec.Struct, frozen=True):
+    """What makes a nested state of tensors: skeleton, views of stored tensors, and each tensor's part and key in it."""
+
+    skeleton: Any
+    aliases: dict[str, AliasRecord]
+    parts: dict[str, tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +45,27 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """One data file: its name and its leaves in order, with raw offsets that begin at 0."""
+    """One data file.
+
+    Attributes
+    ----------
+    name, part : str
+    leaves : tuple of Placed
+        In the order of the data, with raw offsets that begin at 0.
+    header_order : tuple of str
+        The keys in the order in which the header names them; empty for that of the data.
+    metadata : dict of str to str
+        What the header's ``__metadata__`` says besides the format and our own entry.
+    structure : Structure or None
+        What the file says of the whole state, where there is no manifest to say it.
+    """
 
     name: str
     part: str
     leaves: tuple[Placed, ...]
+    header_order: tuple[str, ...] = ()
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    structure: Structure | None = None
 
     @property
     def raw_bytes(self) -> int:

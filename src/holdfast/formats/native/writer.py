@@ -36,7 +36,7 @@ def write(
     """Write a state as a native checkpoint; see `holdfast.formats.base.Format.write`."""
     options = settings.only("native", "shard_bytes")
     plans = plan_files(flat, options.get("shard_bytes", DEFAULT_SHARD_BYTES))
-    codec = _codec(settings.compression)
+    codec = chosen_codec(settings.compression)
     with Commit(destination, directory=True, overwrite=settings.overwrite, replaceable=replaceable) as commit:
         pool = BufferPool(settings.memory_budget)
         streams = write_streams(commit.path, plans, settings, pool, coded=settings.compression != "none", codec=codec)
@@ -53,7 +53,7 @@ def write(
     )
 
 
-def _codec(compression: str) -> Codec | None:
+def chosen_codec(compression: str) -> Codec | None:
     """Return the codec that was asked for by name, or None when each block chooses its own (or none is used)."""
     if compression in ("none", "lossless"):
         return None
@@ -132,9 +132,12 @@ class _Job:
 
     def _header(self, described: tuple[list[TensorRecord], dict[str, Any]], room: int) -> bytes:
         records, notes = described
-        metadata = {"format": "pt"}
+        metadata = {"format": "pt", **self._plan.metadata}
         if notes:
             metadata[METADATA_KEY] = msgspec.json.encode(notes).decode()
+        if self._plan.header_order:
+            by_name = {record.name: record for record in records}
+            records = [by_name[name] for name in self._plan.header_order]
         return safetensors_header.build(records, metadata, room=room or None)
 
     def finish(self) -> FinishedStream:

@@ -1,0 +1,137 @@
+"""What ``holdfast demo`` does, stage by stage: build, compare, verify, damage, clean up."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from holdfast.bench.checkpoint_workload import Workload
+from holdfast.bench.damage import Flip, flip_bit
+from holdfast.bench.models import build, parse
+from holdfast.bench.peers import arms
+from holdfast.bench.probes import check_room
+from holdfast.bench.rounds import Rounds, run_rounds
+from holdfast.bench.visit import visitor
+from holdfast.checkpoint.info import info
+from holdfast.checkpoint.load import load
+from holdfast.checkpoint.save import save
+from holdfast.checkpoint.verify import VerifyReport, verify
+from holdfast.errors import CorruptCheckpointError, StoreError, UsageError
+
+DEFAULT_SCALE = 0.1
+DEFAULT_ROUNDS = 3
+PATIENCE = 75.0
+"""Seconds after which no further round begins."""
+
+_SEED = 20_240_601
+_COPIES_IN_MEMORY = 3  # the state, the one that is loaded into, and the one that a load returns
+_COPIES_ON_DISK = 2
+_OVERHEAD = 512 * 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class Damaged:
+    """A byte that was flipped, what `verify` says of it, and how `load` refuses it."""
+
+    flip: Flip
+    report: VerifyReport
+    refusal: str
+
+
+@dataclass(slots=True)
+class Demonstration:
+    """The stages of the demo; a context manager that removes what it wrote.
+
+    Parameters
+    ----------
+    directory : Path
+        Where a temporary folder is made.
+    source : Path, optional
+        A checkpoint of the user's own; else OpenLLaMA-3B at ``scale`` in bfloat16.
+    scale : float
+    rounds : int
+
+    Raises
+    ------
+    UsageError
+        If a number is out of range.
+    """
+
+    directory: Path
+    source: Path | None = None
+    scale: float = DEFAULT_SCALE
+    rounds: int = DEFAULT_ROUNDS
+    _folder: Path = field(init=False)
+    _workload: Workload = field(init=False)
+
+    def __enter__(self) -> Self:
+        if self.rounds < 1:
+            raise UsageError(f"{self.rounds} rounds measure nothing", remedy="give 1 or more")
+        parse(self.spec)
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix="holdfast-demo-", dir=self.directory))
+        except OSError as error:
+            raise StoreError(
+                f"cannot write here: {error.strerror}", path=self.directory, remedy="choose a folder with --dir"
+            ) from error
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        shutil.rmtree(self._folder)
+
+    @property
+    def spec(self) -> str:
+        """The model that stands in for a checkpoint of the user's own."""
+        return f"openllama-3b:scale={self.scale:.10f}"
+
+    def build(self) -> Workload:
+        """Make or load the state, having checked that it fits.
+
+        Raises
+        ------
+        StoreError
+            If memory or disk are too small.
+        """
+        nbytes = parse(self.spec).nbytes if self.source is None else info(self.source).total.nbytes
+        check_room(
+            self._folder,
+            disk=_COPIES_ON_DISK * nbytes + _OVERHEAD // 8,
+            memory=_COPIES_IN_MEMORY * nbytes + _OVERHEAD,
+        )
+        state: Any = build(self.spec, seed=_SEED) if self.source is None else load(self.source)
+        self._workload = Workload(state)
+        return self._workload
+
+    def compare(self, on_visit: Callable[[int, str], None] | None = None) -> Rounds:
+        """Measure every arm in interleaved rounds.
+
+        Raises
+        ------
+        GateError
+            If an arm does not give back what it was given.
+        """
+        visits = {arm.name: visitor(arm, self._workload, self._folder) for arm in arms()}
+        return run_rounds(visits, self.rounds, seed=_SEED, seconds=PATIENCE, on_visit=on_visit)
+
+    def verify(self) -> VerifyReport:
+        """Save the state compressed, and verify it."""
+        path = self._folder / "step-1000"
+        save(self._workload.state, path, compression="lossless")
+        return verify(path)
+
+    def damage(self) -> Damaged:
+        """Flip a bit in a copy of what `verify` saved, and look at it again."""
+        path = self._folder / "step-1000-damaged"
+        shutil.copytree(self._folder / "step-1000", path)
+        flip = flip_bit(path)
+        report = verify(path)
+        try:
+            load(path, select=[flip.name])
+        except CorruptCheckpointError as error:
+            return Damaged(flip, report, error.message)
+        raise AssertionError("a damaged block was loaded")  # pragma: no cover

@@ -1,0 +1,145 @@
+"""``holdfast info`` and ``holdfast ls``: what a checkpoint holds, without reading a tensor."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from holdfast.checkpoint.info import InfoReport, Total, describe
+from holdfast.checkpoint.info import info as look
+from holdfast.cli.options import Switch
+from holdfast.cli.output import Output
+from holdfast.cli.text import Table, counted, printable, ratio
+from holdfast.formats.base import Entry
+from holdfast.state import names
+from holdfast.units import format_bytes
+
+
+def info(
+    path: str,
+    /,
+    *,
+    largest: Annotated[int, Parameter(validator=Number(gte=0))] = 10,
+    format: str | None = None,
+    output: Output = Output(),
+) -> int:
+    """Show what a checkpoint holds, without reading a tensor.
+
+    Parameters
+    ----------
+    path
+        The checkpoint.
+    largest
+        How many of the largest tensors to show.
+    format
+        Do not look for the format, take this one.
+    """
+    report = look(path, format=format)
+    output.show(report.as_dict(largest=largest), lambda: _print_info(report, largest))
+    return 0
+
+
+def ls(
+    path: str,
+    /,
+    *globs: str,
+    long: Annotated[bool, Switch, Parameter(name=["--long", "-l"])] = False,
+    format: str | None = None,
+    output: Output = Output(),
+) -> int:
+    """List a checkpoint's tensors.
+
+    Parameters
+    ----------
+    path
+        The checkpoint.
+    globs
+        Only the tensors whose names match one of these, such as 'model.layers.0.*'.
+    long
+        Show each tensor's part of the state, too, and whose storage it shares.
+    format
+        Do not look for the format, take this one.
+    """
+    report = look(path, format=format)
+    by_name = {entry.name: entry for entry in report.entries}
+    entries = [by_name[name] for name in names.select(by_name, globs)] if globs else report.entries
+    document = {"path": path, "format": report.format, "tensors": [describe(entry) for entry in entries]}
+    output.show(document, lambda: _entries(entries, long=long).show())
+    return 0
+
+
+def _print_info(report: InfoReport, largest: int) -> None:
+    total = report.total
+    print(printable(f"{report.path}: {', '.join(_headline(report))}"))
+    summary = f"{counted(total.tensors, 'tensor')}, {counted(total.elements, 'element')}"
+    stored = f"{format_bytes(total.stored_bytes)} stored ({ratio(total.nbytes, total.stored_bytes)})"
+    print(f"{summary}, {format_bytes(total.nbytes)} raw, {stored}")
+    for what, totals in (("dtype", report.by_dtype), ("part", report.by_part), ("codec", report.by_codec)):
+        print()
+        _totals(what, totals).show()
+    if largest and report.entries:
+        print("\nlargest:")
+        _entries(report.largest(largest)).show()
+    if report.metadata:
+        print("\nmetadata:")
+        Table(("key", "value"), [(key, _plain(value)) for key, value in report.metadata.items()]).show()
+
+
+def _headline(report: InfoReport) -> list[str]:
+    """Return the format and what it says about itself, each as a phrase."""
+    details = dict(report.details)
+    files = details.pop("files", None)
+    version = details.pop("version", None)
+    phrases = [report.format if version is None else f"{report.format} {version}"]
+    for key, value in details.items():
+        if key.endswith("_bytes") and isinstance(value, int):
+            phrases.append(f"{key.removesuffix('_bytes')} {format_bytes(value)}")
+        else:
+            phrases.append(f"{key.replace('_', ' ')} {_plain(value)}")
+    return phrases + ([counted(len(files), "file")] if files else [])
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict) and not any(isinstance(item, dict | list) for item in value.values()):
+        return " ".join(f"{key} {item}" for key, item in value.items())
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _totals(what: str, totals: dict[str, Total]) -> Table:
+    return Table(
+        (what, ">tensors", ">elements", ">raw", ">stored", ">ratio"),
+        [
+            (
+                name,
+                f"{total.tensors:,}",
+                f"{total.elements:,}",
+                format_bytes(total.nbytes),
+                format_bytes(total.stored_bytes),
+                ratio(total.nbytes, total.stored_bytes),
+            )
+            for name, total in sorted(totals.items(), key=lambda item: -item[1].nbytes)
+        ],
+    )
+
+
+def _entries(entries: list[Entry], *, long: bool = False) -> Table:
+    headings = ("name", "dtype", "shape", ">size", ">stored", "codec", "file")
+    rows = [
+        (
+            entry.name,
+            entry.dtype.name,
+            str(list(entry.shape)),
+            format_bytes(entry.nbytes),
+            format_bytes(entry.stored_bytes),
+            entry.codec,
+            entry.file,
+        )
+        for entry in entries
+    ]
+    if not long:
+        return Table(headings, rows)
+    more = [(entry.part, entry.alias_of or "") for entry in entries]
+    return Table((*headings, "part", "alias of"), [row + extra for row, extra in zip(rows, more, strict=True)])

@@ -1,0 +1,83 @@
+"""The command line: find the command, run it, and turn whatever happens into an exit code.
+
+The codes are listed in `holdfast.cli.failures`. Commands are imported when they run, so that ``holdfast --help``
+imports neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from cyclopts import App
+
+from holdfast.cli.failures import BROKEN_PIPE, tell
+from holdfast.cli.options import from_environment, from_file
+from holdfast.cli.output import Output
+from holdfast.version import __version__
+
+_COMMANDS = {
+    "info": ("contents:info", "Show what a checkpoint holds, without reading a tensor."),
+    "ls": ("contents:ls", "List a checkpoint's tensors."),
+    "verify": ("verify:verify", "Read checkpoints to the end and check every byte that can be checked."),
+    "diff": ("diff:diff", "Compare two checkpoints of any formats; exit code 1 if they differ."),
+    "convert": ("convert:convert", "Write a checkpoint again, in another format or with another compression."),
+    "env": ("env:env", "Show what of this machine matters to checkpoints."),
+    "demo": ("demo:demo", "See on this machine what Holdfast does."),
+}
+
+_EPILOGUE = """\
+Options also come from the environment (HOLDFAST_MEMORY_BUDGET=1GiB) and from a TOML file (-C FILE) with one table per \
+command; a flag wins over the environment, the environment over the file.
+
+Exit codes: 0 ok, 1 difference or failed check, 2 usage, 3 I/O or store error, 4 corrupt, 5 not found or not a \
+checkpoint, 6 destination exists, 7 unsupported, 130 interrupted."""
+
+
+def build_app() -> App:
+    """Return the application: its commands by name, none of them imported yet."""
+    app = App(
+        name="holdfast",
+        help="Fast, verified, crash-safe checkpoints for PyTorch, in files that other tools open.",
+        help_format="plaintext",
+        help_epilogue=_EPILOGUE,
+        version=__version__,
+        config=(from_environment, from_file),
+    )
+    for place, (name, (home, summary)) in enumerate(_COMMANDS.items()):
+        # The epilogue is for the whole program; an empty one keeps it out of each command's help.
+        app.command(f"holdfast.cli.{home}", name=name, help=summary, sort_key=place, help_epilogue="")
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        What stands after ``holdfast``; taken from the process unless given.
+    """
+    tokens = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = _run(tokens)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more at exit, and must not complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+
+
+def _run(tokens: list[str]) -> int:
+    # Until the options are parsed, this is how an error in them learns how it is to be told.
+    output = Output(json="--json" in tokens, verbose=not {"-v", "--verbose"}.isdisjoint(tokens))
+    try:
+        command, bound, _ = build_app().parse_args(tokens, exit_on_error=False, print_error=False)
+        output = bound.arguments.get("output", output)
+        return command(*bound.args, **bound.kwargs) or 0
+    except BrokenPipeError:
+        raise
+    except (Exception, KeyboardInterrupt) as error:
+        return tell(error, as_json=output.json, verbose=output.verbose)

@@ -1,0 +1,80 @@
+"""Where options come from besides the command line, and the types that several commands share.
+
+A flag wins over the environment (``HOLDFAST_MEMORY_BUDGET=1GiB``), which wins over the TOML file of ``-C``
+(``[convert]`` / ``memory-budget = "1GiB"``), which wins over the default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, Parameter
+from cyclopts.argument import ArgumentCollection
+from cyclopts.config import Dict, Env
+from cyclopts.token import Token
+from cyclopts.validators import Number
+
+from holdfast.errors import UsageError
+from holdfast.units import parse_bytes
+
+_PREFIX = "HOLDFAST_"
+
+
+def _size(kind: type, tokens: Sequence[Token]) -> int:
+    try:
+        return parse_bytes(tokens[0].value)
+    except UsageError as error:
+        raise ValueError(f"{error.message}: {error.remedy}") from error
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count / 1024**2:g}MiB"
+
+
+Size = Annotated[int, Parameter(converter=_size, n_tokens=1, metavar="SIZE", show_default=_mebibytes)]
+"""A number of bytes, such as ``256MiB``."""
+
+Switch = Parameter(negative="", show_default=False)
+"""A flag that is off unless given; ``--flag=false`` takes back what the environment or a file says."""
+
+Threads = Annotated[int | None, Parameter(validator=Number(gte=1))]
+"""How many threads work; None leaves it to the machine."""
+
+Globs = Annotated[list[str] | None, Parameter(negative="", metavar="GLOB")]
+"""Patterns of tensor names, given one by one."""
+
+
+def from_environment(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Take options, never positional arguments, from ``HOLDFAST_*``."""
+    options = ArgumentCollection(argument for argument in arguments if argument.name.startswith("-"))
+    Env(_PREFIX, command=False)(app, commands, options)
+
+
+def from_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Take options from the TOML file that ``-C`` or ``HOLDFAST_CONFIG`` names."""
+    tokens = [argument.tokens for argument in arguments if argument.name == "--config" and argument.tokens]
+    if not tokens:
+        return
+    path = tokens[0][-1].value
+    tables = _read(path)
+    known = [name for name in app.app_stack.stack[0][0] if not name.startswith("-")]
+    for key, table in tables.items():
+        if key not in known or not isinstance(table, dict):
+            near = difflib.get_close_matches(key, known, n=1)
+            remedy = f"did you mean [{near[0]}]?" if near and key not in known else f"tables: {', '.join(known)}"
+            raise UsageError(f"{key!r} is not a table of options of a command", path=path, remedy=remedy)
+    Dict(tables, source=path)(app, commands, arguments)
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        with Path(path).open("rb") as file:
+            return tomllib.load(file)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"is not TOML: {error}", path=path, remedy="correct the file") from error
+    except OSError as error:
+        raise UsageError(f"cannot read the configuration: {error.strerror}", path=path) from error

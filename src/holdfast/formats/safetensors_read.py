@@ -1,0 +1,261 @@
+"""Reading safetensors files and sharded directories, trusting nothing in them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import CorruptCheckpointError, NotACheckpointError
+from holdfast.formats import safetensors_header
+from holdfast.formats.base import BLOCK_BYTES, Entry, OpenSettings, Reader, StoredLeaf
+from holdfast.formats.native.blocks import BlockReader, StoredTensor, lay_out
+from holdfast.formats.native.coded_tensors import METADATA_KEY, Notes, parse
+from holdfast.formats.native.manifest import FILE_NAME as MANIFEST_NAME
+from holdfast.formats.native.pack import Structure
+from holdfast.formats.safetensors_header import MAX_HEADER_BYTES, SUB_BYTE, Header, TensorRecord
+from holdfast.io.files import Bytes, SourceFile
+from holdfast.state.aliases import Alias
+from holdfast.state.dtypes import BY_NAME, BY_SAFETENSORS, DType
+from holdfast.state.names import DEFAULT_PART, assign_names
+from holdfast.state.source import Source
+from holdfast.state.tree import Flat, leaf_specs
+
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+
+
+def locate(path: Path) -> Path | None:
+    """Return the file or the index that a path stands for, by names and first bytes; None if it is not safetensors."""
+    if path.is_dir():
+        return _locate_in(path)
+    if not path.is_file():
+        return None
+    if path.name.endswith((SUFFIX, INDEX_SUFFIX)):
+        return path
+    with suppress(OSError), path.open("rb") as file:
+        start = file.read(9)
+        if start[8:] == b"{" and int.from_bytes(start[:8], "little") <= MAX_HEADER_BYTES:
+            return path
+    return None
+
+
+def _locate_in(directory: Path) -> Path | None:
+    with suppress(OSError):
+        if (directory / MANIFEST_NAME).exists():
+            return None
+        names = sorted(entry.name for entry in directory.iterdir())
+        indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
+        found = indexes or [name for name in names if name.endswith(SUFFIX)]
+        if len(found) == 1:
+            return directory / found[0]
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _DataFile:
+    file: SourceFile
+    header: Header
+    notes: Notes
+
+
+class SafetensorsReader(Reader):
+    """An open safetensors file, or set of files with an index; the format has no checksums."""
+
+    format = "safetensors"
+
+    def __init__(self, path: Path, settings: OpenSettings) -> None:
+        self.path = path
+        place = locate(path)
+        if place is None:
+            raise NotACheckpointError("is no safetensors file, nor a directory with one or with an index", path=path)
+        self._blocks = BlockReader(settings.pool, verify=settings.verify)
+        self._files: list[SourceFile] = []
+        try:
+            index = _read_index(place) if place.name.endswith(INDEX_SUFFIX) else None
+            data = self._open_files(place, index)
+            self._tensors, self.flat = self._state(data, place, index)
+        except BaseException:
+            self.close()
+            raise
+        self.entries = dict(self._entries())
+        self.metadata = {}
+        for found in reversed(data):
+            self.metadata |= found.header.metadata
+        self.metadata.pop(METADATA_KEY, None)
+        self.details = {"files": {file.path.name: file.size for file in self._files}}
+
+    def _open_files(self, place: Path, index: Mapping[str, str] | None) -> list[_DataFile]:
+        """Open all files at once, so that a checkpoint that is replaced meanwhile is read as it was."""
+        if index is None:
+            self._files.append(SourceFile(place))
+        else:
+            wanted = {file: key for key, file in index.items()}
+            for file in dict.fromkeys(index.values()):
+                self._files.append(_open_shard(place.parent / file, wanted[file]))
+        headers = [(file, safetensors_header.read(file)) for file in self._files]
+        data = [_DataFile(file, header, parse(header, file.path)) for file, header in headers]
+        if index is not None:
+            _check_index(index, data)
+        return data
+
+    def _state(
+        self, data: list[_DataFile], place: Path, index: Mapping[str, str] | None
+    ) -> tuple[dict[str, StoredTensor], Flat[Source]]:
+        homes = {key: found for found in data for key in found.header.records}
+        structures = [found for found in data if found.notes.structure is not None]
+        if len(structures) > 1:
+            raise CorruptCheckpointError("a second file says what the state looks like", path=structures[1].file.path)
+        structure = structures[0].notes.structure if structures else None
+        if structure is None:
+            keys = list(index or homes)
+            assigned = assign_names([(key,) for key in keys]) if keys else []
+            tensors = {name: _stored(name, key, homes[key]) for name, key in zip(assigned, keys, strict=True)}
+            skeleton: Any = {"dict": {key: {"tensor": name} for name, key in zip(assigned, keys, strict=True)}}
+            return tensors, self._flat(skeleton, tensors, {}, {name: (DEFAULT_PART, name) for name in tensors})
+        tensors = {key: _stored(key, key, home) for key, home in homes.items()}
+        try:
+            aliases = _checked(structure, tensors)
+        except ValueError as error:
+            raise CorruptCheckpointError(
+                f"its note on the state is wrong: {error}", path=structures[0].file.path
+            ) from error
+        ordered = {name: tensors[name] for name in leaf_specs(structure.skeleton) if name in tensors}
+        return ordered, self._flat(structure.skeleton, ordered, aliases, structure.parts)
+
+    def _flat(
+        self,
+        skeleton: object,
+        tensors: Mapping[str, StoredTensor],
+        aliases: dict[str, Alias],
+        parts: dict[str, tuple[str, str]],
+    ) -> Flat[Source]:
+        leaves = {t.name: StoredLeaf(self, t.name, t.dtype, t.shape, t.nbytes) for t in tensors.values()}
+        return Flat(skeleton, leaves, aliases, parts)
+
+    def _entries(self) -> Iterator[tuple[str, Entry]]:
+        for name in leaf_specs(self.flat.skeleton):
+            part, _ = self.flat.parts[name]
+            alias = self.flat.aliases.get(name)
+            tensor = self._tensors[alias.of if alias else name]
+            file = tensor.file.path.name
+            if alias is None:
+                yield (
+                    name,
+                    Entry(
+                        name, part, tensor.dtype, tensor.shape, tensor.nbytes, tensor.stored_bytes, tensor.codec, file
+                    ),
+                )
+            else:
+                nbytes = prod(alias.shape) * tensor.dtype.itemsize
+                yield name, Entry(name, part, tensor.dtype, alias.shape, nbytes, 0, "alias", file, alias.of)
+
+    def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
+        self._blocks.read(self._tensors[name], start, stop, out)
+
+    def block_bytes(self, name: str) -> int:
+        return self._tensors[name].block_bytes
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Return which file of the index's directory holds each tensor."""
+    with SourceFile(path) as file:
+        if file.size > MAX_HEADER_BYTES:
+            raise CorruptCheckpointError(f"an index of {file.size:,} bytes is none", path=path)
+        content = file.read(0, file.size)
+    try:
+        weight_map = safetensors_header.decode_object(content).get("weight_map")
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"the index is not valid JSON ({error})", path=path) from error
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CorruptCheckpointError("the index has no weight_map", path=path)
+    for name, file_name in weight_map.items():
+        # One plain name beside the index: no separator, no parent, no drive.
+        if not isinstance(file_name, str) or not re.fullmatch(r"(?!\.\.?$)[^/\\\0:]{1,255}", file_name):
+            raise CorruptCheckpointError(
+                f"the index names the file {file_name!r}, which does not lie beside it", path=path, name=name
+            )
+    return weight_map
+
+
+def _open_shard(path: Path, key: str) -> SourceFile:
+    try:
+        return SourceFile(path)
+    except NotACheckpointError as error:
+        raise CorruptCheckpointError(
+            "the index lists this file, but it is missing",
+            path=path,
+            name=key,
+            remedy="fetch the missing file, or take another copy",
+        ) from error
+
+
+def _check_index(index: Mapping[str, str], data: list[_DataFile]) -> None:
+    for found in data:
+        for key in found.header.records:
+            listed = index.get(key)
+            if listed != found.file.path.name:
+                where = "does not list it" if listed is None else f"says that it lies in {listed}"
+                raise CorruptCheckpointError(
+                    f"holds a tensor of which the index {where}", path=found.file.path, name=key
+                )
+    homes = {found.file.path.name: found for found in data}
+    for key, file in index.items():
+        if key not in homes[file].header.records:
+            raise CorruptCheckpointError(
+                "the index says that it lies in this file, but it does not", path=homes[file].file.path, name=key
+            )
+
+
+def _stored(name: str, key: str, home: _DataFile) -> StoredTensor:
+    record = home.header.records[key]
+    offset = home.header.nbytes + record.start
+    note = home.notes.tensors.get(key)
+    if note is not None:
+        dtype = BY_NAME[note.dtype]
+        nbytes = prod(note.shape) * dtype.itemsize
+        blocks = lay_out(offset, [(codec, length, "", "") for codec, length in note.blocks])
+        return StoredTensor(name, dtype, note.shape, nbytes, home.file, home.notes.block_bytes, blocks)
+    dtype, shape = _true_type(record)
+    nbytes = record.stop - record.start
+    lengths = [min(BLOCK_BYTES, nbytes - at) for at in range(0, nbytes, BLOCK_BYTES)]
+    blocks = lay_out(offset, [("raw", length, "", "") for length in lengths])
+    return StoredTensor(name, dtype, shape, nbytes, home.file, BLOCK_BYTES, blocks)
+
+
+def _true_type(record: TensorRecord) -> tuple[DType, tuple[int, ...]]:
+    """Return dtype and shape; elements of less than a byte come as torch has them, or else as plain bytes."""
+    if record.tag not in SUB_BYTE:
+        return BY_SAFETENSORS[record.tag], record.shape
+    if record.tag == "F4" and record.shape and record.shape[-1] % 2 == 0:
+        return BY_NAME["float4_e2m1fn_x2"], (*record.shape[:-1], record.shape[-1] // 2)
+    return BY_NAME["uint8"], (record.stop - record.start,)
+
+
+def _checked(structure: Structure, tensors: Mapping[str, StoredTensor]) -> dict[str, Alias]:
+    """Return the aliases; ValueError if the structure does not fit the tensors or itself."""
+    aliases = {
+        name: Alias(record.of, record.offset, record.shape, record.strides)
+        for name, record in structure.aliases.items()
+    }
+    for name, alias in aliases.items():
+        if alias.of not in tensors or name in tensors:
+            raise ValueError(f"{name!r} cannot be a view of {alias.of!r}")
+        alias.validate(tensors[alias.of].shape)
+    known = tensors.keys() | aliases.keys()
+    if leaf_specs(structure.skeleton).keys() != known:
+        raise ValueError("the structure and the header do not name the same tensors")
+    places = list(structure.parts.values())
+    if structure.parts.keys() != known or len(set(places)) != len(places):
+        raise ValueError("the parts and the header do not name the same tensors")
+    if any(not part or not key or key == "__metadata__" for part, key in places):
+        raise ValueError("a part or a key has an impossible name")
+    return aliases

@@ -1,0 +1,159 @@
+"""Every flipped bit, every cut, every missing file of a checkpoint is found, and never loaded as good data."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.testing.equality import same
+
+STATE = {
+    "model": {"w": torch.arange(300, dtype=torch.float32).sin().bfloat16().reshape(10, 30), "tied": None},
+    "optimizer": {"state": {0: {"step": torch.tensor(3.0), "m": torch.linspace(0, 1, 50)}}, "lr": 0.1},
+    "epoch": 7,
+}
+STATE["model"]["tied"] = STATE["model"]["w"]
+
+WRITERS = {
+    "raw": {},
+    "lossless": {"compression": "lossless"},
+    "zstd": {"compression": "zstd"},
+    "gzip": {"compression": "gzip"},
+    "sharded": {"shard_bytes": 500},
+}
+
+
+@pytest.fixture(params=WRITERS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    holdfast.save(STATE, tmp_path / "ckpt", **WRITERS[request.param])
+    return tmp_path / "ckpt"
+
+
+def load_is_right_or_refused(path: Path) -> bool:
+    """Load; say whether it was refused. Anything but the right state or an error of ours fails the test."""
+    try:
+        found = holdfast.load(path)
+    except holdfast.HoldfastError:
+        return True
+    assert same(found, STATE)
+    return False
+
+
+def test_every_flipped_byte_of_every_file(checkpoint: Path) -> None:
+    assert holdfast.verify(checkpoint).ok
+    refused = 0
+    for file in sorted(checkpoint.iterdir()):
+        content = file.read_bytes()
+        for position in range(len(content)):
+            # Another bit at each position, so that all eight are met throughout.
+            flipped = content[position] ^ (1 << position % 8)
+            with file.open("r+b") as target:
+                target.seek(position)
+                target.write(bytes([flipped]))
+            report = holdfast.verify(checkpoint)
+            assert not report.ok, f"byte {position} of {file.name} was flipped and not found"
+            assert report.problems[0].message
+            refused += load_is_right_or_refused(checkpoint)
+            with file.open("r+b") as target:
+                target.seek(position)
+                target.write(content[position : position + 1])
+    # Loading needs no byte of the headers and indexes, which other tools read; it does need all others.
+    data = sum(entry.stored_bytes for entry in holdfast.info(checkpoint).entries)
+    assert refused == data + (checkpoint / "manifest.json").stat().st_size
+    assert holdfast.verify(checkpoint).ok
+
+
+def test_a_problem_names_file_tensor_and_block(checkpoint: Path) -> None:
+    entry = holdfast.info(checkpoint).entries[0]
+    file = checkpoint / entry.file
+    content = bytearray(file.read_bytes())
+    with holdfast.open(checkpoint) as opened:
+        offset = opened._reader._tensors[entry.name].blocks[0].offset
+    content[offset + 3] ^= 1
+    file.write_bytes(content)
+    (problem,) = holdfast.verify(checkpoint).problems
+    assert (problem.file, problem.name, problem.block) == (entry.file, entry.name, 0)
+    with pytest.raises(holdfast.CorruptCheckpointError) as caught:
+        holdfast.load(checkpoint)
+    assert (caught.value.path, caught.value.name, caught.value.block) == (str(file), entry.name, 0)
+    assert caught.value.remedy
+
+
+def test_every_truncation_of_every_file(checkpoint: Path) -> None:
+    for file in sorted(checkpoint.iterdir()):
+        content = file.read_bytes()
+        for length in {0, 1, 7, 8, 100, len(content) // 2, len(content) - 1}:
+            file.write_bytes(content[:length])
+            with pytest.raises((holdfast.CorruptCheckpointError, holdfast.NotACheckpointError)):
+                holdfast.load(checkpoint)
+        file.write_bytes(content + b"x")
+        with pytest.raises(holdfast.CorruptCheckpointError):
+            holdfast.load(checkpoint)
+        file.write_bytes(content)
+    assert same(holdfast.load(checkpoint), STATE)
+
+
+def test_a_missing_file_is_named(checkpoint: Path) -> None:
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        aside = file.rename(file.with_suffix(".aside"))
+        with pytest.raises(holdfast.CorruptCheckpointError, match="missing") as caught:
+            holdfast.load(checkpoint)
+        assert caught.value.path == str(file)
+        assert not holdfast.verify(checkpoint).ok
+        aside.rename(file)
+
+
+def test_links_out_of_the_checkpoint_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    file = min(checkpoint.glob("*.safetensors"))
+    outside = tmp_path / "outside"
+    shutil.move(file, outside)
+    file.symlink_to(outside)
+    with pytest.raises(holdfast.CorruptCheckpointError, match="symbolic link"):
+        holdfast.load(checkpoint)
+
+
+def test_a_pipe_in_the_place_of_a_file_does_not_hang(checkpoint: Path) -> None:
+    file = min(checkpoint.glob("*.safetensors"))
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(holdfast.CorruptCheckpointError, match="not a regular file"):
+        holdfast.load(checkpoint)
+
+
+def test_without_a_manifest_it_is_no_native_checkpoint(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").unlink()
+    with pytest.raises(holdfast.NotACheckpointError, match="no manifest"):
+        holdfast.load(checkpoint, format="native")
+
+
+@pytest.mark.parametrize("name", ["missing", "missing/deep"])
+def test_nothing_there(tmp_path: Path, name: str) -> None:
+    for act in (holdfast.load, holdfast.open, holdfast.verify, holdfast.info):
+        with pytest.raises(holdfast.NotACheckpointError, match="nothing here"):
+            act(tmp_path / name)
+
+
+def test_foreign_files(tmp_path: Path) -> None:
+    empty, text, folder = tmp_path / "empty", tmp_path / "text.bin", tmp_path / "folder"
+    empty.write_bytes(b"")
+    text.write_text("not a checkpoint")
+    folder.mkdir()
+    for path in (empty, text, folder):
+        with pytest.raises(holdfast.NotACheckpointError):
+            holdfast.load(path)
+
+
+def test_unverified_loading_is_only_on_request(checkpoint: Path) -> None:
+    entry = next(entry for entry in holdfast.info(checkpoint).entries if entry.codec == "raw")
+    file = checkpoint / entry.file
+    with holdfast.open(checkpoint) as opened:
+        offset = opened._reader._tensors[entry.name].blocks[0].offset
+    content = bytearray(file.read_bytes())
+    content[offset] ^= 1
+    file.write_bytes(content)
+    assert not same(holdfast.load(checkpoint, verify=False), STATE)

@@ -1,0 +1,232 @@
+"""Manifests whose checksum is right and whose claims are not: written by someone who means harm."""
+
+from __future__ import annotations
+
+import copy
+import json
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zstandard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import holdfast
+from holdfast.formats.native.manifest import FILE_NAME, digest
+from holdfast.testing.equality import same
+
+STATE = {"model": {"a": torch.arange(100.0), "b": torch.arange(50.0)}, "n": 5}
+Body = dict[str, Any]
+
+
+def seal(body: object, folder: Path) -> None:
+    """Write a manifest with a right checksum."""
+    rest = b',"body":' + json.dumps(body).encode() + b"}\n"
+    (folder / FILE_NAME).write_bytes(b'{"xxh3_64":"' + digest(b'"' + rest).encode() + b'"' + rest)
+
+
+def body_of(folder: Path) -> Body:
+    body: Body = json.loads((folder / FILE_NAME).read_bytes())["body"]
+    return body
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    holdfast.save(STATE, tmp_path / "ckpt")
+    return tmp_path / "ckpt"
+
+
+def leaf(body: Body) -> dict[str, Any]:
+    found: dict[str, Any] = body["leaves"][0]
+    return found
+
+
+def sets(*path: str | int, to: object) -> Callable[[Body], None]:
+    def edit(body: Any) -> None:
+        for key in path[:-1]:
+            body = body[key]
+        body[path[-1]] = to
+
+    return edit
+
+
+def nested(depth: int) -> Any:
+    node: Any = 1
+    for _ in range(depth):
+        node = [node]
+    return node
+
+
+EDITS: dict[str, Callable[[Body], None]] = {
+    "absolute path": sets("files", 0, "name", to="/etc/passwd"),
+    "parent path": sets("files", 0, "name", to="../model.safetensors"),
+    "dots": sets("files", 0, "name", to=".."),
+    "hidden file": sets("files", 0, "name", to=".bashrc"),
+    "nul in path": sets("files", 0, "name", to="model\0.safetensors"),
+    "its own manifest": sets("files", 0, "name", to="manifest.json"),
+    "a file twice": lambda body: body["files"].append(body["files"][0]),
+    "negative file size": sets("files", 0, "bytes", to=-1),
+    "head beyond the file": sets("files", 0, "head_bytes", to=10**9),
+    "shape of 2^63": sets("leaves", 0, "shape", to=[2**63]),
+    "shape of 2^62 x 2^62": sets("leaves", 0, "shape", to=[2**62, 2**62]),
+    "negative shape": sets("leaves", 0, "shape", to=[-100]),
+    "two negatives": sets("leaves", 0, "shape", to=[-10, -10]),
+    "more shape than bytes": sets("leaves", 0, "shape", to=[101]),
+    "less shape than bytes": sets("leaves", 0, "shape", to=[99]),
+    "a thousand dimensions": sets("leaves", 0, "shape", to=[1] * 999 + [100]),
+    "negative offset": sets("leaves", 0, "offset", to=-4096),
+    "offset beyond the file": sets("leaves", 0, "offset", to=10**12),
+    "overlap": sets("leaves", 1, "offset", to=4096),
+    "hole": sets("leaves", 1, "offset", to=4096 + 404),
+    "negative file": sets("leaves", 0, "file", to=-1),
+    "file that is not listed": sets("leaves", 0, "file", to=7),
+    "dtype as a number": sets("leaves", 0, "dtype", to=3),
+    "other dtype": sets("leaves", 0, "dtype", to="float64"),
+    "a leaf twice": lambda body: body["leaves"].append(copy.deepcopy(leaf(body))),
+    "two leaves of one name": sets("leaves", 1, "name", to="model.a"),
+    "a leaf less": lambda body: body["leaves"].pop(),
+    "a leaf that the structure lacks": sets("leaves", 0, "name", to="model.z"),
+    "no blocks": sets("leaves", 0, "blocks", to=[]),
+    "too many blocks": lambda body: leaf(body)["blocks"].append(["raw", 0, "", ""]),
+    "negative block": sets("leaves", 0, "blocks", 0, 1, to=-400),
+    "huge block": sets("leaves", 0, "blocks", 0, 1, to=2**62),
+    "checksum as a number": sets("leaves", 0, "blocks", 0, 2, to=5),
+    "checksum of nothing": sets("leaves", 0, "blocks", 0, 2, to=""),
+    "block size 0": sets("block_bytes", to=0),
+    "block size 2^62": sets("block_bytes", to=2**62),
+    "odd block size": sets("block_bytes", to=7),
+    "no files": sets("files", to=[]),
+    "leaves as a dict": sets("leaves", to={}),
+    "skeleton of a number": sets("skeleton", to={"tensor": 5}),
+    "skeleton of an unknown kind": sets("skeleton", to={"exec": "import os"}),
+    "deep skeleton": sets("skeleton", to=nested(900)),
+    "alias of nothing": sets(
+        "aliases", to={"x": {"of": "nothing", "offset": 0, "shape": [1], "strides": [1], "part": "model"}}
+    ),
+    "alias out of its base": sets(
+        "aliases", to={"x": {"of": "model.a", "offset": 99, "shape": [2], "strides": [1], "part": "model"}}
+    ),
+    "alias named as a leaf": sets(
+        "aliases", to={"model.b": {"of": "model.a", "offset": 0, "shape": [1], "strides": [1], "part": "model"}}
+    ),
+    "metadata as a list": sets("metadata", to=[]),
+    "another program's": sets("format", to="other"),
+    "version as text": sets("version", to="1"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS.keys())
+def test_every_lie_is_refused(checkpoint: Path, edit: Callable[[Body], None]) -> None:
+    body = body_of(checkpoint)
+    edit(body)
+    seal(body, checkpoint)
+    with pytest.raises((holdfast.CorruptCheckpointError, holdfast.UnsupportedError)) as caught:
+        holdfast.load(checkpoint)
+    assert caught.value.path is not None
+    assert caught.value.path.startswith(str(checkpoint))
+    assert "Traceback" not in str(caught.value)
+
+
+@pytest.mark.parametrize("body", [None, 5, [], {}, {"format": "holdfast", "version": 1, "features": []}, nested(5000)])
+def test_other_json_is_refused(checkpoint: Path, body: object) -> None:
+    try:
+        seal(body, checkpoint)
+    except RecursionError:
+        text = "[" * 5000 + "]" * 5000
+        rest = b',"body":' + text.encode() + b"}\n"
+        (checkpoint / FILE_NAME).write_bytes(b'{"xxh3_64":"' + digest(b'"' + rest).encode() + b'"' + rest)
+    with pytest.raises(holdfast.CorruptCheckpointError):
+        holdfast.load(checkpoint)
+
+
+@pytest.mark.parametrize("later", [{"version": 2}, {"features": ["delta"]}])
+def test_a_later_format_is_not_guessed_at(checkpoint: Path, later: Body) -> None:
+    seal(body_of(checkpoint) | later, checkpoint)
+    with pytest.raises(holdfast.UnsupportedError, match="upgrade"):
+        holdfast.load(checkpoint)
+
+
+def test_an_unknown_codec_is_named(checkpoint: Path) -> None:
+    body = body_of(checkpoint)
+    leaf(body)["blocks"][0][0] = "quantum"
+    seal(body, checkpoint)
+    with pytest.raises(holdfast.UnsupportedError, match="quantum"):
+        holdfast.load(checkpoint)
+
+
+def test_a_decompression_bomb_is_refused_before_it_unfolds(tmp_path: Path) -> None:
+    holdfast.save({"w": torch.arange(4096.0)}, tmp_path / "ckpt", compression="zstd")
+    bomb = zstandard.ZstdCompressor(level=19).compress(bytes(2 * 1024**3 // 8))
+    body = body_of(tmp_path / "ckpt")
+    file = tmp_path / "ckpt" / "model.safetensors"
+    head = file.read_bytes()[: leaf(body)["offset"]]
+    file.write_bytes(head + bomb)
+    leaf(body)["blocks"] = [["zstd", len(bomb), "", digest(bomb)]]
+    body["files"][0]["bytes"] = len(head + bomb)
+    seal(body, tmp_path / "ckpt")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(holdfast.CorruptCheckpointError):
+        holdfast.load(tmp_path / "ckpt")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB
+
+
+def test_a_state_larger_than_the_machine_is_refused_before_it_is_allocated(tmp_path: Path) -> None:
+    holdfast.save({"w": torch.zeros(1024, dtype=torch.uint8)}, tmp_path / "ckpt", compression="zstd")
+    body = body_of(tmp_path / "ckpt")
+    blocks = 4_000_000  # of 16 MiB: 64 TiB
+    leaf(body)["blocks"] = [["zstd", 1, "", ""]] * blocks
+    leaf(body)["shape"] = [blocks * body["block_bytes"]]
+    file = tmp_path / "ckpt" / "model.safetensors"
+    with file.open("r+b") as target:
+        target.truncate(leaf(body)["offset"] + blocks)
+    body["files"][0]["bytes"] = file.stat().st_size
+    seal(body, tmp_path / "ckpt")
+    with pytest.raises(holdfast.StoreError, match="of memory"):
+        holdfast.load(tmp_path / "ckpt")
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text(max_size=8) | st.floats(allow_nan=False),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def places(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the path of every value in some JSON."""
+    found = [path] if path else []
+    pairs = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, child in pairs:
+        found += places(child, (*path, key))
+    return found
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_fuzzed_manifests_give_an_error_of_ours_or_the_right_state(checkpoint: Path, data: st.DataObject) -> None:
+    original = (checkpoint / FILE_NAME).read_bytes()
+    body = body_of(checkpoint)
+    for _ in range(data.draw(st.integers(1, 3))):
+        path = data.draw(st.sampled_from(places(body)))
+        sets(*path, to=data.draw(json_values))(body)
+    seal(body, checkpoint)
+    try:
+        loaded = holdfast.load(checkpoint)
+        # What describes the checkpoint may be changed by whoever can write it; its tensors may not.
+        tensors = {name: value for name, value in _tensors(loaded)}
+        assert all(same(value, STATE["model"][name[-1]]) for name, value in tensors.items() if name[:-1] == "model.")
+    except holdfast.HoldfastError:
+        pass
+    finally:
+        (checkpoint / FILE_NAME).write_bytes(original)
+
+
+def _tensors(state: object) -> list[tuple[str, torch.Tensor]]:
+    model = state.get("model") if isinstance(state, dict) else None
+    if not isinstance(model, dict):
+        return []
+    return [(f"model.{key}", value) for key, value in model.items() if isinstance(value, torch.Tensor)]

@@ -1,0 +1,131 @@
+"""Destinations that refuse: full, read-only, taken, busy, without O_DIRECT."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.io.commit import SUFFIX, Commit
+from holdfast.testing.equality import same
+
+STATE = {"w": torch.arange(100_000.0)}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 2 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small file system here: {mounted.stderr.decode().strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.parametrize("compression", ["none", "lossless"])
+def test_a_full_disk_is_said_and_loses_nothing(small_disk: Path, compression: str) -> None:
+    holdfast.save(STATE, small_disk / "ckpt")
+    big = {"w": torch.randint(0, 255, (4_000_000,), dtype=torch.uint8)}
+    with pytest.raises(holdfast.StoreError, match="No space left") as caught:
+        holdfast.save(big, small_disk / "ckpt", overwrite=True, compression=compression)
+    assert "free some space" in str(caught.value)
+    assert os.listdir(small_disk) == ["ckpt"]
+    assert same(holdfast.load(small_disk / "ckpt"), STATE)
+
+
+def test_a_read_only_folder(small_disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(holdfast.StoreError, match="Read-only file system"):
+        holdfast.save(STATE, small_disk / "ckpt")
+    assert os.listdir(small_disk) == []
+
+
+@pytest.mark.parametrize("refuses", ["open", "pwrite"])
+def test_without_direct_io_the_page_cache_serves(tmp_path: Path, refuses: str) -> None:
+    real = {"open": os.open, "pwrite": os.pwrite}
+
+    def open_(path: str, flags: int, mode: int = 0o777) -> int:
+        if refuses == "open" and flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no direct I/O here")
+        return real["open"](path, flags, mode)
+
+    def pwrite(fd: int, data: bytes, offset: int) -> int:
+        if refuses == "pwrite" and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no direct I/O here")
+        return real["pwrite"](fd, data, offset)
+
+    with mock.patch.object(os, "open", open_), mock.patch.object(os, "pwrite", pwrite):
+        report = holdfast.save(STATE, tmp_path / "ckpt")
+    assert not report.direct_io
+    assert same(holdfast.load(tmp_path / "ckpt"), STATE)
+    assert holdfast.save(STATE, tmp_path / "direct").direct_io
+
+
+def test_an_existing_checkpoint_is_not_replaced_unasked(tmp_path: Path) -> None:
+    holdfast.save(STATE, tmp_path / "ckpt")
+    with pytest.raises(holdfast.DestinationExistsError, match="exists already"):
+        holdfast.save({"w": torch.zeros(3)}, tmp_path / "ckpt")
+    assert same(holdfast.load(tmp_path / "ckpt"), STATE)
+
+
+def test_only_a_checkpoint_is_ever_replaced(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "thesis.txt").write_text("years of work")
+    note = tmp_path / "note.txt"
+    note.write_text("hello")
+    for place in (home, note):
+        with pytest.raises(holdfast.DestinationExistsError, match="not replaced"):
+            holdfast.save(STATE, place, overwrite=True)
+    assert (home / "thesis.txt").read_text() == "years of work"
+    assert note.read_text() == "hello"
+
+
+def test_what_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    place = tmp_path / "ckpt"
+    with (
+        pytest.raises(holdfast.DestinationExistsError, match="appeared"),
+        Commit(place, directory=True, overwrite=False, replaceable=lambda path: True) as commit,
+    ):
+        place.mkdir()
+        commit.publish()
+    assert os.listdir(tmp_path) == ["ckpt"]
+
+
+def test_a_second_writer_is_told(tmp_path: Path) -> None:
+    place = tmp_path / "ckpt"
+    with Commit(place, directory=True, overwrite=False, replaceable=lambda path: True):
+        with pytest.raises(holdfast.BusyError, match="another process is saving here"):
+            holdfast.save(STATE, place)
+        # Another checkpoint in the same folder, of a name that begins alike, is no one's concern.
+        holdfast.save(STATE, tmp_path / "ckpt.2")
+    assert os.listdir(tmp_path) == ["ckpt.2"]
+
+
+def test_only_temporaries_of_the_dead_are_removed(tmp_path: Path) -> None:
+    with Commit(tmp_path / "ckpt", directory=True, overwrite=False, replaceable=lambda path: True) as commit:
+        (commit.path / "model.safetensors").write_bytes(b"half")
+        left = commit.path.with_name(commit.path.name.replace(commit.path.name[-len(SUFFIX) - 8 : -len(SUFFIX)], "0" * 8))
+        commit.path.rename(left)
+    # The lock went with the writer; what it left goes with the next save.
+    assert left.exists()
+    holdfast.save(STATE, tmp_path / "ckpt")
+    assert os.listdir(tmp_path) == ["ckpt"]
+
+
+def test_a_file_where_a_folder_should_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(holdfast.StoreError):
+        holdfast.save(STATE, tmp_path / "file" / "ckpt")
