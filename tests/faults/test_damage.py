@@ -26,6 +26,8 @@ WRITERS = {
     "gzip": {"compression": "gzip"},
     "sharded": {"shard_bytes": 500},
 }
+# All of them in `make torture`; these two have every kind of file and of block between them.
+QUICK = ("lossless", "sharded")
 
 
 @pytest.fixture(params=WRITERS)
@@ -44,6 +46,9 @@ def load_is_right_or_refused(path: Path) -> bool:
     return False
 
 
+@pytest.mark.parametrize(
+    "checkpoint", [pytest.param(w, marks=[] if w in QUICK else pytest.mark.slow) for w in WRITERS], indirect=True
+)
 def test_every_flipped_byte_of_every_file(checkpoint: Path) -> None:
     assert holdfast.verify(checkpoint).ok
     refused = 0

@@ -20,6 +20,10 @@ from holdfast.testing.equality import same
 STATE = {"w": torch.arange(100_000.0)}
 
 
+def names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A real file system of 2 MiB."""
@@ -41,7 +45,7 @@ def test_a_full_disk_is_said_and_loses_nothing(small_disk: Path, compression: st
     with pytest.raises(holdfast.StoreError, match="No space left") as caught:
         holdfast.save(big, small_disk / "ckpt", overwrite=True, compression=compression)
     assert "free some space" in str(caught.value)
-    assert os.listdir(small_disk) == ["ckpt"]
+    assert names(small_disk) == ["ckpt"]
     assert same(holdfast.load(small_disk / "ckpt"), STATE)
 
 
@@ -49,7 +53,7 @@ def test_a_read_only_folder(small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with pytest.raises(holdfast.StoreError, match="Read-only file system"):
         holdfast.save(STATE, small_disk / "ckpt")
-    assert os.listdir(small_disk) == []
+    assert names(small_disk) == []
 
 
 @pytest.mark.parametrize("refuses", ["open", "pwrite"])
@@ -101,7 +105,7 @@ def test_what_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     ):
         place.mkdir()
         commit.publish()
-    assert os.listdir(tmp_path) == ["ckpt"]
+    assert names(tmp_path) == ["ckpt"]
 
 
 def test_a_second_writer_is_told(tmp_path: Path) -> None:
@@ -111,18 +115,20 @@ def test_a_second_writer_is_told(tmp_path: Path) -> None:
             holdfast.save(STATE, place)
         # Another checkpoint in the same folder, of a name that begins alike, is no one's concern.
         holdfast.save(STATE, tmp_path / "ckpt.2")
-    assert os.listdir(tmp_path) == ["ckpt.2"]
+    assert names(tmp_path) == ["ckpt.2"]
 
 
 def test_only_temporaries_of_the_dead_are_removed(tmp_path: Path) -> None:
     with Commit(tmp_path / "ckpt", directory=True, overwrite=False, replaceable=lambda path: True) as commit:
         (commit.path / "model.safetensors").write_bytes(b"half")
-        left = commit.path.with_name(commit.path.name.replace(commit.path.name[-len(SUFFIX) - 8 : -len(SUFFIX)], "0" * 8))
+        left = commit.path.with_name(
+            commit.path.name.replace(commit.path.name[-len(SUFFIX) - 8 : -len(SUFFIX)], "0" * 8)
+        )
         commit.path.rename(left)
     # The lock went with the writer; what it left goes with the next save.
     assert left.exists()
     holdfast.save(STATE, tmp_path / "ckpt")
-    assert os.listdir(tmp_path) == ["ckpt"]
+    assert names(tmp_path) == ["ckpt"]
 
 
 def test_a_file_where_a_folder_should_be(tmp_path: Path) -> None:

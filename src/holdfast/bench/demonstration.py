@@ -14,9 +14,9 @@ from holdfast.bench.checkpoint_workload import Workload
 from holdfast.bench.damage import Flip, flip_bit
 from holdfast.bench.models import build, parse
 from holdfast.bench.peers import arms
-from holdfast.bench.probes import check_room
-from holdfast.bench.rounds import Rounds, run_rounds
-from holdfast.bench.visit import visitor
+from holdfast.bench.probes import check_room, settle_memory
+from holdfast.bench.rounds import Ratio, Rounds, run_rounds
+from holdfast.bench.visit import SECONDS, STORED, visitor
 from holdfast.checkpoint.info import info
 from holdfast.checkpoint.load import load
 from holdfast.checkpoint.save import save
@@ -43,6 +43,27 @@ class Damaged:
     refusal: str
 
 
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A median in seconds or bytes, and how it compares with torch: times faster, or its share of torch's bytes."""
+
+    median: float
+    against_torch: Ratio | None
+
+
+def figures(rounds: Rounds) -> dict[str, dict[str, Figure]]:
+    """Return what was measured, by measure and arm; what was not measured is not there."""
+    found: dict[str, dict[str, Figure]] = {measure: {} for measure in (*SECONDS, STORED)}
+    for measure, row in found.items():
+        for arm in arms():
+            median = rounds.median(arm.name, measure)
+            if median is not None:
+                mine, torchs = (arm.name, measure), ("torch", measure)
+                ratio = rounds.ratio(mine, torchs) if measure == STORED else rounds.ratio(torchs, mine)
+                row[arm.name] = Figure(median, ratio)
+    return {measure: row for measure, row in found.items() if row}
+
+
 @dataclass(slots=True)
 class Demonstration:
     """The stages of the demo; a context manager that removes what it wrote.
@@ -66,6 +87,7 @@ class Demonstration:
     source: Path | None = None
     scale: float = DEFAULT_SCALE
     rounds: int = DEFAULT_ROUNDS
+    seconds: float = PATIENCE
     _folder: Path = field(init=False)
     _workload: Workload = field(init=False)
 
@@ -105,6 +127,7 @@ class Demonstration:
         )
         state: Any = build(self.spec, seed=_SEED) if self.source is None else load(self.source)
         self._workload = Workload(state)
+        settle_memory(2 * nbytes)
         return self._workload
 
     def compare(self, on_visit: Callable[[int, str], None] | None = None) -> Rounds:
@@ -116,7 +139,7 @@ class Demonstration:
             If an arm does not give back what it was given.
         """
         visits = {arm.name: visitor(arm, self._workload, self._folder) for arm in arms()}
-        return run_rounds(visits, self.rounds, seed=_SEED, seconds=PATIENCE, on_visit=on_visit)
+        return run_rounds(visits, self.rounds, seed=_SEED, seconds=self.seconds, on_visit=on_visit)
 
     def verify(self) -> VerifyReport:
         """Save the state compressed, and verify it."""

@@ -15,7 +15,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 Visit = Callable[[], Mapping[str, float]]
-"""Measures one arm once: returns a figure for each measure that could be taken."""
+"""Measures one arm once: returns a figure for each measure that could be taken, or raises `NotRun`."""
+
+
+class NotRun(Exception):
+    """An arm cannot do what is measured; the reason is its text, and the arm is left out from then on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +53,14 @@ class Rounds:
         The arms in the order in which each round visited them.
     samples : list of Sample
         Every figure, in the order in which it was taken.
+    not_run : dict of str to str
+        The arms that could not be measured, and why.
     """
 
     seed: int
     order: list[list[str]] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
+    not_run: dict[str, str] = field(default_factory=dict)
 
     def values(self, arm: str, measure: str) -> dict[int, float]:
         """Return the figures of one measure of one arm, by round."""
@@ -116,6 +123,16 @@ def run_rounds(
         for place, arm in enumerate(order):
             if on_visit is not None:
                 on_visit(index * len(visits) + place, arm)
-            figures = visits[arm]()
-            result.samples.extend(Sample(index, arm, measure, value) for measure, value in figures.items())
+            if arm not in result.not_run:
+                _note(result, index, arm, visits[arm])
     return result
+
+
+def _note(result: Rounds, index: int, arm: str, visit: Visit) -> None:
+    try:
+        figures = visit()
+    except NotRun as reason:
+        result.not_run[arm] = str(reason)
+        result.samples = [sample for sample in result.samples if sample.arm != arm]
+    else:
+        result.samples.extend(Sample(index, arm, measure, value) for measure, value in figures.items())

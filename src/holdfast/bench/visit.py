@@ -10,7 +10,9 @@ from pathlib import Path
 
 from holdfast.bench.checkpoint_workload import Workload, check_same, touch
 from holdfast.bench.peers import Arm
-from holdfast.bench.probes import durable_seconds, evict, make_cold, seconds_of, size_on_disk, warm
+from holdfast.bench.probes import durable_seconds, evict, make_cold, release_memory, seconds_of, size_on_disk, warm
+from holdfast.bench.rounds import NotRun
+from holdfast.errors import HoldfastError
 
 SAVE = "save"
 COLD = "load, cold"
@@ -34,6 +36,19 @@ def visitor(arm: Arm, workload: Workload, directory: Path) -> Callable[[], Mappi
 
 def _visit(arm: Arm, workload: Workload, directory: Path) -> dict[str, float]:
     path = directory / f"state{arm.suffix}"
+    try:
+        return _measure(arm, workload, path)
+    except (HoldfastError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        # A peer that cannot hold this state says so in its own way.
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise NotRun(f"{arm.name} cannot hold this state: {reason}") from error
+    finally:
+        remove(path)
+
+
+def _measure(arm: Arm, workload: Workload, path: Path) -> dict[str, float]:
     source, target = arm.view(workload.state), arm.view(workload.target)
 
     def load_new() -> float:
@@ -53,20 +68,18 @@ def _visit(arm: Arm, workload: Workload, directory: Path) -> dict[str, float]:
         check_same(target, source, arm.name)
         return seconds
 
-    try:
-        figures = {SAVE: durable_seconds(lambda: arm.save(source, path), path), STORED: float(size_on_disk(path))}
-        loads = {COLD: load_new, WARM: load_new}
-        if workload.fillable:
-            loads |= {INTO_COLD: load_into, INTO_WARM: load_into}
-        # From the device once, off the clock: a disk below, or its host, may cache what it reads for the first time.
-        evict(path)
-        warm(path)
-        for measure in (WARM, INTO_WARM, COLD, INTO_COLD):
-            if measure in loads and (measure in (WARM, INTO_WARM) or make_cold(path)):
-                figures[measure] = loads[measure]()
-        return figures
-    finally:
-        remove(path)
+    figures = {SAVE: durable_seconds(lambda: arm.save(source, path), path), STORED: float(size_on_disk(path))}
+    loads = {COLD: load_new, WARM: load_new}
+    if workload.fillable:
+        loads |= {INTO_COLD: load_into, INTO_WARM: load_into}
+    # From the device once, off the clock: a disk below, or its host, may cache what it reads for the first time.
+    evict(path)
+    warm(path)
+    for measure in (WARM, INTO_WARM, COLD, INTO_COLD):
+        if measure in loads and (measure in (WARM, INTO_WARM) or make_cold(path)):
+            release_memory()
+            figures[measure] = loads[measure]()
+    return figures
 
 
 def remove(path: Path) -> None:

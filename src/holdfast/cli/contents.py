@@ -11,7 +11,7 @@ from cyclopts.validators import Number
 from holdfast.checkpoint.info import InfoReport, Total, describe
 from holdfast.checkpoint.info import info as look
 from holdfast.cli.options import Switch
-from holdfast.cli.output import Output
+from holdfast.cli.output import DEFAULT, Output
 from holdfast.cli.text import Table, counted, printable, ratio
 from holdfast.formats.base import Entry
 from holdfast.state import names
@@ -24,7 +24,7 @@ def info(
     *,
     largest: Annotated[int, Parameter(validator=Number(gte=0))] = 10,
     format: str | None = None,
-    output: Output = Output(),
+    output: Output = DEFAULT,
 ) -> int:
     """Show what a checkpoint holds, without reading a tensor.
 
@@ -48,7 +48,7 @@ def ls(
     *globs: str,
     long: Annotated[bool, Switch, Parameter(name=["--long", "-l"])] = False,
     format: str | None = None,
-    output: Output = Output(),
+    output: Output = DEFAULT,
 ) -> int:
     """List a checkpoint's tensors.
 
@@ -126,8 +126,7 @@ def _totals(what: str, totals: dict[str, Total]) -> Table:
 
 
 def _entries(entries: list[Entry], *, long: bool = False) -> Table:
-    headings = ("name", "dtype", "shape", ">size", ">stored", "codec", "file")
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             entry.name,
             entry.dtype.name,
@@ -139,7 +138,8 @@ def _entries(entries: list[Entry], *, long: bool = False) -> Table:
         )
         for entry in entries
     ]
-    if not long:
-        return Table(headings, rows)
-    more = [(entry.part, entry.alias_of or "") for entry in entries]
-    return Table((*headings, "part", "alias of"), [row + extra for row, extra in zip(rows, more, strict=True)])
+    headings: tuple[str, ...] = ("name", "=dtype", "=shape", ">size", ">stored", "=codec", "=file")
+    if long:
+        headings += ("part", "alias of")
+        rows = [(*row, entry.part, entry.alias_of or "") for row, entry in zip(rows, entries, strict=True)]
+    return Table(headings, rows, spare=("codec", "file"))

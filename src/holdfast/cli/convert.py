@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from holdfast.checkpoint.convert import convert as write_again
 from holdfast.checkpoint.save import SaveReport
-from holdfast.cli.options import Globs, Size, Switch, Threads
-from holdfast.cli.output import Output
+from holdfast.cli.options import SIZE, Globs, Size, Switch, Threads
+from holdfast.cli.output import DEFAULT, Output
 from holdfast.cli.text import counted, printable, ratio
 from holdfast.io.buffers import DEFAULT_BUDGET
 from holdfast.units import format_bytes, format_rate, format_seconds
@@ -23,10 +23,10 @@ def convert(
     select: Globs = None,
     overwrite: Annotated[bool, Switch] = False,
     format: str | None = None,
-    shard_bytes: Size | None = None,
+    shard_bytes: Annotated[int | None, SIZE] = None,
     threads: Threads = None,
     memory_budget: Size = DEFAULT_BUDGET,
-    output: Output = Output(),
+    output: Output = DEFAULT,
 ) -> int:
     """Write a checkpoint again, in another format or with another compression.
 

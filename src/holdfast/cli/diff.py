@@ -11,7 +11,7 @@ from cyclopts.validators import Number
 from holdfast.checkpoint.diff import DiffReport, Mismatch
 from holdfast.checkpoint.diff import diff as compare
 from holdfast.cli.options import Globs, Size, Threads
-from holdfast.cli.output import Output
+from holdfast.cli.output import DEFAULT, Output
 from holdfast.cli.text import Table, counted, printable
 from holdfast.io.buffers import DEFAULT_BUDGET
 
@@ -28,7 +28,7 @@ def diff(
     select: Globs = None,
     threads: Threads = None,
     memory_budget: Size = DEFAULT_BUDGET,
-    output: Output = Output(),
+    output: Output = DEFAULT,
 ) -> int:
     """Compare two checkpoints of any formats; exit code 1 if they differ.
 
@@ -77,7 +77,7 @@ def _print_report(report: DiffReport) -> None:
     print(printable(f"{verdict}: {report.a} and {report.b}: tensors: {summary}{values}"))
     if report.changed:
         print("\nchanged:")
-        Table(("name", ">elements", ">different", ">share", ">largest difference"), _changed(report)).show()
+        Table(("name", ">elements", ">different", ">share", ">max |a-b|"), _changed(report)).show()
     for title, mismatches in (
         ("reshaped", report.reshaped),
         ("of another dtype", report.retyped),

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.cli import machine
-from holdfast.cli.output import Output
+from holdfast.cli.output import DEFAULT, Output
 from holdfast.cli.text import printable
 from holdfast.units import format_bytes
 
 
-def env(*, path: Path = Path(), output: Output = Output()) -> int:
+def env(*, path: Path = Path(), output: Output = DEFAULT) -> int:
     """Show what of this machine matters to checkpoints.
 
     Parameters

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from cyclopts import App
 
@@ -43,7 +44,7 @@ def build_app() -> App:
         help_format="plaintext",
         help_epilogue=_EPILOGUE,
         version=__version__,
-        config=(from_environment, from_file),
+        config=(from_environment, partial(from_file, _COMMANDS)),
     )
     for place, (name, (home, summary)) in enumerate(_COMMANDS.items()):
         # The epilogue is for the whole program; an empty one keeps it out of each command's help.
@@ -72,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(tokens: list[str]) -> int:
     # Until the options are parsed, this is how an error in them learns how it is to be told.
-    output = Output(json="--json" in tokens, verbose=not {"-v", "--verbose"}.isdisjoint(tokens))
+    as_json = "--json" in tokens or os.environ.get("HOLDFAST_JSON", "").lower() in ("1", "true", "yes")
+    output = Output(json=as_json, verbose=not {"-v", "--verbose"}.isdisjoint(tokens))
     try:
         command, bound, _ = build_app().parse_args(tokens, exit_on_error=False, print_error=False)
         output = bound.arguments.get("output", output)

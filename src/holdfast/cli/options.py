@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,7 +35,8 @@ def _mebibytes(count: int) -> str:
     return f"{count / 1024**2:g}MiB"
 
 
-Size = Annotated[int, Parameter(converter=_size, n_tokens=1, metavar="SIZE", show_default=_mebibytes)]
+SIZE = Parameter(converter=_size, n_tokens=1, metavar="SIZE")
+Size = Annotated[int, SIZE, Parameter(show_default=_mebibytes)]
 """A number of bytes, such as ``256MiB``."""
 
 Switch = Parameter(negative="", show_default=False)
@@ -50,18 +51,24 @@ Globs = Annotated[list[str] | None, Parameter(negative="", metavar="GLOB")]
 
 def from_environment(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
     """Take options, never positional arguments, from ``HOLDFAST_*``."""
-    options = ArgumentCollection(argument for argument in arguments if argument.name.startswith("-"))
+    options = arguments.copy()
+    options[:] = [argument for argument in arguments if argument.name.startswith("-")]
     Env(_PREFIX, command=False)(app, commands, options)
 
 
-def from_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Take options from the TOML file that ``-C`` or ``HOLDFAST_CONFIG`` names."""
+def from_file(known: Collection[str], app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Take options from the TOML file that ``-C`` or ``HOLDFAST_CONFIG`` names.
+
+    Parameters
+    ----------
+    known : collection of str
+        All commands: a table of another name is a slip of the pen, not something to pass over.
+    """
     tokens = [argument.tokens for argument in arguments if argument.name == "--config" and argument.tokens]
     if not tokens:
         return
     path = tokens[0][-1].value
     tables = _read(path)
-    known = [name for name in app.app_stack.stack[0][0] if not name.startswith("-")]
     for key, table in tables.items():
         if key not in known or not isinstance(table, dict):
             near = difflib.get_close_matches(key, known, n=1)

@@ -65,6 +65,9 @@ class Output:
             yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+DEFAULT = Output()
+
+
 def _strict(value: Any) -> Any:
     """Return plain values as JSON allows them: it has no infinity and no NaN, which become null."""
     if isinstance(value, float):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-Row = Sequence[str]
+_GAP = "  "
 
 
 def printable(text: str) -> str:
@@ -33,43 +34,53 @@ class Table:
     Attributes
     ----------
     headings : tuple of str
-        One per column; a leading ``>`` puts the column's text to the right, as for numbers.
-    rows : list of tuple of str
+        One per column. A leading ``>`` puts the column's text to the right, as for numbers; ``>`` and ``=`` keep it
+        unwrapped where a terminal is narrow.
+    rows : sequence of tuple of str
+    spare : tuple of str
+        Headings of columns that are left out, the last one first, and named below, on a terminal too narrow for all.
     """
 
     headings: tuple[str, ...]
-    rows: list[Row]
+    rows: Sequence[Sequence[str]]
+    spare: tuple[str, ...] = ()
 
     def show(self) -> None:
         """Print it: fitted to the terminal, or, into a pipe or a file, with nothing cut and nothing wrapped."""
+        headings = tuple(heading.lstrip(">=") for heading in self.headings)
         rows = [tuple(map(printable, row)) for row in self.rows]
+        widths = [max(map(len, cells)) for cells in zip(headings, *rows, strict=True)]
         if sys.stdout.isatty():
-            self._show_fitted(rows)
+            self._show_fitted(headings, rows, widths)
         else:
-            self._show_whole(rows)
+            self._show_whole([headings, *rows], widths)
 
-    def _show_fitted(self, rows: list[tuple[str, ...]]) -> None:
+    def _show_fitted(self, headings: tuple[str, ...], rows: list[tuple[str, ...]], widths: list[int]) -> None:
         from rich.console import Console
         from rich.table import Table as RichTable
 
-        table = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-        for heading in self.headings:
-            right = heading.startswith(">")
-            # Numbers stay whole; names give way, and lose nothing.
-            table.add_column(
-                heading.removeprefix(">"), justify="right" if right else "left", no_wrap=right, overflow="fold"
-            )
+        console = Console(markup=False, highlight=False, emoji=False)
+        shown = list(range(len(headings)))
+        spare = [headings.index(heading) for heading in self.spare]
+        while spare and sum(widths[i] + len(_GAP) for i in shown) - len(_GAP) > console.width:
+            shown.remove(spare.pop())
+        table = RichTable(box=None, pad_edge=False, padding=(0, len(_GAP), 0, 0), header_style="bold")
+        for i in shown:
+            mark = self.headings[i][:1]
+            justify: Literal["left", "right"] = "right" if mark == ">" else "left"
+            table.add_column(headings[i], justify=justify, no_wrap=mark in (">", "="), overflow="fold")
         for row in rows:
-            table.add_row(*row)
-        Console(markup=False, highlight=False, emoji=False).print(table)
+            table.add_row(*(row[i] for i in shown))
+        console.print(table)
+        hidden = [heading for i, heading in enumerate(headings) if i not in shown]
+        if hidden:
+            console.print(f"(not shown in {console.width} columns: {', '.join(hidden)})", style="dim")
 
-    def _show_whole(self, rows: list[tuple[str, ...]]) -> None:
+    def _show_whole(self, rows: list[tuple[str, ...]], widths: list[int]) -> None:
         right = [heading.startswith(">") for heading in self.headings]
-        headings = tuple(heading.removeprefix(">") for heading in self.headings)
-        widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
-        for row in (headings, *rows):
+        for row in rows:
             cells = (
                 cell.rjust(width) if to_right else cell.ljust(width)
                 for cell, width, to_right in zip(row, widths, right, strict=True)
             )
-            print("  ".join(cells).rstrip())
+            print(_GAP.join(cells).rstrip())

@@ -12,7 +12,7 @@ from holdfast.checkpoint.verify import VerifyReport
 from holdfast.checkpoint.verify import verify as check
 from holdfast.cli.failures import as_failure, error_lines, most_severe
 from holdfast.cli.options import Size, Threads
-from holdfast.cli.output import Output
+from holdfast.cli.output import DEFAULT, Output
 from holdfast.cli.text import counted, printable
 from holdfast.errors import CorruptCheckpointError, HoldfastError
 from holdfast.formats.base import Problem
@@ -25,7 +25,7 @@ def verify(
     format: str | None = None,
     threads: Threads = None,
     memory_budget: Size = DEFAULT_BUDGET,
-    output: Output = Output(),
+    output: Output = DEFAULT,
 ) -> int:
     """Read checkpoints to the end and check every byte that can be checked.
 

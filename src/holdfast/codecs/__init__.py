@@ -1,0 +1,1 @@
+"""Codecs: bytes to bytes, always lossless. One codec, one file; `base` is the contract."""

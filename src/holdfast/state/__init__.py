@@ -1,0 +1,1 @@
+"""A nested state and its named leaves."""

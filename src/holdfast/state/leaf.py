@@ -7,10 +7,13 @@ gives it without a copy; elsewhere a range of the stream is gathered with extra 
 
 from __future__ import annotations
 
+import ctypes
 import math
+import mmap
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -245,10 +248,31 @@ def allocate(kind: str, dtype: DType, shape: Sequence[int], *, device: torch.dev
         import torch
 
         # Made as integers, because torch warns at the birth of some exotic dtypes.
-        carrier = integer_dtype(dtype.itemsize)
-        if carrier is None:
-            return torch.empty(tuple(shape), dtype=target, device=device)
-        return torch.empty(tuple(shape), dtype=carrier, device=device).view(target)
+        tensor = torch.empty(tuple(shape), dtype=integer_dtype(dtype.itemsize) or target, device=device)
+        if tensor.device.type == "cpu":
+            _ask_for_huge_pages(tensor.data_ptr(), tensor.nbytes)
+        return tensor.view(target)
     except (MemoryError, RuntimeError, ValueError) as error:
         wanted = format_bytes(math.prod(shape) * dtype.itemsize)
         raise StoreError(f"cannot allocate {wanted} for a {dtype} of shape {tuple(shape)}: {error}") from error
+
+
+_PAGE_BYTES = mmap.PAGESIZE
+_HUGE_PAGE_BYTES = 2 * 1024**2
+
+
+def _ask_for_huge_pages(address: int, nbytes: int) -> None:
+    """Advise the kernel to back untouched memory by huge pages; numpy does the same for its own.
+
+    Filling new memory is bound by the first touch of each page: with pages of 4 KiB that costs three times the read.
+    A kernel that declines changes nothing but the speed.
+    """
+    if nbytes >= 2 * _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        start = -(-address // _PAGE_BYTES) * _PAGE_BYTES
+        length = (address + nbytes - start) // _PAGE_BYTES * _PAGE_BYTES
+        _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)

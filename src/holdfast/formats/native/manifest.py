@@ -227,10 +227,11 @@ class _Check:
         for index, block in enumerate(leaf.blocks):
             raw = min(block_bytes, nbytes - index * block_bytes)
             # A coded block is never longer than the raw one, but for the padding to the next page.
-            if not 0 < block.length < raw + 2 * 4096 or (
-                block.codec == "raw" and not block.stored and block.length != raw
-            ):
+            fits = block.length == raw if _is_plain(block) else 0 < block.length < raw + 2 * 4096
+            if not fits:
                 raise self._corrupt(f"{raw:,} bytes cannot be stored in {block.length:,}", leaf.name, index)
+            if not (_is_digest(block.raw) and (_is_digest(block.stored) or _is_plain(block))):
+                raise self._corrupt("has no checksum", leaf.name, index)
 
     def _tiling(self) -> None:
         """Hold that the leaves cover each file behind its head, without hole or overlap."""
@@ -242,3 +243,12 @@ class _Check:
         for file, end in zip(self.manifest.files, ends, strict=True):
             if end != file.bytes:
                 raise self._corrupt(f"the tensors of file {file.name} end at byte {end:,}, the file at {file.bytes:,}")
+
+
+def _is_plain(block: BlockRecord) -> bool:
+    """Say whether the block is just its raw bytes, so that it needs no second checksum."""
+    return block.codec == "raw" and not block.stored
+
+
+def _is_digest(text: str) -> bool:
+    return re.fullmatch(r"[0-9a-f]{16}", text) is not None

@@ -1,0 +1,59 @@
+"""Two small checkpoints that differ, and a way to call the command line in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.cli.main import main
+
+
+@pytest.fixture(scope="session")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tied embedding, an optimizer, a plain value; 3 tensors of its own and a view."""
+    path = tmp_path_factory.mktemp("cli") / "first"
+    embedding = torch.arange(4096, dtype=torch.float32).reshape(64, 64).bfloat16()
+    model = {"wte.weight": embedding, "lm_head.weight": embedding, "bias": torch.zeros(7)}
+    state = {"model": model, "optimizer": {"exp_avg": torch.ones(64, 64), "lr": 3e-4}}
+    holdfast.save(state, path, metadata={"run": "unit"})
+    return path
+
+
+@pytest.fixture(scope="session")
+def second(first: Path) -> Path:
+    """The first with one changed element, one tensor more and another learning rate."""
+    state = holdfast.load(first)
+    state["model"]["bias"][3] = 0.5
+    state["model"]["extra"] = torch.ones(2)
+    state["optimizer"]["lr"] = 1e-4
+    holdfast.save(state, first.with_name("second"))
+    return first.with_name("second")
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Path:
+    """A checkpoint with one flipped byte in the middle of its only tensor."""
+    path = tmp_path / "damaged"
+    holdfast.save({"model": {"w": torch.ones(100_000)}}, path)
+    file = path / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    return path
+
+
+@pytest.fixture
+def run_json(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Any]]:
+    """Call the command line with ``--json`` and return its exit code and the one document."""
+
+    def call(*arguments: str | Path) -> tuple[int, Any]:
+        code = main([*map(str, arguments), "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    return call

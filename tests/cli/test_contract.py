@@ -1,0 +1,193 @@
+"""What scripts rely on: commands, flags, exit codes, one JSON document, errors of at most two lines."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.checkpoint import convert as convert_module
+from holdfast.cli import failures
+from holdfast.cli.main import build_app, main
+from holdfast.errors import StoreError
+
+EVERYWHERE = {"--json", "--quiet", "-q", "--verbose", "-v", "--progress", "--no-progress", "--config", "-C"}
+MUCH = {"--threads", "--memory-budget"}
+FLAGS = {
+    "info": {"--largest", "--format"},
+    "ls": {"--long", "-l", "--format"},
+    "verify": {"--format", *MUCH},
+    "diff": {"--atol", "--rtol", "--select", *MUCH},
+    "convert": {"--to", "--compression", "--select", "--overwrite", "--format", "--shard-bytes", *MUCH},
+    "env": {"--path"},
+}
+
+
+def program(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "holdfast", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=120)
+
+
+def test_the_commands_are_those_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    commands = [name for name in build_app() if not name.startswith("-")]
+    assert commands == ["info", "ls", "verify", "diff", "convert", "env", "demo"]
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f" {command} " in text for command in commands)
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_the_flags_are_those_documented(command: str) -> None:
+    arguments = build_app()[command].assemble_argument_collection()
+    names = {name for argument in arguments for name in argument.names if name.startswith("-")}
+    assert names == FLAGS[command] | EVERYWHERE
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_the_list_of_commands_says_what_each_command_says(command: str) -> None:
+    app = build_app()
+    said = app[command].default_command.__doc__.strip().splitlines()[0]
+    assert app[command].help == said
+
+
+def test_help_imports_neither_torch_nor_numpy() -> None:
+    script = (
+        "import sys, holdfast.cli.main as cli; cli.main(['--help']); cli.main(['--version']); "
+        "sys.exit(bool({'torch', 'numpy', 'holdfast.cli.contents'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
+def test_each_way_to_fail_has_its_exit_code(first: Path, second: Path, damaged: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no checkpoint")
+    (tmp_path / "blocked").write_text("a file where a folder is needed")
+    assert main(["verify", str(first)]) == 0
+    assert main(["diff", str(first), str(second)]) == 1
+    assert main(["ls"]) == 2
+    assert main(["convert", str(first), str(tmp_path / "blocked" / "there"), "--to", "native"]) == 3
+    assert main(["verify", str(damaged)]) == 4
+    assert main(["info", str(tmp_path / "absent")]) == 5
+    assert main(["info", str(tmp_path / "text")]) == 5
+    assert main(["convert", str(first), str(second), "--to", "native"]) == 6
+    assert main(["convert", str(first), str(tmp_path / "new"), "--to", "nonsense"]) == 7
+
+
+def test_the_program_returns_the_exit_code(first: Path, second: Path) -> None:
+    result = program("diff", first, second, "--quiet")
+    assert (result.returncode, result.stdout, result.stderr) == (1, "", "")
+
+
+def test_a_broken_pipe_ends_quietly(first: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "holdfast", "ls", str(first)]
+    with os.fdopen(writing, "wb") as pipe:
+        result = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, timeout=120)
+    assert (result.returncode, result.stderr) == (failures.BROKEN_PIPE, b"")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "first_line"),
+    [
+        (["inof", "x"], "error: there is no command 'inof'; did you mean 'info'?"),
+        (["info", "x", "--lagest", "3"], "error: unknown option: --lagest. Did you mean --largest?"),
+        (["verify", "x", "--threads", "0"], 'error: invalid value "0" for --threads. Must be >= 1'),
+        (["verify", "x", "--memory-budget", "4X"], "error: invalid value for --memory-budget: '4X' is not a size"),
+        (["diff", "x", "y", "--atol", "-1"], 'error: invalid value "-1.0" for --atol. Must be >= 0'),
+        (["info", "absent"], "error: absent: there is nothing here"),
+        (["info", "a\nb\x1b[2J"], "error: a\\nb\\x1b[2J: there is nothing here"),
+    ],
+)
+def test_an_error_is_one_line_and_a_remedy(
+    arguments: list[str], first_line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) in (2, 5)
+    said = capsys.readouterr()
+    lines = said.err.splitlines()
+    assert said.out == ""
+    assert lines[0].startswith(first_line)
+    assert len(lines) == 2
+
+
+def test_a_traceback_comes_only_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["info", "absent"])
+    assert "Traceback" not in capsys.readouterr().err
+    main(["info", "absent", "-v"])
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "code"),
+    [(["info", "absent"], "not-a-checkpoint", 5), (["info", "--larges", "1"], "usage", 2), (["inof"], "usage", 2)],
+)
+def test_an_error_is_one_json_document(
+    arguments: list[str], kind: str, code: int, run_json: Callable[..., tuple[int, Any]]
+) -> None:
+    exit_code, document = run_json(*arguments)
+    assert exit_code == document["error"]["exit_code"] == code
+    assert document["error"]["kind"] == kind
+    assert document["error"]["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "line"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (PermissionError(13, "Permission denied", "x"), 3, "error: x: Permission denied"),
+        (MemoryError(), 3, "error: out of memory"),
+        (KeyError("x"), 70, "internal error: KeyError: 'x'"),
+        (StoreError("cannot write"), 3, "error: cannot write"),
+    ],
+)
+def test_what_escapes_a_command_becomes_a_line_and_a_code(
+    raised: BaseException,
+    code: int,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise raised
+
+    monkeypatch.setattr("holdfast.cli.contents.look", fail)
+    assert main(["info", "x"]) == code
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == line
+    assert len(lines) <= 2
+
+
+def test_an_interrupted_convert_leaves_nothing_behind(
+    first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import _thread
+
+    honest = convert_module.open_reader
+
+    def interrupted_reader(*arguments: Any) -> Any:
+        reader = honest(*arguments)
+        read = reader.read
+
+        def read_and_interrupt(*ranges: Any) -> None:
+            _thread.interrupt_main()
+            read(*ranges)
+
+        monkeypatch.setattr(reader, "read", read_and_interrupt)
+        return reader
+
+    monkeypatch.setattr(convert_module, "open_reader", interrupted_reader)
+    assert main(["convert", str(first), str(tmp_path / "new"), "--to", "native"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_gravest_of_several_is_the_exit_code() -> None:
+    assert failures.most_severe([0, 5, 4, 3]) == 4
+    assert failures.most_severe([0, 5, 3]) == 3
+    assert failures.most_severe([7, 5, 0]) == 5
+    assert failures.most_severe([]) == 0
