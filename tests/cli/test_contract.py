@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -165,16 +167,17 @@ def test_what_escapes_a_command_becomes_a_line_and_a_code(
 def test_an_interrupted_convert_leaves_nothing_behind(
     first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import _thread
-
     honest = convert_module.open_reader
+    pressed = threading.Event()
 
     def interrupted_reader(*arguments: Any) -> Any:
         reader = honest(*arguments)
         read = reader.read
 
         def read_and_interrupt(*ranges: Any) -> None:
-            _thread.interrupt_main()
+            if not pressed.is_set():
+                pressed.set()
+                _thread.interrupt_main()
             read(*ranges)
 
         monkeypatch.setattr(reader, "read", read_and_interrupt)

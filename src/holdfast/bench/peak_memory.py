@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holdfast.bench.probes import peak_resident_bytes, reset_peak, resident_bytes
+from holdfast.bench.probes import peak_resident_bytes, release_memory, reset_peak, resident_bytes
 from holdfast.checkpoint.load import load
 from holdfast.checkpoint.save import save
 from holdfast.errors import HoldfastError
@@ -29,7 +29,7 @@ INTERPRETER_ALLOWANCE = 32 * 1024**2
 """What threads' stacks, the contexts of zstd and numpy's temporaries may take beyond the budget of the buffers."""
 
 _ROWS = 16_384
-_SMALL_ROWS = 1024
+_SMALL_COLUMNS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def measure_peak(compression: str, layout: str, *, budget: int, state_bytes: int
 
 def _measure(compression: str, layout: str, budget: int, state_bytes: int, directory: Path) -> PeakMemory:
     # Once small and untimed: imports, thread stacks and the codec's tables are there, whatever the state.
-    small = _tensor(layout, _SMALL_ROWS)
+    small = _tensor(layout, _SMALL_COLUMNS)
     _cycle(small, compression, budget, directory / "small.ckpt")
     # bfloat16: two bytes an element
     tensor = _tensor(layout, state_bytes // (2 * _ROWS))
@@ -92,6 +92,7 @@ def _cycle(tensor: torch.Tensor, compression: str, budget: int, path: Path) -> t
 
 
 def _extra(call: Callable[[], object]) -> int:
+    release_memory()
     before = resident_bytes()
     reset_peak()
     call()

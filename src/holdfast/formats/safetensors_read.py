@@ -37,11 +37,15 @@ def locate(path: Path) -> Path | None:
         return None
     if path.name.endswith((SUFFIX, INDEX_SUFFIX)):
         return path
+    return path if begins_like_safetensors(path) else None
+
+
+def begins_like_safetensors(path: Path) -> bool:
+    """Say whether a file begins with the length of a header, and the header."""
     with suppress(OSError), path.open("rb") as file:
         start = file.read(9)
-        if start[8:] == b"{" and int.from_bytes(start[:8], "little") <= MAX_HEADER_BYTES:
-            return path
-    return None
+        return start[8:] == b"{" and int.from_bytes(start[:8], "little") <= MAX_HEADER_BYTES
+    return False
 
 
 def _locate_in(directory: Path) -> Path | None:

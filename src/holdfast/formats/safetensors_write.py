@@ -14,7 +14,7 @@ from holdfast.formats.native.coded_tensors import METADATA_KEY
 from holdfast.formats.native.manifest import AliasRecord
 from holdfast.formats.native.pack import DEFAULT_SHARD_BYTES, FilePlan, Structure, plan_files
 from holdfast.formats.native.writer import FinishedStream, chosen_codec, write_streams
-from holdfast.formats.safetensors_read import INDEX_SUFFIX, SUFFIX, locate
+from holdfast.formats.safetensors_read import INDEX_SUFFIX, SUFFIX, begins_like_safetensors, locate
 from holdfast.io.buffers import BufferPool
 from holdfast.io.commit import Commit
 from holdfast.io.files import write_small
@@ -60,7 +60,7 @@ def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Wri
 
 
 def _is_replaceable_file(path: Path) -> bool:
-    return path.is_file() and locate(path) is not None
+    return path.is_file() and begins_like_safetensors(path)
 
 
 def _is_replaceable_directory(path: Path) -> bool:

@@ -7,7 +7,7 @@ import io
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from pickle import UnpicklingError
+from pickle import PickleError
 from typing import IO, Any, cast
 
 import numpy as np
@@ -82,15 +82,18 @@ def _check_readable(flat: Flat[Source], specs: Mapping[str, LeafSpec]) -> None:
         if key not in stand_ins:
             stand_ins[key] = allocate(spec.kind, source.dtype, (0,))
         values[name] = stand_ins[key]
+    state = unflatten(flat.skeleton, values)
     file = io.BytesIO()
-    torch.save(unflatten(flat.skeleton, values), file)
-    file.seek(0)
     try:
+        torch.save(state, file)
+        file.seek(0)
         restricted_load(file)
-    except UnpicklingError as error:
-        found = re.search(r"GLOBAL ([^\s,]+)", str(error))
+    # Classes that no module holds are refused with the last two.
+    except (PickleError, AttributeError, TypeError) as error:
+        found = re.search(r"GLOBAL ([^\s,]+)|<class '([^']+)'>", str(error))
+        what = f"a {found[1] or found[2]}" if found else "a value of this state"
         raise UnsupportedError(
-            f"a {found[1] if found else 'value of this state'} in a torch file cannot be loaded without running code",
+            f"{what} in a torch file cannot be loaded without running code from the file",
             remedy='save it as plain values, lists, dicts and tensors, or use format="native"',
         ) from error
 

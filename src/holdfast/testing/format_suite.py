@@ -9,11 +9,9 @@ Subclass it in your tests, say which format sits it and what it claims to be abl
 
 from __future__ import annotations
 
-import errno
 import os
 import tempfile
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -21,19 +19,17 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 
 from holdfast import plugins
 from holdfast.errors import DestinationExistsError, HoldfastError, StoreError, UnsupportedError, UsageError
-from holdfast.formats.base import Format, OpenSettings, Problem, Reader, WriteSettings, Written
-from holdfast.io.files import Bytes
-from holdfast.state.aliases import make_view
+from holdfast.formats.base import Format, OpenSettings, Problem, WriteSettings, Written
 from holdfast.state.dtypes import BY_NAME
-from holdfast.state.leaf import Leaf, allocate
-from holdfast.state.tree import flatten, leaf_specs, unflatten
+from holdfast.state.tree import flatten, leaf_specs
 from holdfast.testing import strategies
+from holdfast.testing.disk import FailingDisk, content, names_in
 from holdfast.testing.equality import difference, same
+from holdfast.testing.format_states import STATES, load, noise, training_state
 
 _MOST_FLIPS = 250
 _MOST_FAILURES = 8
@@ -45,82 +41,6 @@ class Examined(NamedTuple):
     state: Any
     problems: list[Problem]
     refused: bool
-
-
-def noise(dtype_name: str, *shape: int, seed: int = 0) -> torch.Tensor:
-    """Return a tensor of random bits: NaN payloads, denormals and all."""
-    dtype = BY_NAME[dtype_name]
-    tensor: torch.Tensor = allocate("tensor", dtype, shape)
-    leaf = Leaf.of("x", tensor)
-    assert leaf is not None
-    bits: Bytes = np.random.default_rng(seed).integers(0, 256, leaf.nbytes, np.uint8)
-    leaf.write(0, leaf.nbytes, np.minimum(bits, 1) if dtype.kind == "bool" else bits)
-    return tensor
-
-
-def training_state() -> dict[str, Any]:
-    """Return a small state as training has it: tied weights, parameters, an optimizer's nested state, plain values."""
-    weight = noise("bfloat16", 40, 30)
-    return {
-        "model": OrderedDict(embed=weight, head=weight, bias=noise("float32", 7), half=weight[:20], turned=weight.t()),
-        "optimizer": {
-            "state": {
-                0: {"step": torch.tensor(7.0), "exp_avg": noise("float32", 40, 30, seed=1)},
-                1: {"step": torch.tensor(8.0), "exp_avg": noise("float32", 7, seed=2)},
-            },
-            "param_groups": [{"lr": 0.1, "betas": (0.9, 0.999), "params": [0, 1], "fused": None}],
-        },
-        "parameter": torch.nn.Parameter(torch.linspace(0, 1, 5)),
-        "step": 2**70,
-        "losses": [float("nan"), -0.0, float("inf")],
-    }
-
-
-STATES: dict[str, Callable[[], Any]] = {
-    "flat": lambda: {"z": noise("float32", 3, 4), "a": noise("uint8", 5), "m": noise("float64", 2)},
-    "training": training_state,
-    "empty": dict,
-    "no tensor": lambda: {"step": 3},
-    "bare tensor": lambda: noise("float16", 4, 5),
-    "list": lambda: [noise("int32", 2), (noise("int64", 1), "text"), b"\0\xff"],
-    "shapes": lambda: {"0-d": noise("int64"), "none": noise("float32", 0, 3), "one": noise("int16", 1, 1, 1)},
-    "layouts": lambda: {
-        "transposed": noise("float32", 6, 4).t(),
-        "strided": noise("float64", 9, 8)[::2, 1::3],
-        "expanded": noise("bfloat16", 1, 5).expand(4, 5),
-        "row": noise("float32", 500, 3)[7],
-        "conjugated": noise("complex64", 5).conj(),
-    },
-    "names": lambda: {"ünï.cödé/☃": noise("int8", 3), "": {"": noise("int8", 2)}, "a.b": {"c": noise("int8", 1)}},
-    "several blocks": lambda: {"large": noise("float32", 4_500_000), "small": noise("int8", 3)},
-}
-
-
-def load(reader: Reader) -> Any:
-    """Return the state of an open checkpoint, through the contract of `Reader` alone."""
-    specs = leaf_specs(reader.flat.skeleton)
-    values: dict[str, Any] = {}
-    for name, stored in reader.flat.leaves.items():
-        values[name] = allocate(specs[name].kind, stored.dtype, stored.shape)
-        leaf = Leaf.of(name, values[name])
-        assert leaf is not None
-        out = leaf.host_bytes()
-        assert out is not None
-        reader.read(name, 0, stored.nbytes, out)
-    for name, alias in reader.flat.aliases.items():
-        values[name] = make_view(values[alias.of], alias)
-    return unflatten(reader.flat.skeleton, values)
-
-
-def content(path: Path) -> dict[str, bytes]:
-    """Return every file at or below a path, by name."""
-    files = [path] if path.is_file() else [found for found in path.rglob("*") if found.is_file()]
-    return {str(file.relative_to(path.parent)): file.read_bytes() for file in sorted(files)}
-
-
-def names_in(folder: Path) -> list[str]:
-    """Return what lies in a folder, hidden things too: what a writer left behind shows here."""
-    return sorted(entry.name for entry in folder.iterdir())
 
 
 class FormatSuite:
@@ -357,7 +277,7 @@ class FormatSuite:
         path = self.destination(tmp_path)
         if over:
             self.save(training_state(), path)
-        disk = _FailingDisk(getattr(os, call))
+        disk = FailingDisk(getattr(os, call))
         monkeypatch.setattr(os, call, disk)
         rehearsal = tmp_path / "rehearsal"
         rehearsal.mkdir()
@@ -377,21 +297,3 @@ class FormatSuite:
 def _files(path: Path) -> Iterator[tuple[Path, bytes]]:
     for name, data in content(path).items():
         yield path.parent / name, data
-
-
-class _FailingDisk:
-    """A system call that runs out of space at one call, and ever after."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.calls = 0
-        self._call = call
-        self._fatal: int | None = None
-
-    def fail_at(self, number: int) -> None:
-        self.calls, self._fatal = 0, number
-
-    def __call__(self, *args: Any) -> Any:
-        self.calls += 1
-        if self._fatal is not None and self.calls >= self._fatal:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return self._call(*args)

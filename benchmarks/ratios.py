@@ -1,0 +1,259 @@
+"""The speed that the README states, as ratios against peers measured in the same run: ``make bench``.
+
+Prints one line for each figure that must be reached, with PASS or MISS, and writes every raw sample with its
+environment to a JSON file. Exits with 1 if a line misses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from holdfast.bench.checkpoint_workload import Workload
+from holdfast.bench.codec_rates import CodecRate, measure_codecs
+from holdfast.bench.models import build, parse, spec_of_size
+from holdfast.bench.peak_memory import COMPRESSIONS, INTERPRETER_ALLOWANCE, LAYOUTS, PeakMemory, measure_peak
+from holdfast.bench.peers import arms
+from holdfast.bench.probes import check_room, durable_seconds, settle_memory
+from holdfast.bench.rounds import Ratio, Rounds, Visit, run_rounds
+from holdfast.bench.startup import COMMANDS, Startup, measure_startup
+from holdfast.bench.visit import COLD, INTO_COLD, INTO_WARM, SAVE, SECONDS, STORED, WARM, remove, visitor
+from holdfast.bench.yardstick import DirectWriter
+from holdfast.cli import machine
+from holdfast.cli.text import Table
+from holdfast.errors import HoldfastError
+from holdfast.io.buffers import DEFAULT_BUDGET
+from holdfast.io.parallel import default_threads
+from holdfast.units import format_bytes, format_rate, format_seconds, parse_bytes
+
+SCHEMA = 1
+SEED = 20_240_601
+DIRECT = "O_DIRECT write"
+RAW, LOSSLESS = "holdfast", "holdfast-lossless"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One figure that must be reached.
+
+    Attributes
+    ----------
+    what : str
+    bound : float
+        The least, or the most if ``at_most``.
+    measured : float or None
+        None if it could not be measured; that is a miss.
+    low, high : float or None
+        The spread over the rounds.
+    unit : str
+    at_most : bool
+    """
+
+    what: str
+    bound: float
+    measured: float | None
+    low: float | None = None
+    high: float | None = None
+    unit: str = "x"
+    at_most: bool = False
+
+    @property
+    def reached(self) -> bool:
+        """Whether the figure was measured and is on the right side of its bound."""
+        if self.measured is None:
+            return False
+        return self.measured <= self.bound if self.at_most else self.measured >= self.bound
+
+    def row(self) -> tuple[str, ...]:
+        """Return it as a row of the table."""
+        spread = "" if self.low is None or self.high is None else f"{self.low:.2f} - {self.high:.2f}"
+        measured = "not measured" if self.measured is None else f"{self.measured:.3g} {self.unit}"
+        bound = f"{'<=' if self.at_most else '>='} {self.bound:.3g} {self.unit}"
+        return (self.what, measured, spread, bound, "PASS" if self.reached else "MISS")
+
+
+def main() -> int:
+    """Measure, print, write; return the exit code."""
+    options = _options()
+    spec = spec_of_size(options.size)
+    options.dir.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="holdfast-bench-", dir=options.dir))
+    try:
+        nbytes = parse(spec).nbytes
+        check_room(folder, disk=2 * nbytes, memory=3 * nbytes + 2 * DEFAULT_BUDGET)
+        results = _measure(spec, options.rounds, folder)
+    except HoldfastError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    finally:
+        shutil.rmtree(folder)
+    lines = list(_lines(*results))
+    _print(spec, nbytes, results[0], lines)
+    out = options.out or _default_out()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    document = _document(options, spec, nbytes, results, lines)
+    out.write_text(json.dumps(document, indent=1) + "\n")
+    print(f"\nraw samples and environment: {out}")
+    return 0 if all(line.reached for line in lines) else 1
+
+
+Results = tuple[Rounds, list[CodecRate], list[PeakMemory], list[Startup]]
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--size", type=parse_bytes, default="2GB", help="about this many bytes of bfloat16 weights")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dir", type=Path, default=Path(), help="a folder on the disk that is to be measured")
+    parser.add_argument("--out", type=Path, help="the JSON file to write")
+    return parser.parse_args()
+
+
+def _default_out() -> Path:
+    cores = len(os.sched_getaffinity(0))
+    return Path(__file__).parent / "results" / f"ratios-{cores}-cores.json"
+
+
+def _measure(spec: str, rounds: int, folder: Path) -> Results:
+    _note(f"building {spec}")
+    workload = Workload(build(spec, seed=SEED))
+    codecs = [measure_codecs(workload.flat) for _ in range(rounds)]
+    _note("start-up and peak memory, in processes of their own")
+    startups = [measure_startup(command) for command in COMMANDS]
+    peaks = [
+        measure_peak(compression, layout, budget=DEFAULT_BUDGET, state_bytes=4 * DEFAULT_BUDGET, directory=_new(folder))
+        for compression in COMPRESSIONS
+        for layout in LAYOUTS
+    ]
+    settle_memory(2 * workload.nbytes)
+    visits: dict[str, Visit] = {arm.name: visitor(arm, workload, folder) for arm in arms()}
+    visits[DIRECT] = _direct_visit(workload, folder)
+    total = rounds * len(visits)
+    measured = run_rounds(
+        visits, rounds, seed=SEED, on_visit=lambda done, arm: _note(f"visit {done + 1} of {total}: {arm}")
+    )
+    return measured, codecs, peaks, startups
+
+
+def _new(folder: Path) -> Path:
+    return Path(tempfile.mkdtemp(dir=folder))
+
+
+def _direct_visit(workload: Workload, folder: Path) -> Visit:
+    largest = max(workload.flat.leaves.values(), key=lambda leaf: leaf.nbytes)
+    sample = np.empty(largest.nbytes, np.uint8)
+    largest.read(0, largest.nbytes, sample)
+    writer = DirectWriter(sample, default_threads())
+    path = folder / "direct"
+
+    def visit() -> dict[str, float]:
+        try:
+            return {SAVE: durable_seconds(lambda: writer.write(path, workload.nbytes), path)}
+        finally:
+            remove(path)
+
+    return visit
+
+
+def _note(text: str) -> None:
+    print(f"{datetime.now():%H:%M:%S} {text}", file=sys.stderr, flush=True)
+
+
+def _lines(rounds: Rounds, codecs: list[CodecRate], peaks: list[PeakMemory], startups: list[Startup]) -> Iterator[Line]:
+    def faster(what: str, bound: float, mine: tuple[str, str], theirs: tuple[str, str]) -> Line:
+        return _line(what, bound, rounds.ratio(theirs, mine))
+
+    yield faster("durable save, raw, against torch.save", 2.0, (RAW, SAVE), ("torch", SAVE))
+    yield faster("durable save, raw, against safetensors", 2.2, (RAW, SAVE), ("safetensors", SAVE))
+    yield faster("durable save, raw, against plain O_DIRECT writes", 0.85, (RAW, SAVE), (DIRECT, SAVE))
+    stored = rounds.ratio((LOSSLESS, STORED), (RAW, STORED))
+    yield _line("lossless: stored bytes over raw", 0.67, stored, at_most=True)
+    yield faster("durable save, lossless, against torch.save", 1.3, (LOSSLESS, SAVE), ("torch", SAVE))
+    for what, bound, rates in (
+        ("coding, one core", 1.0, [rate.encode / 1e9 for rate in codecs]),
+        ("decoding, one core", 1.9, [rate.decode / 1e9 for rate in codecs]),
+    ):
+        ratio = Ratio(statistics.median(rates), min(rates), max(rates))
+        yield _line(what, bound, ratio, unit="GB/s")
+    for name, arm, warm_bound, cold_bound in (("raw", RAW, 3.0, 1.0), ("lossless", LOSSLESS, 1.5, 1.5)):
+        what = f"load into tensors, {name}, verified, against torch.load"
+        yield faster(f"{what}, warm", warm_bound, (arm, INTO_WARM), ("torch", WARM))
+        yield faster(f"{what}, cold", cold_bound, (arm, INTO_COLD), ("torch", COLD))
+    for peak in peaks:
+        compression = "raw" if peak.compression == "none" else peak.compression
+        what = f"peak memory beyond the state, {compression}, {peak.layout}"
+        most = (peak.budget + INTERPRETER_ALLOWANCE) / 1e6
+        yield Line(what, most, peak.worst / 1e6, unit="MB", at_most=True)
+    for startup, bound in zip(startups, (0.2, 0.15), strict=True):
+        measured = None if startup.imports_torch else startup.median
+        low, high = min(startup.samples), max(startup.samples)
+        yield Line(f"{startup.command}, without torch", bound, measured, low, high, unit="s", at_most=True)
+
+
+def _line(what: str, bound: float, ratio: Ratio | None, *, unit: str = "x", at_most: bool = False) -> Line:
+    if ratio is None:
+        return Line(what, bound, None, unit=unit, at_most=at_most)
+    return Line(what, bound, ratio.median, ratio.low, ratio.high, unit, at_most)
+
+
+def _print(spec: str, nbytes: int, rounds: Rounds, lines: list[Line]) -> None:
+    print(f"\n{spec}, {format_bytes(nbytes)}, medians of {len(rounds.order)} interleaved rounds, seed {rounds.seed}\n")
+    names = [*(arm.name for arm in arms()), DIRECT]
+    rows = [(measure, *(_cell(measure, rounds.median(name, measure), nbytes) for name in names)) for measure in SECONDS]
+    rows.append((STORED, *(_cell(STORED, rounds.median(name, STORED), nbytes) for name in names)))
+    Table(("", *(f">{name}" for name in names)), rows).show()
+    for reason in rounds.not_run.values():
+        print(f"not run: {reason}")
+    print()
+    Table(("figure", ">median", ">spread", ">must reach", "verdict"), [r.row() for r in lines]).show()
+    missed = sum(not line.reached for line in lines)
+    print(f"\n{len(lines) - missed} of {len(lines)} reached")
+
+
+def _cell(measure: str, median: float | None, nbytes: int) -> str:
+    if median is None:
+        return "-"
+    if measure == STORED:
+        return format_bytes(median)
+    return f"{format_seconds(median)}, {format_rate(nbytes, median)}"
+
+
+def _document(
+    options: argparse.Namespace, spec: str, nbytes: int, results: Results, lines: list[Line]
+) -> dict[str, Any]:
+    rounds, codecs, peaks, startups = results
+    storage = machine.storage(options.dir)
+    return {
+        "schema": SCHEMA,
+        "command": f"benchmarks/ratios.py --size {options.size} --rounds {options.rounds}",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "environment": {
+            "versions": machine.versions(),
+            "processor": machine.processor(),
+            "memory": machine.memory(),
+            "storage": {key: storage[key] for key in ("file_system", "direct_io", "total_bytes", "free_bytes")},
+            "threads": default_threads(),
+        },
+        "state": {"spec": spec, "seed": SEED, "bytes": nbytes},
+        "lines": [{**asdict(line), "reached": line.reached} for line in lines],
+        "rounds": rounds.as_dict(),
+        "codecs": [asdict(rate) for rate in codecs],
+        "peak_memory": [asdict(peak) for peak in peaks],
+        "startup": [asdict(startup) for startup in startups],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
