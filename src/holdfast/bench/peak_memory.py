@@ -29,6 +29,7 @@ INTERPRETER_ALLOWANCE = 32 * 1024**2
 """What threads' stacks, the contexts of zstd and numpy's temporaries may take beyond the budget of the buffers."""
 
 _ROWS = 16_384
+_REPEATS = 16
 _SMALL_COLUMNS = 1024
 
 
@@ -102,7 +103,9 @@ def _extra(call: Callable[[], object]) -> int:
 def _tensor(layout: str, columns: int) -> torch.Tensor:
     import torch
 
-    tensor = torch.empty(_ROWS, columns, dtype=torch.bfloat16).normal_(0.0, 0.02)
+    # Drawing all of it would take most of the time; a block of 16 MiB sees nothing come again.
+    drawn = torch.empty(_ROWS // _REPEATS, columns, dtype=torch.bfloat16).normal_(0.0, 0.02)
+    tensor = drawn.repeat(_REPEATS, 1)
     return tensor.t() if layout == "transposed" else tensor
 
 

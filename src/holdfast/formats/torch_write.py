@@ -12,7 +12,7 @@ from typing import IO, Any, cast
 
 import numpy as np
 
-from holdfast.errors import StoreError, UnsupportedError, UnsupportedLeafError
+from holdfast.errors import UnsupportedError, UnsupportedLeafError
 from holdfast.formats.base import BLOCK_BYTES, WriteSettings, Written
 from holdfast.formats.torch_zip import restricted_load
 from holdfast.io import parallel
@@ -137,7 +137,7 @@ def _reads(source: Source, array: Array) -> Iterator[Callable[[], None]]:
 class _Sink:
     """The file that torch writes to.
 
-    An error is kept until torch is done, since its zip writer does not survive one being thrown through it.
+    An error, or an interrupt, is kept until torch is done: its zip writer does not survive one that passes through it.
     """
 
     def __init__(self, path: Path, meter: parallel.Meter) -> None:
@@ -145,7 +145,7 @@ class _Sink:
         self._meter = meter
         self._left = meter.total
         self._size = 0
-        self._failure: StoreError | None = None
+        self._failure: BaseException | None = None
 
     def write(self, data: Any) -> int:
         content: Bytes = np.frombuffer(data, np.uint8) if len(data) else np.empty(0, np.uint8)
@@ -153,7 +153,7 @@ class _Sink:
             try:
                 for at in range(0, len(content), BLOCK_BYTES):
                     self._file.write(self._size + at, content[at : at + BLOCK_BYTES])
-            except StoreError as error:
+            except BaseException as error:
                 self._failure = error
         self._size += len(content)
         # The zip's own bytes come on top of the tensors', which is all that the total counts.

@@ -155,9 +155,12 @@ class Commit:
             _rename(self.path, self.destination, _RENAME_EXCHANGE)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._holder != self.destination:
-            shutil.rmtree(self._holder, ignore_errors=True)
-        os.close(self._lock)
+        try:
+            if self._holder != self.destination:
+                shutil.rmtree(self._holder, ignore_errors=True)
+        finally:
+            # Also when the removal is interrupted: a lock that stays would make this process its own rival.
+            os.close(self._lock)
 
 
 def remove_stale(destination: Path) -> list[Path]:

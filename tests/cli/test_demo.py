@@ -1,0 +1,108 @@
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from holdfast.cli.main import main
+
+ARMS = {"torch", "safetensors", "holdfast", "holdfast-lossless"}
+SMALL = ["demo", "--scale", "0.001", "--rounds", "1", "--no-progress"]
+
+
+def test_demo_measures_verifies_damages_and_cleans_up(tmp_path, capsys):
+    assert main([*SMALL, "--dir", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert list(tmp_path.iterdir()) == []
+    for heading in ("1. The state", "2. Save and load", "3. Verify", "4. Damage", "Next: "):
+        assert heading in out
+    assert "237 tensors" in out
+    header = next(line.split() for line in out.splitlines() if "safetensors" in line.split())
+    assert set(header) == ARMS
+    row = next(line for line in out.splitlines() if line.startswith("save "))
+    assert len(re.findall(r"\d+\.\d\dx", row)) == len(ARMS)
+    assert re.search(r"holdfast verify: \S+: tensor '\S+': block \d", out)
+    assert "did not notice" not in out
+
+
+def test_json_is_one_document(tmp_path, capsys):
+    assert main([*SMALL, "--json", "--dir", str(tmp_path)]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["ok"] is True
+    assert document["tensors"] == 237
+    assert document["verify"]["ok"] is True
+    assert set(document["measures"]["save"]) == ARMS
+    assert document["measures"]["on disk"]["holdfast-lossless"]["against_torch"]["median"] < 0.9
+    assert {sample["arm"] for sample in document["rounds"]["samples"]} == ARMS
+    flip = document["damage"]["flip"]
+    [problem] = document["damage"]["verify"]["problems"]
+    assert (problem["file"], problem["name"], problem["block"]) == (flip["file"], flip["name"], flip["block"])
+
+
+def test_quiet_says_nothing(tmp_path, capsys):
+    assert main([*SMALL, "-q", "--dir", str(tmp_path)]) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_own_checkpoint(tmp_path, capsys):
+    import torch
+
+    import holdfast
+
+    own, place = tmp_path / "own", tmp_path / "place"
+    place.mkdir()
+    holdfast.save({"model": {"w": torch.randn(300, 200)}, "optimizer": [torch.ones(4)], "step": 3}, own)
+    assert main(["demo", "--from", str(own), "--rounds", "1", "--json", "--dir", str(place)]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["tensors"] == 2
+    assert document["state_bytes"] == 300 * 200 * 4 + 16
+    assert set(document["measures"]["load, warm"]) == ARMS
+    assert list(place.iterdir()) == []
+    assert holdfast.verify(own).ok
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--scale", "0"], 2, "out of range"),
+        (["--scale", "1", "--from", "x"], 2, "exclude each other"),
+        (["--rounds", "0"], 2, "rounds"),
+        (["--from", "nothing-here"], 5, "nothing here"),
+        (["--dir", "no/such/folder"], 3, "--dir"),
+        (["--scale", "16"], 3, "are needed"),
+    ],
+)
+def test_what_cannot_be_is_said_at_once(arguments, code, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", *arguments]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
+    assert len(err.splitlines()) <= 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_interrupt_cleans_up(tmp_path):
+    command = [sys.executable, "-c", "import sys; from holdfast.cli.main import main; sys.exit(main())"]
+    demo = subprocess.Popen(
+        [*command, "demo", "--scale", "0.02", "--rounds", "1000", "--dir", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    # In the middle of the rounds: the folder holds a checkpoint that is being measured.
+    while not any(files for folder, _, files in os.walk(tmp_path) if folder != str(tmp_path)):
+        assert time.monotonic() < deadline
+        assert demo.poll() is None
+        time.sleep(0.01)
+    demo.send_signal(signal.SIGINT)
+    _, err = demo.communicate(timeout=120)
+    assert demo.returncode == 130
+    assert err == "interrupted\n"
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,88 @@
+"""Raw checkpoints are files that other tools open, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import holdfast
+from holdfast.state.dtypes import BY_SAFETENSORS
+from holdfast.testing.equality import same
+
+# What the library's torch binding can read; the others are covered by our own reader's tests.
+KNOWN = [tag for tag in BY_SAFETENSORS if tag != "F8_E8M0"]
+
+
+def tensor_of(tag: str) -> torch.Tensor:
+    """Return 48 bytes of a dtype, every byte another."""
+    return torch.arange(48, dtype=torch.uint8).mul(5).view(BY_SAFETENSORS[tag].torch).reshape(2, -1)
+
+
+@pytest.fixture(scope="module")
+def model() -> dict[str, torch.Tensor]:
+    tensors = {f"layers.{i}.{tag}": tensor_of(tag) for i, tag in enumerate(KNOWN) if tag != "BOOL"}
+    return tensors | {"mask": torch.tensor([True, False]), "scalar": torch.tensor(3.0), "empty": torch.empty(0, 4)}
+
+
+def test_safe_open_reads_every_dtype(tmp_path: Path, model: dict[str, torch.Tensor]) -> None:
+    holdfast.save(model, tmp_path / "ckpt")
+    with safe_open(tmp_path / "ckpt" / "model.safetensors", framework="pt") as file:
+        assert set(file.keys()) == set(model)
+        assert file.metadata() == {"format": "pt"}
+        for name, tensor in model.items():
+            assert same(file.get_tensor(name), tensor), name
+
+
+def test_each_part_is_a_set_of_weights_of_its_own(tmp_path: Path, model: dict[str, torch.Tensor]) -> None:
+    holdfast.save({"model": model, "ema": {"w": torch.ones(3)}, "step": 1}, tmp_path / "ckpt")
+    assert same(load_file(tmp_path / "ckpt" / "ema.safetensors"), {"w": torch.ones(3)})
+    found = load_file(tmp_path / "ckpt" / "model.safetensors")
+    assert same({name: found[name] for name in model}, model)
+
+
+def test_a_sharded_index_as_transformers_reads_it(tmp_path: Path, model: dict[str, torch.Tensor]) -> None:
+    holdfast.save({"model": model}, tmp_path / "ckpt", shard_bytes=200)
+    index = json.loads((tmp_path / "ckpt" / "model.safetensors.index.json").read_text())
+    shards = sorted(set(index["weight_map"].values()))
+    assert len(shards) > 2
+    assert shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in model.values())
+    found: dict[str, torch.Tensor] = {}
+    for shard in shards:
+        content = load_file(tmp_path / "ckpt" / shard)
+        assert {name for name, file in index["weight_map"].items() if file == shard} == set(content)
+        found |= content
+    assert same({name: found[name] for name in model}, model)
+    assert len(found) == len(model)
+
+
+def test_a_compressed_file_is_still_a_safetensors_file(tmp_path: Path) -> None:
+    weights = torch.randn(300, 200, generator=torch.Generator().manual_seed(0)).bfloat16()
+    holdfast.save(
+        {"w": weights, "noise": torch.randint(0, 255, (999,), dtype=torch.uint8)},
+        tmp_path / "c",
+        compression="lossless",
+    )
+    with safe_open(tmp_path / "c" / "model.safetensors", framework="pt") as file:
+        stored = file.get_tensor("w")
+        note = json.loads(file.metadata()["holdfast"])["tensors"]["w"]
+    assert stored.dtype == torch.uint8
+    assert len(stored) < 0.7 * weights.nbytes
+    assert (note["dtype"], note["shape"]) == ("bfloat16", [300, 200])
+    # The file alone is enough to decode it.
+    assert torch.equal(holdfast.load(tmp_path / "c" / "model.safetensors")["w"], weights)
+
+
+def test_dtypes_that_safetensors_lacks(tmp_path: Path) -> None:
+    state = {"c": torch.randn(3, dtype=torch.complex128), "w": torch.ones(2)}
+    holdfast.save(state, tmp_path / "ckpt")
+    assert same(holdfast.load(tmp_path / "ckpt"), state)
+    found = load_file(tmp_path / "ckpt" / "model.safetensors")
+    assert found["c"].dtype == torch.uint8
+    assert same(found["c"].view(torch.complex128), state["c"])
+    assert same(holdfast.load(tmp_path / "ckpt" / "model.safetensors"), state)

@@ -1,0 +1,106 @@
+"""Checkpoints that were written once must load for ever."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+import zstandard
+
+import holdfast
+from holdfast.testing.equality import difference
+
+HERE = Path(__file__).parent
+_spec = importlib.util.spec_from_file_location("states", HERE / "states.py")
+assert _spec is not None and _spec.loader is not None
+states = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(states)
+
+GOLDEN = sorted(path.parent for path in HERE.glob("*/*/manifest.json"))
+
+
+def test_there_are_golden_checkpoints() -> None:
+    assert {path.name for path in GOLDEN} == {"raw", "lossless", "sharded", "zstd", "gzip"}
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_golden(path: Path) -> None:
+    assert holdfast.verify(path).ok
+    found = holdfast.load(path)
+    assert difference(found, states.state()) is None
+    assert found["model"]["tied"] is found["model"]["layers.0.weight"]
+    assert found["model"]["row"].untyped_storage().data_ptr() == found["model"]["tied"].untyped_storage().data_ptr()
+    with holdfast.open(path) as opened:
+        assert opened.metadata == {"note": "golden"}
+
+
+def test_a_checkpoint_spelled_out_by_hand(tmp_path: Path) -> None:
+    """Nothing of ours takes part in the writing: what the specification says is enough to make a checkpoint."""
+    data = struct.pack("<3f", 1.0, -2.0, 0.5)
+    entry = b'{"w":{"dtype":"F32","shape":[3],"data_offsets":[0,12]}}'
+    header = struct.pack("<Q", len(entry)) + entry
+    body = {
+        "format": "holdfast",
+        "version": 1,
+        "writer": "a person",
+        "features": [],
+        "block_bytes": 16,
+        "compression": "none",
+        "files": [
+            {
+                "name": "model.safetensors",
+                "bytes": len(header) + 12,
+                "head_bytes": len(header),
+                "head": xxhash.xxh3_64_hexdigest(header),
+            }
+        ],
+        "leaves": [
+            {
+                "name": "w",
+                "part": "model",
+                "key": "w",
+                "dtype": "float32",
+                "shape": [3],
+                "file": 0,
+                "offset": len(header),
+                "blocks": [["raw", 12, xxhash.xxh3_64_hexdigest(data), ""]],
+            }
+        ],
+        "aliases": {},
+        "skeleton": {"dict": {"w": {"tensor": "w"}, "lr": {"float": "0.1"}}},
+        "metadata": {},
+    }
+    rest = b'","body":' + json.dumps(body).encode() + b"}\n"
+    place = tmp_path / "ckpt"
+    place.mkdir()
+    (place / "model.safetensors").write_bytes(header + data)
+    (place / "manifest.json").write_bytes(b'{"xxh3_64":"' + xxhash.xxh3_64_hexdigest(rest).encode() + rest)
+    assert holdfast.verify(place).ok
+    found = holdfast.load(place)
+    assert found["lr"] == 0.1
+    assert torch.equal(found["w"], torch.tensor([1.0, -2.0, 0.5]))
+
+
+def test_a_written_checkpoint_read_without_any_code_of_ours(tmp_path: Path) -> None:
+    """What we write is what the specification says, down to a zstd block that a plain decoder reads."""
+    weights = torch.arange(4096, dtype=torch.int32)
+    holdfast.save({"w": weights, "n": 5}, tmp_path / "ckpt", compression="zstd")
+    text = (tmp_path / "ckpt" / "manifest.json").read_bytes()
+    assert text[:12] == b'{"xxh3_64":"'
+    assert xxhash.xxh3_64_hexdigest(text[28:]).encode() == text[12:28]
+    body = json.loads(text)["body"]
+    (leaf,) = body["leaves"]
+    ((codec, length, raw, stored),) = leaf["blocks"]
+    file = (tmp_path / "ckpt" / body["files"][leaf["file"]]["name"]).read_bytes()
+    block = file[leaf["offset"] : leaf["offset"] + length]
+    assert codec == "zstd"
+    assert xxhash.xxh3_64_hexdigest(block) == stored
+    content = zstandard.ZstdDecompressor().decompress(block, max_output_size=weights.nbytes)
+    assert content == weights.numpy().tobytes()
+    assert xxhash.xxh3_64_hexdigest(content) == raw
+    assert body["skeleton"] == {"dict": {"w": {"tensor": "w"}, "n": 5}}

@@ -1,0 +1,113 @@
+"""Open checkpoints: lazy tensors that give what indexing the whole tensor gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import holdfast
+from holdfast.testing.equality import same
+
+WHOLE = torch.arange(7 * 300 * 2, dtype=torch.float32).reshape(7, 300, 2)
+INDEXES: list[Any] = [
+    0,
+    -1,
+    slice(None),
+    slice(2, 5),
+    slice(1, None, 3),
+    slice(-3, -1),
+    slice(5, 2),
+    slice(100, 200),
+    (slice(1, 3), 5),
+    (2, slice(10, 20), 1),
+    (..., 1),
+    None,
+    (slice(0, 2), ..., slice(0, 1)),
+    torch.tensor([0, 3]),
+    torch.tensor([True, False, True, False, False, False, True]),
+    [1, 2],
+    (),
+    np.int64(3),
+    True,
+]
+
+
+@pytest.fixture(scope="module", params=["none", "lossless"])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("open") / "ckpt"
+    state = {
+        "w": WHOLE,
+        "view": WHOLE[3:5],
+        "a": WHOLE.numpy().astype(np.float64),
+        "s": torch.tensor(5.0),
+        "e": torch.empty(0, 3),
+        # Three blocks, the last of them short.
+        "big": torch.arange(9 * 2**20, dtype=torch.int32).reshape(9, -1),
+    }
+    holdfast.save(state, place, compression=request.param, metadata={"run": 7})
+    return place
+
+
+@pytest.mark.parametrize("index", INDEXES, ids=str)
+def test_indexing(path: Path, index: Any) -> None:
+    with holdfast.open(path) as ckpt:
+        assert same(ckpt["w"][index].clone(), WHOLE[index].clone())
+
+
+@pytest.mark.parametrize("index", [slice(None, None, -1), slice(5, 1, -2), -2, (slice(6, 2, -1), 3)], ids=str)
+def test_numpy_indexing(path: Path, index: Any) -> None:
+    with holdfast.open(path) as ckpt:
+        assert np.array_equal(ckpt["a"][index], WHOLE.numpy().astype(np.float64)[index])
+
+
+@pytest.mark.parametrize("index", [7, -8, (0, 300)])
+def test_out_of_range(path: Path, index: Any) -> None:
+    with holdfast.open(path) as ckpt, pytest.raises(IndexError):
+        ckpt["w"][index]
+
+
+def test_mapping(path: Path) -> None:
+    with holdfast.open(path) as ckpt:
+        assert list(ckpt) == ["w", "view", "a", "s", "e", "big"]
+        assert ckpt.metadata == {"run": 7}
+        assert ckpt.nbytes == 3 * WHOLE.nbytes + 4 + 9 * 2**22
+        assert (ckpt["w"].shape, ckpt["w"].dtype, ckpt["a"].dtype) == ((7, 300, 2), torch.float32, np.dtype("float64"))
+        assert "nothing" not in ckpt
+        with pytest.raises(KeyError):
+            ckpt["nothing"]
+        assert ckpt["s"][()] == 5
+        assert ckpt["e"].load().shape == (0, 3)
+        assert same(ckpt["view"][1].clone(), WHOLE[4])
+        assert ckpt.verify().ok
+        assert torch.equal(ckpt.load(select="s")["s"], torch.tensor(5.0))
+
+
+def test_a_slice_reads_only_its_blocks(path: Path) -> None:
+    with holdfast.open(path) as ckpt:
+        read = []
+        real = ckpt._reader.read
+        ckpt._reader.read = lambda name, start, stop, out: (read.append((start, stop)), real(name, start, stop, out))
+        rows = ckpt["big"][8]
+    assert torch.equal(rows, torch.arange(8 * 2**20, 9 * 2**20, dtype=torch.int32))
+    assert read == [(32 * 2**20, 36 * 2**20)]
+
+
+def test_load_into_a_given_tensor(path: Path) -> None:
+    with holdfast.open(path) as ckpt:
+        out = torch.zeros(2, 300, 7).permute(2, 1, 0)
+        assert ckpt["w"].load(out=out) is out
+        assert torch.equal(out, WHOLE)
+        with pytest.raises(holdfast.UsageError, match="float32"):
+            ckpt["w"].load(out=torch.zeros(7, 300, 2, dtype=torch.float64))
+
+
+def test_a_replaced_checkpoint_is_read_as_it_was(tmp_path: Path) -> None:
+    holdfast.save({"w": torch.zeros(10)}, tmp_path / "c")
+    with holdfast.open(tmp_path / "c") as ckpt:
+        holdfast.save({"w": torch.ones(20)}, tmp_path / "c", overwrite=True)
+        assert torch.equal(ckpt["w"].load(), torch.zeros(10))
+    assert torch.equal(holdfast.load(tmp_path / "c")["w"], torch.ones(20))
