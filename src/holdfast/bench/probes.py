@@ -138,11 +138,14 @@ def make_cold(path: Path) -> bool:
 
 
 def settle_memory(nbytes: int) -> None:
-    """Touch that much memory once and free it.
+    """Touch that much memory once and free it, right before it is needed.
 
-    A virtual machine gets its memory from the host page by page, on first touch; whoever comes first would pay for it.
+    A virtual machine gets its memory from the host on first touch, and may give back what lies free for seconds; a call
+    that happens to need such memory would be many times slower than the next one.
     """
-    with mmap.mmap(-1, nbytes) as memory:
+    with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
         np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE].fill(1)
 
 
