@@ -21,15 +21,25 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.bench.checkpoint_workload import Workload
+from holdfast.bench.checkpoint_workload import COPIES_IN_MEMORY, Workload
 from holdfast.bench.codec_rates import CodecRate, measure_codecs
 from holdfast.bench.models import build, parse, spec_of_size
 from holdfast.bench.peak_memory import COMPRESSIONS, INTERPRETER_ALLOWANCE, LAYOUTS, PeakMemory, measure_peak
 from holdfast.bench.peers import arms
-from holdfast.bench.probes import check_room, durable_seconds, settle_memory
+from holdfast.bench.probes import check_room, durable_seconds
 from holdfast.bench.rounds import Ratio, Rounds, Visit, run_rounds
 from holdfast.bench.startup import COMMANDS, Startup, measure_startup
-from holdfast.bench.visit import COLD, INTO_COLD, INTO_WARM, SAVE, SECONDS, STORED, WARM, remove, visitor
+from holdfast.bench.visit import (
+    COLD,
+    INTO_COLD,
+    INTO_WARM,
+    SAVE,
+    SECONDS,
+    STORED,
+    WARM,
+    remove,
+    visitor,
+)
 from holdfast.bench.yardstick import DirectWriter
 from holdfast.cli import machine
 from holdfast.cli.text import Table
@@ -92,7 +102,7 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="holdfast-bench-", dir=options.dir))
     try:
         nbytes = parse(spec).nbytes
-        check_room(folder, disk=2 * nbytes, memory=3 * nbytes + 2 * DEFAULT_BUDGET)
+        check_room(folder, disk=2 * nbytes, memory=COPIES_IN_MEMORY * nbytes + 2 * DEFAULT_BUDGET)
         results = _measure(spec, options.rounds, folder)
     except HoldfastError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -137,7 +147,6 @@ def _measure(spec: str, rounds: int, folder: Path) -> Results:
         for compression in COMPRESSIONS
         for layout in LAYOUTS
     ]
-    settle_memory(2 * workload.nbytes)
     visits: dict[str, Visit] = {arm.name: visitor(arm, workload, folder) for arm in arms()}
     visits[DIRECT] = _direct_visit(workload, folder)
     total = rounds * len(visits)

@@ -25,7 +25,16 @@ FLAGS = {
     "ls": {"--long", "-l", "--format"},
     "verify": {"--format", *MUCH},
     "diff": {"--atol", "--rtol", "--select", *MUCH},
-    "convert": {"--to", "--compression", "--select", "--overwrite", "--format", "--shard-bytes", *MUCH},
+    "convert": {
+        "--to",
+        "--compression",
+        "--select",
+        "--overwrite",
+        "--drop-metadata",
+        "--format",
+        "--shard-bytes",
+        *MUCH,
+    },
     "env": {"--path"},
 }
 

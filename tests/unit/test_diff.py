@@ -138,6 +138,10 @@ def test_convert_some(tmp_path: Path) -> None:
     assert same(holdfast.load(tmp_path / "b"), {"model": {"w": torch.arange(100.0)}, "step": 1, "lr": 0.1})
     with holdfast.open(tmp_path / "b") as opened:
         assert opened.metadata == {"run": 3}
+    with pytest.raises(holdfast.UnsupportedError, match="no place for metadata"):
+        holdfast.convert(tmp_path / "a", tmp_path / "a.pt", to="torch")
+    holdfast.convert(tmp_path / "a", tmp_path / "a.pt", to="torch", drop_metadata=True)
+    assert same(holdfast.load(tmp_path / "a.pt"), base())
     w = torch.ones(3)
     holdfast.save({"x": w, "y": w}, tmp_path / "tied")
     with pytest.raises(holdfast.UsageError, match="view of 'x'"):

@@ -54,7 +54,7 @@ def test_what_cannot_be_saved_is_named_before_a_byte_is_written(tmp_path: Path, 
         ({"memory_budget": 1000}, "memory budget"),
         ({"metadata": {"x": (1, 2)}}, "metadata"),
         ({"metadata": {"x": float("nan")}}, "metadata"),
-        ({"metadata": {"x": object()}}, "metadata"),
+        ({"metadata": {"x": {1, 2}}}, "metadata"),
         ({"metadata": [1]}, "metadata"),
     ],
     ids=str,
@@ -72,7 +72,9 @@ def test_an_unknown_format_names_the_nearest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compression", ["none", "lossless"])
-@pytest.mark.parametrize("state", [{}, {"n": 1}, [], torch.ones(3), {"e": torch.empty(0)}, [torch.zeros(2), None]], ids=str)
+@pytest.mark.parametrize(
+    "state", [{}, {"n": 1}, [], torch.ones(3), {"e": torch.empty(0)}, [torch.zeros(2), None]], ids=str
+)
 def test_odd_states(tmp_path: Path, state: Any, compression: str) -> None:
     holdfast.save(state, tmp_path / "ckpt", compression=compression)
     assert holdfast.verify(tmp_path / "ckpt").ok
@@ -96,7 +98,9 @@ def test_parts_and_shards_become_files(tmp_path: Path) -> None:
 def test_many_small_tensors_share_pages(tmp_path: Path) -> None:
     # Odd sizes, so that nearly every page of the file is shared by several tensors and every task by two.
     generator = torch.Generator().manual_seed(0)
-    state = {f"t{i}": torch.randint(0, 255, (i * 7 % 5000 + 1,), dtype=torch.uint8, generator=generator) for i in range(900)}
+    state = {
+        f"t{i}": torch.randint(0, 255, (i * 7 % 5000 + 1,), dtype=torch.uint8, generator=generator) for i in range(900)
+    }
     state["big"] = torch.randint(0, 255, (40 * 1024**2 + 1,), dtype=torch.uint8, generator=generator)
     for compression in ("none", "lossless"):
         holdfast.save(state, tmp_path / compression, compression=compression)

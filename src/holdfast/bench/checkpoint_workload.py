@@ -8,11 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.bench.probes import MemoryReserve
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.state.aliases import make_view
 from holdfast.state.leaf import Array, Leaf, allocate
 from holdfast.state.source import Bytes
 from holdfast.state.tree import Flat, flatten, unflatten
+
+COPIES_IN_MEMORY = 4
+"""How much memory a workload takes, in states: what is saved, what is loaded into, and the reserve."""
 
 _PIECE = 4 * 1024**2
 _WIPE = 0x5A
@@ -40,6 +44,8 @@ class Workload:
         The state's leaves.
     nbytes : int
         Raw bytes of its tensors.
+    reserve : MemoryReserve
+        Enough for what a timed call may take: a new state, and the page cache of as much.
 
     Raises
     ------
@@ -54,6 +60,7 @@ class Workload:
         if self.nbytes == 0:
             raise UsageError("there is nothing to measure: the state holds no tensor")
         self.target = _same_shape(self.flat)
+        self.reserve = MemoryReserve(2 * self.nbytes)
 
     @property
     def fillable(self) -> bool:

@@ -10,11 +10,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from holdfast.bench.checkpoint_workload import Workload
+from holdfast.bench.checkpoint_workload import COPIES_IN_MEMORY, Workload
 from holdfast.bench.damage import Flip, flip_bit
 from holdfast.bench.models import build, parse
 from holdfast.bench.peers import arms
-from holdfast.bench.probes import check_room, settle_memory
+from holdfast.bench.probes import check_room
 from holdfast.bench.rounds import Ratio, Rounds, run_rounds
 from holdfast.bench.visit import SECONDS, STORED, visitor
 from holdfast.checkpoint.info import info
@@ -29,7 +29,6 @@ PATIENCE = 75.0
 """Seconds after which no further round begins."""
 
 _SEED = 20_240_601
-_COPIES_IN_MEMORY = 3  # the state, the one that is loaded into, and the one that a load returns
 _COPIES_ON_DISK = 2
 _OVERHEAD = 512 * 1024**2
 
@@ -123,11 +122,10 @@ class Demonstration:
         check_room(
             self._folder,
             disk=_COPIES_ON_DISK * nbytes + _OVERHEAD // 8,
-            memory=_COPIES_IN_MEMORY * nbytes + _OVERHEAD,
+            memory=COPIES_IN_MEMORY * nbytes + _OVERHEAD,
         )
         state: Any = build(self.spec, seed=_SEED) if self.source is None else load(self.source)
         self._workload = Workload(state)
-        settle_memory(2 * nbytes)
         return self._workload
 
     def compare(self, on_visit: Callable[[int, str], None] | None = None) -> Rounds:

@@ -10,7 +10,15 @@ from pathlib import Path
 
 from holdfast.bench.checkpoint_workload import Workload, check_same, touch
 from holdfast.bench.peers import Arm
-from holdfast.bench.probes import durable_seconds, evict, make_cold, release_memory, seconds_of, size_on_disk, warm
+from holdfast.bench.probes import (
+    durable_seconds,
+    evict,
+    make_cold,
+    release_memory,
+    seconds_of,
+    size_on_disk,
+    warm,
+)
 from holdfast.bench.rounds import NotRun
 from holdfast.errors import HoldfastError
 
@@ -58,28 +66,40 @@ def _measure(arm: Arm, workload: Workload, path: Path) -> dict[str, float]:
             loaded.append(arm.load(path))
             touch(loaded[0])
 
-        seconds = seconds_of(call)
-        check_same(loaded[0], source, arm.name)
+        with workload.reserve.lent():
+            seconds = seconds_of(call)
+            check_same(loaded.pop(), source, arm.name)
         return seconds
 
     def load_into() -> float:
         workload.wipe()
-        seconds = seconds_of(lambda: arm.load_into(path, target))
+        with workload.reserve.lent():
+            seconds = seconds_of(lambda: arm.load_into(path, target))
         check_same(target, source, arm.name)
         return seconds
 
-    figures = {SAVE: durable_seconds(lambda: arm.save(source, path), path), STORED: float(size_on_disk(path))}
+    release_memory()
+    with workload.reserve.lent():
+        figures = {SAVE: durable_seconds(lambda: arm.save(source, path), path), STORED: float(size_on_disk(path))}
     loads = {COLD: load_new, WARM: load_new}
     if workload.fillable:
         loads |= {INTO_COLD: load_into, INTO_WARM: load_into}
     # From the device once, off the clock: a disk below, or its host, may cache what it reads for the first time.
     evict(path)
     warm(path)
-    for measure in (WARM, INTO_WARM, COLD, INTO_COLD):
-        if measure in loads and (measure in (WARM, INTO_WARM) or make_cold(path)):
-            release_memory()
-            figures[measure] = loads[measure]()
+    for measure, load in loads.items():
+        release_memory()
+        if _prepare(path, cold=measure in (COLD, INTO_COLD)):
+            figures[measure] = load()
     return figures
+
+
+def _prepare(path: Path, *, cold: bool) -> bool:
+    """Return whether the checkpoint is as cold or as warm as it has to be."""
+    if cold:
+        return make_cold(path)
+    warm(path)
+    return True
 
 
 def remove(path: Path) -> None:

@@ -24,6 +24,7 @@ def convert(
     compression: str = "none",
     select: str | Iterable[str] | None = None,
     overwrite: bool = False,
+    drop_metadata: bool = False,
     verify: bool = True,
     format: str | None = None,
     progress: Progress | None = None,
@@ -42,6 +43,8 @@ def convert(
         As for `save`.
     select : str or list of str, optional
         Globs on the names; only these tensors are converted.
+    drop_metadata : bool
+        Leave out what the user gave beside the state; some formats have no place for it.
     overwrite, verify, progress, threads, memory_budget
         As for `save` and `load`. Half of the budget is for reading, half for writing.
     format : str, optional
@@ -66,7 +69,7 @@ def convert(
             format=to,
             settings=WriteSettings(
                 overwrite=overwrite,
-                metadata=reader.metadata,
+                metadata={} if drop_metadata else reader.metadata,
                 compression=compression,
                 threads=threads or default_threads(),
                 memory_budget=half,

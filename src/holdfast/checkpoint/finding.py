@@ -41,7 +41,7 @@ def find_format(path: PathLike) -> Format:
     raise NotACheckpointError(
         "is not a checkpoint of any known format",
         path=path,
-        remedy=f"formats: {known}; `--format` or format= forces one",
+        remedy=f"known formats: {known}",
     )
 
 

@@ -126,7 +126,9 @@ def _check(reader: Reader, threads: int, pool: BufferPool, progress: Progress | 
     read_all(reader, ((n, sink) for n in names), threads=threads, pool=pool, progress=progress, on_error=note)
     # Threads find problems in any order; people read them in the file's.
     order = {name: place for place, name in enumerate(names)}
-    return sorted(found, key=lambda p: (order.get(p.name or "", -1), p.block if p.block is not None else -1))
+    return sorted(
+        dict.fromkeys(found), key=lambda p: (order.get(p.name or "", -1), p.block if p.block is not None else -1)
+    )
 
 
 def _problem(error: CorruptCheckpointError | NotACheckpointError) -> Problem:

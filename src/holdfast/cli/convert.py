@@ -22,6 +22,7 @@ def convert(
     compression: str = "none",
     select: Globs = None,
     overwrite: Annotated[bool, Switch] = False,
+    drop_metadata: Annotated[bool, Switch] = False,
     format: str | None = None,
     shard_bytes: Annotated[int | None, SIZE] = None,
     threads: Threads = None,
@@ -44,6 +45,8 @@ def convert(
         Convert only the tensors whose names match this glob; may be repeated.
     overwrite
         Replace a checkpoint of the same format that is at the destination.
+    drop_metadata
+        Leave out the metadata beside the state; some formats have no place for it.
     format
         Do not look for the source's format, take this one.
     shard_bytes
@@ -62,6 +65,7 @@ def convert(
             compression=compression,
             select=select,
             overwrite=overwrite,
+            drop_metadata=drop_metadata,
             format=format,
             progress=progress,
             threads=threads,

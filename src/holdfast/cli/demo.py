@@ -126,7 +126,7 @@ def _print_comparison(rounds: Rounds) -> None:
     table = figures(rounds)
     names = [arm.name for arm in arms()]
     rows = [(measure, *(_cell(measure, row.get(name)) for name in names)) for measure, row in table.items()]
-    Table(("", *(f">{name}" for name in names)), rows).show()
+    Table(("=", *(f">{name}" for name in names)), rows).show()
     for reason in rounds.not_run.values():
         print(printable(f"not run: {reason}"))
     if not any("cold" in measure for measure in table):

@@ -14,7 +14,7 @@ from holdfast.errors import CorruptCheckpointError, NotACheckpointError
 from holdfast.formats import safetensors_header
 from holdfast.formats.base import BLOCK_BYTES, Entry, OpenSettings, Reader, StoredLeaf
 from holdfast.formats.native.blocks import BlockReader, StoredTensor, lay_out
-from holdfast.formats.native.coded_tensors import METADATA_KEY, Notes, parse
+from holdfast.formats.native.coded_tensors import FRAMEWORK_KEY, METADATA_KEY, Notes, parse
 from holdfast.formats.native.manifest import FILE_NAME as MANIFEST_NAME
 from holdfast.formats.native.pack import Structure
 from holdfast.formats.safetensors_header import MAX_HEADER_BYTES, SUB_BYTE, Header, TensorRecord
@@ -91,7 +91,9 @@ class SafetensorsReader(Reader):
         for found in reversed(data):
             self.metadata |= found.header.metadata
         self.metadata.pop(METADATA_KEY, None)
-        self.details = {"files": {file.path.name: file.size for file in self._files}}
+        # Which library wrote the file, by convention; not the user's.
+        framework = self.metadata.pop(FRAMEWORK_KEY, None)
+        self.details = {"files": {file.path.name: file.size for file in self._files}, "framework": framework}
 
     def _open_files(self, place: Path, index: Mapping[str, str] | None) -> list[_DataFile]:
         """Open all files at once, so that a checkpoint that is replaced meanwhile is read as it was."""

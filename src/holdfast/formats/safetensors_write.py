@@ -10,7 +10,7 @@ import msgspec
 
 from holdfast.errors import UnsupportedError, UsageError
 from holdfast.formats.base import WriteSettings, Written
-from holdfast.formats.native.coded_tensors import METADATA_KEY
+from holdfast.formats.native.coded_tensors import FRAMEWORK_KEY, METADATA_KEY
 from holdfast.formats.native.manifest import AliasRecord
 from holdfast.formats.native.pack import DEFAULT_SHARD_BYTES, FilePlan, Structure, plan_files
 from holdfast.formats.native.writer import FinishedStream, chosen_codec, write_streams
@@ -74,13 +74,13 @@ def _is_replaceable_directory(path: Path) -> bool:
 
 def _checked_metadata(metadata: dict[str, Any], destination: Path) -> dict[str, str]:
     for key, value in metadata.items():
-        if not isinstance(key, str) or not isinstance(value, str) or key == METADATA_KEY:
+        if key in (METADATA_KEY, FRAMEWORK_KEY):
+            raise UnsupportedError(f"the metadata key {key!r} is reserved", path=destination, remedy="rename it")
+        if not isinstance(key, str) or not isinstance(value, str):
             raise UnsupportedError(
-                f"safetensors metadata maps strings to strings, and {key!r} does not fit"
-                if key != METADATA_KEY
-                else f"the metadata key {key!r} is our own",
+                f"safetensors metadata maps strings to strings, and {key!r} does not fit",
                 path=destination,
-                remedy='give strings (json.dumps makes one of anything), or use format="native"',
+                remedy="give strings (json.dumps makes one of anything), or leave the metadata out (--drop-metadata)",
             )
     return metadata
 

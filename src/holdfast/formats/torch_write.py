@@ -60,7 +60,7 @@ def _check_settings(destination: Path, settings: WriteSettings) -> None:
         raise UnsupportedError(
             "torch files have no place for metadata",
             path=destination,
-            remedy='put it into the state, or use format="native"',
+            remedy="put it into the state, or leave it out (--drop-metadata)",
         )
 
 

@@ -30,6 +30,8 @@ from holdfast.io.files import store_error, sync_directory
 
 SUFFIX = ".holdfast-tmp"
 
+_CHOOSE = "choose another path, or ask to overwrite it (overwrite=True, --overwrite)"
+
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
@@ -90,9 +92,7 @@ class Commit:
         if not os.path.lexists(self.destination):
             return
         if not self.overwrite:
-            raise DestinationExistsError(
-                "exists already", path=self.destination, remedy="choose another path, or ask to overwrite it"
-            )
+            raise DestinationExistsError("exists already", path=self.destination, remedy=_CHOOSE)
         if not self._replaceable(self.destination):
             raise DestinationExistsError(
                 "is not a checkpoint of this format, so it is not replaced",
@@ -127,7 +127,7 @@ class Commit:
             raise DestinationExistsError(
                 "something appeared here while it was being saved",
                 path=self.destination,
-                remedy="choose another path, or ask to overwrite it",
+                remedy=_CHOOSE,
             ) from error
         except OSError as error:
             raise store_error(error, self.destination, "make the checkpoint visible") from error

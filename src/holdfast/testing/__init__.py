@@ -1,1 +1,1 @@
-"""Exams for plug-in authors, and the tools that the project's own tests are made of. Nothing in the product imports it."""
+"""Exams for plug-in authors, and what the project's own tests are made of; nothing in the product imports it."""

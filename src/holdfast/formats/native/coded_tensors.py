@@ -27,6 +27,8 @@ from holdfast.formats.safetensors_header import MAX_DIMENSIONS, Header, TensorRe
 from holdfast.state.dtypes import BY_NAME
 
 METADATA_KEY = "holdfast"
+FRAMEWORK_KEY = "format"
+"""Where safetensors files say, by convention, which library their tensors belong to (``pt``)."""
 VERSION = 1
 
 Described = tuple[list[TensorRecord], dict[str, Any]]

@@ -16,7 +16,7 @@ from holdfast.errors import UsageError
 from holdfast.formats import safetensors_header
 from holdfast.formats.base import BLOCK_BYTES, WriteSettings, Written
 from holdfast.formats.native import manifest as manifests
-from holdfast.formats.native.coded_tensors import METADATA_KEY, describe, widest
+from holdfast.formats.native.coded_tensors import FRAMEWORK_KEY, METADATA_KEY, describe, widest
 from holdfast.formats.native.manifest import AliasRecord, FileRecord, LeafRecord, Manifest
 from holdfast.formats.native.pack import DEFAULT_SHARD_BYTES, FilePlan, plan_files, tasks_of
 from holdfast.formats.native.streams import CodedStream, RawStream, Stream
@@ -132,7 +132,7 @@ class _Job:
 
     def _header(self, described: tuple[list[TensorRecord], dict[str, Any]], room: int) -> bytes:
         records, notes = described
-        metadata = {"format": "pt", **self._plan.metadata}
+        metadata = {FRAMEWORK_KEY: "pt", **self._plan.metadata}
         if notes:
             metadata[METADATA_KEY] = msgspec.json.encode(notes).decode()
         if self._plan.header_order:
