@@ -128,7 +128,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dir", type=Path, default=Path(), help="a folder on the disk that is to be measured")
     parser.add_argument("--out", type=Path, help="the JSON file to write")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error("--rounds takes 1 or more")
+    return options
 
 
 def _default_out() -> Path:
