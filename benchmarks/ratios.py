@@ -41,7 +41,7 @@ from holdfast.bench.visit import (
     visitor,
 )
 from holdfast.bench.yardstick import DirectWriter
-from holdfast.cli import machine
+from holdfast.bench import environment
 from holdfast.cli.text import Table
 from holdfast.errors import HoldfastError
 from holdfast.io.buffers import DEFAULT_BUDGET
@@ -246,15 +246,15 @@ def _document(
     options: argparse.Namespace, spec: str, nbytes: int, results: Results, lines: list[Line]
 ) -> dict[str, Any]:
     rounds, codecs, peaks, startups = results
-    storage = machine.storage(options.dir)
+    storage = environment.storage(options.dir)
     return {
         "schema": SCHEMA,
         "command": f"benchmarks/ratios.py --size {options.size} --rounds {options.rounds}",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "environment": {
-            "versions": machine.versions(),
-            "processor": machine.processor(),
-            "memory": machine.memory(),
+            "versions": environment.versions(),
+            "processor": environment.processor(),
+            "memory": environment.memory(),
             "storage": {key: storage[key] for key in ("file_system", "direct_io", "total_bytes", "free_bytes")},
             "threads": default_threads(),
         },

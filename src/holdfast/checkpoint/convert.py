@@ -46,7 +46,7 @@ def convert(
     drop_metadata : bool
         Leave out what the user gave beside the state; some formats have no place for it.
     overwrite, verify, progress, threads, memory_budget
-        As for `save` and `load`. Half of the budget is for reading, half for writing.
+        As for `save` and `load`; one budget holds for reading and writing together.
     format : str, optional
         The format of the source; found by looking unless given.
     **options
@@ -61,8 +61,10 @@ def convert(
     HoldfastError
         Whatever loading the source or saving to the destination raises; the source is never changed.
     """
-    half = memory_budget // 2
-    with open_reader(src, OpenSettings(verify=verify, pool=BufferPool(half)), format) as reader:
+    with (
+        BufferPool(memory_budget) as pool,
+        open_reader(src, OpenSettings(verify=verify, pool=pool), format) as reader,
+    ):
         return save_flat(
             _selected(reader, select),
             dst,
@@ -72,7 +74,7 @@ def convert(
                 metadata={} if drop_metadata else reader.metadata,
                 compression=compression,
                 threads=threads or default_threads(),
-                memory_budget=half,
+                pool=pool,
                 progress=progress,
                 options=options,
             ),

@@ -6,7 +6,8 @@ import functools
 import math
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 from holdfast.checkpoint.finding import open_reader
 from holdfast.checkpoint.opened import LazyTensor
 from holdfast.errors import PathLike, UsageError
-from holdfast.formats.base import BLOCK_BYTES, OpenSettings, Reader
+from holdfast.formats.base import BLOCK_BYTES, THREAD_BYTES, OpenSettings, Reader
 from holdfast.io import parallel
 from holdfast.io.buffers import DEFAULT_BUDGET, BufferPool, round_up
 from holdfast.io.files import Bytes
@@ -149,9 +150,7 @@ def diff(
     CorruptCheckpointError, NotACheckpointError, UnsupportedError, StoreError, UsageError
     """
     tolerance = _Tolerance(atol, rtol)
-    pool = BufferPool(memory_budget)
-    settings = OpenSettings(verify=verify, pool=pool)
-    with open_reader(a, settings) as left, open_reader(b, settings) as right:
+    with BufferPool(memory_budget) as pool, _open_both(a, b, OpenSettings(verify=verify, pool=pool)) as (left, right):
         first, second = _chosen(left, right, select)
         common = [name for name in first if name in right.entries and name in second]
         reshaped = [_mismatch(left, right, n, "shape") for n in common if _attribute(left, right, n, "shape")]
@@ -177,6 +176,12 @@ def diff(
             identical=len(found) - len(changed),
             values=values,
         )
+
+
+@contextmanager
+def _open_both(a: PathLike, b: PathLike, settings: OpenSettings) -> Iterator[tuple[Reader, Reader]]:
+    with open_reader(a, settings) as left, open_reader(b, settings) as right:
+        yield left, right
 
 
 def _chosen(left: Reader, right: Reader, select: str | Iterable[str] | None) -> tuple[dict[str, None], dict[str, None]]:
@@ -236,8 +241,7 @@ def _compare(
         for name in stored
         for start in range(0, left.entries[name].nbytes, BLOCK_BYTES)
     )
-    # Each range needs both raw blocks, and a buffer for a stored one while it is read.
-    parallel.run(tasks, max(1, min(threads or default_threads(), pool.budget // (4 * BLOCK_BYTES))))
+    parallel.run(tasks, pool.threads(threads or default_threads(), THREAD_BYTES))
     for name in views:
         _compare_view(left, right, found[name], tolerance)
     return list(found.values())

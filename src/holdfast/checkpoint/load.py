@@ -74,8 +74,10 @@ def load(
     """
     if into is not None and device is not None:
         raise UsageError("`into` and `device` exclude each other", remedy="tensors in `into` stay where they are")
-    pool = BufferPool(memory_budget)
-    with open_reader(path, OpenSettings(verify=verify, pool=pool), format) as reader:
+    with (
+        BufferPool(memory_budget) as pool,
+        open_reader(path, OpenSettings(verify=verify, pool=pool), format) as reader,
+    ):
         chosen = _choose(reader, select)
         skeleton = reader.flat.skeleton if select is None else prune(reader.flat.skeleton, set(chosen))
         specs = leaf_specs(reader.flat.skeleton)

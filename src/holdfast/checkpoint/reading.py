@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
-from holdfast.formats.base import BLOCK_BYTES, Reader
+from holdfast.formats.base import BLOCK_BYTES, THREAD_BYTES, Reader
 from holdfast.io import parallel
 from holdfast.io.buffers import BufferPool
 from holdfast.io.files import Bytes
@@ -71,16 +71,11 @@ def read_all(
             meter.add(stop - start)
 
     groups = _grouped(_ranges(reader, wanted))
-    parallel.run((_bind(task, group) for group in groups), _threads(threads, pool))
+    parallel.run((_bind(task, group) for group in groups), pool.threads(threads, THREAD_BYTES))
 
 
 def _bind(task: Callable[[list[Range]], None], ranges: list[Range]) -> Callable[[], None]:
     return lambda: task(ranges)
-
-
-def _threads(threads: int, pool: BufferPool) -> int:
-    # A range may need a buffer for its stored and one for its raw bytes; all threads must be able to have both.
-    return max(1, min(threads, pool.budget // (5 * BLOCK_BYTES // 2)))
 
 
 def _read_range(reader: Reader, name: str, start: int, stop: int, destination: Destination, pool: BufferPool) -> None:

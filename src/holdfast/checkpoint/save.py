@@ -13,7 +13,7 @@ import msgspec
 from holdfast.checkpoint.finding import get_format
 from holdfast.errors import PathLike, UsageError
 from holdfast.formats.base import WriteSettings
-from holdfast.io.buffers import DEFAULT_BUDGET
+from holdfast.io.buffers import DEFAULT_BUDGET, BufferPool
 from holdfast.io.parallel import Progress, default_threads
 from holdfast.state.source import Source
 from holdfast.state.tree import Flat, flatten
@@ -111,20 +111,17 @@ def save(
         If a value cannot be saved; raised before a byte is written, naming its key.
     DestinationExistsError, BusyError, StoreError, UsageError, UnsupportedError
     """
-    return save_flat(
-        flatten(state),
-        path,
-        format=format,
-        settings=WriteSettings(
+    with BufferPool(memory_budget) as pool:
+        settings = WriteSettings(
             overwrite=overwrite,
             metadata=_checked(metadata or {}),
             compression=compression,
             threads=_positive(threads),
-            memory_budget=memory_budget,
+            pool=pool,
             progress=progress,
             options=options,
-        ),
-    )
+        )
+        return save_flat(flatten(state), path, format=format, settings=settings)
 
 
 def save_flat(flat: Flat[Source], path: PathLike, *, format: str, settings: WriteSettings) -> SaveReport:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -89,12 +90,11 @@ def verify(
         If it cannot be looked at in the first place. Damage is reported, not raised.
     """
     chosen = get_format(format) if format else find_format(path)
-    pool = BufferPool(memory_budget)
-    try:
-        reader = chosen.open(Path(path), OpenSettings(verify=True, pool=pool))
-    except CorruptCheckpointError as error:
-        return VerifyReport(os.fspath(path), chosen.name, False, None, 0, 0, [_problem(error)])
-    with reader:
+    with BufferPool(memory_budget) as pool, ExitStack() as stack:
+        try:
+            reader = stack.enter_context(chosen.open(Path(path), OpenSettings(verify=True, pool=pool)))
+        except CorruptCheckpointError as error:
+            return VerifyReport(os.fspath(path), chosen.name, False, None, 0, 0, [_problem(error)])
         problems = _check(reader, threads or default_threads(), pool, progress)
         return VerifyReport(
             path=os.fspath(path),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli import machine
+from holdfast.bench import environment
 from holdfast.cli.output import DEFAULT, Output
 from holdfast.cli.text import printable
 from holdfast.units import format_bytes
@@ -20,11 +20,11 @@ def env(*, path: Path = Path(), output: Output = DEFAULT) -> int:
         The folder to look at; a small file is written there, and removed.
     """
     document = {
-        "versions": machine.versions(),
-        "processor": machine.processor(),
-        "memory": machine.memory(),
-        "devices": machine.devices(),
-        "storage": machine.storage(path),
+        "versions": environment.versions(),
+        "processor": environment.processor(),
+        "memory": environment.memory(),
+        "devices": environment.devices(),
+        "storage": environment.storage(path),
     }
     output.show(document, lambda: _print_environment(document))
     return 0

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from holdfast.errors import UsageError
-from holdfast.io.buffers import DEFAULT_BUDGET, BufferPool
+from holdfast.io.buffers import BufferPool
 from holdfast.io.files import Bytes
 from holdfast.io.parallel import Progress, default_threads
 from holdfast.state.dtypes import DType
@@ -24,6 +24,10 @@ from holdfast.state.tree import Flat
 
 BLOCK_BYTES = 16 * 1024**2
 """The unit of reading, writing, checking and compressing, in raw bytes."""
+
+THREAD_BYTES = 7 * BLOCK_BYTES // 2
+"""What one thread may hold at once: a block's raw bytes, its coded ones, and one read from another checkpoint. No more
+threads run than the pool has that much for, so that none can wait for what another holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +85,8 @@ class WriteSettings:
     compression : str
         ``"none"``, ``"lossless"`` or a codec's name; a format that cannot compress refuses the others.
     threads : int
-    memory_budget : int
-        Bytes over all buffers.
+    pool : BufferPool
+        What all buffers come from.
     progress : callable or None
         Called with (bytes done, bytes in all).
     options : dict
@@ -93,7 +97,7 @@ class WriteSettings:
     metadata: dict[str, Any] = field(default_factory=dict)
     compression: str = "none"
     threads: int = field(default_factory=default_threads)
-    memory_budget: int = DEFAULT_BUDGET
+    pool: BufferPool = field(default_factory=BufferPool)
     progress: Progress | None = None
     options: dict[str, Any] = field(default_factory=dict)
 

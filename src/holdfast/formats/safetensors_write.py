@@ -15,7 +15,6 @@ from holdfast.formats.native.manifest import AliasRecord
 from holdfast.formats.native.pack import DEFAULT_SHARD_BYTES, FilePlan, Structure, plan_files
 from holdfast.formats.native.writer import FinishedStream, chosen_codec, write_streams
 from holdfast.formats.safetensors_read import INDEX_SUFFIX, SUFFIX, begins_like_safetensors, locate
-from holdfast.io.buffers import BufferPool
 from holdfast.io.commit import Commit
 from holdfast.io.files import write_small
 from holdfast.state.names import DEFAULT_PART
@@ -45,16 +44,15 @@ def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Wri
         overwrite=settings.overwrite,
         replaceable=_is_replaceable_file if single else _is_replaceable_directory,
     ) as commit:
-        pool = BufferPool(settings.memory_budget)
         directory = commit.path.parent if single else commit.path
-        streams = write_streams(directory, plans, settings, pool, coded=settings.compression != "none", codec=codec)
+        streams = write_streams(directory, plans, settings, coded=settings.compression != "none", codec=codec)
         index = _index(flat, streams) if len(streams) > 1 else b""
         if index:
             write_small(directory / f"{DEFAULT_PART}{INDEX_SUFFIX}", index)
         commit.publish()
     return Written(
         stored_bytes=sum(finished.record.bytes for finished in streams) + len(index),
-        peak_buffer_bytes=pool.peak_bytes,
+        peak_buffer_bytes=settings.pool.peak_bytes,
         direct_io=all(finished.stream.direct for finished in streams),
     )
 

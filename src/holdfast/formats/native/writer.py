@@ -14,7 +14,7 @@ from holdfast import plugins
 from holdfast.codecs.base import Codec
 from holdfast.errors import UsageError
 from holdfast.formats import safetensors_header
-from holdfast.formats.base import BLOCK_BYTES, WriteSettings, Written
+from holdfast.formats.base import BLOCK_BYTES, THREAD_BYTES, WriteSettings, Written
 from holdfast.formats.native import manifest as manifests
 from holdfast.formats.native.coded_tensors import FRAMEWORK_KEY, METADATA_KEY, describe, widest
 from holdfast.formats.native.manifest import AliasRecord, FileRecord, LeafRecord, Manifest
@@ -38,8 +38,7 @@ def write(
     plans = plan_files(flat, options.get("shard_bytes", DEFAULT_SHARD_BYTES))
     codec = chosen_codec(settings.compression)
     with Commit(destination, directory=True, overwrite=settings.overwrite, replaceable=replaceable) as commit:
-        pool = BufferPool(settings.memory_budget)
-        streams = write_streams(commit.path, plans, settings, pool, coded=settings.compression != "none", codec=codec)
+        streams = write_streams(commit.path, plans, settings, coded=settings.compression != "none", codec=codec)
         files = [finished.record for finished in streams]
         files += list(_write_indexes(commit.path, streams))
         manifest = _manifest(flat, streams, files, settings)
@@ -48,7 +47,7 @@ def write(
         commit.publish()
     return Written(
         stored_bytes=sum(file.bytes for file in files) + len(content),
-        peak_buffer_bytes=pool.peak_bytes,
+        peak_buffer_bytes=settings.pool.peak_bytes,
         direct_io=bool(streams) and all(finished.stream.direct for finished in streams),
     )
 
@@ -76,7 +75,6 @@ def write_streams(
     directory: Path,
     plans: list[FilePlan],
     settings: WriteSettings,
-    pool: BufferPool,
     *,
     coded: bool,
     codec: Codec | None = None,
@@ -85,15 +83,15 @@ def write_streams(
     cancellation = parallel.Cancellation()
     meter = parallel.Meter(sum(plan.raw_bytes for plan in plans), settings.progress)
     jobs: list[_Job] = []
-    # A coded task holds its raw bytes, or their staging copy, beside the coded ones.
-    threads = max(1, min(settings.threads, settings.memory_budget // (BLOCK_BYTES * 5 // 2)))
     try:
         tasks: list[Callable[[], None]] = []
         for plan in plans:
-            job = _Job(directory / plan.name, plan, pool, meter, coded=coded, codec=codec, cancellation=cancellation)
+            job = _Job(
+                directory / plan.name, plan, settings.pool, meter, coded=coded, codec=codec, cancellation=cancellation
+            )
             jobs.append(job)
             tasks += [functools.partial(job.task, number) for number in range(job.count)]
-        parallel.run(tasks, threads, cancellation)
+        parallel.run(tasks, settings.pool.threads(settings.threads, THREAD_BYTES), cancellation)
         return [job.finish() for job in jobs]
     finally:
         for job in jobs:
