@@ -29,6 +29,7 @@ def load(
     select: str | Iterable[str] | None = None,
     device: torch.device | str | None = None,
     verify: bool = True,
+    page_cache: bool = False,
     format: str | None = None,
     progress: Progress | None = None,
     threads: int | None = None,
@@ -50,6 +51,9 @@ def load(
         Where new tensors go; the CPU by default.
     verify : bool
         Check every block that is read against its checksum, where the format has any.
+    page_cache : bool
+        Leave the files in the page cache, for other processes of this machine that load them, too. Without it, what
+        is cached already is taken from there and the rest is read around the cache, which is faster.
     format : str, optional
         Do not look, take this one.
     progress : callable, optional
@@ -76,7 +80,7 @@ def load(
         raise UsageError("`into` and `device` exclude each other", remedy="tensors in `into` stay where they are")
     with (
         BufferPool(memory_budget) as pool,
-        open_reader(path, OpenSettings(verify=verify, pool=pool), format) as reader,
+        open_reader(path, OpenSettings(verify=verify, pool=pool, page_cache=page_cache), format) as reader,
     ):
         chosen = _choose(reader, select)
         skeleton = reader.flat.skeleton if select is None else prune(reader.flat.skeleton, set(chosen))

@@ -48,7 +48,9 @@ def open(
     ------
     NotACheckpointError, CorruptCheckpointError, UnsupportedError, StoreError
     """
-    return Checkpoint(open_reader(path, OpenSettings(verify=verify, pool=BufferPool(memory_budget)), format))
+    return Checkpoint(
+        open_reader(path, OpenSettings(verify=verify, pool=BufferPool(memory_budget), page_cache=True), format)
+    )
 
 
 class Checkpoint(Mapping[str, "LazyTensor"]):

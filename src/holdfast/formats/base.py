@@ -201,13 +201,21 @@ class StoredLeaf:
 
 @dataclass(frozen=True, slots=True)
 class OpenSettings:
-    """How to open: whether to check what is read, and the pool that the reader takes its buffers from.
+    """How to open.
 
-    The caller has the same pool, so that one budget holds for both.
+    Attributes
+    ----------
+    verify : bool
+        Check what is read.
+    pool : BufferPool
+        What the reader takes its buffers from. The caller has the same pool, so that one budget holds for both.
+    page_cache : bool
+        Read everything through the page cache; otherwise only what lies there already, and the rest around it.
     """
 
     verify: bool = True
     pool: BufferPool = field(default_factory=BufferPool)
+    page_cache: bool = False
 
 
 class Format(ABC):

@@ -78,6 +78,7 @@ class SafetensorsReader(Reader):
         if place is None:
             raise NotACheckpointError("is no safetensors file, nor a directory with one or with an index", path=path)
         self._blocks = BlockReader(settings.pool, verify=settings.verify)
+        self._page_cache = settings.page_cache
         self._files: list[SourceFile] = []
         try:
             index = _read_index(place) if place.name.endswith(INDEX_SUFFIX) else None
@@ -98,11 +99,11 @@ class SafetensorsReader(Reader):
     def _open_files(self, place: Path, index: Mapping[str, str] | None) -> list[_DataFile]:
         """Open all files at once, so that a checkpoint that is replaced meanwhile is read as it was."""
         if index is None:
-            self._files.append(SourceFile(place))
+            self._files.append(SourceFile(place, page_cache=self._page_cache))
         else:
             wanted = {file: key for key, file in index.items()}
             for file in dict.fromkeys(index.values()):
-                self._files.append(_open_shard(place.parent / file, wanted[file]))
+                self._files.append(_open_shard(place.parent / file, wanted[file], page_cache=self._page_cache))
         headers = [(file, safetensors_header.read(file)) for file in self._files]
         data = [_DataFile(file, header, parse(header, file.path)) for file, header in headers]
         if index is not None:
@@ -192,9 +193,9 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _open_shard(path: Path, key: str) -> SourceFile:
+def _open_shard(path: Path, key: str, *, page_cache: bool) -> SourceFile:
     try:
-        return SourceFile(path)
+        return SourceFile(path, page_cache=page_cache)
     except NotACheckpointError as error:
         raise CorruptCheckpointError(
             "the index lists this file, but it is missing",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import xxhash
@@ -14,12 +14,15 @@ from holdfast import plugins
 from holdfast.codecs.base import Codec, CodecError
 from holdfast.errors import CorruptCheckpointError, UnsupportedError
 from holdfast.formats.native.manifest import digest
-from holdfast.io.buffers import BufferPool, round_up
+from holdfast.io.buffers import ALIGNMENT, BufferPool, round_up
 from holdfast.io.files import Bytes, SourceFile
 from holdfast.state.dtypes import DType
 
 _HASH_BYTES = 1024**2
 """Bytes that are hashed right after they were read, while they are still in the core's cache."""
+
+_SMALL_BYTES = 1024**2
+"""Below this a read goes through the page cache, whose read-ahead brings the neighbours, too."""
 
 _NO_BYTES = np.empty(0, np.uint8)
 
@@ -99,7 +102,7 @@ class BlockReader:
             else:
                 # One acquire for all that the block needs: see `holdfast.io.buffers`.
                 aside = 0 if whole else round_up(size)
-                with self._scratch(aside + (block.length if coded else 0)) as scratch:
+                with self._scratch(aside + (_room(block.length) if coded else 0)) as scratch:
                     self._read_block(tensor, index, target if whole else scratch[:size], scratch[aside:])
                     if not whole:
                         target[:] = scratch[skip : skip + count]
@@ -112,7 +115,7 @@ class BlockReader:
         block = tensor.blocks[index]
         try:
             if _is_coded(block, len(out)):
-                found = self._decode(tensor, block, out, scratch[: block.length])
+                found = self._decode(tensor, block, out, scratch)
             else:
                 found = self._read_raw(tensor.file, block, out)
         except CorruptCheckpointError as error:
@@ -123,19 +126,37 @@ class BlockReader:
     def _read_raw(self, file: SourceFile, block: StoredBlock, out: Bytes) -> str:
         if block.length != len(out):
             raise CorruptCheckpointError(f"{block.length:,} raw bytes stand for {len(out):,}")
-        if not (self._verify and block.raw):
+        hasher = xxhash.xxh3_64() if self._verify and block.raw else None
+        if len(out) < _SMALL_BYTES:
             file.read_into(block.offset, out)
-            return ""
-        hasher = xxhash.xxh3_64()
+            _hash(hasher, out)
+        else:
+            done = self._read_cached(file, block.offset, out, hasher)
+            if done < len(out):
+                self._read_around(file, block.offset + done, out[done:], hasher)
+        return hasher.hexdigest() if hasher else ""
+
+    @staticmethod
+    def _read_cached(file: SourceFile, offset: int, out: Bytes, hasher: Any) -> int:
+        """Read as long as nothing has to be waited for, and return how many bytes that were."""
         for at in range(0, len(out), _HASH_BYTES):
             piece = out[at : at + _HASH_BYTES]
-            file.read_into(block.offset + at, piece)
-            hasher.update(piece)
-        return hasher.hexdigest()
+            if file.read_cached(offset + at, piece) < len(piece):
+                return at
+            _hash(hasher, piece)
+        return len(out)
 
-    def _decode(self, tensor: StoredTensor, block: StoredBlock, out: Bytes, stored: Bytes) -> str:
+    def _read_around(self, file: SourceFile, offset: int, out: Bytes, hasher: Any) -> None:
+        with self._pool.acquire(_room(len(out))) as scratch:
+            data = file.fetch(offset, len(out), scratch)
+            for at in range(0, len(out), _HASH_BYTES):
+                piece = out[at : at + _HASH_BYTES]
+                np.copyto(piece, data[at : at + _HASH_BYTES])
+                _hash(hasher, piece)
+
+    def _decode(self, tensor: StoredTensor, block: StoredBlock, out: Bytes, scratch: Bytes) -> str:
         codec = _codec(block.codec, tensor)
-        tensor.file.read_into(block.offset, stored)
+        stored = tensor.file.fetch(block.offset, block.length, scratch)
         if self._verify and block.stored and digest(stored) != block.stored:
             raise CorruptCheckpointError("the checksum of its stored bytes is wrong")
         try:
@@ -153,6 +174,16 @@ class BlockReader:
             block=index,
             remedy="the bytes on disk are not what was saved: take another checkpoint or copy",
         )
+
+
+def _room(nbytes: int) -> int:
+    # Whole pages around the bytes, wherever they begin.
+    return round_up(nbytes) + 2 * ALIGNMENT
+
+
+def _hash(hasher: Any, piece: Bytes) -> None:
+    if hasher is not None:
+        hasher.update(piece)
 
 
 def _is_coded(block: StoredBlock, raw_bytes: int) -> bool:

@@ -35,7 +35,7 @@ class NativeReader(Reader):
         self._blocks = BlockReader(settings.pool, verify=settings.verify)
         self._files: list[SourceFile] = []
         try:
-            self._open_files()
+            self._open_files(settings)
             self._tensors = {leaf.name: self._tensor(leaf) for leaf in self._manifest.leaves}
             self.flat = self._flat()
         except BaseException:
@@ -45,10 +45,10 @@ class NativeReader(Reader):
         self.metadata = self._manifest.metadata
         self.details = _details(self._manifest)
 
-    def _open_files(self) -> None:
+    def _open_files(self, settings: OpenSettings) -> None:
         for record in self._manifest.files:
             try:
-                file = SourceFile(self.path / record.name, follow_links=False)
+                file = SourceFile(self.path / record.name, follow_links=False, page_cache=settings.page_cache)
             except NotACheckpointError as error:
                 raise CorruptCheckpointError(
                     "the manifest lists this file, but it is missing", path=self.path / record.name
