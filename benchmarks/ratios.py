@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.bench import environment
 from holdfast.bench.checkpoint_workload import COPIES_IN_MEMORY, Workload
 from holdfast.bench.codec_rates import CodecRate, measure_codecs
 from holdfast.bench.models import build, parse, spec_of_size
@@ -41,7 +42,6 @@ from holdfast.bench.visit import (
     visitor,
 )
 from holdfast.bench.yardstick import DirectWriter
-from holdfast.bench import environment
 from holdfast.cli.text import Table
 from holdfast.errors import HoldfastError
 from holdfast.io.buffers import DEFAULT_BUDGET

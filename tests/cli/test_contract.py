@@ -36,6 +36,7 @@ FLAGS = {
         *MUCH,
     },
     "env": {"--path"},
+    "demo": {"--scale", "--from", "--rounds", "--dir"},
 }
 
 

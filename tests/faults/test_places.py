@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.io.commit import SUFFIX, Commit
+from holdfast.io.commit import Commit
+from holdfast.io.temporaries import SUFFIX
 from holdfast.testing.equality import same
 
 STATE = {"w": torch.arange(100_000.0)}

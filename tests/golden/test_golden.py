@@ -104,3 +104,21 @@ def test_a_written_checkpoint_read_without_any_code_of_ours(tmp_path: Path) -> N
     assert content == weights.numpy().tobytes()
     assert xxhash.xxh3_64_hexdigest(content) == raw
     assert body["skeleton"] == {"dict": {"w": {"tensor": "w"}, "n": 5}}
+
+
+def test_views_of_the_first_manifests_have_keys_of_their_own(tmp_path: Path) -> None:
+    """They did not say what a view is called within its part."""
+    tensor = torch.arange(6.0)
+    holdfast.save({"m": {"m.b": tensor, "b": tensor, "c": tensor[:2]}}, tmp_path / "ckpt")
+    manifest = tmp_path / "ckpt" / "manifest.json"
+    body = json.loads(manifest.read_bytes())["body"]
+    keys = {name: alias.pop("key") for name, alias in body["aliases"].items()}
+    assert keys == {"m.b": "b", "m.c": "c"}
+    with holdfast.open(tmp_path / "ckpt") as opened:
+        parts = opened._reader.flat.parts
+    rest = b'","body":' + json.dumps(body).encode() + b"}\n"
+    manifest.write_bytes(b'{"xxh3_64":"' + xxhash.xxh3_64_hexdigest(rest).encode() + rest)
+    with holdfast.open(tmp_path / "ckpt") as opened:
+        assert opened._reader.flat.parts == parts
+    holdfast.convert(tmp_path / "ckpt", tmp_path / "out.safetensors", to="safetensors")
+    assert torch.equal(holdfast.load(tmp_path / "out.safetensors")["m"]["b"], tensor)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +159,71 @@ def test_convert_refuses_a_damaged_source_and_leaves_nothing(tmp_path: Path) -> 
     with pytest.raises(holdfast.CorruptCheckpointError, match="block 0"):
         holdfast.convert(tmp_path / "a", tmp_path / "b")
     assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        ({"a": {"b": 1}, "a.b": 2}, {"a": {"b": 99}, "a.b": 2}, [("a.b", 1, 99)]),
+        ({"a": True}, {"a": 1}, [("a", True, 1)]),
+        ({"a": 0}, {"a": False}, [("a", 0, False)]),
+        ({"a": [1]}, {"a": (1,)}, [("a", "list", "tuple")]),
+        ({"a": []}, {"a": ()}, [("a", "list", "tuple")]),
+        ({1: 2}, {"1": 2}, [("1", 2, None), ("1", None, 2)]),
+        ({"a": np.ones(2)}, {"a": torch.ones(2, dtype=torch.float64)}, [("a", "ndarray", "tensor")]),
+        ({"a": {"b": 1}}, {"a": 1}, [("a", "dict", 1), ("a.b", 1, None)]),
+    ],
+    ids=str,
+)
+def test_plain_values_differ_in_type_and_place(tmp_path: Path, a: Any, b: Any, expected: list[Any]) -> None:
+    report = compare(tmp_path, a, b)
+    assert not report.equal
+    found = [(m.name, m.a, m.b) for m in report.values]
+    assert [tuple(map(repr, one)) for one in found] == [tuple(map(repr, one)) for one in expected]
+
+
+def test_what_counts_as_the_same(tmp_path: Path) -> None:
+    a = {"p": torch.nn.Parameter(torch.ones(2)), "d": OrderedDict(x=1), "s": {"b", "a", "c"}}
+    b = {"p": torch.ones(2), "d": {"x": 1}, "s": {"c", "b", "a"}}
+    assert compare(tmp_path, a, b).equal
+
+
+@pytest.mark.parametrize(("dtype", "a", "b"), [("int64", 2**60, 2**60 + 1), ("int64", -(2**63), -(2**63) + 1)])
+def test_long_integers_are_subtracted_as_integers(tmp_path: Path, dtype: str, a: int, b: int) -> None:
+    states = [{"w": torch.tensor([value, 0], dtype=getattr(torch, dtype))} for value in (a, b)]
+    report = compare(tmp_path / "1", *states, atol=0.5)
+    assert not report.equal
+    assert report.changed[0].largest == 1.0
+    assert compare(tmp_path / "2", *states, atol=1.0).equal
+
+
+def test_the_widest_distance_of_long_integers(tmp_path: Path) -> None:
+    a, b = ({"w": torch.tensor([value])} for value in (-(2**63), 2**63 - 1))
+    assert compare(tmp_path, a, b).changed[0].largest == 2.0**64
+
+
+def test_a_selected_view_is_compared(tmp_path: Path) -> None:
+    a, b = torch.zeros(10), torch.ones(10)
+    assert not compare(tmp_path / "1", {"w": a, "v": a[2:]}, {"w": b, "v": b[2:]}, select="v").equal
+    assert not compare(tmp_path / "2", {"w": a, "v": a}, {"w": b, "v": b}, select="v").equal
+
+
+def test_diff_keeps_to_its_budget(tmp_path: Path) -> None:
+    """The memory of a fresh process grows by the budget at most, tied tensors and differences included."""
+    w = torch.arange(16 * 2**20, dtype=torch.int32)
+    holdfast.save({"w": w, "v": w}, tmp_path / "a")
+    holdfast.save({"w": w + 1, "v": w + 2}, tmp_path / "b")
+    code = """
+import pathlib, re, sys, holdfast, torch
+from holdfast.checkpoint import diff
+def peak():
+    return int(re.search(r"VmHWM:\\s*(\\d+)", pathlib.Path("/proc/self/status").read_text())[1])
+before = peak()
+report = holdfast.diff(sys.argv[1], sys.argv[2], memory_budget="64MiB")
+assert [found.different for found in report.changed] == [2**24, 2**24], report
+print(peak() - before)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "a", tmp_path / "b"], capture_output=True, text=True, check=True
+    )
+    assert int(run.stdout) * 1024 < 64 * 2**20 + 40 * 2**20

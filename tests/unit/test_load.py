@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +92,7 @@ def test_into_strided_tensors_and_arrays(tmp_path: Path) -> None:
         ),
         (
             lambda s: s["model"].update({"layers.1.w": s["model"]["layers.0.w"]}),
-            "'model.layers.1.w' shares its storage with 'model.layers.0.w'",
+            "'model.layers.1.w' shares memory with 'model.layers.0.w'",
         ),
     ],
     ids=["missing", "extra", "shape", "dtype", "overlapping", "tied"],
@@ -157,3 +159,166 @@ def test_progress_reaches_the_total(path: Path) -> None:
     total = holdfast.info(path).total.nbytes
     assert calls[-1] == (total, total)
     assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+
+
+def test_ties_must_be_the_same_on_both_sides(tmp_path: Path) -> None:
+    zero, one = torch.zeros(3), torch.ones(3)
+    holdfast.save({"a": zero, "c": one, "b": zero}, tmp_path / "c")
+    first, second = torch.full((3,), 9.0), torch.full((3,), 9.0)
+    with pytest.raises(holdfast.StateMismatchError, match="'b' shares memory with 'c'"):
+        holdfast.load(tmp_path / "c", into={"a": first, "c": second, "b": second})
+    assert (first == 9).all()
+    assert (second == 9).all()
+    base = torch.arange(10)
+    holdfast.save({"a": base, "b": base[:2]}, tmp_path / "v")
+    for start, stop, said in [(4, 6, "shares memory"), (4, 7, r"\[3\] in the state")]:
+        memory = torch.full((10,), -1)
+        with pytest.raises(holdfast.StateMismatchError, match=said):
+            holdfast.load(tmp_path / "v", into={"a": memory, "b": memory[start:stop]})
+        assert (memory == -1).all()
+
+
+def test_a_tied_name_alone_fills_the_callers_tensor(tmp_path: Path) -> None:
+    w = torch.arange(5.0)
+    holdfast.save({"a": w, "b": w}, tmp_path / "c")
+    memory = torch.full((5,), 9.0)
+    found = holdfast.load(tmp_path / "c", into={"b": memory, "a": memory}, select="b")
+    assert found["b"] is memory
+    assert torch.equal(memory, w)
+    memory.fill_(9)
+    holdfast.load(tmp_path / "c", into={"b": memory, "a": memory})
+    assert torch.equal(memory, w)
+
+
+def test_columns_of_one_buffer_do_not_share(tmp_path: Path) -> None:
+    fused = torch.arange(24.0).reshape(4, 6)
+    holdfast.save({"q": fused[:, :2].clone(), "k": fused[:, 2:].clone()}, tmp_path / "c")
+    memory = torch.zeros(4, 6)
+    holdfast.load(tmp_path / "c", into={"q": memory[:, :2], "k": memory[:, 2:]})
+    assert torch.equal(memory, fused)
+
+
+def test_tensors_and_arrays_of_one_memory(tmp_path: Path) -> None:
+    holdfast.save({"t": torch.ones(3), "a": np.zeros(3, np.float32)}, tmp_path / "c")
+    memory = torch.full((3,), 9.0)
+    with pytest.raises(holdfast.StateMismatchError, match="shares memory"):
+        holdfast.load(tmp_path / "c", into={"t": memory, "a": memory.numpy()})
+    assert (memory == 9).all()
+
+
+def test_an_array_is_no_tensor(tmp_path: Path) -> None:
+    holdfast.save({"w": torch.ones(3), "a": np.zeros(3, np.float32)}, tmp_path / "c")
+    target = {"w": torch.full((3,), 9.0), "a": torch.full((3,), 9.0)}
+    with pytest.raises(holdfast.StateMismatchError, match=r"tensor float32.*array float32") as caught:
+        holdfast.load(tmp_path / "c", into=target)
+    assert caught.value.different == ("a",)
+    assert (target["w"] == 9).all()
+
+
+def test_given_parameters_are_what_comes_back(tmp_path: Path) -> None:
+    holdfast.save({"w": torch.arange(3.0), "v": torch.nn.Parameter(torch.ones(2))}, tmp_path / "c")
+    target = {"w": torch.nn.Parameter(torch.zeros(3)), "v": torch.zeros(2)}
+    found = holdfast.load(tmp_path / "c", into=target)
+    assert found["w"] is target["w"]
+    assert found["v"] is target["v"]
+    assert torch.equal(target["w"].detach(), torch.arange(3.0))
+
+
+def test_views_of_strided_tensors_with_memory_of_their_own(tmp_path: Path) -> None:
+    w = torch.arange(12.0).reshape(3, 4)
+    holdfast.save({"w": w, "row": w[1], "t": w.T, "same": w}, tmp_path / "c")
+    target = {"w": torch.zeros(4, 3).T, "row": torch.zeros(4), "t": torch.zeros(4, 3), "same": torch.zeros(3, 4)}
+    holdfast.load(tmp_path / "c", into=target)
+    assert same(
+        {name: tensor.contiguous() for name, tensor in target.items()},
+        {"w": w} | {"row": w[1].clone(), "t": w.T.contiguous(), "same": w.clone()},
+    )
+    alone = {"t": torch.zeros(4, 3)}
+    holdfast.load(tmp_path / "c", into=alone, select="t")
+    assert torch.equal(alone["t"], w.T)
+
+
+def test_a_view_alone_does_not_keep_what_it_looked_into(tmp_path: Path) -> None:
+    w = torch.arange(10_000.0).reshape(100, 100)
+    holdfast.save({"w": w, "row": w[7], "column": w[:, 7], "row2": w[8]}, tmp_path / "c")
+    for name in ("row", "column"):
+        found = holdfast.load(tmp_path / "c", select=name)[name]
+        assert torch.equal(found, {"row": w[7], "column": w[:, 7]}[name])
+        assert found.untyped_storage().nbytes() == 400
+    both = holdfast.load(tmp_path / "c", select="row*")
+    assert both["row"].untyped_storage().data_ptr() == both["row2"].untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"threads": 0}, "threads is 0"),
+        ({"device": "gpu0"}, "gpu0"),
+        ({"memory_budget": "many"}, "is not a size"),
+        ({"memory_budget": "1kB"}, "too small"),
+    ]
+    + ([] if torch.cuda.is_available() else [({"device": "cuda"}, "cannot be made on device 'cuda'")]),
+    ids=str,
+)
+def test_wrong_calls(path: Path, options: Any, said: str) -> None:
+    with pytest.raises(holdfast.UsageError, match=said) as caught:
+        holdfast.load(path, **options)
+    assert caught.value.remedy
+
+
+def test_budgets_as_people_write_them(path: Path) -> None:
+    assert same(holdfast.load(path, memory_budget="64MiB"), training_state())
+    assert holdfast.verify(path, memory_budget="64 MiB").ok
+    with holdfast.open(path, memory_budget="64MiB") as ckpt:
+        assert ckpt.verify().ok
+
+
+def test_a_nul_in_a_path(tmp_path: Path) -> None:
+    bad = f"{tmp_path}/a\0b"
+    for call in (holdfast.load, holdfast.open, holdfast.info, holdfast.verify):
+        with pytest.raises(holdfast.UsageError, match="NUL"):
+            call(bad)
+    for call in (lambda: holdfast.save({}, bad), lambda: holdfast.convert(bad, bad), lambda: holdfast.diff(bad, bad)):
+        with pytest.raises(holdfast.UsageError, match="NUL"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda flat: flat.skeleton["dict"].__setitem__("w", {"npscalar": "w"}),
+        lambda flat: flat.skeleton["dict"].__setitem__("w", {"parameter": "w"}),
+        lambda flat: flat.skeleton["dict"].__setitem__("v", {"ndarray": "v"}),
+    ],
+    ids=["scalar of a vector", "integers with gradients", "view of another kind"],
+)
+def test_structures_that_contradict_the_tensors_are_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Any
+) -> None:
+    from holdfast.checkpoint import load as module
+    from holdfast.checkpoint.finding import open_reader
+
+    w = torch.arange(6)
+    holdfast.save({"w": w, "v": w[2:]}, tmp_path / "c")
+
+    def hostile(*arguments: Any) -> Any:
+        reader = open_reader(*arguments)
+        damage(reader.flat)
+        return reader
+
+    monkeypatch.setattr(module, "open_reader", hostile)
+    with pytest.raises(holdfast.CorruptCheckpointError, match="structure"):
+        holdfast.load(tmp_path / "c")
+
+
+def test_a_state_without_tensors_needs_no_torch(tmp_path: Path) -> None:
+    code = """
+import sys, numpy as np, holdfast
+holdfast.save({"a": np.ones(3), "n": 1}, sys.argv[1])
+target = {"a": np.zeros(3), "n": 0}
+holdfast.load(sys.argv[1], into=target)
+assert target["a"].all() and holdfast.load(sys.argv[1])["a"].all()
+assert holdfast.diff(sys.argv[1], sys.argv[1]).equal
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code, tmp_path / "c"], check=True)

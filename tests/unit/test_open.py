@@ -111,3 +111,52 @@ def test_a_replaced_checkpoint_is_read_as_it_was(tmp_path: Path) -> None:
         holdfast.save({"w": torch.ones(20)}, tmp_path / "c", overwrite=True)
         assert torch.equal(ckpt["w"].load(), torch.zeros(10))
     assert torch.equal(holdfast.load(tmp_path / "c")["w"], torch.ones(20))
+
+
+def test_views_load_into_a_given_tensor(tmp_path: Path) -> None:
+    w = torch.arange(12.0).reshape(3, 4)
+    holdfast.save({"w": w, "tied": w, "row": w[1], "t": w.T}, tmp_path / "c")
+    with holdfast.open(tmp_path / "c") as ckpt:
+        for name, expected in {"tied": w, "row": w[1], "t": w.T}.items():
+            out = torch.zeros(expected.shape)
+            assert ckpt[name].load(out=out) is out
+            assert torch.equal(out, expected)
+            assert torch.equal(ckpt[name].load(), expected)
+            assert torch.equal(ckpt[name][1:], expected[1:])
+
+
+@pytest.mark.parametrize("format", ["native", "torch", "safetensors"])
+def test_after_close(tmp_path: Path, format: str) -> None:
+    holdfast.save({"w": torch.ones(3)}, tmp_path / "c", format=format)
+    with holdfast.open(tmp_path / "c") as ckpt:
+        lazy = ckpt["w"]
+    ckpt.close()
+    for read in (lazy.load, lambda: lazy[0], lambda: lazy.load(out=torch.zeros(3)), ckpt.load, ckpt.verify):
+        with pytest.raises(holdfast.UsageError, match="is closed"):
+            read()
+
+
+def test_load_and_verify_read_what_was_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    holdfast.save({"w": torch.zeros(10)}, "c")
+    with holdfast.open("c") as ckpt:
+        holdfast.save({"w": torch.ones(20)}, "c", overwrite=True)
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        assert torch.equal(ckpt.load()["w"], torch.zeros(10))
+        report = ckpt.verify()
+        assert report.ok
+        assert report.nbytes == 40
+
+
+def test_what_is_not_checked_is_not_called_verified(path: Path) -> None:
+    with holdfast.open(path, verify=False) as ckpt, pytest.raises(holdfast.UsageError, match="verify=False"):
+        ckpt.verify()
+
+
+def test_reading_stays_within_the_budget(path: Path) -> None:
+    with holdfast.open(path, memory_budget="64MiB") as ckpt:
+        out = torch.zeros(2**20, 9, dtype=torch.int32).T
+        ckpt["big"].load(out=out)
+        assert 0 < ckpt._settings.pool.peak_bytes <= 64 * 2**20
+        assert out[8, 5] == 8 * 2**20 + 5

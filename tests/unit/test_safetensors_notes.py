@@ -140,6 +140,12 @@ class TestHostileNotes:
             changed(STRUCTURE, "parts", "v", to=["", "v"]),
             changed(STRUCTURE, "parts", "v", to=["model", ""]),
             changed(STRUCTURE, "parts", "v", to=["model"]),
+            changed(STRUCTURE, "skeleton", "dict", "b", to={"ndarray": "v"}),
+            changed(STRUCTURE, "skeleton", "dict", "a", to={"npscalar": "w"}),
+            {
+                **changed(STRUCTURE, "aliases", "v", "strides", to=[-1]),
+                "aliases": {"v": {**STRUCTURE["aliases"]["v"], "strides": [-1], "offset": 2}},  # type: ignore[index]
+            },
         ],
         ids=lambda structure: str(structure)[-100:],
     )
@@ -156,6 +162,13 @@ class TestHostileNotes:
         raw(second, {**other, "__metadata__": header["__metadata__"]}, bytes(40))
         with pytest.raises(CorruptCheckpointError, match="second file"):
             read(tmp_path / "m")
+
+
+@pytest.mark.parametrize("shape", [[2**63, 0], [2**40, 2**40, 0]])
+def test_an_empty_tensor_that_no_library_can_make(tmp_path: Path, shape: list[int]) -> None:
+    entry = {"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}
+    with pytest.raises(CorruptCheckpointError, match="impossible shape"):
+        read(raw(tmp_path / "x.safetensors", entry))
 
 
 def test_random_bytes_raise_nothing_but_our_errors(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.state.tree import flatten
 from holdfast.testing.equality import same
 
 
@@ -88,7 +91,7 @@ def test_parts_and_shards_become_files(tmp_path: Path) -> None:
         "MODEL": {"x": torch.ones(2)},
         "loose": torch.ones(3),
     }
-    holdfast.save(state, tmp_path / "ckpt", shard_bytes=500)
+    holdfast.save(state, tmp_path / "ckpt", shard_bytes="500")
     names = sorted(file.name for file in (tmp_path / "ckpt").iterdir())
     assert "%2E%2E%2Fevil.safetensors" in names
     assert len([name for name in names if name.startswith("model-") and "-of-00002" in name]) == 2
@@ -115,3 +118,37 @@ def test_lossless_never_ends_larger_than_raw_and_its_headers(tmp_path: Path) -> 
     from safetensors.torch import load_file
 
     assert torch.equal(load_file(tmp_path / "ckpt" / "model.safetensors")["w"], noise)
+
+
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [("m.safetensors", "safetensors"), ("m.pt", "torch"), ("m.PTH", "torch"), ("m", "native"), ("step-1.5", "native")],
+)
+def test_the_suffix_decides_the_format(tmp_path: Path, name: str, format: str) -> None:
+    report = holdfast.save({"w": torch.ones(3)}, tmp_path / name)
+    assert report.format == format
+    assert (tmp_path / name).is_dir() == (format == "native")
+    assert same(holdfast.load(tmp_path / name), {"w": torch.ones(3)})
+    assert holdfast.save({"w": torch.ones(3)}, tmp_path / "x.pt", format="native").format == "native"
+
+
+def test_the_time_counts_from_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from holdfast.checkpoint import save as module
+
+    def slow(state: object) -> Any:
+        time.sleep(0.2)
+        return flatten(state)
+
+    monkeypatch.setattr(module, "flatten", slow)
+    report = holdfast.save({"w": torch.ones(3)}, tmp_path / "c", memory_budget="64MiB")
+    assert report.seconds >= report.stall_seconds >= 0.2
+
+
+def test_a_schedulers_state(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    state = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5, 5]).state_dict()
+    assert type(state["milestones"]) is Counter
+    holdfast.save(state, tmp_path / "c")
+    assert same(holdfast.load(tmp_path / "c"), state)
+    torch.save(state, tmp_path / "s.pt")
+    assert same(holdfast.load(tmp_path / "s.pt"), state)

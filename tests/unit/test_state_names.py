@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -146,7 +148,12 @@ def test_selection(patterns: object, chosen: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("pattern", "hint"),
-    [("model.a.wieght", "'model.a.weight'"), ("model", "'model.*'"), ("MODEL.*", "model."), ("zzz", "did you mean")],
+    [
+        ("model.a.wieght", "'model.a.weight'"),
+        ("model", "'model.*'"),
+        ("MODEL.*", "model."),
+        ("zzz", "its names are such as"),
+    ],
 )
 def test_a_pattern_that_matches_nothing_is_an_error(pattern: str, hint: str) -> None:
     with pytest.raises(UsageError, match=f"no tensor matches '{pattern}'".replace("*", r"\*")) as caught:
@@ -157,3 +164,12 @@ def test_a_pattern_that_matches_nothing_is_an_error(pattern: str, hint: str) -> 
 def test_nothing_to_select_from() -> None:
     with pytest.raises(UsageError, match="the checkpoint has no tensors"):
         select([], "*")
+
+
+def test_many_exact_names_are_looked_up() -> None:
+    candidates = [f"layers.{i}.weight" for i in range(20_000)] + ["odd[1]"]
+    begin = time.perf_counter()
+    assert select(candidates, candidates) == candidates
+    assert time.perf_counter() - begin < 2
+    # A name that is a glob, too, is both.
+    assert select(["odd[1]", "odd1", "odd2"], "odd[1]") == ["odd[1]", "odd1"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from holdfast.errors import UsageError
 from holdfast.formats.native import manifest
+from holdfast.io.directory import Directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,8 @@ def flip_bit(checkpoint: Path) -> Flip:
     UsageError
         If it holds no tensor with data.
     """
-    found = manifest.read(checkpoint)
+    with Directory(checkpoint) as directory:
+        found = manifest.read(directory)
     leaf = max(found.leaves, key=lambda leaf: leaf.nbytes, default=None)
     if leaf is None or not leaf.blocks:
         raise UsageError("holds no tensor whose data could be damaged", path=checkpoint)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+from holdfast.checkpoint.arguments import MemorySize, budget_pool, checked_path, thread_count
 from holdfast.checkpoint.finding import open_reader
 from holdfast.checkpoint.save import SaveReport, save_flat
 from holdfast.errors import PathLike, UsageError
-from holdfast.formats.base import OpenSettings, Reader, WriteSettings
+from holdfast.formats.base import BLOCK_BYTES, OpenSettings, Reader, WriteSettings, thread_bytes
 from holdfast.io.buffers import DEFAULT_BUDGET, BufferPool
-from holdfast.io.parallel import Progress, default_threads
+from holdfast.io.parallel import Progress
 from holdfast.state import names
 from holdfast.state.source import Source
 from holdfast.state.tree import Flat, prune
@@ -29,7 +33,7 @@ def convert(
     format: str | None = None,
     progress: Progress | None = None,
     threads: int | None = None,
-    memory_budget: int = DEFAULT_BUDGET,
+    memory_budget: MemorySize = DEFAULT_BUDGET,
     **options: Any,
 ) -> SaveReport:
     """Write a checkpoint again, in another format or with another compression.
@@ -61,24 +65,43 @@ def convert(
     HoldfastError
         Whatever loading the source or saving to the destination raises; the source is never changed.
     """
+    begin = time.perf_counter()
     with (
-        BufferPool(memory_budget) as pool,
-        open_reader(src, OpenSettings(verify=verify, pool=pool), format) as reader,
+        budget_pool(memory_budget) as pool,
+        open_reader(checked_path(src), OpenSettings(verify=verify, pool=pool), format) as reader,
     ):
+        _refuse_inside(src, dst)
         return save_flat(
             _selected(reader, select),
-            dst,
+            checked_path(dst),
             format=to,
+            begin=begin,
             settings=WriteSettings(
                 overwrite=overwrite,
                 metadata={} if drop_metadata else reader.metadata,
                 compression=compression,
-                threads=threads or default_threads(),
+                threads=_threads(reader, thread_count(threads), pool),
                 pool=pool,
                 progress=progress,
                 options=options,
             ),
         )
+
+
+def _refuse_inside(src: PathLike, dst: PathLike) -> None:
+    if Path(os.path.realpath(src)) in Path(os.path.realpath(dst)).parents:
+        raise UsageError(
+            "the destination lies inside the source, which is never changed",
+            path=dst,
+            remedy="choose a path outside of it",
+        )
+
+
+def _threads(reader: Reader, wanted: int, pool: BufferPool) -> int:
+    # A range of a source with larger blocks needs a whole block beside what writing needs, and its stored bytes.
+    block_bytes = max((reader.block_bytes(name) for name in reader.flat.leaves), default=BLOCK_BYTES)
+    beside = 0 if block_bytes <= BLOCK_BYTES else thread_bytes(block_bytes, buffers=2)
+    return pool.threads(wanted, thread_bytes(BLOCK_BYTES, buffers=3) + beside)
 
 
 def _selected(reader: Reader, select: str | Iterable[str] | None) -> Flat[Source]:

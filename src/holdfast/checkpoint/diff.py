@@ -2,55 +2,25 @@
 
 from __future__ import annotations
 
-import functools
-import math
 import os
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
+from holdfast.checkpoint.arguments import MemorySize, budget_pool, checked_path, thread_count
+from holdfast.checkpoint.comparing import TensorDiff, compare
+from holdfast.checkpoint.differences import Tolerance
 from holdfast.checkpoint.finding import open_reader
-from holdfast.checkpoint.opened import LazyTensor
-from holdfast.errors import PathLike, UsageError
-from holdfast.formats.base import BLOCK_BYTES, THREAD_BYTES, OpenSettings, Reader
-from holdfast.io import parallel
-from holdfast.io.buffers import DEFAULT_BUDGET, BufferPool, round_up
-from holdfast.io.files import Bytes
-from holdfast.io.parallel import Meter, Progress, default_threads
+from holdfast.errors import PathLike
+from holdfast.formats.base import OpenSettings, Reader
+from holdfast.io.buffers import DEFAULT_BUDGET
+from holdfast.io.parallel import Progress
 from holdfast.state import names
 from holdfast.state.dtypes import DType
-from holdfast.state.leaf import Leaf, LeafKind
-from holdfast.state.plain_values import plain_values
+from holdfast.state.plain_values import plain_values, same
 
-
-@dataclass(slots=True)
-class TensorDiff:
-    """How one tensor differs.
-
-    Attributes
-    ----------
-    name : str
-    elements : int
-        Elements of the tensor.
-    different : int
-        Elements beyond the tolerance; with no tolerance given, elements with other bits.
-    largest : float
-        The largest absolute difference; NaN against a number counts as infinite.
-    """
-
-    name: str
-    elements: int
-    different: int = 0
-    largest: float = 0.0
-
-    @property
-    def share(self) -> float:
-        """The share of elements that differ."""
-        return self.different / self.elements if self.elements else 0.0
+__all__ = ["DiffReport", "Mismatch", "TensorDiff", "diff"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +51,9 @@ class DiffReport:
     identical : int
         How many tensors are the same, within the tolerance.
     values : list of Mismatch
-        Plain values that differ; None where a checkpoint does not have it.
+        Plain values that differ, in type or in a bit; None where a checkpoint does not have it. Where containers or
+        tensors are of different sorts (a list and a tuple, a tensor and an array), their sorts. An OrderedDict counts
+        as a dict, a parameter as a tensor.
     """
 
     a: str
@@ -101,19 +73,6 @@ class DiffReport:
         return {**asdict(self), "changed": changed}
 
 
-@dataclass(frozen=True, slots=True)
-class _Tolerance:
-    atol: float
-    rtol: float
-    exact: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        for value in (self.atol, self.rtol):
-            if not (value >= 0 and math.isfinite(value)):
-                raise UsageError(f"a tolerance of {value} makes no sense", remedy="give a number of 0 or more")
-        object.__setattr__(self, "exact", self.atol == 0 and self.rtol == 0)
-
-
 def diff(
     a: PathLike,
     b: PathLike,
@@ -124,7 +83,7 @@ def diff(
     verify: bool = True,
     progress: Progress | None = None,
     threads: int | None = None,
-    memory_budget: int = DEFAULT_BUDGET,
+    memory_budget: MemorySize = DEFAULT_BUDGET,
 ) -> DiffReport:
     """Compare two checkpoints of any formats; tensors are matched by name.
 
@@ -139,7 +98,8 @@ def diff(
     verify : bool
         Check what is read against its checksums.
     progress, threads, memory_budget
-        As for `load`.
+        As for `load`. A view whose elements do not follow one another, such as a transposed one, comes on top with
+        all that it looks into, unless both checkpoints have the same view.
 
     Returns
     -------
@@ -149,8 +109,9 @@ def diff(
     ------
     CorruptCheckpointError, NotACheckpointError, UnsupportedError, StoreError, UsageError
     """
-    tolerance = _Tolerance(atol, rtol)
-    with BufferPool(memory_budget) as pool, _open_both(a, b, OpenSettings(verify=verify, pool=pool)) as (left, right):
+    tolerance = Tolerance(atol, rtol)
+    count = thread_count(threads)
+    with budget_pool(memory_budget) as pool, _open_both(a, b, OpenSettings(verify=verify, pool=pool)) as (left, right):
         first, second = _chosen(left, right, select)
         common = [name for name in first if name in right.entries and name in second]
         reshaped = [_mismatch(left, right, n, "shape") for n in common if _attribute(left, right, n, "shape")]
@@ -159,7 +120,7 @@ def diff(
             _mismatch(left, right, n, "dtype") for n in common if n not in moved and _attribute(left, right, n, "dtype")
         ]
         moved |= {mismatch.name for mismatch in retyped}
-        found = _compare(left, right, [n for n in common if n not in moved], tolerance, threads, pool, progress)
+        found = compare(left, right, [n for n in common if n not in moved], tolerance, count, pool, progress)
         changed = sorted((d for d in found if d.different), key=lambda d: (-d.share, d.name))
         values = _values(left, right) if select is None else []
         added = [name for name in second if name not in left.entries]
@@ -180,7 +141,7 @@ def diff(
 
 @contextmanager
 def _open_both(a: PathLike, b: PathLike, settings: OpenSettings) -> Iterator[tuple[Reader, Reader]]:
-    with open_reader(a, settings) as left, open_reader(b, settings) as right:
+    with open_reader(checked_path(a), settings) as left, open_reader(checked_path(b), settings) as right:
         yield left, right
 
 
@@ -203,94 +164,14 @@ def _mismatch(left: Reader, right: Reader, name: str, attribute: str) -> Mismatc
 
 def _values(left: Reader, right: Reader) -> list[Mismatch]:
     first, second = plain_values(left.flat.skeleton), plain_values(right.flat.skeleton)
-    both = dict.fromkeys([*first, *second])
-    # The nodes of the skeleton are compared, which hold floats bit for bit.
-    return [Mismatch(n, first.get(n), second.get(n)) for n in both if first.get(n, both) != second.get(n, both)]
-
-
-def _compare(
-    left: Reader,
-    right: Reader,
-    common: list[str],
-    tolerance: _Tolerance,
-    threads: int | None,
-    pool: BufferPool,
-    progress: Progress | None,
-) -> list[TensorDiff]:
-    found = {n: TensorDiff(n, left.entries[n].nbytes // left.entries[n].dtype.itemsize) for n in common}
-    # A view is compared with what it looks into, unless the other side stores it as a tensor of its own.
-    stored = [n for n in common if n in left.flat.leaves and n in right.flat.leaves]
-    views = [n for n in common if n not in stored]
-    meter = Meter(sum(left.entries[n].nbytes for n in stored), progress)
-    lock = threading.Lock()
-
-    def task(name: str, start: int, stop: int) -> None:
-        aside = round_up(stop - start)
-        with pool.acquire(2 * aside) as buffer:
-            one, other = buffer[: stop - start], buffer[aside : aside + stop - start]
-            left.read(name, start, stop, one)
-            right.read(name, start, stop, other)
-            count, largest = _differences(one, other, left.entries[name].dtype, tolerance)
-        with lock:
-            found[name].different += count
-            found[name].largest = max(found[name].largest, largest)
-        meter.add(stop - start)
-
-    tasks = (
-        functools.partial(task, name, start, min(start + BLOCK_BYTES, left.entries[name].nbytes))
-        for name in stored
-        for start in range(0, left.entries[name].nbytes, BLOCK_BYTES)
-    )
-    parallel.run(tasks, pool.threads(threads or default_threads(), THREAD_BYTES))
-    for name in views:
-        _compare_view(left, right, found[name], tolerance)
-    return list(found.values())
-
-
-def _compare_view(left: Reader, right: Reader, found: TensorDiff, tolerance: _Tolerance) -> None:
-    a, b = left.flat.aliases.get(found.name), right.flat.aliases.get(found.name)
-    if a is not None and a == b and a.of in right.flat.leaves:
-        return  # the same view of a tensor that is compared itself
-    one, other = (_whole(reader, found.name) for reader in (left, right))
-    found.different, found.largest = _differences(one, other, left.entries[found.name].dtype, tolerance)
-
-
-def _whole(reader: Reader, name: str) -> Bytes:
-    kind: LeafKind = "tensor" if reader.entries[name].dtype.has_torch else "ndarray"
-    leaf = Leaf.of(name, LazyTensor(reader, name, kind).load())
-    assert leaf is not None
-    out = np.empty(leaf.nbytes, np.uint8)
-    leaf.read(0, leaf.nbytes, out)
-    return out
-
-
-def _differences(one: Bytes, other: Bytes, dtype: DType, tolerance: _Tolerance) -> tuple[int, float]:
-    """Return how many elements differ, and by how much at most."""
-    if np.array_equal(one, other):
-        return 0, 0.0
-    width = dtype.itemsize
-    if width == 16:
-        unlike = (one.view(np.uint64) != other.view(np.uint64)).reshape(-1, 2).any(axis=1)
-    else:
-        unlike = one.view(f"u{width}") != other.view(f"u{width}")
-    places = np.flatnonzero(unlike)
-    x, y = (_numbers(data, dtype, places) for data in (one, other))
-    with np.errstate(all="ignore"):
-        distance = np.abs(x - y)
-        distance[np.isnan(distance) & ~(np.isnan(x) & np.isnan(y))] = np.inf
-        distance[(x == y) | (np.isnan(x) & np.isnan(y))] = 0.0
-        if tolerance.exact:
-            return len(places), float(distance.max())
-        beyond = ~(distance <= tolerance.atol + tolerance.rtol * np.abs(y))
-    return int(beyond.sum()), float(distance.max())
-
-
-def _numbers(data: Bytes, dtype: DType, places: np.ndarray[Any, np.dtype[np.intp]]) -> Any:
-    """Return the elements at some places as float64 (complex128 for complex ones)."""
-    if dtype.has_numpy:
-        picked = data.view(dtype.numpy)[places]
-        return picked.astype(np.complex128 if dtype.kind == "complex" else np.float64)
-    if dtype.kind == "complex":
-        halves = data.view(np.float16).reshape(-1, 2)[places].astype(np.float64)
-        return halves[:, 0] + 1j * halves[:, 1]
-    return data[places].astype(np.float64)
+    found = []
+    for path in dict.fromkeys([*first, *second]):
+        a, b = first.get(path), second.get(path)
+        if a and b:
+            if not same(a, b):
+                found.append(Mismatch(a.name, a.node, b.node))
+        elif a and a.counts:
+            found.append(Mismatch(a.name, a.node, None))
+        elif b and b.counts:
+            found.append(Mismatch(b.name, None, b.node))
+    return found

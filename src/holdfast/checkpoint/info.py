@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from holdfast.checkpoint.arguments import checked_path
 from holdfast.checkpoint.finding import open_reader
 from holdfast.errors import PathLike
 from holdfast.formats.base import Entry, OpenSettings
@@ -74,7 +75,7 @@ def info(path: PathLike, *, format: str | None = None) -> InfoReport:
     ------
     NotACheckpointError, CorruptCheckpointError, UnsupportedError, StoreError
     """
-    with open_reader(path, OpenSettings(), format) as reader:
+    with open_reader(checked_path(path), OpenSettings(), format) as reader:
         entries = list(reader.entries.values())
         return InfoReport(
             path=os.fspath(path),

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from holdfast.checkpoint.arguments import MemorySize, budget_pool, check_device, checked_path, thread_count
+from holdfast.checkpoint.filling import copy_range, fill, run_of, structure_of
 from holdfast.checkpoint.finding import open_reader
-from holdfast.checkpoint.reading import Destination, IntoLeaf, read_all
-from holdfast.errors import PathLike, StateMismatchError, StoreError, UsageError
+from holdfast.checkpoint.into import Target, match
+from holdfast.checkpoint.reading import IntoLeaf, read_all
+from holdfast.errors import PathLike, StoreError, UsageError
 from holdfast.formats.base import OpenSettings, Reader
 from holdfast.io.buffers import DEFAULT_BUDGET, BufferPool
-from holdfast.io.parallel import Progress, default_threads
-from holdfast.state import names
+from holdfast.io.parallel import Progress
+from holdfast.state import names, streams
 from holdfast.state.aliases import make_view
 from holdfast.state.leaf import Array, Leaf, allocate
-from holdfast.state.tree import Flat, LeafSpec, flatten, leaf_specs, prune, unflatten
+from holdfast.state.tree import LeafSpec, given_leaves, leaf_specs, prune, unflatten
 from holdfast.units import format_bytes
 
 if TYPE_CHECKING:
@@ -33,7 +37,7 @@ def load(
     format: str | None = None,
     progress: Progress | None = None,
     threads: int | None = None,
-    memory_budget: int = DEFAULT_BUDGET,
+    memory_budget: MemorySize = DEFAULT_BUDGET,
 ) -> Any:
     """Load a checkpoint of any format.
 
@@ -43,7 +47,8 @@ def load(
         The checkpoint; its format is found by looking at it.
     into : nested state, optional
         Tensors and arrays to fill in place, on whatever device they are; the fastest way, because no new memory is
-        touched. Names, shapes and dtypes are compared first, and nothing is touched unless all of them fit.
+        touched. Names, shapes, dtypes and what shares memory with what are compared first, and nothing is touched
+        unless all of them fit. Tensors that share memory must do so in the checkpoint, too; the reverse is free.
     select : str or list of str, optional
         Globs on the names; only these tensors are read. With ``into``, only these are filled. Of the rest of the
         state, dicts lose the entry and lists have None in its place.
@@ -60,13 +65,13 @@ def load(
         Called with (bytes done, bytes in all), from the reading threads, one call at a time.
     threads : int, optional
         Reading threads; twice the cores, between 2 and 8, by default.
-    memory_budget : int
-        Bytes that all buffers together may take besides the tensors themselves.
+    memory_budget : int or str
+        Bytes that all buffers together may take besides the tensors themselves, also as ``"256MiB"``.
 
     Returns
     -------
     state
-        The state as it was saved; with ``into``, holding the tensors that were given.
+        The state as it was saved; with ``into``, holding the very tensors, parameters and arrays that were given.
 
     Raises
     ------
@@ -76,146 +81,141 @@ def load(
         If ``into`` does not fit; nothing was touched.
     NotACheckpointError, UnsupportedError, StoreError, UsageError
     """
+    with (
+        budget_pool(memory_budget) as pool,
+        open_reader(
+            checked_path(path), OpenSettings(verify=verify, pool=pool, page_cache=page_cache), format
+        ) as reader,
+    ):
+        return load_open(reader, pool, into=into, select=select, device=device, progress=progress, threads=threads)
+
+
+def load_open(
+    reader: Reader,
+    pool: BufferPool,
+    *,
+    into: Any = None,
+    select: str | Iterable[str] | None = None,
+    device: torch.device | str | None = None,
+    progress: Progress | None = None,
+    threads: int | None = None,
+) -> Any:
+    """Load from an open checkpoint; see `load`."""
     if into is not None and device is not None:
         raise UsageError("`into` and `device` exclude each other", remedy="tensors in `into` stay where they are")
-    with (
-        BufferPool(memory_budget) as pool,
-        open_reader(path, OpenSettings(verify=verify, pool=pool, page_cache=page_cache), format) as reader,
-    ):
-        chosen = _choose(reader, select)
-        skeleton = reader.flat.skeleton if select is None else prune(reader.flat.skeleton, set(chosen))
+    count = thread_count(threads)
+    check_device(device)
+    chosen = list(reader.entries) if select is None else names.select(reader.entries, select)
+    with structure_of(reader.path):
         specs = leaf_specs(reader.flat.skeleton)
-        given = None if into is None else _match(flatten(into), reader, chosen, partial=select is not None)
-        plan = _Plan(reader, specs, chosen, given, device)
-        read_all(reader, plan.destinations(), threads=threads or default_threads(), pool=pool, progress=progress)
-        return unflatten(skeleton, plan.values(), path=path)
-
-
-def _choose(reader: Reader, select: str | Iterable[str] | None) -> list[str]:
-    return list(reader.entries) if select is None else names.select(reader.entries, select)
+        skeleton = reader.flat.skeleton if select is None else prune(reader.flat.skeleton, set(chosen))
+    given = None if into is None else match(given_leaves(into), reader, specs, chosen, partial=select is not None)
+    if given is None:
+        _check_memory(reader, chosen, device)
+    plan = _Plan(reader, specs, chosen, given, device)
+    plan.read(count, pool, progress)
+    with structure_of(reader.path):
+        return unflatten(skeleton, plan.values(), as_given=given is not None, path=reader.path)
 
 
 class _Plan:
-    """Which memory each wanted tensor of a checkpoint goes to."""
+    """Which memory each wanted tensor of a checkpoint goes to.
+
+    Attributes
+    ----------
+    read_at_once : dict of str to Leaf
+        What each stored tensor is read into, in parallel.
+    filled_after : list of Leaf
+        Views that have memory of their own.
+    """
 
     def __init__(
         self,
         reader: Reader,
         specs: Mapping[str, LeafSpec],
         chosen: list[str],
-        given: Mapping[str, Leaf] | None,
+        given: Mapping[str, Target] | None,
         device: torch.device | str | None,
     ) -> None:
         self._reader = reader
+        self._specs = specs
+        self._device = device
         self._chosen = chosen
-        self._aliases = reader.flat.aliases
-        self._given = given or {}
-        self._leaves: dict[str, Leaf] = {}
-        # A view needs the leaf that it looks into, wanted or not.
-        stored = dict.fromkeys(self._aliases[n].of if n in self._aliases else n for n in chosen)
+        self._given = given
+        self._own: dict[str, Leaf] = {}
+        self.read_at_once: dict[str, Leaf] = {}
+        self.filled_after: list[Leaf] = []
         if given is None:
-            _check_memory(reader, stored, device)
-        for name in stored:
-            self._leaves[name] = self._given.get(name) or self._new(name, specs, device)
+            self._new_memory()
+        else:
+            self._own = {name: target.leaf for name, target in given.items() if target.fills}
+        self._divide()
 
-    def _new(self, name: str, specs: Mapping[str, LeafSpec], device: torch.device | str | None) -> Leaf:
-        source = self._reader.flat.leaves[name]
-        kind = specs[name].kind
-        target = device if kind in ("tensor", "parameter") else None
-        return Leaf(name, kind, source.dtype, allocate(kind, source.dtype, source.shape, device=target))
+    def _new_memory(self) -> None:
+        """Allocate what is stored and wanted; a single view of what is not wanted gets memory of its own."""
+        flat = self._reader.flat
+        wanted = set(self._chosen)
+        views = Counter(flat.aliases[n].of for n in self._chosen if n in flat.aliases)
+        for name in self._chosen:
+            alias = flat.aliases.get(name)
+            if alias is None:
+                self._own[name] = self._new(name, name)
+            elif alias.of not in wanted:
+                alone = views[alias.of] == 1 and self._reader.entries[name].nbytes <= flat.leaves[alias.of].nbytes
+                stored = name if alone else alias.of
+                if stored not in self._own:
+                    self._own[stored] = self._new(stored, name)
 
-    def destinations(self) -> list[tuple[str, Destination]]:
-        return [(name, IntoLeaf(leaf)) for name, leaf in self._leaves.items()]
+    def _new(self, stored: str, name: str) -> Leaf:
+        flat = self._reader.flat
+        kind = self._specs[name].kind
+        dtype = self._reader.entries[stored].dtype
+        shape = flat.aliases[stored].shape if stored in flat.aliases else flat.leaves[stored].shape
+        target = self._device if kind in ("tensor", "parameter") else None
+        return Leaf(stored, kind, dtype, allocate(kind, dtype, shape, device=target))
+
+    def _divide(self) -> None:
+        """Let one leaf be read for each stored tensor, in parallel, and the views of them be filled afterwards."""
+        flat = self._reader.flat
+        self.read_at_once = {name: leaf for name, leaf in self._own.items() if name in flat.leaves}
+        for name, leaf in self._own.items():
+            alias = flat.aliases.get(name)
+            if alias is None:
+                continue
+            whole = alias.is_whole(flat.leaves[alias.of].shape)
+            if not whole or self.read_at_once.setdefault(alias.of, leaf) is not leaf:
+                self.filled_after.append(leaf)
+
+    def read(self, threads: int, pool: BufferPool, progress: Progress | None) -> None:
+        """Read everything into its place."""
+        streams.wait_for_caller(self._own.values())
+        destinations = ((name, IntoLeaf(leaf)) for name, leaf in self.read_at_once.items())
+        read_all(self._reader, destinations, threads=threads, pool=pool, progress=progress)
+        streams.wait_for_copies(self._own.values())
+        for leaf in self.filled_after:
+            run = run_of(self._reader, leaf.name)
+            if run is not None and run[0] in self.read_at_once:
+                copy_range(self.read_at_once[run[0]], run[1], leaf, pool)
+            else:
+                fill(self._reader, leaf.name, leaf, pool)
 
     def values(self) -> dict[str, Array]:
-        """Return the array of each wanted name, views made of what they look into."""
-        found: dict[str, Array] = {}
-        for name in self._chosen:
-            alias = self._aliases.get(name)
-            if alias is None:
-                found[name] = self._leaves[name].array
-                continue
-            view = make_view(self._leaves[alias.of].array, alias)
-            own = self._given.get(name)
-            if own is not None:
-                _copy(view, own)
-                view = own.array
-            found[name] = view
-        return found
+        """Return what stands for each wanted name: the caller's own, or new memory and views of it."""
+        if self._given is not None:
+            return {name: target.value for name, target in self._given.items()}
+        aliases = self._reader.flat.aliases
+        return {
+            name: self._own[name].array
+            if name in self._own
+            else make_view(self._own[aliases[name].of].array, aliases[name])
+            for name in self._chosen
+        }
 
 
-def _copy(source: Array, target: Leaf) -> None:
-    """Fill a leaf that is a view in the checkpoint and has memory of its own in the state."""
-    leaf = Leaf.of(target.name, source)
-    assert leaf is not None
-    data = leaf.host_bytes()
-    if data is None:
-        import numpy as np
-
-        data = np.empty(leaf.nbytes, np.uint8)
-        leaf.read(0, leaf.nbytes, data)
-    target.write(0, leaf.nbytes, data)
-
-
-def _match(state: Flat[Leaf], reader: Reader, chosen: list[str], *, partial: bool) -> dict[str, Leaf]:
-    """Return the leaves of the given state by the checkpoint's names.
-
-    Raises
-    ------
-    StateMismatchError
-        If they do not fit; every difference is named, up to a handful of each kind.
-    """
-    leaves = dict(state.leaves)
-    wanted = set(chosen)
-    views = {name: alias for name, alias in state.aliases.items() if name in wanted and name not in reader.flat.aliases}
-    if views:
-        name, alias = next(iter(views.items()))
-        raise StateMismatchError(
-            f"{name!r} shares its storage with {alias.of!r} in the state, but not in the checkpoint",
-            path=reader.path,
-            remedy="give the state tensors of their own, or load without into",
-            different=tuple(views),
-        )
-    present = leaves.keys() | state.aliases.keys()
-    missing = () if partial else tuple(n for n in leaves if n not in wanted)
-    extra = tuple(n for n in chosen if n not in present)
-    different = tuple(n for n in chosen if n in leaves and _differs(leaves[n], reader, n))
-    unwritable = tuple(n for n in chosen if n in leaves and not leaves[n].writable)
-    if missing or extra or different or unwritable:
-        raise StateMismatchError(
-            "the state given to `into` does not fit the checkpoint; nothing was touched\n"
-            + _listed("only in the state", missing)
-            + _listed("only in the checkpoint", extra)
-            + "".join(_difference(leaves[n], reader, n) for n in different[:5])
-            + _listed("not writable in place", unwritable),
-            path=reader.path,
-            remedy="load without `into`, or `select` the tensors that both have",
-            missing=missing,
-            extra=extra,
-            different=different,
-        )
-    return {name: leaves[name] for name in chosen if name in leaves}
-
-
-def _differs(leaf: Leaf, reader: Reader, name: str) -> bool:
-    entry = reader.entries[name]
-    return (leaf.dtype, leaf.shape) != (entry.dtype, entry.shape)
-
-
-def _difference(leaf: Leaf, reader: Reader, name: str) -> str:
-    entry = reader.entries[name]
-    return f"  {name}: {leaf.dtype} {list(leaf.shape)} in the state, {entry.dtype} {list(entry.shape)} saved\n"
-
-
-def _listed(what: str, found: tuple[str, ...]) -> str:
-    if not found:
-        return ""
-    more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-    return f"  {what}: {', '.join(found[:5])}{more}\n"
-
-
-def _check_memory(reader: Reader, stored: Iterable[str], device: torch.device | str | None) -> None:
+def _check_memory(reader: Reader, chosen: Iterable[str], device: torch.device | str | None) -> None:
     """Refuse what this machine can never hold: a hostile file may claim any size."""
+    aliases = reader.flat.aliases
+    stored = {aliases[name].of if name in aliases else name for name in chosen}
     needed = sum(reader.flat.leaves[name].nbytes for name in stored)
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if device is None and needed > physical:

@@ -8,14 +8,15 @@ from math import prod
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from holdfast.checkpoint.arguments import MemorySize, budget_pool, checked_path
+from holdfast.checkpoint.filling import fill, run_of, strided_view, structure_of
 from holdfast.checkpoint.finding import open_reader
-from holdfast.checkpoint.load import load
-from holdfast.checkpoint.verify import VerifyReport, verify
+from holdfast.checkpoint.load import load_open
+from holdfast.checkpoint.verify import VerifyReport, verify_open
 from holdfast.errors import PathLike, UsageError
 from holdfast.formats.base import OpenSettings, Reader
 from holdfast.io.buffers import DEFAULT_BUDGET, BufferPool
 from holdfast.io.parallel import Progress
-from holdfast.state.aliases import make_view
 from holdfast.state.leaf import Array, Leaf, LeafKind, allocate
 from holdfast.state.tree import leaf_specs
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def open(
-    path: PathLike, *, verify: bool = True, format: str | None = None, memory_budget: int = DEFAULT_BUDGET
+    path: PathLike, *, verify: bool = True, format: str | None = None, memory_budget: MemorySize = DEFAULT_BUDGET
 ) -> Checkpoint:
     """Open a checkpoint of any format without reading a tensor.
 
@@ -36,8 +37,8 @@ def open(
         Check each block that is read against its checksum, where the format has any.
     format : str, optional
         Do not look, take this one.
-    memory_budget : int
-        Bytes that the buffers for reading may take.
+    memory_budget : int or str
+        Bytes that the buffers for reading may take, also as ``"256MiB"``.
 
     Returns
     -------
@@ -48,9 +49,9 @@ def open(
     ------
     NotACheckpointError, CorruptCheckpointError, UnsupportedError, StoreError
     """
-    return Checkpoint(
-        open_reader(path, OpenSettings(verify=verify, pool=BufferPool(memory_budget), page_cache=True), format)
-    )
+    pool = budget_pool(memory_budget)
+    settings = OpenSettings(verify=verify, pool=pool, page_cache=True)
+    return Checkpoint(open_reader(checked_path(path), settings, format), settings)
 
 
 class Checkpoint(Mapping[str, "LazyTensor"]):
@@ -64,12 +65,15 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
         What was given when it was saved.
     """
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Reader, settings: OpenSettings) -> None:
         self.path = reader.path
         self.format = reader.format
         self.metadata = reader.metadata
         self._reader = reader
-        self._specs = leaf_specs(reader.flat.skeleton)
+        self._settings = settings
+        self._closed = False
+        with structure_of(reader.path):
+            self._specs = leaf_specs(reader.flat.skeleton)
 
     @property
     def nbytes(self) -> int:
@@ -77,7 +81,7 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
         return sum(leaf.nbytes for leaf in self._reader.flat.leaves.values())
 
     def __getitem__(self, name: str) -> LazyTensor:
-        return LazyTensor(self._reader, name, self._specs[name].kind)
+        return LazyTensor(self, name, self._specs[name].kind)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._reader.entries)
@@ -88,17 +92,49 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
     def __repr__(self) -> str:
         return f"<Checkpoint {str(self.path)!r} ({self.format}): {len(self)} tensors, {self.nbytes:,} bytes>"
 
-    def verify(self, *, progress: Progress | None = None) -> VerifyReport:
-        """Read everything and check it; see `holdfast.verify`."""
-        return verify(self.path, format=self.format, progress=progress)
+    def verify(self, *, progress: Progress | None = None, threads: int | None = None) -> VerifyReport:
+        """Read everything and check it, in the files that are open; see `holdfast.verify`.
 
-    def load(self, **options: Any) -> Any:
-        """Load the state; takes what `holdfast.load` takes."""
-        return load(self.path, format=self.format, **options)
+        Raises
+        ------
+        UsageError
+            If the checkpoint was opened with ``verify=False``, or is closed.
+        """
+        if not self._settings.verify:
+            raise UsageError(
+                "was opened with verify=False, so nothing that is read is checked",
+                path=self.path,
+                remedy="open it with verify=True, or call holdfast.verify",
+            )
+        reader, pool = self._open()
+        return verify_open(reader, pool, threads=threads, progress=progress)
+
+    def load(
+        self,
+        *,
+        into: Any = None,
+        select: str | Iterable[str] | None = None,
+        device: torch.device | str | None = None,
+        progress: Progress | None = None,
+        threads: int | None = None,
+    ) -> Any:
+        """Load the state, or some of it, from the files that are open; see `holdfast.load`.
+
+        Whether blocks are checked, and how much memory buffers take, was decided by `open`.
+        """
+        reader, pool = self._open()
+        return load_open(reader, pool, into=into, select=select, device=device, progress=progress, threads=threads)
 
     def close(self) -> None:
-        """Close the files; lazy tensors can no longer be read."""
+        """Close the files; lazy tensors can no longer be read. A second call does nothing."""
+        self._closed = True
         self._reader.close()
+        self._settings.pool.close()
+
+    def _open(self) -> tuple[Reader, BufferPool]:
+        if self._closed:
+            raise UsageError("is closed", path=self.path, remedy="read it before close(), or open it again")
+        return self._reader, self._settings.pool
 
     def __enter__(self) -> Self:
         return self
@@ -118,14 +154,14 @@ class LazyTensor:
         Raw bytes.
     """
 
-    def __init__(self, reader: Reader, name: str, kind: LeafKind) -> None:
-        entry = reader.entries[name]
+    def __init__(self, checkpoint: Checkpoint, name: str, kind: LeafKind) -> None:
+        entry = checkpoint._reader.entries[name]
         self.name = name
         self.shape = entry.shape
         self.nbytes = entry.nbytes
         self._dtype = entry.dtype
         self._kind = kind
-        self._reader = reader
+        self._checkpoint = checkpoint
 
     @property
     def dtype(self) -> torch.dtype | np.dtype[Any]:
@@ -156,12 +192,15 @@ class LazyTensor:
             If a block that is read is not what was written.
         IndexError
             If the index is out of range.
+        UsageError
+            If the checkpoint is closed.
         """
         places = index if isinstance(index, tuple) else (index,)
-        alias = self._reader.flat.aliases.get(self.name)
-        if alias is not None:
-            whole = LazyTensor(self._reader, alias.of, self._kind).load()
-            return make_view(whole, alias)[places]
+        reader, pool = self._checkpoint._open()
+        if run_of(reader, self.name) is None:
+            with structure_of(reader.path):
+                view = strided_view(reader, self.name, self._kind, pool)
+            return view.array[places]
         low, high, first = self._row_range(places)
         return self._rows(low, high)[(*first, *places[1:])]
 
@@ -187,37 +226,19 @@ class LazyTensor:
         """Return the whole tensor, in ``out`` if one of the same dtype and shape is given."""
         if out is None:
             return self[...]
+        reader, pool = self._checkpoint._open()
         leaf = Leaf.of(self.name, out)
         if leaf is None or (leaf.dtype, leaf.shape) != (self._dtype, self.shape) or not leaf.writable:
             raise UsageError(
-                f"`out` is no writable {self._dtype} of shape {list(self.shape)}",
-                path=self._reader.path,
-                name=self.name,
+                f"`out` is no writable {self._dtype} of shape {list(self.shape)}", path=reader.path, name=self.name
             )
-        self._fill(leaf, 0)
+        with structure_of(reader.path):
+            fill(reader, self.name, leaf, pool)
         return out
 
     def _rows(self, low: int, high: int) -> Array:
+        reader, pool = self._checkpoint._open()
         shape = (high - low, *self.shape[1:]) if self.shape else ()
         leaf = Leaf(self.name, self._kind, self._dtype, allocate(self._kind, self._dtype, shape))
-        self._fill(leaf, low * prod(self.shape[1:]) * self._dtype.itemsize)
+        fill(reader, self.name, leaf, pool, start=low * prod(self.shape[1:]) * self._dtype.itemsize)
         return leaf.array
-
-    def _fill(self, leaf: Leaf, start: int) -> None:
-        host = leaf.host_bytes()
-        step = self._reader.block_bytes(self.name)
-        for begin, end in _grid(start, start + leaf.nbytes, step):
-            if host is not None:
-                self._reader.read(self.name, begin, end, host[begin - start : end - start])
-            else:
-                with BufferPool().acquire(end - begin) as buffer:
-                    self._reader.read(self.name, begin, end, buffer[: end - begin])
-                    leaf.write(begin - start, end - start, buffer[: end - begin])
-
-
-def _grid(start: int, stop: int, step: int) -> Iterable[tuple[int, int]]:
-    """Yield the range cut at the multiples of ``step``."""
-    while start < stop:
-        end = min((start // step + 1) * step, stop)
-        yield start, end
-        start = end

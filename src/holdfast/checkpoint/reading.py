@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
-from holdfast.formats.base import BLOCK_BYTES, THREAD_BYTES, Reader
+from holdfast.formats.base import BLOCK_BYTES, Reader, thread_bytes
 from holdfast.io import parallel
 from holdfast.io.buffers import BufferPool
 from holdfast.io.files import Bytes
@@ -48,17 +48,20 @@ def read_all(
     pool: BufferPool,
     progress: Progress | None = None,
     on_error: Callable[[Exception], None] | None = None,
+    extent: Callable[[str], int] | None = None,
 ) -> None:
-    """Read tensors whole, each into its destination, in parallel.
+    """Read tensors, each into its destination, in parallel.
 
     Parameters
     ----------
     on_error : callable, optional
         Takes the error of a range that cannot be read, and the rest goes on; without it the first error is raised.
+    extent : callable, optional
+        How many bytes of a tensor to read, from its start; all of them unless given.
     """
     wanted = dict(destinations)
-    total = sum(reader.flat.leaves[name].nbytes for name in wanted)
-    meter = Meter(total, progress)
+    sizes = {name: extent(name) if extent else reader.flat.leaves[name].nbytes for name in wanted}
+    meter = Meter(sum(sizes.values()), progress)
 
     def task(ranges: list[Range]) -> None:
         for name, start, stop in ranges:
@@ -70,8 +73,14 @@ def read_all(
                 on_error(error)
             meter.add(stop - start)
 
-    groups = _grouped(_ranges(reader, wanted))
-    parallel.run((_bind(task, group) for group in groups), pool.threads(threads, THREAD_BYTES))
+    groups = _grouped(_ranges(reader, sizes))
+    parallel.run((_bind(task, group) for group in groups), _threads(reader, wanted, threads, pool))
+
+
+def _threads(reader: Reader, names: Iterable[str], wanted: int, pool: BufferPool) -> int:
+    # A block's stored bytes, and its raw ones where they cannot go straight to their place.
+    block_bytes = max((reader.block_bytes(name) for name in names), default=BLOCK_BYTES)
+    return pool.threads(wanted, thread_bytes(block_bytes, buffers=2))
 
 
 def _bind(task: Callable[[list[Range]], None], ranges: list[Range]) -> Callable[[], None]:
@@ -89,9 +98,9 @@ def _read_range(reader: Reader, name: str, start: int, stop: int, destination: D
         destination.accept(start, data)
 
 
-def _ranges(reader: Reader, names: Iterable[str]) -> Iterator[Range]:
-    for name in names:
-        nbytes, step = reader.flat.leaves[name].nbytes, reader.block_bytes(name)
+def _ranges(reader: Reader, sizes: Mapping[str, int]) -> Iterator[Range]:
+    for name, nbytes in sizes.items():
+        step = reader.block_bytes(name)
         for start in range(0, nbytes, step):
             yield name, start, min(start + step, nbytes)
 

@@ -10,13 +10,17 @@ from typing import Any
 
 import msgspec
 
+from holdfast.checkpoint.arguments import MemorySize, budget_pool, checked_path, thread_count
 from holdfast.checkpoint.finding import get_format
 from holdfast.errors import PathLike, UsageError
 from holdfast.formats.base import WriteSettings
-from holdfast.io.buffers import DEFAULT_BUDGET, BufferPool
-from holdfast.io.parallel import Progress, default_threads
+from holdfast.io.buffers import DEFAULT_BUDGET
+from holdfast.io.parallel import Progress
+from holdfast.state import streams
 from holdfast.state.source import Source
 from holdfast.state.tree import Flat, flatten
+
+_BY_SUFFIX = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,7 @@ class SaveReport:
     path : str
         Where the checkpoint lies.
     format, compression : str
+        As written; the format also where it was inferred.
     state_bytes : int
         Raw bytes of the tensors, each storage once.
     stored_bytes : int
@@ -68,12 +73,12 @@ def save(
     path: PathLike,
     *,
     compression: str = "none",
-    format: str = "native",
+    format: str | None = None,
     overwrite: bool = False,
     metadata: dict[str, Any] | None = None,
     progress: Progress | None = None,
     threads: int | None = None,
-    memory_budget: int = DEFAULT_BUDGET,
+    memory_budget: MemorySize = DEFAULT_BUDGET,
     **options: Any,
 ) -> SaveReport:
     """Save a nested state so that it is visible whole or not at all, and durable on return.
@@ -86,8 +91,9 @@ def save(
         Where the checkpoint shall appear; missing parent folders are created.
     compression : str
         ``"none"``; ``"lossless"``, about a third smaller for bf16, without losing a bit; or one codec's name.
-    format : str
-        ``"native"``, ``"torch"``, ``"safetensors"``, or a plug-in's.
+    format : str, optional
+        ``"native"``, ``"torch"``, ``"safetensors"``, or a plug-in's. By default the path's suffix decides:
+        ``.safetensors`` is a safetensors file, ``.pt`` and ``.pth`` are torch files, all else is native.
     overwrite : bool
         Replace a checkpoint of the same format that is there. It stays whole until the new one is.
     metadata : dict, optional
@@ -96,8 +102,9 @@ def save(
         Called with (bytes done, bytes in all), from the writing threads, one call at a time.
     threads : int, optional
         Writing threads; twice the cores, between 2 and 8, by default.
-    memory_budget : int
-        Bytes that all buffers together may take, whatever the size of the state; 256 MiB by default.
+    memory_budget : int or str
+        Bytes that all buffers together may take, whatever the size of the state, also as ``"512MiB"``; 256 MiB by
+        default.
     **options
         The format's own, such as ``shard_bytes``.
 
@@ -111,22 +118,31 @@ def save(
         If a value cannot be saved; raised before a byte is written, naming its key.
     DestinationExistsError, BusyError, StoreError, UsageError, UnsupportedError
     """
-    with BufferPool(memory_budget) as pool:
+    begin = time.perf_counter()
+    checked_path(path)
+    with budget_pool(memory_budget) as pool:
         settings = WriteSettings(
             overwrite=overwrite,
             metadata=_checked(metadata or {}),
             compression=compression,
-            threads=_positive(threads),
+            threads=thread_count(threads),
             pool=pool,
             progress=progress,
             options=options,
         )
-        return save_flat(flatten(state), path, format=format, settings=settings)
+        flat = flatten(state)
+        streams.wait_for_caller(flat.leaves.values())
+        return save_flat(flat, path, format=format or _format_of(path), settings=settings, begin=begin)
 
 
-def save_flat(flat: Flat[Source], path: PathLike, *, format: str, settings: WriteSettings) -> SaveReport:
-    """Save a flattened state, from memory or from another checkpoint; see `save`."""
-    begin = time.perf_counter()
+def save_flat(flat: Flat[Source], path: PathLike, *, format: str, settings: WriteSettings, begin: float) -> SaveReport:
+    """Save a flattened state, from memory or from another checkpoint; see `save`.
+
+    Parameters
+    ----------
+    begin : float
+        ``time.perf_counter()`` at the caller's call.
+    """
     written = get_format(format).write(flat, Path(path), settings)
     seconds = time.perf_counter() - begin
     return SaveReport(
@@ -144,6 +160,10 @@ def save_flat(flat: Flat[Source], path: PathLike, *, format: str, settings: Writ
     )
 
 
+def _format_of(path: PathLike) -> str:
+    return _BY_SUFFIX.get(Path(path).suffix.lower(), "native")
+
+
 def _checked(metadata: dict[str, Any]) -> dict[str, Any]:
     """Return the metadata if JSON gives back what it is, so that nothing is changed on the way."""
     try:
@@ -156,11 +176,3 @@ def _checked(metadata: dict[str, Any]) -> dict[str, Any]:
             remedy="give a dict of strings, numbers, booleans, None, lists and such dicts, or put it into the state",
         )
     return metadata
-
-
-def _positive(threads: int | None) -> int:
-    if threads is None:
-        return default_threads()
-    if threads < 1:
-        raise UsageError(f"threads is {threads}", remedy="give 1 or more")
-    return threads

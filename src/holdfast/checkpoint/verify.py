@@ -9,13 +9,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from holdfast.checkpoint.arguments import MemorySize, budget_pool, checked_path, thread_count
 from holdfast.checkpoint.finding import find_format, get_format
 from holdfast.checkpoint.reading import read_all
 from holdfast.errors import CorruptCheckpointError, NotACheckpointError, PathLike
 from holdfast.formats.base import OpenSettings, Problem, Reader
 from holdfast.io.buffers import DEFAULT_BUDGET, BufferPool
 from holdfast.io.files import Bytes
-from holdfast.io.parallel import Progress, default_threads
+from holdfast.io.parallel import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ def verify(
     format: str | None = None,
     progress: Progress | None = None,
     threads: int | None = None,
-    memory_budget: int = DEFAULT_BUDGET,
+    memory_budget: MemorySize = DEFAULT_BUDGET,
 ) -> VerifyReport:
     """Read a checkpoint to the end and check everything that the format lets one check.
 
@@ -76,7 +77,7 @@ def verify(
         Do not look, take this one.
     progress : callable, optional
         Called with (bytes done, bytes in all).
-    threads, memory_budget : int
+    threads, memory_budget
         As for `load`.
 
     Returns
@@ -89,22 +90,30 @@ def verify(
     NotACheckpointError, UnsupportedError, StoreError
         If it cannot be looked at in the first place. Damage is reported, not raised.
     """
-    chosen = get_format(format) if format else find_format(path)
-    with BufferPool(memory_budget) as pool, ExitStack() as stack:
+    count = thread_count(threads)
+    chosen = get_format(format) if format else find_format(checked_path(path))
+    with budget_pool(memory_budget) as pool, ExitStack() as stack:
         try:
-            reader = stack.enter_context(chosen.open(Path(path), OpenSettings(verify=True, pool=pool)))
+            reader = stack.enter_context(chosen.open(Path(checked_path(path)), OpenSettings(verify=True, pool=pool)))
         except CorruptCheckpointError as error:
             return VerifyReport(os.fspath(path), chosen.name, False, None, 0, 0, [_problem(error)])
-        problems = _check(reader, threads or default_threads(), pool, progress)
-        return VerifyReport(
-            path=os.fspath(path),
-            format=chosen.name,
-            ok=not problems,
-            checked=reader.verifiable,
-            tensors=len(reader.entries),
-            nbytes=sum(leaf.nbytes for leaf in reader.flat.leaves.values()),
-            problems=problems,
-        )
+        return verify_open(reader, pool, threads=count, progress=progress)
+
+
+def verify_open(
+    reader: Reader, pool: BufferPool, *, threads: int | None = None, progress: Progress | None = None
+) -> VerifyReport:
+    """Verify an open checkpoint whose reader checks what it reads; see `verify`."""
+    problems = _check(reader, thread_count(threads), pool, progress)
+    return VerifyReport(
+        path=os.fspath(reader.path),
+        format=reader.format,
+        ok=not problems,
+        checked=reader.verifiable,
+        tensors=len(reader.entries),
+        nbytes=sum(map(reader.bytes_to_check, reader.flat.leaves)),
+        problems=problems,
+    )
 
 
 def _check(reader: Reader, threads: int, pool: BufferPool, progress: Progress | None) -> list[Problem]:
@@ -123,7 +132,15 @@ def _check(reader: Reader, threads: int, pool: BufferPool, progress: Progress | 
         note(error)
     sink = _Discard()
     names = list(reader.flat.leaves)
-    read_all(reader, ((n, sink) for n in names), threads=threads, pool=pool, progress=progress, on_error=note)
+    read_all(
+        reader,
+        ((name, sink) for name in names),
+        threads=threads,
+        pool=pool,
+        progress=progress,
+        on_error=note,
+        extent=reader.bytes_to_check,
+    )
     # Threads find problems in any order; people read them in the file's.
     order = {name: place for place, name in enumerate(names)}
     return sorted(

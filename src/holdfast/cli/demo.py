@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -31,6 +32,14 @@ from holdfast.cli.text import Table, counted, printable
 from holdfast.errors import UsageError
 from holdfast.units import format_bytes, format_seconds
 
+_MEANINGS = {
+    # By what stands in the names of the measures.
+    "save": "until the checkpoint is safely on the disk (fsync)",
+    "cold": "read from the disk: nothing of the files was in memory before",
+    "warm": "the operating system still has the files in memory",
+    "into": "into tensors that exist already, as when a training run goes on",
+}
+
 
 def demo(
     *,
@@ -40,19 +49,19 @@ def demo(
     directory: Annotated[Path, Parameter(name="--dir")] = Path(),
     output: Output = DEFAULT,
 ) -> int:
-    """See on this machine what Holdfast does: save, load, compress, verify and damage a checkpoint.
+    """See on this machine what Holdfast does, beside torch and safetensors.
 
     A state is saved and loaded by torch, safetensors, holdfast and holdfast-lossless in interleaved rounds, each load
-    is compared with what was saved, bit for bit, and one flipped bit is looked for. About a minute.
+    is compared with what was saved, bit for bit, and one flipped bit is looked for. It takes about a minute.
 
     Parameters
     ----------
     scale
-        Of OpenLLaMA-3B: 0.1 has a tenth of its weights, 0.7 GB, which is the default.
+        How much of OpenLLaMA-3B to make up: 0.1, the default, is a tenth of its weights, 0.7 GB.
     source
         A checkpoint of your own to take instead, of any format.
     rounds
-        How often each arm is measured; 3, and fewer on a slow disk, by default.
+        How often each of the four is measured; 3 by default, and fewer on a slow disk.
     directory
         The folder to write in; what is written is removed.
     """
@@ -69,7 +78,7 @@ def demo(
     with settings as demonstration:
         with talk.busy("building the state"):
             workload = demonstration.build()
-        talk.say(lambda: _print_state(workload, source))
+        talk.say(lambda: _print_state(workload, source, settings.scale))
         with talk.busy("measuring") as note:
             measured = demonstration.compare(_progress(settings.rounds, note))
         talk.say(lambda: _print_comparison(measured))
@@ -108,66 +117,82 @@ def _progress(rounds: int, note: Callable[[str], None]) -> Callable[[int, str], 
     return lambda done, arm: note(f"measuring {arm} ({done + 1} of at most {visits})")
 
 
-def _print_state(workload: Workload, source: Path | None) -> None:
-    what = "a scaled OpenLLaMA-3B in bfloat16" if source is None else printable(str(source))
-    _heading(
-        "1. The state", f"{what}: {counted(len(workload.flat.leaves), 'tensor')}, {format_bytes(workload.nbytes)}."
-    )
+def _print_state(workload: Workload, source: Path | None, scale: float) -> None:
+    made_up = f"random bfloat16 weights, with the names and shapes of OpenLLaMA-3B scaled by {scale:g}"
+    what = made_up if source is None else str(source)
+    amount = f"{counted(len(workload.flat.leaves), 'tensor')}, {format_bytes(workload.nbytes)}"
+    print()
+    _say(f"1. The state: {amount}: {what}.")
     if source is not None:
-        print("safetensors holds flat dicts of tensors only, so it gets the flattened tensors and no other value.")
+        _say("safetensors can hold nothing but tensors under flat names, so that is all it is given.")
 
 
 def _print_comparison(rounds: Rounds) -> None:
     done = counted(len(rounds.order), "round")
-    _heading(
-        "2. Save and load",
-        f"Medians of {done} in random order (seed {rounds.seed}); x is times faster than torch in the same round.",
+    print()
+    _say(
+        "2. Save and load: by torch, safetensors, holdfast, and holdfast with lossless compression; the median of "
+        f"{done}, each in random order. 2.00x: twice as fast as torch in the same round. 66%: of the bytes that torch "
+        "takes on the disk."
     )
+    print()
     table = figures(rounds)
     names = [arm.name for arm in arms()]
-    rows = [(measure, *(_cell(measure, row.get(name)) for name in names)) for measure, row in table.items()]
+    rows = [(measure, *(_cell(name, measure, row.get(name)) for name in names)) for measure, row in table.items()]
     Table(("=", *(f">{name}" for name in names)), rows).show()
+    print()
     for reason in rounds.not_run.values():
-        print(printable(f"not run: {reason}"))
-    if not any("cold" in measure for measure in table):
-        print("not measured: cold loads, because this file system keeps its files in memory (try another --dir)")
-    print("A save ends when it is on the disk (fsync). Cold: nothing in the page cache, as mincore proves.")
-    print("Into: tensors that exist, for torch and safetensors by copy_. Only holdfast checks what it loads.")
-    print("Every load gave back every bit.")
+        _say(f"not run: {reason}")
+    for measure, meaning in _MEANINGS.items():
+        if any(measure in measured for measured in table):
+            _say(f"{measure}: {meaning}")
+    if not any("cold" in measured for measured in table):
+        _say("cold: not measured, because this file system keeps its files in memory (try another --dir)")
+    _say("Every load gave back every bit. Of the four, only the two of holdfast check what they load for damage.")
 
 
-def _cell(measure: str, figure: Figure | None) -> str:
+def _cell(arm: str, measure: str, figure: Figure | None) -> str:
     if figure is None:
         return "-"
     value = format_bytes(figure.median) if measure == STORED else format_seconds(figure.median)
-    ratio = f"{figure.against_torch.median:.2f}x" if figure.against_torch else ""
-    return f"{value}  {ratio:>6}"
+    if figure.against_torch is None or arm == "torch":
+        return value
+    ratio = figure.against_torch.median
+    return f"{value}  {f'{ratio:.0%}' if measure == STORED else f'{ratio:.2f}x':>6}"
 
 
 def _print_verified(intact: VerifyReport, damaged: Damaged) -> None:
-    state = "ok" if intact.ok else "corrupt"
-    _heading("3. Verify", f"holdfast verify: {state}, {counted(intact.tensors, 'tensor')}, {intact.checked}.")
+    verdict = "all is well" if intact.ok else "it is corrupt"
+    print()
+    _say(
+        f"3. Verify: `holdfast verify` reads all {counted(intact.tensors, 'tensor')} and checks the checksums "
+        f"({intact.checked}): {verdict}."
+    )
     flip = damaged.flip
-    _heading(
-        "4. Damage",
-        f"In a copy, byte {flip.offset:,} of {flip.file} was changed from 0x{flip.before:02x} to 0x{flip.after:02x}.",
+    print()
+    _say(
+        f"4. Damage: in a copy, one bit was flipped: byte {flip.offset:,} of {flip.file}, "
+        f"from 0x{flip.before:02x} to 0x{flip.after:02x}."
     )
     for problem in damaged.report.problems:
-        print(printable(f"holdfast verify: {problem.file}: tensor {problem.name!r}: block {problem.block}"))
-        print(printable(f"                 {problem.message}"))
+        where = f"{problem.file}: tensor {problem.name!r}: block {problem.block}"
+        _say(f"`holdfast verify` finds it: {where}: {problem.message}.")
     if damaged.report.ok:
-        print("holdfast verify did not notice.")
-    print(printable(f"holdfast.load refuses it: {damaged.refusal}"))
+        _say("`holdfast verify` did not notice.")
+    _say(f"`holdfast.load` refuses it: {damaged.refusal}.")
 
 
 def _print_next(source: Path | None) -> None:
+    lossless = "--to native --compression lossless"
+    own = "holdfast demo --from YOUR_CHECKPOINT" if source is None else f"holdfast convert {source} smaller {lossless}"
     print()
-    own = "holdfast demo --from YOUR_CHECKPOINT" if source is None else f"holdfast convert {source} smaller"
-    print(f'Next: {own}, or in Python: holdfast.save(state, "step-1000", compression="lossless")')
+    print(printable(f"Next:       {own}"))
+    print('in Python:  holdfast.save(state, "step-1000", compression="lossless")')
 
 
-def _heading(title: str, sentence: str) -> None:
-    print(f"\n{title}: {sentence}")
+def _say(text: str) -> None:
+    """Print a sentence or two so that a terminal of 80 columns breaks no word; names and paths stay whole."""
+    print(textwrap.fill(printable(text), 79, subsequent_indent="   ", break_long_words=False, break_on_hyphens=False))
 
 
 def _document(

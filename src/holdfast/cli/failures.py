@@ -25,9 +25,11 @@ import json
 import sys
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 
 from cyclopts.exceptions import CycloptsError, UnknownCommandError
 
+from holdfast.cli.streams import finish_stdout
 from holdfast.cli.text import printable
 from holdfast.errors import HoldfastError, StoreError, UsageError
 
@@ -85,7 +87,10 @@ def tell(error: BaseException, *, as_json: bool, verbose: bool) -> int:
     for line in error_lines(failure):
         print(line, file=sys.stderr)
     if as_json:
-        print(json.dumps({"error": failure.as_dict()}, indent=2))
+        with suppress(OSError):
+            print(json.dumps({"error": failure.as_dict()}, indent=2))
+    # If stdout fails, too, then stderr has said what matters.
+    finish_stdout()
     return failure.exit_code
 
 
@@ -107,6 +112,8 @@ def _usage_error(error: CycloptsError) -> UsageError:
     if isinstance(error, UnknownCommandError) and error.unused_tokens and error.app is not None:
         # The library's own message would import every command to suggest one.
         token = error.unused_tokens[0]
+        if token.startswith("-"):
+            return UsageError(f"unknown option: {token}", remedy=remedy)
         known = [name for name in error.app if not name.startswith("-")]
         near = difflib.get_close_matches(token, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"commands: {', '.join(known)}"

@@ -14,8 +14,10 @@ from functools import partial
 from cyclopts import App
 
 from holdfast.cli.failures import BROKEN_PIPE, tell
-from holdfast.cli.options import from_environment, from_file
+from holdfast.cli.options import flags_after_command, from_environment, from_file
 from holdfast.cli.output import Output
+from holdfast.cli.streams import finish_stdout, make_streams_safe
+from holdfast.errors import StoreError
 from holdfast.version import __version__
 
 _COMMANDS = {
@@ -25,7 +27,7 @@ _COMMANDS = {
     "diff": ("diff:diff", "Compare two checkpoints of any formats; exit code 1 if they differ."),
     "convert": ("convert:convert", "Write a checkpoint again, in another format or with another compression."),
     "env": ("env:env", "Show what of this machine matters to checkpoints."),
-    "demo": ("demo:demo", "See on this machine what Holdfast does."),
+    "demo": ("demo:demo", "See on this machine what Holdfast does, beside torch and safetensors."),
 }
 
 _EPILOGUE = """\
@@ -60,15 +62,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments : sequence of str, optional
         What stands after ``holdfast``; taken from the process unless given.
     """
-    tokens = list(sys.argv[1:] if arguments is None else arguments)
+    make_streams_safe()
     try:
-        code = _run(tokens)
-        sys.stdout.flush()
-        return code
+        code = _run(list(sys.argv[1:] if arguments is None else arguments))
     except BrokenPipeError:
-        # The interpreter flushes stdout once more at exit, and must not complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        finish_stdout()
         return BROKEN_PIPE
+    failure = finish_stdout()
+    if failure is None:
+        return code
+    if isinstance(failure, BrokenPipeError):
+        return BROKEN_PIPE
+    unwritten = StoreError(f"cannot write the output: {failure.strerror}", remedy="free some space, or write elsewhere")
+    return tell(unwritten, as_json=False, verbose=False)
 
 
 def _run(tokens: list[str]) -> int:
@@ -76,7 +82,7 @@ def _run(tokens: list[str]) -> int:
     as_json = "--json" in tokens or os.environ.get("HOLDFAST_JSON", "").lower() in ("1", "true", "yes")
     output = Output(json=as_json, verbose=not {"-v", "--verbose"}.isdisjoint(tokens))
     try:
-        command, bound, _ = build_app().parse_args(tokens, exit_on_error=False, print_error=False)
+        command, bound, _ = build_app().parse_args(flags_after_command(tokens), exit_on_error=False, print_error=False)
         output = bound.arguments.get("output", output)
         return command(*bound.args, **bound.kwargs) or 0
     except BrokenPipeError:

@@ -18,6 +18,7 @@ from cyclopts.config import Dict, Env
 from cyclopts.token import Token
 from cyclopts.validators import Number
 
+from holdfast.cli.output import DEFAULT, Output
 from holdfast.errors import UsageError
 from holdfast.units import parse_bytes
 
@@ -47,6 +48,32 @@ Threads = Annotated[int | None, Parameter(validator=Number(gte=1))]
 
 Globs = Annotated[list[str] | None, Parameter(negative="", metavar="GLOB")]
 """Patterns of tensor names, given one by one."""
+
+
+def flags_after_command(tokens: Sequence[str]) -> list[str]:
+    """Return the words of a command line with the flags of every command behind the command they stand before.
+
+    ``holdfast --json info x`` means ``holdfast info --json x``.
+    """
+    takes_value = _flags_everywhere() if tokens and tokens[0].startswith("-") else {}
+    place = 0
+    while place < len(tokens):
+        flag, given, _ = tokens[place].partition("=")
+        if flag not in takes_value:
+            break
+        place += 2 if takes_value[flag] and not given else 1
+    if place and not tokens[place:]:
+        raise UsageError("no command is given", remedy="see `holdfast --help`")
+    return [*tokens[place : place + 1], *tokens[:place], *tokens[place + 1 :]]
+
+
+def _flags_everywhere() -> dict[str, bool]:
+    """Return the flags that every command takes, and whether a word follows each."""
+
+    def command(*, output: Output = DEFAULT) -> None: ...
+
+    arguments = App(default_command=command).assemble_argument_collection()
+    return {name: argument.hint is not bool for argument in arguments for name in argument.names}
 
 
 def from_environment(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:

@@ -62,8 +62,12 @@ class Table:
         console = Console(markup=False, highlight=False, emoji=False)
         shown = list(range(len(headings)))
         spare = [headings.index(heading) for heading in self.spare]
-        while spare and sum(widths[i] + len(_GAP) for i in shown) - len(_GAP) > console.width:
+        while spare and _width(shown, widths) > console.width:
             shown.remove(spare.pop())
+        if all(self.headings[i][:1] in (">", "=") for i in shown) and _width(shown, widths) > console.width:
+            # Lines that the terminal breaks are hard to read; numbers without their last digits are wrong.
+            self._show_whole([headings, *rows], widths)
+            return
         table = RichTable(box=None, pad_edge=False, padding=(0, len(_GAP), 0, 0), header_style="bold")
         for i in shown:
             mark = self.headings[i][:1]
@@ -84,3 +88,7 @@ class Table:
                 for cell, width, to_right in zip(row, widths, right, strict=True)
             )
             print(_GAP.join(cells).rstrip())
+
+
+def _width(shown: Sequence[int], widths: Sequence[int]) -> int:
+    return sum(widths[i] + len(_GAP) for i in shown) - len(_GAP)

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from holdfast.errors import UsageError
-from holdfast.io.buffers import BufferPool
+from holdfast.io.buffers import ALIGNMENT, BufferPool, buffer_bytes
 from holdfast.io.files import Bytes
 from holdfast.io.parallel import Progress, default_threads
 from holdfast.state.dtypes import DType
@@ -25,9 +25,10 @@ from holdfast.state.tree import Flat
 BLOCK_BYTES = 16 * 1024**2
 """The unit of reading, writing, checking and compressing, in raw bytes."""
 
-THREAD_BYTES = 7 * BLOCK_BYTES // 2
-"""What one thread may hold at once: a block's raw bytes, its coded ones, and one read from another checkpoint. No more
-threads run than the pool has that much for, so that none can wait for what another holds."""
+
+def thread_bytes(block_bytes: int, *, buffers: int) -> int:
+    """Return what one thread may hold of a pool at once, in buffers of a block and the pages around it."""
+    return buffers * buffer_bytes(block_bytes + 2 * ALIGNMENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +168,13 @@ class Reader(ABC):
         """Return the grid on which reading a leaf is cheapest."""
         return BLOCK_BYTES
 
+    def bytes_to_check(self, name: str) -> int:
+        """Return how many of a leaf's bytes, from its start, `verify` must read for all that is stored to be checked.
+
+        Fewer than all where a read checks more than it returns.
+        """
+        return self.flat.leaves[name].nbytes
+
     def audit(self) -> Iterator[Problem]:
         """Yield what is wrong besides the tensors' own bytes: other files, sizes, containers."""
         return iter(())
@@ -231,7 +239,13 @@ class Format(ABC):
 
     @abstractmethod
     def recognises(self, path: Path) -> bool:
-        """Say whether the path holds a checkpoint of this format, by looking at names and first bytes only."""
+        """Say whether the path holds a checkpoint of this format, by looking at names and first bytes only.
+
+        Raises
+        ------
+        StoreError
+            If the operating system does not let one look, which is no answer.
+        """
 
     @abstractmethod
     def open(self, path: Path, settings: OpenSettings) -> Reader:

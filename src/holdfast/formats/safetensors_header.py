@@ -17,7 +17,7 @@ import msgspec
 
 from holdfast.errors import CorruptCheckpointError, UnsupportedError
 from holdfast.io.buffers import ALIGNMENT, round_up
-from holdfast.io.files import SourceFile
+from holdfast.io.directory import Readable
 from holdfast.state.dtypes import BY_SAFETENSORS
 
 MAX_HEADER_BYTES = 100_000_000
@@ -88,7 +88,7 @@ def build(records: Iterable[TensorRecord], metadata: dict[str, str], *, room: in
     return padded.to_bytes(_LENGTH_BYTES, "little") + text.ljust(padded)
 
 
-def read(file: SourceFile) -> Header:
+def read(file: Readable) -> Header:
     """Read and check the header of a file.
 
     Raises

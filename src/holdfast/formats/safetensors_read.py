@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
+import stat
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -13,12 +13,15 @@ from typing import Any
 from holdfast.errors import CorruptCheckpointError, NotACheckpointError
 from holdfast.formats import safetensors_header
 from holdfast.formats.base import BLOCK_BYTES, Entry, OpenSettings, Reader, StoredLeaf
+from holdfast.formats.first_bytes import file_mode, first_bytes, names_in
 from holdfast.formats.native.blocks import BlockReader, StoredTensor, lay_out
 from holdfast.formats.native.coded_tensors import FRAMEWORK_KEY, METADATA_KEY, Notes, parse
 from holdfast.formats.native.manifest import FILE_NAME as MANIFEST_NAME
 from holdfast.formats.native.pack import Structure
 from holdfast.formats.safetensors_header import MAX_HEADER_BYTES, SUB_BYTE, Header, TensorRecord
-from holdfast.io.files import Bytes, SourceFile
+from holdfast.formats.structure import check_structure
+from holdfast.io.directory import Directory, Readable, hold
+from holdfast.io.files import Bytes
 from holdfast.state.aliases import Alias
 from holdfast.state.dtypes import BY_NAME, BY_SAFETENSORS, DType
 from holdfast.state.names import DEFAULT_PART, assign_names
@@ -31,9 +34,10 @@ INDEX_SUFFIX = ".safetensors.index.json"
 
 def locate(path: Path) -> Path | None:
     """Return the file or the index that a path stands for, by names and first bytes; None if it is not safetensors."""
-    if path.is_dir():
+    mode = file_mode(path)
+    if stat.S_ISDIR(mode):
         return _locate_in(path)
-    if not path.is_file():
+    if not stat.S_ISREG(mode):
         return None
     if path.name.endswith((SUFFIX, INDEX_SUFFIX)):
         return path
@@ -42,27 +46,22 @@ def locate(path: Path) -> Path | None:
 
 def begins_like_safetensors(path: Path) -> bool:
     """Say whether a file begins with the length of a header, and the header."""
-    with suppress(OSError), path.open("rb") as file:
-        start = file.read(9)
-        return start[8:] == b"{" and int.from_bytes(start[:8], "little") <= MAX_HEADER_BYTES
-    return False
+    start = first_bytes(path, 9)
+    return start is not None and start[8:] == b"{" and int.from_bytes(start[:8], "little") <= MAX_HEADER_BYTES
 
 
 def _locate_in(directory: Path) -> Path | None:
-    with suppress(OSError):
-        if (directory / MANIFEST_NAME).exists():
-            return None
-        names = sorted(entry.name for entry in directory.iterdir())
-        indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
-        found = indexes or [name for name in names if name.endswith(SUFFIX)]
-        if len(found) == 1:
-            return directory / found[0]
-    return None
+    if file_mode(directory / MANIFEST_NAME):
+        return None
+    names = names_in(directory)
+    indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    found = indexes or [name for name in names if name.endswith(SUFFIX)]
+    return directory / found[0] if len(found) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)
 class _DataFile:
-    file: SourceFile
+    file: Readable
     header: Header
     notes: Notes
 
@@ -74,19 +73,10 @@ class SafetensorsReader(Reader):
 
     def __init__(self, path: Path, settings: OpenSettings) -> None:
         self.path = path
-        place = locate(path)
-        if place is None:
-            raise NotACheckpointError("is no safetensors file, nor a directory with one or with an index", path=path)
         self._blocks = BlockReader(settings.pool, verify=settings.verify)
         self._page_cache = settings.page_cache
-        self._files: list[SourceFile] = []
-        try:
-            index = _read_index(place) if place.name.endswith(INDEX_SUFFIX) else None
-            data = self._open_files(place, index)
-            self._tensors, self.flat = self._state(data, place, index)
-        except BaseException:
-            self.close()
-            raise
+        self._files: list[Readable] = []
+        data = hold(path if path.is_dir() else path.parent, self._open)
         self.entries = dict(self._entries())
         self.metadata = {}
         for found in reversed(data):
@@ -96,19 +86,48 @@ class SafetensorsReader(Reader):
         framework = self.metadata.pop(FRAMEWORK_KEY, None)
         self.details = {"files": {file.path.name: file.size for file in self._files}, "framework": framework}
 
+    def _open(self, directory: Directory) -> list[_DataFile]:
+        self._directory = directory
+        place = locate(self.path)
+        if place is None:
+            raise NotACheckpointError(
+                "is no safetensors file, nor a directory with one or with an index", path=self.path
+            )
+        try:
+            index = _read_index(directory, place) if place.name.endswith(INDEX_SUFFIX) else None
+            data = self._open_files(place, index)
+            self._tensors, self.flat = self._state(data, place, index)
+        except BaseException:
+            for file in self._files:
+                file.close()
+            self._files.clear()
+            raise
+        return data
+
     def _open_files(self, place: Path, index: Mapping[str, str] | None) -> list[_DataFile]:
         """Open all files at once, so that a checkpoint that is replaced meanwhile is read as it was."""
         if index is None:
-            self._files.append(SourceFile(place, page_cache=self._page_cache))
+            self._files.append(self._directory.open(place.name, page_cache=self._page_cache))
         else:
             wanted = {file: key for key, file in index.items()}
-            for file in dict.fromkeys(index.values()):
-                self._files.append(_open_shard(place.parent / file, wanted[file], page_cache=self._page_cache))
+            for file, key in wanted.items():
+                self._files.append(self._open_shard(file, key, len(wanted)))
         headers = [(file, safetensors_header.read(file)) for file in self._files]
         data = [_DataFile(file, header, parse(header, file.path)) for file, header in headers]
         if index is not None:
             _check_index(index, data)
         return data
+
+    def _open_shard(self, name: str, key: str, count: int) -> Readable:
+        try:
+            return self._directory.open_one_of(count, name, page_cache=self._page_cache)
+        except NotACheckpointError as error:
+            raise CorruptCheckpointError(
+                "the index lists this file, but it is missing",
+                path=self._directory.path / name,
+                name=key,
+                remedy="fetch the missing file, or take another copy",
+            ) from error
 
     def _state(
         self, data: list[_DataFile], place: Path, index: Mapping[str, str] | None
@@ -120,29 +139,24 @@ class SafetensorsReader(Reader):
         structure = structures[0].notes.structure if structures else None
         if structure is None:
             keys = list(index or homes)
-            assigned = assign_names([(key,) for key in keys]) if keys else []
-            tensors = {name: _stored(name, key, homes[key]) for name, key in zip(assigned, keys, strict=True)}
-            skeleton: Any = {"dict": {key: {"tensor": name} for name, key in zip(assigned, keys, strict=True)}}
-            return tensors, self._flat(skeleton, tensors, {}, {name: (DEFAULT_PART, name) for name in tensors})
-        tensors = {key: _stored(key, key, home) for key, home in homes.items()}
+            names = dict(zip(assign_names([(key,) for key in keys]) if keys else [], keys, strict=True))
+            skeleton: Any = {"dict": {key: {"tensor": name} for name, key in names.items()}}
+            structure = Structure(skeleton, {}, {name: (DEFAULT_PART, name) for name in names})
+        else:
+            names = {key: key for key in homes}
+        tensors = {name: _stored(name, key, homes[key]) for name, key in names.items()}
+        aliases = {
+            name: Alias(record.of, record.offset, record.shape, record.strides)
+            for name, record in structure.aliases.items()
+        }
         try:
-            aliases = _checked(structure, tensors)
+            check_structure(structure.skeleton, tensors, aliases, structure.parts)
         except ValueError as error:
-            raise CorruptCheckpointError(
-                f"its note on the state is wrong: {error}", path=structures[0].file.path
-            ) from error
+            where = structures[0].file.path if structures else place
+            raise CorruptCheckpointError(f"what it says of the state is wrong: {error}", path=where) from error
         ordered = {name: tensors[name] for name in leaf_specs(structure.skeleton) if name in tensors}
-        return ordered, self._flat(structure.skeleton, ordered, aliases, structure.parts)
-
-    def _flat(
-        self,
-        skeleton: object,
-        tensors: Mapping[str, StoredTensor],
-        aliases: dict[str, Alias],
-        parts: dict[str, tuple[str, str]],
-    ) -> Flat[Source]:
-        leaves = {t.name: StoredLeaf(self, t.name, t.dtype, t.shape, t.nbytes) for t in tensors.values()}
-        return Flat(skeleton, leaves, aliases, parts)
+        leaves = {t.name: StoredLeaf(self, t.name, t.dtype, t.shape, t.nbytes) for t in ordered.values()}
+        return ordered, Flat(structure.skeleton, leaves, aliases, structure.parts)
 
     def _entries(self) -> Iterator[tuple[str, Entry]]:
         for name in leaf_specs(self.flat.skeleton):
@@ -170,11 +184,12 @@ class SafetensorsReader(Reader):
     def close(self) -> None:
         for file in self._files:
             file.close()
+        self._directory.close()
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def _read_index(directory: Directory, path: Path) -> dict[str, str]:
     """Return which file of the index's directory holds each tensor."""
-    with SourceFile(path) as file:
+    with directory.open(path.name) as file:
         if file.size > MAX_HEADER_BYTES:
             raise CorruptCheckpointError(f"an index of {file.size:,} bytes is none", path=path)
         content = file.read(0, file.size)
@@ -191,18 +206,6 @@ def _read_index(path: Path) -> dict[str, str]:
                 f"the index names the file {file_name!r}, which does not lie beside it", path=path, name=name
             )
     return weight_map
-
-
-def _open_shard(path: Path, key: str, *, page_cache: bool) -> SourceFile:
-    try:
-        return SourceFile(path, page_cache=page_cache)
-    except NotACheckpointError as error:
-        raise CorruptCheckpointError(
-            "the index lists this file, but it is missing",
-            path=path,
-            name=key,
-            remedy="fetch the missing file, or take another copy",
-        ) from error
 
 
 def _check_index(index: Mapping[str, str], data: list[_DataFile]) -> None:
@@ -245,24 +248,3 @@ def _true_type(record: TensorRecord) -> tuple[DType, tuple[int, ...]]:
     if record.tag == "F4" and record.shape and record.shape[-1] % 2 == 0:
         return BY_NAME["float4_e2m1fn_x2"], (*record.shape[:-1], record.shape[-1] // 2)
     return BY_NAME["uint8"], (record.stop - record.start,)
-
-
-def _checked(structure: Structure, tensors: Mapping[str, StoredTensor]) -> dict[str, Alias]:
-    """Return the aliases; ValueError if the structure does not fit the tensors or itself."""
-    aliases = {
-        name: Alias(record.of, record.offset, record.shape, record.strides)
-        for name, record in structure.aliases.items()
-    }
-    for name, alias in aliases.items():
-        if alias.of not in tensors or name in tensors:
-            raise ValueError(f"{name!r} cannot be a view of {alias.of!r}")
-        alias.validate(tensors[alias.of].shape)
-    known = tensors.keys() | aliases.keys()
-    if leaf_specs(structure.skeleton).keys() != known:
-        raise ValueError("the structure and the header do not name the same tensors")
-    places = list(structure.parts.values())
-    if structure.parts.keys() != known or len(set(places)) != len(places):
-        raise ValueError("the parts and the header do not name the same tensors")
-    if any(not part or not key or key == "__metadata__" for part, key in places):
-        raise ValueError("a part or a key has an impossible name")
-    return aliases

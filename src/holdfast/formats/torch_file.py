@@ -6,6 +6,7 @@ writes a CRC-32 of every storage and does not check it; here it is checked befor
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import zlib
@@ -13,19 +14,25 @@ from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, BinaryIO
 
 from holdfast.errors import (
     CorruptCheckpointError,
-    NotACheckpointError,
     StoreError,
     UnsupportedError,
     UnsupportedLeafError,
 )
 from holdfast.formats.base import Entry, Format, OpenSettings, Reader, StoredLeaf, WriteSettings, Written
 from holdfast.formats.torch_write import write
-from holdfast.formats.torch_zip import TorchZip, is_old_pickle, is_torch_zip, restricted_load
-from holdfast.io.files import Bytes, store_error
+from holdfast.formats.torch_zip import (
+    TorchZip,
+    begins_like_old_pickle,
+    is_old_pickle,
+    is_torch_zip,
+    open_file,
+    restricted_load,
+)
+from holdfast.io.files import Bytes
 from holdfast.state.leaf import Leaf
 from holdfast.state.source import Source
 from holdfast.state.tree import Flat, flatten, leaf_specs
@@ -45,7 +52,7 @@ class TorchFormat(Format):
     name = "torch"
 
     def recognises(self, path: Path) -> bool:
-        return path.is_file() and (is_torch_zip(path) or is_old_pickle(path))
+        return is_torch_zip(path) or is_old_pickle(path)
 
     def open(self, path: Path, settings: OpenSettings) -> Reader:
         return TorchReader(path, settings)
@@ -57,7 +64,8 @@ class TorchFormat(Format):
 class TorchReader(Reader):
     """An open ``torch.save`` file.
 
-    Its tensors are mapped. Reading one checks the CRC-32 of its whole storage first, once.
+    Its tensors are mapped. Reading one checks the CRC-32 of its whole storage first, once. The file is opened once, so
+    that a checkpoint which is replaced meanwhile is read to the end as it was.
     """
 
     format = "torch"
@@ -65,23 +73,20 @@ class TorchReader(Reader):
     def __init__(self, path: Path, settings: OpenSettings) -> None:
         self.path = path
         self.metadata = {}
-        _refuse_what_is_no_zip(path)
-        try:
-            archive = TorchZip(path)
-            size = path.stat().st_size
-        except OSError as error:
-            raise store_error(error, path, "open the file") from error
-        state = _load(path, archive)
+        with open_file(path) as file:
+            _refuse_old_pickle(file, path)
+            size = os.fstat(file.fileno()).st_size
+            archive = TorchZip(file, size, path)
+            # By its descriptor: its path may be another file's by now.
+            state = _load(f"/proc/self/fd/{file.fileno()}", archive, path)
         _refuse_bombs(state, archive, path)
         try:
             flat = flatten(state)
         except UnsupportedLeafError as error:
             raise UnsupportedError(error.message, path=path, name=error.name, remedy=error.remedy) from error
         self._leaves = dict(flat.leaves)
-        self._storages: dict[int, _Storage] = {}
-        if settings.verify and archive.checksummed:
-            for leaf in flat.leaves.values():
-                self._storages.setdefault(_address(leaf), _Storage(leaf, archive, path))
+        self._checks = settings.verify and archive.checksummed
+        self._storages = _storages(self._leaves, archive, size, path)
         self.flat = Flat(
             flat.skeleton,
             {
@@ -105,30 +110,55 @@ class TorchReader(Reader):
             alias = self.flat.aliases.get(name)
             leaf = self._leaves[alias.of if alias else name]
             if alias is None:
-                yield name, Entry(name, part, leaf.dtype, leaf.shape, leaf.nbytes, leaf.nbytes, "raw", self.path.name)
+                stored_bytes = self._own_bytes(name)
+                yield name, Entry(name, part, leaf.dtype, leaf.shape, leaf.nbytes, stored_bytes, "raw", self.path.name)
             else:
                 nbytes = prod(alias.shape) * leaf.dtype.itemsize
                 yield name, Entry(name, part, leaf.dtype, alias.shape, nbytes, 0, "alias", self.path.name, alias.of)
 
     def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
         leaf = self._leaves[name]
-        if self._storages and leaf.nbytes:
-            self._storages[_address(leaf)].check()
+        if self._checks and leaf.nbytes:
+            self._storages[name].check()
         leaf.read(start, stop, out)
+
+    def bytes_to_check(self, name: str) -> int:
+        # An expanded tensor may be larger than any file, and every read checks the whole storage.
+        leaf = self._leaves[name]
+        return min(leaf.nbytes, self._own_bytes(name) // leaf.dtype.itemsize * leaf.dtype.itemsize)
+
+    def _own_bytes(self, name: str) -> int:
+        """Return the bytes of a leaf's storage, which count for the first leaf that lies in it."""
+        storage = self._storages[name]
+        return storage.nbytes if storage.name == name else 0
 
     def close(self) -> None:
         self._leaves = {}
         self._storages = {}
 
 
-def _address(leaf: Leaf) -> int:
-    return int(leaf.array.untyped_storage().data_ptr())
+def _storages(leaves: dict[str, Leaf], archive: TorchZip, size: int, path: Path) -> dict[str, _Storage]:
+    """Return the storage of each leaf, by its name."""
+    found: dict[tuple[int, int], _Storage] = {}
+    storages = {}
+    for name, leaf in leaves.items():
+        content = leaf.array.untyped_storage()
+        place = content.data_ptr(), content.nbytes()
+        storage = _Storage(leaf, archive, path)
+        # An empty leaf is never read, so that nothing would be checked in its name.
+        storages[name] = found.setdefault(place, storage) if leaf.nbytes else storage
+    total = sum(storage.nbytes for storage in found.values())
+    if total > size:
+        raise CorruptCheckpointError(f"its storages claim {total:,} bytes, the file has {size:,}", path=path)
+    return storages
 
 
 class _Storage:
     """The storage of a leaf: checked once, by the first thread that reads from it."""
 
     def __init__(self, leaf: Leaf, archive: TorchZip, path: Path) -> None:
+        self.name = leaf.name
+        self.nbytes = int(leaf.array.untyped_storage().nbytes()) if leaf.nbytes else 0
         self._leaf = leaf
         self._known = archive.storages
         self._path = path
@@ -158,12 +188,9 @@ class _Storage:
         return (len(content), crc) in self._known
 
 
-def _refuse_what_is_no_zip(path: Path) -> None:
-    if not path.exists():
-        raise NotACheckpointError("there is no such file", path=path)
-    if not path.is_file():
-        raise NotACheckpointError("is no file, as torch.save writes", path=path)
-    if is_old_pickle(path):
+def _refuse_old_pickle(file: BinaryIO, path: Path) -> None:
+    start = file.read(2)
+    if begins_like_old_pickle(start):
         raise UnsupportedError(
             "is a bare Python pickle, as torch.save wrote before version 1.6; loading it could run any code",
             path=path,
@@ -171,9 +198,9 @@ def _refuse_what_is_no_zip(path: Path) -> None:
         )
 
 
-def _load(path: Path, archive: TorchZip) -> Any:
+def _load(place: str, archive: TorchZip, path: Path) -> Any:
     try:
-        return restricted_load(path)
+        return restricted_load(place)
     except UnpicklingError as error:
         raise _refused(str(error), path, archive) from error
     except MemoryError as error:

@@ -6,14 +6,17 @@ Torch writes a CRC-32 of every record and never looks at it again.
 from __future__ import annotations
 
 import io
+import os
+import stat
 import warnings
 import zipfile
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from holdfast.errors import CorruptCheckpointError, HoldfastError, UnsupportedError
+from holdfast.errors import CorruptCheckpointError, HoldfastError, NotACheckpointError, UnsupportedError
+from holdfast.formats.first_bytes import first_bytes
+from holdfast.io.files import store_error
 
 PICKLE = "data.pkl"
 
@@ -22,8 +25,59 @@ _LOCAL_HEADER_BYTES = 30
 _DATA_FOLDER = "data/"
 
 
+class _File(io.FileIO):
+    """A file whose failing reads are told from the `OSError` that a parser of hostile bytes raises, too."""
+
+    def readinto(self, buffer: Any, /) -> int | None:
+        try:
+            return super().readinto(buffer)
+        except OSError as error:
+            raise store_error(error, os.fspath(self.name), "read") from error
+
+    def readall(self) -> bytes:
+        try:
+            return super().readall()
+        except OSError as error:
+            raise store_error(error, os.fspath(self.name), "read") from error
+
+
+def open_file(path: Path) -> io.BufferedReader:
+    """Open a file for `TorchZip`.
+
+    Raises
+    ------
+    NotACheckpointError
+        If there is none.
+    StoreError
+        If the operating system refuses; so do the reads.
+    """
+    # A pipe without a writer would be waited for.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        if path.is_dir():
+            raise NotACheckpointError("is no file, as torch.save writes", path=path)
+        raw = _File(path, opener=lambda name, _: os.open(name, flags))
+    except FileNotFoundError as error:
+        raise NotACheckpointError("there is no such file", path=path) from error
+    except OSError as error:
+        raise store_error(error, path, "open the file") from error
+    if not stat.S_ISREG(os.fstat(raw.fileno()).st_mode):
+        raw.close()
+        raise NotACheckpointError("is no file, as torch.save writes", path=path)
+    return io.BufferedReader(raw)
+
+
 class TorchZip:
     """The directory of a ``torch.save`` file, checked, and so are all records but the tensors' storages.
+
+    Parameters
+    ----------
+    file : binary file
+        As `open_file` returns it.
+    size : int
+        Its length in bytes.
+    path : Path
+        What errors call it.
 
     Attributes
     ----------
@@ -42,12 +96,12 @@ class TorchZip:
         If it is a TorchScript archive or comes from a big-endian machine.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, file: BinaryIO, size: int, path: Path) -> None:
         self._path = path
         try:
-            with zipfile.ZipFile(path) as file:
-                self._read(file, path.stat().st_size)
-        except (OSError, HoldfastError):
+            with zipfile.ZipFile(file) as archive:
+                self._read(archive, size)
+        except HoldfastError:
             raise
         # Whatever `zipfile` stumbles over in hostile bytes (it raises a dozen types), the file is no sound zip.
         except Exception as error:
@@ -112,29 +166,26 @@ class TorchZip:
             raise CorruptCheckpointError(f"its records claim {total:,} bytes, the file has {size:,}", path=self._path)
 
 
-def restricted_load(file: Path | io.BytesIO) -> Any:
+def restricted_load(file: str | io.BytesIO) -> Any:
     """Return what a ``torch.save`` file holds, through the unpickler that makes tensors and plain values only.
 
-    A file's tensors are mapped. Raises whatever torch raises, of almost any type.
+    The tensors of a file, given by its path, are mapped. Raises whatever torch raises, of almost any type.
     """
     import torch
 
     with warnings.catch_warnings():
         # Torch warns at the birth of some exotic dtypes, which is no news here.
         warnings.simplefilter("ignore", UserWarning)
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, Path))
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, str))
 
 
 def is_torch_zip(path: Path) -> bool:
     """Say whether a file begins as ``torch.save`` begins, or is a zip file with such a pickle in it."""
-    with suppress(OSError):
-        with path.open("rb") as file:
-            start = file.read(512)
-        if not start.startswith(_MAGIC):
-            return False
-        name_end = _LOCAL_HEADER_BYTES + int.from_bytes(start[26:28], "little")
-        return start[_LOCAL_HEADER_BYTES:name_end].endswith(b"/data.pkl") or _lists_pickle(path)
-    return False
+    start = first_bytes(path, 512)
+    if start is None or not start.startswith(_MAGIC):
+        return False
+    name_end = _LOCAL_HEADER_BYTES + int.from_bytes(start[26:28], "little")
+    return start[_LOCAL_HEADER_BYTES:name_end].endswith(b"/data.pkl") or _lists_pickle(path)
 
 
 def _lists_pickle(path: Path) -> bool:
@@ -148,7 +199,10 @@ def _lists_pickle(path: Path) -> bool:
 
 def is_old_pickle(path: Path) -> bool:
     """Say whether a file is a bare pickle: what ``torch.save`` wrote before version 1.6, or ``pickle.dump`` writes."""
-    with suppress(OSError), path.open("rb") as file:
-        start = file.read(2)
-        return len(start) == 2 and start[0] == 0x80 and 2 <= start[1] <= 5
-    return False
+    start = first_bytes(path, 2)
+    return start is not None and begins_like_old_pickle(start)
+
+
+def begins_like_old_pickle(start: bytes) -> bool:
+    """Say whether these are the first bytes of a bare pickle."""
+    return len(start) >= 2 and start[0] == 0x80 and 2 <= start[1] <= 5

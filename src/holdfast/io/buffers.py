@@ -8,6 +8,7 @@ could wait for ever.
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,6 +40,13 @@ def round_down(count: int, multiple: int = ALIGNMENT) -> int:
     return count // multiple * multiple
 
 
+def buffer_bytes(nbytes: int) -> int:
+    """Return the size of the buffer that a need of so many bytes is given."""
+    # The kernel backs a mapping by huge pages throughout only if its length is a multiple of theirs; direct writes
+    # from small pages are a tenth slower.
+    return round_up(max(nbytes, 1), ALIGNMENT if nbytes < _HUGE_PAGE else _HUGE_PAGE)
+
+
 class BufferPool:
     """Page-aligned host buffers, reused, never more than the budget at once; a context manager.
 
@@ -58,7 +66,7 @@ class BufferPool:
     Raises
     ------
     UsageError
-        If the budget is below 64 MiB: four threads need that much to overlap coding and writing.
+        If the budget is below 64 MiB: one thread needs that much to code and write blocks of 16 MiB.
     """
 
     def __init__(self, budget: int = DEFAULT_BUDGET) -> None:
@@ -74,7 +82,21 @@ class BufferPool:
         self._changed = threading.Condition()
 
     def threads(self, wanted: int, bytes_each: int) -> int:
-        """Return how many threads can have that much memory each, at most ``wanted`` and at least one."""
+        """Return how many threads, at most ``wanted``, can have that much memory each.
+
+        No more may run than all that each can hold at once is there for: else one could wait for ever for what
+        another holds.
+
+        Raises
+        ------
+        UsageError
+            If there is not enough for one.
+        """
+        if bytes_each > self.budget:
+            raise UsageError(
+                f"a memory budget of {format_bytes(self.budget)} is too small for blocks of this size",
+                remedy=f"give at least {format_bytes(bytes_each)}",
+            )
         return max(1, min(wanted, self.budget // bytes_each))
 
     @contextmanager
@@ -83,9 +105,7 @@ class BufferPool:
 
         The array holds whatever the last user left in it.
         """
-        # The kernel backs a mapping by huge pages throughout only if its length is a multiple of theirs; direct writes
-        # from small pages are a tenth slower.
-        size = round_up(max(nbytes, 1), ALIGNMENT if nbytes < _HUGE_PAGE else _HUGE_PAGE)
+        size = buffer_bytes(nbytes)
         if size > self.budget:
             raise UsageError(
                 f"one step needs a buffer of {format_bytes(size)}, more than the memory budget",
@@ -102,7 +122,8 @@ class BufferPool:
     def _take(self, size: int) -> mmap.mmap:
         with self._changed:
             while True:
-                fitting = [memory for memory in self._free if len(memory) >= size]
+                # Not one far too large: the accounting of `threads` relies on what each need takes.
+                fitting = [memory for memory in self._free if size <= len(memory) <= 2 * size]
                 if fitting:
                     best = min(fitting, key=len)
                     self._free.remove(best)
@@ -138,6 +159,11 @@ class _Shelf:
     _MOST_BYTES = 96 * 1024**2
 
     def __init__(self) -> None:
+        self.clear()
+        # A child that is forked while another thread holds the lock would wait for it for ever.
+        os.register_at_fork(after_in_child=self.clear)
+
+    def clear(self) -> None:
         self._buffers: list[mmap.mmap] = []
         self._lock = threading.Lock()
 

@@ -13,28 +13,28 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 import secrets
-import shutil
+import stat
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import xxhash
-
 from holdfast.errors import BusyError, DestinationExistsError, StoreError
 from holdfast.io.files import store_error, sync_directory
-
-SUFFIX = ".holdfast-tmp"
+from holdfast.io.temporaries import SUFFIX, lock, prefix, remove, remove_stale
 
 _CHOOSE = "choose another path, or ask to overwrite it (overwrite=True, --overwrite)"
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
+
+_held: set[Commit] = set()
 
 
 class Commit:
@@ -43,13 +43,14 @@ class Commit:
     Parameters
     ----------
     destination : Path
-        Where the checkpoint shall appear; missing parents are created.
+        Where the checkpoint shall appear; missing parents are created. A symbolic link is never replaced.
     directory : bool
         Whether the checkpoint is a directory or a single file.
     overwrite : bool
         Whether something that is there already may be replaced.
     replaceable : callable
-        Says of an existing path whether it is a checkpoint of this format; nothing else is ever replaced.
+        Says of an existing path whether it is a checkpoint of this format; nothing else is ever replaced. It may raise
+        `DestinationExistsError` itself, to say more.
 
     Attributes
     ----------
@@ -69,54 +70,88 @@ class Commit:
     def __init__(
         self, destination: Path, *, directory: bool, overwrite: bool, replaceable: Callable[[Path], bool]
     ) -> None:
-        self.destination = Path(os.path.abspath(destination))
+        self.destination = _without_links(destination)
         self.overwrite = overwrite
         self._directory = directory
         self._replaceable = replaceable
+        self._checked: tuple[int, int] | None = None
         self._lock = -1
         self._holder = self.destination
         self.path = self.destination
 
     def __enter__(self) -> Self:
-        self._check_destination()
-        parent = self.destination.parent
         try:
-            parent.mkdir(parents=True, exist_ok=True)
-            remove_stale(self.destination)
-            self._hold(parent)
+            _make_durable(self.destination.parent)
+            self._check_destination()
+            self._hold()
         except OSError as error:
             raise store_error(error, self.destination, "save here") from error
         return self
 
     def _check_destination(self) -> None:
-        if not os.path.lexists(self.destination):
+        """Refuse what may not be replaced; remember what may, so that it is looked at once."""
+        try:
+            status = self.destination.lstat()
+        except FileNotFoundError:
             return
         if not self.overwrite:
             raise DestinationExistsError("exists already", path=self.destination, remedy=_CHOOSE)
+        if self._checked == (status.st_dev, status.st_ino):
+            return
+        if stat.S_ISLNK(status.st_mode):
+            raise DestinationExistsError(
+                f"is a symbolic link to {self.destination.readlink()}, and a link is not replaced",
+                path=self.destination,
+                remedy="save to what it points to, or remove the link",
+            )
         if not self._replaceable(self.destination):
             raise DestinationExistsError(
                 "is not a checkpoint of this format, so it is not replaced",
                 path=self.destination,
                 remedy="choose another path, or remove it yourself",
             )
+        # The old directory is emptied after the exchange; only who may write in it can do that.
+        if self._directory and not os.access(self.destination, os.W_OK | os.X_OK, effective_ids=True):
+            raise StoreError(
+                "cannot replace it: its folder does not let you remove what is in it",
+                path=self.destination,
+                remedy="check its owner and permissions, or save elsewhere",
+            )
+        self._checked = (status.st_dev, status.st_ino)
 
-    def _hold(self, parent: Path) -> None:
-        # The lock lies on a directory, also for a single file: the file itself is renamed, and with it the lock.
+    def _hold(self) -> None:
+        """Make a temporary and lock it, as the only one who saves here.
+
+        The lock lies on a directory, also for a single file: the file itself is renamed, and with it the lock.
+        """
         while True:
-            holder = parent / f"{_prefix(self.destination)}{secrets.token_hex(4)}{SUFFIX}"
-            holder.mkdir()
-            lock = os.open(holder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            # Between mkdir and flock another writer may have taken it for a dead one's, and removed it.
-            if os.path.lexists(holder):
-                break
-            os.close(lock)
-        self._lock, self._holder = lock, holder
+            remove_stale(self.destination)
+            holder = self.destination.parent / f"{prefix(self.destination)}{secrets.token_hex(4)}{SUFFIX}"
+            os.mkdir(holder)
+            fd = lock(holder)
+            if fd is None:
+                continue
+            try:
+                # Whoever began at the same time sees this lock, or is seen here.
+                remove_stale(self.destination, besides=holder)
+            except BusyError:
+                remove(holder)
+                os.close(fd)
+                time.sleep(secrets.randbelow(50) / 1000)
+                continue
+            except BaseException:
+                os.close(fd)
+                raise
+            break
+        self._lock, self._holder = fd, holder
         self.path = holder if self._directory else holder / self.destination.name
+        _held.add(self)
 
     def publish(self) -> None:
         """Make what lies at `path`, whose files are durable already, visible at the destination."""
         try:
+            if self.overwrite:
+                self._check_destination()
             if self._directory:
                 sync_directory(self.path)
                 self._publish_directory()
@@ -140,7 +175,7 @@ class Commit:
             try:
                 os.link(self.path, self.destination)
             except OSError as error:
-                if error.errno not in (errno.EPERM, errno.EOPNOTSUPP):
+                if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
                     raise
                 _rename(self.path, self.destination, _RENAME_NOREPLACE)
 
@@ -155,58 +190,46 @@ class Commit:
             _rename(self.path, self.destination, _RENAME_EXCHANGE)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self not in _held:  # a forked child, whose parent is still saving
+            return
         try:
             if self._holder != self.destination:
-                shutil.rmtree(self._holder, ignore_errors=True)
+                remove(self._holder)
         finally:
             # Also when the removal is interrupted: a lock that stays would make this process its own rival.
-            os.close(self._lock)
+            self._release()
+
+    def _release(self) -> None:
+        _held.discard(self)
+        os.close(self._lock)
 
 
-def remove_stale(destination: Path) -> list[Path]:
-    """Remove the temporaries that dead writers left beside a destination, and return them.
-
-    Raises
-    ------
-    BusyError
-        If the writer of one is alive.
-    """
-    removed = []
-    prefix = _prefix(destination)
-    for entry in sorted(os.scandir(destination.parent), key=lambda entry: entry.name):
-        if not (entry.name.startswith(prefix) and entry.name.endswith(SUFFIX) and entry.is_dir(follow_symlinks=False)):
-            continue
-        if not _remove_unless_held(Path(entry.path)):
-            raise BusyError(
-                f"another process is saving here (see {entry.name})",
-                path=destination,
-                remedy="wait for it to end, or save elsewhere",
-            )
-        removed.append(Path(entry.path))
-    return removed
+def _release_in_child() -> None:
+    # A child keeps what it inherits for as long as it lives, and with it the lock of a writer that was killed.
+    for commit in list(_held):
+        commit._release()
 
 
-def _remove_unless_held(holder: Path) -> bool:
-    try:
-        fd = os.open(holder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return True
-    try:
-        # Held until it is gone, so that a writer which just made it sees that it lost it.
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(holder, ignore_errors=True)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(fd)
-    return True
+os.register_at_fork(after_in_child=_release_in_child)
 
 
-def _prefix(destination: Path) -> str:
-    # The hash keeps `a.b` and `a` apart, and long names within what a file name may hold.
-    name = destination.name
-    readable = name.encode()[:80].decode(errors="ignore")
-    return f".{readable}.{xxhash.xxh3_64_hexdigest(name.encode())[:8]}."
+def _without_links(destination: Path) -> Path:
+    """Return the absolute path, as the kernel would walk it; only the last component may be a symbolic link."""
+    if destination.name in ("", ".."):
+        return Path(os.path.realpath(destination))
+    return Path(os.path.realpath(destination.parent), destination.name)
+
+
+def _make_durable(folder: Path) -> None:
+    """Create the folders that are missing on the way to one, each durable before the next."""
+    missing = []
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    for made in reversed(missing):
+        with suppress(FileExistsError):
+            os.mkdir(made)
+        sync_directory(made.parent)
 
 
 @cache
@@ -235,5 +258,7 @@ def _rename_without_flags(source: Path, destination: Path, flag: int) -> None:
             path=destination,
             remedy="save under a new name, then remove the old checkpoint",
         )
-    # A directory renamed onto an existing one that is not empty fails, and `lexists` was just false.
+    # A plain rename replaces: what appears between this look and the rename is lost, and nothing here can prevent it.
+    if os.path.lexists(destination):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(destination))
     os.rename(source, destination)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import threading
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -19,8 +20,29 @@ import numpy.typing as npt
 
 from holdfast.errors import CorruptCheckpointError, NotACheckpointError, StoreError
 from holdfast.io.buffers import ALIGNMENT, round_down, round_up
+from holdfast.io.parallel import default_threads
+from holdfast.io.residency import Residency
 
 Bytes = npt.NDArray[np.uint8]
+
+
+class _Transfers:
+    """How many transfers may be under way at once: as many as half the threads.
+
+    Threads that wait for one disk fall into step: all transfer, then all copy, hash or code, and the disk idles. With
+    turns, one half transfers while the other computes.
+    """
+
+    def __init__(self) -> None:
+        self.renew()
+        # A child that is forked while all turns are taken would wait for ever.
+        os.register_at_fork(after_in_child=self.renew)
+
+    def renew(self) -> None:
+        self.turn = threading.BoundedSemaphore(max(2, default_threads() // 2))
+
+
+_transfers = _Transfers()
 
 
 def store_error(error: OSError, path: str | os.PathLike[str], doing: str) -> StoreError:
@@ -50,6 +72,7 @@ class DirectFile:
     def __init__(self, path: Path, *, direct: bool = True) -> None:
         self.path = path
         self.direct = direct
+        self._lock = threading.Lock()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
             self._fd = self._open(flags)
@@ -86,26 +109,30 @@ class DirectFile:
         done = 0
         view = memoryview(data)
         while done < len(view):
+            direct = self.direct  # another thread may fall back meanwhile
             try:
-                written = os.pwrite(self._fd, view[done:], offset + done)
+                with _transfers.turn:
+                    written = os.pwrite(self._fd, view[done:], offset + done)
             except OSError as error:
-                if error.errno == errno.EINVAL and self.direct:
+                if error.errno == errno.EINVAL and direct:
                     self._fall_back()
                     continue
                 raise store_error(error, self.path, "write") from error
             if written <= 0:
                 raise StoreError("cannot write: the kernel accepted no bytes", path=self.path)
             # The kernel may write less than asked; a direct write goes on from a page that it still accepts.
-            if self.direct and written < ALIGNMENT:
+            if direct and written < ALIGNMENT:
                 self._fall_back()
-            done += round_down(written) if self.direct else written
+            done += round_down(written) if direct else written
 
     def _fall_back(self) -> None:
-        # Some file systems accept the flag and refuse the first write.
-        buffered = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
-        os.dup2(buffered, self._fd, inheritable=False)
-        os.close(buffered)
-        self.direct = False
+        """Write through the page cache from now on: some file systems accept the flag and refuse the first write."""
+        with self._lock:
+            if self.direct:
+                buffered = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+                os.dup2(buffered, self._fd, inheritable=False)
+                os.close(buffered)
+                self.direct = False
 
     def finish(self, size: int) -> None:
         """Cut the file to ``size`` bytes, make it durable and close it."""
@@ -167,8 +194,10 @@ class SourceFile:
             self.close()
             raise CorruptCheckpointError("is not a regular file", path=path)
         self.size = status.st_size
-        if not page_cache:
+        self._residency: Residency | None = None
+        if not page_cache and self.size:
             self._direct_fd = _reopen_direct(self._fd)
+            self._residency = Residency(self._fd, self.size) if self._direct_fd >= 0 else None
 
     def read_into(self, offset: int, out: Bytes) -> None:
         """Fill ``out`` from the file.
@@ -191,23 +220,9 @@ class SourceFile:
                 )
             done += count
 
-    def read_cached(self, offset: int, out: Bytes) -> int:
-        """Fill the front of ``out`` with what can be had without waiting for the disk, and return how much that is.
-
-        A file that is read through the page cache is waited for.
-        """
-        if self._direct_fd < 0:
-            self.read_into(offset, out)
-            return len(out)
-        try:
-            return os.preadv(self._fd, [memoryview(out)], offset, os.RWF_NOWAIT)
-        except BlockingIOError:
-            return 0
-        except OSError as error:
-            if error.errno != errno.EOPNOTSUPP:
-                raise store_error(error, self.path, "read") from error
-            self.read_into(offset, out)
-            return len(out)
+    def goes_direct(self, offset: int, count: int) -> bool:
+        """Say whether `fetch` would go around the page cache for a range: it may, and the range is not cached."""
+        return self._residency is not None and not self._residency.holds(offset, count)
 
     def fetch(self, offset: int, count: int, scratch: Bytes) -> Bytes:
         """Return ``count`` bytes of the file, in a part of ``scratch``.
@@ -217,7 +232,8 @@ class SourceFile:
         scratch : uint8 array
             Page-aligned, at least ``count`` and two pages long.
         """
-        if self.read_cached(offset, scratch[:count]) == count:
+        if not self.goes_direct(offset, count):
+            self.read_into(offset, scratch[:count])
             return scratch[:count]
         first = round_down(offset)
         wanted = scratch[: round_up(offset + count) - first]
@@ -230,7 +246,8 @@ class SourceFile:
         done = 0
         while first + done < end:
             try:
-                count = os.preadv(self._direct_fd, [view[done:]], first + done)
+                with _transfers.turn:
+                    count = os.preadv(self._direct_fd, [view[done:]], first + done)
             except OSError as error:
                 raise store_error(error, self.path, "read") from error
             if first + done + count < end and count < ALIGNMENT:
@@ -246,6 +263,7 @@ class SourceFile:
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
+        self._residency = None
         for name in ("_fd", "_direct_fd"):
             fd = getattr(self, name)
             setattr(self, name, -1)

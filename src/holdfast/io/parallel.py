@@ -55,33 +55,55 @@ def run(tasks: Iterable[Callable[[], None]], threads: int, cancellation: Cancell
     The first exception stops the start of further tasks, waits for those that run, and is raised. An interrupt
     (Ctrl-C) does the same. When this returns or raises, no task is running.
     """
-    crew = _Crew(tasks, cancellation or Cancellation())
-    workers = [threading.Thread(target=crew.work, name=f"holdfast-{i}", daemon=True) for i in range(threads)]
-    for worker in workers:
-        worker.start()
+    crew = _Crew(tasks, threads, cancellation or Cancellation())
+    # Interrupts reach the main thread alone, at any instant. So another one starts the threads and waits for them, and
+    # the main thread only waits for that one: to the end, however often Ctrl-C is pressed, because tasks may use files
+    # that the caller is about to close.
+    foreman = threading.Thread(target=crew.lead, name="holdfast-foreman", daemon=True)
+    interrupted: KeyboardInterrupt | None = None
     try:
-        crew.wait(threads)
-    except BaseException:
-        crew.cancellation.cancel()
-        raise
-    finally:
-        for worker in workers:
-            worker.join()
-    if crew.failure is not None:
-        raise crew.failure
+        foreman.start()
+    except KeyboardInterrupt as error:
+        interrupted = error
+    while True:
+        try:
+            if interrupted:
+                crew.cancellation.cancel()
+            # An interrupt may have come just before the foreman began; then it never will.
+            if crew.finished.wait(timeout=_PATIENCE) or foreman.ident is None:
+                break
+        except KeyboardInterrupt as error:
+            interrupted = error
+    if failure := interrupted or crew.failure:
+        raise failure
+
+
+_PATIENCE = 1.0
+"""Seconds within which a thread that was started begins to run."""
 
 
 class _Crew:
-    def __init__(self, tasks: Iterable[Callable[[], None]], cancellation: Cancellation) -> None:
+    def __init__(self, tasks: Iterable[Callable[[], None]], threads: int, cancellation: Cancellation) -> None:
         self.cancellation = cancellation
         self.failure: BaseException | None = None
+        self.finished = threading.Event()
         self._tasks = iter(tasks)
+        self._threads = threads
         self._lock = threading.Lock()
-        self._finished = threading.Semaphore(0)
 
-    def wait(self, threads: int) -> None:
-        for _ in range(threads):
-            self._finished.acquire()
+    def lead(self) -> None:
+        workers: list[threading.Thread] = []
+        try:
+            for number in range(self._threads):
+                worker = threading.Thread(target=self.work, name=f"holdfast-{number}", daemon=True)
+                worker.start()
+                workers.append(worker)
+        except BaseException as error:  # there can be no more threads
+            self._fail(error)
+        finally:
+            for worker in workers:
+                worker.join()
+            self.finished.set()
 
     def work(self) -> None:
         try:
@@ -90,11 +112,12 @@ class _Crew:
         except Cancelled:
             pass
         except BaseException as error:
-            with self._lock:
-                self.failure = self.failure or error
-            self.cancellation.cancel()
-        finally:
-            self._finished.release()
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self.failure = self.failure or error
+        self.cancellation.cancel()
 
     def _next(self) -> Callable[[], None] | None:
         self.cancellation.check()

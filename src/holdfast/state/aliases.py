@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from holdfast.state.memory import extent_of
+
 if TYPE_CHECKING:
     from holdfast.state.leaf import Leaf
     from holdfast.state.strided import Array
@@ -66,6 +68,12 @@ class Alias:
         if low < 0 or high >= math.prod(base_shape):
             raise ValueError(f"the view reaches elements {low} to {high} of a tensor of {math.prod(base_shape)}")
 
+    @property
+    def is_run(self) -> bool:
+        """Whether its elements follow one another in the stored leaf."""
+        dense = zip(self.shape, self.strides, contiguous_strides(self.shape), strict=True)
+        return all(length == 1 or stride == expected for length, stride, expected in dense)
+
     def is_whole(self, base_shape: Sequence[int]) -> bool:
         """Return whether the view is the stored leaf itself, so that both come back as one object."""
         return (
@@ -73,6 +81,11 @@ class Alias:
             and self.shape == tuple(base_shape)
             and self.strides == contiguous_strides(self.shape)
         )
+
+
+def whole(name: str, shape: Sequence[int]) -> Alias:
+    """Return the view of a stored leaf that is all of it."""
+    return Alias(name, 0, tuple(shape), contiguous_strides(shape))
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -147,25 +160,16 @@ class _Extent(NamedTuple):
 def _extent(leaf: Leaf, order: int) -> _Extent | None:
     """Return a leaf's place in memory, or None for what is never shared: empty, lazy, odd strides."""
     size = leaf.dtype.itemsize
-    if leaf.nbytes == 0:
+    if leaf.nbytes == 0 or (leaf.is_torch and (leaf.array.is_conj() or leaf.array.is_neg())):
         return None
-    array = leaf.array
-    if leaf.is_torch:
-        if array.is_conj() or array.is_neg():
-            return None
-        place, origin, strides, dense = str(array.device), array.data_ptr(), array.stride(), array.is_contiguous()
-    else:
-        if any(stride % size for stride in array.strides):
-            return None
-        place, origin, dense = "numpy", array.ctypes.data, array.flags.c_contiguous
-        strides = tuple(stride // size for stride in array.strides)
-    spans = [(length - 1) * stride * size for length, stride in zip(leaf.shape, strides, strict=True)]
-    low = origin + sum(span for span in spans if span < 0)
-    high = origin + sum(span for span in spans if span > 0) + size
-    if dense:
-        # The strides of dimensions of length 1 mean nothing and differ between equal views.
-        strides = contiguous_strides(leaf.shape)
-    return _Extent(low, high, origin, tuple(strides), bool(dense), order, place, leaf)
+    memory = extent_of(leaf)
+    if any(stride % size for stride in memory.strides):
+        return None
+    dense = leaf.array.is_contiguous() if leaf.is_torch else leaf.array.flags.c_contiguous
+    # The strides of dimensions of length 1 mean nothing and differ between equal views.
+    strides = contiguous_strides(leaf.shape) if dense else tuple(stride // size for stride in memory.strides)
+    place = memory.device if leaf.is_torch else "numpy"
+    return _Extent(memory.low, memory.high, memory.origin, strides, bool(dense), order, place, leaf)
 
 
 def _within(group: list[_Extent]) -> dict[int, tuple[str, Alias]]:

@@ -30,6 +30,7 @@ DEFAULT_PART = "model"
 _RESERVED = "__metadata__"
 _LONGEST_STEM = 100
 _LONG_INTEGER = 2**64
+_MAGIC = re.compile(r"[*?[]")
 
 
 def key_text(key: Key) -> str:
@@ -147,9 +148,12 @@ def select(names: Iterable[str], patterns: str | Iterable[str]) -> list[str]:
         If a pattern matches nothing.
     """
     candidates = list(names)
+    known = set(candidates)
     chosen: set[str] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        matching = {name for name in candidates if name == pattern or fnmatchcase(name, pattern)}
+        matching = {pattern} & known
+        if not matching or _MAGIC.search(pattern):
+            matching |= {name for name in candidates if fnmatchcase(name, pattern)}
         if not matching:
             raise UsageError(f"no tensor matches {pattern!r}", remedy=_nearest(candidates, pattern))
         chosen |= matching
@@ -161,7 +165,8 @@ def _nearest(names: list[str], pattern: str) -> str:
         return "the checkpoint has no tensors"
     if any(name.startswith(f"{pattern}.") for name in names):
         return f"did you mean {pattern + '.*'!r}?"
-    return f"did you mean {difflib.get_close_matches(pattern, names, n=1, cutoff=0)[0]!r}?"
+    near = difflib.get_close_matches(pattern, names, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"its names are such as {names[0]!r}"
 
 
 def _is_natural(path: Path) -> bool:

@@ -85,7 +85,7 @@ def layout(node: Any) -> Layout | None:
         return Layout(body, [], lambda items: node, False)
     if tag in ("dict", "ordered"):
         return Layout(None, list(body.items()), lambda items: {**node, tag: dict(items)}, True)
-    if tag in ("items", "ordered_items"):
+    if tag in ("items", "ordered_items", "counter"):
         pairs = [(key, child) for key, child in body]
         return Layout(None, pairs, lambda items: {**node, tag: [list(item) for item in items]}, True)
     if tag in ("namedtuple", "object"):

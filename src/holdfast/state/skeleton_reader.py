@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections import OrderedDict, namedtuple
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, OrderedDict, namedtuple
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -40,6 +40,8 @@ class SkeletonReader:
     ----------
     values : mapping of str to array, or None
         The leaves' data. None only checks the skeleton: leaves and registered objects decode to None.
+    as_given : bool
+        Take each value as it is, whatever the skeleton says of it.
 
     Attributes
     ----------
@@ -47,9 +49,10 @@ class SkeletonReader:
         Kind and ``requires_grad`` of the leaves met so far.
     """
 
-    def __init__(self, values: Mapping[str, Array] | None) -> None:
+    def __init__(self, values: Mapping[str, Array] | None, *, as_given: bool = False) -> None:
         self.seen: dict[str, tuple[LeafKind, bool]] = {}
         self._values = values
+        self._as_given = as_given
         self._made: dict[tuple[int, LeafKind, bool], tuple[Array, Any]] = {}
 
     def decode(self, node: object, depth: int = 0) -> Any:
@@ -99,6 +102,8 @@ class SkeletonReader:
         if name not in self._values:
             raise ValueError(f"there is no data for the leaf {name!r}")
         value = self._values[name]
+        if self._as_given:
+            return value
         identity = (id(value), kind, grad)
         if identity not in self._made:
             # The value is kept, so that no later one can have its id.
@@ -113,7 +118,7 @@ class SkeletonReader:
 
     def _items(self, body: object, depth: int) -> dict[Any, Any]:
         result: dict[Any, Any] = {}
-        for key_node, child in _pairs(body):
+        for key_node, child in map(_pair, _list(body)):
             key = decode_key(key_node)
             if key in result:
                 raise ValueError(f"the key {brief(key_node)} stands twice in one dict")
@@ -215,10 +220,6 @@ def _pair(body: object) -> tuple[Any, Any]:
     return items[0], items[1]
 
 
-def _pairs(body: object) -> Iterator[tuple[Any, Any]]:
-    return map(_pair, _list(body))
-
-
 def _named(body: object) -> tuple[str, dict[str, Any]]:
     name, fields = _pair(body)
     return check_text(name), _object(fields)
@@ -288,6 +289,7 @@ _DECODERS: dict[str, Callable[[SkeletonReader, Any, int], Any]] = {
     "tuple": SkeletonReader._tuple,
     "dict": SkeletonReader._dict,
     "items": SkeletonReader._items,
+    "counter": lambda reader, body, depth: Counter(reader._items(body, depth)),
     "ordered": SkeletonReader._dict,
     "ordered_items": SkeletonReader._items,
     "namedtuple": SkeletonReader._namedtuple,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -20,10 +20,11 @@ _KEY_TYPES = (str, int, bool, float, type(None))
 
 
 class FoundLeaf(NamedTuple):
-    """A leaf, the keys that lead to it, and its node, which waits for the name."""
+    """A leaf, the value that it was made of, the keys that lead to it, and its node, which waits for the name."""
 
     path: Path
     leaf: Leaf
+    value: Any
     node: dict[str, object]
 
 
@@ -52,15 +53,15 @@ class SkeletonWriter:
             return encoder(self, value, path)
         leaf = Leaf.of(display(path), value)
         if leaf is not None:
-            return self._leaf(leaf, path)
+            return self._leaf(leaf, value, path)
         node = _torch_node(value)
         return self._registered(value, path) if node is None else node
 
-    def _leaf(self, leaf: Leaf, path: Path) -> dict[str, object]:
+    def _leaf(self, leaf: Leaf, value: Any, path: Path) -> dict[str, object]:
         node: dict[str, object] = {leaf.kind: ""}
         if leaf.is_torch and leaf.requires_grad != (leaf.kind == "parameter"):
             node["requires_grad"] = leaf.requires_grad
-        self.found.append(FoundLeaf(path, leaf, node))
+        self.found.append(FoundLeaf(path, leaf, value, node))
         return node
 
     def _text(self, value: str, path: Path) -> str:
@@ -95,6 +96,12 @@ class SkeletonWriter:
                 remedy="save them as entries of the state, and dict(x)",
             )
         return node
+
+    def _counter(self, value: Counter[Any], path: Path) -> dict[str, Any]:
+        _check_depth(path)
+        for key in value:
+            _check_key(key, path)
+        return {"counter": [[encode_key(key), self.encode(count, (*path, key))] for key, count in value.items()]}
 
     def _set(self, value: set[Any] | frozenset[Any], path: Path) -> dict[str, Any]:
         for item in value:
@@ -153,6 +160,7 @@ _ENCODERS: dict[type, Callable[[SkeletonWriter, Any, Path], Any]] = {
     tuple: SkeletonWriter._tuple,
     dict: SkeletonWriter._dict,
     OrderedDict: SkeletonWriter._ordered,
+    Counter: SkeletonWriter._counter,
     set: SkeletonWriter._set,
     frozenset: SkeletonWriter._set,
 }

@@ -22,6 +22,7 @@ an integer                                                   an int below 2**53 
                                                              string, an integer, ``{"int": ...}`` or ``{"float": ...}``
 ``{"ordered": {...}}``, ``{"ordered_items": [...]}``         an OrderedDict, likewise; with ``"_metadata": NODE``
                                                              beside it if it has torch's ``_metadata`` attribute
+``{"counter": [[KEY, NODE], ...]}``                           a collections.Counter
 ``{"namedtuple": ["Point", {"x": NODE, ...}]}``              a named tuple that was not registered
 ``{"object": ["module:Class", {"field": NODE, ...}]}``       a registered dataclass or named tuple
 ``{"enum": ["module:Class", "MEMBER"]}``                     a registered enum; a combination of flags by its integer
@@ -49,11 +50,11 @@ from holdfast.state.aliases import Alias, find_aliases
 from holdfast.state.leaf import Leaf, LeafKind
 from holdfast.state.pruning import prune
 from holdfast.state.skeleton_reader import MAX_DEPTH, SkeletonReader
-from holdfast.state.skeleton_writer import SkeletonWriter
+from holdfast.state.skeleton_writer import FoundLeaf, SkeletonWriter
 from holdfast.state.source import Source
 from holdfast.state.strided import Array
 
-__all__ = ["MAX_DEPTH", "Flat", "LeafSpec", "flatten", "leaf_specs", "prune", "unflatten"]
+__all__ = ["MAX_DEPTH", "Flat", "GivenLeaf", "LeafSpec", "flatten", "given_leaves", "leaf_specs", "prune", "unflatten"]
 
 
 S_co = TypeVar("S_co", bound=Source, covariant=True)
@@ -96,6 +97,13 @@ class LeafSpec(NamedTuple):
     requires_grad: bool
 
 
+class GivenLeaf(NamedTuple):
+    """A leaf of a state that is to be filled, and the caller's own tensor or array, which it shares its memory with."""
+
+    leaf: Leaf
+    value: Any
+
+
 def flatten(state: object) -> Flat[Leaf]:
     """Take a nested state apart; no tensor is copied.
 
@@ -104,21 +112,39 @@ def flatten(state: object) -> Flat[Leaf]:
     UnsupportedLeafError
         For the first value that cannot be saved; it names the key and says what to do.
     """
-    writer = SkeletonWriter()
-    skeleton = writer.encode(state, ())
-    paths = [found.path for found in writer.found]
-    assigned = names.assign_names(paths)
-    for found, name in zip(writer.found, assigned, strict=True):
-        found.leaf.name = name
-        found.node[found.leaf.kind] = name
-    leaves = [found.leaf for found in writer.found]
+    skeleton, found = _encode(state)
+    leaves = [one.leaf for one in found]
     aliases = find_aliases(leaves)
-    parts = names.assign_parts(paths, assigned, is_dict=isinstance(state, dict))
+    assigned = [leaf.name for leaf in leaves]
+    parts = names.assign_parts([one.path for one in found], assigned, is_dict=isinstance(state, dict))
     stored = {leaf.name: leaf for leaf in leaves if leaf.name not in aliases}
     return Flat(skeleton, stored, aliases, parts)
 
 
-def unflatten(skeleton: object, values: Mapping[str, Array], *, path: PathLike | None = None) -> Any:
+def given_leaves(state: object) -> dict[str, GivenLeaf]:
+    """Return every leaf of a state by its name, those that share another's storage included.
+
+    Raises
+    ------
+    UnsupportedLeafError
+        As `flatten`.
+    """
+    return {one.leaf.name: GivenLeaf(one.leaf, one.value) for one in _encode(state)[1]}
+
+
+def _encode(state: object) -> tuple[object, list[FoundLeaf]]:
+    writer = SkeletonWriter()
+    skeleton = writer.encode(state, ())
+    assigned = names.assign_names([found.path for found in writer.found])
+    for found, name in zip(writer.found, assigned, strict=True):
+        found.leaf.name = name
+        found.node[found.leaf.kind] = name
+    return skeleton, writer.found
+
+
+def unflatten(
+    skeleton: object, values: Mapping[str, Array], *, as_given: bool = False, path: PathLike | None = None
+) -> Any:
     """Rebuild a state.
 
     Parameters
@@ -129,6 +155,8 @@ def unflatten(skeleton: object, values: Mapping[str, Array], *, path: PathLike |
         For each leaf that the skeleton names its data, of the leaf's kind as ``leaf.allocate`` makes it. Where two
         names have the same object, the state gets the same object, too (a tied parameter is one parameter again).
         A `torch.nn.Parameter` or tensor that already tracks gradients as the leaf did is taken as it is.
+    as_given : bool
+        Put each value into the state as it is: a parameter stays one, a tensor tracks gradients or not as before.
     path : path-like, optional
         The checkpoint, for error messages.
 
@@ -140,7 +168,7 @@ def unflatten(skeleton: object, values: Mapping[str, Array], *, path: PathLike |
         If it holds an object of a class that is not registered in this process, or has other fields now.
     """
     try:
-        return SkeletonReader(values).decode(skeleton)
+        return SkeletonReader(values, as_given=as_given).decode(skeleton)
     except UnsupportedError as error:
         raise UnsupportedError(error.message, path=path, name=error.name, remedy=error.remedy) from None
 

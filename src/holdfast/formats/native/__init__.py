@@ -25,7 +25,7 @@ class NativeFormat(Format):
         return reader.NativeReader(path, settings)
 
     def write(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> Written:
-        return writer.write(flat, destination, settings, replaceable=self.recognises)
+        return writer.write(flat, destination, settings, replaceable=reader.is_replaceable)
 
 
 FORMAT = NativeFormat()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -15,7 +16,8 @@ from holdfast.codecs.base import Codec, CodecError
 from holdfast.errors import CorruptCheckpointError, UnsupportedError
 from holdfast.formats.native.manifest import digest
 from holdfast.io.buffers import ALIGNMENT, BufferPool, round_up
-from holdfast.io.files import Bytes, SourceFile
+from holdfast.io.directory import Readable
+from holdfast.io.files import Bytes
 from holdfast.state.dtypes import DType
 
 _HASH_BYTES = 1024**2
@@ -46,7 +48,7 @@ class StoredTensor:
     dtype: DType
     shape: tuple[int, ...]
     nbytes: int
-    file: SourceFile
+    file: Readable
     block_bytes: int
     blocks: tuple[StoredBlock, ...]
 
@@ -123,36 +125,21 @@ class BlockReader:
         if self._verify and block.raw and found != block.raw:
             raise self._corrupt(tensor, index, f"its checksum is {found}, not {block.raw}")
 
-    def _read_raw(self, file: SourceFile, block: StoredBlock, out: Bytes) -> str:
+    def _read_raw(self, file: Readable, block: StoredBlock, out: Bytes) -> str:
         if block.length != len(out):
             raise CorruptCheckpointError(f"{block.length:,} raw bytes stand for {len(out):,}")
         hasher = xxhash.xxh3_64() if self._verify and block.raw else None
-        if len(out) < _SMALL_BYTES:
-            file.read_into(block.offset, out)
-            _hash(hasher, out)
+        if len(out) >= _SMALL_BYTES and file.goes_direct(block.offset, len(out)):
+            with self._pool.acquire(_room(len(out))) as scratch:
+                data = file.fetch(block.offset, len(out), scratch)
+                for piece in _pieces(len(out)):
+                    np.copyto(out[piece], data[piece])
+                    _hash(hasher, out[piece])
         else:
-            done = self._read_cached(file, block.offset, out, hasher)
-            if done < len(out):
-                self._read_around(file, block.offset + done, out[done:], hasher)
+            for piece in _pieces(len(out)):
+                file.read_into(block.offset + piece.start, out[piece])
+                _hash(hasher, out[piece])
         return hasher.hexdigest() if hasher else ""
-
-    @staticmethod
-    def _read_cached(file: SourceFile, offset: int, out: Bytes, hasher: Any) -> int:
-        """Read as long as nothing has to be waited for, and return how many bytes that were."""
-        for at in range(0, len(out), _HASH_BYTES):
-            piece = out[at : at + _HASH_BYTES]
-            if file.read_cached(offset + at, piece) < len(piece):
-                return at
-            _hash(hasher, piece)
-        return len(out)
-
-    def _read_around(self, file: SourceFile, offset: int, out: Bytes, hasher: Any) -> None:
-        with self._pool.acquire(_room(len(out))) as scratch:
-            data = file.fetch(offset, len(out), scratch)
-            for at in range(0, len(out), _HASH_BYTES):
-                piece = out[at : at + _HASH_BYTES]
-                np.copyto(piece, data[at : at + _HASH_BYTES])
-                _hash(hasher, piece)
 
     def _decode(self, tensor: StoredTensor, block: StoredBlock, out: Bytes, scratch: Bytes) -> str:
         codec = _codec(block.codec, tensor)
@@ -179,6 +166,10 @@ class BlockReader:
 def _room(nbytes: int) -> int:
     # Whole pages around the bytes, wherever they begin.
     return round_up(nbytes) + 2 * ALIGNMENT
+
+
+def _pieces(count: int) -> Iterator[slice]:
+    return (slice(at, min(at + _HASH_BYTES, count)) for at in range(0, count, _HASH_BYTES))
 
 
 def _hash(hasher: Any, piece: Bytes) -> None:

@@ -17,7 +17,8 @@ import msgspec
 import xxhash
 
 from holdfast.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedError
-from holdfast.io.files import SourceFile
+from holdfast.formats.safetensors_header import MAX_HEADER_BYTES
+from holdfast.io.directory import Directory
 from holdfast.state.dtypes import BY_NAME
 
 FILE_NAME = "manifest.json"
@@ -87,14 +88,18 @@ class FileRecord(msgspec.Struct, frozen=True):
     head: str
 
 
-class AliasRecord(msgspec.Struct, frozen=True):
-    """A tensor that is a view of another's storage: part of the state, offset and strides in elements."""
+class AliasRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A tensor that is a view of another's storage: part and key as of a leaf, offset and strides in elements.
+
+    The first manifests of version 1 have no ``key``; see `Manifest.parts`.
+    """
 
     of: str
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     part: str
+    key: str = ""
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -112,6 +117,20 @@ class Manifest(msgspec.Struct, frozen=True):
     skeleton: Any
     metadata: dict[str, Any]
 
+    def parts(self) -> dict[str, tuple[str, str]]:
+        """Return the part and the key of each leaf and alias."""
+        found = {leaf.name: (leaf.part, leaf.key) for leaf in self.leaves}
+        found |= {name: (alias.part, alias.key) for name, alias in self.aliases.items() if alias.key}
+        taken = set(found.values())
+        for name, alias in self.aliases.items():
+            if not alias.key:
+                key = name.removeprefix(f"{alias.part}.")
+                while (alias.part, key) in taken:
+                    key += "_"
+                found[name] = (alias.part, key)
+                taken.add(found[name])
+        return found
+
 
 def digest(data: Any) -> str:
     """Return the xxh3-64 of some bytes, as 16 hexadecimal digits."""
@@ -124,8 +143,8 @@ def encode(manifest: Manifest) -> bytes:
     return OPENING + digest(b'"' + rest).encode() + b'"' + rest
 
 
-def read(directory: Path) -> Manifest:
-    """Read the manifest of a checkpoint and check all that it claims, as far as it can be checked by itself.
+def read(directory: Directory) -> Manifest:
+    """Read the manifest of a checkpoint and check what it claims of its files.
 
     Raises
     ------
@@ -136,14 +155,14 @@ def read(directory: Path) -> Manifest:
     UnsupportedError
         If a later version wrote it.
     """
-    path = directory / FILE_NAME
+    path = directory.path / FILE_NAME
     try:
-        with SourceFile(path, follow_links=False) as file:
+        with directory.open(FILE_NAME, follow_links=False) as file:
             if file.size > MAX_BYTES:
                 raise CorruptCheckpointError(f"a manifest of {file.size:,} bytes is not one of ours", path=path)
             content = file.read(0, file.size)
     except NotACheckpointError as error:
-        raise NotACheckpointError("holds no manifest, so it is no checkpoint", path=directory) from error
+        raise NotACheckpointError("holds no manifest, so it is no checkpoint", path=directory.path) from error
     manifest = _decode(content, path)
     _Check(manifest, path).all()
     return manifest
@@ -213,6 +232,8 @@ class _Check:
                 raise self._corrupt(f"names the file {file.name!r}, which cannot be part of a checkpoint")
             if not 0 <= file.head_bytes <= file.bytes:
                 raise self._corrupt(f"the sizes of file {file.name} contradict each other")
+            if file.head_bytes > _most_head_bytes(file):
+                raise self._corrupt(f"file {file.name} claims a head of {file.head_bytes:,} bytes, which none has")
 
     def _leaf(self, leaf: LeafRecord) -> None:
         if leaf.dtype not in BY_NAME:
@@ -243,6 +264,11 @@ class _Check:
         for file, end in zip(self.manifest.files, ends, strict=True):
             if end != file.bytes:
                 raise self._corrupt(f"the tensors of file {file.name} end at byte {end:,}, the file at {file.bytes:,}")
+
+
+def _most_head_bytes(file: FileRecord) -> int:
+    # All of an index is its head.
+    return MAX_BYTES if file.head_bytes == file.bytes else MAX_HEADER_BYTES + 8
 
 
 def _is_plain(block: BlockRecord) -> bool:

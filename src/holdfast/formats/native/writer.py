@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from holdfast import plugins
 from holdfast.codecs.base import Codec
 from holdfast.errors import UsageError
 from holdfast.formats import safetensors_header
-from holdfast.formats.base import BLOCK_BYTES, THREAD_BYTES, WriteSettings, Written
+from holdfast.formats.base import BLOCK_BYTES, WriteSettings, Written, thread_bytes
 from holdfast.formats.native import manifest as manifests
 from holdfast.formats.native.coded_tensors import FRAMEWORK_KEY, METADATA_KEY, describe, widest
 from holdfast.formats.native.manifest import AliasRecord, FileRecord, LeafRecord, Manifest
@@ -27,6 +28,7 @@ from holdfast.io.commit import Commit
 from holdfast.io.files import write_small
 from holdfast.state.source import Source
 from holdfast.state.tree import Flat
+from holdfast.units import parse_bytes
 from holdfast.version import __version__
 
 
@@ -35,7 +37,7 @@ def write(
 ) -> Written:
     """Write a state as a native checkpoint; see `holdfast.formats.base.Format.write`."""
     options = settings.only("native", "shard_bytes")
-    plans = plan_files(flat, options.get("shard_bytes", DEFAULT_SHARD_BYTES))
+    plans = plan_files(flat, parse_bytes(options.get("shard_bytes", DEFAULT_SHARD_BYTES)))
     codec = chosen_codec(settings.compression)
     with Commit(destination, directory=True, overwrite=settings.overwrite, replaceable=replaceable) as commit:
         streams = write_streams(commit.path, plans, settings, coded=settings.compression != "none", codec=codec)
@@ -91,15 +93,17 @@ def write_streams(
             )
             jobs.append(job)
             tasks += [functools.partial(job.task, number) for number in range(job.count)]
-        parallel.run(tasks, settings.pool.threads(settings.threads, THREAD_BYTES), cancellation)
-        return [job.finish() for job in jobs]
+        # Raw bytes where they have to be gathered, coded bytes, and what a source that is stored itself reads into.
+        threads = settings.pool.threads(settings.threads, thread_bytes(BLOCK_BYTES, buffers=3))
+        parallel.run(tasks, threads, cancellation)
+        return [job.result() for job in jobs]
     finally:
         for job in jobs:
-            job.stream.abort()
+            job.abort()
 
 
 class _Job:
-    """One data file, from plan to durable."""
+    """One data file, from plan to durable: open only while its tasks run, because a state may have a thousand parts."""
 
     def __init__(
         self,
@@ -112,21 +116,44 @@ class _Job:
         codec: Codec | None,
         cancellation: parallel.Cancellation,
     ) -> None:
-        groups = tasks_of(plan, BLOCK_BYTES)
-        self.count = len(groups)
-        self._coded = coded
         self._plan = plan
-        self.stream: Stream
+        self._groups = tasks_of(plan, BLOCK_BYTES)
+        self.count = self._left = len(self._groups)
+        self._room = len(self._header(widest(plan, BLOCK_BYTES) if coded else describe(plan, {}, BLOCK_BYTES), 0))
+        self._begin: Callable[[], Stream]
         if coded:
-            self._room = len(self._header(widest(plan, BLOCK_BYTES), 0))
-            self.stream = CodedStream(path, plan, groups, self._room, pool, meter, codec, cancellation)
+            self._begin = functools.partial(
+                CodedStream, path, plan, self._groups, self._room, pool, meter, codec, cancellation
+            )
         else:
-            header = self._header(describe(plan, {}, BLOCK_BYTES), 0)
-            self._room = len(header)
-            self.stream = RawStream(path, plan, groups, self._room, pool, meter)
+            self._begin = functools.partial(RawStream, path, plan, self._groups, self._room, pool, meter)
+        self._lock = threading.Lock()
+        self._stream: Stream | None = None
+        self._finished: FinishedStream | None = None
 
     def task(self, number: int) -> None:
-        self.stream.task(number)
+        """Write the blocks of a task; the file exists from the first one on, and is durable after the last."""
+        self._open().task(number)
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._finished = self._finish()
+
+    def result(self) -> FinishedStream:
+        """Return the file, when all tasks have run."""
+        # A file without a byte of data has no task.
+        return self._finished or self._finish()
+
+    def abort(self) -> None:
+        if self._stream is not None:
+            self._stream.abort()
+
+    def _open(self) -> Stream:
+        with self._lock:
+            if self._stream is None:
+                self._stream = self._begin()
+            return self._stream
 
     def _header(self, described: tuple[list[TensorRecord], dict[str, Any]], room: int) -> bytes:
         records, notes = described
@@ -138,12 +165,13 @@ class _Job:
             records = [by_name[name] for name in self._plan.header_order]
         return safetensors_header.build(records, metadata, room=room or None)
 
-    def finish(self) -> FinishedStream:
-        described = describe(self._plan, self.stream.records, BLOCK_BYTES)
+    def _finish(self) -> FinishedStream:
+        stream = self._open()
+        described = describe(self._plan, stream.records, BLOCK_BYTES)
         header = self._header(described, self._room)
-        self.stream.finish(header)
-        record = FileRecord(self._plan.name, self.stream.size, len(header), manifests.digest(header))
-        return FinishedStream(self.stream, record, {r.name: len(header) + r.start for r in described[0]})
+        stream.finish(header)
+        record = FileRecord(self._plan.name, stream.size, len(header), manifests.digest(header))
+        return FinishedStream(stream, record, {r.name: len(header) + r.start for r in described[0]})
 
 
 def _write_indexes(directory: Path, streams: list[FinishedStream]) -> Iterator[FileRecord]:
@@ -185,7 +213,7 @@ def _manifest(
                 blocks=[finished.stream.records[leaf.key, index] for index in range(count)],
             )
     aliases = {
-        name: AliasRecord(alias.of, alias.offset_elements, alias.shape, alias.strides, flat.parts[name][0])
+        name: AliasRecord(alias.of, alias.offset_elements, alias.shape, alias.strides, *flat.parts[name])
         for name, alias in flat.aliases.items()
     }
     return Manifest(

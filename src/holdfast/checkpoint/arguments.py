@@ -1,0 +1,61 @@
+"""Checks of the arguments that all calls share."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from holdfast.errors import PathLike, UsageError
+from holdfast.io.buffers import BufferPool
+from holdfast.io.parallel import default_threads
+from holdfast.units import parse_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+MemorySize = int | str
+"""Bytes, as a number or as a text such as ``"256MiB"``."""
+
+
+def checked_path(path: PathLike) -> PathLike:
+    """Return a path that the system can be asked for.
+
+    Raises
+    ------
+    UsageError
+        If it holds a NUL.
+    """
+    if "\0" in os.fspath(path):
+        raise UsageError(f"{os.fspath(path)!r} is no path: it holds a NUL", remedy="check the path")
+    return path
+
+
+def budget_pool(memory_budget: MemorySize) -> BufferPool:
+    """Return the pool of buffers that a call may use; UsageError if the budget is no size, or too small."""
+    return BufferPool(parse_bytes(memory_budget))
+
+
+def thread_count(threads: int | None) -> int:
+    """Return how many threads to use, by default `default_threads`; UsageError below 1."""
+    if threads is None:
+        return default_threads()
+    if threads < 1:
+        raise UsageError(f"threads is {threads}", remedy="give 1 or more")
+    return threads
+
+
+def check_device(device: torch.device | str | None) -> None:
+    """Raise UsageError if tensors cannot be made on a device, before anything is read."""
+    if device is None:
+        return
+    import torch
+
+    try:
+        torch.empty(1, device=device)
+    # A build without CUDA fails its own assertion.
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        message = str(error).splitlines()[0]
+        raise UsageError(
+            f"tensors cannot be made on device {str(device)!r}: {message}",
+            remedy='give "cpu", or a device that torch finds here',
+        ) from None

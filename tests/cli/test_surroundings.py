@@ -1,0 +1,211 @@
+"""The command line where things are not as usual: stdout closed, full or ASCII, flags before the command, odd paths."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.cli.main import main
+
+Run = Callable[..., tuple[int, Any]]
+
+
+def shell(command: str, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a shell command in which ``holdfast`` is the program and ``$1``... are the arguments."""
+    script = command.replace("holdfast", f"{sys.executable} -m holdfast")
+    return subprocess.run(
+        ["bash", "-c", script, "bash", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        timeout=120,
+    )
+
+
+class TestStreams:
+    @pytest.mark.parametrize("command", ["ls", "--json info"])
+    def test_a_full_disk_is_an_error(self, command: str, first: Path) -> None:
+        result = shell(f'holdfast {command} "$1" >/dev/full', first)
+        assert result.returncode == 3
+        lines = result.stderr.splitlines()
+        assert "No space left on device" in lines[0]
+        assert len(lines) == 2
+
+    def test_an_error_keeps_its_code_where_stdout_is_full(self, tmp_path: Path) -> None:
+        result = shell('holdfast info "$1" --json >/dev/full', tmp_path / "absent")
+        assert (result.returncode, len(result.stderr.splitlines())) == (5, 2)
+
+    def test_closed_streams_are_no_error(self, first: Path, tmp_path: Path) -> None:
+        assert shell('holdfast ls "$1" >&-', first).returncode == 0
+        assert shell('holdfast ls "$1" >&- 2>&-', tmp_path / "absent").returncode == 5
+        # What is printed must not end up in the file that got the number of stdout.
+        assert shell('holdfast convert "$1" "$2" --to native >&- 2>&- <&-', first, tmp_path / "new").returncode == 0
+        assert holdfast.diff(first, tmp_path / "new").equal
+
+    def test_what_an_encoding_cannot_hold_is_escaped(self, tmp_path: Path) -> None:
+        holdfast.save({"ünï大": torch.ones(2)}, tmp_path / "x")
+        result = shell('holdfast ls "$1"', tmp_path / "x", PYTHONIOENCODING="ascii")
+        assert result.returncode == 0
+        assert r"\xfcn\xef\u5927" in result.stdout
+
+
+class TestFlagsBeforeTheCommand:
+    def test_they_mean_what_they_mean_behind_it(self, first: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["--json", "info", str(first)]) == 0
+        assert json.loads(capsys.readouterr().out)["format"] == "native"
+        assert main(["-q", "ls", str(first)]) == 0
+        assert capsys.readouterr() == ("", "")
+        assert main(["--json", "info", "absent"]) == 5
+        assert json.loads(capsys.readouterr().out)["error"]["kind"] == "not-a-checkpoint"
+
+    @pytest.mark.parametrize("form", ["-C {}", "--config {}", "--config={}"])
+    def test_the_configuration(self, form: str, first: Path, tmp_path: Path, run_json: Run) -> None:
+        (tmp_path / "few.toml").write_text("[info]\nlargest = 2\n")
+        code, document = run_json(*form.format(tmp_path / "few.toml").split(), "info", first)
+        assert (code, len(document["largest"])) == (0, 2)
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (["--bogus", "info", "x"], "error: unknown option: --bogus"),
+            (["-q"], "error: no command is given"),
+            (["-C", "x"], "error: no command is given"),
+        ],
+    )
+    def test_what_is_wrong_is_said(self, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(arguments) == 2
+        assert capsys.readouterr().err.splitlines()[0] == said
+
+    def test_help_comes_whatever_stands_before(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["--json", "--help"]) == 0
+        assert "Usage: holdfast" in capsys.readouterr().out
+
+
+class TestPaths:
+    def test_the_empty_path_is_not_the_current_folder(self, first: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(first)
+        assert main(["info", "."]) == 0
+        assert main(["info", ""]) == 2
+
+    @pytest.mark.parametrize("inside", ["sub", "sub.safetensors", "a/b"])
+    def test_a_source_is_never_written_into(
+        self, inside: str, first: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "link").symlink_to(first)
+        before = sorted(first.iterdir())
+        for source in (first, tmp_path / "link"):
+            assert main(["convert", str(source), str(first / inside), "--to", "native"]) == 2
+            assert "lies inside the source" in capsys.readouterr().err
+        assert sorted(first.iterdir()) == before
+
+    def test_a_file_where_a_folder_is_needed(
+        self, first: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "file").write_text("")
+        assert main(["convert", str(first), str(tmp_path / "file" / "x"), "--to", "native"]) == 3
+        assert "Not a directory" in capsys.readouterr().err
+
+    def test_a_path_that_is_no_text(self, first: Path, tmp_path: Path) -> None:
+        strange = tmp_path / os.fsdecode(b"out\xff")
+        assert main(["convert", str(first), str(strange), "--to", "native"]) == 0
+        assert main(["verify", str(strange)]) == 0
+
+    def test_nothing_alike_is_suggested_for_a_name_like_no_other(
+        self, first: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["ls", str(first), "zzz"]) == 2
+        assert capsys.readouterr().err.splitlines()[1] == "its names are such as 'model.wte.weight'"
+
+
+class TestFolders:
+    """A folder that is no checkpoint itself, but holds some, says which."""
+
+    @pytest.mark.parametrize(
+        ("names", "said"),
+        [
+            (["a.safetensors", "b.safetensors"], ["a.safetensors, b.safetensors"]),
+            (["pytorch_model.bin"], ["it holds pytorch_model.bin", "pytorch_model.bin"]),
+            ([f"step-{i}" for i in range(5)], ["step-0, step-1, step-2 and 2 more"]),
+            (
+                ["m-00001-of-00002.safetensors", "m-00002-of-00002.safetensors"],
+                ["m-00001-of-00002.safetensors, m-", "m.safetensors.index.json"],
+            ),
+        ],
+    )
+    def test_candidates_are_named(
+        self, names: list[str], said: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        formats = {".safetensors": "safetensors", ".bin": "torch"}
+        for name in names:
+            holdfast.save({"w": torch.ones(3)}, tmp_path / name, format=formats.get(Path(name).suffix, "native"))
+        (tmp_path / "config.json").write_text("{}")
+        (tmp_path / "empty").mkdir()
+        assert main(["info", str(tmp_path)]) == 5
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 2
+        for line, text in zip(lines, said, strict=False):
+            assert text in line
+        assert str(tmp_path / names[0]) in lines[1]
+        assert "config.json" not in lines[0]
+
+
+@contextmanager
+def without_privileges() -> Iterator[None]:
+    """Have the rights of nobody in particular, where this process is root, who may read everything."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+class TestPermissions:
+    @pytest.fixture
+    def public(self) -> Iterator[Path]:
+        """A folder that everyone may enter; those of pytest are closed to others."""
+        path = Path(tempfile.mkdtemp())
+        path.chmod(0o755)
+        yield path
+        shutil.rmtree(path)
+
+    @pytest.mark.parametrize(
+        ("locked", "target"),
+        [
+            ("x.pt", "x.pt"),
+            ("x.safetensors", "x.safetensors"),
+            ("plain", "plain"),
+            ("folder", "folder"),
+            ("folder", "folder/below"),
+            ("folder/manifest.json", "folder"),
+        ],
+    )
+    def test_what_may_not_be_read_is_not_called_something_else(
+        self, locked: str, target: str, public: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        state = {"w": torch.ones(3)}
+        for name, format in (("folder", "native"), ("x.pt", "torch"), ("x.safetensors", "safetensors")):
+            holdfast.save(state, public / name, format=format)
+        shutil.copy(public / "x.pt", public / "plain")
+        (public / locked).chmod(0)
+        try:
+            with without_privileges():
+                assert main(["info", str(public / target)]) == 3
+                assert main(["verify", str(public / target)]) == 3
+        finally:
+            (public / locked).chmod(0o755)
+        assert "Permission denied" in capsys.readouterr().err

@@ -1,0 +1,194 @@
+"""The commit: what it makes durable, what it replaces and what never, and who may save at the same time."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.checkpoint.finding import get_format
+from holdfast.io import commit as commit_module
+from holdfast.io import temporaries
+from holdfast.io.commit import Commit
+from holdfast.io.temporaries import SUFFIX
+from holdfast.testing.equality import same
+
+STATE = {"w": torch.arange(1000.0)}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def test_new_parents_are_made_durable_one_by_one(tmp_path: Path) -> None:
+    synced: list[str] = []
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        real(fd)
+
+    with mock.patch.object(os, "fsync", fsync):
+        holdfast.save(STATE, tmp_path / "runs" / "exp" / "ckpt")
+    assert synced[:2] == [str(tmp_path), str(tmp_path / "runs")]
+    assert synced[-1] == str(tmp_path / "runs" / "exp")
+
+
+@pytest.mark.parametrize(("format", "name"), [("native", "latest"), ("safetensors", "latest.safetensors")])
+def test_a_link_is_not_replaced(tmp_path: Path, format: str, name: str) -> None:
+    old = tmp_path / f"a{name}"
+    holdfast.save(STATE, old, format=format)
+    (tmp_path / name).symlink_to(old)
+    with pytest.raises(holdfast.DestinationExistsError, match="symbolic link"):
+        holdfast.save({"w": torch.zeros(1)}, tmp_path / name, format=format, overwrite=True)
+    assert names(tmp_path) == [old.name, name]
+    assert same(holdfast.load(tmp_path / name), STATE)
+
+
+def test_a_link_left_by_an_exchange_is_removed(tmp_path: Path) -> None:
+    with Commit(tmp_path / "ckpt", directory=True, overwrite=False, replaceable=lambda path: True) as commit:
+        left = commit.path.with_name(commit.path.name.replace(SUFFIX, "0" + SUFFIX))
+    left.symlink_to(tmp_path)
+    holdfast.save(STATE, tmp_path / "ckpt")
+    assert names(tmp_path) == ["ckpt"]
+
+
+def test_dots_after_a_link_mean_what_the_kernel_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "far" / "away").mkdir(parents=True)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "link").symlink_to(tmp_path / "far" / "away")
+    monkeypatch.chdir(tmp_path / "here")
+    holdfast.save(STATE, "link/../ckpt")
+    assert same(holdfast.load("link/../ckpt"), STATE)
+    assert names(tmp_path / "far") == ["away", "ckpt"]
+
+
+def test_a_name_too_long_is_found_before_anything_is_written(tmp_path: Path) -> None:
+    with mock.patch.object(os, "pwrite", side_effect=AssertionError), pytest.raises(holdfast.StoreError) as caught:
+        holdfast.save(STATE, tmp_path / ("a" * 300))
+    assert "too long" in caught.value.message
+    assert caught.value.remedy == "choose a shorter name"
+    assert names(tmp_path) == []
+
+
+def test_a_name_that_is_no_text(tmp_path: Path) -> None:
+    place = tmp_path / os.fsdecode(b"out\xff")
+    holdfast.save(STATE, place)
+    assert same(holdfast.load(place), STATE)
+
+
+def test_writers_that_begin_at_the_same_time(tmp_path: Path) -> None:
+    """Each sees the other's temporary appear after its first look; one of them saves, and only one."""
+    place = tmp_path / "ckpt"
+    real = temporaries.remove_stale
+    rivals: list[Commit] = []
+
+    def look(destination: Path, *, besides: Path | None = None) -> list[Path]:
+        removed = real(destination, besides=besides)
+        if besides is None and not rivals:
+            rivals.append(Commit(place, directory=True, overwrite=False, replaceable=lambda path: True))
+            rivals[0].__enter__()
+        return removed
+
+    with mock.patch.object(commit_module, "remove_stale", look), pytest.raises(holdfast.BusyError):
+        holdfast.save(STATE, place)
+    rivals[0].__exit__(None, None, None)
+    assert names(tmp_path) == []
+
+
+def test_a_temporary_that_is_taken_for_a_dead_one_is_made_anew(tmp_path: Path) -> None:
+    real = os.mkdir
+    made = []
+
+    def mkdir(path: str, *rest: int) -> None:
+        real(path, *rest)
+        made.append(path)
+        if len(made) == 1:
+            os.rmdir(path)
+
+    with mock.patch.object(os, "mkdir", mkdir):
+        holdfast.save(STATE, tmp_path / "ckpt")
+    assert len(made) == 2
+    assert names(tmp_path) == ["ckpt"]
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_links(tmp_path: Path, number: int) -> None:
+    place = tmp_path / "w.safetensors"
+    with mock.patch.object(os, "link", side_effect=OSError(number, "no links")):
+        holdfast.save(STATE, place, format="safetensors")
+    assert same(holdfast.load(place), STATE)
+
+
+def test_without_flags_a_rename_replaces_nothing(tmp_path: Path) -> None:
+    (tmp_path / "new").write_text("new")
+    (tmp_path / "old").write_text("old")
+    with pytest.raises(FileExistsError):
+        commit_module._rename_without_flags(tmp_path / "new", tmp_path / "old", commit_module._RENAME_NOREPLACE)
+    assert (tmp_path / "old").read_text() == "old"
+
+
+def test_a_forked_child_neither_keeps_the_lock_nor_removes_anything(tmp_path: Path) -> None:
+    ready, go = os.pipe(), os.pipe()
+    with Commit(tmp_path / "ckpt", directory=True, overwrite=False, replaceable=lambda path: True) as commit:
+        child = os.fork()
+        if child == 0:
+            commit.__exit__(None, None, None)
+            os.write(ready[1], b"x")
+            os.read(go[0], 1)
+            os._exit(0)
+        os.read(ready[0], 1)
+        assert commit.path.exists()
+        left = commit.path.rename(commit.path.with_name(commit.path.name.replace(SUFFIX, "0" + SUFFIX)))
+    # The writer is gone, its child is not.
+    assert left.exists()
+    holdfast.save(STATE, tmp_path / "ckpt")
+    os.write(go[1], b"x")
+    os.waitpid(child, 0)
+    assert names(tmp_path) == ["ckpt"]
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_foreign_files_in_a_checkpoint_are_kept(tmp_path: Path, damaged: bool) -> None:
+    place = tmp_path / "ckpt"
+    holdfast.save(STATE, place)
+    if damaged:
+        content = (place / "manifest.json").read_bytes()
+        (place / "manifest.json").write_bytes(content[:-9])
+    (place / "notes.txt").write_text("important")
+    with pytest.raises(holdfast.DestinationExistsError, match=r"notes\.txt"):
+        holdfast.save({"w": torch.zeros(2)}, place, overwrite=True)
+    (place / "notes.txt").unlink()
+    holdfast.save({"w": torch.zeros(2)}, place, overwrite=True)
+    assert torch.equal(holdfast.load(place)["w"], torch.zeros(2))
+
+
+def test_what_may_not_be_emptied_is_not_replaced(tmp_path: Path) -> None:
+    """As another user's checkpoint: after the exchange it could not be removed."""
+    holdfast.save(STATE, tmp_path / "ckpt")
+    with (
+        mock.patch.object(os, "access", return_value=False),
+        pytest.raises(holdfast.StoreError, match="does not let you remove"),
+    ):
+        holdfast.save({"w": torch.zeros(1)}, tmp_path / "ckpt", overwrite=True)
+    assert same(holdfast.load(tmp_path / "ckpt"), STATE)
+    assert names(tmp_path) == ["ckpt"]
+
+
+def test_what_took_the_place_meanwhile_is_looked_at_again(tmp_path: Path) -> None:
+    place = tmp_path / "ckpt"
+    holdfast.save(STATE, place)
+    with (
+        pytest.raises(holdfast.DestinationExistsError, match="not replaced"),
+        Commit(place, directory=True, overwrite=True, replaceable=get_format("native").recognises) as commit,
+    ):
+        place.rename(tmp_path / "aside")
+        place.mkdir()
+        (place / "thesis.txt").write_text("years of work")
+        commit.publish()
+    assert (place / "thesis.txt").exists()

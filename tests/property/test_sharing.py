@@ -1,0 +1,127 @@
+"""Filling tensors that share memory, from checkpoints whose tensors share storage, in every pattern."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import holdfast
+from holdfast.errors import StateMismatchError
+from holdfast.state.aliases import whole
+from holdfast.state.leaf import Leaf
+from holdfast.state.memory import extent_of, share_elements, sharing_conflict
+from holdfast.state.tree import flatten
+from holdfast.testing.equality import leaf_bytes
+
+SHAPES = {"a": (3, 2), "b": (3, 2), "c": (2, 3), "d": (6,), "e": (2,), "f": (2,)}
+LENGTH = 12
+
+
+@st.composite
+def layouts(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
+    """Draw which of two buffers, where in it, and with which strides a tensor lies."""
+    dense = {1: (1,), 2: (shape[-1], 1)}[len(shape)]
+    others = {1: [(2,), (0,)], 2: [(1, shape[0]), (0, 1), (4, 1), (2, 4)]}[len(shape)]
+    strides = draw(st.sampled_from([dense, dense, dense, *others]))
+    reach = sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
+    if reach >= LENGTH:
+        strides, reach = dense, int(np.prod(shape)) - 1
+    offset = draw(st.sampled_from([0, 0, draw(st.integers(0, LENGTH - 1 - reach))]) if reach < LENGTH else st.just(0))
+    return draw(st.integers(0, 1)), min(offset, LENGTH - 1 - reach), strides
+
+
+@st.composite
+def patterns(draw: st.DrawFn) -> dict[str, tuple[int, int, tuple[int, ...]]]:
+    names = draw(st.permutations(list(SHAPES)))
+    return {name: draw(layouts(SHAPES[name])) for name in names}
+
+
+def build(
+    pattern: dict[str, Any], names: Any, fill: float | None
+) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    buffers = [
+        torch.arange(float(LENGTH)) + 100 * number if fill is None else torch.full((LENGTH,), fill) for number in (1, 2)
+    ]
+    state = {
+        name: buffers[buffer].as_strided(SHAPES[name], strides, offset)
+        for name, (buffer, offset, strides) in pattern.items()
+        if name in names
+    }
+    return state, buffers
+
+
+@settings(deadline=None, max_examples=150)
+@given(patterns(), st.none() | patterns(), st.sets(st.sampled_from(list(SHAPES)), min_size=2), st.data())
+def test_all_is_as_saved_or_nothing_was_touched(saved: Any, given_: Any, names: set[str], data: st.DataObject) -> None:
+    state, _ = build(saved, names, None)
+    target, buffers = build(given_ or saved, names, -1.0)
+    select = data.draw(st.none() | st.lists(st.sampled_from(sorted(names)), min_size=1))
+    with tempfile.TemporaryDirectory() as folder:
+        holdfast.save(state, Path(folder) / "c")
+        try:
+            found = holdfast.load(Path(folder) / "c", into=target, select=select)
+        except StateMismatchError:
+            assert all((buffer == -1.0).all() for buffer in buffers)
+            return
+        fresh = holdfast.load(Path(folder) / "c", select=select)
+    wanted = names if select is None else set(select)
+    assert found.keys() == fresh.keys() == wanted
+    for name in names:
+        if name in wanted:
+            assert found[name] is target[name]
+            assert leaf_bytes(target[name]) == leaf_bytes(state[name]) == leaf_bytes(fresh[name])
+        else:
+            # What was not asked for is untouched, but for elements that it shares in the checkpoint, too.
+            untouched = target[name] == -1.0
+            assert (untouched | (target[name] == state[name])).all()
+            assert untouched.all() or shares_with_wanted(target, name, wanted)
+
+
+def shares_with_wanted(target: dict[str, torch.Tensor], name: str, wanted: set[str]) -> bool:
+    return any(share_elements(extent(target[name]), extent(target[other])) for other in wanted)
+
+
+def extent(tensor: torch.Tensor) -> Any:
+    leaf = Leaf.of("x", tensor)
+    assert leaf is not None
+    return extent_of(leaf)
+
+
+@settings(deadline=None, max_examples=150)
+@given(patterns(), patterns())
+def test_conflicts_are_found_wherever_values_would_be_torn(saved: Any, given_: Any) -> None:
+    flat = flatten(build(saved, SHAPES, None)[0])
+    places = {name: flat.aliases.get(name) or whole(name, SHAPES[name]) for name in SHAPES}
+    target = flatten_all(build(given_, SHAPES, 0.0)[0])
+    conflict = sharing_conflict(target, places, set(SHAPES))
+    # The oracle: which saved element each address would hold.
+    holds: dict[int, set[Any]] = {}
+    within = False
+    for name, leaf in target.items():
+        own: dict[int, Any] = {}
+        for index in np.ndindex(leaf.shape):
+            address = leaf.array[index].data_ptr()
+            alias = places[name]
+            element = alias.of, alias.offset_elements + sum(i * s for i, s in zip(index, alias.strides, strict=True))
+            within |= own.setdefault(address, element) != element
+            holds.setdefault(address, set()).add(element)
+    torn = any(len(elements) > 1 for elements in holds.values())
+    if torn and not within:
+        assert conflict is not None
+    if conflict is not None:
+        assert share_elements(extent_of(target[conflict[0]]), extent_of(target[conflict[1]]))
+
+
+def flatten_all(state: dict[str, torch.Tensor]) -> dict[str, Leaf]:
+    leaves = {}
+    for name, tensor in state.items():
+        leaf = Leaf.of(name, tensor)
+        assert leaf is not None
+        leaves[name] = leaf
+    return leaves
