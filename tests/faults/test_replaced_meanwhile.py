@@ -13,7 +13,7 @@ import torch
 import holdfast
 from holdfast.io import directory
 from holdfast.io.directory import Directory
-from holdfast.io.files import SourceFile
+from holdfast.io.source_file import SourceFile
 from holdfast.testing.equality import same
 
 FORMATS = {"native": {}, "safetensors": {"format": "safetensors", "shard_bytes": 32}}

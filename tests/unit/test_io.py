@@ -15,8 +15,9 @@ import pytest
 
 import holdfast
 from holdfast.io.buffers import ALIGNMENT, BufferPool, aligned_copy
-from holdfast.io.files import DirectFile, SourceFile
+from holdfast.io.files import DirectFile
 from holdfast.io.parallel import Cancellation, run
+from holdfast.io.source_file import SourceFile
 
 MIB = 1024**2
 

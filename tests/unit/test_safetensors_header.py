@@ -12,7 +12,7 @@ from safetensors import safe_open
 from holdfast.errors import CorruptCheckpointError, UnsupportedError
 from holdfast.formats import safetensors_header
 from holdfast.formats.safetensors_header import Header, TensorRecord
-from holdfast.io.files import SourceFile
+from holdfast.io.source_file import SourceFile
 
 
 def write(path: Path, header: bytes | dict[str, Any], data: bytes = b"", length: int | None = None) -> Path:

@@ -12,7 +12,7 @@ import pytest
 from holdfast.errors import CorruptCheckpointError, HoldfastError, UnsupportedError
 from holdfast.formats.base import OpenSettings, WriteSettings
 from holdfast.formats.safetensors_file import FORMAT
-from holdfast.io.files import SourceFile
+from holdfast.io.source_file import SourceFile
 from holdfast.state.tree import flatten
 from holdfast.testing.equality import leaf_bytes
 from holdfast.testing.format_states import load, noise, training_state

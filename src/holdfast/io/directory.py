@@ -15,7 +15,8 @@ from typing import Protocol, Self, TypeVar
 import numpy as np
 
 from holdfast.errors import CorruptCheckpointError, HoldfastError, NotACheckpointError, StoreError
-from holdfast.io.files import Bytes, SourceFile, store_error
+from holdfast.io.files import Bytes, store_error
+from holdfast.io.source_file import SourceFile
 
 MOST_OPEN = 200
 """Files that one checkpoint keeps open: two descriptors each, and two checkpoints, within the usual limit of 1024."""

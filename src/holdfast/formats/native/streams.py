@@ -7,8 +7,8 @@ offset when the task before it has taken its own, and room for the header is kep
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import xxhash
@@ -25,26 +25,8 @@ _HASH_BYTES = 1024**2
 """Bytes that are hashed right after they were copied, while they are still in the core's cache."""
 
 
-class Stream(Protocol):
-    """One data file that is being written."""
-
-    plan: FilePlan
-    records: dict[tuple[str, int], BlockRecord]
-    size: int
-    direct: bool
-
-    def task(self, number: int) -> None:
-        """Write the blocks of a task; tasks start in order and each runs once."""
-
-    def finish(self, header: bytes) -> None:
-        """Write the header, cut the file to size and make it durable."""
-
-    def abort(self) -> None:
-        """Close the file, whatever its state."""
-
-
-class RawStream:
-    """A data file whose leaves lie in it as they are.
+class Stream(ABC):
+    """One data file that is being written.
 
     Parameters
     ----------
@@ -54,6 +36,17 @@ class RawStream:
         The tasks.
     room : int
         Bytes kept for the header, a multiple of 4096.
+    pool : BufferPool
+    meter : Meter
+
+    Attributes
+    ----------
+    records : dict of (str, int) to BlockRecord
+        By key and index, the blocks that are written.
+    size : int
+        Bytes of the file, once all tasks have run.
+    direct : bool
+        Whether the page cache was bypassed, once it is finished.
     """
 
     def __init__(
@@ -63,13 +56,35 @@ class RawStream:
         self.records: dict[tuple[str, int], BlockRecord] = {}
         self.size = room + plan.raw_bytes
         self.direct = True
-        self._path = path
         self._groups = groups
-        self._head = room
+        self._room = room
         self._pool = pool
         self._meter = meter
-        self._edges = _SharedPages(self.size)
         self._file = DirectFile(path)
+
+    @abstractmethod
+    def task(self, number: int) -> None:
+        """Write the blocks of a task; tasks start in order and each runs once."""
+
+    def finish(self, header: bytes) -> None:
+        """Write the header, cut the file to size and make it durable."""
+        self._file.write(0, aligned_copy(header))
+        self.direct = self._file.direct
+        self._file.finish(self.size)
+
+    def abort(self) -> None:
+        """Close the file, whatever its state."""
+        self._file.close()
+
+
+class RawStream(Stream):
+    """A data file whose leaves lie in it as they are."""
+
+    def __init__(
+        self, path: Path, plan: FilePlan, groups: list[list[Block]], room: int, pool: BufferPool, meter: Meter
+    ) -> None:
+        super().__init__(path, plan, groups, room, pool, meter)
+        self._edges = _SharedPages(self.size)
         self._file.preallocate(self.size)
 
     def task(self, number: int) -> None:
@@ -87,15 +102,7 @@ class RawStream:
         self._meter.add(end - begin)
 
     def _offset(self, block: Block) -> int:
-        return self._head + block.leaf.start + block.start
-
-    def finish(self, header: bytes) -> None:
-        self._file.write(0, aligned_copy(header))
-        self.direct = self._file.direct
-        self._file.finish(self.size)
-
-    def abort(self) -> None:
-        self._file.close()
+        return self._room + block.leaf.start + block.start
 
 
 class _SharedPages:
@@ -136,7 +143,7 @@ class _SharedPages:
             return True
 
 
-class CodedStream:
+class CodedStream(Stream):
     """A data file whose leaves are coded block by block.
 
     A task's bytes are padded to whole pages, at the end of its last block, so that each block is written from where
@@ -154,16 +161,9 @@ class CodedStream:
         codec: Codec | None,
         cancellation: Cancellation,
     ) -> None:
-        self.plan = plan
-        self.records: dict[tuple[str, int], BlockRecord] = {}
-        self.size = room
-        self.direct = True
-        self._groups = groups
-        self._pool = pool
-        self._meter = meter
+        super().__init__(path, plan, groups, room, pool, meter)
         self._codec = codec
         self._turns = _Turns(room, cancellation)
-        self._file = DirectFile(path)
 
     def task(self, number: int) -> None:
         blocks = self._groups[number]
@@ -193,14 +193,6 @@ class CodedStream:
             )
             used = end
         return used
-
-    def finish(self, header: bytes) -> None:
-        self._file.write(0, aligned_copy(header))
-        self.direct = self._file.direct
-        self._file.finish(self.size)
-
-    def abort(self) -> None:
-        self._file.close()
 
 
 class _Turns:
