@@ -177,6 +177,7 @@ def test_random_bytes_raise_nothing_but_our_errors(tmp_path: Path) -> None:
     whole = (tmp_path / "x.safetensors").read_bytes()
     with SourceFile(tmp_path / "x.safetensors") as file:
         header_bytes = int.from_bytes(file.read(0, 8), "little")
+    refused = 0
     for _ in range(300):
         damaged = bytearray(whole)
         for place in random.integers(0, header_bytes, random.integers(1, 4)):
@@ -185,4 +186,6 @@ def test_random_bytes_raise_nothing_but_our_errors(tmp_path: Path) -> None:
         try:
             read(tmp_path / "x.safetensors")
         except HoldfastError:
-            continue
+            refused += 1
+    # Most damage is met, so that this walks through the checks and not past them.
+    assert refused > 150
