@@ -22,24 +22,24 @@ from typing import Any
 import numpy as np
 
 from holdfast.bench import environment
-from holdfast.bench.checkpoint_workload import COPIES_IN_MEMORY, Workload
+from holdfast.bench.checkpoint_workload import MEASURES
 from holdfast.bench.codec_rates import CodecRate, measure_codecs
 from holdfast.bench.models import build, parse, spec_of_size
 from holdfast.bench.peak_memory import COMPRESSIONS, INTERPRETER_ALLOWANCE, LAYOUTS, PeakMemory, measure_peak
-from holdfast.bench.peers import arms
 from holdfast.bench.probes import check_room, durable_seconds
-from holdfast.bench.rounds import Ratio, Rounds, Visit, run_rounds
+from holdfast.bench.rounds import Ratio, Rounds, Visit, run_rounds, visitor
 from holdfast.bench.startup import COMMANDS, Startup, measure_startup
+from holdfast.bench.subject import COPIES_IN_MEMORY, Subject
+from holdfast.bench.tools.known import USUAL
 from holdfast.bench.visit import (
     COLD,
     INTO_COLD,
     INTO_WARM,
+    LOADS,
     SAVE,
-    SECONDS,
     STORED,
     WARM,
     remove,
-    visitor,
 )
 from holdfast.bench.yardstick import DirectWriter
 from holdfast.cli.text import Table
@@ -141,8 +141,8 @@ def _default_out() -> Path:
 
 def _measure(spec: str, rounds: int, folder: Path) -> Results:
     _note(f"building {spec}")
-    workload = Workload(build(spec, seed=SEED))
-    codecs = [measure_codecs(workload.flat) for _ in range(rounds)]
+    subject = Subject(build(spec, seed=SEED))
+    codecs = [measure_codecs(subject.flat) for _ in range(rounds)]
     _note("start-up and peak memory, in processes of their own")
     startups = [measure_startup(command) for command in COMMANDS]
     peaks = [
@@ -150,8 +150,8 @@ def _measure(spec: str, rounds: int, folder: Path) -> Results:
         for compression in COMPRESSIONS
         for layout in LAYOUTS
     ]
-    visits: dict[str, Visit] = {arm.name: visitor(arm, workload, folder) for arm in arms()}
-    visits[DIRECT] = _direct_visit(workload, folder)
+    visits: dict[str, Visit] = {name: visitor(tool, name, subject, folder) for name, tool in USUAL.items()}
+    visits[DIRECT] = _direct_visit(subject, folder)
     total = rounds * len(visits)
     measured = run_rounds(
         visits, rounds, seed=SEED, on_visit=lambda done, arm: _note(f"visit {done + 1} of {total}: {arm}")
@@ -163,8 +163,8 @@ def _new(folder: Path) -> Path:
     return Path(tempfile.mkdtemp(dir=folder))
 
 
-def _direct_visit(workload: Workload, folder: Path) -> Visit:
-    largest = max(workload.flat.leaves.values(), key=lambda leaf: leaf.nbytes)
+def _direct_visit(subject: Subject, folder: Path) -> Visit:
+    largest = max(subject.flat.leaves.values(), key=lambda leaf: leaf.nbytes)
     sample = np.empty(largest.nbytes, np.uint8)
     largest.read(0, largest.nbytes, sample)
     writer = DirectWriter(sample, default_threads())
@@ -172,7 +172,7 @@ def _direct_visit(workload: Workload, folder: Path) -> Visit:
 
     def visit() -> dict[str, float]:
         try:
-            return {SAVE: durable_seconds(lambda: writer.write(path, workload.nbytes), path)}
+            return {SAVE: durable_seconds(lambda: writer.write(path, subject.nbytes), path)}
         finally:
             remove(path)
 
@@ -222,9 +222,12 @@ def _line(what: str, bound: float, ratio: Ratio | None, *, unit: str = "x", at_m
 
 def _print(spec: str, nbytes: int, rounds: Rounds, lines: list[Line]) -> None:
     print(f"\n{spec}, {format_bytes(nbytes)}, medians of {len(rounds.order)} interleaved rounds, seed {rounds.seed}\n")
-    names = [*(arm.name for arm in arms()), DIRECT]
-    rows = [(measure, *(_cell(measure, rounds.median(name, measure), nbytes) for name in names)) for measure in SECONDS]
-    rows.append((STORED, *(_cell(STORED, rounds.median(name, STORED), nbytes) for name in names)))
+    names = [*USUAL, DIRECT]
+    labels = {measure.name: measure.label for measure in MEASURES}
+    rows = [
+        (labels[measure], *(_cell(measure, rounds.median(name, measure), nbytes) for name in names))
+        for measure in (SAVE, *LOADS, STORED)
+    ]
     Table(("", *(f">{name}" for name in names)), rows).show()
     for reason in rounds.not_run.values():
         print(f"not run: {reason}")

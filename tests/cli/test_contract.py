@@ -19,6 +19,7 @@ from holdfast.cli.main import build_app, main
 from holdfast.errors import StoreError
 
 EVERYWHERE = {"--json", "--quiet", "-q", "--verbose", "-v", "--progress", "--no-progress", "--config", "-C"}
+RUN = {"--runs", "--dir", "--out", "--resume", "--overwrite"}
 MUCH = {"--threads", "--memory-budget"}
 FLAGS = {
     "info": {"--largest", "--format"},
@@ -36,6 +37,14 @@ FLAGS = {
         *MUCH,
     },
     "env": {"--path"},
+    "bench checkpoint": {
+        *("--experiment", "--model", "--from", "--slow-model", "--with-optimizer", "--arms", "--seed", "--list"),
+        *("--time-limit", "--memory-limit"),
+        *RUN,
+    },
+    "bench claims": {"--model", *RUN},
+    "report": {"--out", "--plots", "--csv", "--tables-only"},
+    "tune checkpoint": {"--seconds", "--size", "--from", "--out", "--dry-run"},
     "demo": {"--scale", "--from", "--rounds", "--dir"},
 }
 
@@ -47,24 +56,32 @@ def program(*arguments: str | Path, **environment: str) -> subprocess.CompletedP
 
 def test_the_commands_are_those_documented(capsys: pytest.CaptureFixture[str]) -> None:
     commands = [name for name in build_app() if not name.startswith("-")]
-    assert commands == ["info", "ls", "verify", "diff", "convert", "env", "demo"]
+    assert commands == ["info", "ls", "verify", "diff", "convert", "env", "bench", "report", "tune", "demo"]
+    groups = [f"{group} {name}" for group in ("bench", "tune") for name in build_app()[group] if name[0] != "-"]
+    assert groups == ["bench checkpoint", "bench claims", "tune checkpoint"]
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     assert all(f" {command} " in text for command in commands)
 
 
+def found(command: str) -> Any:
+    app = build_app()
+    for word in command.split():
+        app = app[word]
+    return app
+
+
 @pytest.mark.parametrize("command", FLAGS)
 def test_the_flags_are_those_documented(command: str) -> None:
-    arguments = build_app()[command].assemble_argument_collection()
+    arguments = found(command).assemble_argument_collection()
     names = {name for argument in arguments for name in argument.names if name.startswith("-")}
     assert names == FLAGS[command] | EVERYWHERE
 
 
 @pytest.mark.parametrize("command", FLAGS)
 def test_the_list_of_commands_says_what_each_command_says(command: str) -> None:
-    app = build_app()
-    said = app[command].default_command.__doc__.strip().splitlines()[0]
-    assert app[command].help == said
+    app = found(command)
+    assert app.help == app.default_command.__doc__.strip().splitlines()[0]
 
 
 def test_help_imports_neither_torch_nor_numpy() -> None:

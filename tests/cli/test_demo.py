@@ -24,7 +24,7 @@ def test_demo_measures_verifies_damages_and_cleans_up(tmp_path, capsys):
     assert "237 tensors" in out
     header = next(line.split() for line in out.splitlines() if "safetensors" in line.split())
     assert set(header) == ARMS
-    row = next(line for line in out.splitlines() if line.startswith("save "))
+    row = next(line for line in out.splitlines() if line.startswith("durable save "))
     assert len(re.findall(r"\d+\.\d\dx", row)) == len(ARMS - {"torch"})
     assert re.search(r"`holdfast verify` finds it: \S+: tensor '\S+': block \d", " ".join(out.split()))
     assert "did not notice" not in out
@@ -37,7 +37,7 @@ def test_json_is_one_document(tmp_path, capsys):
     assert document["tensors"] == 237
     assert document["verify"]["ok"] is True
     assert set(document["measures"]["save"]) == ARMS
-    assert document["measures"]["on disk"]["holdfast-lossless"]["against_torch"]["median"] < 0.9
+    assert document["measures"]["stored"]["holdfast-lossless"]["against_torch"]["median"] < 0.9
     assert {sample["arm"] for sample in document["rounds"]["samples"]} == ARMS
     flip = document["damage"]["flip"]
     [problem] = document["damage"]["verify"]["problems"]
@@ -61,7 +61,7 @@ def test_own_checkpoint(tmp_path, capsys):
     document = json.loads(capsys.readouterr().out)
     assert document["tensors"] == 2
     assert document["state_bytes"] == 300 * 200 * 4 + 16
-    assert set(document["measures"]["load, warm"]) == ARMS
+    assert set(document["measures"]["load_warm"]) == ARMS
     assert list(place.iterdir()) == []
     assert holdfast.verify(own).ok
 

@@ -4,12 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.bench.checkpoint_workload import GateError, Workload, check_same
 from holdfast.bench.damage import flip_bit
-from holdfast.bench.peers import TorchArm, arms
+from holdfast.bench.gate import GateError, check_same
 from holdfast.bench.probes import files_of
-from holdfast.bench.rounds import NotRun
-from holdfast.bench.visit import INTO_WARM, SAVE, STORED, WARM, visitor
+from holdfast.bench.rounds import NotRun, visitor
+from holdfast.bench.subject import Subject
+from holdfast.bench.tools.known import USUAL
+from holdfast.bench.tools.torch_tool import TorchTool
+from holdfast.bench.visit import INTO_WARM, SAVE, STORED, WARM
 from holdfast.checkpoint.save import save
 from holdfast.checkpoint.verify import verify
 from holdfast.errors import UsageError
@@ -24,15 +26,15 @@ def state():
     }
 
 
-@pytest.mark.parametrize("arm", arms(), ids=lambda arm: arm.name)
-def test_every_arm_passes_the_gate_on_a_nested_state(arm, tmp_path):
-    workload = Workload(state())
-    figures = visitor(arm, workload, tmp_path)()
+@pytest.mark.parametrize("name", USUAL)
+def test_every_arm_passes_the_gate_on_a_nested_state(name, tmp_path):
+    subject = Subject(state())
+    figures = visitor(USUAL[name], name, subject, tmp_path)()
     assert {SAVE, WARM, INTO_WARM, STORED} <= figures.keys()
-    assert all(value > 0 for value in figures.values())
-    assert figures[STORED] > workload.nbytes / 2
+    assert all(figures[measure] > 0 for measure in (SAVE, WARM, INTO_WARM, STORED))
+    assert figures[STORED] > subject.nbytes / 2
     assert list(tmp_path.iterdir()) == []
-    check_same(workload.target, workload.state, arm.name)
+    check_same(subject.target, subject.state, name)
 
 
 def changed(change):
@@ -63,14 +65,14 @@ def test_the_gate_sees_every_change(change):
         check_same(changed(change), saved, "torch")
 
 
-class Forgetful(TorchArm):
+class Forgetful(TorchTool, frozen=True):
     """Fills nothing."""
 
     def load_into(self, path, state):
         pass
 
 
-class Stale(TorchArm):
+class Stale(TorchTool, frozen=True):
     """Gives back zeros."""
 
     def load(self, path):
@@ -79,15 +81,15 @@ class Stale(TorchArm):
 
 @pytest.mark.parametrize("arm", [Forgetful(), Stale()])
 def test_an_arm_that_does_not_load_has_no_timing(arm, tmp_path):
-    workload = Workload({"w": torch.ones(8)})
+    subject = Subject({"w": torch.ones(8)})
     # What an earlier arm left in the target must not pass for what this one did.
-    workload.target["w"].copy_(workload.state["w"])
+    subject.target["w"].copy_(subject.state["w"])
     with pytest.raises(GateError):
-        visitor(arm, workload, tmp_path)()
+        visitor(arm, "torch", subject, tmp_path)()
     assert list(tmp_path.iterdir()) == []
 
 
-class Helpless(TorchArm):
+class Helpless(TorchTool, frozen=True):
     def save(self, state, path):
         path.write_bytes(b"half")
         raise TypeError("no such thing\nand more")
@@ -95,21 +97,21 @@ class Helpless(TorchArm):
 
 def test_a_peer_that_cannot_is_not_run_and_leaves_nothing(tmp_path):
     with pytest.raises(NotRun, match=r"^torch cannot hold this state: no such thing$"):
-        visitor(Helpless(), Workload(state()), tmp_path)()
+        visitor(Helpless(), "torch", Subject(state()), tmp_path)()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_state_that_cannot_be_filled_is_loaded_anew_only(tmp_path):
-    workload = Workload({"w": torch.ones(8), "scalar": np.float32(2)})
-    assert not workload.fillable
-    figures = visitor(arms()[2], workload, tmp_path)()
+    subject = Subject({"w": torch.ones(8), "scalar": np.float32(2)})
+    assert not subject.fillable
+    figures = visitor(USUAL["holdfast"], "holdfast", subject, tmp_path)()
     assert WARM in figures
     assert INTO_WARM not in figures
 
 
 def test_a_state_without_tensors_is_refused():
     with pytest.raises(UsageError, match="holds no tensor"):
-        Workload({"step": 1})
+        Subject({"step": 1})
 
 
 @pytest.mark.parametrize("compression", ["none", "lossless"])

@@ -1,131 +1,199 @@
-"""What is saved and loaded: a state, a second one to load into, and the gate that every load must pass."""
+"""The workload of checkpoints: a state is saved by a tool, and loaded cold and warm, bit for bit."""
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Iterator
-from typing import Any
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
 
-import numpy as np
+from holdfast.bench import visit
+from holdfast.bench.json_fields import Fields, shown
+from holdfast.bench.models import build, parse
+from holdfast.bench.probes import check_room
+from holdfast.bench.subject import Subject
+from holdfast.bench.tools.base import Tool
+from holdfast.bench.tools.known import make
+from holdfast.bench.training_state import check_optimizer, with_optimizer
+from holdfast.bench.workload import Measure, Outcome, Prepared, Task, Workload
+from holdfast.checkpoint.arguments import check_device
+from holdfast.checkpoint.info import info
+from holdfast.checkpoint.load import load
+from holdfast.checkpoint.save import save
+from holdfast.state.source import Source
+from holdfast.state.tree import flatten
+from holdfast.units import format_bytes
 
-from holdfast.bench.probes import MemoryReserve
-from holdfast.errors import HoldfastError, UsageError
-from holdfast.state.aliases import make_view
-from holdfast.state.leaf import Array, Leaf, allocate
-from holdfast.state.source import Bytes
-from holdfast.state.tree import Flat, flatten, unflatten
+SEED = 20_240_601
+"""Of the random weights."""
 
-COPIES_IN_MEMORY = 4
-"""How much memory a workload takes, in states: what is saved, what is loaded into, and the reserve."""
+DEFAULT_MODEL = "openllama-3b:scale=0.03:layers=4:float16"
+"""44 MB in matrices of 0.3 to 3 million weights: an arm with chunks of 64 x 64 saves it in seconds, not minutes."""
 
-_PIECE = 4 * 1024**2
-_WIPE = 0x5A
+_SETTINGS = ("model", "slow_model", "from", "with_optimizer", "into", "device", "save_dir")
+_DEVICES = ("cpu", "cuda")
+_OVERHEAD = 512 * 1024**2
+_WIDENED = 2.1
+"""How many times its bytes a state of half precision may take on the disk: as float32, and a little."""
+_WARM_UP_ELEMENTS = 4096
+
+MEASURES = (
+    Measure(visit.SAVE, "durable save", "s", "until the checkpoint is safely on the disk (fsync)", primary=True),
+    Measure(visit.RETURNED, "save returned", "s", "until the call returned, whatever was on the disk by then"),
+    Measure(visit.COLD, "load, cold", "s", "nothing of the files was in memory (mincore)", primary=True),
+    Measure(visit.WARM, "load, warm", "s", "the operating system still had the files in memory", primary=True),
+    Measure(visit.INTO_COLD, "load into, cold", "s", "into tensors that exist, as when a training run goes on"),
+    Measure(visit.INTO_WARM, "load into, warm", "s", "into tensors that exist, the files still in memory"),
+    Measure(visit.STORED, "on disk", "B", "the bytes of all files", primary=True),
+    Measure(visit.WRITTEN, "written", "B", "what the kernel counted as written during the save"),
+    Measure(visit.FILES, "files", "1", "how many files there are"),
+    Measure(visit.PEAK, "peak memory", "B", "the most resident memory during the save, beyond the state"),
+)
 
 
-class GateError(HoldfastError):
-    """What was loaded is not what was saved; there is no speed to speak of."""
-
-    kind = "gate"
-
-
-class Workload:
-    """A state to save, and memory of the same shape to load into.
-
-    Parameters
-    ----------
-    state : nested state
-        Kept, never changed.
-
-    Attributes
-    ----------
-    state, target : nested state
-        What is saved, and what is loaded into.
-    flat : Flat
-        The state's leaves.
-    nbytes : int
-        Raw bytes of its tensors.
-    reserve : MemoryReserve
-        Enough for what a timed call may take: a new state, and the page cache of as much.
-
-    Raises
-    ------
-    UsageError
-        If the state holds no tensor.
+class CheckpointWorkload(Workload):
+    """Settings of an experiment: ``model`` (a spec) or ``from`` (a checkpoint), ``slow_model``, ``with_optimizer``,
+    ``into`` (whether loads into existing tensors are measured). An arm's settings name a tool; see
+    `holdfast.bench.tools.known`.
     """
 
-    def __init__(self, state: Any) -> None:
-        self.state = state
-        self.flat = flatten(state)
-        self.nbytes = sum(leaf.nbytes for leaf in self.flat.leaves.values())
-        if self.nbytes == 0:
-            raise UsageError("there is nothing to measure: the state holds no tensor")
-        self.target = _same_shape(self.flat)
-        self.reserve = MemoryReserve(2 * self.nbytes)
+    name: ClassVar[str] = "checkpoint"
+    measures: ClassVar[tuple[Measure, ...]] = MEASURES
 
-    @property
-    def fillable(self) -> bool:
-        """Whether all of it can be loaded into memory that exists; numpy scalars, for one, cannot."""
-        return all(leaf.writable for leaf in self.flat.leaves.values())
+    def settings(self, given: object, path: str | None) -> dict[str, Any]:
+        fields = Fields(given, "settings", path or "", _SETTINGS)
+        example = f'"{DEFAULT_MODEL}"'
+        found = {
+            "model": fields.text("model", None, example=example),
+            "slow_model": fields.text("slow_model", None, example=example),
+            "from": fields.text("from", None, example='"path/to/checkpoint"'),
+            "with_optimizer": fields.text("with_optimizer", None, example='"adamw"'),
+            "into": fields.flag("into", False),
+            "device": fields.text("device", "cpu", example='"cpu"'),
+            "save_dir": fields.text("save_dir", None, example='"runs/"'),
+        }
+        if found["device"] not in _DEVICES:
+            fields.refuse(f'has "device": {shown(found["device"])}', remedy=f"devices: {', '.join(_DEVICES)}")
+        if found["model"] is not None and found["from"] is not None:
+            fields.refuse('has both "model" and "from"', remedy="keep one of them")
+        if found["model"] is None and found["from"] is None:
+            found["model"] = DEFAULT_MODEL
+        for model in (found["model"], found["slow_model"]):
+            if model is not None:
+                parse(model)
+        if found["with_optimizer"] is not None:
+            check_optimizer(found["with_optimizer"])
+        return found
 
-    def wipe(self) -> None:
-        """Overwrite the target, so that what one arm loaded cannot pass for what the next one did."""
-        for leaf in flatten(self.target).leaves.values():
-            memory = leaf.host_bytes()
-            if memory is not None and leaf.writable:
-                memory[:] = _WIPE
+    def check(self, settings: Mapping[str, Any]) -> None:
+        make(settings)
 
+    def missing(self, settings: Mapping[str, Any]) -> str | None:
+        return make(settings).missing()
 
-def check_same(loaded: Any, saved: Any, arm: str) -> None:
-    """Hold two states to be the same: structure, plain values, dtypes, shapes, every bit.
+    def prepare(self, settings: Mapping[str, Any], arms: Collection[Mapping[str, Any]], scratch: Path) -> Prepared:
+        check_device(settings["device"])
+        subject = _subject(settings, settings["model"])
+        slow = _subject(settings, settings["slow_model"]) if settings["slow_model"] else subject
+        sizes = [_nbytes(each) for each in (subject, slow)]
+        made = sum(size for size, each in zip(sizes, (subject, slow), strict=True) if "model" in each)
+        widened = any(make(arm).needs == "tensorstore" for arm in arms)
+        check_room(
+            scratch,
+            disk=round(made + max(sizes) * (_WIDENED if widened else 1.1)) + _OVERHEAD // 8,
+            memory=2 * max(sizes) + _OVERHEAD,
+        )
+        described = _make(subject, scratch / "subject.ckpt")
+        slow_described = described if slow is subject else _make(slow, scratch / "slow-subject.ckpt")
+        return Prepared(subject, slow, described, slow_described)
 
-    Raises
-    ------
-    GateError
-        Naming the arm and the first tensor that differs.
-    """
-    found, wanted = flatten(loaded), flatten(saved)
-    if found.skeleton != wanted.skeleton or found.leaves.keys() != wanted.leaves.keys():
-        raise GateError(f"{arm} gave back another structure than was saved")
-    for name, leaf in wanted.leaves.items():
-        if not _same_bits(found.leaves[name], leaf):
-            raise GateError(f"{arm} gave back other bits than were saved", name=name)
+    def measures_of(self, settings: Mapping[str, Any]) -> list[str]:
+        optional = () if settings["into"] else (visit.INTO_COLD, visit.INTO_WARM)
+        return [measure.name for measure in MEASURES if measure.name not in optional]
 
-
-def touch(loaded: Any) -> None:
-    """Read a byte of every page of a state: a peer that only maps a file has loaded nothing yet."""
-    for leaf in flatten(loaded).leaves.values():
-        memory = leaf.host_bytes()
-        if memory is not None:
-            np.add.reduce(memory[:: mmap.PAGESIZE])
-
-
-def _same_shape(flat: Flat[Leaf]) -> Any:
-    arrays: dict[str, Array] = {}
-    for name, leaf in flat.leaves.items():
-        arrays[name] = allocate(leaf.kind, leaf.dtype, leaf.shape)
-    for name, alias in flat.aliases.items():
-        arrays[name] = make_view(arrays[alias.of], alias)
-    return unflatten(flat.skeleton, arrays)
-
-
-def _same_bits(a: Leaf, b: Leaf) -> bool:
-    if (a.dtype, a.shape) != (b.dtype, b.shape):
-        return False
-    # As integers: a NaN is equal to itself. In pieces that stay in the cache.
-    return all(np.array_equal(_widest(x), _widest(y)) for x, y in zip(_pieces(a), _pieces(b), strict=True))
-
-
-def _pieces(leaf: Leaf) -> Iterator[Bytes]:
-    whole = leaf.host_bytes()
-    for start in range(0, leaf.nbytes, _PIECE):
-        stop = min(start + _PIECE, leaf.nbytes)
-        if whole is not None:
-            yield whole[start:stop]
-        else:
-            piece = np.empty(stop - start, np.uint8)
-            leaf.read(start, stop, piece)
-            yield piece
+    def measure(self, task: Task) -> Outcome:
+        tool = make(task.settings)
+        folder = Path(task.directory)
+        begin = time.perf_counter()
+        subject = Subject(_load(task.subject))
+        built = time.perf_counter()
+        _warm_up(tool, folder)
+        warmed = time.perf_counter()
+        found = visit.visit(tool, task.arm, subject, folder / f"state{tool.suffix}", task.measures)
+        clocks = {"build": built - begin, "warm-up": warmed - built, **found.clocks}
+        return Outcome(found.figures, clocks)
 
 
-def _widest(data: Bytes) -> np.ndarray[Any, Any]:
-    return data.view(np.uint64) if data.size % 8 == 0 else data
+def _subject(settings: Mapping[str, Any], model: str | None) -> dict[str, Any]:
+    device = settings["device"]
+    if settings["from"]:
+        return {"checkpoint": str(settings["from"]), "device": device}
+    return {"model": model, "with_optimizer": settings["with_optimizer"], "device": device}
+
+
+def _nbytes(subject: Mapping[str, Any]) -> int:
+    if "model" not in subject:
+        return info(subject["checkpoint"]).total.nbytes
+    return parse(subject["model"]).nbytes * (3 if subject["with_optimizer"] else 1)
+
+
+def _make(subject: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Describe a subject; one that is made up is stored once, so that each cell has it in a second."""
+    if "model" not in subject:
+        flat = flatten(load(subject["checkpoint"]))
+        return _described(subject["checkpoint"], flat.leaves.values())
+    state = _build(subject)
+    save(state, path, compression="none")
+    subject["checkpoint"] = str(path)
+    name = subject["model"] + (f" with {subject['with_optimizer']}" if subject["with_optimizer"] else "")
+    return _described(name, flatten(state).leaves.values())
+
+
+def _build(subject: Mapping[str, Any]) -> dict[str, Any]:
+    tensors = build(subject["model"], seed=SEED)
+    optimizer = subject["with_optimizer"]
+    return with_optimizer(tensors, optimizer, seed=SEED) if optimizer else dict(tensors)
+
+
+def _described(name: str, leaves: Iterable[Source]) -> dict[str, Any]:
+    dtypes: Counter[str] = Counter()
+    count = 0
+    for leaf in leaves:
+        dtypes[leaf.dtype.name] += leaf.nbytes
+        count += 1
+    nbytes = sum(dtypes.values())
+    sentence = f"{name}: {count:,} tensors, {format_bytes(nbytes)}"
+    return {"description": sentence, "tensors": count, "bytes": nbytes, "dtypes": dict(dtypes)}
+
+
+def _load(subject: Mapping[str, Any]) -> Any:
+    stored = subject.get("checkpoint")
+    # A cell that is run again by hand, after the run removed what it made, makes it again.
+    if stored is None or ("model" in subject and not Path(stored).exists()):
+        return _on(subject["device"], _build(subject))
+    return load(stored, device=subject["device"])
+
+
+def _on(device: str, state: Any) -> Any:
+    import torch
+
+    if isinstance(state, torch.Tensor):
+        return state.to(device)
+    return {name: _on(device, value) for name, value in state.items()} if isinstance(state, dict) else state
+
+
+def _warm_up(tool: Tool, folder: Path) -> None:
+    """Save and load a few kilobytes, so that what is imported and set up on the first call is not part of a figure."""
+    import torch
+
+    path = folder / f"warm-up{tool.suffix}"
+    state = tool.view({"a": torch.ones(_WARM_UP_ELEMENTS), "b": torch.ones(2, 2)})
+    try:
+        tool.save(state, path)
+        tool.load(path)
+    finally:
+        visit.remove(path)
+
+
+WORKLOAD = CheckpointWorkload()

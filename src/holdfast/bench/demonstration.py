@@ -10,13 +10,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from holdfast.bench.checkpoint_workload import COPIES_IN_MEMORY, Workload
 from holdfast.bench.damage import Flip, flip_bit
 from holdfast.bench.models import build, parse
-from holdfast.bench.peers import arms
 from holdfast.bench.probes import check_room
-from holdfast.bench.rounds import Ratio, Rounds, run_rounds
-from holdfast.bench.visit import SECONDS, STORED, visitor
+from holdfast.bench.rounds import Ratio, Rounds, run_rounds, visitor
+from holdfast.bench.subject import COPIES_IN_MEMORY, Subject
+from holdfast.bench.tools.known import USUAL
+from holdfast.bench.visit import LOADS, SAVE, STORED
 from holdfast.checkpoint.info import info
 from holdfast.checkpoint.load import load
 from holdfast.checkpoint.save import save
@@ -52,14 +52,14 @@ class Figure:
 
 def figures(rounds: Rounds) -> dict[str, dict[str, Figure]]:
     """Return what was measured, by measure and arm; what was not measured is not there."""
-    found: dict[str, dict[str, Figure]] = {measure: {} for measure in (*SECONDS, STORED)}
+    found: dict[str, dict[str, Figure]] = {measure: {} for measure in (SAVE, *LOADS, STORED)}
     for measure, row in found.items():
-        for arm in arms():
-            median = rounds.median(arm.name, measure)
+        for arm in USUAL:
+            median = rounds.median(arm, measure)
             if median is not None:
-                mine, torchs = (arm.name, measure), ("torch", measure)
+                mine, torchs = (arm, measure), ("torch", measure)
                 ratio = rounds.ratio(mine, torchs) if measure == STORED else rounds.ratio(torchs, mine)
-                row[arm.name] = Figure(median, ratio)
+                row[arm] = Figure(median, ratio)
     return {measure: row for measure, row in found.items() if row}
 
 
@@ -88,7 +88,7 @@ class Demonstration:
     rounds: int = DEFAULT_ROUNDS
     seconds: float = PATIENCE
     _folder: Path = field(init=False)
-    _workload: Workload = field(init=False)
+    _subject: Subject = field(init=False)
 
     def __enter__(self) -> Self:
         if self.rounds < 1:
@@ -110,7 +110,7 @@ class Demonstration:
         """The model that stands in for a checkpoint of the user's own."""
         return f"openllama-3b:scale={self.scale:.10f}"
 
-    def build(self) -> Workload:
+    def build(self) -> Subject:
         """Make or load the state, having checked that it fits.
 
         Raises
@@ -125,8 +125,8 @@ class Demonstration:
             memory=COPIES_IN_MEMORY * nbytes + _OVERHEAD,
         )
         state: Any = build(self.spec, seed=_SEED) if self.source is None else load(self.source)
-        self._workload = Workload(state)
-        return self._workload
+        self._subject = Subject(state)
+        return self._subject
 
     def compare(self, on_visit: Callable[[int, str], None] | None = None) -> Rounds:
         """Measure every arm in interleaved rounds.
@@ -136,13 +136,13 @@ class Demonstration:
         GateError
             If an arm does not give back what it was given.
         """
-        visits = {arm.name: visitor(arm, self._workload, self._folder) for arm in arms()}
+        visits = {name: visitor(tool, name, self._subject, self._folder) for name, tool in USUAL.items()}
         return run_rounds(visits, self.rounds, seed=_SEED, seconds=self.seconds, on_visit=on_visit)
 
     def verify(self) -> VerifyReport:
         """Save the state compressed, and verify it."""
         path = self._folder / "step-1000"
-        save(self._workload.state, path, compression="lossless")
+        save(self._subject.state, path, compression="lossless")
         return verify(path)
 
     def damage(self) -> Damaged:

@@ -18,12 +18,30 @@ from holdfast.io.buffers import ALIGNMENT, BufferPool
 from holdfast.io.files import DirectFile
 
 _PACKAGES = ("holdfast", "torch", "numpy", "ml_dtypes", "safetensors", "zstandard", "xxhash", "msgspec")
+_PEERS = ("tensorstore", "orbax-checkpoint", "jax", "zipnn")
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Return everything that this module knows, for a bug report or a results file; ``path`` is a folder to write in.
+
+    Raises
+    ------
+    NotACheckpointError
+        If there is no such folder.
+    """
+    return {
+        "versions": versions(),
+        "processor": processor(),
+        "memory": memory(),
+        "devices": devices(),
+        "storage": storage(path),
+    }
 
 
 def versions() -> dict[str, str | None]:
     """Return the version of Python, of the kernel and of each package; None for one that is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version(), "kernel": platform.release()}
-    for package in _PACKAGES:
+    for package in (*_PACKAGES, *_PEERS):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

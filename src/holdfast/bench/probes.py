@@ -192,6 +192,22 @@ def peak_resident_bytes() -> int:
     return _kilobytes(_SELF / "status", "VmHWM") * 1024
 
 
+def written_bytes() -> int:
+    """Return the bytes that this process has caused to be written to disks, as the kernel counts them.
+
+    Raises
+    ------
+    UnsupportedError
+        If the kernel does not count.
+    """
+    try:
+        lines = (_SELF / "io").read_text().splitlines()
+    except OSError as error:
+        raise UnsupportedError(f"the kernel does not count what is written: {error.strerror}") from error
+    counts = dict(line.split(": ") for line in lines)
+    return int(counts["write_bytes"])
+
+
 def reset_peak() -> None:
     """Let the peak start again from what is resident now.
 

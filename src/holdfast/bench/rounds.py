@@ -12,7 +12,14 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
+
+from holdfast.bench.subject import Subject
+from holdfast.bench.tools.base import Tool
+from holdfast.bench.visit import visit
+from holdfast.errors import HoldfastError
 
 Visit = Callable[[], Mapping[str, float]]
 """Measures one arm once: returns a figure for each measure that could be taken, or raises `NotRun`."""
@@ -136,3 +143,19 @@ def _note(result: Rounds, index: int, arm: str, visit: Visit) -> None:
         result.samples = [sample for sample in result.samples if sample.arm != arm]
     else:
         result.samples.extend(Sample(index, arm, measure, value) for measure, value in figures.items())
+
+
+def visitor(tool: Tool, name: str, subject: Subject, directory: Path) -> Visit:
+    """Return what measures a tool once, in a fresh file each time, and removes it."""
+    return partial(_visit, tool, name, subject, directory / f"state{tool.suffix}")
+
+
+def _visit(tool: Tool, name: str, subject: Subject, path: Path) -> Mapping[str, float]:
+    try:
+        return visit(tool, name, subject, path).figures
+    except (HoldfastError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        # A peer that cannot hold this state says so in its own way.
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise NotRun(f"{name} cannot hold this state: {reason}") from error

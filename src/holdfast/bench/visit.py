@@ -1,105 +1,166 @@
-"""One visit to one arm: save, load cold, load warm, load into memory that exists; every load gated."""
+"""One visit to one tool: save, load cold, load warm, load into memory that exists; every load gated."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from functools import partial
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from holdfast.bench.checkpoint_workload import Workload, check_same, touch
-from holdfast.bench.peers import Arm
+from holdfast.bench.gate import check_same, touch
 from holdfast.bench.probes import (
-    durable_seconds,
     evict,
+    files_of,
     make_cold,
+    peak_resident_bytes,
     release_memory,
+    reset_peak,
+    resident_bytes,
     seconds_of,
     size_on_disk,
+    sync_tree,
     warm,
+    written_bytes,
 )
-from holdfast.bench.rounds import NotRun
-from holdfast.errors import HoldfastError
+from holdfast.bench.subject import Subject
+from holdfast.bench.tools.base import Tool
 
 SAVE = "save"
-COLD = "load, cold"
-WARM = "load, warm"
-INTO_COLD = "load into, cold"
-INTO_WARM = "load into, warm"
-STORED = "on disk"
+RETURNED = "returned"
+COLD = "load_cold"
+WARM = "load_warm"
+INTO_COLD = "into_cold"
+INTO_WARM = "into_warm"
+STORED = "stored"
+WRITTEN = "written"
+FILES = "files"
+PEAK = "peak_memory"
 
-SECONDS = (SAVE, COLD, WARM, INTO_COLD, INTO_WARM)
-"""The measures in seconds; ``STORED`` is in bytes."""
+_NEARLY_NOTHING = 1024**2
+
+LOADS = (COLD, WARM, INTO_COLD, INTO_WARM)
 
 
-def visitor(arm: Arm, workload: Workload, directory: Path) -> Callable[[], Mapping[str, float]]:
-    """Return what measures an arm once, in a fresh file each time, and removes it.
+@dataclass(slots=True)
+class Visited:
+    """What one visit measured.
 
-    A cold load is missing from its figures where the file system keeps its files in memory, a load into existing
-    memory where the state has values that cannot be filled.
+    Attributes
+    ----------
+    figures : dict of str to float
+        Seconds, or bytes. A cold load is missing where the file system keeps its files in memory, a load into
+        existing memory where the state has values that cannot be filled.
+    clocks : dict of str to float
+        Seconds of what is not part of any figure.
     """
-    return partial(_visit, arm, workload, directory)
+
+    figures: dict[str, float] = field(default_factory=dict)
+    clocks: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def clock(self, name: str) -> Iterator[None]:
+        """Add what the block takes to a clock."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.clocks[name] = self.clocks.get(name, 0.0) + time.perf_counter() - begin
 
 
-def _visit(arm: Arm, workload: Workload, directory: Path) -> dict[str, float]:
-    path = directory / f"state{arm.suffix}"
+def visit(tool: Tool, name: str, subject: Subject, path: Path, loads: Collection[str] = LOADS) -> Visited:
+    """Save a subject once at ``path``, load it in the ways asked for, and remove it.
+
+    Raises
+    ------
+    GateError
+        If a load does not give back what was saved.
+    """
+    found = Visited()
     try:
-        return _measure(arm, workload, path)
-    except (HoldfastError, OSError, MemoryError):
-        raise
+        _save(tool, subject, path, found)
+        # From the device once, off the clock: a disk below, or its host, may cache what it reads for the first time.
+        with found.clock("first read"):
+            evict(path)
+            warm(path)
+        for measure in LOADS:
+            if measure in loads and (subject.fillable or measure not in (INTO_COLD, INTO_WARM)):
+                _load(measure, tool, name, subject, path, found)
+        return found
     except Exception as error:
-        # A peer that cannot hold this state says so in its own way.
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise NotRun(f"{arm.name} cannot hold this state: {reason}") from error
+        # Some tools do not say so: torch's zip writer stumbles over its own position in the file.
+        if _is_full(path.parent):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+        raise
     finally:
-        remove(path)
+        with found.clock("remove"):
+            remove(path)
 
 
-def _measure(arm: Arm, workload: Workload, path: Path) -> dict[str, float]:
-    source, target = arm.view(workload.state), arm.view(workload.target)
-
-    def load_new() -> float:
-        loaded = []
-
-        def call() -> None:
-            loaded.append(arm.load(path))
-            touch(loaded[0])
-
-        with workload.reserve.lent():
-            seconds = seconds_of(call)
-            check_same(loaded.pop(), source, arm.name)
-        return seconds
-
-    def load_into() -> float:
-        workload.wipe()
-        with workload.reserve.lent():
-            seconds = seconds_of(lambda: arm.load_into(path, target))
-        check_same(target, source, arm.name)
-        return seconds
-
+def _save(tool: Tool, subject: Subject, path: Path, found: Visited) -> None:
+    state = tool.view(subject.state)
     release_memory()
-    with workload.reserve.lent():
-        figures = {SAVE: durable_seconds(lambda: arm.save(source, path), path), STORED: float(size_on_disk(path))}
-    loads = {COLD: load_new, WARM: load_new}
-    if workload.fillable:
-        loads |= {INTO_COLD: load_into, INTO_WARM: load_into}
-    # From the device once, off the clock: a disk below, or its host, may cache what it reads for the first time.
-    evict(path)
-    warm(path)
-    for measure, load in loads.items():
-        release_memory()
-        if _prepare(path, cold=measure in (COLD, INTO_COLD)):
-            figures[measure] = load()
-    return figures
+    with found.clock("flush"):
+        os.sync()
+    with subject.reserve.lent():
+        before, written = resident_bytes(), written_bytes()
+        reset_peak()
+        begin = time.perf_counter()
+        tool.save(state, path)
+        returned = time.perf_counter()
+        if not tool.durable:
+            sync_tree(path)
+        durable = time.perf_counter()
+        found.figures[PEAK] = float(peak_resident_bytes() - before)
+        found.figures[WRITTEN] = float(written_bytes() - written)
+    found.figures[SAVE] = durable - begin
+    found.figures[RETURNED] = returned - begin
+    found.figures[STORED] = float(size_on_disk(path))
+    found.figures[FILES] = float(len(files_of(path)))
 
 
-def _prepare(path: Path, *, cold: bool) -> bool:
-    """Return whether the checkpoint is as cold or as warm as it has to be."""
-    if cold:
-        return make_cold(path)
-    warm(path)
-    return True
+def _load(measure: str, tool: Tool, name: str, subject: Subject, path: Path, found: Visited) -> None:
+    release_memory()
+    with found.clock("prepare"):
+        if measure in (COLD, INTO_COLD) and not make_cold(path):
+            return
+        if measure in (WARM, INTO_WARM):
+            warm(path)
+    load = _load_new if measure in (COLD, WARM) else _load_into
+    found.figures[measure] = load(tool, name, subject, path, found)
+
+
+def _load_new(tool: Tool, name: str, subject: Subject, path: Path, found: Visited) -> float:
+    loaded: list[Any] = []
+
+    def call() -> None:
+        loaded.append(tool.load(path))
+        touch(loaded[0])
+
+    with subject.reserve.lent():
+        seconds = seconds_of(call)
+        with found.clock("gate"):
+            check_same(loaded.pop(), tool.view(subject.state), name)
+    return seconds
+
+
+def _load_into(tool: Tool, name: str, subject: Subject, path: Path, found: Visited) -> float:
+    subject.wipe()
+    target = tool.view(subject.target)
+    with subject.reserve.lent():
+        seconds = seconds_of(lambda: tool.load_into(path, target))
+    with found.clock("gate"):
+        check_same(target, tool.view(subject.state), name)
+    return seconds
+
+
+def _is_full(directory: Path) -> bool:
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize < _NEARLY_NOTHING or status.f_favail == 0 < status.f_files
 
 
 def remove(path: Path) -> None:

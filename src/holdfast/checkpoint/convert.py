@@ -8,12 +8,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from holdfast.checkpoint import tuning
 from holdfast.checkpoint.arguments import MemorySize, budget_pool, checked_path, thread_count
 from holdfast.checkpoint.finding import open_reader
 from holdfast.checkpoint.save import SaveReport, save_flat
 from holdfast.errors import PathLike, UsageError
 from holdfast.formats.base import BLOCK_BYTES, OpenSettings, Reader, WriteSettings, thread_bytes
-from holdfast.io.buffers import DEFAULT_BUDGET, BufferPool
+from holdfast.io.buffers import BufferPool
 from holdfast.io.parallel import Progress
 from holdfast.state import names
 from holdfast.state.source import Source
@@ -25,7 +26,7 @@ def convert(
     dst: PathLike,
     *,
     to: str = "native",
-    compression: str = "none",
+    compression: str | None = None,
     select: str | Iterable[str] | None = None,
     overwrite: bool = False,
     drop_metadata: bool = False,
@@ -33,7 +34,7 @@ def convert(
     format: str | None = None,
     progress: Progress | None = None,
     threads: int | None = None,
-    memory_budget: MemorySize = DEFAULT_BUDGET,
+    memory_budget: MemorySize | None = None,
     **options: Any,
 ) -> SaveReport:
     """Write a checkpoint again, in another format or with another compression.
@@ -43,8 +44,8 @@ def convert(
     src, dst : path-like
     to : str
         The format to write.
-    compression : str
-        As for `save`.
+    compression : str, optional
+        As for `save`; a ``holdfast.toml`` above the destination is followed, too.
     select : str or list of str, optional
         Globs on the names; only these tensors are converted.
     drop_metadata : bool
@@ -66,24 +67,28 @@ def convert(
         Whatever loading the source or saving to the destination raises; the source is never changed.
     """
     begin = time.perf_counter()
+    choice = tuning.choose(
+        checked_path(dst), to, compression=compression, threads=threads, memory_budget=memory_budget, options=options
+    )
     with (
-        budget_pool(memory_budget) as pool,
+        budget_pool(choice.memory_budget) as pool,
         open_reader(checked_path(src), OpenSettings(verify=verify, pool=pool), format) as reader,
     ):
         _refuse_inside(src, dst)
         return save_flat(
             _selected(reader, select),
-            checked_path(dst),
+            dst,
             format=to,
             begin=begin,
+            settings_from=choice.settings_from,
             settings=WriteSettings(
                 overwrite=overwrite,
                 metadata={} if drop_metadata else reader.metadata,
-                compression=compression,
-                threads=_threads(reader, thread_count(threads), pool),
+                compression=choice.compression,
+                threads=_threads(reader, thread_count(choice.threads), pool),
                 pool=pool,
                 progress=progress,
-                options=options,
+                options=choice.options,
             ),
         )
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
+from holdfast.checkpoint import auto, tuning
 from holdfast.checkpoint.arguments import MemorySize, budget_pool, checked_path, thread_count
 from holdfast.checkpoint.finding import get_format
 from holdfast.errors import PathLike, UsageError
 from holdfast.formats.base import WriteSettings
-from holdfast.io.buffers import DEFAULT_BUDGET
 from holdfast.io.parallel import Progress
 from holdfast.state import streams
 from holdfast.state.source import Source
@@ -49,6 +49,10 @@ class SaveReport:
         Whether the page cache was bypassed; some file systems refuse that.
     tensors : int
         How many tensors were stored.
+    auto : dict or None
+        For ``compression="auto"``: what was measured and predicted, and why this compression was taken.
+    settings_from : str or None
+        The ``holdfast.toml`` that was followed in at least one setting.
     """
 
     path: str
@@ -62,6 +66,8 @@ class SaveReport:
     peak_buffer_bytes: int
     direct_io: bool
     tensors: int
+    auto: dict[str, Any] | None = None
+    settings_from: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values, as ``--json`` prints it."""
@@ -72,16 +78,19 @@ def save(
     state: object,
     path: PathLike,
     *,
-    compression: str = "none",
+    compression: str | None = None,
     format: str | None = None,
     overwrite: bool = False,
     metadata: dict[str, Any] | None = None,
     progress: Progress | None = None,
     threads: int | None = None,
-    memory_budget: MemorySize = DEFAULT_BUDGET,
+    memory_budget: MemorySize | None = None,
     **options: Any,
 ) -> SaveReport:
     """Save a nested state so that it is visible whole or not at all, and durable on return.
+
+    What the call leaves open of ``compression``, ``threads``, ``memory_budget`` and ``direct_io`` is taken from the
+    nearest ``holdfast.toml`` from the destination's folder upwards, if there is one (``holdfast tune`` writes it).
 
     Parameters
     ----------
@@ -89,8 +98,9 @@ def save(
         For example ``{"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 100}``.
     path : path-like
         Where the checkpoint shall appear; missing parent folders are created.
-    compression : str
-        ``"none"``; ``"lossless"``, about a third smaller for bf16, without losing a bit; or one codec's name.
+    compression : str, optional
+        ``"none"``, the default; ``"lossless"``, about a third smaller for bf16, without losing a bit; ``"auto"``, which
+        measures for a moment and takes the faster of the two (``report.auto`` says why); or one codec's name.
     format : str, optional
         ``"native"``, ``"torch"``, ``"safetensors"``, or a plug-in's. By default the path's suffix decides:
         ``.safetensors`` is a safetensors file, ``.pt`` and ``.pth`` are torch files, all else is native.
@@ -102,11 +112,12 @@ def save(
         Called with (bytes done, bytes in all), from the writing threads, one call at a time.
     threads : int, optional
         Writing threads; twice the cores, between 2 and 8, by default.
-    memory_budget : int or str
+    memory_budget : int or str, optional
         Bytes that all buffers together may take, whatever the size of the state, also as ``"512MiB"``; 256 MiB by
         default.
     **options
-        The format's own, such as ``shard_bytes``.
+        The format's own, such as ``shard_bytes``, or ``direct_io=False`` to write through the page cache (both
+        native and safetensors).
 
     Returns
     -------
@@ -120,29 +131,44 @@ def save(
     """
     begin = time.perf_counter()
     checked_path(path)
-    with budget_pool(memory_budget) as pool:
+    format = format or _format_of(path)
+    choice = tuning.choose(
+        path, format, compression=compression, threads=threads, memory_budget=memory_budget, options=options
+    )
+    with budget_pool(choice.memory_budget) as pool:
         settings = WriteSettings(
             overwrite=overwrite,
             metadata=_checked(metadata or {}),
-            compression=compression,
-            threads=thread_count(threads),
+            compression=choice.compression,
+            threads=thread_count(choice.threads),
             pool=pool,
             progress=progress,
-            options=options,
+            options=choice.options,
         )
         flat = flatten(state)
         streams.wait_for_caller(flat.leaves.values())
-        return save_flat(flat, path, format=format or _format_of(path), settings=settings, begin=begin)
+        return save_flat(flat, path, format=format, settings=settings, begin=begin, settings_from=choice.settings_from)
 
 
-def save_flat(flat: Flat[Source], path: PathLike, *, format: str, settings: WriteSettings, begin: float) -> SaveReport:
+def save_flat(
+    flat: Flat[Source],
+    path: PathLike,
+    *,
+    format: str,
+    settings: WriteSettings,
+    begin: float,
+    settings_from: str | None = None,
+) -> SaveReport:
     """Save a flattened state, from memory or from another checkpoint; see `save`.
 
     Parameters
     ----------
     begin : float
         ``time.perf_counter()`` at the caller's call.
+    settings_from : str, optional
+        The ``holdfast.toml`` that the settings follow.
     """
+    settings, decision = auto.resolve(flat, Path(path), format, settings)
     written = get_format(format).write(flat, Path(path), settings)
     seconds = time.perf_counter() - begin
     return SaveReport(
@@ -157,6 +183,8 @@ def save_flat(flat: Flat[Source], path: PathLike, *, format: str, settings: Writ
         peak_buffer_bytes=written.peak_buffer_bytes,
         direct_io=written.direct_io,
         tensors=len(flat.leaves),
+        auto=decision,
+        settings_from=settings_from,
     )
 
 

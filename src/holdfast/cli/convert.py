@@ -6,10 +6,9 @@ from typing import Annotated, Any
 
 from holdfast.checkpoint.convert import convert as write_again
 from holdfast.checkpoint.save import SaveReport
-from holdfast.cli.options import SIZE, Globs, Size, Switch, Threads
+from holdfast.cli.options import SIZE, Globs, Switch, Threads
 from holdfast.cli.output import DEFAULT, Output
 from holdfast.cli.text import counted, printable, ratio
-from holdfast.io.buffers import DEFAULT_BUDGET
 from holdfast.units import format_bytes, format_rate, format_seconds
 
 
@@ -19,14 +18,14 @@ def convert(
     /,
     *,
     to: str,
-    compression: str = "none",
+    compression: str | None = None,
     select: Globs = None,
     overwrite: Annotated[bool, Switch] = False,
     drop_metadata: Annotated[bool, Switch] = False,
     format: str | None = None,
     shard_bytes: Annotated[int | None, SIZE] = None,
     threads: Threads = None,
-    memory_budget: Size = DEFAULT_BUDGET,
+    memory_budget: Annotated[int | None, SIZE] = None,
     output: Output = DEFAULT,
 ) -> int:
     """Write a checkpoint again, in another format or with another compression.
@@ -40,7 +39,8 @@ def convert(
     to
         The format to write: native, torch, safetensors, or a plug-in's.
     compression
-        none; lossless, about a third smaller for bf16; or one codec's name.
+        none, the default; lossless, about a third smaller for bf16; auto, which measures and takes the faster of the
+        two; or one codec's name.
     select
         Convert only the tensors whose names match this glob; may be repeated.
     overwrite
@@ -54,7 +54,7 @@ def convert(
     threads
         How many threads work.
     memory_budget
-        The most memory that all buffers may take.
+        The most memory that all buffers may take; 256MiB by default.
     """
     options: dict[str, Any] = {} if shard_bytes is None else {"shard_bytes": shard_bytes}
     with output.meter("converting") as progress:

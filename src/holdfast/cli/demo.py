@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from holdfast.bench.checkpoint_workload import Workload
+from holdfast.bench.checkpoint_workload import MEASURES
 from holdfast.bench.demonstration import (
     DEFAULT_ROUNDS,
     DEFAULT_SCALE,
@@ -23,14 +23,17 @@ from holdfast.bench.demonstration import (
     Figure,
     figures,
 )
-from holdfast.bench.peers import arms
 from holdfast.bench.rounds import Rounds
+from holdfast.bench.subject import Subject
+from holdfast.bench.tools.known import USUAL
 from holdfast.bench.visit import STORED
 from holdfast.checkpoint.verify import VerifyReport
 from holdfast.cli.output import DEFAULT, Output
 from holdfast.cli.text import Table, counted, printable
 from holdfast.errors import UsageError
 from holdfast.units import format_bytes, format_seconds
+
+_LABELS = {measure.name: measure.label for measure in MEASURES}
 
 _MEANINGS = {
     # By what stands in the names of the measures.
@@ -77,8 +80,8 @@ def demo(
     talk = _Talk(output)
     with settings as demonstration:
         with talk.busy("building the state"):
-            workload = demonstration.build()
-        talk.say(lambda: _print_state(workload, source, settings.scale))
+            subject = demonstration.build()
+        talk.say(lambda: _print_state(subject, source, settings.scale))
         with talk.busy("measuring") as note:
             measured = demonstration.compare(_progress(settings.rounds, note))
         talk.say(lambda: _print_comparison(measured))
@@ -86,7 +89,7 @@ def demo(
             intact, damaged = demonstration.verify(), demonstration.damage()
         talk.say(lambda: _print_verified(intact, damaged))
     found = intact.ok and not damaged.report.ok
-    output.show(_document(workload, source, measured, intact, damaged, found), lambda: _print_next(source))
+    output.show(_document(subject, source, measured, intact, damaged, found), lambda: _print_next(source))
     return 0 if found else 1
 
 
@@ -113,14 +116,14 @@ class _Talk:
 
 
 def _progress(rounds: int, note: Callable[[str], None]) -> Callable[[int, str], None]:
-    visits = rounds * len(arms())
+    visits = rounds * len(USUAL)
     return lambda done, arm: note(f"measuring {arm} ({done + 1} of at most {visits})")
 
 
-def _print_state(workload: Workload, source: Path | None, scale: float) -> None:
+def _print_state(subject: Subject, source: Path | None, scale: float) -> None:
     made_up = f"random bfloat16 weights, with the names and shapes of OpenLLaMA-3B scaled by {scale:g}"
     what = made_up if source is None else str(source)
-    amount = f"{counted(len(workload.flat.leaves), 'tensor')}, {format_bytes(workload.nbytes)}"
+    amount = f"{counted(len(subject.flat.leaves), 'tensor')}, {format_bytes(subject.nbytes)}"
     print()
     _say(f"1. The state: {amount}: {what}.")
     if source is not None:
@@ -137,8 +140,10 @@ def _print_comparison(rounds: Rounds) -> None:
     )
     print()
     table = figures(rounds)
-    names = [arm.name for arm in arms()]
-    rows = [(measure, *(_cell(name, measure, row.get(name)) for name in names)) for measure, row in table.items()]
+    names = list(USUAL)
+    rows = [
+        (_LABELS[measure], *(_cell(name, measure, row.get(name)) for name in names)) for measure, row in table.items()
+    ]
     Table(("=", *(f">{name}" for name in names)), rows).show()
     print()
     for reason in rounds.not_run.values():
@@ -196,13 +201,13 @@ def _say(text: str) -> None:
 
 
 def _document(
-    workload: Workload, source: Path | None, rounds: Rounds, intact: VerifyReport, damaged: Damaged, found: bool
+    subject: Subject, source: Path | None, rounds: Rounds, intact: VerifyReport, damaged: Damaged, found: bool
 ) -> dict[str, Any]:
     return {
         "ok": found,
         "source": None if source is None else str(source),
-        "tensors": len(workload.flat.leaves),
-        "state_bytes": workload.nbytes,
+        "tensors": len(subject.flat.leaves),
+        "state_bytes": subject.nbytes,
         "measures": {
             measure: {arm: asdict(figure) for arm, figure in row.items()} for measure, row in figures(rounds).items()
         },

@@ -19,13 +19,7 @@ def env(*, path: Path = Path(), output: Output = DEFAULT) -> int:
     path
         The folder to look at; a small file is written there, and removed.
     """
-    document = {
-        "versions": environment.versions(),
-        "processor": environment.processor(),
-        "memory": environment.memory(),
-        "devices": environment.devices(),
-        "storage": environment.storage(path),
-    }
+    document = environment.describe(path)
     output.show(document, lambda: _print_environment(document))
     return 0
 

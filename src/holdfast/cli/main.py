@@ -27,7 +27,16 @@ _COMMANDS = {
     "diff": ("diff:diff", "Compare two checkpoints of any formats; exit code 1 if they differ."),
     "convert": ("convert:convert", "Write a checkpoint again, in another format or with another compression."),
     "env": ("env:env", "Show what of this machine matters to checkpoints."),
+    "bench checkpoint": ("bench:checkpoint", "Compare ways to save and load a checkpoint."),
+    "bench claims": ("bench:claims", "Check what is often said of these ways against this machine."),
+    "report": ("report:report", "Print the tables of a run of the bench, and write its report."),
+    "tune checkpoint": ("tune:checkpoint", "Find the settings that save checkpoints fastest in a folder."),
     "demo": ("demo:demo", "See on this machine what Holdfast does, beside torch and safetensors."),
+}
+
+_GROUPS = {
+    "bench": "Measure on this machine, one process per cell, and say what is best here.",
+    "tune": "Measure this machine, and write the settings that suit it to holdfast.toml.",
 }
 
 _EPILOGUE = """\
@@ -46,11 +55,18 @@ def build_app() -> App:
         help_format="plaintext",
         help_epilogue=_EPILOGUE,
         version=__version__,
-        config=(from_environment, partial(from_file, _COMMANDS)),
+        config=(from_environment, partial(from_file, [name.partition(" ")[0] for name in _COMMANDS])),
     )
+    groups: dict[str, App] = {}
     for place, (name, (home, summary)) in enumerate(_COMMANDS.items()):
+        group, _, rest = name.rpartition(" ")
+        if group and group not in groups:
+            groups[group] = App(name=group, help=_GROUPS[group], sort_key=place, help_epilogue="")
+            app.command(groups[group])
         # The epilogue is for the whole program; an empty one keeps it out of each command's help.
-        app.command(f"holdfast.cli.{home}", name=name, help=summary, sort_key=place, help_epilogue="")
+        groups.get(group, app).command(
+            f"holdfast.cli.{home}", name=rest, help=summary, sort_key=place, help_epilogue=""
+        )
     return app
 
 
@@ -82,7 +98,9 @@ def _run(tokens: list[str]) -> int:
     as_json = "--json" in tokens or os.environ.get("HOLDFAST_JSON", "").lower() in ("1", "true", "yes")
     output = Output(json=as_json, verbose=not {"-v", "--verbose"}.isdisjoint(tokens))
     try:
-        command, bound, _ = build_app().parse_args(flags_after_command(tokens), exit_on_error=False, print_error=False)
+        command, bound, _ = build_app().parse_args(
+            flags_after_command(tokens, _GROUPS), exit_on_error=False, print_error=False
+        )
         output = bound.arguments.get("output", output)
         return command(*bound.args, **bound.kwargs) or 0
     except BrokenPipeError:

@@ -24,6 +24,8 @@ from holdfast.units import parse_bytes
 
 _PREFIX = "HOLDFAST_"
 
+SAVE_TABLE = "save"
+
 
 def _size(kind: type, tokens: Sequence[Token]) -> int:
     try:
@@ -50,10 +52,10 @@ Globs = Annotated[list[str] | None, Parameter(negative="", metavar="GLOB")]
 """Patterns of tensor names, given one by one."""
 
 
-def flags_after_command(tokens: Sequence[str]) -> list[str]:
+def flags_after_command(tokens: Sequence[str], groups: Collection[str]) -> list[str]:
     """Return the words of a command line with the flags of every command behind the command they stand before.
 
-    ``holdfast --json info x`` means ``holdfast info --json x``.
+    ``holdfast --json info x`` means ``holdfast info --json x``; a command of one of the groups is two words.
     """
     takes_value = _flags_everywhere() if tokens and tokens[0].startswith("-") else {}
     place = 0
@@ -64,7 +66,8 @@ def flags_after_command(tokens: Sequence[str]) -> list[str]:
         place += 2 if takes_value[flag] and not given else 1
     if place and not tokens[place:]:
         raise UsageError("no command is given", remedy="see `holdfast --help`")
-    return [*tokens[place : place + 1], *tokens[:place], *tokens[place + 1 :]]
+    end = place + (2 if tokens[place : place + 1] and tokens[place] in groups else 1)
+    return [*tokens[place:end], *tokens[:place], *tokens[end:]]
 
 
 def _flags_everywhere() -> dict[str, bool]:
@@ -95,7 +98,8 @@ def from_file(known: Collection[str], app: App, commands: tuple[str, ...], argum
     if not tokens:
         return
     path = tokens[0][-1].value
-    tables = _read(path)
+    # The settings of a folder's saves, which `holdfast tune` writes, stand in the same kind of file.
+    tables = {key: table for key, table in _read(path).items() if key != SAVE_TABLE or not isinstance(table, dict)}
     for key, table in tables.items():
         if key not in known or not isinstance(table, dict):
             near = difflib.get_close_matches(key, known, n=1)

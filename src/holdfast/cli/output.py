@@ -49,6 +49,11 @@ class Output:
         elif not self.quiet:
             text()
 
+    def note(self, text: str) -> None:
+        """Tell a person, on stderr, what they should know before something goes on."""
+        if not self.quiet:
+            print(printable(text), file=sys.stderr)
+
     @contextmanager
     def meter(self, doing: str) -> Iterator[Callable[[int, int], None] | None]:
         """Lend a callback that takes (bytes done, bytes in all) and draws them; None where nobody looks."""

@@ -13,7 +13,7 @@ from holdfast.formats.base import WriteSettings, Written
 from holdfast.formats.native.coded_tensors import FRAMEWORK_KEY, METADATA_KEY
 from holdfast.formats.native.manifest import AliasRecord
 from holdfast.formats.native.pack import DEFAULT_SHARD_BYTES, FilePlan, Structure, plan_files
-from holdfast.formats.native.writer import FinishedStream, chosen_codec, write_streams
+from holdfast.formats.native.writer import FinishedStream, chosen_codec, chosen_direct_io, write_streams
 from holdfast.formats.safetensors_read import INDEX_SUFFIX, SUFFIX, begins_like_safetensors, locate
 from holdfast.io.commit import Commit
 from holdfast.io.files import write_small
@@ -26,12 +26,13 @@ from holdfast.units import parse_bytes
 def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Written:
     """Write a state as safetensors; see `holdfast.formats.base.Format.write`."""
     single = destination.suffix == SUFFIX
-    shard_bytes = settings.only("safetensors", "shard_bytes").get("shard_bytes")
+    shard_bytes = settings.only("safetensors", "shard_bytes", "direct_io").get("shard_bytes")
     if single and shard_bytes is not None:
         raise UsageError(
             "shard_bytes needs a directory, and this names one file", path=destination, remedy=f"leave {SUFFIX} out"
         )
     codec = chosen_codec(settings.compression)
+    chosen_direct_io(settings.options)
     metadata = _checked_metadata(settings.metadata, destination)
     if single:
         size = sum(leaf.nbytes for leaf in flat.leaves.values()) + 1

@@ -38,6 +38,8 @@ class Stream(ABC):
         Bytes kept for the header, a multiple of 4096.
     pool : BufferPool
     meter : Meter
+    direct : bool
+        Whether to go around the page cache where the file system allows it.
 
     Attributes
     ----------
@@ -50,7 +52,15 @@ class Stream(ABC):
     """
 
     def __init__(
-        self, path: Path, plan: FilePlan, groups: list[list[Block]], room: int, pool: BufferPool, meter: Meter
+        self,
+        path: Path,
+        plan: FilePlan,
+        groups: list[list[Block]],
+        room: int,
+        pool: BufferPool,
+        meter: Meter,
+        *,
+        direct: bool = True,
     ) -> None:
         self.plan = plan
         self.records: dict[tuple[str, int], BlockRecord] = {}
@@ -60,7 +70,7 @@ class Stream(ABC):
         self._room = room
         self._pool = pool
         self._meter = meter
-        self._file = DirectFile(path)
+        self._file = DirectFile(path, direct=direct)
 
     @abstractmethod
     def task(self, number: int) -> None:
@@ -81,9 +91,17 @@ class RawStream(Stream):
     """A data file whose leaves lie in it as they are."""
 
     def __init__(
-        self, path: Path, plan: FilePlan, groups: list[list[Block]], room: int, pool: BufferPool, meter: Meter
+        self,
+        path: Path,
+        plan: FilePlan,
+        groups: list[list[Block]],
+        room: int,
+        pool: BufferPool,
+        meter: Meter,
+        *,
+        direct: bool = True,
     ) -> None:
-        super().__init__(path, plan, groups, room, pool, meter)
+        super().__init__(path, plan, groups, room, pool, meter, direct=direct)
         self._edges = _SharedPages(self.size)
         self._file.preallocate(self.size)
 
@@ -95,7 +113,7 @@ class RawStream(Stream):
         with self._pool.acquire(round_up(end) - first) as buffer:
             for block in blocks:
                 at = self._offset(block) - first
-                record = _copy_and_hash(block, buffer[at : at + block.nbytes])
+                record = copy_and_hash(block, buffer[at : at + block.nbytes])
                 self.records[block.leaf.key, block.index] = record
             low, high = self._edges.settle(begin, end, buffer)
             self._file.write(low, buffer[low - first : high - first])
@@ -160,8 +178,10 @@ class CodedStream(Stream):
         meter: Meter,
         codec: Codec | None,
         cancellation: Cancellation,
+        *,
+        direct: bool = True,
     ) -> None:
-        super().__init__(path, plan, groups, room, pool, meter)
+        super().__init__(path, plan, groups, room, pool, meter, direct=direct)
         self._codec = codec
         self._turns = _Turns(room, cancellation)
 
@@ -182,7 +202,7 @@ class CodedStream(Stream):
     def _code(self, blocks: list[Block], out: Bytes, staging: Bytes, *, last: bool) -> int:
         used = 0
         for position, block in enumerate(blocks):
-            raw = _raw_bytes(block, staging)
+            raw = raw_bytes(block, staging)
             name, length = _encode(raw, block, self._codec, out[used:])
             end = used + length
             if position == len(blocks) - 1:
@@ -216,7 +236,8 @@ class _Turns:
         return offset
 
 
-def _copy_and_hash(block: Block, out: Bytes) -> BlockRecord:
+def copy_and_hash(block: Block, out: Bytes) -> BlockRecord:
+    """Put a block's raw bytes into ``out`` and return its record."""
     raw = block.leaf.source.host_bytes()
     if raw is None:
         block.leaf.source.read(block.start, block.stop, out)
@@ -229,7 +250,8 @@ def _copy_and_hash(block: Block, out: Bytes) -> BlockRecord:
     return BlockRecord("raw", block.nbytes, hasher.hexdigest())
 
 
-def _raw_bytes(block: Block, staging: Bytes) -> Bytes:
+def raw_bytes(block: Block, staging: Bytes) -> Bytes:
+    """Return a block's raw bytes: where they lie, or read into ``staging``."""
     raw = block.leaf.source.host_bytes()
     if raw is not None:
         return raw[block.start : block.stop]

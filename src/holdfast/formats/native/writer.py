@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -36,9 +36,10 @@ def write(
     flat: Flat[Source], destination: Path, settings: WriteSettings, replaceable: Callable[[Path], bool]
 ) -> Written:
     """Write a state as a native checkpoint; see `holdfast.formats.base.Format.write`."""
-    options = settings.only("native", "shard_bytes")
+    options = settings.only("native", "shard_bytes", "direct_io")
     plans = plan_files(flat, parse_bytes(options.get("shard_bytes", DEFAULT_SHARD_BYTES)))
     codec = chosen_codec(settings.compression)
+    chosen_direct_io(options)
     with Commit(destination, directory=True, overwrite=settings.overwrite, replaceable=replaceable) as commit:
         streams = write_streams(commit.path, plans, settings, coded=settings.compression != "none", codec=codec)
         files = [finished.record for finished in streams]
@@ -59,9 +60,17 @@ def chosen_codec(compression: str) -> Codec | None:
     if compression in ("none", "lossless"):
         return None
     if compression not in plugins.names("codecs"):
-        known = ", ".join(["none", "lossless", *plugins.names("codecs")])
+        known = ", ".join(["none", "lossless", "auto", *plugins.names("codecs")])
         raise UsageError(f"there is no compression {compression!r}", remedy=f"choose one of: {known}")
     return cast(Codec, plugins.get("codecs", compression))
+
+
+def chosen_direct_io(options: Mapping[str, Any]) -> bool:
+    """Return whether to write around the page cache, which ``direct_io=False`` forbids; UsageError if it is no bool."""
+    direct = options.get("direct_io", True)
+    if not isinstance(direct, bool):
+        raise UsageError(f"direct_io is {direct!r}", remedy="give True or False")
+    return direct
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +90,11 @@ def write_streams(
     coded: bool,
     codec: Codec | None = None,
 ) -> list[FinishedStream]:
-    """Write the data files of a checkpoint into a directory, each durable on return."""
+    """Write the data files of a checkpoint into a directory, each durable on return.
+
+    Of the format's options, ``direct_io`` is followed here; whoever calls this knows the others.
+    """
+    direct = chosen_direct_io(settings.options)
     cancellation = parallel.Cancellation()
     meter = parallel.Meter(sum(plan.raw_bytes for plan in plans), settings.progress)
     jobs: list[_Job] = []
@@ -89,7 +102,14 @@ def write_streams(
         tasks: list[Callable[[], None]] = []
         for plan in plans:
             job = _Job(
-                directory / plan.name, plan, settings.pool, meter, coded=coded, codec=codec, cancellation=cancellation
+                directory / plan.name,
+                plan,
+                settings.pool,
+                meter,
+                coded=coded,
+                codec=codec,
+                direct=direct,
+                cancellation=cancellation,
             )
             jobs.append(job)
             tasks += [functools.partial(job.task, number) for number in range(job.count)]
@@ -114,6 +134,7 @@ class _Job:
         *,
         coded: bool,
         codec: Codec | None,
+        direct: bool,
         cancellation: parallel.Cancellation,
     ) -> None:
         self._plan = plan
@@ -123,10 +144,10 @@ class _Job:
         self._begin: Callable[[], Stream]
         if coded:
             self._begin = functools.partial(
-                CodedStream, path, plan, self._groups, self._room, pool, meter, codec, cancellation
+                CodedStream, path, plan, self._groups, self._room, pool, meter, codec, cancellation, direct=direct
             )
         else:
-            self._begin = functools.partial(RawStream, path, plan, self._groups, self._room, pool, meter)
+            self._begin = functools.partial(RawStream, path, plan, self._groups, self._room, pool, meter, direct=direct)
         self._lock = threading.Lock()
         self._stream: Stream | None = None
         self._finished: FinishedStream | None = None

@@ -1,0 +1,70 @@
+"""Fractional two-level designs: a few of all combinations of 6 to 15 factors, and what they cannot tell apart.
+
+Some *basic* factors take every combination of their levels; each other factor takes the parity of some of them, its
+*generator*. All designs here have resolution IV: a main effect is never mixed with another main effect or with an
+interaction of two factors, but interactions of two are mixed with each other. Generators of up to 10 factors are those
+of least aberration (Montgomery, *Design and Analysis of Experiments*, table of 2^(k-p) designs); the others are words
+of odd length, which give resolution IV by themselves.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+MOST_FACTORS = 15
+
+_ODD_WORDS = "ABC BCD CDE ACD ADE BDE ABD ABE ACE BCE"
+_GENERATORS = {
+    6: "ABC BCD",
+    7: "ABC BCD ACD",
+    8: "BCD ACD ABC ABD",
+    9: "BCDE ACDE ABDE ABCE",
+    10: "ABCD ABCE ABDE ACDE BCDE",
+}
+
+
+def columns(factors: int) -> list[int]:
+    """Return each factor's generator as bits of basic factors: the first four or five factors have one bit each.
+
+    Parameters
+    ----------
+    factors : int
+        6 to 15.
+    """
+    basic = 4 if factors <= 8 else 5
+    words = _GENERATORS.get(factors, _ODD_WORDS).split()[: factors - basic]
+    return [1 << place for place in range(basic)] + [
+        sum(1 << "ABCDE".index(letter) for letter in word) for word in words
+    ]
+
+
+def fraction(factors: int) -> list[tuple[int, ...]]:
+    """Return the points of the design for so many factors: 16 for up to 8 factors, else 32.
+
+    Returns
+    -------
+    list of tuple of int
+        The level, 0 or 1, of each factor; the first point has level 0 throughout.
+    """
+    bits = columns(factors)
+    points = 1 << (4 if factors <= 8 else 5)
+    return [tuple((point & column).bit_count() & 1 for column in bits) for point in range(points)]
+
+
+def alias_groups(names: Sequence[str]) -> list[list[list[str]]]:
+    """Return which effects, of one factor or of two, cannot be told apart in the design for these factors.
+
+    Returns
+    -------
+    list of list of list of str
+        Groups of two effects or more; an effect is the list of its factors.
+    """
+    bits = dict(zip(names, columns(len(names)), strict=True))
+    groups: dict[int, list[list[str]]] = {}
+    for effect in [*([name] for name in names), *(list(pair) for pair in itertools.combinations(names, 2))]:
+        column = 0
+        for name in effect:
+            column ^= bits[name]
+        groups.setdefault(column, []).append(effect)
+    return [group for group in groups.values() if len(group) > 1]

@@ -1,0 +1,149 @@
+"""Loading all arrays of a directory as a user of TensorStore does: open, read, convert back; for comparisons.
+
+`holdfast.load` reads through `TensorStoreReader`, straight into the tensors' memory, in pieces and checked against what
+was written. Here each array is read by one call, as TensorStore's own documentation and most programs do it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.errors import PathLike
+from holdfast.formats.tensorstore_arrays import sidecar as sidecars
+from holdfast.formats.tensorstore_arrays.failures import reading, tensorstore
+from holdfast.formats.tensorstore_arrays.opened import Wanted, opened
+from holdfast.formats.tensorstore_arrays.places import foreign_arrays, held
+from holdfast.formats.tensorstore_arrays.settings import in_flight as checked_in_flight
+from holdfast.formats.tensorstore_arrays.settings import limit
+from holdfast.formats.tensorstore_arrays.specs import Place, context, open_spec
+from holdfast.formats.tensorstore_arrays.stored_types import StoredType
+from holdfast.io.directory import Directory
+from holdfast.state.aliases import Alias, make_view
+from holdfast.state.dtypes import BY_NAME
+from holdfast.units import parse_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+_DEFAULT_MEMORY = 1024**3
+
+Arrays = dict[str, Any]
+
+
+def load_arrays(
+    path: PathLike,
+    *,
+    concurrency: int | None = None,
+    in_flight: str = "all",
+    memory: int | str | None = None,
+) -> dict[str, torch.Tensor]:
+    """Read every array of a directory whole.
+
+    Parameters
+    ----------
+    path : path-like
+        Arrays that `holdfast.save` wrote with ``format="tensorstore"``, or others'.
+    concurrency : int, optional
+        TensorStore's limit on file operations at once; its default unless given.
+    in_flight : str
+        ``"one"``: each array is opened and read to the end before the next; ``"all"``: all at once.
+    memory : int or str, optional
+        The most bytes of arrays that are being read at once, as they are stored, with ``in_flight="all"``; a larger
+        array is read alone. 1 GiB by default.
+
+    Returns
+    -------
+    dict of str to torch.Tensor
+        By name, in the dtype that was saved where our own file tells it, else in the stored one.
+
+    Raises
+    ------
+    CorruptCheckpointError, NotACheckpointError, UnsupportedError, StoreError, UsageError, MissingExtraError
+    """
+    one = checked_in_flight(in_flight) == "one"
+    most = 0 if one else parse_bytes(_DEFAULT_MEMORY if memory is None else memory)
+    tensorstore()
+    directory = Path(path)
+    with held(directory) as root:
+        place, wanted, aliases = _arrays(directory, root)
+        loading = _Loading(directory, place, wanted, context(concurrency=limit("concurrency", concurrency)))
+        tensors = loading.one_by_one() if one else loading.all_at_once(most)
+    return tensors | {name: make_view(tensors[alias.of], alias) for name, alias in aliases.items()}
+
+
+def _arrays(directory: Path, root: str) -> tuple[Place, dict[str, Wanted], dict[str, Alias]]:
+    if not sidecars.is_ours(Path(root)):
+        return *foreign_arrays(directory, root), {}
+    with Directory(Path(root)) as held_directory:
+        found = sidecars.read(held_directory)
+    wanted = {n: Wanted(record.key, found.zarr, record.types, record.shape) for n, record in found.arrays.items()}
+    aliases = {
+        name: Alias(record.of, record.offset, record.shape, record.strides)
+        for name, record in found.structure.aliases.items()
+    }
+    return Place(root, found.kvstore), wanted, aliases
+
+
+class _Loading:
+    """One call of `load_arrays`."""
+
+    def __init__(self, directory: Path, place: Place, wanted: dict[str, Wanted], context: Any) -> None:
+        self._directory = directory
+        self._place = place
+        self._wanted = wanted
+        self._context = context
+
+    def one_by_one(self) -> Arrays:
+        return {name: self._finish(name, self._read(name, self._open(name).result())) for name in self._wanted}
+
+    def all_at_once(self, most: int) -> Arrays:
+        """Open all, then read as many at once as may be."""
+        stores = {name: self._open(name) for name in self._wanted}
+        tensors: Arrays = {}
+        waiting: deque[tuple[str, int, Any]] = deque()
+        pending = 0
+        for name, future in stores.items():
+            with reading(self._directory, self._place.root, name):
+                store = future.result()
+            size = prod(store.shape) * (store.dtype.numpy_dtype.itemsize)
+            while waiting and pending + size > most:
+                earlier, freed, found = waiting.popleft()
+                tensors[earlier] = self._finish(earlier, found)
+                pending -= freed
+            waiting.append((name, size, self._read(name, store)))
+            pending += size
+        return tensors | {name: self._finish(name, found) for name, _, found in waiting}
+
+    def _open(self, name: str) -> Any:
+        wanted = self._wanted[name]
+        spec = open_spec(self._place, wanted.key, wanted.zarr, fill_missing=wanted.types is None)
+        with reading(self._directory, self._place.root, name):
+            return tensorstore().open(spec, open=True, read=True, write=False, context=self._context)
+
+    def _read(self, name: str, store: Any) -> Any:
+        opened(name, self._wanted[name], store, self._directory)  # which refuses what is not as it was saved
+        return store.read(order="C")
+
+    def _finish(self, name: str, future: Any) -> torch.Tensor:
+        with reading(self._directory, self._place.root, name):
+            array = future.result()
+        types = self._wanted[name].types
+        if types is None:
+            dtype = BY_NAME[np.dtype(array.dtype).name]
+            types = StoredType(dtype, dtype)
+        return _tensor(array, types)
+
+
+def _tensor(array: npt.NDArray[Any], types: StoredType) -> torch.Tensor:
+    import torch
+
+    if types.converts:
+        return torch.from_numpy(array).to(types.dtype.torch)
+    flat = torch.from_numpy(array.reshape(-1).view(np.uint8))
+    return flat.view(types.dtype.torch).reshape(array.shape)

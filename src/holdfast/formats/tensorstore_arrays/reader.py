@@ -1,0 +1,202 @@
+"""Reading directories of TensorStore's arrays, ours and others', trusting nothing in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import CorruptCheckpointError, StoreError
+from holdfast.formats.base import Entry, OpenSettings, Reader, StoredLeaf
+from holdfast.formats.first_bytes import first_bytes
+from holdfast.formats.structure import check_structure
+from holdfast.formats.tensorstore_arrays import sidecar as sidecars
+from holdfast.formats.tensorstore_arrays.compressors import check_of
+from holdfast.formats.tensorstore_arrays.failures import reading, tensorstore
+from holdfast.formats.tensorstore_arrays.opened import ArraySet, OpenArray, Wanted
+from holdfast.formats.tensorstore_arrays.places import files_below, foreign_arrays
+from holdfast.formats.tensorstore_arrays.saving import as_details
+from holdfast.formats.tensorstore_arrays.sidecar import Sidecar
+from holdfast.formats.tensorstore_arrays.specs import METADATA_FILE, Place, context
+from holdfast.io.directory import Directory, hold
+from holdfast.io.files import Bytes
+from holdfast.state.aliases import Alias
+from holdfast.state.dtypes import DType
+from holdfast.state.names import DEFAULT_PART
+from holdfast.state.source import Source
+from holdfast.state.tree import Flat, leaf_specs
+
+
+class TensorStoreReader(Reader):
+    """An open directory of TensorStore's arrays.
+
+    With our own file beside them, the arrays are the state that was saved, and a chunk that is lost is an error.
+    Others' arrays are a dict of tensors under their paths, with dots for slashes; in them zarr takes a chunk that is
+    not there for one full of the fill value. The directory is held, so that a checkpoint that is replaced meanwhile is
+    read as it was, or not at all.
+    """
+
+    format = "tensorstore"
+
+    def __init__(self, path: Path, settings: OpenSettings) -> None:
+        tensorstore()
+        self.path = path
+        hold(path, lambda directory: self._open(directory, settings))
+
+    def _open(self, directory: Directory, settings: OpenSettings) -> None:
+        self._directory = directory
+        # By its descriptor: its path may be another directory's by now.
+        root = f"/proc/self/fd/{directory._fd}/"
+        budget = settings.pool.budget
+        if sidecars.is_ours(Path(root)):
+            found = sidecars.read(self._directory)
+            self._place = Place(root, found.kvstore)
+            _check_files(found, self.path, root)
+            wanted = {
+                name: Wanted(record.key, found.zarr, record.types, record.shape)
+                for name, record in found.arrays.items()
+            }
+            _check_metadata(found, self.path, self._place)
+            self._set = ArraySet(self.path, self._place, wanted, budget=budget, fill_missing=False)
+            self.flat = _flat_of(found, self)
+            self.metadata = found.metadata
+            self.details = as_details(found)
+            sizes = {name: record.stored_bytes for name, record in found.arrays.items()}
+        else:
+            self._place, wanted = foreign_arrays(self.path, root)
+            self._set = ArraySet(self.path, self._place, wanted, budget=budget, fill_missing=True)
+            self.flat = _flat_of_foreign(self._set, self)
+            self.metadata = {}
+            self.details = {"kvstore": self._place.kvstore, "missing_chunks": "are read as the fill value"}
+            sizes = {
+                name: sum(files_below(Path(root, array.key)).values()) if self._place.kvstore == "file" else 0
+                for name, array in self._set.arrays.items()
+            }
+        self.entries = dict(self._entries(sizes))
+        checks = {check_of(array.metadata) for array in self._set.arrays.values()}
+        self.verifiable = checks.pop() if len(checks) == 1 else None
+
+    def _entries(self, sizes: dict[str, int]) -> Iterator[tuple[str, Entry]]:
+        for name in leaf_specs(self.flat.skeleton):
+            part, _ = self.flat.parts[name]
+            alias = self.flat.aliases.get(name)
+            array = self._set.arrays[alias.of if alias else name]
+            dtype = array.types.dtype
+            file = array.key or "."
+            if alias is None:
+                codec = _codec(array)
+                yield name, Entry(name, part, dtype, array.shape, array.nbytes, sizes[name], codec, file)
+            else:
+                nbytes = prod(alias.shape) * dtype.itemsize
+                yield name, Entry(name, part, dtype, alias.shape, nbytes, 0, "alias", file, alias.of)
+
+    def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
+        try:
+            self._set.read(name, start, stop, out)
+        except CorruptCheckpointError as error:
+            if self._directory.was_replaced():
+                raise StoreError(
+                    "the checkpoint was replaced while it was read", path=self.path, remedy="read it again"
+                ) from error
+            raise
+
+    def block_bytes(self, name: str) -> int:
+        return self._set.block_bytes(name)
+
+    def close(self) -> None:
+        self._directory.close()
+
+
+def _flat_of_foreign(found: ArraySet, reader: Reader) -> Flat[Source]:
+    skeleton: Any = {
+        "dict": {name: {_kind(array.types.dtype): name} for name, array in found.arrays.items()},
+    }
+    parts = {name: (DEFAULT_PART, name) for name in found.arrays}
+    return _checked_flat(skeleton, found.arrays, {}, parts, reader)
+
+
+def _kind(dtype: DType) -> str:
+    return "tensor" if dtype.has_torch else "ndarray"
+
+
+def _flat_of(found: Sidecar, reader: TensorStoreReader) -> Flat[Source]:
+    structure = found.structure
+    aliases = {
+        name: Alias(record.of, record.offset, record.shape, record.strides)
+        for name, record in structure.aliases.items()
+    }
+    return _checked_flat(structure.skeleton, reader._set.arrays, aliases, structure.parts, reader)
+
+
+def _checked_flat(
+    skeleton: Any,
+    arrays: dict[str, OpenArray],
+    aliases: dict[str, Alias],
+    parts: dict[str, tuple[str, str]],
+    reader: Reader,
+) -> Flat[Source]:
+    leaves = {
+        name: StoredLeaf(reader, name, array.types.dtype, array.shape, array.nbytes) for name, array in arrays.items()
+    }
+    try:
+        check_structure(skeleton, leaves, aliases, parts)
+    except ValueError as error:
+        raise CorruptCheckpointError(f"what it says of the state is wrong: {error}", path=reader.path) from error
+    ordered: dict[str, Source] = {name: leaves[name] for name in leaf_specs(skeleton) if name in leaves}
+    return Flat(skeleton, ordered, aliases, parts)
+
+
+def _check_files(found: Sidecar, path: Path, root: str) -> None:
+    """Check that nothing is missing that no chunk's absence would tell, and that no link leads out."""
+    if found.kvstore == "file":
+        for name, content in sidecars.GROUP_FILES[found.zarr].items():
+            if first_bytes(Path(root, name), len(content) + 1) != content:
+                raise CorruptCheckpointError("is not as it was written", path=path / name)
+        linked = next((r.key for r in found.arrays.values() if Path(root, r.key).is_symlink()), None)
+        if linked is not None:
+            raise CorruptCheckpointError("is a symbolic link, which a checkpoint never holds", path=path / linked)
+        return
+    there = files_below(Path(root))
+    for name, size in found.files.items():
+        if there.get(name) != size:
+            problem = "is missing" if name not in there else f"holds {there[name]:,} bytes, {size:,} were written"
+            raise CorruptCheckpointError(problem, path=path / name)
+
+
+def _check_metadata(found: Sidecar, path: Path, place: Place) -> None:
+    """Check each array's metadata file against its checksum, before TensorStore goes by it."""
+    if not found.arrays:
+        return
+    file = METADATA_FILE[found.zarr]
+    with reading(path, place.root):
+        store = tensorstore().KvStore.open(place.store(), context=context()).result()
+        futures = {name: store.read(f"{record.key}/{file}") for name, record in found.arrays.items()}
+    for name, future in futures.items():
+        with reading(path, place.root, name):
+            result = future.result()
+        where = path / found.arrays[name].key / file
+        if result.state == "missing":
+            raise CorruptCheckpointError("the array's metadata is missing", path=where, name=name)
+        if sidecars.digest(result.value) != found.arrays[name].metadata:
+            raise CorruptCheckpointError("the array's metadata is not what was written", path=where, name=name)
+
+
+def _codec(array: OpenArray) -> str:
+    """Return how an array's chunks are compressed, in one word."""
+    compressor = array.metadata.get("compressor")
+    if compressor:
+        inner = compressor.get("cname")
+        return f"{compressor['id']}-{inner}" if inner else str(compressor["id"])
+    return _codec_of(array.metadata.get("codecs") or [])
+
+
+def _codec_of(codecs: list[dict[str, Any]]) -> str:
+    for codec in codecs:
+        configuration = codec.get("configuration") or {}
+        if codec["name"] == "sharding_indexed":
+            return _codec_of(configuration.get("codecs") or [])
+        if codec["name"] in ("gzip", "zstd", "blosc"):
+            inner = configuration.get("cname")
+            return f"{codec['name']}-{inner}" if inner else str(codec["name"])
+    return "raw"

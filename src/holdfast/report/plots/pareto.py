@@ -1,0 +1,118 @@
+"""Compromises: what saves fast against what is small and what loads fast, and which arms nothing else beats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from holdfast.report.panels import trio
+from holdfast.report.plots import drawing as d
+from holdfast.report.plots.labels import place_labels
+from holdfast.report.results import Measure, Results
+from holdfast.report.samples import scale_of
+from holdfast.report.wording import clipped
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# More names than this cover the points; then each point has a number, and a list says whose it is.
+_MOST_NAMES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    name: str
+    x: float
+    y: float
+    best: bool = False
+
+
+def compromises(results: Results) -> Figure:
+    """Return a panel of saving against size and one of saving against loading."""
+    chosen, arms = trio(results), d.shown_arms(results)
+    others = [measure for measure in (chosen.size, chosen.load) if measure is not None]
+    many = len(arms) > _MOST_NAMES
+    figure = d.new_figure(max(5.2, 0.17 * len(arms) + 0.6) if many else 5.2)
+    widths = [1.0] * len(others) + ([0.55] if many else [])
+    grid = figure.add_gridspec(1, len(widths), width_ratios=widths)
+    marks = {arm.name: str(place + 1) if many else arm.name for place, arm in enumerate(arms)}
+    panels = []
+    for place, measure in enumerate(others):
+        if chosen.save is not None:
+            axes = figure.add_subplot(grid[0, place])
+            panels.append((axes, _panel(axes, results, chosen.save, measure)))
+    if many:
+        _key(figure.add_subplot(grid[0, len(others)]), results)
+    better = "" if {one.better for one in chosen.all()} != {"lower"} else " Better: down and left."
+    note = "Medians; the square is the baseline. Blue: nothing else is better in both."
+    d.footnote(figure, note + better + d.left_out(results))
+    for axes, points in panels:
+        spots = [(point.x, point.y) for point in points]
+        place_labels(figure, axes, [(marks[point.name], point.x, point.y) for point in points], spots)
+    return figure
+
+
+def _key(axes: Axes, results: Results) -> None:
+    """List the numbers and the names that they stand for."""
+    axes.set_axis_off()
+    axes.set_title("arms")
+    arms = d.shown_arms(results)
+    for place, arm in enumerate(arms):
+        y = 1 - (place + 0.5) / len(arms)
+        axes.text(0.08, y, str(place + 1), transform=axes.transAxes, ha="right", va="center", fontsize=8, color=d.FAINT)
+        axes.text(0.12, y, clipped(arm.name, 34), transform=axes.transAxes, va="center", fontsize=8)
+
+
+def _panel(axes: Axes, results: Results, across: Measure, up: Measure) -> list[_Point]:
+    """Draw the points of two measures and return them, those that nothing beats first."""
+    points = _points(results, across, up)
+    xs, ys = [point.x for point in points], [point.y for point in points]
+    _limits(axes, xs, "x")
+    _limits(axes, ys, "y")
+    axes.grid(color=d.GRID, linewidth=0.7)
+    axes.set_xlabel(scale_of(results, across).label + _log_words(xs))
+    axes.set_ylabel(scale_of(results, up).label + _log_words(ys))
+
+    axes.set_title(f"{across.label} and {up.label}")
+    front = sorted((point for point in points if point.best), key=lambda point: point.x)
+    axes.step([p.x for p in front], [p.y for p in front], where="post", color=d.GOOD, linewidth=1.2)
+    for point in points:
+        marker = "s" if point.name == results.baseline else "o"
+        colour = d.GOOD if point.best else d.BASE if point.name == results.baseline else d.NEUTRAL
+        axes.plot([point.x], [point.y], marker, color=colour, markersize=6.5, zorder=3)
+    return sorted(points, key=lambda point: not point.best)
+
+
+def _points(results: Results, across: Measure, up: Measure) -> list[_Point]:
+    found = []
+    for arm in d.shown_arms(results):
+        x = scale_of(results, across).samples(results, arm.name)
+        y = scale_of(results, up).samples(results, arm.name)
+        if x and y:
+            found.append(_Point(arm.name, x.median, y.median))
+    signs = (1 if across.better == "lower" else -1, 1 if up.better == "lower" else -1)
+
+    def beaten(one: _Point) -> bool:
+        return any(
+            signs[0] * other.x <= signs[0] * one.x
+            and signs[1] * other.y <= signs[1] * one.y
+            and (other.x, other.y) != (one.x, one.y)
+            for other in found
+        )
+
+    return [_Point(point.name, point.x, point.y, best=not beaten(point)) for point in found]
+
+
+def _log_words(values: list[float]) -> str:
+    return ", log scale" if d.wants_log(values) else ""
+
+
+def _limits(axes: Axes, values: list[float], which: str) -> None:
+    """Leave room for labels: more at the right than elsewhere."""
+    if d.wants_log(values):
+        room = (max(values) / min(values)) ** 0.1
+        d.log_axis(axes, min(values) / room, max(values) * room ** (2.2 if which == "x" else 1.0), which=which)
+        return
+    high = max(values, default=1.0) or 1.0
+    (axes.set_xlim if which == "x" else axes.set_ylim)(0, high * (1.3 if which == "x" else 1.12))

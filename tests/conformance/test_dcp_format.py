@@ -1,0 +1,10 @@
+"""The format of torch.distributed.checkpoint sits the exam of every format."""
+
+from __future__ import annotations
+
+from holdfast.formats import dcp
+from holdfast.testing.format_suite import FormatSuite
+
+
+class TestDcp(FormatSuite):
+    format = dcp.FORMAT

@@ -1,0 +1,137 @@
+"""Results documents with a known truth, for whoever computes from one: docs/reference/results.md describes them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+GIB = 2**30
+
+MEASURES: list[dict[str, Any]] = [
+    {"name": "save", "label": "durable save", "unit": "s", "better": "lower", "primary": True, "about": ""},
+    {"name": "returned", "label": "returned", "unit": "s", "better": "lower", "primary": False, "about": ""},
+    {"name": "load_cold", "label": "cold load", "unit": "s", "better": "lower", "primary": True, "about": ""},
+    {"name": "load_warm", "label": "warm load", "unit": "s", "better": "lower", "primary": True, "about": ""},
+    {"name": "stored", "label": "bytes on disk", "unit": "B", "better": "lower", "primary": True, "about": ""},
+]
+
+Truth = Mapping[str, float]
+"""True figures of an arm, per GiB of raw bytes: seconds, or bytes per byte for ``stored``."""
+
+
+def truth(save: float = 1.0, *, cold: float = 1.0, warm: float = 0.5, stored: float = 1.0, **more: float) -> Truth:
+    """Return an arm's true figures: seconds per GiB, and the share of the bytes that is stored."""
+    return {"save": save, "returned": save, "load_cold": cold, "load_warm": warm, "stored": stored, **more}
+
+
+def cell(arm: str, block: int, figures: Mapping[str, float], *, amount: float = GIB, order: int = 0) -> dict[str, Any]:
+    """Return a cell that went well."""
+    return {
+        "arm": arm,
+        "block": block,
+        "order": order,
+        "status": "ok",
+        "reason": None,
+        "command": ["holdfast", "bench", "cell", arm],
+        "started": "2026-01-01T00:00:00+00:00",
+        "seconds": 1.0,
+        "amount": amount,
+        "subject": "a state",
+        "figures": dict(figures),
+        "clocks": {"import": 0.5, "build": 0.1, "gate": 0.1},
+    }
+
+
+def broken(arm: str, block: int, status: str = "failed", reason: str | None = "it broke") -> dict[str, Any]:
+    """Return a cell without figures."""
+    return {**cell(arm, block, {}), "status": status, "reason": reason}
+
+
+def document(
+    arms: Mapping[str, Truth],
+    *,
+    runs: int = 5,
+    noise: float = 0.02,
+    drift: float = 0.0,
+    seed: int = 0,
+    baseline: str | None = None,
+    placebo: bool = True,
+    amounts: Mapping[str, float] | None = None,
+    settings: Mapping[str, Mapping[str, Any]] | None = None,
+    places: Mapping[str, Mapping[str, Any]] | None = None,
+    replaced: Sequence[Mapping[str, Any]] = (),
+    **experiment: Any,
+) -> dict[str, Any]:
+    """Return a complete document whose cells scatter around the truth.
+
+    Parameters
+    ----------
+    arms : mapping of str to Truth
+        The first is the baseline unless ``baseline`` names another.
+    noise : float
+        Standard deviation of the logs of all times; bytes have none.
+    drift : float
+        Standard deviation of the logs of a factor that all times of a block share.
+    amounts : mapping of str to float, optional
+        Raw bytes that an arm works on; 1 GiB unless given.
+    replaced : sequence of cell
+        Take the place of the cells of the same arm and block.
+    """
+    draw = random.Random(seed)
+    first = next(iter(arms)) if baseline is None else baseline
+    truths = {**arms, "placebo": arms[first]} if placebo else dict(arms)
+    cells = []
+    for block in range(runs):
+        slow = math.exp(draw.gauss(0, drift))
+        for arm in draw.sample(list(truths), len(truths)):
+            amount = (amounts or {}).get(arm, GIB)
+            figures = {
+                name: value * amount
+                if name == "stored"
+                else value * amount / GIB * slow * math.exp(draw.gauss(0, noise))
+                for name, value in truths[arm].items()
+            }
+            cells.append(cell(arm, block, figures, amount=amount, order=len(cells)))
+    instead = {(entry["arm"], entry["block"]): dict(entry) for entry in replaced}
+    roles = {first: "baseline", **({"placebo": "placebo"} if placebo else {})}
+    return {
+        "schema": 1,
+        "kind": "holdfast-results",
+        "holdfast": "0",
+        "command": "holdfast bench test",
+        "started": "2026-01-01T00:00:00+00:00",
+        "finished": "2026-01-01T01:00:00+00:00",
+        "complete": True,
+        "experiment": {
+            "name": "test",
+            "title": "Test",
+            "about": "",
+            "workload": "checkpoint",
+            "design": "arms",
+            "baseline": first,
+            "runs": runs,
+            "seed": seed,
+            "limits": {"seconds": None, "memory_bytes": None},
+            "factors": {},
+            "aliases": [],
+            "settings": {"model": "test"},
+            **experiment,
+        },
+        "environment": {},
+        "subject": {"description": "a state", "tensors": 1, "bytes": GIB, "dtypes": {"float16": GIB}},
+        "measures": MEASURES,
+        "arms": [
+            {
+                "name": name,
+                "role": roles.get(name, "arm"),
+                "settings": dict((settings or {}).get(name, {})),
+                "about": "",
+                "place": dict((places or {}).get(name, {"kind": "arm"})),
+            }
+            for name in sorted(truths, key=lambda name: name != first)
+        ],
+        "cells": [instead.get((entry["arm"], entry["block"]), entry) for entry in cells],
+        "summary": {},
+    }

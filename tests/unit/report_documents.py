@@ -1,0 +1,404 @@
+"""Results files made up for tests of the report, as ``docs/reference/results.md`` describes them."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+from pathlib import Path
+from typing import Any
+
+AMOUNT = 2_930_828_800
+MEASURES = [
+    {
+        "name": "save",
+        "label": "durable save",
+        "unit": "s",
+        "better": "lower",
+        "primary": True,
+        "about": "Until synced.",
+    },
+    {"name": "returned", "label": "call returned", "unit": "s", "better": "lower", "primary": False, "about": ""},
+    {
+        "name": "load_cold",
+        "label": "cold load",
+        "unit": "s",
+        "better": "lower",
+        "primary": True,
+        "about": "Not cached.",
+    },
+    {"name": "load_warm", "label": "warm load", "unit": "s", "better": "lower", "primary": True, "about": "Cached."},
+    {
+        "name": "stored",
+        "label": "size",
+        "unit": "B",
+        "better": "lower",
+        "primary": True,
+        "about": "Bytes of all files.",
+    },
+    {"name": "peak_memory", "label": "memory", "unit": "B", "better": "lower", "primary": False, "about": ""},
+]
+
+# name: seconds to save, to load cold, share of the raw bytes
+THREE_WAY = {"pytorch": (6.7, 3.3, 1.0), "tensorstore": (134.0, 19.0, 1.43), "t5x": (62.0, 26.0, 1.32)}
+SIX_WAY = {
+    "tensorstore": (143.1, 17.5, 1.43),
+    "pytorch": (5.9, 3.6, 1.0),
+    "t5x": (66.5, 29.4, 1.32),
+    "ts+concurrency": (98.4, 16.7, 1.43),
+    "ts+chunks": (67.9, 21.4, 2.0),
+    "ts+compression": (145.7, 24.9, 1.32),
+}
+ISOLATED = {
+    "baseline": (134.2, 12.3, 2.0),
+    "concurrency_128": (98.4, 11.2, 2.0),
+    "chunks_1mb": (67.9, 15.7, 2.0),
+    "compression_gzip": (145.7, 18.9, 1.32),
+    "concurrency_chunks": (56.8, 17.2, 2.0),
+    "t5x_full": (58.9, 19.4, 1.32),
+}
+PEERS = {
+    "pytorch": (3.1, 2.0, 1.0),
+    "torch-no-crc": (2.9, 1.9, 1.0),
+    "safetensors": (1.62, 1.4, 1.0),
+    "dcp-1": (3.0, 2.2, 1.0),
+    "dcp-2": (2.6, 2.1, 1.0),
+    "tensorstore-raw": (1.9, 1.7, 1.0),
+    "tensorstore-best": (1.75, 1.9, 0.92),
+    "orbax": (2.4, 2.6, 0.93),
+    "zipnn": (3.9, 2.2, 0.67),
+    "holdfast": (0.82, 0.9, 1.0),
+    "holdfast-lossless": (0.70, 0.8, 0.663),
+    "holdfast-auto": (0.71, 0.82, 0.663),
+}
+
+
+def document(
+    arms: dict[str, tuple[float, float, float]] | None = None,
+    *,
+    name: str = "made-up",
+    runs: int = 5,
+    noise: float = 0.04,
+    placebo: bool = True,
+    design: str = "arms",
+    missing: dict[str, tuple[str, str]] | None = None,
+    slow: tuple[str, ...] = (),
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Return a results document; ``missing`` maps arms to the (status, reason) of all their cells."""
+    arms = arms or ISOLATED
+    baseline = next(iter(arms))
+    everyone = {**arms, **({f"{baseline} (again)": arms[baseline]} if placebo else {})}
+    described = []
+    for arm in everyone:
+        role = "baseline" if arm == baseline else "placebo" if arm.endswith(" (again)") else "arm"
+        settings = {"tool": "tensorstore", "chunk": 262144, "note": arm}
+        described.append({"name": arm, "role": role, "settings": settings, "about": "", "place": {"kind": "arm"}})
+    cells = _cells(everyone, runs, noise, missing or {}, slow, random.Random(seed))
+    result = {
+        "schema": 1,
+        "kind": "holdfast-results",
+        "holdfast": "0.3.0",
+        "command": f"holdfast bench run {name} --runs {runs}",
+        "started": "2026-01-02T03:04:05Z",
+        "finished": "2026-01-02T03:54:05Z",
+        "complete": True,
+        "experiment": {
+            "name": name,
+            "title": f"The {name} comparison",
+            "about": "Made up, for tests of the report.",
+            "workload": "checkpoint",
+            "design": design,
+            "baseline": baseline,
+            "runs": runs,
+            "seed": seed,
+            "limits": {"seconds": 600, "memory_bytes": None},
+            "factors": {},
+            "aliases": [],
+            "settings": {"model": "openllama-3b:first-100", "slow_model": None, "with_optimizer": False},
+        },
+        "environment": _environment(),
+        "subject": {
+            "description": "OpenLLaMA-3B, first 100 parameters, float16",
+            "tensors": 100,
+            "bytes": AMOUNT,
+            "dtypes": {"float16": AMOUNT},
+        },
+        "measures": [dict(measure) for measure in MEASURES],
+        "arms": described,
+        "cells": cells,
+    }
+    result["summary"] = _summary(result)
+    return result
+
+
+def many(count: int, **options: Any) -> dict[str, Any]:
+    """Return a document of so many arms with long names, values two decades apart, and close neighbours."""
+    random_ = random.Random(count)
+    arms = {"pytorch": (3.0, 2.0, 1.0)}
+    for index in range(1, count):
+        save = 3.0 * 10 ** random_.uniform(-0.7, 1.2)
+        size = random_.choice([1.0, 1.0, 1.0, 0.93, 0.663, 1.32, 2.0])
+        arms[f"tensorstore zarr3 shards={index} zstd:{index % 5}"] = (
+            save,
+            2.0 * 10 ** random_.uniform(-0.4, 0.6),
+            size,
+        )
+    return document(arms, name=f"many-{count}", **options)
+
+
+def steps() -> dict[str, Any]:
+    """Return a document of the design ``steps``: from a baseline to everything, one change at a time."""
+    changes = {
+        "keep-dtype": 0.52,
+        "raw": 0.25,
+        "all-in-flight": 0.6,
+        "zarr3": 0.97,
+        "holdfast-format": 0.5,
+        "direct-io": 0.62,
+        "lossless": 0.9,
+    }
+    arms, save = {"t5x-documented": (61.0, 26.0, 1.32)}, 61.0
+    for index, (change, factor) in enumerate(changes.items()):
+        save *= factor
+        arms[f"to {change}"] = (save, 26.0 * save / 61, 1.32 if index == 0 else 1.0 if change != "lossless" else 0.66)
+    result = document(arms, name="from-baseline-to-holdfast", design="steps")
+    found = []
+    for measure in ("save", "load_cold"):
+        before = 1.0
+        for index, change in enumerate(changes):
+            arm = f"to {change}"
+            base = result["summary"]["arms"][arm][measure]["gain"]
+            step = base / before
+            whole = math.log(result["summary"]["arms"]["to lossless"][measure]["gain"])
+            one = {
+                "change": change,
+                "arm": arm,
+                "measure": measure,
+                "gain_from_previous": step,
+                "gain_from_previous_low": step * 0.95,
+                "gain_from_previous_high": step * 1.05,
+                "gain_from_base": base,
+                "share": math.log(step) / whole,
+                "alone": step * 0.9 if index < 4 else None,
+                "without": step * 1.1 if index != 4 else None,
+                "notes": None if index < 4 else "needs the format, so it cannot be added alone",
+            }
+            found.append(one)
+            before = base
+    result["summary"]["steps"] = found
+    return result
+
+
+def factorial() -> dict[str, Any]:
+    """Return a document of a 2 x 2 x 2 design with effects, and aliases as a fractional one would list them."""
+    factors = {"chunk": ["64", "1 MiB"], "concurrency": [1, 128], "compressor": [None, "gzip"]}
+    arms = {}
+    for chunk in (0, 1):
+        for concurrency in (0, 1):
+            for gzip in (0, 1):
+                save = 40.0 * 0.3**chunk * 0.7 ** (concurrency * (1 + chunk)) * 1.3**gzip
+                label = f"chunk={factors['chunk'][chunk]} concurrency={factors['concurrency'][concurrency]} gzip={gzip}"
+                arms[label] = (save, save / 5, 2.0 - 0.68 * gzip)
+    result = document(arms, name="factorial", design="factorial")
+    result["experiment"]["factors"] = factors
+    result["experiment"]["aliases"] = [["chunk", ["concurrency", "compressor"]]]
+    gains = {"chunk": 4.1, "concurrency": 1.7, "compressor": 0.77}
+    effects = [
+        {"factors": [f], "measure": "save", "gain": g, "low": g * 0.9, "high": g * 1.1} for f, g in gains.items()
+    ]
+    for pair, gain in ((["chunk", "concurrency"], 1.42), (["chunk", "compressor"], 1.01)):
+        effects.append({"factors": pair, "measure": "save", "gain": gain, "low": gain * 0.95, "high": gain * 1.05})
+    effects.append(
+        {"factors": ["concurrency", "compressor"], "measure": "save", "gain": None, "low": None, "high": None}
+    )
+    result["summary"]["effects"] = effects
+    interaction = {"changes": ["chunk", "concurrency"], "arm": "both", "measure": "save"}
+    figures = {"gain": 6.7, "product": 4.9, "ratio": 1.37, "low": 1.2, "high": 1.5}
+    result["summary"]["interactions"] = [{**interaction, **figures}]
+    return result
+
+
+def with_claims() -> dict[str, Any]:
+    """Return a three-way document whose summary checks claims."""
+    result = document(THREE_WAY, name="claims")
+    shared = {"gain": 1.98, "gain_low": 1.7, "gain_high": 2.3}
+    result["summary"]["claims"] = [
+        {
+            "id": "2",
+            "claim": "T5X saves 54% faster than basic TensorStore",
+            "theirs": "-54%",
+            "ours": "-49%",
+            **shared,
+            "verdict": "reproduced",
+            "reason": "",
+        },
+        {
+            "id": "5",
+            "claim": "gzip alone costs 1.8%",
+            "theirs": "+1.8%",
+            "ours": "+41%",
+            "gain": None,
+            "gain_low": None,
+            "gain_high": None,
+            "verdict": "confounded",
+            "reason": "the arm without a compressor was compressed with Blosc",
+        },
+    ]
+    return result
+
+
+def write(result: dict[str, Any], folder: Path) -> Path:
+    """Write a document as ``results.json`` and return the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.json").write_text(json.dumps(result))
+    return folder
+
+
+def _environment() -> dict[str, Any]:
+    return {
+        "versions": {"python": "3.11.7", "torch": "2.13.0", "zipnn": None},
+        "processor": {"model": "A processor", "cores": 8, "usable_cores": 2},
+        "memory": {"total_bytes": 24 * 2**30, "available_bytes": 20 * 2**30, "limit_bytes": None},
+        "devices": [],
+        "storage": {"path": "/data", "file_system": "ext4", "direct_io": True, "free_bytes": 10**12},
+    }
+
+
+def _cells(
+    arms: dict[str, tuple[float, float, float]],
+    runs: int,
+    noise: float,
+    missing: dict[str, tuple[str, str]],
+    slow: tuple[str, ...],
+    random_: random.Random,
+) -> list[dict[str, Any]]:
+    cells: list[dict[str, Any]] = []
+    for block in range(runs):
+        names = list(arms)
+        random_.shuffle(names)
+        drift = random_.gauss(0, noise / 2)
+        for arm in names:
+            save, load, share = arms[arm]
+            amount = AMOUNT // 10 if arm in slow else AMOUNT
+
+            def drawn(seconds: float, part: float = amount / AMOUNT, drift: float = drift) -> float:
+                return seconds * part * math.exp(drift + random_.gauss(0, noise))
+
+            figures = {"save": drawn(save), "load_cold": drawn(load), "load_warm": drawn(load * 0.6)}
+            figures |= {"returned": figures["save"] * 0.9, "stored": round(share * amount), "peak_memory": 100 * 2**20}
+            status, reason = missing.get(arm, ("ok", None))
+            cells.append(
+                {
+                    "arm": arm,
+                    "block": block,
+                    "order": len(cells),
+                    "status": status,
+                    "reason": reason,
+                    "command": ["holdfast", "bench", "cell", "--arm", arm, "--block", str(block)],
+                    "started": f"2026-01-02T03:{len(cells) // 60 % 60:02d}:{len(cells) % 60:02d}Z",
+                    "seconds": sum(figures[key] for key in ("save", "load_cold", "load_warm")) + 4,
+                    "amount": amount,
+                    "subject": "OpenLLaMA-3B, first 100 parameters, float16",
+                    "figures": figures if status == "ok" else {},
+                    "clocks": {"import": 1.5, "build": 0.8, "gate": 0.4} if status == "ok" else {},
+                }
+            )
+    return cells
+
+
+def _summary(result: dict[str, Any]) -> dict[str, Any]:
+    baseline = result["experiment"]["baseline"]
+    found: dict[str, Any] = {}
+    noise: dict[str, Any] = {}
+    for arm in result["arms"]:
+        found[arm["name"]] = {}
+        for measure in result["measures"]:
+            one = _statistics(result["cells"], arm, measure, baseline)
+            found[arm["name"]][measure["name"]] = one
+            if arm["role"] == "placebo" and one["n"] > 1:
+                floor = max(one["gain_high"], 1 / one["gain_low"])
+                noise[measure["name"]] = {
+                    "low": one["gain_low"],
+                    "high": one["gain_high"],
+                    "floor": floor,
+                    "n": one["n"],
+                }
+    return {
+        "arms": found,
+        "noise": {measure["name"]: noise.get(measure["name"]) for measure in result["measures"]},
+        "steps": [],
+        "effects": [],
+        "interactions": [],
+        "warnings": [{"text": "save is noisy: 12% from run to run", "remedy": "close what else runs, or --runs 10"}],
+        "recommendations": _recommendations(result, found),
+        "claims": [],
+    }
+
+
+def _recommendations(result: dict[str, Any], found: dict[str, Any]) -> list[dict[str, Any]]:
+    baseline = result["experiment"]["baseline"]
+    recommended = []
+    for purpose, measure in (("saving", "save"), ("loading", "load_cold"), ("size", "stored")):
+        helping = [arm for arm in found if found[arm][measure]["verdict"] == "helps"]
+        if not helping:
+            continue
+        arm = max(helping, key=lambda arm: found[arm][measure]["gain"])
+        one = found[arm][measure]
+        text = f"On this machine, {purpose}: {arm}, {one['gain']:.1f}x {baseline} "
+        text += f"(95% {one['gain_low']:.1f} to {one['gain_high']:.1f})."
+        settings = next(described["settings"] for described in result["arms"] if described["name"] == arm)
+        recommended.append({"for": purpose, "arm": arm, "text": text, "settings": settings})
+    return recommended
+
+
+def _statistics(
+    cells: list[dict[str, Any]], arm: dict[str, Any], measure: dict[str, Any], baseline: str
+) -> dict[str, Any]:
+    key = measure["name"]
+
+    def by_block(name: str) -> dict[int, dict[str, Any]]:
+        return {cell["block"]: cell for cell in cells if cell["arm"] == name and cell["status"] == "ok"}
+
+    mine, base = by_block(arm["name"]), by_block(baseline)
+    values = [cell["figures"][key] for cell in mine.values()]
+    empty = dict.fromkeys(["mean", "std", "median", "low", "high", "per_byte", "gain", "gain_low", "gain_high"])
+    empty |= dict.fromkeys(["change_percent", "p", "p_holm", "detectable", "reason"])
+    if not values:
+        return {"n": 0, **empty, "verdict": "not run", "reason": "it did not run"}
+    per_byte = [cell["figures"][key] / cell["amount"] for cell in mine.values()]
+    plain = {
+        "n": len(values),
+        "mean": statistics.fmean(values),
+        "std": statistics.stdev(values) if len(values) > 1 else 0.0,
+        "median": statistics.median(values),
+        "low": min(values),
+        "high": max(values),
+        "per_byte": statistics.median(per_byte),
+    }
+    if arm["role"] == "baseline":
+        return {**empty, **plain, "verdict": "baseline"}
+    ratios = [
+        math.log(base[b]["figures"][key] / base[b]["amount"] / (cell["figures"][key] / cell["amount"]))
+        for b, cell in mine.items()
+        if b in base
+    ]
+    if not ratios:
+        return {**empty, **plain, "verdict": "not run", "reason": "the baseline did not run"}
+    middle = statistics.fmean(ratios)
+    half = 2.2 * statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else 0.0
+    before = statistics.fmean(cell["figures"][key] / cell["amount"] for cell in base.values())
+    verdict = "within noise" if abs(middle) <= half or abs(middle) < 0.05 else "helps" if middle > 0 else "hurts"
+    return {
+        **empty,
+        **plain,
+        "gain": math.exp(middle),
+        "gain_low": math.exp(middle - half),
+        "gain_high": math.exp(middle + half),
+        "change_percent": 100 * (before - statistics.fmean(per_byte)) / before,
+        "p": 0.001,
+        "p_holm": 0.004,
+        "detectable": 1.08,
+        "verdict": "too few runs" if len(ratios) < 2 else "placebo" if arm["role"] == "placebo" else verdict,
+    }
