@@ -104,6 +104,20 @@ def test_broken_documents_are_refused(change: Callable[[dict[str, Any]], None], 
         read_results(documents.write(document, tmp_path))
 
 
+def test_nothing_is_nested_deeper_than_it_can_be_printed(tmp_path: Path) -> None:
+    def nested(depth: int) -> dict[str, Any]:
+        document = documents.document(runs=1)
+        document["environment"]["note"] = 'brackets in a string \\" do not count: ' + "[" * 100
+        for _ in range(depth):
+            document["environment"] = {"deeper": document["environment"]}
+        return document
+
+    assert read_results(documents.write(nested(40), tmp_path)).environment is not None
+    for depth in (60, 800):
+        with pytest.raises(errors.CorruptCheckpointError, match="nested too deeply"):
+            read_results(documents.write(nested(depth), tmp_path))
+
+
 @pytest.mark.parametrize("number", ["1e999", "NaN", "-Infinity"])
 def test_no_number_is_infinite(number: str, tmp_path: Path) -> None:
     text = json.dumps(documents.document()).replace('"seed": 0', f'"seed": 0, "limits": {{"a": {number}}}', 1)

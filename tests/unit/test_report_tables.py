@@ -13,8 +13,9 @@ import pytest
 
 from holdfast.report import design_tables, origin_tables, tables, wording
 from holdfast.report.csv_files import samples_csv, summary_csv
+from holdfast.report.document import Results
 from holdfast.report.headline import completeness, headlines
-from holdfast.report.results import Results, read_results
+from holdfast.report.results import read_results
 
 _spec = importlib.util.spec_from_file_location("report_documents", Path(__file__).parent / "report_documents.py")
 assert _spec is not None and _spec.loader is not None

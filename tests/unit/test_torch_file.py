@@ -299,3 +299,11 @@ class TestDamage:
                 refused += 1
         # Most damage is met, so that this walks through the checks and not past them.
         assert refused > 100
+
+
+def test_what_torch_itself_could_not_load_is_refused(tmp_path):
+    tracked = torch.tensor(30.0).to(torch.float8_e4m3fn).requires_grad_()
+    with pytest.raises(UnsupportedError, match=r"torch.load would fail .*in-place operation"):
+        holdfast.save({"a": tracked}, tmp_path / "a.pt")
+    assert list(tmp_path.iterdir()) == []
+    holdfast.save({"a": tracked.detach()}, tmp_path / "a.pt")

@@ -208,9 +208,9 @@ def _run(document: dict[str, Any], folder: Path, directory: Path | None, output:
         with _listener(document, output) as listener:
             execute(document, results, directory or folder, listener)
     except KeyboardInterrupt:
-        done = sum(cell["status"] == "ok" for cell in document["cells"])
-        if done:
+        if any(cell["status"] == "ok" for cell in document["cells"]):
             deliver(results, folder / "report.html", output)
+        output.note(f"what was measured is kept; to go on: holdfast bench checkpoint --resume --out {folder}")
         raise
     deliver(results, folder / "report.html", output)
     return 1 if any(cell["status"] == "gate" for cell in document["cells"]) else 0

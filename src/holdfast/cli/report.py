@@ -9,9 +9,10 @@ from holdfast.cli.options import Switch
 from holdfast.cli.output import DEFAULT, Output
 from holdfast.cli.text import Table, printable
 from holdfast.report import design_tables, origin_tables, tables
+from holdfast.report.document import Results
 from holdfast.report.headline import completeness, headlines
 from holdfast.report.plain import clean
-from holdfast.report.results import Results, read_results
+from holdfast.report.results import read_results
 from holdfast.report.sheet import Sheet
 from holdfast.report.wording import measured_by, sentence
 

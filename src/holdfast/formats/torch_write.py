@@ -88,6 +88,13 @@ def _check_readable(flat: Flat[Source], specs: Mapping[str, LeafSpec]) -> None:
         torch.save(state, file)
         file.seek(0)
         restricted_load(file)
+    except RuntimeError as error:
+        # It cannot make some of its own dtypes, float8 for one, with gradients.
+        reason = str(error).splitlines()[0]
+        raise UnsupportedError(
+            f"torch.load would fail on what torch.save makes of this state ({reason})",
+            remedy='detach its tensors from their gradients, or use format="native"',
+        ) from error
     # Classes that no module holds are refused with the last two.
     except (PickleError, AttributeError, TypeError) as error:
         found = re.search(r"GLOBAL ([^\s,]+)|<class '([^']+)'>", str(error))

@@ -66,6 +66,11 @@ class Directory:
         except OSError as error:
             raise store_error(error, path, "open the directory") from error
 
+    @property
+    def held_path(self) -> str:
+        """A path that stays this directory's, whatever its name becomes; for libraries that open by path."""
+        return f"/proc/self/fd/{self._fd}"
+
     def open(self, name: str, *, follow_links: bool = True, page_cache: bool = True) -> SourceFile:
         """Open one of its files; see `SourceFile`, whose errors are raised."""
         return SourceFile(self.path / name, follow_links=follow_links, page_cache=page_cache, directory=self._fd)

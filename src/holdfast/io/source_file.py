@@ -65,6 +65,11 @@ class SourceFile:
             self._direct_fd = _reopen_direct(self._fd)
             self._residency = Residency(self._fd, self.size) if self._direct_fd >= 0 else None
 
+    @property
+    def held_path(self) -> str:
+        """A path that stays this file's, whatever its name becomes; for libraries that open by path."""
+        return f"/proc/self/fd/{self._fd}"
+
     def read_into(self, offset: int, out: Bytes) -> None:
         """Fill ``out`` from the file.
 

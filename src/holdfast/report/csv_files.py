@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from holdfast.report.results import Results, Statistics
+from holdfast.report.document import Results, Statistics
 
 _SAMPLES = ("arm", "role", "block", "order", "status", "reason", "started", "amount_bytes", "measure", "unit", "value")
 

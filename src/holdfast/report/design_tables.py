@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from holdfast.report.document import Claim, Results, Step
 from holdfast.report.plain import clean
-from holdfast.report.results import Claim, Results, Step
 from holdfast.report.sheet import Entry, Sheet, entry
 from holdfast.report.wording import NOTHING, gain, interval
 

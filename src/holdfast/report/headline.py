@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from holdfast.report.document import Measure, Results, Statistics
 from holdfast.report.panels import compared
 from holdfast.report.plain import clean
-from holdfast.report.results import Measure, Results, Statistics
 from holdfast.report.wording import gain, interval, sentence
 
 

@@ -14,11 +14,11 @@ import msgspec
 
 from holdfast.errors import MissingExtraError
 from holdfast.report import design_tables, tables
+from holdfast.report.document import Results
 from holdfast.report.headline import completeness, headlines
 from holdfast.report.origin_tables import improvements_table, isolated_table
 from holdfast.report.plain import clean
 from holdfast.report.plots.drawing import PALETTE, Plot
-from holdfast.report.results import Results
 from holdfast.report.sheet import Entry, Sheet, entry
 from holdfast.report.wording import STATUS, measured_by, number, purpose, sentence
 from holdfast.units import format_bytes
@@ -110,7 +110,7 @@ def _content(results: Results) -> dict[str, Any]:
         "interactions": design_tables.interactions_tables(results),
         "claims": design_tables.claims_table(results),
         "not_run": not_run if not_run.rows else None,
-        "environment": _facts(results.environment or {}),
+        "environment": _facts(_with_words(results.environment or {})),
         "subject": _subject(results),
         "arms": _arms(results),
         "cells": _cells(results),
@@ -135,11 +135,19 @@ def _facts(environment: dict[str, Any]) -> list[tuple[str, str]]:
             facts += [(f"{label}: {name}", text) for name, text in _facts(value)]
         elif isinstance(value, list):
             facts.append((label, clean(json.dumps(value, ensure_ascii=False)) if value else "none"))
-        elif label.endswith(" bytes") and isinstance(value, int | float):
-            facts.append((label.removesuffix(" bytes"), format_bytes(value)))
+        elif label.endswith(" bytes") and isinstance(value, int | float | None):
+            facts.append((label.removesuffix(" bytes"), "none" if value is None else format_bytes(value)))
         else:
             facts.append((label, _plain(value)))
     return facts
+
+
+def _with_words(environment: dict[str, Any]) -> dict[str, Any]:
+    """Say of a package without a version that it is not installed."""
+    versions = environment.get("versions")
+    if not isinstance(versions, dict):
+        return environment
+    return {**environment, "versions": {name: version or "not installed" for name, version in versions.items()}}
 
 
 def _plain(value: object) -> str:

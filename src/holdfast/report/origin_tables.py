@@ -5,9 +5,9 @@ Two things are put right: what they called GB are GiB, and whether a load was co
 
 from __future__ import annotations
 
+from holdfast.report.document import Arm, Measure, Results
 from holdfast.report.panels import Trio, compared, trio
 from holdfast.report.plain import clean
-from holdfast.report.results import Arm, Measure, Results
 from holdfast.report.samples import Samples, Scale, amounts_differ, gibibytes, scale_of
 from holdfast.report.sheet import Entry, Sheet, entry
 from holdfast.report.wording import NOTHING, not_run, percent

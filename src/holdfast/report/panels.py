@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast.report.results import Arm, Measure, Results
+from holdfast.report.document import Arm, Measure, Results
 
 # The documents loaded from the page cache and did not say so; a cold load is what a restarted job waits for.
 _LOADS = ("load_cold", "load_warm")

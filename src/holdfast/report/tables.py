@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from statistics import median
 
+from holdfast.report.document import Arm, Measure, Results
 from holdfast.report.panels import compared
 from holdfast.report.plain import clean
-from holdfast.report.results import Arm, Measure, Results
 from holdfast.report.samples import Scale, scale_of
 from holdfast.report.sheet import Entry, Sheet, entry
 from holdfast.report.wording import NOTHING, gain, interval, not_run, number, percent, probability, spread

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from holdfast.report.document import Cell, Recommendation, Results
 from holdfast.report.plain import clean
-from holdfast.report.results import Cell, Recommendation, Results
 
 NOTHING = "-"
 

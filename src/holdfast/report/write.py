@@ -9,9 +9,10 @@ from pathlib import Path
 
 from holdfast.errors import DestinationExistsError, StoreError, UsageError
 from holdfast.report.csv_files import samples_csv, summary_csv
+from holdfast.report.document import Results
 from holdfast.report.html import MARK, report_page
 from holdfast.report.plots import draw_plots
-from holdfast.report.results import Results, read_results
+from holdfast.report.results import read_results
 
 PAGE = "report.html"
 

@@ -62,7 +62,7 @@ def load_arrays(
     chosen = limit("concurrency", concurrency)
     tensorstore()
     directory = Path(path)
-    with Directory(directory) as opened, held(Path(f"/proc/self/fd/{opened._fd}")) as root:
+    with Directory(directory) as opened, held(Path(opened.held_path)) as root:
         contents = look(opened)
         refuse_links(contents, directory, root)
         loading = _Loading(directory, root, contents, context(concurrency=chosen))

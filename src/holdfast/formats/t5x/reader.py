@@ -39,7 +39,7 @@ class T5XReader(Reader):
         while True:
             self._directory = Directory(path)
             try:
-                self._holding = held(Path(f"/proc/self/fd/{self._directory._fd}"))
+                self._holding = held(Path(self._directory.held_path))
                 self._root = self._holding.__enter__()
             except BaseException:
                 self._directory.close()

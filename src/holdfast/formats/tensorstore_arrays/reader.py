@@ -47,7 +47,7 @@ class TensorStoreReader(Reader):
     def _open(self, directory: Directory, settings: OpenSettings) -> None:
         self._directory = directory
         # By its descriptor: its path may be another directory's by now.
-        root = f"/proc/self/fd/{directory._fd}/"
+        root = f"{directory.held_path}/"
         budget = settings.pool.budget
         if sidecars.is_ours(Path(root)):
             found = sidecars.read(self._directory)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from holdfast.errors import MissingExtraError
+from holdfast.report.document import Results
 from holdfast.report.panels import compared, trio
 from holdfast.report.plots.drawing import Plot, drawn
-from holdfast.report.results import Results
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

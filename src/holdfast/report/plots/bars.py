@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from holdfast.report.document import Arm, Measure, Results
 from holdfast.report.panels import trio
 from holdfast.report.plots import drawing as d
 from holdfast.report.plots.heat import impact_panel
-from holdfast.report.results import Arm, Measure, Results
 from holdfast.report.samples import Samples, scale_of
 from holdfast.report.wording import percent, short
 

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from holdfast.report.document import Arm, Results
 from holdfast.report.panels import compared
-from holdfast.report.results import Arm, Results
 from holdfast.report.wording import clipped, not_run
 
 if TYPE_CHECKING:

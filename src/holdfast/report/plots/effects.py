@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from holdfast.report.document import Effect, Results
 from holdfast.report.plots import drawing as d
 from holdfast.report.plots import heat
 from holdfast.report.plots.forest import point
-from holdfast.report.results import Effect, Results
 from holdfast.report.wording import clipped, gain
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from holdfast.report.document import Arm, Measure, Results, Statistics
 from holdfast.report.plots import drawing as d
-from holdfast.report.results import Arm, Measure, Results, Statistics
 from holdfast.report.wording import clipped, gain
 
 if TYPE_CHECKING:

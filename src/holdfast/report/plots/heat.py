@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from holdfast.report.document import Arm, Results
 from holdfast.report.plots import drawing as d
-from holdfast.report.results import Arm, Results
 from holdfast.report.wording import clipped, percent
 
 if TYPE_CHECKING:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from holdfast.report.document import Measure, Results
 from holdfast.report.panels import trio
 from holdfast.report.plots import drawing as d
 from holdfast.report.plots.labels import place_labels
-from holdfast.report.results import Measure, Results
 from holdfast.report.samples import scale_of
 from holdfast.report.wording import clipped
 

@@ -1,0 +1,114 @@
+"""Does the bench measure what a person would with a stopwatch? ``python benchmarks/by_hand.py``.
+
+In each round the bench runs one cell, and a short script, which shares no code with it, times the same save by hand:
+``time.perf_counter`` around the call and an fsync. The ratio of the two is printed with its 95% interval; it has to
+contain 1, or lie as close to 1 as two runs of the same thing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from holdfast.bench import environment
+from holdfast.bench.cell import run_cell
+from holdfast.bench.checkpoint_workload import SEED
+from holdfast.bench.experiment import Limits
+from holdfast.bench.models import build
+from holdfast.bench.scratch import Scratch
+from holdfast.bench.statistics import compare
+from holdfast.bench.workload import Task
+from holdfast.checkpoint.save import save
+from holdfast.units import format_seconds
+
+BY_HAND = """
+import os, sys, time, torch, holdfast
+source, path, tool = sys.argv[1:]
+state = holdfast.load(source)
+small = {"a": torch.ones(4096)}
+torch.save(small, path + ".small") if tool == "torch" else holdfast.save(small, path + ".small", compression="none")
+os.sync()
+begin = time.perf_counter()
+if tool == "torch":
+    torch.save(state, path)
+    file = os.open(path, os.O_RDONLY)
+    os.fsync(file)
+    folder = os.open(os.path.dirname(path), os.O_RDONLY)
+    os.fsync(folder)
+else:
+    holdfast.save(state, path, compression="none")
+print(time.perf_counter() - begin)
+"""
+
+
+def main() -> int:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--model", default="openllama-3b:layers=6:bfloat16")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--dir", type=Path, default=Path(), help="a folder on the disk that is to be measured")
+    parser.add_argument("--out", type=Path, help="a JSON file for the samples")
+    options = parser.parse_args()
+    samples: dict[str, dict[str, list[float]]] = {}
+    with Scratch(options.dir) as scratch:
+        source = scratch.path / "subject.ckpt"
+        save(build(options.model, seed=SEED), source, compression="none")
+        draw = random.Random(SEED)
+        for number in range(options.rounds):
+            visits = [(tool, how) for tool in ("torch", "holdfast") for how in ("bench", "by hand")]
+            for tool, how in draw.sample(visits, len(visits)):
+                measure = _bench if how == "bench" else _by_hand
+                seconds = measure(tool, source, scratch.path / "cell")
+                samples.setdefault(tool, {}).setdefault(how, []).append(seconds)
+                print(f"{number + 1}: {tool}, {how}: {format_seconds(seconds)}", file=sys.stderr)
+        document = _document(options, samples, scratch.path)
+    for tool, found in document["ratios"].items():
+        print(f"{tool}: by hand / bench = {found['gain']:.3f} (95% {found['low']:.3f} to {found['high']:.3f})")
+    if options.out:
+        options.out.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+def _bench(tool: str, source: Path, folder: Path) -> float:
+    subject = {"checkpoint": str(source), "device": "cpu"}
+    result = run_cell(Task("checkpoint", tool, {"tool": tool}, subject, ["save"], str(folder)), Limits())
+    if result.status != "ok":
+        raise SystemExit(f"{tool}: {result.reason}")
+    return result.figures["save"]
+
+
+def _by_hand(tool: str, source: Path, folder: Path) -> float:
+    folder.mkdir()
+    try:
+        command = [sys.executable, "-c", BY_HAND, str(source), str(folder.absolute() / "state"), tool]
+        return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    finally:
+        subprocess.run(["rm", "-r", str(folder)], check=True)
+
+
+def _document(
+    options: argparse.Namespace, samples: dict[str, dict[str, list[float]]], folder: Path
+) -> dict[str, object]:
+    return {
+        "command": f"benchmarks/by_hand.py --model {options.model} --rounds {options.rounds}",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "environment": environment.describe(folder),
+        "samples": samples,
+        "ratios": {tool: _ratio(found) for tool, found in samples.items()},
+    }
+
+
+def _ratio(found: dict[str, list[float]]) -> dict[str, float | None]:
+    pairs = zip(found["bench"], found["by hand"], strict=True)
+    compared = compare([math.log(hand / bench) for bench, hand in pairs])
+    return {"gain": compared.gain, "low": compared.low, "high": compared.high, "p": compared.p}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""``holdfast bench`` as a person uses it: run, look, interrupt, go on, mistype."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import holdfast
+from holdfast.bench.scratch import NAME
+from holdfast.cli.main import main
+
+SMALL = "openllama-3b:scale=0.0005:layers=1"
+ARMS = ["pytorch", "pytorch (again)", "safetensors", "holdfast"]
+RUN = ["bench", "checkpoint", "--model", SMALL, "--arms", "safetensors", "--arms", "holdfast", "--no-progress"]
+
+
+def results(folder: Path) -> dict:
+    return json.loads((folder / "results.json").read_text())
+
+
+def test_a_run_measures_reports_and_cleans_up(tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main([*RUN, "--runs", "2", "--out", str(out)]) == 0
+    said, err = capsys.readouterr()
+    assert err == ""
+    found = results(out)
+    assert [arm["name"] for arm in found["arms"]] == ARMS
+    assert [cell["status"] for cell in found["cells"]] == ["ok"] * 8
+    assert {path.name for path in out.iterdir() if path.suffix} == {
+        *("results.json", "report.html", "summary.csv", "samples.csv"),
+    }
+    assert not (out / NAME).exists()
+    for text in ("durable save", "load, cold", "Recommended for this machine", *ARMS, f"wrote {out / 'report.html'}"):
+        assert text in said
+    page = (out / "report.html").read_text()
+    assert all(arm in page for arm in ARMS)
+
+
+def test_results_alone_give_the_same_report(tmp_path, capsys):
+    out, again = tmp_path / "out", tmp_path / "again"
+    assert main([*RUN, "--runs", "2", "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    again.mkdir()
+    (again / "results.json").write_bytes((out / "results.json").read_bytes())
+    assert main(["report", str(again)]) == 0
+    assert capsys.readouterr().out == said.replace(str(out), str(again))
+    for name in ("report.html", "summary.csv", "samples.csv"):
+        assert (again / name).read_bytes() == (out / name).read_bytes()
+    plots = {path.name: path.read_bytes() for path in (out / "plots").iterdir()}
+    assert plots == {path.name: path.read_bytes() for path in (again / "plots").iterdir()}
+
+
+def test_own_checkpoint_and_json(tmp_path, capsys):
+    import torch
+
+    own, out = tmp_path / "own", tmp_path / "out"
+    holdfast.save({"model": {"w": torch.randn(300, 200)}, "step": 3}, own)
+    arguments = ["bench", "checkpoint", "--from", str(own), "--arms", "holdfast", "--runs", "1", "--out", str(out)]
+    assert main([*arguments, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["experiment"] == "peers"
+    assert document["summary"]["arms"]["holdfast"]["save"]["n"] == 1
+    assert results(out)["subject"]["bytes"] == 300 * 200 * 4
+    assert holdfast.verify(own).ok
+
+
+def test_an_optimizer_takes_twice_the_weights_more(tmp_path):
+    out = tmp_path / "out"
+    assert main([*RUN, "--runs", "1", "--with-optimizer", "adamw", "--out", str(out), "-q"]) == 0
+    found = results(out)["subject"]
+    weights = 3 * found["bytes"] / 3
+    assert found["tensors"] > 30
+    assert weights == found["bytes"]
+    assert {"bfloat16", "float32"} == set(found["dtypes"])
+
+
+def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(tmp_path):
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "holdfast", *RUN, "--runs", "40", "--out", str(out)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 120
+        while not (out / "results.json").exists() or done(out) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        said, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, err
+    assert "interrupted" in err
+    assert "--resume" in err
+    assert "wrote" in said
+    kept = done(out)
+    assert 3 <= kept < 10
+    assert not (out / NAME).exists()
+    found = results(out)
+    found["cells"] = found["cells"][:8]
+    (out / "results.json").write_text(json.dumps(found))
+    assert main(["bench", "checkpoint", "--resume", "--out", str(out), "-q"]) == 0
+    assert done(out) == 8
+    assert results(out)["complete"]
+
+
+def done(folder: Path) -> int:
+    return sum(cell["status"] == "ok" for cell in results(folder)["cells"])
+
+
+def test_the_file_of_an_isolated_suite_runs_unchanged(tmp_path, capsys):
+    file = tmp_path / "phase4_config.json"
+    file.write_text(
+        """{
+      "testing": {"num_runs": 1, "save_dir": "%s", "use_gpu": false},
+      "test_configurations": [
+        {"name": "baseline", "chunk_size_elements": 64, "concurrency_limit": 1, "compression": null},
+        {"name": "my_custom_test", "chunk_size_elements": 16384, "concurrency_limit": 64, "compression": "gzip"}
+      ],
+      "custom_tests": {"enabled": true, "configurations": [
+        {"name": "test_512kb_chunks", "chunk_size_elements": 131072, "concurrency_limit": 128, "compression": "gzip"}
+      ]}
+    }"""
+        % (tmp_path / "there")
+    )
+    assert main(["bench", "checkpoint", "--experiment", str(file), "--model", SMALL]) == 0
+    found = results(tmp_path / "there")
+    assert [arm["name"] for arm in found["arms"]] == [
+        *("baseline", "baseline (again)", "my_custom_test", "test_512kb_chunks"),
+    ]
+    assert {cell["status"] for cell in found["cells"]} == {"ok"}
+    assert re.search(r"^baseline +\d+\.\d+( ± |  )", capsys.readouterr().out, re.MULTILINE)
+
+
+def written(folder: Path, content: object) -> str:
+    path = folder / "mine.json"
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+def suite(**changes: object) -> dict:
+    one = {"name": "baseline", "chunk_size_elements": 64, "concurrency_limit": 1, "compression": None}
+    return {"testing": {"num_runs": 1}, "test_configurations": [{**one, **changes}]}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (suite(chunk_size=3), 'has no key "chunk_size"'),
+        (suite(chunk_size_elements=-1), "-1"),
+        (suite(compression="gzipp"), "gzipp"),
+        ({"arms": [{"name": "a", "settings": {"tool": "tosch"}}]}, "arm 'a': there is no tool 'tosch'"),
+        ({"arms": [{"name": "a", "settings": {"tool": "torch"}}], "run": 3}, 'has no key "run"'),
+    ],
+)
+def test_a_slip_in_a_file_is_one_clear_line(content, said, tmp_path, capsys):
+    assert main(["bench", "checkpoint", "--experiment", written(tmp_path, content)]) == 2
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert out == ""
+    assert said in lines[0]
+    assert "mine.json" in lines[0]
+    assert len(lines) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--experiment", "sixway"], 2, "six-way"),
+        (["--model", "openllama-4b"], 2, "no known model"),
+        (["--model", "openllama-3b:scale=16"], 3, "are needed"),
+        (["--model", SMALL, "--from", "x"], 2, "exclude each other"),
+        (["--from", "absent"], 5, "nothing here"),
+        (["--arms", "nothing"], 2, "no arm 'nothing'"),
+        (["--runs", "0"], 2, "--runs"),
+        (["--with-optimizer", "sgd"], 2, "no optimizer 'sgd'"),
+        (["--time-limit", "-1"], 2, "--time-limit"),
+        (["--resume"], 5, "no results to go on with"),
+    ],
+)
+def test_what_cannot_be_is_said_at_once(arguments, code, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", "checkpoint", "--out", "out", *arguments]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
+    assert len(err.splitlines()) <= 2
+    assert not (tmp_path / "out" / NAME).exists()
+
+
+def test_results_are_not_overwritten_unasked(tmp_path, capsys):
+    (tmp_path / "results.json").write_text("{}")
+    assert main([*RUN, "--out", str(tmp_path)]) == 6
+    assert "--overwrite" in capsys.readouterr().err
+    assert (tmp_path / "results.json").read_text() == "{}"
+    assert main([*RUN, "--runs", "1", "--out", str(tmp_path), "--overwrite", "-q"]) == 0
+    assert results(tmp_path)["complete"]
+
+
+def test_the_experiments_are_listed(capsys):
+    assert main(["bench", "checkpoint", "--list", "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)["experiments"]) == {
+        *("three-way", "six-way", "isolated", "from-baseline-to-holdfast", "factorial", "peers", "claims"),
+    }
