@@ -95,20 +95,10 @@ def test_the_save_is_on_the_clock():
 def test_peak_sees_what_was_freed_and_can_be_reset():
     probes.reset_peak()
     before = probes.resident_bytes()
-    assert probes.MemoryReserve(64 * 1024**2).nbytes == 64 * 1024**2
+    np.ones(64 * 1024**2, np.uint8).sum()
     assert probes.peak_resident_bytes() - before > 60 * 1024**2
     probes.reset_peak()
     assert probes.peak_resident_bytes() - before < 30 * 1024**2
-
-
-def test_a_reserve_is_resident_but_while_it_is_lent():
-    before = probes.resident_bytes()
-    reserve = probes.MemoryReserve(64 * 1024**2)
-    for _ in range(2):
-        assert probes.resident_bytes() - before > 60 * 1024**2
-        with reserve.lent():
-            assert probes.resident_bytes() - before < 30 * 1024**2
-    assert probes.resident_bytes() - before > 60 * 1024**2
 
 
 def test_room_is_checked_before_anything_is_written(tmp_path):

@@ -12,7 +12,6 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -136,40 +135,6 @@ def make_cold(path: Path) -> bool:
     """Drop a checkpoint from the page cache; return whether ``mincore`` proves that it is gone."""
     evict(path)
     return resident_share(path) <= COLD_SHARE
-
-
-class MemoryReserve:
-    """Memory that is kept touched, and freed for the moment of a timed call.
-
-    A virtual machine gets its memory from the host on first touch, and may give back what lies free for seconds. A call
-    that happens to meet such memory is many times slower than the next one; with a reserve, none does.
-
-    Parameters
-    ----------
-    nbytes : int
-        What a call may take at most.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self._held = _touched(nbytes)
-
-    @contextmanager
-    def lent(self) -> Iterator[None]:
-        """Free the memory, and take it back afterwards."""
-        self._held.close()
-        try:
-            yield
-        finally:
-            self._held = _touched(self.nbytes)
-
-
-def _touched(nbytes: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE].fill(1)
-    return memory
 
 
 def release_memory() -> None:

@@ -1,22 +1,19 @@
-"""What is saved and loaded: a state, memory of the same shape to load into, and memory that is kept ready."""
+"""What is saved and loaded: a state, and memory of the same shape to load into."""
 
 from __future__ import annotations
 
-import mmap
 from functools import cached_property
 from typing import Any
 
-from holdfast.bench.probes import MemoryReserve, available_memory
 from holdfast.errors import UsageError
 from holdfast.state.aliases import make_view
 from holdfast.state.leaf import Array, Leaf, allocate
 from holdfast.state.tree import Flat, flatten, unflatten
 
 COPIES_IN_MEMORY = 4
-"""How much memory a subject takes, in states: what is saved, what is loaded into, and the reserve."""
+"""How much memory a subject takes, in states: what is saved, what is loaded into, and what a call takes."""
 
 _WIPE = 0x5A
-_LEFT_FREE = 1024**3
 
 
 class Subject:
@@ -35,8 +32,6 @@ class Subject:
         The state's leaves.
     nbytes : int
         Raw bytes of its tensors.
-    reserve : MemoryReserve
-        Enough for what a timed call may take, a new state and the page cache of as much, as far as there is memory.
 
     Raises
     ------
@@ -50,7 +45,6 @@ class Subject:
         self.nbytes = sum(leaf.nbytes for leaf in self.flat.leaves.values())
         if self.nbytes == 0:
             raise UsageError("there is nothing to measure: the state holds no tensor")
-        self.reserve = MemoryReserve(max(mmap.PAGESIZE, min(2 * self.nbytes, available_memory() - _LEFT_FREE)))
 
     @cached_property
     def target(self) -> Any:
