@@ -18,8 +18,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev]"
 	@touch $(STAMP)
 
-demo: $(STAMP)  ## save, load, compress and damage a scaled OpenLLaMA-3B; DEMO_ARGS="--from FILE" takes your own
+demo: $(STAMP)  ## save, load, compress and damage a scaled OpenLLaMA-3B (DEMO_ARGS="--from FILE": your own), then a small six-way comparison
 	@$(BIN)/holdfast demo $(DEMO_ARGS)
+	@$(BIN)/holdfast bench checkpoint --experiment six-way --model openllama-3b:scale=0.01:layers=2:float16 --runs 3 \
+		--out bench-demo --overwrite
 
 test: $(STAMP)  ## every test but the slow ones (a few minutes)
 	$(BIN)/pytest -n 2 -m "not slow"
