@@ -79,7 +79,7 @@ def main() -> int:
 
 
 def _bench(tool: str, source: Path, folder: Path) -> float:
-    subject = {"checkpoint": str(source), "device": "cpu"}
+    subject = {"checkpoint": str(source)}
     result = run_cell(Task("checkpoint", tool, {"tool": tool}, subject, ["save"], str(folder)), Limits())
     if result.status != "ok":
         raise SystemExit(f"{tool}: {result.reason}")

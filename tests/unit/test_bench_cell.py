@@ -17,7 +17,7 @@ from holdfast.bench.probes import written_bytes
 from holdfast.bench.workload import Task
 from holdfast.errors import StoreError
 
-SMALL = {"model": "openllama-3b:scale=0.0005:layers=1", "with_optimizer": None, "device": "cpu"}
+SMALL = {"model": "openllama-3b:scale=0.0005:layers=1", "with_optimizer": None}
 MEASURES = ["save", "load_cold", "load_warm"]
 
 

@@ -237,7 +237,7 @@ def test_a_suite_runs_as_it_is(written):
     planned = read_experiment(written(suite(), "phase4_config.json"), check_settings=make)
     assert (planned.name, planned.runs, planned.baseline) == ("phase4_config", 3, "baseline")
     assert planned.settings["save_dir"] == "saved_models/phase4_tests/"
-    assert (planned.settings["device"], planned.settings["model"], planned.notes) == ("cpu", DEFAULT_MODEL, ())
+    assert (planned.settings["model"], planned.notes) == (DEFAULT_MODEL, ())
     assert [arm.name for arm in planned.arms if arm.role != "placebo"] == [name for name, *_ in SIX]
     assert planned.arm("baseline").settings == {
         "tool": "tensorstore",
@@ -284,16 +284,10 @@ def test_custom_tests(written):
         read_experiment(written(both))
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_use_gpu(written, monkeypatch, there):
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
-    planned = read_experiment(written(suite(use_gpu=True)))
-    assert planned.settings["device"] == ("cuda" if there else "cpu")
-    assert planned.notes == (
-        () if there else ('"use_gpu" is true, but torch finds no CUDA device: the state is on the CPU',)
-    )
+def test_use_gpu_is_answered_with_a_note(written):
+    [note] = read_experiment(written(suite(use_gpu=True))).notes
+    assert note == '"use_gpu" is true, but the bench saves from host memory: the state is on the CPU'
+    assert read_experiment(written(suite(use_gpu=False))).notes == ()
 
 
 def change_first(**changes) -> dict:
@@ -425,7 +419,6 @@ def test_a_file_of_ours_with_all_defaults(written):
             "from": None,
             "with_optimizer": None,
             "into": False,
-            "device": "cpu",
             "save_dir": None,
         },
     }
@@ -528,7 +521,11 @@ ERRORS = [
     ),
     (mine(limits={"memory": 1}), 'limits has no key "memory"', "did you mean 'memory_bytes'?"),
     (mine(settings={"modell": "x"}), 'settings has no key "modell"', "did you mean 'model'?"),
-    (mine(settings={"device": "gpu"}), 'settings has "device": "gpu"', "devices: cpu, cuda"),
+    (
+        mine(settings={"model": "openllama-3b:float16", "with_optimizer": "adamw"}),
+        "settings asks for AdamW of float16 weights",
+        "give a model in bfloat16 or float32",
+    ),
     (mine(settings={"model": "openllama-3b", "from": "x"}), 'settings has both "model" and "from"', "keep one of them"),
     (
         mine(arms=[]),
@@ -733,6 +730,14 @@ def test_some_of_the_arms():
     with pytest.raises(UsageError, match="experiment 'six-way' has no arm 'ts-chunks'") as caught:
         planned.only(["ts-chunks"])
     assert caught.value.remedy == "did you mean 'ts+chunks'?"
+
+
+def test_some_arms_of_a_design_are_no_design():
+    planned = read_experiment("from-baseline-to-holdfast")
+    assert planned.only([arm.name for arm in planned.arms]) is planned
+    some = planned.only(["+raw", "holdfast"])
+    assert (some.design, some.omitted) == ("arms", ())
+    assert [arm.place["kind"] for arm in some.arms] == ["arm", "placebo", "arm", "arm"]
 
 
 def test_with_and_without_a_placebo():

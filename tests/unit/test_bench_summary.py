@@ -306,7 +306,7 @@ def test_noisy_runs_are_named_with_what_to_do():
     assert not [text for text in texts(summarise(document(ARMS, noise=0.01))) if "varies" in text]
 
 
-@pytest.mark.parametrize(("block", "factor", "said"), [(0, 1.15, "the first block was"), (2, 1.6, "block 2 was 1.5")])
+@pytest.mark.parametrize(("block", "factor", "said"), [(0, 1.15, "the first block was"), (2, 1.6, "block 3 was 1.5")])
 def test_odd_blocks_are_seen(block, factor, said):
     made = document(ARMS, noise=0.01)
     assert not [text for text in texts(summarise(made)) if "slower than the rest" in text]

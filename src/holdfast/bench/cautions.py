@@ -159,7 +159,7 @@ def _odd_block(measure: Measure, block: int, slower: str, *, first: bool, runs: 
             "let the machine come to rest before a run (what was started or copied just now), and run again",
         )
     return (
-        f"{measure.label}: block {block} was {slower} times slower than the rest, for most arms",
+        f"{measure.label}: block {block + 1} was {slower} times slower than the rest, for most arms",
         f"close what else runs, and run again, or --runs {runs} so that one block counts for less",
     )
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -95,9 +96,10 @@ def _resident(pid: int) -> int:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
+    # Also when it ended by itself: what it started may live on.
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    process.wait()
 
 
 def _tail(file: IO[bytes]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from holdfast.bench import visit
-from holdfast.bench.json_fields import Fields, shown
+from holdfast.bench.json_fields import Fields
 from holdfast.bench.models import build, parse
 from holdfast.bench.probes import check_room
 from holdfast.bench.subject import Subject
@@ -17,7 +17,6 @@ from holdfast.bench.tools.base import Tool
 from holdfast.bench.tools.known import make
 from holdfast.bench.training_state import check_optimizer, with_optimizer
 from holdfast.bench.workload import Measure, Outcome, Prepared, Task, Workload
-from holdfast.checkpoint.arguments import check_device
 from holdfast.checkpoint.info import info
 from holdfast.checkpoint.load import load
 from holdfast.checkpoint.save import save
@@ -31,8 +30,7 @@ SEED = 20_240_601
 DEFAULT_MODEL = "openllama-3b:scale=0.03:layers=4:float16"
 """44 MB in matrices of 0.3 to 3 million weights: an arm with chunks of 64 x 64 saves it in seconds, not minutes."""
 
-_SETTINGS = ("model", "slow_model", "from", "with_optimizer", "into", "device", "save_dir")
-_DEVICES = ("cpu", "cuda")
+_SETTINGS = ("model", "slow_model", "from", "with_optimizer", "into", "save_dir")
 _OVERHEAD = 512 * 1024**2
 _WIDENED = 2.1
 """How many times its bytes a state of half precision may take on the disk: as float32, and a little."""
@@ -70,20 +68,21 @@ class CheckpointWorkload(Workload):
             "from": fields.text("from", None, example='"path/to/checkpoint"'),
             "with_optimizer": fields.text("with_optimizer", None, example='"adamw"'),
             "into": fields.flag("into", False),
-            "device": fields.text("device", "cpu", example='"cpu"'),
             "save_dir": fields.text("save_dir", None, example='"runs/"'),
         }
-        if found["device"] not in _DEVICES:
-            fields.refuse(f'has "device": {shown(found["device"])}', remedy=f"devices: {', '.join(_DEVICES)}")
         if found["model"] is not None and found["from"] is not None:
             fields.refuse('has both "model" and "from"', remedy="keep one of them")
         if found["model"] is None and found["from"] is None:
             found["model"] = DEFAULT_MODEL
-        for model in (found["model"], found["slow_model"]):
+        models = (found["model"], found["slow_model"])
+        for model in models:
             if model is not None:
                 parse(model)
         if found["with_optimizer"] is not None:
             check_optimizer(found["with_optimizer"])
+            if any(model is not None and parse(model).dtype == "float16" for model in models):
+                # The squares of its gradients underflow, and every weight becomes infinite.
+                fields.refuse("asks for AdamW of float16 weights", remedy="give a model in bfloat16 or float32")
         return found
 
     def check(self, settings: Mapping[str, Any]) -> None:
@@ -93,7 +92,6 @@ class CheckpointWorkload(Workload):
         return make(settings).missing()
 
     def prepare(self, settings: Mapping[str, Any], arms: Collection[Mapping[str, Any]], scratch: Path) -> Prepared:
-        check_device(settings["device"])
         subject = _subject(settings, settings["model"])
         slow = _subject(settings, settings["slow_model"]) if settings["slow_model"] else subject
         sizes = [_nbytes(each) for each in (subject, slow)]
@@ -102,7 +100,7 @@ class CheckpointWorkload(Workload):
         check_room(
             scratch,
             disk=round(made + max(sizes) * (_WIDENED if widened else 1.1)) + _OVERHEAD // 8,
-            memory=2 * max(sizes) + _OVERHEAD,
+            memory=(3 if settings["into"] else 2) * max(sizes) + _OVERHEAD,
         )
         described = _make(subject, scratch / "subject.ckpt")
         slow_described = described if slow is subject else _make(slow, scratch / "slow-subject.ckpt")
@@ -126,10 +124,9 @@ class CheckpointWorkload(Workload):
 
 
 def _subject(settings: Mapping[str, Any], model: str | None) -> dict[str, Any]:
-    device = settings["device"]
-    if settings["from"]:
-        return {"checkpoint": str(settings["from"]), "device": device}
-    return {"model": model, "with_optimizer": settings["with_optimizer"], "device": device}
+    if model is None:
+        return {"checkpoint": str(settings["from"])}
+    return {"model": model, "with_optimizer": settings["with_optimizer"]}
 
 
 def _nbytes(subject: Mapping[str, Any]) -> int:
@@ -171,16 +168,8 @@ def _load(subject: Mapping[str, Any]) -> Any:
     stored = subject.get("checkpoint")
     # A cell that is run again by hand, after the run removed what it made, makes it again.
     if stored is None or ("model" in subject and not Path(stored).exists()):
-        return _on(subject["device"], _build(subject))
-    return load(stored, device=subject["device"])
-
-
-def _on(device: str, state: Any) -> Any:
-    import torch
-
-    if isinstance(state, torch.Tensor):
-        return state.to(device)
-    return {name: _on(device, value) for name, value in state.items()} if isinstance(state, dict) else state
+        return _build(subject)
+    return load(stored)
 
 
 def _warm_up(tool: Tool, folder: Path) -> None:

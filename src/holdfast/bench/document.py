@@ -15,13 +15,17 @@ from typing import Any
 
 from holdfast.bench.design import schedule
 from holdfast.bench.experiment import Experiment
+from holdfast.bench.samples import read_samples
 from holdfast.bench.workload import Workload
 from holdfast.errors import NotACheckpointError, StoreError, UsageError
+from holdfast.io.files import sync_directory
 from holdfast.version import __version__
 
 SCHEMA = 1
 KIND = "holdfast-results"
 FILE_NAME = "results.json"
+
+_NEEDED = {"name", "workload", "settings", "limits"}
 
 AGAIN = ("planned", "disk")
 """What a cell's status is when it still has to run."""
@@ -92,10 +96,18 @@ def read(path: Path) -> dict[str, Any]:
         raise NotACheckpointError(
             "there are no results to go on with", path=path, remedy="leave out --resume"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"cannot be read as results: {error}", path=path, remedy="choose another --out") from error
     if not isinstance(document, dict) or (document.get("kind"), document.get("schema")) != (KIND, SCHEMA):
         raise UsageError("is no results file of this version", path=path, remedy="choose another --out")
+    read_samples(document)
+    experiment = document.get("experiment")
+    if (
+        not isinstance(experiment, dict)
+        or not experiment.keys() >= _NEEDED
+        or not isinstance(document.get("cells"), list)
+    ):
+        raise UsageError("is no whole results file", path=path, remedy="choose another --out")
     return document
 
 
@@ -115,7 +127,9 @@ def write(document: dict[str, Any], path: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+        sync_directory(path.absolute().parent)
     except OSError as error:
+        temporary.unlink(missing_ok=True)
         raise StoreError(f"cannot write the results: {error.strerror}", path=path) from error
 
 

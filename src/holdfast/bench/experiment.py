@@ -157,7 +157,7 @@ class Experiment:
         return replace(self, placebo=placebo, arms=arms)
 
     def only(self, arms: Collection[str]) -> Experiment:
-        """Return the experiment with some of its arms; the baseline and the placebo stay.
+        """Return the experiment with some of its arms, compared one by one; the baseline and the placebo stay.
 
         Raises
         ------
@@ -166,7 +166,11 @@ class Experiment:
         """
         wanted = {self.arm(name).name for name in arms}
         kept = tuple(arm for arm in self.arms if arm.name in wanted or arm.role != "arm")
-        return replace(self, arms=kept)
+        if len(kept) == len(self.arms):
+            return self
+        # Some arms of a design are no design: its steps and effects would be those of other changes.
+        plain = tuple(arm if arm.role == "placebo" else replace(arm, place={"kind": "arm"}) for arm in kept)
+        return replace(self, arms=plain, design="arms", omitted=(), factors={}, aliases=[])
 
 
 def with_roles(arms: Iterable[PlannedArm], baseline: str, placebo: bool) -> tuple[PlannedArm, ...]:

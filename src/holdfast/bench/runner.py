@@ -18,7 +18,7 @@ from holdfast.bench.experiment import Limits
 from holdfast.bench.scratch import Scratch
 from holdfast.bench.summary import summarise
 from holdfast.bench.workload import Prepared, Task
-from holdfast.errors import StoreError
+from holdfast.errors import StoreError, UsageError
 
 Cell = dict[str, Any]
 
@@ -69,13 +69,15 @@ def execute(
     home = workload.get(document["experiment"]["workload"])
     arms = {arm["name"]: arm for arm in document["arms"]}
     settings = document["experiment"]["settings"]
-    documents.write(document, results)
+    begun = False
     try:
         with Scratch(directory) as scratch:
-            document["environment"] = environment.describe(scratch.path)
+            document["environment"] = _same_machine(document["environment"], environment.describe(scratch.path))
             listener.preparing()
             prepared = home.prepare(settings, [arm["settings"] for arm in arms.values()], scratch.path)
             document["subject"] = prepared.described
+            documents.write(document, results)
+            begun = True
             runner = _Runner(document, prepared, home.measures_of(settings), scratch.path, run)
             for cell in list(documents.pending(document)):
                 left = _seconds_left(document)
@@ -90,8 +92,18 @@ def execute(
                         remedy="free some space or choose a smaller model; --resume goes on",
                     )
     finally:
-        _finish(document)
-        documents.write(document, results)
+        # Until then nothing is known that an earlier results file should give way to.
+        if begun:
+            _finish(document)
+            documents.write(document, results)
+
+
+def _same_machine(before: Mapping[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    if before and any(before[key] != now[key] for key in ("versions", "processor")):
+        raise UsageError(
+            "the machine or its software is not what this run began on", remedy="start anew with another --out"
+        )
+    return now
 
 
 def _finish(document: dict[str, Any]) -> None:
@@ -128,7 +140,8 @@ class _Runner:
             settings=arm["settings"],
             subject=self._prepared.slow_subject if slow else self._prepared.subject,
             measures=self._measures,
-            directory=str(self._scratch / f"cell-{cell['order']}"),
+            # No name from the file: what lies there is removed.
+            directory=str(self._scratch / f"cell-{self._document['cells'].index(cell)}"),
         )
         cell |= {"amount": described["bytes"], "subject": described["description"], "command": command_of(task)}
         cell["started"] = documents.now()

@@ -42,8 +42,7 @@ def recognises(value: object) -> bool:
 def read(value: object, path: Path) -> Experiment:
     """Return the experiment that such a file describes.
 
-    ``use_gpu`` puts the state on a CUDA device if torch finds one; if not, the state stays on the CPU and the
-    experiment has a note that says so.
+    Whatever ``use_gpu`` says the state is on the CPU; if it is true, the experiment has a note that says so.
 
     Raises
     ------
@@ -58,7 +57,7 @@ def read(value: object, path: Path) -> Experiment:
     arms = [*_arms(fields, "test_configurations"), *_custom_arms(fields)]
     if not arms:
         fields.refuse("has no configuration to run", remedy=f'write, for example, "test_configurations": {_EXAMPLE}')
-    device, notes = _device(testing)
+    notes = _notes(testing)
     save_dir = testing.text("save_dir", None, example='"saved_models/tests/"')
     names = [arm.name for arm in arms]
     experiment = Experiment(
@@ -73,7 +72,7 @@ def read(value: object, path: Path) -> Experiment:
         placebo=True,
         limits=Limits(seconds=_SECONDS),
         arms=tuple(arms),
-        settings=get_workload("checkpoint").settings({"save_dir": save_dir, "device": device}, where),
+        settings=get_workload("checkpoint").settings({"save_dir": save_dir}, where),
         notes=notes,
     )
     return finished(experiment, where)
@@ -114,11 +113,7 @@ def _arm(value: object, where: str, path: str | None) -> PlannedArm:
     return PlannedArm(name, "arm", settings, slow=per_dimension)
 
 
-def _device(testing: Fields) -> tuple[str, tuple[str, ...]]:
+def _notes(testing: Fields) -> tuple[str, ...]:
     if not testing.flag("use_gpu", False):
-        return "cpu", ()
-    import torch
-
-    if torch.cuda.is_available():
-        return "cuda", ()
-    return "cpu", ('"use_gpu" is true, but torch finds no CUDA device: the state is on the CPU',)
+        return ()
+    return ('"use_gpu" is true, but the bench saves from host memory: the state is on the CPU',)

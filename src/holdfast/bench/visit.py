@@ -1,8 +1,8 @@
 """One visit to one tool: save, load cold, load warm, load into memory that exists; every load gated.
 
-A short call is rehearsed: done once off the clock, then again on it. A training run saves many times, and only its
-first save meets memory that nobody has touched; on a virtual machine, which gets memory from its host on first touch
-and gives back what lies free for seconds, that can take several times as long, or not, as it happens.
+Every call is rehearsed: done once off the clock, then again on it. A training run saves many times, and only its first
+save meets memory that nobody has touched; on a virtual machine, which gets memory from its host on first touch and
+gives back what lies free for seconds, that can take several times as long, or not, as it happens.
 """
 
 from __future__ import annotations
@@ -45,9 +45,6 @@ STORED = "stored"
 WRITTEN = "written"
 FILES = "files"
 PEAK = "peak_memory"
-
-REHEARSED_SECONDS = 10.0
-"""A call that takes longer is not rehearsed."""
 
 _NEARLY_NOTHING = 1024**2
 
@@ -110,20 +107,16 @@ def _save(tool: Tool, subject: Subject, path: Path, found: Visited) -> None:
     state = tool.view(subject.state)
     with found.clock("rehearsal"):
         _save_once(tool, state, path, found)
-    if found.figures[SAVE] < REHEARSED_SECONDS:
         remove(path)
-        _save_once(tool, state, path, found)
-    else:
-        # It was no rehearsal: it counts.
-        del found.clocks["rehearsal"]
+    with found.clock("flush"):
+        os.sync()
+    _save_once(tool, state, path, found)
     found.figures[STORED] = float(size_on_disk(path))
     found.figures[FILES] = float(len(files_of(path)))
 
 
 def _save_once(tool: Tool, state: Any, path: Path, found: Visited) -> None:
     release_memory()
-    with found.clock("flush"):
-        os.sync()
     before, written = resident_bytes(), written_bytes()
     reset_peak()
     begin = time.perf_counter()
@@ -139,14 +132,13 @@ def _save_once(tool: Tool, state: Any, path: Path, found: Visited) -> None:
 
 
 def _rehearse_load(tool: Tool, path: Path, found: Visited) -> None:
-    """Load once, off the clock, unless a load takes so long that what it meets hardly matters."""
+    """Load once, off the clock."""
     # From the device once: a disk below, or its host, may cache what it reads for the first time.
     with found.clock("first read"):
         evict(path)
         warm(path)
-    if found.figures[SAVE] < REHEARSED_SECONDS:
-        with found.clock("rehearsal"):
-            touch(tool.load(path))
+    with found.clock("rehearsal"):
+        touch(tool.load(path))
 
 
 def _load(measure: str, tool: Tool, name: str, subject: Subject, path: Path, found: Visited) -> None:
@@ -167,7 +159,8 @@ def _load_new(tool: Tool, name: str, subject: Subject, path: Path, found: Visite
 
     def call() -> None:
         loaded.append(tool.load(path))
-        touch(loaded[0])
+        if tool.maps:
+            touch(loaded[0])
 
     seconds = seconds_of(call)
     with found.clock("gate"):

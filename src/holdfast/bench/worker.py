@@ -37,10 +37,8 @@ def main(text: str) -> int:
     started = time.perf_counter()
     _die_first()
     task = msgspec.json.decode(text, type=workload.Task)
-    folder = Path(task.directory)
-    folder.mkdir(parents=True, exist_ok=True)
     document = _measured(task, started)
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(task.directory, ignore_errors=True)
     print(f"\n{MARK}{json.dumps(document)}", flush=True)
     return 0
 
@@ -53,6 +51,7 @@ def _measured(task: workload.Task, started: float) -> dict[str, Any]:
         import torch  # noqa: F401
 
         imported = time.perf_counter() - started
+        Path(task.directory).mkdir(parents=True, exist_ok=True)
         outcome = home.measure(task)
     except Exception as error:
         return {"status": _status(error), "reason": _reason(error)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -91,6 +92,10 @@ def checkpoint(
         return _list(output)
     home = workload.get("checkpoint")
     if resume:
+        changed = {"--model": model, "--from": source, "--slow-model": slow_model, "--with-optimizer": with_optimizer}
+        changed |= {"--runs": runs, "--arms": arms, "--seed": seed}
+        changed |= {"--time-limit": time_limit, "--memory-limit": memory_limit}
+        _refuse_changes(changed)
         return _resume(experiment, out, directory, output)
     chosen = read_experiment(experiment or DEFAULT_EXPERIMENT, check_settings=lambda given: home.check(given))
     if source is not None and model is not None:
@@ -171,6 +176,14 @@ def _list(output: Output) -> int:
     return 0
 
 
+def _refuse_changes(changed: dict[str, Any]) -> None:
+    for flag, value in changed.items():
+        if value is not None:
+            raise UsageError(
+                f"{flag} cannot be changed in a run that goes on", remedy="leave it out, or give another --out"
+            )
+
+
 def _measure(
     chosen: Experiment,
     home: workload.Workload,
@@ -187,33 +200,61 @@ def _measure(
             path=results,
             remedy="give another --out; --resume goes on with them, --overwrite replaces them",
         )
+    if directory is not None:
+        chosen = chosen.with_settings(save_dir=str(directory))
     for note in chosen.notes:
         output.note(note)
-    return _run(documents.plan(chosen, home, _command()), folder, directory, output)
+    return _run(documents.plan(chosen, home, _command()), folder, output)
 
 
 def _resume(experiment: str | None, out: Path | None, directory: Path | None, output: Output) -> int:
-    folder = out or Path(f"bench-{experiment or DEFAULT_EXPERIMENT}")
+    folder = out or Path(f"bench-{Path(experiment or DEFAULT_EXPERIMENT).stem}")
     document = documents.read(folder / documents.FILE_NAME)
     found = document["experiment"]["name"]
     if experiment is not None and not experiment.endswith(".json") and experiment != found:
         raise UsageError(f"holds results of {found!r}, not of {experiment!r}", path=folder, remedy="give another --out")
-    return _run(document, folder, directory, output)
+    measured = _place(document, folder)
+    if directory is not None and directory.absolute() != measured.absolute():
+        raise UsageError(f"this run measures in {measured}", remedy="leave out --dir, or start anew with another --out")
+    return _run(document, folder, output)
 
 
-def _run(document: dict[str, Any], folder: Path, directory: Path | None, output: Output) -> int:
+def _place(document: dict[str, Any], folder: Path) -> Path:
+    """Return the folder on the disk that is measured."""
+    return Path(document["experiment"]["settings"].get("save_dir") or folder)
+
+
+def _run(document: dict[str, Any], folder: Path, output: Output) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     results = folder / documents.FILE_NAME
     try:
-        with _listener(document, output) as listener:
-            execute(document, results, directory or folder, listener)
+        with _ended_cleanly(), _listener(document, output) as listener:
+            execute(document, results, _place(document, folder), listener)
     except KeyboardInterrupt:
         if any(cell["status"] == "ok" for cell in document["cells"]):
             deliver(results, folder / "report.html", output)
-        output.note(f"what was measured is kept; to go on: holdfast bench checkpoint --resume --out {folder}")
+        output.note(
+            f"what was measured is kept; to go on: holdfast bench checkpoint --resume --out {shlex.quote(str(folder))}"
+        )
         raise
     deliver(results, folder / "report.html", output)
-    return 1 if any(cell["status"] == "gate" for cell in document["cells"]) else 0
+    statuses = {cell["status"] for cell in document["cells"]}
+    return 1 if "gate" in statuses or "ok" not in statuses else 0
+
+
+@contextmanager
+def _ended_cleanly() -> Iterator[None]:
+    """Let a request to end, as `timeout` and a closed terminal send it, do what Ctrl-C does."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _command() -> str:
@@ -234,7 +275,7 @@ def _listener(document: dict[str, Any], output: Output) -> Iterator[Listener]:
         MofNCompleteColumn(),
         TextColumn("{task.fields[left]}"),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
         yield _Bar(bar, len(document["cells"]))
 
 
@@ -256,12 +297,12 @@ class _Bar:
         self._task = bar.add_task("", total=total, left="")
 
     def preparing(self) -> None:
-        self._bar.update(self._task, description="making what is measured")
+        self._bar.update(self._task, description="making what is measured", refresh=True)
 
     def begins(self, cell: dict[str, Any], done: int, total: int, seconds_left: float | None) -> None:
         left = "" if seconds_left is None else f"about {format_seconds(seconds_left)} left"
         text = printable(f"block {cell['block'] + 1}: {cell['arm']}")
-        self._bar.update(self._task, description=text, completed=done, total=total, left=left)
+        self._bar.update(self._task, description=text, completed=done, total=total, left=left, refresh=True)
 
     def ended(self, cell: dict[str, Any]) -> None:
         if cell["status"] not in ("ok", "not-run"):

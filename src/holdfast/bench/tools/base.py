@@ -28,12 +28,15 @@ class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t
         Of its files.
     needs : str or None
         The package that it comes with, if Holdfast does not need that anyway.
+    maps : bool
+        Whether a load only maps the file, so that its pages have to be touched for anything to be loaded.
     nested : bool
         Whether it holds nested states and plain values; otherwise a state is flattened to a dict of tensors.
     """
 
     suffix: ClassVar[str] = ".ckpt"
     needs: ClassVar[str | None] = None
+    maps: ClassVar[bool] = False
     nested: ClassVar[bool] = False
 
     @property

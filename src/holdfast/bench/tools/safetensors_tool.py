@@ -12,6 +12,7 @@ class SafetensorsTool(Tool, frozen=True, tag="safetensors"):
     """``safetensors.torch``; it holds a flat dict of contiguous tensors that share nothing."""
 
     suffix: ClassVar[str] = ".safetensors"
+    maps: ClassVar[bool] = True
 
     def save(self, state: Any, path: Path) -> None:
         from safetensors.torch import save_file

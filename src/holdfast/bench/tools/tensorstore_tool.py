@@ -10,6 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from holdfast.bench.tools.base import Tool
 from holdfast.checkpoint.save import save
+from holdfast.io.parallel import default_threads
 
 _T5X_CONCURRENCY = 128
 _MEMORY = "4GiB"
@@ -56,7 +57,8 @@ class TensorstoreTool(Tool, frozen=True, tag="tensorstore"):
         ArraySettings.of(self.options)
 
     def save(self, state: Any, path: Path) -> None:
-        save(state, path, format=self.format, memory_budget=_MEMORY, **self.options)
+        # All spelled out: a holdfast.toml near the folder shall not change what is measured.
+        save(state, path, format=self.format, threads=default_threads(), memory_budget=_MEMORY, **self.options)
 
     def load(self, path: Path) -> Any:
         from holdfast.formats.tensorstore_arrays import load_arrays

@@ -57,9 +57,16 @@ def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Wri
         _write_file(commit.path / sidecars.FILE_NAME, sidecars.encode(found), sync=given.sync)
         if given.sync:
             sync_directories(commit.path)
-        stored_bytes = sum(files_below(commit.path).values())
+        stored_bytes = _total_bytes(commit.path, found)
         commit.publish()
     return Written(stored_bytes=stored_bytes, peak_buffer_bytes=budget.peak)
+
+
+def _total_bytes(directory: Path, found: Sidecar) -> int:
+    if found.kvstore == "ocdbt":
+        return sum(files_below(directory).values())
+    own = sum(entry.stat().st_size for entry in os.scandir(directory) if entry.is_file())
+    return own + sum(array.stored_bytes for array in found.arrays.values())
 
 
 def sync_directories(path: Path) -> None:
