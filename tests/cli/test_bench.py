@@ -24,8 +24,8 @@ def results(folder: Path) -> dict:
     return json.loads((folder / "results.json").read_text())
 
 
-def test_a_run_measures_reports_and_cleans_up(tmp_path, capsys):
-    out = tmp_path / "out"
+def test_a_run_measures_and_reports_and_its_results_alone_give_the_same_report(tmp_path, capsys):
+    out, again = tmp_path / "out", tmp_path / "again"
     assert main([*RUN, "--runs", "2", "--out", str(out)]) == 0
     said, err = capsys.readouterr()
     assert err == ""
@@ -40,12 +40,6 @@ def test_a_run_measures_reports_and_cleans_up(tmp_path, capsys):
         assert text in said
     page = (out / "report.html").read_text()
     assert all(arm in page for arm in ARMS)
-
-
-def test_results_alone_give_the_same_report(tmp_path, capsys):
-    out, again = tmp_path / "out", tmp_path / "again"
-    assert main([*RUN, "--runs", "2", "--out", str(out)]) == 0
-    said = capsys.readouterr().out
     again.mkdir()
     (again / "results.json").write_bytes((out / "results.json").read_bytes())
     assert main(["report", str(again)]) == 0
@@ -81,7 +75,8 @@ def test_an_optimizer_takes_twice_the_weights_more(tmp_path):
     assert {"bfloat16", "float32"} == set(found["dtypes"])
 
 
-def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_keeps_what_was_measured_and_resume_goes_on(number, tmp_path):
     out = tmp_path / "out"
     command = [sys.executable, "-m", "holdfast", *RUN, "--runs", "40", "--out", str(out)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -90,7 +85,7 @@ def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(tmp_path):
         while not (out / "results.json").exists() or done(out) < 3:
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         said, err = process.communicate(timeout=60)
     finally:
         process.kill()
@@ -104,6 +99,8 @@ def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(tmp_path):
     found = results(out)
     found["cells"] = found["cells"][:8]
     (out / "results.json").write_text(json.dumps(found))
+    assert main(["bench", "checkpoint", "--resume", "--out", str(out), "--runs", "3"]) == 2
+    assert main(["bench", "checkpoint", "--resume", "--out", str(out), "--dir", str(tmp_path)]) == 2
     assert main(["bench", "checkpoint", "--resume", "--out", str(out), "-q"]) == 0
     assert done(out) == 8
     assert results(out)["complete"]

@@ -203,6 +203,40 @@ def test_infinite_figures_are_written_as_null(tmp_path):
     assert on_disk(tmp_path) == {"a": [None, 1.0, {"b": None}]}
 
 
+def test_earlier_results_stay_until_a_run_has_begun(document, tmp_path):
+    (tmp_path / "results.json").write_text("earlier")
+    document["experiment"]["settings"]["model"] = "openllama-3b:scale=16"
+    with pytest.raises(StoreError, match="are needed"):
+        go(document, tmp_path)
+    assert (tmp_path / "results.json").read_text() == "earlier"
+
+
+def test_another_machine_does_not_go_on(document, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        go(document, tmp_path, interrupt_at(3, KeyboardInterrupt()))
+    found = documents.read(tmp_path / "results.json")
+    found["environment"]["versions"]["torch"] = "1.0"
+    with pytest.raises(UsageError, match="not what this run began on"):
+        go(found, tmp_path)
+    assert on_disk(tmp_path)["environment"]["versions"]["torch"] != "1.0"
+
+
+def test_names_in_a_results_file_decide_no_folder(document, tmp_path):
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    for cell in document["cells"]:
+        cell["order"] = f"x/../../../{victim}"
+    folders = []
+
+    def run(task, limits):
+        folders.append(task.directory)
+        return measured(task, limits)
+
+    go(document, tmp_path, run)
+    assert all(folder.startswith(str(tmp_path / NAME / "cell-")) and ".." not in folder for folder in folders)
+    assert victim.exists()
+
+
 def test_a_disk_without_room_is_refused_before_anything_runs(document, tmp_path):
     document["experiment"]["settings"]["model"] = "openllama-3b:scale=16"
     with pytest.raises(StoreError, match="are needed"):

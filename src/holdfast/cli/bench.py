@@ -92,7 +92,12 @@ def checkpoint(
         return _list(output)
     home = workload.get("checkpoint")
     if resume:
-        changed = {"--model": model, "--from": source, "--slow-model": slow_model, "--with-optimizer": with_optimizer}
+        changed: dict[str, Any] = {
+            "--model": model,
+            "--from": source,
+            "--slow-model": slow_model,
+            "--with-optimizer": with_optimizer,
+        }
         changed |= {"--runs": runs, "--arms": arms, "--seed": seed}
         changed |= {"--time-limit": time_limit, "--memory-limit": memory_limit}
         _refuse_changes(changed)
