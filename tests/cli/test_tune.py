@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import holdfast
+from holdfast.bench import rounds as rounds_module
 from holdfast.bench import tune_checkpoint
-from holdfast.bench.contest import Contest, Setting, default
+from holdfast.bench.contest import Contest, Setting, default, fewest_rounds
 from holdfast.bench.rounds import Rounds, Sample
 from holdfast.bench.tune_checkpoint import Tuned, tune
 from holdfast.bench.tuned_file import with_table, write_tuned
 from holdfast.checkpoint import tuning
 from holdfast.cli.main import build_app
 from holdfast.errors import HoldfastError
+from holdfast.state.tree import flatten
 from holdfast.testing.disk import FailingDisk, names_in
 
 A, B, C = default(), Setting("lossless", default().threads, True), Setting("none", default().threads, False)
@@ -28,7 +33,7 @@ A, B, C = default(), Setting("lossless", default().threads, True), Setting("none
 
 def contest(seconds: Mapping[Setting, list[float]]) -> Contest:
     """Return a contest in which each setting took so many seconds, round by round."""
-    rounds = Rounds(0, order=[[] for _ in seconds[A]])
+    rounds = Rounds(0, order=[[] for _ in next(iter(seconds.values()))])
     for setting, row in seconds.items():
         rounds.samples += [Sample(index, setting.name, "save", value) for index, value in enumerate(row)]
         rounds.samples += [Sample(index, setting.name, "stored", 500.0) for index in range(len(row))]
@@ -43,14 +48,15 @@ def run(*arguments: str | Path) -> int:
 @pytest.mark.parametrize(
     ("first", "other", "verdict"),
     [
-        ([1.0] * 5, [0.9] * 5, "faster"),
-        ([1.0] * 4, [0.5] * 4, "too few rounds"),
-        ([1.0] * 5, [0.97] * 5, "within noise"),
-        ([1.0] * 5, [0.5, 0.5, 0.5, 0.5, 1.1], "within noise"),
+        ([1.0] * 6, [0.9] * 6, "faster"),
+        ([1.0] * 5, [0.5] * 5, "too few rounds"),
+        ([1.0] * 6, [0.97] * 6, "within noise"),
+        ([1.0] * 6, [0.5, 0.5, 0.5, 0.5, 0.5, 1.1], "within noise"),
         ([1.0] * 10, [0.5] * 9 + [1.1], "faster"),
-        ([1.0] * 5, [1.2] * 5, "slower"),
+        ([1.0] * 10, [0.5] * 8 + [1.1] * 2, "within noise"),
+        ([1.0] * 6, [1.2] * 6, "slower"),
         # A drift that meets both alike is no difference.
-        ([1.0, 2.0, 3.0, 4.0, 5.0], [1.01, 1.98, 3.03, 3.96, 5.05], "within noise"),
+        ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [1.01, 1.98, 3.03, 3.96, 5.05, 5.94], "within noise"),
     ],
 )
 def test_faster_means_beyond_the_noise(first: list[float], other: list[float], verdict: str) -> None:
@@ -60,16 +66,38 @@ def test_faster_means_beyond_the_noise(first: list[float], other: list[float], v
     assert measured.winner() == (B if verdict == "faster" else A)
 
 
+def test_what_comes_first_is_called_the_default_only_if_it_is() -> None:
+    second = contest({B: [1.0] * 8, Setting("lossless", 1, True): [1.0] * 8})
+    assert [second.row(setting)["verdict"] for setting in second.settings] == ["first", "within noise"]
+
+
+@pytest.mark.parametrize("others", [1, 2, 3, 6])
+def test_a_noisy_disk_passes_for_a_gain_in_one_stage_of_forty_at_most(others: int) -> None:
+    """All ways in which one setting can win or lose rounds that are coin tosses, counted."""
+    settings = [A, *(Setting("lossless", threads, True) for threads in range(101, 101 + others))]
+    for count in range(1, 13):
+        wrong = 0
+        for outcome in range(2**count):
+            lost = outcome.bit_count()
+            if outcome == 2**lost - 1:  # one of each number of losses stands for all
+                own = [1.5] * lost + [0.5] * (count - lost)
+                found = contest({A: [1.0] * count, **dict.fromkeys(settings[1:], own)}).verdict(settings[1])
+                wrong += math.comb(count, lost) * (found == "faster")
+                assert (found == "too few rounds") == (count < fewest_rounds(others))
+        assert others * wrong / 2**count <= 0.025
+        assert wrong or count < fewest_rounds(others)
+
+
 def test_of_several_the_fastest_wins() -> None:
-    measured = contest({A: [1.0] * 5, B: [0.8] * 5, C: [0.5] * 5})
+    measured = contest({A: [1.0] * 8, B: [0.8] * 8, C: [0.5] * 8})
     assert measured.winner() == C
-    tuned = Tuned("a state", 1000, (measured, contest({C: [1.0] * 5, A: [1.0] * 5})))
+    tuned = Tuned("a state", 1000, (measured, contest({C: [1.0] * 8, A: [1.0] * 8})))
     assert tuned.choice == C
     assert tuned.sentence() == f"Save with {C.name}: 2.00x as fast as {A.name} (2.00 to 2.00)."
 
 
 def test_the_default_is_kept_with_a_reason() -> None:
-    noise = contest({A: [1.0] * 5, B: [0.99] * 5})
+    noise = contest({A: [1.0] * 8, B: [0.99] * 8})
     assert "nothing else is faster beyond the noise" in Tuned("a state", 1000, (noise,)).sentence()
     short = contest({A: [1.0], B: [0.5]})
     assert "too few rounds" in Tuned("a state", 1000, (short,)).sentence()
@@ -151,6 +179,25 @@ def test_writing_is_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.Monk
     assert path.stat().st_mode & 0o777 == 0o640
 
 
+def test_a_link_to_another_file_system_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounted, path = tmp_path / "mounted", tmp_path / "holdfast.toml"
+    mounted.mkdir()
+    path.symlink_to("mounted/real.toml")
+    honest = os.replace
+
+    def replace(source: Path, target: Path) -> None:
+        if (mounted in Path(source).parents) != (mounted in Path(target).parents):
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        honest(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    write_tuned(path, {"compression": "none"}, [])
+    assert path.is_symlink()
+    assert tuning.read(mounted / "real.toml").compression == "none"
+    assert names_in(mounted) == ["real.toml"]
+    assert names_in(tmp_path) == ["holdfast.toml", "mounted"]
+
+
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Setting, int]]:
     """Pretend that lossless takes half the time and the page cache twice; return what was saved."""
@@ -163,7 +210,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Setting, int]]:
 
     monkeypatch.setattr(tune_checkpoint, "_save", save)
     monkeypatch.setattr(tune_checkpoint, "FEWEST_BYTES", 10**6)
-    monkeypatch.setattr(tune_checkpoint, "MOST_ROUNDS", 6)
+    monkeypatch.setattr(tune_checkpoint, "MOST_ROUNDS", 9)
     monkeypatch.setattr("holdfast.cli.tune.FEWEST_BYTES", 10**6)
     return saved
 
@@ -193,7 +240,7 @@ def test_json_holds_the_figures_and_a_dry_run_writes_nothing(
     assert tomllib.loads(document["text"])["save"] == {"compression": "lossless"}
     assert not document["written"]
     assert [arm["verdict"] for arm in document["stages"][0]["arms"]] == ["default", "faster", "slower", "within noise"]
-    assert len(document["stages"][0]["samples"]["samples"]) == 6 * 4 * 2
+    assert len(document["stages"][0]["samples"]["samples"]) == 9 * 4 * 2
     assert names_in(tmp_path) == []
 
 
@@ -223,6 +270,107 @@ def test_what_cannot_end_well_is_told_before_the_measuring(
         run("checkpoint", folder)
     assert caught.value.kind == kind
     assert quick == []
+
+
+@pytest.mark.parametrize("reason", ["no folder", "a link to no folder", "a file", "read-only"])
+def test_a_file_that_cannot_be_written_is_told_before_the_measuring(
+    tmp_path: Path, quick: list[Any], monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    out = tmp_path / ("absent" if reason == "no folder" else "place") / "holdfast.toml"
+    if reason == "a file":
+        out.parent.touch()
+    elif reason != "no folder":
+        out.parent.mkdir()
+    if reason == "a link to no folder":
+        out.symlink_to("absent/holdfast.toml")
+    if reason == "read-only":
+        honest = os.open
+
+        # Permissions do not hold root back.
+        def refuse(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+            if flags & os.O_CREAT and Path(path).parent == out.parent:
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+            return honest(path, flags, *rest, **more)
+
+        monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(HoldfastError) as caught:
+        run("checkpoint", tmp_path, "--out", out, "--size", "1MB")
+    assert caught.value.kind in ("usage", "store")
+    assert str(tmp_path) in str(caught.value)
+    assert quick == []
+
+
+def test_what_is_there_to_be_written_is_left_alone_by_the_check(tmp_path: Path, quick: Any) -> None:
+    (tmp_path / "out").mkdir()
+    assert run("checkpoint", tmp_path, "--out", tmp_path / "out" / "x.toml", "--size", "1MB", "--dry-run", "-q") == 0
+    assert names_in(tmp_path / "out") == []
+
+
+class Clock:
+    """Seconds that pass only when somebody says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Pretend that a load takes 1000 s, and a save 0.125 s."""
+    clock = Clock()
+
+    def load(source: Path) -> dict[str, torch.Tensor]:
+        clock.now += 1000.0
+        return {"w": torch.zeros(1000)}
+
+    def save(state: Any, path: Path, setting: Setting) -> Mapping[str, float]:
+        clock.now += 0.125
+        return {"save": 0.125, "stored": 1000.0}
+
+    monkeypatch.setattr(tune_checkpoint, "load", load)
+    monkeypatch.setattr(tune_checkpoint, "_save", save)
+    for module in (tune_checkpoint, rounds_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    return clock
+
+
+def test_loading_takes_nothing_from_the_measuring(tmp_path: Path, slow: Clock) -> None:
+    begin = slow.now
+    first, second = tune(tmp_path, seconds=10.0, source=tmp_path / "own").contests
+    # Half the time each, and in each the first of the rounds is off the record.
+    assert len(first.settings) == 4
+    assert len(first.rounds.order) == 9
+    assert len(second.rounds.order) == int(5.0 / (0.125 * len(second.settings))) - 1
+    assert slow.now - begin <= 1010.0
+    assert "nothing else is faster" in Tuned("a state", 1, (first, second)).sentence()
+
+
+def test_a_short_time_names_one_that_would_do(tmp_path: Path, slow: Clock) -> None:
+    tuned = tune(tmp_path, seconds=2.0, source=tmp_path / "own")
+    assert "too few rounds" in tuned.sentence()
+    enough = int(tuned.sentence().split("--seconds ")[1].split()[0])
+    again = tune(tmp_path, seconds=enough, source=tmp_path / "own")
+    assert "nothing else is faster" in again.sentence()
+
+
+def test_a_made_up_state_is_small_enough_for_enough_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+
+    def save(state: Any, path: Path, setting: Setting) -> Mapping[str, float]:
+        seconds = sum(tensor.nbytes for tensor in flatten(state).leaves.values()) / 2e7
+        clock.now += seconds
+        return {"save": seconds, "stored": 1000.0}
+
+    monkeypatch.setattr(tune_checkpoint, "_save", save)
+    monkeypatch.setattr(tune_checkpoint, "FEWEST_BYTES", 10**6)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(32)))
+    for module in (tune_checkpoint, rounds_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    tuned = tune(tmp_path, seconds=100.0, nbytes=10**8)
+    assert 10**6 < tuned.nbytes < 4 * 10**7
+    assert [len(c.rounds.order) >= fewest_rounds(len(c.settings) - 1) for c in tuned.contests] == [True, True]
 
 
 def test_it_really_saves(tmp_path: Path) -> None:

@@ -306,6 +306,35 @@ def test_noisy_runs_are_named_with_what_to_do():
     assert not [text for text in texts(summarise(document(ARMS, noise=0.01))) if "varies" in text]
 
 
+def test_where_nothing_can_be_told_the_warning_says_so():
+    made = document({"a": truth(), "b": truth(0.9)}, runs=2, noise=0.0)
+    for cell in made["cells"]:
+        if cell["arm"] == "placebo":
+            cell["figures"]["save"] *= 1 + 4 * cell["block"]
+    summary = summarise(made)
+    noise = summary["noise"]["save"]
+    assert noise["floor"] > 100
+    assert noise["high"] > 100
+    wide = next(w for w in summary["warnings"] if "nothing can be told" in w["text"])
+    assert wide["text"] == (
+        "durable save: after 2 blocks nothing can be told: the baseline against itself spans <0.01 to >100 (95%)"
+    )
+    assert wide["remedy"] == "close what else runs, or --runs 10"
+    assert not [text for text in texts(summary) if "too noisy" in text]
+
+
+def test_noise_of_a_factor_hides_nothing_that_goes_beyond_it():
+    made = document({"a": truth(), "b": truth(0.005)}, runs=5, noise=0.0)
+    for cell in made["cells"]:
+        if cell["arm"] == "placebo":
+            cell["figures"]["save"] *= [1, 20, 1, 20, 20][cell["block"]]
+    summary = summarise(made)
+    assert 10 < summary["noise"]["save"]["floor"] < 200
+    assert words(summary)["b"] == "helps"
+    assert any("too noisy for differences below a factor of" in text for text in texts(summary))
+    assert not [text for text in texts(summary) if "nothing can be told" in text]
+
+
 @pytest.mark.parametrize(("block", "factor", "said"), [(0, 1.15, "the first block was"), (2, 1.6, "block 3 was 1.5")])
 def test_odd_blocks_are_seen(block, factor, said):
     made = document(ARMS, noise=0.01)

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from holdfast.errors import (
     UnsupportedError,
     UsageError,
 )
+from holdfast.formats import sidecar
 from holdfast.formats.base import OpenSettings, WriteSettings
 from holdfast.formats.dcp import FORMAT, inert_pickle, write
 from holdfast.formats.dcp.tiling import check_tiling, copy_common, runs
@@ -331,6 +333,105 @@ def test_an_error_in_any_thread_is_heard_and_nothing_is_left(tmp_path: Path, mon
     assert list(tmp_path.iterdir()) == []
 
 
+def in_dcps_own_thread() -> bool:
+    """Say whether this is a thread whose errors DCP loses."""
+    return "_write_files_from_queue" in threading.current_thread().name
+
+
+# DCP lets what ends its threads be printed; nothing of it may be all that is heard.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("state", [{f"t{n}": torch.ones(9) for n in range(8)}, {f"v{n}": n for n in range(8)}])
+def test_memory_that_runs_out_in_any_thread_is_heard_and_the_old_checkpoint_stays(
+    state: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holdfast.save({"old": torch.zeros(2)}, tmp_path / "c", format="dcp")
+    real_torch_save, met = torch.save, threading.Event()
+
+    def failing(*args: Any, **options: Any) -> None:
+        if in_dcps_own_thread():
+            met.set()
+            raise MemoryError
+        met.wait(10)
+        real_torch_save(*args, **options)
+
+    monkeypatch.setattr(torch, "save", failing)
+    with pytest.raises(StoreError, match="not enough memory"):
+        holdfast.save(state, tmp_path / "c", format="dcp", thread_count=2, overwrite=True)
+    assert met.is_set()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
+    assert difference({"old": torch.zeros(2)}, holdfast.load(tmp_path / "c")) is None
+
+
+def test_entries_that_dcp_loses_are_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_split = filesystem._split_by_size_and_type
+    monkeypatch.setattr(filesystem, "_split_by_size_and_type", lambda bins, items: real_split(bins, items)[1:])
+    with pytest.raises(StoreError, match="3 of 6 entries were not written"):
+        holdfast.save({f"t{n}": torch.ones(9) for n in range(6)}, tmp_path / "c", format="dcp", thread_count=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_thread_goes_on_after_one_could_not_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_start, real_torch_save = threading.Thread.start, torch.save
+    started: list[threading.Thread] = []
+    running = threading.Event()
+
+    def start(self: threading.Thread) -> None:
+        if "_write_files_from_queue" in self.name:
+            if started:
+                running.wait(10)
+                raise RuntimeError("can't start new thread")
+            started.append(self)
+        real_start(self)
+
+    def slow(*args: Any, **options: Any) -> None:
+        running.set()
+        time.sleep(0.05)
+        real_torch_save(*args, **options)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(torch, "save", slow)
+    with pytest.raises(RuntimeError, match="new thread"):
+        holdfast.save({f"t{n}": torch.ones(9) for n in range(9)}, tmp_path / "c", format="dcp", thread_count=3)
+    assert len(started) == 1 and not started[0].is_alive()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("function", "most"), [("open", 0), ("pwrite", 1)])
+def test_no_tensor_is_fetched_for_a_file_that_cannot_be_written(
+    function: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[str] = []
+    real_get, real_function = write._Tensors.get, getattr(os, function)
+
+    def get(self: Any, name: str) -> torch.Tensor:
+        fetched.append(name)
+        return real_get(self, name)
+
+    def failing(first: Any, *rest: Any, **options: Any) -> Any:
+        if function == "open" and not str(first).endswith(".distcp"):
+            return real_function(first, *rest, **options)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(write._Tensors, "get", get)
+    monkeypatch.setattr(os, function, failing)
+    with pytest.raises(StoreError, match="No space left"):
+        holdfast.save({f"t{n}": torch.ones(500_000) for n in range(5)}, tmp_path / "c", format="dcp", thread_count=1)
+    assert len(fetched) <= most
+
+
+def test_more_threads_than_dcp_is_given_are_capped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+    real_init = write.Writer.__init__
+
+    def init(self: Any, path: Path, threads: int, *rest: Any) -> None:
+        given.append(threads)
+        real_init(self, path, 2, *rest)
+
+    monkeypatch.setattr(write.Writer, "__init__", init)
+    FORMAT.write(flatten({"a": torch.ones(1)}), tmp_path / "c", WriteSettings(threads=1024))
+    assert given == [256]
+
+
 def test_a_source_that_fails_is_heard(tmp_path: Path) -> None:
     holdfast.save(training_state(), tmp_path / "native")
     file = next((tmp_path / "native").glob("model*.safetensors"))
@@ -533,6 +634,101 @@ def test_a_hostile_pickle_gives_an_error_of_ours(content: bytes, tmp_path: Path)
 def test_lists_with_far_places_stay_flat(tmp_path: Path) -> None:
     write_chunks(tmp_path / "c", {"a.999999999": torch.ones(1)}, paths={"a.999999999": ("a", 999_999_999)})
     assert list(read(tmp_path / "c")) == ["a.999999999"]
+
+
+def test_the_gaps_of_all_lists_together_are_bounded(tmp_path: Path) -> None:
+    paths = {"a": ("a", *[1000] * 400)}
+    write_chunks(tmp_path / "c", {"a": torch.ones(1)}, paths=paths)
+    assert list(read(tmp_path / "c")) == ["a"]
+
+
+def opened(path: Path) -> HoldfastError:
+    with pytest.raises(HoldfastError) as caught:
+        FORMAT.open(path, OpenSettings()).close()
+    return caught.value
+
+
+def test_names_that_share_one_list_of_pieces_are_refused(tmp_path: Path) -> None:
+    def change(metadata: real.Metadata) -> None:
+        entry = metadata.state_dict_metadata["w"]
+        for number in range(3000):
+            metadata.state_dict_metadata[f"w{number}"] = entry
+            metadata.storage_data[real.MetadataIndex(f"w{number}")] = infos(metadata)[0]
+
+    write_chunks(tmp_path / "c", {"w": torch.ones(44, 36)}, cut=grid, change=change)
+    error = opened(tmp_path / "c")
+    assert isinstance(error, CorruptCheckpointError) and "pieces over and over" in str(error)
+
+
+def test_names_that_share_one_path_are_refused(tmp_path: Path) -> None:
+    path = ("a", *[0] * 3000)
+
+    def change(metadata: real.Metadata) -> None:
+        metadata.planner_data = {"w": path} | {f"v{number}": path for number in range(200)}
+
+    write_chunks(tmp_path / "c", {"w": torch.ones(1)}, change=change)
+    error = opened(tmp_path / "c")
+    assert isinstance(error, CorruptCheckpointError) and "paths over and over" in str(error)
+
+
+def test_a_record_of_too_many_fields_is_refused(tmp_path: Path) -> None:
+    def change(metadata: real.Metadata) -> None:
+        metadata.__dict__.update({f"field{number}": number for number in range(1000)})
+
+    write_chunks(tmp_path / "c", {"w": torch.ones(1)}, change=change)
+    error = opened(tmp_path / "c")
+    assert isinstance(error, CorruptCheckpointError) and "fields" in str(error)
+
+
+@pytest.mark.parametrize("field", ["offset", "length"])
+@pytest.mark.parametrize("value", [10**5000, -(10**5000), 2**63], ids=["huge", "below", "just"])
+def test_a_place_of_thousands_of_digits_is_refused(field: str, value: int, tmp_path: Path) -> None:
+    write_chunks(
+        tmp_path / "c", {"w": torch.ones(1)}, change=lambda metadata: setattr(infos(metadata)[0], field, value)
+    )
+    error = opened(tmp_path / "c")
+    assert isinstance(error, CorruptCheckpointError) and error.name == "w" and len(str(error)) < 1000
+
+
+def test_a_piece_that_claims_more_than_its_bytes_is_refused_before_memory_is_allocated(tmp_path: Path) -> None:
+    def change(metadata: real.Metadata) -> None:
+        entry = metadata.state_dict_metadata["w"]
+        entry.size = entry.chunks[0].sizes = torch.Size([2**50])
+
+    write_chunks(tmp_path / "c", {"w": torch.ones(1)}, change=change)
+    error = opened(tmp_path / "c")
+    assert isinstance(error, CorruptCheckpointError) and error.name == "w" and "cannot hold" in str(error)
+
+
+def test_a_tensor_that_repeats_its_storage_is_refused(tmp_path: Path) -> None:
+    content = io.BytesIO()
+    torch.save(torch.ones(1).expand(50), content)
+
+    def change(metadata: real.Metadata) -> None:
+        infos(metadata)[0].length = len(content.getvalue())
+
+    write_chunks(tmp_path / "c", {"w": torch.ones(50)}, change=change)
+    (tmp_path / "c" / "__0_0.distcp").write_bytes(content.getvalue())
+    with FORMAT.open(tmp_path / "c", OpenSettings()) as reader, pytest.raises(CorruptCheckpointError, match="repeats"):
+        load(reader)
+
+
+def test_every_piece_of_a_tensor_that_nothing_is_read_from_is_audited(tmp_path: Path) -> None:
+    tensors = {"w": torch.full((11, 9), 7.25), "x": torch.full((11, 9), 7.25)}
+    write_chunks(tmp_path / "c", tensors, cut=grid)
+    # A sidecar that does not know x.
+    structure, notes = sidecar.describe(flatten({"w": tensors["w"]}))
+    sidecar.write(tmp_path / "c", sidecar.Sidecar(sidecar.VERSION, "dcp", structure, notes, {}, {}))
+    with FORMAT.open(tmp_path / "c", OpenSettings()) as reader:
+        assert list(reader.audit()) == []
+        places = [chunk.place for chunk in reader._contents.tensors["x"].chunks]
+    assert len(places) > 2
+    file = tmp_path / "c" / places[0].file
+    data = bytearray(file.read_bytes())
+    data[data.index(torch.full((2,), 7.25).numpy().tobytes(), places[0].offset)] ^= 1
+    file.write_bytes(data)
+    with FORMAT.open(tmp_path / "c", OpenSettings()) as reader:
+        assert [(problem.name, problem.file) for problem in reader.audit()] == [("x", file.name)]
 
 
 def test_containers_that_hold_one_another_are_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import re
 import warnings
 import xml.etree.ElementTree as ElementTree
@@ -82,6 +83,63 @@ def test_the_forest_shows_gains_and_noise(draw: Draw) -> None:
     assert f"{gain:.2f}x" in found
     assert "noise: the baseline against itself" in found
     assert "pytorch" not in found  # the baseline has no gain over itself
+
+
+def ticks(plot: Plot) -> list[list[tuple[str, float, float]]]:
+    """Return, for each panel, the labels of its x axis with where they begin and end, in pixels."""
+    plot.figure.draw_without_rendering()
+    found = []
+    for axes in plot.figure.axes:
+        low, high = axes.get_xlim()
+        labels = zip(axes.get_xticks(), axes.get_xticklabels(), strict=True)
+        boxes = [(label.get_text(), label.get_window_extent()) for at, label in labels if low <= at <= high]
+        found.append(sorted(((text, box.x0, box.x1) for text, box in boxes), key=lambda entry: entry[1]))
+    return found
+
+
+def spanning(low: float, high: float) -> dict[str, Any]:
+    """Return a document in which one arm's gain has this interval in every measure."""
+    document = documents.document(documents.THREE_WAY, runs=2)
+    for measure in document["summary"]["arms"]["t5x"]:
+        gain = (low * high) ** 0.5
+        said = {"verdict": "within noise", "gain": gain, "gain_low": low, "gain_high": high}
+        document["summary"]["arms"]["t5x"][measure].update(said)
+    return document
+
+
+SPANS = [(1e-6, 1e6), (2e-4, 2e4), (0.02, 3.0), (0.3, 60.0), (0.11, 9.0), (0.4, 1.6), (0.98, 1.03), (0.7, 5000.0)]
+
+
+@pytest.mark.parametrize(("low", "high"), [*SPANS, (0.2, 1.3), (0.02, 50.0), (0.5, 14.0), (0.9, 2.4), (0.6, 1.2)])
+def test_the_ticks_of_the_forest_never_overlap(draw: Draw, low: float, high: float) -> None:
+    panels = ticks(draw(spanning(low, high), "gains")["gains"])
+    assert len(panels) == 4
+    for panel in panels:
+        assert "1x" in [text for text, _, _ in panel]
+        assert len(panel) >= 2
+        assert all(first[2] + 4 < second[1] for first, second in itertools.pairwise(panel)), panel
+    for left, right in itertools.pairwise(panels):
+        assert left[-1][2] < right[0][1]
+
+
+def test_the_forest_ends_where_nothing_is_known(draw: Draw) -> None:
+    document = spanning(1e-6, 1e6)
+    document["summary"]["arms"]["tensorstore"]["save"].update(gain=5e-4, gain_low=4e-4, gain_high=6e-4)
+    document["summary"]["noise"]["save"] = {"low": 1e-5, "high": 1e5, "floor": 1e5, "n": 2}
+    plot = draw(document, "gains")["gains"]
+    axes = plot.figure.axes[0]
+    low, high = axes.get_xlim()
+    assert 0.005 < low < 0.01
+    assert 100 < high < 200
+    arrows = {(str(line.get_marker()), line.get_ydata()[0]) for line in axes.lines if line.get_marker() in "<>"}
+    # Both ends of one interval, and a gain that lies outside itself.
+    assert arrows == {("<", 1), (">", 1), ("<", 0)}
+    for line in axes.lines:
+        assert all(low <= x <= high for x in line.get_xdata())
+    assert "5.0e-04x" in words(plot)
+    assert "beyond 0.01x or 100x" in " ".join(words(plot))
+    calm = draw(documents.document(documents.PEERS), "gains")["gains"]
+    assert "beyond 0.01x or 100x" not in " ".join(words(calm))
 
 
 def test_designs_get_their_own_figures(draw: Draw) -> None:

@@ -147,6 +147,60 @@ def test_noise_without_and_with_a_placebo(tmp_path: Path) -> None:
     assert tables.noise_lines(read(document, tmp_path))[0] == expected
 
 
+def noisy(low: float = 2.2e-4, high: float = 2.7e4) -> dict[str, Any]:
+    """Return a document of two blocks whose placebo differs from the baseline by anything."""
+    document = documents.document(documents.THREE_WAY, runs=2)
+    document["summary"]["noise"]["save"] = {"low": low, "high": high, "floor": max(1 / low, high), "n": 2}
+    for name in ("tensorstore", "t5x"):
+        found = document["summary"]["arms"][name]["save"]
+        found.update(verdict="within noise", gain=1.2, gain_low=low, gain_high=high)
+    return document
+
+
+def test_where_nothing_can_be_told_it_says_so(tmp_path: Path) -> None:
+    said = "durable save: after 2 blocks nothing can be told: the baseline against itself spans <0.01 to >100 (95%)"
+    found = read(noisy(), tmp_path)
+    assert tables.noise_lines(found)[0] == said
+    assert headlines(found)[0] == f"D{said[1:]}; of 2: 2 within noise."
+    found = read(noisy(1 / 10.5, 3.0), tmp_path)
+    assert tables.noise_lines(found)[0].endswith(
+        "nothing can be told: the baseline against itself spans 0.095 to 3.00 (95%)"
+    )
+    found = read(noisy(1 / 9.5, 3.0), tmp_path)
+    line = "durable save: differences below a factor of 9.50 are noise; the baseline against itself: 0.11 to 3.00 (95%)"
+    assert tables.noise_lines(found)[0] == line
+    assert headlines(found)[0].startswith("Durable save: nothing is shown to beat pytorch")
+
+
+def test_what_goes_beyond_even_that_noise_is_not_hidden(tmp_path: Path) -> None:
+    document = noisy(1 / 12, 12.0)
+    document["summary"]["arms"]["t5x"]["save"].update(verdict="helps", gain=50.0, gain_low=30.0, gain_high=70.0)
+    found = read(document, tmp_path)
+    assert headlines(found)[0].startswith(
+        "Durable save: t5x is 50.0x faster than pytorch (95% 30.0 to 70.0); of 2: 1 better"
+    )
+    assert tables.noise_lines(found)[0] == (
+        "durable save: differences below a factor of 12.0 are noise; the baseline against itself: 0.083 to 12.0 (95%)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [
+        (2.2e-4, 2.7e4, "<0.01 to >100"),
+        (0.5, 2.7e4, "0.50 to >100"),
+        (1e-6, 0.9, "<0.01 to 0.90"),
+        (0.012, 99.0, "0.012 to 99.0"),
+        # A large gain that is well known is said as it is.
+        (120.0, 135.0, "120 to 135"),
+        (0.001, 0.002, "1.0e-03 to 2.0e-03"),
+        (None, None, "-"),
+    ],
+)
+def test_intervals_end_where_they_mean_nothing(low: float | None, high: float | None, said: str) -> None:
+    assert wording.interval(low, high) == said
+
+
 def test_tables_of_designs(tmp_path: Path) -> None:
     steps = design_tables.steps_tables(read(documents.steps(), tmp_path / "a"))
     assert [sheet.title for sheet in steps] == ["Steps: durable save", "Steps: cold load"]

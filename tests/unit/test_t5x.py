@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,12 +22,16 @@ from holdfast.errors import (
     CorruptCheckpointError,
     HoldfastError,
     NotACheckpointError,
+    StoreError,
     UnsupportedError,
     UsageError,
 )
+from holdfast.formats import sidecar
 from holdfast.formats.base import OpenSettings, WriteSettings
 from holdfast.formats.t5x import FORMAT, flax_msgpack, load_arrays
 from holdfast.io.buffers import BufferPool
+from holdfast.io.directory import Directory
+from holdfast.io.source_file import SourceFile
 from holdfast.state.tree import flatten
 from holdfast.testing.equality import difference
 from holdfast.testing.format_states import load, noise, training_state
@@ -326,6 +331,102 @@ def test_a_link_out_of_the_checkpoint_is_refused(tmp_path: Path) -> None:
     (path / "target.embedding").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CorruptCheckpointError, match="symbolic link"):
         read(path)
+
+
+@pytest.mark.parametrize("where", ["target.w", "target.w/0.0", "target.w/.zarray"])
+@pytest.mark.parametrize("own", [True, False])
+def test_links_in_arrays_are_refused(where: str, own: bool, tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    holdfast.save({"w": torch.ones(3, 3)}, path, format="t5x")
+    if not own:
+        (path / "holdfast.json").unlink()
+        tree = {"version": 3, "optimizer": {"target": {"w": pointer("target.w", (3, 3))}}}
+        (path / "checkpoint").write_bytes(msgspec.msgpack.encode(tree))
+    (path / where).rename(tmp_path / "elsewhere")
+    (path / where).symlink_to(tmp_path / "elsewhere")
+    for call in (read, load_arrays):
+        with pytest.raises(CorruptCheckpointError, match="symbolic link") as caught:
+            call(path)
+        assert str(caught.value.path).startswith(str(path / "target.w"))
+
+
+def test_impossibly_large_metadata_is_not_read(tmp_path: Path) -> None:
+    path = t5x_made(tmp_path / "c")
+    os.truncate(path / "target.embedding" / ".zarray", 2**40)
+    for call in (read, load_arrays):
+        with pytest.raises(UnsupportedError, match="bytes of metadata"):
+            call(path)
+
+
+def test_an_array_larger_than_memory_does_not_end_the_process(tmp_path: Path) -> None:
+    path = t5x_made(tmp_path / "c")
+    zarray = path / "target.embedding" / ".zarray"
+    zarray.write_text(json.dumps(json.loads(zarray.read_text()) | {"shape": [2**40, 2]}))
+    for options in ({}, {"in_flight": "one"}):
+        with pytest.raises(StoreError, match="more than there is memory"):
+            load_arrays(path, **options)
+
+
+def test_listed_files_are_hashed_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"a": torch.ones(3), "b": torch.zeros(2)}
+    holdfast.save(state, tmp_path / "c", format="t5x")
+    monkeypatch.setattr(sidecar, "_PIECE", 50)
+    counts: list[int] = []
+    original = SourceFile.read
+
+    def counted(self: SourceFile, offset: int, count: int) -> bytes:
+        if self.path.name == ".zarray":
+            counts.append(count)
+        return original(self, offset, count)
+
+    monkeypatch.setattr(SourceFile, "read", counted)
+    assert difference(state, read(tmp_path / "c")) is None
+    sizes = sum(file.stat().st_size for file in (tmp_path / "c").glob("*/.zarray"))
+    assert max(counts) == 50 and sum(counts) == sizes
+
+
+def test_listed_files_are_those_of_the_directory_that_is_held(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    holdfast.save({"a": torch.ones(3)}, path, format="t5x")
+    with Directory(path) as held:
+        path.rename(tmp_path / "old")
+        holdfast.save({"a": torch.ones(7)}, path, format="t5x")
+        assert sidecar.read(held, "t5x").tensors["a"].shape == (3,)
+        (tmp_path / "old" / "target.a" / ".zarray").unlink()
+        (tmp_path / "old" / "target.a" / ".zarray").mkdir()
+        with pytest.raises(CorruptCheckpointError, match="not a regular file") as caught:
+            sidecar.read(held, "t5x")
+        assert caught.value.path == str(path / "target.a" / ".zarray")
+
+
+@pytest.mark.parametrize("kind", ["pointer", "pieces"])
+def test_an_optimizer_that_is_an_array_is_refused(kind: str, tmp_path: Path) -> None:
+    optimizers = {
+        "pointer": {"driver": "zarr", "kvstore": {"path": "x"}},
+        "pieces": t5x_tree()["optimizer"]["target"]["long"],
+    }
+    error = refused(tmp_path / "c", lambda tree: tree.update(optimizer=optimizers[kind]))
+    assert isinstance(error, CorruptCheckpointError) and "single array" in error.message
+
+
+@pytest.mark.parametrize("length", [0, 1, 2])
+def test_a_version_that_is_an_array_is_refused(length: int, tmp_path: Path) -> None:
+    error = refused(tmp_path / "c", lambda tree: tree.update(version=ext(1, np.full(length, 3, np.int32))))
+    assert isinstance(error, UnsupportedError) and "ndarray" in error.message
+
+
+def test_what_lies_elsewhere_is_found_in_lists_too(tmp_path: Path) -> None:
+    long = t5x_tree()["optimizer"]["target"]["long"]
+    values = ["PLACEHOLDER://x", pointer("target.embedding", (5, 2)), {"deep": [pointer("y", (1,))]}, long]
+    for number, value in enumerate(values):
+        error = refused(tmp_path / str(number), lambda tree, value=value: tree["optimizer"].update(x=[1, [value]]))  # type: ignore[misc]
+        assert isinstance(error, UnsupportedError) and error.name == "x", value
+
+
+def test_lists_of_plain_values_come_back(tmp_path: Path) -> None:
+    tree = t5x_tree()
+    tree["optimizer"]["state"]["sizes"] = [1, [2.5, "x"], None]
+    assert read(t5x_made(tmp_path / "c", tree))["state"]["sizes"] == [1, [2.5, "x"], None]
 
 
 def test_placeholders_name_orbax(tmp_path: Path) -> None:

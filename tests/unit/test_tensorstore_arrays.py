@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,12 @@ import torch
 import holdfast
 from holdfast import CorruptCheckpointError, NotACheckpointError, StoreError, UnsupportedError, UsageError
 from holdfast.formats import tensorstore_arrays
-from holdfast.formats.tensorstore_arrays import load_arrays, specs, writer, zarr_bfloat16
+from holdfast.formats.tensorstore_arrays import load_arrays, saving, specs, walking, writer, zarr_bfloat16
+from holdfast.formats.tensorstore_arrays import sidecar as sidecars
 from holdfast.formats.tensorstore_arrays.keys import array_keys
 from holdfast.formats.tensorstore_arrays.sidecar import is_key
 from holdfast.formats.tensorstore_arrays.stored_types import TENSORSTORE_LACKS
+from holdfast.io.directory import Directory
 from holdfast.state.dtypes import BY_NAME
 from holdfast.testing.equality import difference
 from holdfast.testing.format_states import noise, training_state
@@ -519,3 +523,223 @@ def test_a_nested_state_comes_back_whole(tmp_path: Path) -> None:
         save(training_state(), tmp_path / "c", overwrite=True, metadata={"run": 7}, **options)
         assert difference(training_state(), holdfast.load(tmp_path / "c")) is None
         assert holdfast.info(tmp_path / "c").metadata == {"run": 7}
+
+
+# What would be lost without a word, or lead elsewhere.
+
+
+def foreign_group(root: Path) -> Path:
+    """Make a group of two arrays with zarr v3's metadata, the second in a group of its own."""
+    for name in ("w", "deep/b"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        write_array(root / name, np.arange(4.0, dtype="f4"))
+    for place in (root, root / "deep"):
+        (place / "zarr.json").write_text('{"zarr_format": 3, "node_type": "group"}')
+    return root
+
+
+def readers() -> list[Callable[[Path], Any]]:
+    return [holdfast.load, load_arrays, holdfast.info]
+
+
+@pytest.mark.parametrize("content", [b"", b'{"zarr_format": 3, "node_ty', b"[]", b"\xff", b"[" * 100_000, b'{"a": 1}'])
+@pytest.mark.parametrize("file", ["zarr.json", ".zarray"])
+def test_a_foreign_array_with_broken_metadata_is_not_left_out(content: bytes, file: str, tmp_path: Path) -> None:
+    root = foreign_group(tmp_path / "g")
+    (root / "deep" / "b" / "zarr.json").unlink()
+    (root / "deep" / "b" / file).write_bytes(content)
+    for read in readers():
+        with pytest.raises(CorruptCheckpointError) as caught:
+            read(root)
+        assert caught.value.name == "deep.b"
+    assert not holdfast.verify(root).ok
+
+
+@pytest.fixture
+def unreadable(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """Names of folders that cannot be listed: permissions mean nothing to a superuser."""
+    names: set[str] = set()
+    original = os.scandir
+
+    def scandir(path: Any = ".") -> Any:
+        if str(path).rstrip("/").rsplit("/", 1)[-1] in names:
+            raise PermissionError(13, "Permission denied", str(path))
+        return original(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    yield names
+
+
+def test_a_foreign_folder_that_cannot_be_listed_is_not_left_out(unreadable: set[str], tmp_path: Path) -> None:
+    root = foreign_group(tmp_path / "g")
+    unreadable.add("deep")
+    for read in readers():
+        with pytest.raises(StoreError, match="cannot list the directory: Permission denied") as caught:
+            read(root)
+        assert caught.value.path == str(root / "deep")
+
+
+def test_folders_that_cannot_be_listed_are_not_taken_for_synced(unreadable: set[str], tmp_path: Path) -> None:
+    (tmp_path / "w" / "inner").mkdir(parents=True)
+    unreadable.add("inner")
+    for call in (saving.sync_directories, walking.files_below):
+        with pytest.raises(StoreError, match="cannot list"):
+            call(tmp_path)
+
+
+@pytest.mark.parametrize("filling", ["", "x" * 100_000])
+def test_a_consolidated_group_is_no_array(filling: str, tmp_path: Path) -> None:
+    zarr = pytest.importorskip("zarr")
+    path = tmp_path / "g"
+    # zarr-python writes NaN as no JSON has it; the kind of a group may stand behind all of that.
+    group = zarr.open_group(path, mode="w", zarr_format=3, attributes={"lowest": float("nan"), "note": filling})
+    group.create_array("layer/weight", data=np.arange(12.0).reshape(3, 4))
+    group.create_array("bias", data=np.arange(3, dtype="i4"))
+    with pytest.warns(match="Consolidated metadata"):
+        zarr.consolidate_metadata(path)
+    assert b'"array"' in (path / "zarr.json").read_bytes()
+    assert tensorstore_arrays.FORMAT.recognises(path)
+    for loaded in (holdfast.load(path), load_arrays(path)):
+        assert sorted(loaded) == ["bias", "layer.weight"]
+
+
+def test_a_consolidated_group_in_a_database_is_no_array(tmp_path: Path) -> None:
+    write_array(Path("w"), np.arange(5), base=str(tmp_path / "db"))
+    place = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{tmp_path}/db/"}}
+    store = ts.KvStore.open(place).result()
+    inner = {"w": {"node_type": "array"}}
+    store.write("zarr.json", json.dumps({"consolidated_metadata": inner, "node_type": "group"})).result()
+    assert list(holdfast.load(tmp_path / "db")) == ["w"]
+
+
+def linked(place: Path, tmp_path: Path) -> None:
+    place.rename(tmp_path / "elsewhere")
+    place.symlink_to(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize("where", ["w", "w/c", "w/c/0", "w/c/0/0", "w/zarr.json"])
+@pytest.mark.parametrize("own", [True, False])
+def test_links_in_arrays_are_refused(where: str, own: bool, tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    save({"w": torch.ones(4, 4)}, path)
+    if not own:
+        (path / "holdfast.json").unlink()
+        (path / "zarr.json").write_text('{"zarr_format": 3, "node_type": "group"}')
+    linked(path / where, tmp_path)
+    for read in readers():
+        with pytest.raises(CorruptCheckpointError, match="symbolic link") as caught:
+            read(path)
+        assert caught.value.path == str(path / where)
+
+
+def test_links_in_databases_are_refused(tmp_path: Path) -> None:
+    save({"w": torch.ones(4, 4)}, tmp_path / "own", kvstore="ocdbt")
+    write_array(Path("w"), np.arange(5), base=str(tmp_path / "foreign"))
+    for name in ("own", "foreign"):
+        (tmp_path / name / "d").rename(tmp_path / f"{name}-elsewhere")
+        (tmp_path / name / "d").symlink_to(tmp_path / f"{name}-elsewhere")
+        for read in readers():
+            with pytest.raises(CorruptCheckpointError, match="symbolic link"):
+                read(tmp_path / name)
+
+
+def test_a_checkpoint_may_itself_be_reached_through_a_link(tmp_path: Path) -> None:
+    save({"w": torch.ones(4)}, tmp_path / "own")
+    write_array(tmp_path / "one", np.ones(4, "f4"))
+    for name, key in (("own", "w"), ("one", "latest-one")):
+        link = tmp_path / f"latest-{name}"
+        link.symlink_to(tmp_path / name)
+        for read in (holdfast.load, load_arrays):
+            assert read(link)[key].tolist() == [1] * 4
+
+
+def test_a_pipe_in_an_array_is_not_waited_for(tmp_path: Path) -> None:
+    save({"w": torch.ones(4)}, tmp_path / "c")
+    chunk = tmp_path / "c" / "w" / "c" / "0"
+    chunk.unlink()
+    os.mkfifo(chunk)
+    for read in readers():
+        with pytest.raises(CorruptCheckpointError, match="neither a file nor a folder"):
+            read(tmp_path / "c")
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_impossibly_large_metadata_is_not_read(own: bool, tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    if own:
+        save({"w": torch.ones(4)}, path)
+    else:
+        foreign_group(path)
+    os.truncate(path / "w" / "zarr.json", 2**40)
+    for read in readers():
+        with pytest.raises(UnsupportedError, match="bytes of metadata") as caught:
+            read(path)
+        assert caught.value.path == str(path / "w" / "zarr.json")
+
+
+def test_databases_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b", "/".join("deep")):
+        write_array(Path(name), np.arange(5), base=str(tmp_path / "db"))
+    for limit, message in (("_MOST_ARRAYS", "more than 2 arrays"), ("_MOST_DEPTH", "more than 2 deep")):
+        with monkeypatch.context() as patched:
+            patched.setattr(f"holdfast.formats.tensorstore_arrays.discovery.{limit}", 2)
+            for read in readers():
+                with pytest.raises(UnsupportedError, match=message):
+                    read(tmp_path / "db")
+    monkeypatch.setattr("holdfast.formats.tensorstore_arrays.walking.MOST_METADATA", 50)
+    with pytest.raises(UnsupportedError, match="bytes of metadata"):
+        holdfast.load(tmp_path / "db")
+
+
+@pytest.mark.parametrize("in_flight", ["one", "all"])
+def test_loading_whole_refuses_what_reading_refuses(in_flight: str, tmp_path: Path) -> None:
+    path = hostile(tmp_path / "shape", shape=[-1])
+    with pytest.raises(CorruptCheckpointError, match="shape"):
+        load_arrays(path, in_flight=in_flight)
+    # TensorStore itself ends the process here.
+    path = hostile(tmp_path / "large", shape=[2**42], chunk_grid=grid(1024))
+    with pytest.raises(StoreError, match="more than there is memory"):
+        load_arrays(path, in_flight=in_flight)
+    path = damaged(tmp_path, "w/zarr.json", lambda file: file.write_bytes(file.read_bytes() + b" "))
+    with pytest.raises(CorruptCheckpointError, match="metadata is not what was written"):
+        load_arrays(path, in_flight=in_flight)
+
+
+def test_an_impossible_view_is_refused(tmp_path: Path) -> None:
+    base = torch.ones(4)
+    path = tmp_path / "c"
+    save({"w": base, "v": base[1:]}, path)
+    with Directory(path) as directory:
+        found = json.loads(sidecars.encode(sidecars.read(directory)))["body"]
+    found["structure"]["aliases"]["v"]["of"] = "nothing"
+    rest = b'","body":' + json.dumps(found, separators=(",", ":")).encode() + b"}"
+    (path / "holdfast.json").write_bytes(sidecars.OPENING + sidecars.digest(rest).encode() + rest)
+    for read in readers():
+        with pytest.raises(CorruptCheckpointError, match="what it says of the state is wrong"):
+            read(path)
+
+
+def test_dtypes_without_torch_are_refused_by_name(tmp_path: Path) -> None:
+    write_array(tmp_path / "w", np.ones(4, ml_dtypes.float8_e4m3b11fnuz))
+    with pytest.raises(UnsupportedError, match="torch has no dtype float8_e4m3b11fnuz") as caught:
+        load_arrays(tmp_path / "w")
+    assert caught.value.name == "w"
+
+
+def test_an_interrupt_does_not_wait_for_the_whole_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.formats.tensorstore_arrays.saving.ByteBudget", _small_budget)
+    submitted: list[Any] = []
+    original = writer._Writer.submit
+
+    def submit(self: Any, job: Any, box: Any) -> None:
+        submitted.append(box)
+        if len(submitted) == 1:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            assert self.cancellation._set.wait(10)
+        original(self, job, box)
+
+    monkeypatch.setattr(writer._Writer, "submit", submit)
+    with pytest.raises(KeyboardInterrupt):
+        save({"w": noise("float32", 900, 100)}, tmp_path / "c", chunk="10kB", in_flight="one")
+    assert len(submitted) == 1
+    assert list(tmp_path.iterdir()) == []

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast import plugins
 from holdfast.checkpoint import tuning
 from holdfast.checkpoint.tuning import SaveTable
 from holdfast.io.buffers import DEFAULT_BUDGET
@@ -118,6 +119,47 @@ def test_what_is_no_text_file_is_refused(tmp_path: Path, kind: str) -> None:
         path.write_bytes(b"\xff\xfe" if kind == "binary" else b"#" * (1024**2 + 1))
     with pytest.raises(holdfast.UsageError, match=r"regular|TOML|larger"):
         holdfast.save(STATE, tmp_path / "a")
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "file"])
+def test_nothing_stays_open(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "holdfast.toml"
+    {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "file": path.touch}[kind]()
+    opened = Path("/proc/self/fd")
+    before = len(list(opened.iterdir()))
+    for _ in range(3):
+        try:
+            tuning.read(path)
+        except holdfast.UsageError:
+            assert kind != "file"
+    assert len(list(opened.iterdir())) == before
+
+
+def test_a_file_that_is_exchanged_for_somebody_elses_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, "[save]\nthreads = 1\n")
+    tmp_path.chmod(0o1777)
+    assert tuning.read(path) == SaveTable(threads=1)
+    honest = os.fstat
+
+    def fstat(fd: int) -> os.stat_result:
+        fields = list(honest(fd))
+        fields[4] = 12345
+        return os.stat_result(fields)
+
+    monkeypatch.setattr(os, "fstat", fstat)
+    assert tuning.find(tmp_path / "a") == path
+    with pytest.raises(holdfast.UsageError, match="somebody else"):
+        holdfast.save(STATE, tmp_path / "a")
+    tmp_path.chmod(0o755)
+    assert tuning.read(path) == SaveTable(threads=1)
+
+
+def test_the_docstring_of_save_names_all_formats() -> None:
+    said = " ".join((holdfast.save.__doc__ or "").split())
+    said = said[said.index("format : str") : said.index("overwrite : bool")]
+    assert [name for name in plugins.names("formats") if f'"{name}"' not in said] == []
 
 
 def test_a_link_that_leads_nowhere_is_told(tmp_path: Path) -> None:

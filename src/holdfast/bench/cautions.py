@@ -23,6 +23,8 @@ Statistics = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 _NOISY = 0.10
 _WIDE = 1.05
+_HOPELESS = 10.0
+_NEAR, _FAR = 0.01, 100.0
 _OUTLYING = math.log(1.2)
 _SLOW_START = math.log(1.1)
 _TOO_SHORT = 0.05
@@ -54,7 +56,7 @@ def cautions(samples: Samples, statistics: Statistics, noise: Mapping[str, Noise
         *_failures(samples),
         *_missing_measures(samples),
         *_no_placebo(samples),
-        *_wide_placebo(samples, noise),
+        *_wide_placebo(samples, statistics, noise),
         *_noisy_runs(samples, statistics),
         *_odd_blocks(samples),
         *_too_few(samples, statistics, noise),
@@ -109,15 +111,29 @@ def _no_placebo(samples: Samples) -> Iterator[Caution]:
         )
 
 
-def _wide_placebo(samples: Samples, noise: Mapping[str, Noise | None]) -> Iterator[Caution]:
+def _wide_placebo(samples: Samples, statistics: Statistics, noise: Mapping[str, Noise | None]) -> Iterator[Caution]:
     for measure in samples.measures:
         floor = noise.get(measure.name)
-        if measure.primary and floor and floor.floor > _WIDE:
-            yield (
-                f"{measure.label}: after {counted(floor.n, 'block')}, this machine is too noisy for differences below "
-                f"{difference(floor.floor)}, which is what two runs of the same thing differ by",
-                f"close what else runs, or --runs {_more_runs(samples)}",
+        if not measure.primary or not floor or floor.floor <= _WIDE:
+            continue
+        settled = any(statistics[arm.name][measure.name]["verdict"] in ("helps", "hurts") for arm in samples.arms)
+        after = f"{measure.label}: after {counted(floor.n, 'block')}"
+        if floor.floor > _HOPELESS and not settled:
+            text = f"{after} nothing can be told: the baseline against itself spans {_span(floor)} (95%)"
+        else:
+            text = (
+                f"{after}, this machine is too noisy for differences below {difference(floor.floor)}, "
+                "which is what two runs of the same thing differ by"
             )
+        yield text, f"close what else runs, or --runs {_more_runs(samples)}"
+
+
+def _span(noise: Noise) -> str:
+    """Return the placebo's interval; the ends of a wide one mean little beyond a hundredth and a hundred times."""
+    wide = noise.high > noise.low * _FAR
+    low = f"<{_NEAR:g}" if wide and noise.low < _NEAR else number(noise.low)
+    high = f">{_FAR:g}" if wide and noise.high > _FAR else number(noise.high)
+    return f"{low} to {high}"
 
 
 def _noisy_runs(samples: Samples, statistics: Statistics) -> Iterator[Caution]:

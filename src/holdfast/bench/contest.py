@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,8 +16,8 @@ from holdfast.io.parallel import default_threads
 SAVE, STORED = "save", "stored"
 """The measures of a round: seconds until durable, and bytes on disk."""
 
-FEWEST_ROUNDS = 5
-"""Below this, no setting is preferred to the default."""
+CHANCE = 0.025
+"""How likely a contest may prefer a setting where all are the same and each round is the toss of a coin."""
 
 WORTH = 1.05
 """How many times faster a setting must be, in the median, to be preferred to the default."""
@@ -61,6 +63,31 @@ class Setting:
         return table
 
 
+def allowed_losses(rounds: int, others: int) -> int | None:
+    """Return in how many of some rounds a setting may be slower and still be called faster; None if in none will do.
+
+    One in ten, as long as one of so many settings lost no more by chance with a probability of `CHANCE` at most.
+
+    Parameters
+    ----------
+    rounds : int
+    others : int
+        How many settings are held against the first.
+    """
+    fitting = [lost for lost in range(rounds // 10 + 1) if others * _at_most(lost, rounds) <= CHANCE]
+    return max(fitting, default=None)
+
+
+def fewest_rounds(others: int) -> int:
+    """Return the rounds below which none of so many settings is preferred to the first."""
+    return next(rounds for rounds in itertools.count(1) if allowed_losses(rounds, others) is not None)
+
+
+def _at_most(lost: int, rounds: int) -> float:
+    """Return the probability of losing so many of some rounds, or fewer, if each is the toss of a coin."""
+    return float(sum(math.comb(rounds, count) for count in range(lost + 1)) / 2**rounds)
+
+
 def default() -> Setting:
     """Return what a save does unless told otherwise; the memory budget, too, limits its threads."""
     return Setting("none", min(default_threads(), DEFAULT_BUDGET // _PER_THREAD), direct_io=True)
@@ -87,19 +114,20 @@ class Contest:
         return self.rounds.ratio((self.settings[0].name, SAVE), (setting.name, SAVE))
 
     def verdict(self, setting: Setting) -> str:
-        """Return ``"default"``, ``"too few rounds"``, ``"faster"``, ``"slower"`` or ``"within noise"``.
+        """Return ``"default"``, ``"first"``, ``"too few rounds"``, ``"faster"``, ``"slower"`` or ``"within noise"``.
 
-        Faster (slower) is what was faster (slower) in every round, but for one in ten, and by 5% in the median.
+        Faster (slower) is what was faster (slower) by 5% in the median and in every round but for `allowed_losses`.
+        The setting to beat is the default, or the first where an earlier contest chose it.
         """
         if setting == self.settings[0]:
-            return "default"
+            return "default" if setting == default() else "first"
         first = self.rounds.values(self.settings[0].name, SAVE)
         own = self.rounds.values(setting.name, SAVE)
         gains = [first[index] / own[index] for index in first.keys() & own.keys()]
         gain = self.gain(setting)
-        if gain is None or len(gains) < FEWEST_ROUNDS:
+        allowed = allowed_losses(len(gains), len(self.settings) - 1)
+        if gain is None or allowed is None:
             return "too few rounds"
-        allowed = len(gains) // 10
         if gain.median >= WORTH and sum(g <= 1 for g in gains) <= allowed:
             return "faster"
         if gain.median <= 1 / WORTH and sum(g >= 1 for g in gains) <= allowed:
@@ -110,6 +138,11 @@ class Contest:
         """Return the fastest of those that are faster beyond the noise, else the first."""
         faster = [setting for setting in self.settings if self.verdict(setting) == "faster"]
         return max(faster, key=self._median_gain, default=self.settings[0])
+
+    def seconds_needed(self) -> float:
+        """Return about how long enough rounds take, and the one before them that is off the record."""
+        medians = [self.rounds.median(setting.name, SAVE) or 0.0 for setting in self.settings]
+        return sum(medians) * (fewest_rounds(len(self.settings) - 1) + 1)
 
     def _median_gain(self, setting: Setting) -> float:
         gain = self.gain(setting)

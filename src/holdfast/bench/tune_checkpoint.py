@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from holdfast.bench.contest import FEWEST_ROUNDS, SAVE, STORED, Contest, Setting, default
+from holdfast.bench.contest import SAVE, STORED, Contest, Setting, default, fewest_rounds
 from holdfast.bench.models import build, spec_of_size
 from holdfast.bench.probes import check_room
 from holdfast.bench.rounds import Rounds, run_rounds
@@ -33,6 +33,9 @@ DEFAULT_BYTES = 512 * 10**6
 FEWEST_BYTES = 64 * 10**6
 
 MOST_ROUNDS = 30
+
+# What a save costs beside its seconds until durable, such as removing it, comes on top.
+_SPARE = 1.25
 
 _MOST_THREADS = 32
 _SEED = 20_250_301
@@ -65,7 +68,8 @@ class Tuned:
         """Return the recommendation, computed from the figures."""
         if self.choice == default():
             few = any(c.verdict(s) == "too few rounds" for c in self.contests for s in c.settings)
-            why = "there was time for too few rounds to tell" if few else "nothing else is faster beyond the noise"
+            why = f"there was time for too few rounds to tell; --seconds {self._seconds_needed()} would be enough"
+            why = why if few else "nothing else is faster beyond the noise"
             return f"Keep the defaults ({self.choice.name}): {why}."
         steps = []
         for contest in self.contests:
@@ -75,6 +79,12 @@ class Tuned:
                     f"{gain.median:.2f}x as fast as {contest.settings[0].name} ({gain.low:.2f} to {gain.high:.2f})"
                 )
         return f"Save with {self.choice.name}: {', then '.join(steps)}."
+
+    def _seconds_needed(self) -> int:
+        # Each stage gets its share of what the stages before it left.
+        shares = range(len(self.contests), 0, -1)
+        longest = max(c.seconds_needed() * share for c, share in zip(self.contests, shares, strict=True))
+        return math.ceil(max(longest, sum(c.seconds_needed() for c in self.contests)) * _SPARE)
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as plain values, raw samples included."""
@@ -103,7 +113,7 @@ def tune(
     directory : Path
         An existing folder.
     seconds : float
-        About how long to measure. Building or loading the state comes on top, and the first round is always finished.
+        About how long to measure, after the state was built or loaded; the first round is always finished.
     nbytes : int
         The size of the made-up state; smaller where the disk is slow, but not below 64 MB.
     source : Path, optional
@@ -118,7 +128,6 @@ def tune(
     StoreError
         If there is no room, or nothing can be written.
     """
-    end = time.perf_counter() + seconds
     with Scratch(directory) as scratch:
         path = scratch.path / "state"
         if source is None:
@@ -129,10 +138,12 @@ def tune(
             raise UsageError("there is nothing to measure: the state holds no tensor", path=source)
         check_room(directory, disk=2 * size, memory=DEFAULT_BUDGET)
         contests: list[Contest] = []
+        end = time.perf_counter() + seconds
         for stage in (_first, _second):
             settings = stage(contests[-1].winner() if contests else default())
-            left = (end - time.perf_counter()) / (2 - len(contests))
-            contests.append(Contest(settings, _measure(state, path, settings, left, on_visit), size))
+            now = time.perf_counter()
+            until = now + (end - now) / (2 - len(contests))
+            contests.append(Contest(settings, _measure(state, path, settings, until, on_visit), size))
     return Tuned(subject, size, tuple(contests))
 
 
@@ -152,14 +163,15 @@ def _second(start: Setting) -> list[Setting]:
 
 
 def _measure(
-    state: object, path: Path, settings: Sequence[Setting], seconds: float, on_visit: Callable[[str], None] | None
+    state: object, path: Path, settings: Sequence[Setting], until: float, on_visit: Callable[[str], None] | None
 ) -> Rounds:
     # Off the record: the first save of each kind touches new memory.
     for setting in settings:
         _save(state, path, setting)
     visits = {setting.name: partial(_save, state, path, setting) for setting in settings}
     note = None if on_visit is None else (lambda _, name: on_visit(name))
-    return run_rounds(visits, MOST_ROUNDS, seed=_SEED, seconds=max(0.0, seconds), on_visit=note)
+    left = max(0.0, until - time.perf_counter())
+    return run_rounds(visits, MOST_ROUNDS, seed=_SEED, seconds=left, on_visit=note)
 
 
 def _save(state: object, path: Path, setting: Setting) -> Mapping[str, float]:
@@ -187,13 +199,15 @@ def _state(directory: Path, nbytes: int, source: Path | None) -> tuple[str, obje
 
 
 def _affordable(directory: Path, path: Path, seconds: float) -> int:
-    """Return the bytes of a state that the first stage can save often enough in some seconds."""
+    """Return the bytes of a state that each stage can save often enough in some seconds."""
     state = _state(directory, FEWEST_BYTES, None)[1]
     for setting in _first(default()):  # off the record, see below
         _save(state, path, setting)
     begin = time.perf_counter()
     for setting in _first(default()):
         _save(state, path, setting)
-    a_round = time.perf_counter() - begin
+    a_save = (time.perf_counter() - begin) / len(_first(default()))
+    sizes = [len(stage(default())) for stage in (_first, _second)]
     # One round more than needed, because the first is off the record.
-    return max(FEWEST_BYTES, int(FEWEST_BYTES * seconds / (a_round * (FEWEST_ROUNDS + 1))))
+    saves = max(size * (fewest_rounds(size - 1) + 1) for size in sizes)
+    return max(FEWEST_BYTES, int(FEWEST_BYTES * seconds / (a_save * saves * _SPARE)))

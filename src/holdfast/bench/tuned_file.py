@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.tuning import KEYS, TABLE, parse
+from holdfast.checkpoint.tuning import FILE_NAME, KEYS, TABLE, parse
 from holdfast.errors import UsageError
 from holdfast.io.files import store_error, sync_directory, write_small
 
@@ -47,9 +47,10 @@ def write_tuned(path: Path, values: Mapping[str, Any], comments: Sequence[str]) 
         If it cannot be read or written.
     """
     text = with_table(read_text(path), values, comments, path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    # A link may lead to another file system, and a file is put in place within one only.
+    target = Path(os.path.realpath(path))
+    temporary = _beside(target)
     try:
-        target = Path(os.path.realpath(path))
         mode = target.stat().st_mode & 0o777 if target.exists() else None
         try:
             write_small(temporary, text.encode())
@@ -62,6 +63,32 @@ def write_tuned(path: Path, values: Mapping[str, Any], comments: Sequence[str]) 
     except OSError as error:
         raise store_error(error, path, "write the settings") from error
     return text
+
+
+def check_writable(path: Path) -> None:
+    """Make sure that a ``holdfast.toml`` can be written, by creating a file in its folder and removing it again.
+
+    Raises
+    ------
+    UsageError
+        If there is no such folder.
+    StoreError
+        If nothing can be created in it.
+    """
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        remedy = "make the folder, or give another file with --out"
+        raise UsageError(f"there is no folder {str(target.parent)!r} to write it to", path=path, remedy=remedy)
+    temporary = _beside(target)
+    try:
+        temporary.touch(exist_ok=False)
+        temporary.unlink()
+    except OSError as error:
+        raise store_error(error, path, "write the settings") from error
+
+
+def _beside(target: Path) -> Path:
+    return target.with_name(f".{FILE_NAME}.{secrets.token_hex(4)}")
 
 
 def read_text(path: Path) -> str:

@@ -102,8 +102,9 @@ def save(
         ``"none"``, the default; ``"lossless"``, about a third smaller for bf16, without losing a bit; ``"auto"``, which
         measures for a moment and takes the faster of the two (``report.auto`` says why); or one codec's name.
     format : str, optional
-        ``"native"``, ``"torch"``, ``"safetensors"``, or a plug-in's. By default the path's suffix decides:
-        ``.safetensors`` is a safetensors file, ``.pt`` and ``.pth`` are torch files, all else is native.
+        ``"native"``, ``"torch"``, ``"safetensors"``, ``"dcp"`` (torch's distributed checkpoints), ``"tensorstore"``
+        (Zarr arrays), ``"t5x"``, or a plug-in's. By default the path's suffix decides: ``.safetensors`` is a
+        safetensors file, ``.pt`` and ``.pth`` are torch files, all else is native.
     overwrite : bool
         Replace a checkpoint of the same format that is there. It stays whole until the new one is.
     metadata : dict, optional

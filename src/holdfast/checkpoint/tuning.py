@@ -128,9 +128,13 @@ def find(destination: PathLike) -> Path | None:
             continue
         except OSError:
             return None
-        if status.st_uid in (os.geteuid(), 0) or not folder.stat().st_mode & stat.S_IWOTH:
+        if _counts(status, folder):
             return path
     return None
+
+
+def _counts(status: os.stat_result, folder: Path) -> bool:
+    return status.st_uid in (os.geteuid(), 0) or not folder.stat().st_mode & stat.S_IWOTH
 
 
 def _folders(folder: Path) -> Iterator[Path]:
@@ -193,12 +197,12 @@ def _content(path: Path) -> str:
     try:
         # Without O_NONBLOCK, a pipe of that name would hold a save for ever.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(fd, "rb") as file:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise UsageError("is not a regular file", path=path, remedy="remove or rename it")
-            content = file.read(_MOST_BYTES + 1)
-    except IsADirectoryError as error:
-        raise UsageError("is not a regular file", path=path, remedy="remove or rename it") from error
+        try:
+            _check_opened(fd, path)
+            with os.fdopen(fd, "rb", closefd=False) as file:
+                content = file.read(_MOST_BYTES + 1)
+        finally:
+            os.close(fd)
     except OSError as error:
         raise store_error(error, path, "read how to save here") from error
     if len(content) > _MOST_BYTES:
@@ -207,6 +211,16 @@ def _content(path: Path) -> str:
         return content.decode()
     except UnicodeDecodeError as error:
         raise UsageError(f"is not TOML: {error}", path=path, remedy="correct the file") from error
+
+
+def _check_opened(fd: int, path: Path) -> None:
+    """Refuse what is no file, and what is not the file that `find` saw: it may have been exchanged since."""
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise UsageError("is not a regular file", path=path, remedy="remove or rename it")
+    if not _counts(status, path.parent):
+        remedy = "remove it, or put a copy of your own there"
+        raise UsageError("is somebody else's, in a folder that everybody may write in", path=path, remedy=remedy)
 
 
 def _load(text: str, path: Path) -> dict[str, Any]:

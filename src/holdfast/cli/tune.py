@@ -15,7 +15,7 @@ from cyclopts.validators import Number
 from holdfast.bench import environment
 from holdfast.bench.contest import Contest
 from holdfast.bench.tune_checkpoint import DEFAULT_BYTES, DEFAULT_SECONDS, FEWEST_BYTES, Tuned, tune
-from holdfast.bench.tuned_file import read_text, with_table, write_tuned
+from holdfast.bench.tuned_file import check_writable, read_text, with_table, write_tuned
 from holdfast.checkpoint.tuning import FILE_NAME
 from holdfast.cli.options import Size, Switch
 from holdfast.cli.output import DEFAULT, Output
@@ -61,8 +61,10 @@ def checkpoint(
     if not directory.is_dir():
         raise NotACheckpointError("there is no such folder", path=directory, remedy="give the folder that you save to")
     path = directory / FILE_NAME if out is None else out
-    # A file that cannot be changed is told before the measuring, not after.
+    # A file that cannot be changed or written is told before the measuring, not after.
     with_table(read_text(path), {"compression": "none"}, [], path)
+    if not dry_run:
+        check_writable(path)
     with _busy(output) as note:
         tuned = tune(directory, seconds=seconds, nbytes=size, source=source, on_visit=note)
     found = {"processor": environment.processor(), "storage": environment.storage(directory)}
@@ -142,6 +144,6 @@ def _print_contest(contest: Contest) -> None:
 
 def _cells(row: dict[str, Any], nbytes: int) -> tuple[str, ...]:
     gain = row["gain"]
-    known = gain is not None and row["verdict"] != "default"
+    known = gain is not None and row["verdict"] not in ("default", "first")
     against = f"{gain['median']:.2f}x ({gain['low']:.2f}, {gain['high']:.2f})" if known else "-"
     return row["name"], _rates(row), ratio(nbytes, int(row["stored_bytes"] or 0)), against, row["verdict"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from holdfast.report.document import Measure, Results, Statistics
 from holdfast.report.panels import compared
 from holdfast.report.plain import clean
-from holdfast.report.wording import gain, interval, sentence
+from holdfast.report.wording import gain, interval, nothing_told, sentence
 
 
 def headlines(results: Results) -> list[str]:
@@ -28,6 +28,8 @@ def _headline(results: Results, measure: Measure) -> str:
     found = [(arm.name, one) for arm in compared(results) if (one := results.statistics(arm.name, measure.name))]
     helping = sorted((pair for pair in found if pair[1].verdict == "helps"), key=lambda pair: -(pair[1].gain or 0))
     counts = _counts([one for _, one in found])
+    if said := nothing_told(results, measure):
+        return f"{label}: {said}{counts}."
     if not helping:
         return f"{label}: nothing is shown to beat {clean(results.baseline or '')}{counts}."
     name, best = helping[0]

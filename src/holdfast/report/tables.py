@@ -9,7 +9,18 @@ from holdfast.report.panels import compared
 from holdfast.report.plain import clean
 from holdfast.report.samples import Scale, scale_of
 from holdfast.report.sheet import Entry, Sheet, entry
-from holdfast.report.wording import NOTHING, gain, interval, not_run, number, percent, probability, spread
+from holdfast.report.wording import (
+    NOTHING,
+    difference,
+    gain,
+    interval,
+    not_run,
+    nothing_told,
+    number,
+    percent,
+    probability,
+    spread,
+)
 from holdfast.units import format_rate
 
 _TONES = {"helps": "good", "hurts": "bad", "within noise": "faint", "not run": "faint", "too few runs": "faint"}
@@ -51,8 +62,11 @@ def noise_lines(results: Results) -> list[str]:
         if noise.floor < 1.0005:
             lines.append(f"{label}: the same in every run, so that every difference counts")
             continue
+        if said := nothing_told(results, measure):
+            lines.append(f"{label}: {said}")
+            continue
         band = f"; the baseline against itself: {interval(noise.low, noise.high)} (95%)" if noise.low else ""
-        lines.append(f"{label}: differences below {(noise.floor - 1) * 100:.1f}% are noise{band}")
+        lines.append(f"{label}: differences below {difference(noise.floor)} are noise{band}")
     return lines
 
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from holdfast.report.document import Cell, Recommendation, Results
+from holdfast.report.document import Cell, Measure, Recommendation, Results
 from holdfast.report.plain import clean
 
 NOTHING = "-"
+
+NEAR, FAR = 0.01, 100.0
+"""Where the ends of a wide interval, and the axis of gains, stop: beyond, nothing is known but which side it is."""
+
+_HOPELESS = 10.0
 
 STATUS = {
     "ok": "ok",
@@ -48,10 +53,33 @@ def gain(value: float | None) -> str:
 
 
 def interval(low: float | None, high: float | None) -> str:
-    """Return a 95% interval, such as ``2.05 to 2.61``."""
+    """Return a 95% interval, such as ``2.05 to 2.61``; the ends of a wide one stop at `NEAR` and `FAR`."""
     if low is None or high is None:
         return NOTHING
-    return f"{gain(low).removesuffix('x')} to {gain(high).removesuffix('x')}"
+    below, above = (gain(end).removesuffix("x") for end in (low, high))
+    if high > low * FAR:
+        below = f"<{NEAR:g}" if low < NEAR else below
+        above = f">{FAR:g}" if high > FAR else above
+    return f"{below} to {above}"
+
+
+def nothing_told(results: Results, measure: Measure) -> str:
+    """Return that a measure is too noisy for any verdict, in words; nothing if it is not, or if there is a verdict."""
+    noise = results.noise(measure.name)
+    found = [results.statistics(arm.name, measure.name) for arm in results.arms]
+    settled = any(one.verdict in ("helps", "hurts") for one in found if one)
+    if noise is None or noise.floor is None or noise.floor <= _HOPELESS or settled:
+        return ""
+    blocks = f"{noise.n} {'block' if noise.n == 1 else 'blocks'}"
+    spans = f"spans {interval(noise.low, noise.high)} (95%)"
+    if noise.low is None or noise.high is None:
+        spans = f"differs by {difference(noise.floor)}"
+    return f"after {blocks} nothing can be told: the baseline against itself {spans}"
+
+
+def difference(ratio: float) -> str:
+    """Return how far a ratio of at least 1 lies from it: ``4.0%``, or ``a factor of 9.50``."""
+    return f"a factor of {gain(ratio).removesuffix('x')}" if ratio >= 2 else f"{(ratio - 1) * 100:.1f}%"
 
 
 def percent(value: float | None) -> str:

@@ -14,8 +14,8 @@ from holdfast.state.dtypes import DType
 from holdfast.state.leaf import Leaf, allocate
 from holdfast.state.tree import Flat, flatten, given_leaves
 
-_MOST_GAP = 1000
-"""Places of a list that nothing was saved for, besides three for each that something was."""
+_MOST_GAPS = 10_000
+"""Places of all lists together that nothing was saved for, besides three for each that something was."""
 
 _SHARED_VALUES = 1_000_000
 
@@ -83,7 +83,7 @@ def _nest(contents: Contents, values: Mapping[str, Any], path: Path) -> dict[str
     try:
         for name, keys in order.items():
             _put(root, keys, values[name])
-        return dict(_lists(root))
+        return dict(_Lists().made(root))
     except _Contradiction:
         return {name: values[name] for name in order}
     except RecursionError as error:
@@ -123,11 +123,19 @@ def _check_key(container: Any, key: str | int) -> None:
         raise _Contradiction
 
 
-def _lists(value: Any) -> Any:
-    if isinstance(value, _Sequence):
-        length = max(value) + 1
-        if length > 4 * len(value) + _MOST_GAP:
-            raise _Contradiction
-        # As torch does: what nothing was saved for is None.
-        return [_lists(value.get(index)) for index in range(length)]
-    return {key: _lists(child) for key, child in value.items()} if isinstance(value, _Mapping) else value
+class _Lists:
+    """Makes lists of sequences; what they may be longer than what was saved is one allowance for all of them."""
+
+    def __init__(self) -> None:
+        self._gaps = _MOST_GAPS
+
+    def made(self, value: Any) -> Any:
+        """Return containers as they were saved."""
+        if isinstance(value, _Sequence):
+            length = max(value) + 1
+            self._gaps -= max(0, length - 4 * len(value))
+            if self._gaps < 0:
+                raise _Contradiction
+            # As torch does: what nothing was saved for is None.
+            return [self.made(value.get(index)) for index in range(length)]
+        return {key: self.made(child) for key, child in value.items()} if isinstance(value, _Mapping) else value

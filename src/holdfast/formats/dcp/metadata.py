@@ -24,7 +24,11 @@ MARK = "holdfast"
 """Stands among ``storage_meta.modules`` of what Holdfast wrote: there must be a sidecar then."""
 
 _MOST_DIMENSIONS = 64
+_MOST_FIELDS = 64
 _MOST = 2**63
+
+_PIECE_BYTES, _KEY_BYTES = 16, 1
+"""No fewer of the file describe a piece of a tensor, or a key of a path, unless it says the same again and again."""
 
 _HERE = "torch.distributed.checkpoint.metadata"
 _FILES = "torch.distributed.checkpoint.filesystem"
@@ -128,7 +132,7 @@ def parse(content: bytes, path: Path) -> Contents:
         If it names classes besides DCP's, or tensors that are not known here.
     """
     try:
-        return _contents(inert_pickle.load(content, EXPECTED, "its metadata"))
+        return _contents(inert_pickle.load(content, EXPECTED, "its metadata"), len(content))
     except UnsupportedError as error:
         raise UnsupportedError(error.message, path=path, name=error.name, remedy=error.remedy) from error
     except CorruptCheckpointError as error:
@@ -137,7 +141,8 @@ def parse(content: bytes, path: Path) -> Contents:
         raise CorruptCheckpointError(f"is no metadata of a distributed checkpoint ({error})", path=path) from error
 
 
-def _contents(root: Any) -> Contents:
+def _contents(root: Any, nbytes: int) -> Contents:
+    pieces, keys = _Allowance(nbytes // _PIECE_BYTES, "pieces"), _Allowance(nbytes // _KEY_BYTES, "paths")
     fields = _fields(root, "Metadata")
     places = dict(_places(_typed(fields.get("storage_data"), dict, "storage_data")))
     tensors: dict[str, TensorEntry] = {}
@@ -148,7 +153,7 @@ def _contents(root: Any) -> Contents:
         if _is(entry, "BytesStorageMetadata"):
             values[name] = _place(places, name, None)
         else:
-            tensors[name] = _tensor(name, _fields(entry, "TensorStorageMetadata"), places)
+            tensors[name] = _tensor(name, _fields(entry, "TensorStorageMetadata"), places, pieces)
     known = tensors.keys() | values.keys()
     meta = fields.get("storage_meta")
     modules = _fields(meta, "StorageMeta").get("modules") if meta is not None else None
@@ -156,10 +161,23 @@ def _contents(root: Any) -> Contents:
     return Contents(
         tensors,
         values,
-        {name: path for name, path in _paths(fields.get("planner_data")) if name in known},
+        {name: path for name, path in _paths(fields.get("planner_data"), keys) if name in known},
         version if type(version) is str else None,
         type(modules) is list and MARK in [module for module in modules if type(module) is str],
     )
+
+
+class _Allowance:
+    """How much a file of its length can describe: a pickle can name one list any number of times, in two bytes each."""
+
+    def __init__(self, most: int, what: str) -> None:
+        self._most = most
+        self._what = what
+
+    def spend(self, count: int) -> None:
+        self._most -= count
+        if self._most < 0:
+            raise ValueError(f"it names its {self._what} over and over")
 
 
 def _is(value: Any, name: str) -> bool:
@@ -170,8 +188,10 @@ def _fields(value: Any, name: str) -> Mapping[str, Any]:
     """Return the attributes of a dataclass."""
     if not _is(value, name):
         raise ValueError(f"there is no {name} where one is expected")
-    state = {} if value.state is None else value.state
-    return {key: item for key, item in _typed(state, dict, name).items() if type(key) is str}
+    state = _typed({} if value.state is None else value.state, dict, name)
+    if len(state) > _MOST_FIELDS:
+        raise ValueError(f"a {name} has {len(state):,} fields")
+    return {key: item for key, item in state.items() if type(key) is str}
 
 
 def _typed(value: Any, kind: type, what: str) -> Any:
@@ -198,8 +218,8 @@ def _places(storage: dict[Any, Any]) -> Iterator[tuple[tuple[str, tuple[int, ...
         offset = index.get("offset")
         place = Place(
             _typed(info.get("relative_path"), str, "the file of a stored piece"),
-            _typed(info.get("offset"), int, "the offset of a stored piece"),
-            _typed(info.get("length"), int, "the length of a stored piece"),
+            _number_of_bytes(info.get("offset"), name, "offset"),
+            _number_of_bytes(info.get("length"), name, "length"),
         )
         if info.get("transform_descriptors"):
             raise UnsupportedError(
@@ -208,6 +228,13 @@ def _places(storage: dict[Any, Any]) -> Iterator[tuple[tuple[str, tuple[int, ...
                 remedy="load it with torch.distributed.checkpoint, and save it again without extensions",
             )
         yield (name, None if offset is None else _size(offset)), place
+
+
+def _number_of_bytes(value: Any, name: str, what: str) -> int:
+    # Not shown: Python refuses to write a number of thousands of digits.
+    if not 0 <= _typed(value, int, f"the {what} of a stored piece") < _MOST:
+        raise CorruptCheckpointError(f"the {what} of a piece of it is impossible", name=name)
+    return int(value)
 
 
 def _place(
@@ -219,14 +246,16 @@ def _place(
     return place
 
 
-def _tensor(name: str, fields: Mapping[str, Any], places: Mapping[Any, Place]) -> TensorEntry:
+def _tensor(name: str, fields: Mapping[str, Any], places: Mapping[Any, Place], pieces: _Allowance) -> TensorEntry:
     dtype = _dtype(name, fields.get("properties"))
     shape = _size(fields.get("size"))
     extent = prod(length for length in shape if length) * dtype.itemsize
     if extent >= _MOST:
         raise CorruptCheckpointError(f"has the impossible shape {list(shape)}", name=name)
     boxes = []
-    for chunk in _typed(fields.get("chunks"), list, "the list of a tensor's pieces"):
+    listed = _typed(fields.get("chunks"), list, "the list of a tensor's pieces")
+    pieces.spend(len(listed))
+    for chunk in listed:
         box = _fields(chunk, "ChunkStorageMetadata")
         boxes.append((_size(box.get("offsets")), _size(box.get("sizes"))))
     try:
@@ -253,10 +282,12 @@ def _dtype(name: str, properties: Any) -> DType:
     return dtype
 
 
-def _paths(planner_data: Any) -> Iterator[tuple[str, tuple[str | int, ...]]]:
+def _paths(planner_data: Any, keys: _Allowance) -> Iterator[tuple[str, tuple[str | int, ...]]]:
     if planner_data is None:
         return
     for name, path in _typed(planner_data, dict, "planner_data").items():
+        if type(path) is tuple:
+            keys.spend(len(path))
         # Whatever another planner kept there is its own affair.
         if type(path) is tuple and path and all(type(key) in (str, int) for key in path) and type(path[0]) is str:
             yield name, path

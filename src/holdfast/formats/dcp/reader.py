@@ -148,12 +148,12 @@ class DcpReader(Reader):
     def audit(self) -> Iterator[Problem]:
         """Check what no tensor of the state is read from: plain values, and tensors that are stored twice."""
         used = set(self._keys.values())
-        places = dict(self._contents.values)
+        places = list(self._contents.values.items())
         for key, tensor in self._contents.tensors.items():
             for number, chunk in enumerate(tensor.chunks):
                 if key not in used or self._lacks_checksum(key, number):
-                    places[key] = chunk.place
-        for key, place in places.items():
+                    places.append((key, chunk.place))
+        for key, place in places:
             try:
                 archive = SliceZip(self._files[place.file], place)
                 archive.check()
@@ -202,13 +202,13 @@ def _metadata_bytes(directory: Directory) -> bytes:
 
 def _map_files(directory: Directory, contents: Contents) -> dict[str, MappedFile]:
     files: dict[str, MappedFile] = {}
-    pieces = [(name, chunk.place) for name, tensor in contents.tensors.items() for chunk in tensor.chunks]
+    pieces = list(_pieces(contents, directory.path / FILE_NAME))
     claimed = 0
     for name, place in [*pieces, *contents.values.items()]:
         if place.file not in files:
             files[place.file] = _map(directory, name, place.file)
         file = files[place.file]
-        if place.offset < 0 or place.length <= 0 or place.offset + place.length > file.size:
+        if place.length <= 0 or place.offset + place.length > file.size:
             raise CorruptCheckpointError(
                 f"a piece of it lies at byte {place.offset:,} and is {place.length:,} long, the file has {file.size:,}",
                 path=file.path,
@@ -222,6 +222,20 @@ def _map_files(directory: Directory, contents: Contents) -> dict[str, MappedFile
             f"its pieces claim {claimed:,} bytes, its files have {total:,}", path=directory.path
         )
     return files
+
+
+def _pieces(contents: Contents, path: Path) -> Iterator[tuple[str, Place]]:
+    """Yield where the pieces of tensors lie, having checked that there is room for them, before memory is allocated."""
+    for name, tensor in contents.tensors.items():
+        for chunk in tensor.chunks:
+            nbytes = prod(chunk.sizes) * tensor.dtype.itemsize
+            if nbytes > chunk.place.length:
+                raise CorruptCheckpointError(
+                    f"a piece of it is {chunk.place.length:,} bytes long, which cannot hold {nbytes:,}",
+                    path=path,
+                    name=name,
+                )
+            yield name, chunk.place
 
 
 def _map(directory: Directory, name: str, file: str) -> MappedFile:

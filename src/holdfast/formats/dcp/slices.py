@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -136,6 +137,8 @@ class TensorSlice:
         end = found.offset + sum((length - 1) * stride for length, stride in steps) + 1
         if 0 not in found.shape and end * dtype.itemsize > storage.size:
             raise ValueError("it reaches beyond its storage")
+        if prod(found.shape) * dtype.itemsize > storage.size:
+            raise ValueError("it repeats the elements of its storage, which DCP never saves")
         raw = BY_NAME[f"uint{8 * dtype.itemsize}"] if dtype.itemsize <= 8 else BY_NAME["complex128"]
         if 0 in found.shape:
             array: npt.NDArray[Any] = np.empty(found.shape, raw.numpy)

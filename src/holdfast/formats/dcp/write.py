@@ -16,12 +16,13 @@ from holdfast.errors import StoreError, UnsupportedError, UsageError
 from holdfast.formats import sidecar
 from holdfast.formats.base import BLOCK_BYTES, WriteSettings, Written
 from holdfast.formats.dcp.metadata import FILE_NAME
-from holdfast.formats.dcp.planner import Planner, Writer
+from holdfast.formats.dcp.planner import Failures, Planner, Writer
 from holdfast.formats.dcp.reader import stored_form
 from holdfast.formats.path_items import Item, items_of
 from holdfast.formats.sidecar import Sidecar
 from holdfast.io import parallel
 from holdfast.io.commit import Commit
+from holdfast.io.files import store_error
 from holdfast.state.aliases import Alias, make_view
 from holdfast.state.leaf import Array, Leaf, allocate
 from holdfast.state.source import Source
@@ -40,9 +41,11 @@ def write(
     with Commit(destination, directory=True, overwrite=settings.overwrite, replaceable=replaceable) as commit:
         cancellation = parallel.Cancellation()
         tensors = _Tensors(flat, items, settings, cancellation)
-        planner, writer = Planner(items, tensors.stand_in, tensors.get), Writer(commit.path, threads)
+        failures = Failures()
+        planner = Planner(items, tensors.stand_in, tensors.get, failures)
+        writer = Writer(commit.path, threads, len(planner.given), failures)
         # DCP starts threads and does not expect an interrupt while it waits for them.
-        parallel.run([lambda: _save(planner, writer)], 1, cancellation)
+        parallel.run([lambda: _save(planner, writer, failures)], 1, cancellation)
         tensors.done()
         size = _write_sidecar(flat, commit.path, settings)
         commit.publish()
@@ -50,7 +53,7 @@ def write(
 
 
 def _checked_threads(destination: Path, settings: WriteSettings) -> int:
-    threads = settings.only("dcp", "thread_count").get("thread_count", settings.threads)
+    threads = settings.only("dcp", "thread_count").get("thread_count", min(settings.threads, _MOST_THREADS))
     if settings.compression != "none":
         raise UnsupportedError(
             f"a distributed checkpoint cannot be compressed with {settings.compression!r}",
@@ -62,21 +65,22 @@ def _checked_threads(destination: Path, settings: WriteSettings) -> int:
     return threads
 
 
-def _save(planner: Planner, writer: Writer) -> None:
+def _save(planner: Planner, writer: Writer, failures: Failures) -> None:
     try:
         with warnings.catch_warnings():
             # It says that there is no process group, which is the point.
             warnings.simplefilter("ignore", UserWarning)
             save(planner.given, storage_writer=writer, planner=planner, no_dist=True)
     except CheckpointException as error:
-        planner.raise_failure()
-        writer.raise_failure()
         _, (failure, _) = next(iter(error.failures.items()))
-        if isinstance(failure, MemoryError):
-            raise StoreError("there is not enough memory to write it", path=writer.path) from failure
-        raise failure from error
-    planner.raise_failure()
-    writer.raise_failure()
+        writer.stop(failure)
+    if isinstance(failures.first, MemoryError):
+        raise StoreError("there is not enough memory to write it", path=writer.path) from failures.first
+    if isinstance(failures.first, OSError):
+        # Of the directory, or of the metadata's last name: DCP's own calls.
+        raise store_error(failures.first, writer.path, "write it") from failures.first
+    if failures.first is not None:
+        raise failures.first
 
 
 def _write_sidecar(flat: Flat[Source], directory: Path, settings: WriteSettings) -> int:

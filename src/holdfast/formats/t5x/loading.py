@@ -49,12 +49,12 @@ def load_arrays(
     CorruptCheckpointError, NotACheckpointError, UnsupportedError, StoreError, UsageError, MissingExtraError
     """
     from holdfast.formats.t5x.contents import look
-    from holdfast.formats.t5x.reader import refuse_links
     from holdfast.formats.tensorstore_arrays.failures import tensorstore
     from holdfast.formats.tensorstore_arrays.places import held
     from holdfast.formats.tensorstore_arrays.settings import in_flight as checked_in_flight
     from holdfast.formats.tensorstore_arrays.settings import limit
     from holdfast.formats.tensorstore_arrays.specs import context
+    from holdfast.formats.tensorstore_arrays.walking import check_folders
     from holdfast.state.aliases import make_view
     from holdfast.units import parse_bytes
 
@@ -64,7 +64,7 @@ def load_arrays(
     directory = Path(path)
     with Directory(directory) as opened, held(Path(opened.held_path)) as root:
         contents = look(opened)
-        refuse_links(contents, directory, root)
+        check_folders(root, (wanted.key for wanted in contents.wanted.values()), directory)
         loading = _Loading(directory, root, contents, context(concurrency=chosen))
         tensors = loading.arrays(most)
         tensors |= {name: _tensor(stored) for name, stored in contents.inline.items()}
@@ -106,10 +106,17 @@ class _Loading:
             return tensorstore().open(spec, open=True, read=True, write=False, context=self._context)
 
     def _read(self, name: str, store: Any) -> Any:
-        from holdfast.formats.tensorstore_arrays.opened import opened
+        from holdfast.errors import UnsupportedError
+        from holdfast.formats.tensorstore_arrays.failures import reading
+        from holdfast.formats.tensorstore_arrays.opened import opened, refuse_larger_than_memory
 
-        opened(name, self._contents.wanted[name], store, self._directory)  # which refuses what is not as it was saved
-        return store.read(order="C")
+        # Which refuses what is not as it was saved.
+        array = opened(name, self._contents.wanted[name], store, self._directory)
+        if not array.types.dtype.has_torch:
+            raise UnsupportedError(f"torch has no dtype {array.types.dtype}", path=self._directory, name=name)
+        refuse_larger_than_memory(array, self._directory)
+        with reading(self._directory, self._place.root, name):
+            return store.read(order="C")
 
     def _result(self, name: str, future: Any) -> Any:
         from holdfast.formats.tensorstore_arrays.failures import reading

@@ -9,13 +9,14 @@ from pathlib import Path
 
 from holdfast.errors import CorruptCheckpointError, HoldfastError, NotACheckpointError, StoreError, UnsupportedError
 from holdfast.formats.base import Entry, OpenSettings, Reader, StoredLeaf
-from holdfast.formats.t5x.contents import Contents, look
+from holdfast.formats.t5x.contents import look
 from holdfast.formats.t5x.tree import FILE_NAME
 from holdfast.formats.tensorstore_arrays.compressors import check_of
 from holdfast.formats.tensorstore_arrays.failures import tensorstore
 from holdfast.formats.tensorstore_arrays.opened import ArraySet, OpenArray
-from holdfast.formats.tensorstore_arrays.places import files_below, held
+from holdfast.formats.tensorstore_arrays.places import held
 from holdfast.formats.tensorstore_arrays.specs import Place
+from holdfast.formats.tensorstore_arrays.walking import check_folders, files_below
 from holdfast.io.directory import Directory
 from holdfast.io.files import Bytes
 from holdfast.state.source import Source
@@ -56,7 +57,7 @@ class T5XReader(Reader):
 
     def _open(self, settings: OpenSettings) -> None:
         contents = look(self._directory)
-        refuse_links(contents, self.path, self._root)
+        check_folders(self._root, (wanted.key for wanted in contents.wanted.values()), self.path)
         self._inline = contents.inline
         own = contents.notes is not None
         self._set = ArraySet(
@@ -96,7 +97,9 @@ class T5XReader(Reader):
                 nbytes = prod(alias.shape) * leaf.dtype.itemsize
                 yield name, Entry(name, part, leaf.dtype, alias.shape, nbytes, 0, "alias", file, alias.of)
                 continue
-            stored_bytes = leaf.nbytes if array is None else sum(files_below(Path(self._root, file)).values())
+            stored_bytes = (
+                leaf.nbytes if array is None else sum(files_below(Path(self._root, file), self.path / file).values())
+            )
             codec = "raw" if array is None else _codec(array)
             yield name, Entry(name, part, leaf.dtype, leaf.shape, leaf.nbytes, stored_bytes, codec, file)
 
@@ -138,20 +141,6 @@ def refuse_unfinished(path: Path) -> None:
             path=path,
             remedy="take an earlier step",
         )
-
-
-def refuse_links(contents: Contents, path: Path, root: str) -> None:
-    """Refuse arrays that lead out of the checkpoint.
-
-    Raises
-    ------
-    CorruptCheckpointError
-    """
-    for name, wanted in contents.wanted.items():
-        if Path(root, wanted.key).is_symlink():
-            raise CorruptCheckpointError(
-                "is a symbolic link, which a checkpoint never holds", path=path / wanted.key, name=name
-            )
 
 
 def _codec(array: OpenArray) -> str:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from holdfast.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedError
 from holdfast.formats.t5x import flax_msgpack
 from holdfast.formats.tensorstore_arrays.specs import Layout
@@ -94,31 +96,36 @@ def read(directory: Directory) -> dict[str, Any]:
         raise type(error)(error.message, path=path) from error
     if not isinstance(tree, dict) or not isinstance(tree.get("optimizer"), dict):
         raise CorruptCheckpointError("holds no optimizer, so T5X did not write it", path=path)
-    _check_version(tree.get("version"), path)
-    return tree
+    if is_spec(tree["optimizer"]) or flax_msgpack.is_chunked(tree["optimizer"]):
+        raise CorruptCheckpointError("its optimizer is a single array, where T5X has a tree of them", path=path)
+    return tree | {"version": _checked_version(tree.get("version"), path)}
 
 
-def _check_version(version: Any, path: Path) -> None:
-    if version == VERSION:
-        return
+def _checked_version(version: Any, path: Path) -> int:
+    if isinstance(version, np.integer):
+        version = int(version)
+    if type(version) is int and version == VERSION:
+        return version
+    if not isinstance(version, int | str | None):
+        raise UnsupportedError(f"its version is a {type(version).__name__}, not a number", path=path)
     if type(version) is int and version > VERSION:
         raise UnsupportedError(f"is of T5X's version {version}, this release reads {VERSION}", path=path)
     raise UnsupportedError(
-        f"is of T5X's version {version}, which kept bfloat16 as uint16, so that nobody can tell which is meant",
+        f"is of T5X's version {str(version)[:40]}, which kept bfloat16 as uint16; nobody can tell which is meant",
         path=path,
         remedy="restore it with T5X and save it again; it then is of version 3",
     )
 
 
 def leaves(tree: dict[str, Any], path: Path) -> Iterator[tuple[Keys, Any]]:
-    """Yield what is no dict or list, or points to an array, with the keys that lead to it; lists by their places.
+    """Yield what is no dict, or points to an array, with the keys that lead to it; lists whole.
 
     Raises
     ------
     CorruptCheckpointError
         If a key is no text.
     UnsupportedError
-        If a value lies elsewhere.
+        If a value lies elsewhere, or an array in a list, where T5X never puts one.
     """
     waiting: list[tuple[Keys, Any]] = [((), tree)]
     while waiting:
@@ -128,11 +135,29 @@ def leaves(tree: dict[str, Any], path: Path) -> Iterator[tuple[Keys, Any]]:
                 raise CorruptCheckpointError("has a key that is no text", path=path, name=".".join(keys))
             waiting += [((*keys, key), child) for key, child in reversed(value.items())]
             continue
-        if isinstance(value, str) and value.startswith(_PLACEHOLDER):
-            raise UnsupportedError(
-                f"is only a placeholder here ({value}): Orbax wrote the array, beside T5X's file",
-                path=path,
-                name=".".join(keys),
-                remedy="open the folder as an Orbax checkpoint (the format 'orbax')",
-            )
+        if isinstance(value, list):
+            _check_list(value, ".".join(keys), path)
+        _refuse_placeholder(value, ".".join(keys), path)
         yield keys, value
+
+
+def _refuse_placeholder(value: Any, name: str, path: Path) -> None:
+    if isinstance(value, str) and value.startswith(_PLACEHOLDER):
+        raise UnsupportedError(
+            f"is only a placeholder here ({value}): Orbax wrote the array, beside T5X's file",
+            path=path,
+            name=name,
+            remedy="open the folder as an Orbax checkpoint (the format 'orbax')",
+        )
+
+
+def _check_list(found: list[Any], name: str, path: Path) -> None:
+    """Refuse arrays that lie elsewhere, or in pieces, in a list: they would come back as dicts."""
+    waiting: list[Any] = [found]
+    while waiting:
+        value = waiting.pop()
+        if is_spec(value) or flax_msgpack.is_chunked(value):
+            raise UnsupportedError("has an array in a list, where T5X writes a dict", path=path, name=name)
+        _refuse_placeholder(value, name, path)
+        if isinstance(value, list | dict):
+            waiting += value.values() if isinstance(value, dict) else value

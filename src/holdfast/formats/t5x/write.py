@@ -20,11 +20,12 @@ from holdfast.formats.tensorstore_arrays.budget import ByteBudget
 from holdfast.formats.tensorstore_arrays.compressors import Compressor
 from holdfast.formats.tensorstore_arrays.failures import tensorstore
 from holdfast.formats.tensorstore_arrays.keys import array_keys
-from holdfast.formats.tensorstore_arrays.places import files_below, held
+from holdfast.formats.tensorstore_arrays.places import held
 from holdfast.formats.tensorstore_arrays.saving import sync_directories
 from holdfast.formats.tensorstore_arrays.settings import ArraySettings
 from holdfast.formats.tensorstore_arrays.specs import Place
 from holdfast.formats.tensorstore_arrays.stored_types import stored_type
+from holdfast.formats.tensorstore_arrays.walking import files_below
 from holdfast.formats.tensorstore_arrays.writer import WrittenArray, write_arrays
 from holdfast.io.commit import Commit
 from holdfast.io.files import write_small

@@ -14,18 +14,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.errors import PathLike
+from holdfast.errors import PathLike, UnsupportedError
 from holdfast.formats.tensorstore_arrays import sidecar as sidecars
 from holdfast.formats.tensorstore_arrays.failures import reading, tensorstore
-from holdfast.formats.tensorstore_arrays.opened import Wanted, opened
-from holdfast.formats.tensorstore_arrays.places import foreign_arrays, held
+from holdfast.formats.tensorstore_arrays.opened import Wanted, opened, refuse_larger_than_memory
+from holdfast.formats.tensorstore_arrays.places import foreign_arrays, own_arrays
 from holdfast.formats.tensorstore_arrays.settings import in_flight as checked_in_flight
 from holdfast.formats.tensorstore_arrays.settings import limit
 from holdfast.formats.tensorstore_arrays.specs import Place, context, open_spec
 from holdfast.formats.tensorstore_arrays.stored_types import StoredType
 from holdfast.io.directory import Directory
 from holdfast.state.aliases import Alias, make_view
-from holdfast.state.dtypes import BY_NAME
 from holdfast.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -68,26 +67,22 @@ def load_arrays(
     """
     one = checked_in_flight(in_flight) == "one"
     most = 0 if one else parse_bytes(_DEFAULT_MEMORY if memory is None else memory)
+    chosen = limit("concurrency", concurrency)
     tensorstore()
     directory = Path(path)
-    with held(directory) as root:
-        place, wanted, aliases = _arrays(directory, root)
-        loading = _Loading(directory, place, wanted, context(concurrency=limit("concurrency", concurrency)))
+    with Directory(directory) as held_directory:
+        place, wanted, aliases = _arrays(held_directory)
+        loading = _Loading(directory, place, wanted, context(concurrency=chosen))
         tensors = loading.one_by_one() if one else loading.all_at_once(most)
     return tensors | {name: make_view(tensors[alias.of], alias) for name, alias in aliases.items()}
 
 
-def _arrays(directory: Path, root: str) -> tuple[Place, dict[str, Wanted], dict[str, Alias]]:
+def _arrays(directory: Directory) -> tuple[Place, dict[str, Wanted], dict[str, Alias]]:
+    root = f"{directory.held_path}/"
     if not sidecars.is_ours(Path(root)):
-        return *foreign_arrays(directory, root), {}
-    with Directory(Path(root)) as held_directory:
-        found = sidecars.read(held_directory)
-    wanted = {n: Wanted(record.key, found.zarr, record.types, record.shape) for n, record in found.arrays.items()}
-    aliases = {
-        name: Alias(record.of, record.offset, record.shape, record.strides)
-        for name, record in found.structure.aliases.items()
-    }
-    return Place(root, found.kvstore), wanted, aliases
+        return *foreign_arrays(directory.path, root), {}
+    found, place, wanted = own_arrays(directory, root)
+    return place, wanted, found.aliases
 
 
 class _Loading:
@@ -98,9 +93,12 @@ class _Loading:
         self._place = place
         self._wanted = wanted
         self._context = context
+        self._types: dict[str, StoredType] = {}
 
     def one_by_one(self) -> Arrays:
-        return {name: self._finish(name, self._read(name, self._open(name).result())) for name in self._wanted}
+        return {
+            name: self._finish(name, self._read(name, self._result(name, self._open(name)))) for name in self._wanted
+        }
 
     def all_at_once(self, most: int) -> Arrays:
         """Open all, then read as many at once as may be."""
@@ -109,8 +107,7 @@ class _Loading:
         waiting: deque[tuple[str, int, Any]] = deque()
         pending = 0
         for name, future in stores.items():
-            with reading(self._directory, self._place.root, name):
-                store = future.result()
+            store = self._result(name, future)
             size = prod(store.shape) * (store.dtype.numpy_dtype.itemsize)
             while waiting and pending + size > most:
                 earlier, freed, found = waiting.popleft()
@@ -126,18 +123,22 @@ class _Loading:
         with reading(self._directory, self._place.root, name):
             return tensorstore().open(spec, open=True, read=True, write=False, context=self._context)
 
+    def _result(self, name: str, future: Any) -> Any:
+        with reading(self._directory, self._place.root, name):
+            return future.result()
+
     def _read(self, name: str, store: Any) -> Any:
-        opened(name, self._wanted[name], store, self._directory)  # which refuses what is not as it was saved
-        return store.read(order="C")
+        # Which refuses what is not as it was saved.
+        array = opened(name, self._wanted[name], store, self._directory)
+        if not array.types.dtype.has_torch:
+            raise UnsupportedError(f"torch has no dtype {array.types.dtype}", path=self._directory, name=name)
+        refuse_larger_than_memory(array, self._directory)
+        self._types[name] = array.types
+        with reading(self._directory, self._place.root, name):
+            return store.read(order="C")
 
     def _finish(self, name: str, future: Any) -> torch.Tensor:
-        with reading(self._directory, self._place.root, name):
-            array = future.result()
-        types = self._wanted[name].types
-        if types is None:
-            dtype = BY_NAME[np.dtype(array.dtype).name]
-            types = StoredType(dtype, dtype)
-        return _tensor(array, types)
+        return _tensor(self._result(name, future), self._types[name])
 
 
 def _tensor(array: npt.NDArray[Any], types: StoredType) -> torch.Tensor:

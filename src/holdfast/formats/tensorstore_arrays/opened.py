@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.errors import CorruptCheckpointError, UnsupportedError
+from holdfast.errors import CorruptCheckpointError, StoreError, UnsupportedError
 from holdfast.formats.base import BLOCK_BYTES
 from holdfast.formats.tensorstore_arrays.failures import reading, tensorstore
 from holdfast.formats.tensorstore_arrays.regions import Box, box_shape, boxes
@@ -219,6 +219,23 @@ def _refuse_bombs(array: OpenArray, directory: Path) -> None:
             path=directory / array.key,
             name=array.name,
             remedy="store it in smaller chunks",
+        )
+
+
+def refuse_larger_than_memory(array: OpenArray, directory: Path) -> None:
+    """Refuse to read an array whole that no memory holds; TensorStore would end the process.
+
+    Raises
+    ------
+    StoreError
+    """
+    size = prod(array.shape) * array.types.stored.itemsize
+    if size > _physical_memory():
+        raise StoreError(
+            f"reading it whole takes {size:,} bytes, more than there is memory",
+            path=directory / array.key,
+            name=array.name,
+            remedy="read slices of it: holdfast.open(path)[name][start:stop]",
         )
 
 

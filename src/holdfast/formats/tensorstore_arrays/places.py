@@ -1,4 +1,4 @@
-"""Directories of arrays: held open while they are used, listed, and looked through for what others wrote."""
+"""Directories of arrays: held open while they are used, and looked through for what we and others wrote."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from holdfast.errors import CorruptCheckpointError, HoldfastError, NotACheckpointError, UnsupportedError
+from holdfast.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedError
+from holdfast.formats.first_bytes import first_bytes
 from holdfast.formats.tensorstore_arrays import discovery
 from holdfast.formats.tensorstore_arrays import sidecar as sidecars
+from holdfast.formats.tensorstore_arrays.failures import reading, tensorstore
 from holdfast.formats.tensorstore_arrays.opened import Wanted
-from holdfast.formats.tensorstore_arrays.specs import Place
+from holdfast.formats.tensorstore_arrays.sidecar import Sidecar
+from holdfast.formats.tensorstore_arrays.specs import METADATA_FILE, Place, context
+from holdfast.formats.tensorstore_arrays.walking import check_folders, files_below
+from holdfast.io.directory import Directory
 from holdfast.io.files import store_error
 
 
@@ -30,15 +35,60 @@ def held(path: Path) -> Iterator[str]:
         os.close(fd)
 
 
-def files_below(path: Path) -> dict[str, int]:
-    """Return the size of every file below a directory, by its path from there."""
-    # Chunks of 64 elements make tens of thousands of files: no `Path` for each.
-    found = {}
-    for folder, _, files in os.walk(path):
-        inside = folder[len(str(path)) + 1 :]
-        for name in files:
-            found[f"{inside}/{name}" if inside else name] = os.lstat(f"{folder}/{name}").st_size
-    return found
+def own_arrays(directory: Directory, root: str) -> tuple[Sidecar, Place, dict[str, Wanted]]:
+    """Return what our own file says of a directory, checked against what lies there, and the arrays to open.
+
+    Parameters
+    ----------
+    directory : Directory
+        What is read, by the name that errors call it.
+    root : str
+        A path that stays its own, with a slash at its end.
+
+    Raises
+    ------
+    CorruptCheckpointError, UnsupportedError, StoreError
+    """
+    found = sidecars.read(directory)
+    place = Place(root, found.kvstore)
+    wanted = {name: Wanted(record.key, found.zarr, record.types, record.shape) for name, record in found.arrays.items()}
+    _check_files(found, directory.path, root)
+    _check_metadata(found, directory.path, place)
+    return found, place, wanted
+
+
+def _check_files(found: Sidecar, path: Path, root: str) -> None:
+    """Check that nothing is missing that no chunk's absence would tell, and that no link leads out."""
+    if found.kvstore == "file":
+        for name, content in sidecars.GROUP_FILES[found.zarr].items():
+            if first_bytes(Path(root, name), len(content) + 1) != content:
+                raise CorruptCheckpointError("is not as it was written", path=path / name)
+        check_folders(root, (record.key for record in found.arrays.values()), path)
+        return
+    check_folders(root, [""], path)
+    there = files_below(Path(root), path)
+    for name, size in found.files.items():
+        if there.get(name) != size:
+            problem = "is missing" if name not in there else f"holds {there[name]:,} bytes, {size:,} were written"
+            raise CorruptCheckpointError(problem, path=path / name)
+
+
+def _check_metadata(found: Sidecar, path: Path, place: Place) -> None:
+    """Check each array's metadata file against its checksum, before TensorStore goes by it."""
+    if not found.arrays:
+        return
+    file = METADATA_FILE[found.zarr]
+    with reading(path, place.root):
+        store = tensorstore().KvStore.open(place.store(), context=context()).result()
+        futures = {name: store.read(f"{record.key}/{file}") for name, record in found.arrays.items()}
+    for name, future in futures.items():
+        with reading(path, place.root, name):
+            result = future.result()
+        where = path / found.arrays[name].key / file
+        if result.state == "missing":
+            raise CorruptCheckpointError("the array's metadata is missing", path=where, name=name)
+        if sidecars.digest(result.value) != found.arrays[name].metadata:
+            raise CorruptCheckpointError("the array's metadata is not what was written", path=where, name=name)
 
 
 def foreign_arrays(path: Path, root: str) -> tuple[Place, dict[str, Wanted]]:
@@ -54,10 +104,7 @@ def foreign_arrays(path: Path, root: str) -> tuple[Place, dict[str, Wanted]]:
         keys = discovery.find_in_database(path, place)
     else:
         place = Place(root)
-        try:
-            keys = discovery.find_arrays(Path(root))
-        except HoldfastError as error:
-            raise type(error)(error.message, path=path, remedy=error.remedy) from error
+        keys = discovery.find_arrays(Path(root), path)
     wanted: dict[str, Wanted] = {}
     for key, zarr in keys.items():
         # The name of what is a single array itself is all that there is.

@@ -9,16 +9,15 @@ from typing import Any
 
 from holdfast.errors import CorruptCheckpointError, StoreError
 from holdfast.formats.base import Entry, OpenSettings, Reader, StoredLeaf
-from holdfast.formats.first_bytes import first_bytes
 from holdfast.formats.structure import check_structure
 from holdfast.formats.tensorstore_arrays import sidecar as sidecars
 from holdfast.formats.tensorstore_arrays.compressors import check_of
-from holdfast.formats.tensorstore_arrays.failures import reading, tensorstore
-from holdfast.formats.tensorstore_arrays.opened import ArraySet, OpenArray, Wanted
-from holdfast.formats.tensorstore_arrays.places import files_below, foreign_arrays
+from holdfast.formats.tensorstore_arrays.failures import tensorstore
+from holdfast.formats.tensorstore_arrays.opened import ArraySet, OpenArray
+from holdfast.formats.tensorstore_arrays.places import foreign_arrays, own_arrays
 from holdfast.formats.tensorstore_arrays.saving import as_details
 from holdfast.formats.tensorstore_arrays.sidecar import Sidecar
-from holdfast.formats.tensorstore_arrays.specs import METADATA_FILE, Place, context
+from holdfast.formats.tensorstore_arrays.walking import files_below
 from holdfast.io.directory import Directory, hold
 from holdfast.io.files import Bytes
 from holdfast.state.aliases import Alias
@@ -50,14 +49,7 @@ class TensorStoreReader(Reader):
         root = f"{directory.held_path}/"
         budget = settings.pool.budget
         if sidecars.is_ours(Path(root)):
-            found = sidecars.read(self._directory)
-            self._place = Place(root, found.kvstore)
-            _check_files(found, self.path, root)
-            wanted = {
-                name: Wanted(record.key, found.zarr, record.types, record.shape)
-                for name, record in found.arrays.items()
-            }
-            _check_metadata(found, self.path, self._place)
+            found, self._place, wanted = own_arrays(directory, root)
             self._set = ArraySet(self.path, self._place, wanted, budget=budget, fill_missing=False)
             self.flat = _flat_of(found, self)
             self.metadata = found.metadata
@@ -70,7 +62,9 @@ class TensorStoreReader(Reader):
             self.metadata = {}
             self.details = {"kvstore": self._place.kvstore, "missing_chunks": "are read as the fill value"}
             sizes = {
-                name: sum(files_below(Path(root, array.key)).values()) if self._place.kvstore == "file" else 0
+                name: sum(files_below(Path(root, array.key), self.path / array.key).values())
+                if self._place.kvstore == "file"
+                else 0
                 for name, array in self._set.arrays.items()
             }
         self.entries = dict(self._entries(sizes))
@@ -113,7 +107,12 @@ def _flat_of_foreign(found: ArraySet, reader: Reader) -> Flat[Source]:
         "dict": {name: {_kind(array.types.dtype): name} for name, array in found.arrays.items()},
     }
     parts = {name: (DEFAULT_PART, name) for name in found.arrays}
-    return _checked_flat(skeleton, found.arrays, {}, parts, reader)
+    flat = _flat(skeleton, found.arrays, {}, parts, reader)
+    try:
+        check_structure(skeleton, flat.leaves, {}, parts)
+    except ValueError as error:
+        raise CorruptCheckpointError(f"what it says of the state is wrong: {error}", path=reader.path) from error
+    return flat
 
 
 def _kind(dtype: DType) -> str:
@@ -122,14 +121,10 @@ def _kind(dtype: DType) -> str:
 
 def _flat_of(found: Sidecar, reader: TensorStoreReader) -> Flat[Source]:
     structure = found.structure
-    aliases = {
-        name: Alias(record.of, record.offset, record.shape, record.strides)
-        for name, record in structure.aliases.items()
-    }
-    return _checked_flat(structure.skeleton, reader._set.arrays, aliases, structure.parts, reader)
+    return _flat(structure.skeleton, reader._set.arrays, found.aliases, structure.parts, reader)
 
 
-def _checked_flat(
+def _flat(
     skeleton: Any,
     arrays: dict[str, OpenArray],
     aliases: dict[str, Alias],
@@ -139,47 +134,8 @@ def _checked_flat(
     leaves = {
         name: StoredLeaf(reader, name, array.types.dtype, array.shape, array.nbytes) for name, array in arrays.items()
     }
-    try:
-        check_structure(skeleton, leaves, aliases, parts)
-    except ValueError as error:
-        raise CorruptCheckpointError(f"what it says of the state is wrong: {error}", path=reader.path) from error
     ordered: dict[str, Source] = {name: leaves[name] for name in leaf_specs(skeleton) if name in leaves}
     return Flat(skeleton, ordered, aliases, parts)
-
-
-def _check_files(found: Sidecar, path: Path, root: str) -> None:
-    """Check that nothing is missing that no chunk's absence would tell, and that no link leads out."""
-    if found.kvstore == "file":
-        for name, content in sidecars.GROUP_FILES[found.zarr].items():
-            if first_bytes(Path(root, name), len(content) + 1) != content:
-                raise CorruptCheckpointError("is not as it was written", path=path / name)
-        linked = next((r.key for r in found.arrays.values() if Path(root, r.key).is_symlink()), None)
-        if linked is not None:
-            raise CorruptCheckpointError("is a symbolic link, which a checkpoint never holds", path=path / linked)
-        return
-    there = files_below(Path(root))
-    for name, size in found.files.items():
-        if there.get(name) != size:
-            problem = "is missing" if name not in there else f"holds {there[name]:,} bytes, {size:,} were written"
-            raise CorruptCheckpointError(problem, path=path / name)
-
-
-def _check_metadata(found: Sidecar, path: Path, place: Place) -> None:
-    """Check each array's metadata file against its checksum, before TensorStore goes by it."""
-    if not found.arrays:
-        return
-    file = METADATA_FILE[found.zarr]
-    with reading(path, place.root):
-        store = tensorstore().KvStore.open(place.store(), context=context()).result()
-        futures = {name: store.read(f"{record.key}/{file}") for name, record in found.arrays.items()}
-    for name, future in futures.items():
-        with reading(path, place.root, name):
-            result = future.result()
-        where = path / found.arrays[name].key / file
-        if result.state == "missing":
-            raise CorruptCheckpointError("the array's metadata is missing", path=where, name=name)
-        if sidecars.digest(result.value) != found.arrays[name].metadata:
-            raise CorruptCheckpointError("the array's metadata is not what was written", path=where, name=name)
 
 
 def _codec(array: OpenArray) -> str:

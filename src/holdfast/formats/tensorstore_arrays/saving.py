@@ -16,10 +16,11 @@ from holdfast.formats.tensorstore_arrays import sidecar as sidecars
 from holdfast.formats.tensorstore_arrays.budget import ByteBudget
 from holdfast.formats.tensorstore_arrays.failures import reading, tensorstore, write_error
 from holdfast.formats.tensorstore_arrays.keys import array_keys
-from holdfast.formats.tensorstore_arrays.places import files_below, held
+from holdfast.formats.tensorstore_arrays.places import held
 from holdfast.formats.tensorstore_arrays.settings import OPTIONS, ArraySettings
 from holdfast.formats.tensorstore_arrays.sidecar import ArrayRecord, Sidecar
 from holdfast.formats.tensorstore_arrays.specs import METADATA_FILE, Place, context
+from holdfast.formats.tensorstore_arrays.walking import files_below, walk
 from holdfast.formats.tensorstore_arrays.writer import WrittenArray, write_arrays
 from holdfast.io.commit import Commit
 from holdfast.io.directory import Directory
@@ -77,7 +78,7 @@ def sync_directories(path: Path) -> None:
     StoreError
     """
     try:
-        for folder, _, _ in os.walk(path, topdown=False):
+        for folder, _, _ in walk(path, bottom_up=True):
             sync_directory(Path(folder))
     except OSError as error:
         raise store_error(error, path, "make the directories durable") from error

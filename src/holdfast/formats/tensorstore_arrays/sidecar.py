@@ -17,9 +17,11 @@ import xxhash
 from holdfast.errors import CorruptCheckpointError, UnsupportedError
 from holdfast.formats.first_bytes import first_bytes
 from holdfast.formats.native.pack import Structure
+from holdfast.formats.structure import check_structure
 from holdfast.formats.tensorstore_arrays.stored_types import StoredType, is_possible
 from holdfast.io.directory import Directory
-from holdfast.state.dtypes import BY_NAME
+from holdfast.state.aliases import Alias
+from holdfast.state.dtypes import BY_NAME, DType
 
 FILE_NAME = "holdfast.json"
 FORMAT = "holdfast-tensorstore"
@@ -78,6 +80,26 @@ class Sidecar(msgspec.Struct, frozen=True):
     files: dict[str, int]
     metadata: dict[str, Any]
 
+    @property
+    def stored(self) -> dict[str, Stored]:
+        """What each stored tensor is in the state."""
+        return {name: Stored(record.types.dtype, record.shape) for name, record in self.arrays.items()}
+
+    @property
+    def aliases(self) -> dict[str, Alias]:
+        """The tensors that are views of stored ones."""
+        return {
+            name: Alias(record.of, record.offset, record.shape, record.strides)
+            for name, record in self.structure.aliases.items()
+        }
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """A stored tensor's dtype and shape in the state."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+
 
 def digest(data: Any) -> str:
     """Return the xxh3-64 of some bytes, as 16 hexadecimal digits."""
@@ -120,6 +142,10 @@ def read(directory: Directory) -> Sidecar:
         raise CorruptCheckpointError("two tensors lie in one array", path=path)
     for name, record in sidecar.arrays.items():
         _check(name, record, path)
+    try:
+        check_structure(sidecar.structure.skeleton, sidecar.stored, sidecar.aliases, sidecar.structure.parts)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"what it says of the state is wrong: {error}", path=path) from error
     for file_name in sidecar.files:
         if not re.fullmatch(r"manifest\.ocdbt|d/[0-9a-f]{32}", file_name):
             raise CorruptCheckpointError(f"lists the file {file_name!r}, which no database has", path=path)

@@ -156,6 +156,7 @@ class _Writer:
         """Write one array to the end before the next begins."""
         self._create(job)
         for box in self._regions(job):
+            self.cancellation.check()
             self.submit(job, box)
         self._budget.wait_until_empty()
         if self.failure:

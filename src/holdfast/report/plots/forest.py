@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from holdfast.report.document import Arm, Measure, Results, Statistics
 from holdfast.report.plots import drawing as d
-from holdfast.report.wording import clipped, gain
+from holdfast.report.wording import FAR, NEAR, clipped, gain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 _MARKS = {"helps": ("o", d.GOOD, True), "hurts": ("s", d.BAD, True)}
 _OTHER = ("D", d.NEUTRAL, False)
 _MOST_PANELS = 4
+_BETWEEN_TICKS = 6.0
 
 
 def rows(results: Results) -> list[Arm]:
@@ -39,19 +41,34 @@ def gains(results: Results) -> Figure:
         _panel(axes, results, arms, measure)
     if first is not None:
         d.label_rows(first, [arm.name for arm in arms], bold=None)
-    _legend(figure, results)
+    _legend(figure, results, arrows=any(_goes_beyond(results, arms, measure) for measure in measures))
+    _thin_ticks(figure)
     return figure
+
+
+def _ends(found: list[Statistics | None]) -> list[float]:
+    return [value for one in found if one for value in (one.gain, one.gain_low, one.gain_high) if value and value > 0]
+
+
+def _goes_beyond(results: Results, arms: list[Arm], measure: Measure) -> bool:
+    ends = _ends([results.statistics(arm.name, measure.name) for arm in arms])
+    return any(not NEAR <= end <= FAR for end in ends)
+
+
+def _within(value: float) -> float:
+    return min(max(value, NEAR), FAR)
 
 
 def _panel(axes: Axes, results: Results, arms: list[Arm], measure: Measure) -> None:
     found = [results.statistics(arm.name, measure.name) for arm in arms]
     noise = results.noise(measure.name)
-    ends = [value for one in found if one for value in (one.gain, one.gain_low, one.gain_high) if value and value > 0]
-    low, high = min([*ends, 0.9]), max([*ends, 1.12])
+    ends = _ends(found)
+    low, high = _within(min([*ends, 0.9])), _within(max([*ends, 1.12]))
     margin = (high / low) ** 0.05
     if noise and noise.floor and noise.floor > 1:
-        axes.axvspan(1 / noise.floor, noise.floor, color=d.BAND, zorder=0, linewidth=0)
-        low, high = min(low, 1 / noise.floor), max(high, noise.floor)
+        low, high = min(low, _within(1 / noise.floor)), max(high, _within(noise.floor))
+        edges = max(low / margin, 1 / noise.floor), min(high * margin, noise.floor)
+        axes.axvspan(*edges, color=d.BAND, zorder=0, linewidth=0)
     d.log_axis(axes, low / margin, high * margin, suffix="x", most=4)
     axes.axvline(1, color=d.BASE, linewidth=1.0, zorder=1)
     axes.grid(axis="x", color=d.GRID, linewidth=0.7)
@@ -66,20 +83,53 @@ def _panel(axes: Axes, results: Results, arms: list[Arm], measure: Measure) -> N
 def point(
     axes: Axes, row: float, value: float, low: float | None, high: float | None, marker: str, colour: str, filled: bool
 ) -> None:
-    """Draw a gain with its interval, and write it at the right edge."""
-    if low is not None and high is not None and 0 < low <= high:
-        axes.plot([low, high], [row, row], color=colour, linewidth=1.8, zorder=2, solid_capstyle="butt")
-    axes.plot(
-        [value], [row], marker, color=colour, markerfacecolor=colour if filled else d.PAPER, markersize=5.5, zorder=3
-    )
+    """Draw a gain with its interval, and write it at the right edge; what the axis does not reach ends in an arrow."""
+    left, right = axes.get_xlim()
+    inset = (right / left) ** 0.02
+    first, last = left * inset, right / inset
+
+    def mark(at: float, shape: str) -> None:
+        fill = colour if filled else d.PAPER
+        axes.plot([at], [row], shape, color=colour, markerfacecolor=fill, markersize=5.5, zorder=3)
+
+    if low is not None and high is not None and 0 < low <= high and low < right and high > left:
+        axes.plot(
+            [max(low, first), min(high, last)],
+            [row, row],
+            color=colour,
+            linewidth=1.8,
+            zorder=2,
+            solid_capstyle="butt",
+        )
+        if low < left:
+            mark(first, "<")
+        if high > right:
+            mark(last, ">")
+    mark(min(max(value, first), last), "<" if value < left else ">" if value > right else marker)
     d.write(axes, gain(value), 0, row, edge=True)
+
+
+def _thin_ticks(figure: Figure) -> None:
+    """Leave out the labels of each axis that would overlap, from 1x outwards."""
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        labels = zip(axes.get_xticks(), axes.get_xticklabels(), strict=True)
+        boxes = {float(at): label.get_window_extent() for at, label in labels}
+        kept: list[float] = []
+        for at in sorted(boxes, key=lambda at: abs(math.log(at))):
+            others = (boxes[other] for other in kept)
+            if all(
+                boxes[at].x0 > other.x1 + _BETWEEN_TICKS or boxes[at].x1 < other.x0 - _BETWEEN_TICKS for other in others
+            ):
+                kept.append(at)
+        axes.set_xticks(sorted(kept))
 
 
 def _mark(one: Statistics) -> tuple[str, str, bool]:
     return _MARKS.get(one.verdict, _OTHER)
 
 
-def _legend(figure: Figure, results: Results) -> None:
+def _legend(figure: Figure, results: Results, *, arrows: bool) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -93,4 +143,6 @@ def _legend(figure: Figure, results: Results) -> None:
     handles.append(Patch(color=d.BAND, label="noise: the baseline against itself"))
     figure.legend(handles=handles, loc="outside upper left", ncols=4, columnspacing=1.4)
     text = f"Gain over {clipped(results.baseline or '', 34)}: right of 1x is better. Log scale; line: 95% interval."
+    if arrows:
+        text += f" Arrow: beyond {NEAR:g}x or {FAR:g}x."
     d.footnote(figure, text + d.left_out(results))
