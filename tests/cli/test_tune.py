@@ -21,7 +21,7 @@ from holdfast.bench import tune_checkpoint
 from holdfast.bench.contest import Contest, Setting, default, fewest_rounds
 from holdfast.bench.rounds import Rounds, Sample
 from holdfast.bench.tune_checkpoint import Tuned, tune
-from holdfast.bench.tuned_file import with_table, write_tuned
+from holdfast.bench.tuned_file import check_writable, with_table, write_tuned
 from holdfast.checkpoint import tuning
 from holdfast.cli.main import build_app
 from holdfast.errors import HoldfastError
@@ -300,10 +300,14 @@ def test_a_file_that_cannot_be_written_is_told_before_the_measuring(
     assert quick == []
 
 
-def test_what_is_there_to_be_written_is_left_alone_by_the_check(tmp_path: Path, quick: Any) -> None:
-    (tmp_path / "out").mkdir()
-    assert run("checkpoint", tmp_path, "--out", tmp_path / "out" / "x.toml", "--size", "1MB", "--dry-run", "-q") == 0
-    assert names_in(tmp_path / "out") == []
+def test_a_dry_run_asks_for_no_place_to_write_to(tmp_path: Path, quick: Any) -> None:
+    assert run("checkpoint", tmp_path, "--out", tmp_path / "absent" / "x.toml", "--size", "1MB", "--dry-run") == 0
+    assert names_in(tmp_path) == []
+
+
+def test_the_check_leaves_nothing_behind(tmp_path: Path) -> None:
+    check_writable(tmp_path / "holdfast.toml")
+    assert names_in(tmp_path) == []
 
 
 class Clock:

@@ -72,7 +72,10 @@ def execute(
     begun = False
     try:
         with Scratch(directory) as scratch:
-            document["environment"] = _same_machine(document["environment"], environment.describe(scratch.path))
+            found = environment.describe(scratch.path)
+            # As it was given: a results file is passed on, and says nothing of whose folders lie where.
+            found["storage"]["path"] = str(scratch.path)
+            document["environment"] = _same_machine(document["environment"], found)
             listener.preparing()
             prepared = home.prepare(settings, [arm["settings"] for arm in arms.values()], scratch.path)
             document["subject"] = prepared.described
