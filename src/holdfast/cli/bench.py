@@ -103,6 +103,14 @@ def checkpoint(
         _refuse_changes(changed)
         return _resume(experiment, out, directory, output)
     chosen = read_experiment(experiment or DEFAULT_EXPERIMENT, check_settings=lambda given: home.check(given))
+    chosen = _on_subject(chosen, model, source, slow_model, with_optimizer)
+    chosen = _changed(chosen, runs, arms, seed, time_limit, memory_limit)
+    return _measure(chosen, home, out, directory, overwrite, output)
+
+
+def _on_subject(
+    chosen: Experiment, model: str | None, source: Path | None, slow_model: str | None, with_optimizer: str | None
+) -> Experiment:
     if source is not None and model is not None:
         raise UsageError("--from and --model exclude each other", remedy="give one of them")
     chosen = chosen.with_model(model, slow_model)
@@ -110,8 +118,7 @@ def checkpoint(
         chosen = chosen.with_source(str(source))
     if with_optimizer is not None:
         chosen = chosen.with_settings(with_optimizer=with_optimizer)
-    chosen = _changed(chosen, runs, arms, seed, time_limit, memory_limit)
-    return _measure(chosen, home, out, directory, overwrite, output)
+    return chosen
 
 
 def _changed(

@@ -6,6 +6,7 @@ exist. The peers check nothing while they load; Holdfast checks every block.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -57,13 +58,13 @@ class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t
         """Return what it can hold of a state."""
         return state if self.nested else _tensors(state)
 
+    @abstractmethod
     def save(self, state: Any, path: Path) -> None:
         """Write what `view` returned; ``path`` does not exist yet."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load(self, path: Path) -> Any:
         """Return what was saved, in new memory."""
-        raise NotImplementedError
 
     def load_into(self, path: Path, state: Any) -> None:
         """Fill what `view` returned of a state of the same shape."""
