@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.formats.native.manifest import FILE_NAME, digest
+from holdfast.formats.native.manifest import FILE_NAME
+from holdfast.formats.sealed import digest
 from holdfast.testing.equality import leaf_bytes
 
 STATE = {"model": {"a": torch.arange(100.0), "b": torch.arange(50.0)}, "n": 5}

@@ -19,10 +19,10 @@ import numpy as np
 
 from holdfast.codecs import probe
 from holdfast.formats.base import BLOCK_BYTES, WriteSettings, thread_bytes
-from holdfast.formats.native.manifest import digest
 from holdfast.formats.native.pack import Block, plan_files, tasks_of
 from holdfast.formats.native.streams import copy_and_hash, raw_bytes
 from holdfast.formats.native.writer import chosen_direct_io
+from holdfast.formats.sealed import digest
 from holdfast.io import parallel
 from holdfast.io.buffers import BufferPool, round_up
 from holdfast.io.commit import Commit

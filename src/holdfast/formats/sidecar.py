@@ -1,20 +1,21 @@
 """What Holdfast keeps beside the files of a format that is not its own: one small JSON file.
 
 Other libraries' formats have a place for tensors, and none for nested states, for tensors that share storage, for the
-user's metadata, or for a checksum of their own bookkeeping. ``holdfast.json`` has; other tools do not look at it. It is
-``{"xxh3_64":"<16 hex digits>","body":{...}}``, the checksum being over every byte after the digits' closing quote.
+user's metadata, or for a checksum of their own bookkeeping. ``holdfast.json`` has; other tools do not look at it. It
+carries a checksum of itself (see ``formats/sealed.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 import xxhash
 
 from holdfast.errors import CorruptCheckpointError, HoldfastError, NotACheckpointError, UnsupportedError
+from holdfast.formats import sealed
 from holdfast.formats.native.manifest import AliasRecord
 from holdfast.formats.native.pack import Structure
 from holdfast.formats.structure import check_structure
@@ -28,12 +29,8 @@ from holdfast.state.tree import Flat
 FILE_NAME = "holdfast.json"
 VERSION = 1
 
-_MAX_BYTES = 1024**3
 _MOST_DIMENSIONS = 64
 _PIECE = 4 * 1024**2
-_OPENING = b'{"xxh3_64":"'
-_DIGITS = 16
-B = TypeVar("B")
 
 _REWRITTEN = "if another tool wrote here since, remove holdfast.json; otherwise take another checkpoint or copy"
 
@@ -116,8 +113,7 @@ def note_file(path: Path, *, hashed: bool) -> FileNote:
 
 def write(directory: Path, sidecar: Sidecar) -> int:
     """Write the file, durably; return its bytes."""
-    covered = b',"body":' + msgspec.json.encode(sidecar) + b"}"
-    content = _OPENING + xxhash.xxh3_64_hexdigest(covered).encode() + b'"' + covered
+    content = sealed.seal(sidecar)
     write_small(directory / FILE_NAME, content)
     return len(content)
 
@@ -135,11 +131,7 @@ def read(directory: Directory, format: str) -> Sidecar:
         If a later version wrote it.
     """
     path = directory.path / FILE_NAME
-    with directory.open(FILE_NAME, follow_links=False) as file:
-        if file.size > _MAX_BYTES:
-            raise CorruptCheckpointError(f"{file.size:,} bytes are too many", path=path)
-        content = file.read(0, file.size)
-    sidecar = _decode(content, path)
+    sidecar = _convert(sealed.read(directory, FILE_NAME), path)
     if sidecar.format != format:
         raise CorruptCheckpointError(f"lies beside a checkpoint of the format {sidecar.format!r}", path=path)
     for name, note in sidecar.files.items():
@@ -147,30 +139,16 @@ def read(directory: Directory, format: str) -> Sidecar:
     return sidecar
 
 
-def _decode(content: bytes, path: Path) -> Sidecar:
-    covered = content[len(_OPENING) + _DIGITS + 1 :]
-    digits = content[len(_OPENING) : len(_OPENING) + _DIGITS]
-    if not content.startswith(_OPENING) or content != _OPENING + digits + b'"' + covered:
-        raise CorruptCheckpointError("does not begin as it should", path=path)
-    if xxhash.xxh3_64_hexdigest(covered).encode() != digits:
-        raise CorruptCheckpointError("its checksum is wrong", path=path, remedy="take another checkpoint or copy")
+def _convert(body: dict[str, Any], path: Path) -> Sidecar:
+    version = body.get("version")
+    if version != VERSION:
+        raise UnsupportedError(f"is of version {version}", path=path, remedy="pip install --upgrade holdfast")
     try:
-        version = msgspec.json.decode(content, type=_Whole[_Versioned]).body.version
-        if version != VERSION:
-            raise UnsupportedError(f"is of version {version}", path=path, remedy="pip install --upgrade holdfast")
-        sidecar = msgspec.json.decode(content, type=_Whole[Sidecar]).body
+        sidecar = msgspec.convert(body, Sidecar)
         _check(sidecar)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"is malformed ({error})", path=path) from error
     return sidecar
-
-
-class _Versioned(msgspec.Struct, frozen=True):
-    version: int
-
-
-class _Whole(msgspec.Struct, Generic[B], frozen=True):
-    body: B
 
 
 def _check(sidecar: Sidecar) -> None:

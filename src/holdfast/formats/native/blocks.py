@@ -14,7 +14,7 @@ import xxhash
 from holdfast import plugins
 from holdfast.codecs.base import Codec, CodecError
 from holdfast.errors import CorruptCheckpointError, UnsupportedError
-from holdfast.formats.native.manifest import digest
+from holdfast.formats.sealed import digest
 from holdfast.io.buffers import ALIGNMENT, BufferPool, round_up
 from holdfast.io.directory import Readable
 from holdfast.io.files import Bytes

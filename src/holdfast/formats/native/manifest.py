@@ -1,8 +1,7 @@
 """The manifest of a native checkpoint: what it says, how it is written, and how one that nobody vouches for is checked.
 
-``manifest.json`` is ``{"xxh3_64":"<16 hex digits>","body":{...}}``; the checksum is over every byte after the digits'
-closing quote. It is written last: a checkpoint exists if and only if a valid manifest does. The format is specified in
-``docs/reference/native-format.md``.
+``manifest.json`` carries a checksum of itself (see ``formats/sealed.py``). It is written last: a checkpoint exists if
+and only if a valid manifest does. The format is specified in ``docs/reference/native-format.md``.
 """
 
 from __future__ import annotations
@@ -14,20 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import xxhash
 
 from holdfast.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedError
+from holdfast.formats import sealed
 from holdfast.formats.safetensors_header import MAX_HEADER_BYTES
 from holdfast.io.directory import Directory
 from holdfast.state.dtypes import BY_NAME
 
 FILE_NAME = "manifest.json"
 VERSION = 1
-MAX_BYTES = 1024**3
 MAX_BLOCK_BYTES = 64 * 1024**2
-
-OPENING = b'{"xxh3_64":"'
-_DIGITS = 16
 
 
 class BlockRecord(msgspec.Struct, array_like=True, frozen=True):
@@ -132,17 +127,6 @@ class Manifest(msgspec.Struct, frozen=True):
         return found
 
 
-def digest(data: Any) -> str:
-    """Return the xxh3-64 of some bytes, as 16 hexadecimal digits."""
-    return xxhash.xxh3_64_hexdigest(data)
-
-
-def encode(manifest: Manifest) -> bytes:
-    """Return the bytes of the manifest's file."""
-    rest = b',"body":' + msgspec.json.encode(manifest) + b"}\n"
-    return OPENING + digest(b'"' + rest).encode() + b'"' + rest
-
-
 def read(directory: Directory) -> Manifest:
     """Read the manifest of a checkpoint and check what it claims of its files.
 
@@ -157,36 +141,21 @@ def read(directory: Directory) -> Manifest:
     """
     path = directory.path / FILE_NAME
     try:
-        with directory.open(FILE_NAME, follow_links=False) as file:
-            if file.size > MAX_BYTES:
-                raise CorruptCheckpointError(f"a manifest of {file.size:,} bytes is not one of ours", path=path)
-            content = file.read(0, file.size)
+        body = sealed.read(directory, FILE_NAME)
     except NotACheckpointError as error:
         raise NotACheckpointError("holds no manifest, so it is no checkpoint", path=directory.path) from error
-    manifest = _decode(content, path)
+    _check_version(body, path)
+    try:
+        manifest = msgspec.convert(body, Manifest)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise CorruptCheckpointError(f"is not a manifest ({error})", path=path) from error
     _Check(manifest, path).all()
     return manifest
 
 
-def _decode(content: bytes, path: Path) -> Manifest:
-    found = content[len(OPENING) : len(OPENING) + _DIGITS]
-    rest = content[len(OPENING) + _DIGITS :]
-    if not content.startswith(OPENING) or digest(rest).encode() != found:
-        raise CorruptCheckpointError(
-            "its checksum is wrong: the manifest is damaged", path=path, remedy="take another checkpoint or copy"
-        )
-    try:
-        envelope = msgspec.json.decode(content, type=dict[str, Any])
-        body = envelope.get("body")
-        _check_version(body, path)
-        return msgspec.convert(body, Manifest)
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise CorruptCheckpointError(f"is not a manifest ({error})", path=path) from error
-
-
-def _check_version(body: object, path: Path) -> None:
+def _check_version(body: dict[str, Any], path: Path) -> None:
     """Refuse what a later version wrote before looking at fields that it may have changed."""
-    if not isinstance(body, dict) or body.get("format") != "holdfast":
+    if body.get("format") != "holdfast":
         raise CorruptCheckpointError("is not the manifest of a holdfast checkpoint", path=path)
     version, features = body.get("version"), body.get("features")
     if version != VERSION or features != []:
@@ -268,7 +237,7 @@ class _Check:
 
 def _most_head_bytes(file: FileRecord) -> int:
     # All of an index is its head.
-    return MAX_BYTES if file.head_bytes == file.bytes else MAX_HEADER_BYTES + 8
+    return sealed.MAX_BYTES if file.head_bytes == file.bytes else MAX_HEADER_BYTES + 8
 
 
 def _is_plain(block: BlockRecord) -> bool:

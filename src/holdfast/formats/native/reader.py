@@ -11,6 +11,7 @@ import numpy as np
 import xxhash
 
 from holdfast.errors import CorruptCheckpointError, DestinationExistsError, NotACheckpointError, UnsupportedError
+from holdfast.formats import sealed
 from holdfast.formats.base import Entry, OpenSettings, Problem, Reader, StoredLeaf
 from holdfast.formats.first_bytes import first_bytes
 from holdfast.formats.native import manifest as manifests
@@ -163,7 +164,7 @@ def is_native(path: Path) -> bool:
         If the operating system does not let one look.
     """
     start = first_bytes(path / manifests.FILE_NAME, 4096) or b""
-    return start.startswith(manifests.OPENING) or b'"format":"holdfast"' in start
+    return start.startswith(sealed.OPENING) or b'"format":"holdfast"' in start
 
 
 def is_replaceable(path: Path) -> bool:

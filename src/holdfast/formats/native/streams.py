@@ -15,8 +15,9 @@ import xxhash
 
 from holdfast.codecs import probe
 from holdfast.codecs.base import Codec
-from holdfast.formats.native.manifest import BlockRecord, digest
+from holdfast.formats.native.manifest import BlockRecord
 from holdfast.formats.native.pack import Block, FilePlan
+from holdfast.formats.sealed import digest
 from holdfast.io.buffers import ALIGNMENT, BufferPool, aligned_copy, round_down, round_up
 from holdfast.io.files import Bytes, DirectFile
 from holdfast.io.parallel import Cancellation, Meter

@@ -14,7 +14,7 @@ import msgspec
 from holdfast import plugins
 from holdfast.codecs.base import Codec
 from holdfast.errors import UsageError
-from holdfast.formats import safetensors_header
+from holdfast.formats import safetensors_header, sealed
 from holdfast.formats.base import BLOCK_BYTES, WriteSettings, Written, thread_bytes
 from holdfast.formats.native import manifest as manifests
 from holdfast.formats.native.coded_tensors import FRAMEWORK_KEY, METADATA_KEY, describe, widest
@@ -45,7 +45,7 @@ def write(
         files = [finished.record for finished in streams]
         files += list(_write_indexes(commit.path, streams))
         manifest = _manifest(flat, streams, files, settings)
-        content = manifests.encode(manifest)
+        content = sealed.seal(manifest)
         write_small(commit.path / manifests.FILE_NAME, content)
         commit.publish()
     return Written(
@@ -191,7 +191,7 @@ class _Job:
         described = describe(self._plan, stream.records, BLOCK_BYTES)
         header = self._header(described, self._room)
         stream.finish(header)
-        record = FileRecord(self._plan.name, stream.size, len(header), manifests.digest(header))
+        record = FileRecord(self._plan.name, stream.size, len(header), sealed.digest(header))
         return FinishedStream(stream, record, {r.name: len(header) + r.start for r in described[0]})
 
 
@@ -205,7 +205,7 @@ def _write_indexes(directory: Path, streams: list[FinishedStream]) -> Iterator[F
             name = files[0].record.name.rsplit("-00001-of-", 1)[0] + ".safetensors.index.json"
             content = index_content(files)
             write_small(directory / name, content)
-            yield FileRecord(name, len(content), len(content), manifests.digest(content))
+            yield FileRecord(name, len(content), len(content), sealed.digest(content))
 
 
 def index_content(files: list[FinishedStream]) -> bytes:

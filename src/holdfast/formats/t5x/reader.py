@@ -7,17 +7,16 @@ from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 
-from holdfast.errors import CorruptCheckpointError, HoldfastError, NotACheckpointError, StoreError, UnsupportedError
+from holdfast.errors import CorruptCheckpointError, NotACheckpointError, StoreError, UnsupportedError
 from holdfast.formats.base import Entry, OpenSettings, Reader, StoredLeaf
 from holdfast.formats.t5x.contents import look
 from holdfast.formats.t5x.tree import FILE_NAME
-from holdfast.formats.tensorstore_arrays.compressors import check_of
+from holdfast.formats.tensorstore_arrays.compressors import check_of, codec_of
 from holdfast.formats.tensorstore_arrays.failures import tensorstore
-from holdfast.formats.tensorstore_arrays.opened import ArraySet, OpenArray
-from holdfast.formats.tensorstore_arrays.places import held
+from holdfast.formats.tensorstore_arrays.opened import ArraySet
 from holdfast.formats.tensorstore_arrays.specs import Place
 from holdfast.formats.tensorstore_arrays.walking import check_folders, files_below
-from holdfast.io.directory import Directory
+from holdfast.io.directory import Directory, hold
 from holdfast.io.files import Bytes
 from holdfast.state.source import Source
 from holdfast.state.tree import leaf_specs
@@ -36,27 +35,13 @@ class T5XReader(Reader):
         tensorstore()
         refuse_unfinished(path)
         self.path = path
-        self._closed = True
-        while True:
-            self._directory = Directory(path)
-            try:
-                self._holding = held(Path(self._directory.held_path))
-                self._root = self._holding.__enter__()
-            except BaseException:
-                self._directory.close()
-                raise
-            self._closed = False
-            try:
-                self._open(settings)
-                return
-            except BaseException as error:
-                again = isinstance(error, HoldfastError) and self._directory.was_replaced()
-                self.close()
-                if not again:
-                    raise
+        hold(path, lambda directory: self._open(directory, settings))
 
-    def _open(self, settings: OpenSettings) -> None:
-        contents = look(self._directory)
+    def _open(self, directory: Directory, settings: OpenSettings) -> None:
+        self._directory = directory
+        # By its descriptor: its path may be another directory's by now.
+        self._root = f"{directory.held_path}/"
+        contents = look(directory)
         check_folders(self._root, (wanted.key for wanted in contents.wanted.values()), self.path)
         self._inline = contents.inline
         own = contents.notes is not None
@@ -100,7 +85,7 @@ class T5XReader(Reader):
             stored_bytes = (
                 leaf.nbytes if array is None else sum(files_below(Path(self._root, file), self.path / file).values())
             )
-            codec = "raw" if array is None else _codec(array)
+            codec = "raw" if array is None else codec_of(array.metadata)
             yield name, Entry(name, part, leaf.dtype, leaf.shape, leaf.nbytes, stored_bytes, codec, file)
 
     def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
@@ -122,10 +107,7 @@ class T5XReader(Reader):
         return super().block_bytes(name) if name in self._inline else self._set.block_bytes(name)
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._directory.close()
-            self._holding.__exit__(None, None, None)
+        self._directory.close()
 
 
 def refuse_unfinished(path: Path) -> None:
@@ -141,11 +123,3 @@ def refuse_unfinished(path: Path) -> None:
             path=path,
             remedy="take an earlier step",
         )
-
-
-def _codec(array: OpenArray) -> str:
-    compressor = array.metadata.get("compressor")
-    if not compressor:
-        return "raw"
-    inner = compressor.get("cname")
-    return f"{compressor['id']}-{inner}" if inner else str(compressor["id"])

@@ -110,3 +110,26 @@ def _check_of_codecs(codecs: list[dict[str, Any]]) -> str | None:
         if codec.get("name") == "zstd" and configuration.get("checksum"):
             return "XXH64 of every chunk"
     return None
+
+
+def codec_of(metadata: dict[str, Any]) -> str:
+    """Return how an array's chunks are compressed, in one word, from its zarr metadata; ``"raw"`` if they are not."""
+    compressor = metadata.get("compressor")
+    if compressor:
+        return _word(compressor["id"], compressor)
+    return _codec_among(metadata.get("codecs") or [])
+
+
+def _codec_among(codecs: list[dict[str, Any]]) -> str:
+    for codec in codecs:
+        configuration = codec.get("configuration") or {}
+        if codec["name"] == "sharding_indexed":
+            return _codec_among(configuration.get("codecs") or [])
+        if codec["name"] in ("gzip", "zstd", "blosc"):
+            return _word(codec["name"], configuration)
+    return "raw"
+
+
+def _word(name: str, configuration: dict[str, Any]) -> str:
+    inner = configuration.get("cname")
+    return f"{name}-{inner}" if inner else name

@@ -6,7 +6,8 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
-from holdfast.formats.tensorstore_arrays.sidecar import RESERVED, digest
+from holdfast.formats.sealed import digest
+from holdfast.formats.tensorstore_arrays.sidecar import RESERVED
 
 _LONGEST = 200
 

@@ -7,6 +7,7 @@ was written. Here each array is read by one call, as TensorStore's own documenta
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,16 +66,55 @@ def load_arrays(
     ------
     CorruptCheckpointError, NotACheckpointError, UnsupportedError, StoreError, UsageError, MissingExtraError
     """
-    one = checked_in_flight(in_flight) == "one"
-    most = 0 if one else parse_bytes(_DEFAULT_MEMORY if memory is None else memory)
-    chosen = limit("concurrency", concurrency)
-    tensorstore()
-    directory = Path(path)
-    with Directory(directory) as held_directory:
-        place, wanted, aliases = _arrays(held_directory)
-        loading = _Loading(directory, place, wanted, context(concurrency=chosen))
-        tensors = loading.one_by_one() if one else loading.all_at_once(most)
+    limits = ReadLimits.of(concurrency, in_flight, memory)
+    with Directory(Path(path)) as directory:
+        place, wanted, aliases = _arrays(directory)
+        tensors = read_whole(directory.path, place, wanted, limits)
     return tensors | {name: make_view(tensors[alias.of], alias) for name, alias in aliases.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLimits:
+    """How much is read at once.
+
+    Attributes
+    ----------
+    concurrency : int or None
+        File operations; None for TensorStore's default.
+    memory : int
+        Bytes of arrays; 0 for one array after the other.
+    """
+
+    concurrency: int | None
+    memory: int
+
+    @classmethod
+    def of(cls, concurrency: int | None, in_flight: str, memory: int | str | None) -> ReadLimits:
+        """Return the limits that `load_arrays` was given, checked; MissingExtraError without TensorStore."""
+        one = checked_in_flight(in_flight) == "one"
+        most = 0 if one else parse_bytes(_DEFAULT_MEMORY if memory is None else memory)
+        checked = limit("concurrency", concurrency)
+        tensorstore()
+        return cls(checked, most)
+
+
+def read_whole(directory: Path, place: Place, wanted: dict[str, Wanted], limits: ReadLimits) -> Arrays:
+    """Open arrays and read each by one call.
+
+    Parameters
+    ----------
+    directory : Path
+        What errors call the place.
+    place : Place
+    wanted : dict of str to Wanted
+    limits : ReadLimits
+
+    Returns
+    -------
+    dict of str to torch.Tensor
+    """
+    loading = _Loading(directory, place, wanted, context(concurrency=limits.concurrency))
+    return loading.all_at_once(limits.memory) if limits.memory else loading.one_by_one()
 
 
 def _arrays(directory: Directory) -> tuple[Place, dict[str, Wanted], dict[str, Alias]]:

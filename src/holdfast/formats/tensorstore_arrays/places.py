@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from holdfast.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedError
+from holdfast.formats import sealed
 from holdfast.formats.first_bytes import first_bytes
 from holdfast.formats.tensorstore_arrays import discovery
 from holdfast.formats.tensorstore_arrays import sidecar as sidecars
@@ -87,7 +88,7 @@ def _check_metadata(found: Sidecar, path: Path, place: Place) -> None:
         where = path / found.arrays[name].key / file
         if result.state == "missing":
             raise CorruptCheckpointError("the array's metadata is missing", path=where, name=name)
-        if sidecars.digest(result.value) != found.arrays[name].metadata:
+        if sealed.digest(result.value) != found.arrays[name].metadata:
             raise CorruptCheckpointError("the array's metadata is not what was written", path=where, name=name)
 
 

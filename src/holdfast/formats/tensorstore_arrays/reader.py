@@ -11,7 +11,7 @@ from holdfast.errors import CorruptCheckpointError, StoreError
 from holdfast.formats.base import Entry, OpenSettings, Reader, StoredLeaf
 from holdfast.formats.structure import check_structure
 from holdfast.formats.tensorstore_arrays import sidecar as sidecars
-from holdfast.formats.tensorstore_arrays.compressors import check_of
+from holdfast.formats.tensorstore_arrays.compressors import check_of, codec_of
 from holdfast.formats.tensorstore_arrays.failures import tensorstore
 from holdfast.formats.tensorstore_arrays.opened import ArraySet, OpenArray
 from holdfast.formats.tensorstore_arrays.places import foreign_arrays, own_arrays
@@ -79,7 +79,7 @@ class TensorStoreReader(Reader):
             dtype = array.types.dtype
             file = array.key or "."
             if alias is None:
-                codec = _codec(array)
+                codec = codec_of(array.metadata)
                 yield name, Entry(name, part, dtype, array.shape, array.nbytes, sizes[name], codec, file)
             else:
                 nbytes = prod(alias.shape) * dtype.itemsize
@@ -136,23 +136,3 @@ def _flat(
     }
     ordered: dict[str, Source] = {name: leaves[name] for name in leaf_specs(skeleton) if name in leaves}
     return Flat(skeleton, ordered, aliases, parts)
-
-
-def _codec(array: OpenArray) -> str:
-    """Return how an array's chunks are compressed, in one word."""
-    compressor = array.metadata.get("compressor")
-    if compressor:
-        inner = compressor.get("cname")
-        return f"{compressor['id']}-{inner}" if inner else str(compressor["id"])
-    return _codec_of(array.metadata.get("codecs") or [])
-
-
-def _codec_of(codecs: list[dict[str, Any]]) -> str:
-    for codec in codecs:
-        configuration = codec.get("configuration") or {}
-        if codec["name"] == "sharding_indexed":
-            return _codec_of(configuration.get("codecs") or [])
-        if codec["name"] in ("gzip", "zstd", "blosc"):
-            inner = configuration.get("cname")
-            return f"{codec['name']}-{inner}" if inner else str(codec["name"])
-    return "raw"

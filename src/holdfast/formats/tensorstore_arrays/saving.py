@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.errors import DestinationExistsError, HoldfastError, UsageError
+from holdfast.formats import sealed
 from holdfast.formats.base import WriteSettings, Written
 from holdfast.formats.native.manifest import AliasRecord
 from holdfast.formats.native.pack import Structure
@@ -55,7 +56,7 @@ def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Wri
         )
         _write_group(place, given, commit.path)
         found = _sidecar(flat, keys, written, given, settings, commit.path, place)
-        _write_file(commit.path / sidecars.FILE_NAME, sidecars.encode(found), sync=given.sync)
+        _write_file(commit.path / sidecars.FILE_NAME, sealed.seal(found), sync=given.sync)
         if given.sync:
             sync_directories(commit.path)
         stored_bytes = _total_bytes(commit.path, found)
@@ -159,7 +160,7 @@ def _metadata_digests(place: Place, zarr: int, keys: list[str], directory: Path)
     with reading(directory, place.root):
         store = tensorstore().KvStore.open(place.store(), context=context()).result()
         futures = {key: store.read(f"{key}/{METADATA_FILE[zarr]}") for key in keys}
-        return {key: sidecars.digest(future.result().value) for key, future in futures.items()}
+        return {key: sealed.digest(future.result().value) for key, future in futures.items()}
 
 
 def is_replaceable(path: Path) -> bool:

@@ -1,8 +1,7 @@
 """The file beside the arrays that says what state they are, and what each array's metadata file must be.
 
-``holdfast.json`` is ``{"xxh3_64":"<16 hex digits>","body":{...}}``; the checksum is over every byte after the digits'
-closing quote. It is written last. Every array's own metadata is covered by a checksum in it, so that no chunk is ever
-read by the wrong rules.
+``holdfast.json`` carries a checksum of itself (see ``formats/sealed.py``) and is written last. Every array's own
+metadata is covered by a checksum in it, so that no chunk is ever read by the wrong rules.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import xxhash
 
 from holdfast.errors import CorruptCheckpointError, UnsupportedError
+from holdfast.formats import sealed
 from holdfast.formats.first_bytes import first_bytes
 from holdfast.formats.native.pack import Structure
 from holdfast.formats.structure import check_structure
@@ -26,10 +25,6 @@ from holdfast.state.dtypes import BY_NAME, DType
 FILE_NAME = "holdfast.json"
 FORMAT = "holdfast-tensorstore"
 VERSION = 1
-MAX_BYTES = 1024**3
-
-OPENING = b'{"xxh3_64":"'
-_DIGITS = 16
 
 
 class ArrayRecord(msgspec.Struct, frozen=True):
@@ -101,17 +96,6 @@ class Stored(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
 
 
-def digest(data: Any) -> str:
-    """Return the xxh3-64 of some bytes, as 16 hexadecimal digits."""
-    return xxhash.xxh3_64_hexdigest(data)
-
-
-def encode(sidecar: Sidecar) -> bytes:
-    """Return the bytes of the file."""
-    rest = b',"body":' + msgspec.json.encode(sidecar) + b"}\n"
-    return OPENING + digest(b'"' + rest).encode() + b'"' + rest
-
-
 def is_ours(path: Path) -> bool:
     """Say whether a directory holds such a file; other formats may have one of that name, too."""
     return b'"format":"%s"' % FORMAT.encode() in (first_bytes(path / FILE_NAME, 256) or b"")
@@ -130,11 +114,7 @@ def read(directory: Directory) -> Sidecar:
         If a later version wrote it.
     """
     path = directory.path / FILE_NAME
-    with directory.open(FILE_NAME, follow_links=False) as file:
-        if file.size > MAX_BYTES:
-            raise CorruptCheckpointError(f"{file.size:,} bytes are not one of ours", path=path)
-        content = file.read(0, file.size)
-    sidecar = _decode(content, path)
+    sidecar = _convert(sealed.read(directory, FILE_NAME), path)
     if sidecar.zarr not in (2, 3) or sidecar.kvstore not in ("file", "ocdbt"):
         raise CorruptCheckpointError("names neither a version of zarr nor a key-value store that is known", path=path)
     keys = [record.key.casefold() for record in sidecar.arrays.values()]
@@ -152,25 +132,18 @@ def read(directory: Directory) -> Sidecar:
     return sidecar
 
 
-def _decode(content: bytes, path: Path) -> Sidecar:
-    found = content[len(OPENING) : len(OPENING) + _DIGITS]
-    rest = content[len(OPENING) + _DIGITS :]
-    if not content.startswith(OPENING) or digest(rest).encode() != found:
-        raise CorruptCheckpointError(
-            "its checksum is wrong: the file is damaged", path=path, remedy="take another checkpoint or copy"
+def _convert(body: dict[str, Any], path: Path) -> Sidecar:
+    if body.get("format") != FORMAT:
+        raise CorruptCheckpointError("does not describe arrays of TensorStore", path=path)
+    if body.get("version") != VERSION:
+        raise UnsupportedError(
+            f"was written in version {body.get('version')} of the format, this release reads version {VERSION}",
+            path=path,
+            remedy="pip install --upgrade holdfast",
         )
     try:
-        body = msgspec.json.decode(content, type=dict[str, Any]).get("body")
-        if not isinstance(body, dict) or body.get("format") != FORMAT:
-            raise CorruptCheckpointError("does not describe arrays of TensorStore", path=path)
-        if body.get("version") != VERSION:
-            raise UnsupportedError(
-                f"was written in version {body.get('version')} of the format, this release reads version {VERSION}",
-                path=path,
-                remedy="pip install --upgrade holdfast",
-            )
         return msgspec.convert(body, Sidecar)
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+    except (msgspec.ValidationError, RecursionError) as error:
         raise CorruptCheckpointError(f"is malformed ({error})", path=path) from error
 
 

@@ -1,0 +1,62 @@
+"""JSON files of ours that carry a checksum of themselves: the manifest, and what lies beside the formats of others.
+
+Such a file is ``{"xxh3_64":"<16 hex digits>","body":{...}}``; the checksum is over every byte that follows the digits,
+from their closing quote to the end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import xxhash
+
+from holdfast.errors import CorruptCheckpointError
+from holdfast.io.directory import Directory
+
+OPENING = b'{"xxh3_64":"'
+"""How each of them begins."""
+
+MAX_BYTES = 1024**3
+
+_DIGITS = 16
+
+
+def digest(data: Any) -> str:
+    """Return the xxh3-64 of some bytes, as 16 hexadecimal digits."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def seal(body: object) -> bytes:
+    """Return the bytes of a file with this body, which msgspec can encode."""
+    rest = b'","body":' + msgspec.json.encode(body) + b"}\n"
+    return OPENING + digest(rest).encode() + rest
+
+
+def read(directory: Directory, name: str) -> dict[str, Any]:
+    """Return the body of a file whose checksum is right; what it says is still to be checked.
+
+    Raises
+    ------
+    NotACheckpointError
+        If there is no such file.
+    CorruptCheckpointError
+        If it is damaged, or none of ours.
+    """
+    path = directory.path / name
+    with directory.open(name, follow_links=False) as file:
+        if file.size > MAX_BYTES:
+            raise CorruptCheckpointError(f"holds {file.size:,} bytes, which no such file of ours does", path=path)
+        content = file.read(0, file.size)
+    digits, rest = content[len(OPENING) : len(OPENING) + _DIGITS], content[len(OPENING) + _DIGITS :]
+    if not content.startswith(OPENING) or digest(rest).encode() != digits:
+        raise CorruptCheckpointError(
+            "its checksum is wrong: the file is damaged", path=path, remedy="take another checkpoint or copy"
+        )
+    try:
+        body = msgspec.json.decode(content, type=dict[str, Any]).get("body")
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"is malformed ({error})", path=path) from error
+    if not isinstance(body, dict):
+        raise CorruptCheckpointError("is malformed (it has no body)", path=path)
+    return body
