@@ -16,6 +16,7 @@ import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from holdfast.bench import environment
 from holdfast.bench.cell import run_cell
@@ -74,7 +75,7 @@ def main() -> int:
                 seconds = measure(tool, source, scratch.path / "cell")
                 samples.setdefault(tool, {}).setdefault(how, []).append(seconds)
                 print(f"{number + 1}: {tool}, {how}: {format_seconds(seconds)}", file=sys.stderr)
-        document = _document(options, samples, scratch.path)
+        document = _document(options, samples)
     for tool, ratios in document["ratios"].items():
         for how, found in ratios.items():
             print(f"{tool}: {how} / bench = {found['gain']:.3f} (95% {found['low']:.3f} to {found['high']:.3f})")
@@ -100,13 +101,11 @@ def _by_hand(tool: str, source: Path, folder: Path) -> float:
         subprocess.run(["rm", "-r", str(folder)], check=True)
 
 
-def _document(
-    options: argparse.Namespace, samples: dict[str, dict[str, list[float]]], folder: Path
-) -> dict[str, object]:
+def _document(options: argparse.Namespace, samples: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
     return {
         "command": f"benchmarks/by_hand.py --model {options.model} --rounds {options.rounds}",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "environment": environment.describe(folder),
+        "environment": environment.describe(options.dir),
         "samples": samples,
         "ratios": {
             tool: {how: _ratio(found[_HOWS[0]], found[how]) for how in _HOWS[1:]} for tool, found in samples.items()

@@ -32,8 +32,16 @@ _DIRECTIONS = (
 _DISTANCES = (8, 16, 26, 40, 58, 80, 105, 135)
 
 
+Spot = tuple[float, float]
+"""A point in data coordinates."""
+
+
 def place_labels(
-    figure: Figure, axes: Axes, named: Sequence[tuple[str, float, float]], spots: Sequence[tuple[float, float]]
+    figure: Figure,
+    axes: Axes,
+    named: Sequence[tuple[str, float, float]],
+    spots: Sequence[Spot],
+    lines: Sequence[tuple[Spot, Spot]] = (),
 ) -> None:
     """Write a name beside each point, with a line to it where it had to go far; leave out what fits nowhere.
 
@@ -43,6 +51,8 @@ def place_labels(
         In data coordinates; the first ones choose first.
     spots : sequence of (x, y)
         Points that no label may cover.
+    lines : sequence of (spot, spot)
+        Horizontal and vertical lines that no label may cover.
     """
     from matplotlib.transforms import Bbox
 
@@ -51,6 +61,7 @@ def place_labels(
     frame = axes.get_window_extent()
     points = axes.transData.transform([list(spot) for spot in spots] or [[0.0, 0.0]])
     taken = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in points]
+    taken += [Bbox(axes.transData.transform(line)).padded(1) for line in map(sorted, lines)]
     for name, x, y in named:
         box = _place(axes, clipped(name, _NAME_LENGTH), (x, y), frame, taken)
         if box is not None:

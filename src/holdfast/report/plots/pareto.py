@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from holdfast.report.document import Measure, Results
 from holdfast.report.panels import trio
 from holdfast.report.plots import drawing as d
-from holdfast.report.plots.labels import place_labels
+from holdfast.report.plots.labels import Spot, place_labels
 from holdfast.report.samples import scale_of
 from holdfast.report.wording import clipped
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 # More names than this cover the points; then each point has a number, and a list says whose it is.
 _MOST_NAMES = 12
+
+_NOTHING = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +48,12 @@ def compromises(results: Results) -> Figure:
     if many:
         _key(figure.add_subplot(grid[0, len(others)]), results)
     better = "" if {one.better for one in chosen.all()} != {"lower"} else " Better: down and left."
-    note = "Medians; the square is the baseline. Blue: nothing else is better in both."
+    note = "Medians; the square is the baseline. Blue: nothing else is better, by 1% or more."
     d.footnote(figure, note + better + d.left_out(results))
     for axes, points in panels:
         spots = [(point.x, point.y) for point in points]
-        place_labels(figure, axes, [(marks[point.name], point.x, point.y) for point in points], spots)
+        named = [(marks[point.name], point.x, point.y) for point in points]
+        place_labels(figure, axes, named, spots, _front_lines(points))
     return figure
 
 
@@ -75,13 +79,22 @@ def _panel(axes: Axes, results: Results, across: Measure, up: Measure) -> list[_
     axes.set_ylabel(scale_of(results, up).label + _log_words(ys))
 
     axes.set_title(f"{across.label} and {up.label}")
-    front = sorted((point for point in points if point.best), key=lambda point: point.x)
-    axes.step([p.x for p in front], [p.y for p in front], where="post", color=d.GOOD, linewidth=1.2)
+    for (x, y), (next_x, next_y) in _front_lines(points):
+        axes.plot([x, next_x], [y, next_y], color=d.GOOD, linewidth=1.2)
     for point in points:
         marker = "s" if point.name == results.baseline else "o"
         colour = d.GOOD if point.best else d.BASE if point.name == results.baseline else d.NEUTRAL
         axes.plot([point.x], [point.y], marker, color=colour, markersize=6.5, zorder=3)
     return sorted(points, key=lambda point: not point.best)
+
+
+def _front_lines(points: list[_Point]) -> list[tuple[Spot, Spot]]:
+    """Return the steps from each of the best points to the next."""
+    front = sorted((point.x, point.y) for point in points if point.best)
+    lines: list[tuple[Spot, Spot]] = []
+    for (x, y), (next_x, next_y) in pairwise(front):
+        lines += [((x, y), (next_x, y)), ((next_x, y), (next_x, next_y))]
+    return lines
 
 
 def _points(results: Results, across: Measure, up: Measure) -> list[_Point]:
@@ -95,13 +108,18 @@ def _points(results: Results, across: Measure, up: Measure) -> list[_Point]:
 
     def beaten(one: _Point) -> bool:
         return any(
-            signs[0] * other.x <= signs[0] * one.x
-            and signs[1] * other.y <= signs[1] * one.y
-            and (other.x, other.y) != (one.x, one.y)
+            not _better(one.x, other.x, signs[0])
+            and not _better(one.y, other.y, signs[1])
+            and (_better(other.x, one.x, signs[0]) or _better(other.y, one.y, signs[1]))
             for other in found
         )
 
     return [_Point(point.name, point.x, point.y, best=not beaten(point)) for point in found]
+
+
+def _better(one: float, other: float, sign: int) -> bool:
+    """Say whether a figure is better than another by more than nothing: sizes differ by a few bytes of headers."""
+    return sign * one < sign * other and abs(one - other) > _NOTHING * max(abs(one), abs(other))
 
 
 def _log_words(values: list[float]) -> str:

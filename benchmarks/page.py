@@ -1,0 +1,139 @@
+"""Write ``docs/measured.md`` from the results that are committed: ``python benchmarks/page.py``.
+
+Every figure on the page comes from a file in ``benchmarks/results/``; a test holds that the page is up to date.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast.report.design_tables import claims_table, steps_tables
+from holdfast.report.document import Arm, Measure, Results
+from holdfast.report.headline import headlines
+from holdfast.report.results import read_results
+from holdfast.report.sheet import Sheet
+from holdfast.report.tables import noise_lines, verdict_table
+
+RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parents[1] / "docs" / "measured.md"
+
+SECTIONS = {
+    "peers-bfloat16": "Tools, bfloat16",
+    "peers-float16": "Tools, float16",
+    "full": "The whole model",
+    "from-baseline-to-holdfast": "From T5X's TensorStore to Holdfast, one change at a time",
+    "six-way-float16": "Six ways, float16",
+    "six-way-bfloat16": "Six ways, bfloat16",
+    "isolated-float16": "Each optimisation isolated, float16",
+    "isolated-bfloat16": "Each optimisation isolated, bfloat16",
+    "claims": "Published claims",
+    "placebo": "The noise of the machine",
+}
+
+_HEAD = """# What was measured
+
+One machine, a 2-core virtual one whose host is shared; what it is exactly stands in each result file. `make bench`,
+`holdfast bench checkpoint` and [`benchmarks/measure.sh`](../benchmarks/measure.sh) measure the same on yours. This page
+is made from the files in [`benchmarks/results/`](../benchmarks/results) by `python benchmarks/page.py`.
+
+Every arm runs in a process of its own, in randomised blocks; every load is compared with what was saved, bit for bit;
+*durable* means on the disk when the clock stops, for all alike; *cold* was proved with `mincore`. A gain is how many
+times better than the baseline an arm is, with its 95% interval; rates are medians in bytes of the state. *Helps* and
+*hurts* are said only of differences that are beyond what the baseline differs from itself by (the arm "again") and that
+hold after Holm's correction for their number; with few blocks on a noisy machine that leaves much "within noise".
+"""
+
+
+def page() -> str:
+    """Return the page, of the results that are there."""
+    parts = [_HEAD]
+    for name, title in SECTIONS.items():
+        if (RESULTS / f"{name}.json").exists():
+            parts += [f"## {title}\n", *_section(name)]
+    if (RESULTS / "by-hand.json").exists():
+        parts += ["## The bench against a stopwatch\n", *_by_hand()]
+    return "\n".join(parts)
+
+
+def _section(name: str) -> Iterator[str]:
+    results = read_results(RESULTS / f"{name}.json")
+    blocks = len({cell.block for cell in results.cells})
+    subject = results.subject.description if results.subject else ""
+    day = (results.started or "")[:10]
+    samples = f"[samples](../benchmarks/results/{name}.json)"
+    yield f"`{results.command}`: {subject}; {blocks} blocks; {day}; {samples}.\n"
+    if results.experiment.about:
+        yield f"{results.experiment.about}\n"
+    claims = claims_table(results)
+    if claims is not None:
+        yield _table(claims)
+    else:
+        yield _arms_table(results)
+        yield from (f"{sheet.title}:\n\n{_table(sheet)}" for sheet in steps_tables(results)[:2])
+        yield "".join(f"* {line}\n" for line in headlines(results))
+    yield "Noise:\n\n" + "".join(f"* {line}\n" for line in noise_lines(results))
+
+
+def _arms_table(results: Results) -> str:
+    measures = [measure for measure in results.primary() if measure.unit in ("s", "B")]
+    headings = ["arm"]
+    for measure in measures:
+        headings += [f">{measure.label}", ">gain (95%)", "verdict"] if measure.unit == "s" else [f">{measure.label}"]
+    rows = [[arm.name, *_figures(results, arm, measures)] for arm in results.arms]
+    return _markdown(headings, rows) + _smaller_subjects(results)
+
+
+def _smaller_subjects(results: Results) -> str:
+    """Say which arms worked on something else than the others."""
+    main = results.subject.description if results.subject else None
+    found: dict[str, list[str]] = {}
+    for arm in results.arms:
+        for subject in {cell.subject for cell in results.cells_by_arm[arm.name]} - {main, None}:
+            found.setdefault(str(subject), []).append(arm.name)
+    words = "On a smaller part of the model, because they would take hours"
+    return "".join(
+        f"\n{words} ({subject}; compared by the byte): {', '.join(names)}.\n" for subject, names in found.items()
+    )
+
+
+def _figures(results: Results, arm: Arm, measures: Sequence[Measure]) -> Iterator[str]:
+    for measure in measures:
+        sheet = verdict_table(results, measure)
+        row = next(row for row in sheet.texts() if row[0] == arm.name)
+        found = dict(zip((heading.lstrip(">=") for heading in sheet.headings), row, strict=True))
+        if measure.unit == "s":
+            gain = found["gain"] if found["gain"] == "-" else f"{found['gain']} ({found['95% interval']})"
+            yield from (found["throughput"], gain, found["verdict"])
+        else:
+            yield found["of raw"]
+
+
+def _table(sheet: Sheet) -> str:
+    return _markdown(sheet.headings, sheet.texts())
+
+
+def _markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    marks = ["---:" if heading.startswith(">") else "---" for heading in headings]
+    lines = [[heading.lstrip(">=") for heading in headings], marks, *rows]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+def _by_hand() -> Iterator[str]:
+    found: dict[str, Any] = json.loads((RESULTS / "by-hand.json").read_text())
+    yield (
+        f"`{found['command']}`: the same save, timed by the bench (twice) and by a script of a dozen lines that shares "
+        "no code with it. The harness adds nothing to what it times if the second ratio contains 1, or lies within the "
+        "first.\n"
+    )
+    rows = []
+    for tool, ratios in found["ratios"].items():
+        texts = [f"{one['gain']:.2f} ({one['low']:.2f} to {one['high']:.2f})" for one in ratios.values()]
+        rows.append([tool, *texts, str(len(found["samples"][tool]["bench"]))])
+    yield _markdown(["save", ">bench again / bench (95%)", ">by hand / bench (95%)", ">rounds"], rows)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
