@@ -12,12 +12,18 @@ from typing import TYPE_CHECKING
 from holdfast.version import __version__
 
 if TYPE_CHECKING:
+    from holdfast.checkpoint.background import PendingSave, save_async
     from holdfast.checkpoint.convert import convert
     from holdfast.checkpoint.diff import DiffReport, diff
     from holdfast.checkpoint.info import InfoReport, info
     from holdfast.checkpoint.load import load
+    from holdfast.checkpoint.manager import CheckpointManager
     from holdfast.checkpoint.opened import Checkpoint, LazyTensor, open
+    from holdfast.checkpoint.retention import Keep, KeepBest, KeepEvery, KeepLast, KeepThinned
     from holdfast.checkpoint.save import SaveReport, save
+    from holdfast.checkpoint.stateful import RandomState
+    from holdfast.checkpoint.steps import Step
+    from holdfast.checkpoint.triggers import EverySteps, EveryTime, OnSignal, SaveWhen
     from holdfast.checkpoint.verify import VerifyReport, verify
     from holdfast.errors import (
         BusyError,
@@ -35,17 +41,31 @@ if TYPE_CHECKING:
     from holdfast.state.registry import register
 
 _HOMES = {
+    "PendingSave": "checkpoint.background",
+    "save_async": "checkpoint.background",
     "convert": "checkpoint.convert",
     "DiffReport": "checkpoint.diff",
     "diff": "checkpoint.diff",
     "InfoReport": "checkpoint.info",
     "info": "checkpoint.info",
     "load": "checkpoint.load",
+    "CheckpointManager": "checkpoint.manager",
     "Checkpoint": "checkpoint.opened",
     "LazyTensor": "checkpoint.opened",
     "open": "checkpoint.opened",
+    "Keep": "checkpoint.retention",
+    "KeepBest": "checkpoint.retention",
+    "KeepEvery": "checkpoint.retention",
+    "KeepLast": "checkpoint.retention",
+    "KeepThinned": "checkpoint.retention",
     "SaveReport": "checkpoint.save",
     "save": "checkpoint.save",
+    "RandomState": "checkpoint.stateful",
+    "Step": "checkpoint.steps",
+    "EverySteps": "checkpoint.triggers",
+    "EveryTime": "checkpoint.triggers",
+    "OnSignal": "checkpoint.triggers",
+    "SaveWhen": "checkpoint.triggers",
     "VerifyReport": "checkpoint.verify",
     "verify": "checkpoint.verify",
     "BusyError": "errors",
@@ -65,16 +85,29 @@ _HOMES = {
 __all__ = [
     "BusyError",
     "Checkpoint",
+    "CheckpointManager",
     "CorruptCheckpointError",
     "DestinationExistsError",
     "DiffReport",
+    "EverySteps",
+    "EveryTime",
     "HoldfastError",
     "InfoReport",
+    "Keep",
+    "KeepBest",
+    "KeepEvery",
+    "KeepLast",
+    "KeepThinned",
     "LazyTensor",
     "MissingExtraError",
     "NotACheckpointError",
+    "OnSignal",
+    "PendingSave",
+    "RandomState",
     "SaveReport",
+    "SaveWhen",
     "StateMismatchError",
+    "Step",
     "StoreError",
     "UnsupportedError",
     "UnsupportedLeafError",
@@ -88,6 +121,7 @@ __all__ = [
     "open",
     "register",
     "save",
+    "save_async",
     "verify",
 ]
 

@@ -64,3 +64,35 @@ def _three_digits(value: float) -> str:
     if abs(value) >= 99.95:
         return f"{value:.0f}"
     return f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"
+
+
+_SECONDS = {
+    "": 1.0,
+    "ms": 1e-3,
+    "s": 1.0,
+    "sec": 1.0,
+    "m": 60.0,
+    "min": 60.0,
+    "h": 3600.0,
+    "hour": 3600.0,
+    "d": 86400.0,
+    "day": 86400.0,
+    "w": 604800.0,
+    "week": 604800.0,
+}
+
+
+def parse_seconds(text: str | float) -> float:
+    """Return the seconds that a text such as ``90s``, ``10min``, ``2h``, ``1d`` or a number means.
+
+    Raises
+    ------
+    UsageError
+        If it is no duration, or a negative one.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
+    unit = match.group(2).lower() if match else ""
+    factor = _SECONDS.get(unit, _SECONDS.get(unit.removesuffix("s")))
+    if match is None or factor is None:
+        raise UsageError(f"{text!r} is not a duration", remedy="write a number with a unit, for example 90s or 10min")
+    return float(match.group(1)) * factor

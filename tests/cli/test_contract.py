@@ -44,6 +44,16 @@ FLAGS = {
     },
     "bench claims": {"--model", *RUN},
     "report": {"--out", "--plots", "--csv", "--tables-only"},
+    "prune": {
+        "--keep-last",
+        "--keep-every",
+        "--keep-best",
+        "--metric",
+        "--mode",
+        "--keep-thinned",
+        "--broken",
+        "--dry-run",
+    },
     "tune checkpoint": {"--seconds", "--size", "--from", "--out", "--dry-run"},
     "demo": {"--scale", "--from", "--rounds", "--dir"},
 }
@@ -56,7 +66,7 @@ def program(*arguments: str | Path, **environment: str) -> subprocess.CompletedP
 
 def test_the_commands_are_those_documented(capsys: pytest.CaptureFixture[str]) -> None:
     commands = [name for name in build_app() if not name.startswith("-")]
-    assert commands == ["info", "ls", "verify", "diff", "convert", "env", "bench", "report", "tune", "demo"]
+    assert commands == ["info", "ls", "verify", "diff", "convert", "prune", "env", "bench", "report", "tune", "demo"]
     groups = [f"{group} {name}" for group in ("bench", "tune") for name in build_app()[group] if name[0] != "-"]
     assert groups == ["bench checkpoint", "bench claims", "tune checkpoint"]
     assert main(["--help"]) == 0

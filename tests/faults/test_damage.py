@@ -78,7 +78,7 @@ def test_a_problem_names_file_tensor_and_block(checkpoint: Path) -> None:
     file = checkpoint / entry.file
     content = bytearray(file.read_bytes())
     with holdfast.open(checkpoint) as opened:
-        offset = opened._reader._tensors[entry.name].blocks[0].offset
+        offset = opened._reader.tensors[entry.name].blocks[0].offset
     content[offset + 3] ^= 1
     file.write_bytes(content)
     (problem,) = holdfast.verify(checkpoint).problems
@@ -157,7 +157,7 @@ def test_unverified_loading_is_only_on_request(checkpoint: Path) -> None:
     entry = next(entry for entry in holdfast.info(checkpoint).entries if entry.codec == "raw")
     file = checkpoint / entry.file
     with holdfast.open(checkpoint) as opened:
-        offset = opened._reader._tensors[entry.name].blocks[0].offset
+        offset = opened._reader.tensors[entry.name].blocks[0].offset
     content = bytearray(file.read_bytes())
     content[offset] ^= 1
     file.write_bytes(content)

@@ -32,6 +32,16 @@ def lossless(path: Path, state: object) -> None:
     holdfast.save(state, path, overwrite=True, compression="lossless", threads=2)
 
 
+def background(path: Path, state: object) -> None:
+    holdfast.save_async(state, path, overwrite=True, threads=2).wait()
+
+
+def incremental(path: Path, state: object) -> None:
+    base = path if path.exists() else None
+    options = {"incremental": True, "base": base, "delta": True}
+    holdfast.save(state, path, overwrite=True, compression="lossless", threads=2, **options)
+
+
 def sharded(path: Path, state: object) -> None:
     holdfast.save(state, path, overwrite=True, shard_bytes=4096, threads=2)
 
@@ -60,6 +70,8 @@ Save = Callable[[Path, object], None]
 SAVES: dict[str, tuple[Save, str]] = {
     "native": (native, "ckpt"),
     "lossless": (lossless, "ckpt"),
+    "background": (background, "ckpt"),
+    "incremental": (incremental, "ckpt"),
     "sharded": (sharded, "ckpt"),
     "safetensors": (safetensors, "ckpt.safetensors"),
     "torch": (torch_file, "ckpt.pt"),
@@ -75,6 +87,8 @@ needs_tensorstore = pytest.mark.skipif(find_spec("tensorstore") is None, reason=
 KINDS = [
     pytest.param(*value, id=name, marks=needs_tensorstore if name in THREADED else ()) for name, value in SAVES.items()
 ]
+# Ctrl-C ends the waiting for a save in the background, not the save.
+IN_THE_CALL = [kind for kind in KINDS if kind.id != "background"]
 FORKED = [pytest.param(*value, id=name) for name, value in SAVES.items() if name not in THREADED]
 
 
@@ -209,7 +223,7 @@ def test_short_writes_are_continued(tmp_path: Path, save: Save, name: str) -> No
 
 
 @pytest.mark.parametrize("replace", [False, True], ids=["fresh", "replacing"])
-@pytest.mark.parametrize(("save", "name"), KINDS)
+@pytest.mark.parametrize(("save", "name"), IN_THE_CALL)
 def test_ctrl_c_at_every_operation(tmp_path: Path, save: Save, name: str, replace: bool) -> None:
     stopped = 0
     for index in range(operations(save, tmp_path / "count", name, replace=replace)):

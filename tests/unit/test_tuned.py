@@ -13,7 +13,6 @@ import holdfast
 from holdfast import plugins
 from holdfast.checkpoint import tuning
 from holdfast.checkpoint.tuning import SaveTable
-from holdfast.io.buffers import DEFAULT_BUDGET
 
 STATE = {"w": torch.zeros(100_000)}
 
@@ -49,7 +48,7 @@ def test_what_the_call_says_wins(tmp_path: Path) -> None:
 
 def test_without_a_file_the_defaults_hold(tmp_path: Path) -> None:
     choice = tuning.choose(tmp_path / "a", "native", compression=None, threads=None, memory_budget=None, options={})
-    assert choice == tuning.Choice("none", None, DEFAULT_BUDGET, {}, None)
+    assert choice == tuning.Choice("none", None, None, {}, None)
     assert holdfast.save(STATE, tmp_path / "a").settings_from is None
 
 

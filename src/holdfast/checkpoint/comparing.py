@@ -155,5 +155,6 @@ def _threads(left: Reader, right: Reader, names: list[str], wanted: int, pool: B
     block_bytes = max(
         (reader.block_bytes(_stored(reader, name)) for reader in (left, right) for name in names), default=BLOCK_BYTES
     )
-    beside = thread_bytes(block_bytes, buffers=1 if block_bytes <= BLOCK_BYTES else 2)
+    more = max(left.buffers, right.buffers) - 2
+    beside = thread_bytes(block_bytes, buffers=more + (1 if block_bytes <= BLOCK_BYTES else 2))
     return pool.threads(wanted, thread_bytes(BLOCK_BYTES, buffers=2) + beside)

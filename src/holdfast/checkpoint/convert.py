@@ -14,7 +14,7 @@ from holdfast.checkpoint.finding import open_reader
 from holdfast.checkpoint.save import SaveReport, save_flat
 from holdfast.errors import PathLike, UsageError
 from holdfast.formats.base import BLOCK_BYTES, OpenSettings, Reader, WriteSettings, thread_bytes
-from holdfast.io.buffers import BufferPool
+from holdfast.io.buffers import DEFAULT_BUDGET, BufferPool
 from holdfast.io.parallel import Progress
 from holdfast.state import names
 from holdfast.state.source import Source
@@ -71,7 +71,7 @@ def convert(
         checked_path(dst), to, compression=compression, threads=threads, memory_budget=memory_budget, options=options
     )
     with (
-        budget_pool(choice.memory_budget) as pool,
+        budget_pool(DEFAULT_BUDGET if choice.memory_budget is None else choice.memory_budget) as pool,
         open_reader(checked_path(src), OpenSettings(verify=verify, pool=pool), format) as reader,
     ):
         _refuse_inside(src, dst)
@@ -106,6 +106,7 @@ def _threads(reader: Reader, wanted: int, pool: BufferPool) -> int:
     # A range of a source with larger blocks needs a whole block beside what writing needs, and its stored bytes.
     block_bytes = max((reader.block_bytes(name) for name in reader.flat.leaves), default=BLOCK_BYTES)
     beside = 0 if block_bytes <= BLOCK_BYTES else thread_bytes(block_bytes, buffers=2)
+    beside += thread_bytes(block_bytes, buffers=reader.buffers - 2)
     return pool.threads(wanted, thread_bytes(BLOCK_BYTES, buffers=3) + beside)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from holdfast.errors import StateMismatchError
@@ -11,6 +13,8 @@ from holdfast.state.aliases import find_aliases, whole
 from holdfast.state.leaf import Leaf
 from holdfast.state.memory import sharing_conflict
 from holdfast.state.tree import GivenLeaf, LeafSpec
+
+_MOST_NAMED = 5
 
 
 class Target(NamedTuple):
@@ -53,31 +57,78 @@ def match(
         If they do not fit; every difference is named, up to a handful of each kind.
     """
     wanted = set(chosen)
+    targets = _targets(given, chosen)
+    differences = compare(given, reader, specs, chosen, partial=partial)
+    if differences:
+        raise differences.error(reader.path)
+    _check_sharing(given, reader, specs, wanted)
+    return targets
+
+
+def _targets(given: Mapping[str, GivenLeaf], chosen: list[str]) -> dict[str, Target]:
+    wanted = set(chosen)
     bases = find_aliases(found.leaf for found in given.values())
-    targets = {
+    return {
         name: Target(*given[name], fills=name not in bases or bases[name].of not in wanted)
         for name in chosen
         if name in given
     }
-    missing = () if partial else tuple(name for name in given if name not in wanted)
-    extra = tuple(name for name in chosen if name not in given)
-    different = tuple(name for name, target in targets.items() if _differs(target.leaf, reader, specs, name))
-    unwritable = tuple(name for name, target in targets.items() if target.fills and not target.leaf.writable)
-    if missing or extra or different or unwritable:
-        raise StateMismatchError(
+
+
+@dataclass(slots=True)
+class Differences:
+    """What of a state does not fit a checkpoint.
+
+    Attributes
+    ----------
+    missing, extra, unwritable : list of str
+        Names that only the state has, that only the checkpoint has, and that cannot be filled in place.
+    different : dict of str to str
+        By name, what differs, in words.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
+    different: dict[str, str] = field(default_factory=dict)
+    unwritable: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.extra or self.different or self.unwritable)
+
+    def error(self, path: Path) -> StateMismatchError:
+        """Return the error that names them, up to a handful of each kind."""
+        more = len(self.different) - _MOST_NAMED
+        return StateMismatchError(
             "the state given to `into` does not fit the checkpoint; nothing was touched\n"
-            + _listed("only in the state", missing)
-            + _listed("only in the checkpoint", extra)
-            + "".join(_difference(targets[name].leaf, reader, specs, name) for name in different[:5])
-            + _listed("not writable in place", unwritable),
-            path=reader.path,
+            + _listed("only in the state", self.missing)
+            + _listed("only in the checkpoint", self.extra)
+            + "".join(f"  {name}: {what}\n" for name, what in list(self.different.items())[:_MOST_NAMED])
+            + (f"  and {more} more that differ\n" if more > 0 else "")
+            + _listed("not writable in place", self.unwritable),
+            path=path,
             remedy="load without `into`, or `select` the tensors that both have",
-            missing=missing,
-            extra=extra,
-            different=different,
+            missing=tuple(self.missing),
+            extra=tuple(self.extra),
+            different=tuple(self.different),
         )
-    _check_sharing(given, reader, specs, wanted)
-    return targets
+
+
+def compare(
+    given: Mapping[str, GivenLeaf], reader: Reader, specs: Mapping[str, LeafSpec], chosen: list[str], *, partial: bool
+) -> Differences:
+    """Return what does not fit; see `match`."""
+    wanted = set(chosen)
+    targets = _targets(given, chosen)
+    return Differences(
+        missing=[] if partial else [name for name in given if name not in wanted],
+        extra=[name for name in chosen if name not in given],
+        different={
+            name: _difference(target.leaf, reader, specs, name)
+            for name, target in targets.items()
+            if _differs(target.leaf, reader, specs, name)
+        },
+        unwritable=[name for name, target in targets.items() if target.fills and not target.leaf.writable],
+    )
 
 
 def _check_sharing(
@@ -123,11 +174,11 @@ def _difference(leaf: Leaf, reader: Reader, specs: Mapping[str, LeafSpec], name:
     one, other = _library(leaf.kind), _library(specs[name].kind)
     if one != other:
         given, saved = f"{one} {given}", f"{other} {saved}"
-    return f"  {name}: {given} in the state, {saved} saved\n"
+    return f"{given} in the state, {saved} saved"
 
 
-def _listed(what: str, found: tuple[str, ...]) -> str:
+def _listed(what: str, found: list[str]) -> str:
     if not found:
         return ""
-    more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-    return f"  {what}: {', '.join(found[:5])}{more}\n"
+    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    return f"  {what}: {', '.join(found[:_MOST_NAMED])}{more}\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from holdfast.checkpoint.arguments import MemorySize, budget_pool, check_device, checked_path, thread_count
@@ -95,13 +95,17 @@ def load_open(
     pool: BufferPool,
     *,
     into: Any = None,
+    new: Collection[str] = (),
     select: str | Iterable[str] | None = None,
     device: torch.device | str | None = None,
     progress: Progress | None = None,
     threads: int | None = None,
 ) -> Any:
-    """Load from an open checkpoint; see `load`."""
-    if into is not None and device is not None:
+    """Load from an open checkpoint; see `load`.
+
+    With ``into``, the tensors named in ``new`` are loaded into new memory, on ``device``, whatever is given for them.
+    """
+    if into is not None and device is not None and not new:
         raise UsageError("`into` and `device` exclude each other", remedy="tensors in `into` stay where they are")
     count = thread_count(threads)
     check_device(device)
@@ -109,7 +113,11 @@ def load_open(
     with structure_of(reader.path):
         specs = leaf_specs(reader.flat.skeleton)
         skeleton = reader.flat.skeleton if select is None else prune(reader.flat.skeleton, set(chosen))
-    given = None if into is None else match(given_leaves(into), reader, specs, chosen, partial=select is not None)
+    given = None
+    if into is not None:
+        kept = [name for name in chosen if name not in new]
+        there = {name: leaf for name, leaf in given_leaves(into).items() if name not in new}
+        given = match(there, reader, specs, kept, partial=select is not None)
     if given is None:
         _check_memory(reader, chosen, device)
     plan = _Plan(reader, specs, chosen, given, device)
@@ -145,18 +153,17 @@ class _Plan:
         self._own: dict[str, Leaf] = {}
         self.read_at_once: dict[str, Leaf] = {}
         self.filled_after: list[Leaf] = []
-        if given is None:
-            self._new_memory()
-        else:
+        if given is not None:
             self._own = {name: target.leaf for name, target in given.items() if target.fills}
+        self._new_memory([name for name in chosen if given is None or name not in given])
         self._divide()
 
-    def _new_memory(self) -> None:
+    def _new_memory(self, names: list[str]) -> None:
         """Allocate what is stored and wanted; a single view of what is not wanted gets memory of its own."""
         flat = self._reader.flat
         wanted = set(self._chosen)
-        views = Counter(flat.aliases[n].of for n in self._chosen if n in flat.aliases)
-        for name in self._chosen:
+        views = Counter(flat.aliases[n].of for n in names if n in flat.aliases)
+        for name in names:
             alias = flat.aliases.get(name)
             if alias is None:
                 self._own[name] = self._new(name, name)
@@ -201,15 +208,18 @@ class _Plan:
 
     def values(self) -> dict[str, Array]:
         """Return what stands for each wanted name: the caller's own, or new memory and views of it."""
-        if self._given is not None:
-            return {name: target.value for name, target in self._given.items()}
+        given = self._given or {}
         aliases = self._reader.flat.aliases
-        return {
-            name: self._own[name].array
-            if name in self._own
-            else make_view(self._own[aliases[name].of].array, aliases[name])
-            for name in self._chosen
-        }
+        values: dict[str, Array] = {}
+        for name in self._chosen:
+            if name in given:
+                values[name] = given[name].value
+            elif name in self._own:
+                values[name] = self._own[name].array
+            else:
+                of = aliases[name].of
+                values[name] = make_view((given[of].leaf if of in given else self._own[of]).array, aliases[name])
+        return values
 
 
 def _check_memory(reader: Reader, chosen: Iterable[str], device: torch.device | str | None) -> None:

@@ -80,7 +80,7 @@ def read_all(
 def _threads(reader: Reader, names: Iterable[str], wanted: int, pool: BufferPool) -> int:
     # A block's stored bytes, and its raw ones where they cannot go straight to their place.
     block_bytes = max((reader.block_bytes(name) for name in names), default=BLOCK_BYTES)
-    return pool.threads(wanted, thread_bytes(block_bytes, buffers=2))
+    return pool.threads(wanted, thread_bytes(block_bytes, buffers=reader.buffers))
 
 
 def _bind(task: Callable[[list[Range]], None], ranges: list[Range]) -> Callable[[], None]:

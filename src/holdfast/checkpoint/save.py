@@ -14,7 +14,8 @@ from holdfast.checkpoint import auto, tuning
 from holdfast.checkpoint.arguments import MemorySize, budget_pool, checked_path, thread_count
 from holdfast.checkpoint.finding import get_format
 from holdfast.errors import PathLike, UsageError
-from holdfast.formats.base import WriteSettings
+from holdfast.formats.base import WriteSettings, Written
+from holdfast.io.buffers import DEFAULT_BUDGET
 from holdfast.io.parallel import Progress
 from holdfast.state import streams
 from holdfast.state.source import Source
@@ -38,9 +39,9 @@ class SaveReport:
     stored_bytes : int
         Bytes on disk, everything included.
     seconds : float
-        From call to return.
+        From the call to the end.
     stall_seconds : float
-        How long the caller was held: all of it, for a synchronous save.
+        How long the caller was held: all of it, but for `holdfast.save_async`.
     durable_seconds : float
         Until the checkpoint was on the disk and visible.
     peak_buffer_bytes : int
@@ -53,6 +54,10 @@ class SaveReport:
         For ``compression="auto"``: what was measured and predicted, and why this compression was taken.
     settings_from : str or None
         The ``holdfast.toml`` that was followed in at least one setting.
+    new_bytes : int
+        Bytes written for it; of an incremental save, the rest of ``stored_bytes`` is shared with earlier checkpoints.
+    base, base_refused : str or None
+        The earlier checkpoint that unchanged blocks were taken from, or why none could be.
     """
 
     path: str
@@ -68,6 +73,9 @@ class SaveReport:
     tensors: int
     auto: dict[str, Any] | None = None
     settings_from: str | None = None
+    new_bytes: int = 0
+    base: str | None = None
+    base_refused: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values, as ``--json`` prints it."""
@@ -118,7 +126,9 @@ def save(
         default.
     **options
         The format's own, such as ``shard_bytes``, or ``direct_io=False`` to write through the page cache (both
-        native and safetensors).
+        native and safetensors). Native checkpoints can be incremental: with ``incremental=True`` later ones can build
+        on this one, with ``base=PATH`` this one builds on that one and writes only the blocks that have changed, and
+        with ``delta=True`` these are stored as differences where that is smaller (``compression="lossless"`` only).
 
     Returns
     -------
@@ -132,14 +142,14 @@ def save(
     """
     begin = time.perf_counter()
     checked_path(path)
-    format = format or _format_of(path)
+    format = format or format_of(path)
     choice = tuning.choose(
         path, format, compression=compression, threads=threads, memory_budget=memory_budget, options=options
     )
-    with budget_pool(choice.memory_budget) as pool:
+    with budget_pool(DEFAULT_BUDGET if choice.memory_budget is None else choice.memory_budget) as pool:
         settings = WriteSettings(
             overwrite=overwrite,
-            metadata=_checked(metadata or {}),
+            metadata=checked_metadata(metadata or {}),
             compression=choice.compression,
             threads=thread_count(choice.threads),
             pool=pool,
@@ -170,30 +180,57 @@ def save_flat(
         The ``holdfast.toml`` that the settings follow.
     """
     settings, decision = auto.resolve(flat, Path(path), format, settings)
+    about = About(os.fspath(path), format, settings.compression, *size_of(flat), decision, settings_from)
     written = get_format(format).write(flat, Path(path), settings)
     seconds = time.perf_counter() - begin
-    return SaveReport(
-        path=os.fspath(path),
-        format=format,
-        compression=settings.compression,
-        state_bytes=sum(leaf.nbytes for leaf in flat.leaves.values()),
-        stored_bytes=written.stored_bytes,
-        seconds=seconds,
-        stall_seconds=seconds,
-        durable_seconds=seconds,
-        peak_buffer_bytes=written.peak_buffer_bytes,
-        direct_io=written.direct_io,
-        tensors=len(flat.leaves),
-        auto=decision,
-        settings_from=settings_from,
-    )
+    return about.report(written, seconds, stall=seconds)
 
 
-def _format_of(path: PathLike) -> str:
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a report says that is known before anything is written; see `SaveReport`."""
+
+    path: str
+    format: str
+    compression: str
+    state_bytes: int
+    tensors: int
+    auto: dict[str, Any] | None
+    settings_from: str | None
+
+    def report(self, written: Written, seconds: float, *, stall: float) -> SaveReport:
+        """Return the report of a save that is durable now."""
+        return SaveReport(
+            path=self.path,
+            format=self.format,
+            compression=self.compression,
+            state_bytes=self.state_bytes,
+            stored_bytes=written.stored_bytes,
+            seconds=seconds,
+            stall_seconds=stall,
+            durable_seconds=seconds,
+            peak_buffer_bytes=written.peak_buffer_bytes,
+            direct_io=written.direct_io,
+            tensors=self.tensors,
+            auto=self.auto,
+            settings_from=self.settings_from,
+            new_bytes=written.stored_bytes if written.new_bytes is None else written.new_bytes,
+            base=written.base,
+            base_refused=written.base_refused,
+        )
+
+
+def size_of(flat: Flat[Source]) -> tuple[int, int]:
+    """Return the bytes and the number of the tensors that are stored."""
+    return sum(leaf.nbytes for leaf in flat.leaves.values()), len(flat.leaves)
+
+
+def format_of(path: PathLike) -> str:
+    """Return the format that a path's suffix asks for."""
     return _BY_SUFFIX.get(Path(path).suffix.lower(), "native")
 
 
-def _checked(metadata: dict[str, Any]) -> dict[str, Any]:
+def checked_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
     """Return the metadata if JSON gives back what it is, so that nothing is changed on the way."""
     try:
         same = isinstance(metadata, dict) and msgspec.json.decode(msgspec.json.encode(metadata)) == metadata

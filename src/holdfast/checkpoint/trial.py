@@ -22,7 +22,7 @@ from holdfast.formats.base import BLOCK_BYTES, WriteSettings, thread_bytes
 from holdfast.formats.native.pack import Block, plan_files, tasks_of
 from holdfast.formats.native.streams import copy_and_hash, raw_bytes
 from holdfast.formats.native.writer import chosen_direct_io
-from holdfast.formats.sealed import digest
+from holdfast.formats.sealed import digest, new_hasher
 from holdfast.io import parallel
 from holdfast.io.buffers import BufferPool, round_up
 from holdfast.io.commit import Commit
@@ -159,7 +159,8 @@ class _BlockTrial:
 
 def _gather(pool: BufferPool, block: Block) -> int:
     with pool.acquire(block.nbytes) as buffer:
-        return copy_and_hash(block, buffer[: block.nbytes]).length
+        copy_and_hash(block, buffer[: block.nbytes], new_hasher(wide=False))
+        return block.nbytes
 
 
 def _code(pool: BufferPool, block: Block) -> int:
@@ -228,7 +229,7 @@ def _filled(buffer: Bytes, piece: list[Block]) -> Bytes:
     content = buffer[:BLOCK_BYTES]
     used = 0
     for block in piece:
-        copy_and_hash(block, content[used : used + block.nbytes])
+        copy_and_hash(block, content[used : used + block.nbytes], new_hasher(wide=False))
         used += block.nbytes
     for at in range(used, BLOCK_BYTES, used):
         content[at : at + used] = content[: min(used, BLOCK_BYTES - at)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from holdfast import plugins
 from holdfast.checkpoint.arguments import MemorySize
 from holdfast.errors import PathLike, UsageError
-from holdfast.io.buffers import DEFAULT_BUDGET, MINIMUM_BUDGET
+from holdfast.io.buffers import MINIMUM_BUDGET
 from holdfast.io.files import store_error
 from holdfast.units import format_bytes, parse_bytes
 
@@ -64,7 +64,8 @@ class Choice:
     compression : str
     threads : int or None
         None leaves it to the machine.
-    memory_budget : int or str
+    memory_budget : int, str or None
+        None leaves it to the kind of save.
     options : dict
         The format's own, ``direct_io`` among them.
     settings_from : str or None
@@ -73,7 +74,7 @@ class Choice:
 
     compression: str
     threads: int | None
-    memory_budget: MemorySize
+    memory_budget: MemorySize | None
     options: dict[str, Any]
     settings_from: str | None
 
@@ -86,8 +87,11 @@ def choose(
     threads: int | None,
     memory_budget: MemorySize | None,
     options: Mapping[str, Any],
+    follow: Collection[str] = KEYS,
 ) -> Choice:
     """Return how to save to a destination; None stands for what the call does not say.
+
+    Of the file, the keys in ``follow`` count.
 
     Raises
     ------
@@ -101,13 +105,16 @@ def choose(
     taken = {
         key: getattr(table, key)
         for key, value in given.items()
-        if value is None and getattr(table, key) is not None and format in _ONLY_FOR.get(key, (format,))
+        if value is None
+        and key in follow
+        and getattr(table, key) is not None
+        and format in _ONLY_FOR.get(key, (format,))
     }
     known = {**given, **taken}
     return Choice(
         compression="none" if known["compression"] is None else known["compression"],
         threads=known["threads"],
-        memory_budget=DEFAULT_BUDGET if known["memory_budget"] is None else known["memory_budget"],
+        memory_budget=known["memory_budget"],
         options={**options, **({"direct_io": taken["direct_io"]} if "direct_io" in taken else {})},
         settings_from=os.fspath(path) if path is not None and taken else None,
     )

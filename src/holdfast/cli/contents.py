@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -77,6 +79,8 @@ def _print_info(report: InfoReport, largest: int) -> None:
     summary = f"{counted(total.tensors, 'tensor')}, {counted(total.elements, 'element')}"
     stored = f"{format_bytes(total.stored_bytes)} stored ({ratio(total.nbytes, total.stored_bytes)})"
     print(f"{summary}, {format_bytes(total.nbytes)} raw, {stored}")
+    for line in _history(report.details):
+        print(printable(line))
     for what, totals in (("dtype", report.by_dtype), ("part", report.by_part), ("codec", report.by_codec)):
         print()
         _totals(what, totals).show()
@@ -93,6 +97,8 @@ def _headline(report: InfoReport) -> list[str]:
     details = dict(report.details)
     files = details.pop("files", None)
     version = details.pop("version", None)
+    details.pop("step", None)
+    details.pop("history", None)
     phrases = [report.format if version is None else f"{report.format} {version}"]
     for key, value in details.items():
         if key.endswith("_bytes") and isinstance(value, int):
@@ -100,6 +106,21 @@ def _headline(report: InfoReport) -> list[str]:
         else:
             phrases.append(f"{key.replace('_', ' ')} {_plain(value)}")
     return phrases + ([counted(len(files), "file")] if files else [])
+
+
+def _history(details: dict[str, Any]) -> Iterator[str]:
+    """Yield which step of a training run it is, and what it shares with earlier ones."""
+    step, history = details.get("step"), details.get("history")
+    if step:
+        moment = datetime.fromtimestamp(step["saved_at"], UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        metrics = "".join(f", {name} {value}" for name, value in step["metrics"].items())
+        yield f"step {step['number']}, saved {moment}{metrics}"
+    if history:
+        linked = [f"{format_bytes(count)} of {origin}" for origin, count in history["linked_bytes"].items()]
+        shared = f"; links files of {len(linked)} earlier steps: {', '.join(linked)}" if linked else ""
+        chain = history["deepest_chain"]
+        read = f"; reading a block takes up to {counted(chain, 'difference')} besides a whole one" if chain else ""
+        yield f"wrote {format_bytes(history['new_bytes'])}{shared}{read}"
 
 
 def _plain(value: Any) -> str:

@@ -26,6 +26,7 @@ _COMMANDS = {
     "verify": ("verify:verify", "Read checkpoints to the end and check every byte that can be checked."),
     "diff": ("diff:diff", "Compare two checkpoints of any formats; exit code 1 if they differ."),
     "convert": ("convert:convert", "Write a checkpoint again, in another format or with another compression."),
+    "prune": ("prune:prune", "Delete the steps of a training run that no rule wants."),
     "env": ("env:env", "Show what of this machine matters to checkpoints."),
     "bench checkpoint": ("bench:checkpoint", "Compare ways to save and load a checkpoint."),
     "bench claims": ("bench:claims", "Check what is often said of these ways against this machine."),

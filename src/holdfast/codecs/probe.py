@@ -20,6 +20,7 @@ _SMALL = 4 << 10
 _WINDOWS, _WINDOW = 8, 32 << 10
 _TRIAL_PIECES, _TRIAL_PIECE = 4, 256 << 10
 _TRIAL_SHARE = 16
+_ESTIMATE_PIECE = 64 << 10
 
 # One word in 16 is looked at, chosen by its value, so that a row that comes again has the same words chosen.
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
@@ -82,6 +83,17 @@ def encode(block: Bytes, dtype: DType, out: Bytes) -> tuple[str, int]:
     if length < block.size:
         return codec.name, length
     return raw.CODEC.name, raw.CODEC.encode(block, dtype, out)
+
+
+def estimate(block: Bytes, dtype: DType) -> float:
+    """Return the share of a block that is left when it is coded, going by a few samples of it."""
+    sample = block if block.size <= _SMALL else _spread(block, _ESTIMATE_PIECE, _TRIAL_PIECES, dtype.itemsize)
+    if not sample.size:
+        return 1.0
+    out = np.empty(bound(sample.size), np.uint8)
+    return (
+        min(zstd.CODEC.encode(sample, dtype, out), planes.CODEC.encode(sample, dtype, out), sample.size) / sample.size
+    )
 
 
 def _repeats(block: Bytes) -> bool:

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
+
+import msgspec
 
 from holdfast.errors import UsageError
 from holdfast.io.buffers import ALIGNMENT, BufferPool, buffer_bytes
@@ -74,6 +76,23 @@ class Problem:
     block: int | None = None
 
 
+class StepRecord(msgspec.Struct, frozen=True):
+    """A step of a training run.
+
+    Attributes
+    ----------
+    number : int
+    saved_at : float
+        Seconds since 1970 (UTC).
+    metrics : dict of str to (float or str)
+        ``"nan"``, ``"inf"`` and ``"-inf"`` are texts, because JSON has no such numbers.
+    """
+
+    number: int
+    saved_at: float
+    metrics: dict[str, float | Literal["nan", "inf", "-inf"]]
+
+
 @dataclass(frozen=True)
 class WriteSettings:
     """How to write; the same for every format.
@@ -92,6 +111,8 @@ class WriteSettings:
         Called with (bytes done, bytes in all).
     options : dict
         The format's own; it refuses those that it does not know.
+    step : StepRecord or None
+        Which step of a training run this is, for formats that keep it.
     """
 
     overwrite: bool = False
@@ -101,6 +122,7 @@ class WriteSettings:
     pool: BufferPool = field(default_factory=BufferPool)
     progress: Progress | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    step: StepRecord | None = None
 
     def only(self, format_name: str, *known: str) -> dict[str, Any]:
         """Return the options.
@@ -119,11 +141,78 @@ class WriteSettings:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a format says after writing: bytes on disk, the most buffer memory held, and whether O_DIRECT was used."""
+    """What a format says after writing.
+
+    Attributes
+    ----------
+    stored_bytes : int
+        Bytes of all files of the checkpoint.
+    peak_buffer_bytes : int
+        The most buffer memory held.
+    direct_io : bool
+        Whether O_DIRECT was used.
+    new_bytes : int or None
+        Bytes written for it, where that is not all of them.
+    base, base_refused : str or None
+        The earlier checkpoint that the others were taken from, or why none were.
+    """
 
     stored_bytes: int
     peak_buffer_bytes: int = 0
     direct_io: bool = False
+    new_bytes: int | None = None
+    base: str | None = None
+    base_refused: str | None = None
+
+
+class Write(ABC):
+    """The writing of one checkpoint in two halves, so that the caller waits for the first only.
+
+    `prepare` comes first. Then `stage` runs in the caller's thread and `run` in another one, at the same time or
+    afterwards.
+    """
+
+    @abstractmethod
+    def staging_bytes(self) -> int:
+        """Return the bytes of buffers with which `stage` need not wait for `run`."""
+
+    @abstractmethod
+    def prepare(self, pool: BufferPool) -> None:
+        """Take the pool that the copies of the state's bytes come from.
+
+        Raises
+        ------
+        UsageError
+            If its budget is too small for this format.
+        """
+
+    @abstractmethod
+    def stage(self, threads: int) -> None:
+        """Copy the state; when this returns, it may change.
+
+        Raises
+        ------
+        Cancelled
+            If `run` has failed.
+        """
+
+    @abstractmethod
+    def run(self) -> Written:
+        """Write what was staged, or, where `prepare` was never called, the state itself; see `Format.write`.
+
+        Raises
+        ------
+        Cancelled
+            If the writing was cancelled.
+        """
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Let `run` end as soon as it can, and leave nothing behind."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Give back what was staged, where `run` is never called."""
 
 
 class Reader(ABC):
@@ -144,6 +233,8 @@ class Reader(ABC):
         What else `info` shows: version, writer, files...
     verifiable : str or None
         What `verify` can check here ("xxh3-64 of every block"), or None when the format stores no checksum.
+    buffers : int
+        Buffers of a block's size that one reading thread may hold at once, its destination among them.
     """
 
     path: Path
@@ -153,6 +244,7 @@ class Reader(ABC):
     metadata: dict[str, Any]
     details: dict[str, Any]
     verifiable: str | None = None
+    buffers: int = 2
 
     @abstractmethod
     def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
@@ -264,3 +356,12 @@ class Format(ABC):
         ------
         DestinationExistsError, BusyError, StoreError, UnsupportedError, UsageError
         """
+
+    def begin(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> Write:
+        """Return a write whose first half copies the state and whose second half writes the copy.
+
+        By default the whole state is copied first.
+        """
+        from holdfast.formats.whole_copy import WholeCopy
+
+        return WholeCopy(self, flat, destination, settings)

@@ -232,12 +232,12 @@ def _stored(name: str, key: str, home: _DataFile) -> StoredTensor:
     if note is not None:
         dtype = BY_NAME[note.dtype]
         nbytes = prod(note.shape) * dtype.itemsize
-        blocks = lay_out(offset, [(codec, length, "", "") for codec, length in note.blocks])
+        blocks = lay_out(home.file, offset, note.blocks)
         return StoredTensor(name, dtype, note.shape, nbytes, home.file, home.notes.block_bytes, blocks)
     dtype, shape = _true_type(record)
     nbytes = record.stop - record.start
     lengths = [min(BLOCK_BYTES, nbytes - at) for at in range(0, nbytes, BLOCK_BYTES)]
-    blocks = lay_out(offset, [("raw", length, "", "") for length in lengths])
+    blocks = lay_out(home.file, offset, [("raw", length) for length in lengths])
     return StoredTensor(name, dtype, shape, nbytes, home.file, BLOCK_BYTES, blocks)
 
 

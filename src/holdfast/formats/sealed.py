@@ -19,12 +19,28 @@ OPENING = b'{"xxh3_64":"'
 
 MAX_BYTES = 1024**3
 
-_DIGITS = 16
+DIGITS = 16
+WIDE_DIGITS = 32
 
 
 def digest(data: Any) -> str:
     """Return the xxh3-64 of some bytes, as 16 hexadecimal digits."""
     return xxhash.xxh3_64_hexdigest(data)
+
+
+def wide_digest(data: Any) -> str:
+    """Return the xxh3-128 of some bytes, as 32 hexadecimal digits: wide enough to tell blocks apart by it alone."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def new_hasher(*, wide: bool) -> Any:
+    """Return a new hasher, of 128 bits or of 64."""
+    return xxhash.xxh3_128() if wide else xxhash.xxh3_64()
+
+
+def hasher_for(expected: str) -> Any:
+    """Return a new hasher of the kind that an expected digest is of, by its length."""
+    return new_hasher(wide=len(expected) == WIDE_DIGITS)
 
 
 def seal(body: object) -> bytes:
@@ -48,7 +64,7 @@ def read(directory: Directory, name: str) -> dict[str, Any]:
         if file.size > MAX_BYTES:
             raise CorruptCheckpointError(f"holds {file.size:,} bytes, which no such file of ours does", path=path)
         content = file.read(0, file.size)
-    digits, rest = content[len(OPENING) : len(OPENING) + _DIGITS], content[len(OPENING) + _DIGITS :]
+    digits, rest = content[len(OPENING) : len(OPENING) + DIGITS], content[len(OPENING) + DIGITS :]
     if not content.startswith(OPENING) or digest(rest).encode() != digits:
         raise CorruptCheckpointError(
             "its checksum is wrong: the file is damaged", path=path, remedy="take another checkpoint or copy"

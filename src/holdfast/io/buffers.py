@@ -10,8 +10,6 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -19,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.errors import UsageError
+from holdfast.io.parallel import LOOK_AGAIN, Cancellation
 from holdfast.units import format_bytes
 
 ALIGNMENT = 4096
@@ -45,6 +44,33 @@ def buffer_bytes(nbytes: int) -> int:
     # The kernel backs a mapping by huge pages throughout only if its length is a multiple of theirs; direct writes
     # from small pages are a tenth slower.
     return round_up(max(nbytes, 1), ALIGNMENT if nbytes < _HUGE_PAGE else _HUGE_PAGE)
+
+
+class Loan:
+    """A buffer that a pool has lent: to be given back by `release`, in any thread, or at the end of a ``with``.
+
+    Attributes
+    ----------
+    array : uint8 array
+        Page-aligned; it holds whatever the last user left in it.
+    """
+
+    def __init__(self, pool: BufferPool, memory: mmap.mmap) -> None:
+        self.array: npt.NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
+        self._pool = pool
+        self._memory: mmap.mmap | None = memory
+
+    def release(self) -> None:
+        """Give the buffer back; a second call does nothing."""
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            self._pool._put(memory)
+
+    def __enter__(self) -> npt.NDArray[np.uint8]:
+        return self.array
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.release()
 
 
 class BufferPool:
@@ -99,11 +125,14 @@ class BufferPool:
             )
         return max(1, min(wanted, self.budget // bytes_each))
 
-    @contextmanager
-    def acquire(self, nbytes: int) -> Iterator[npt.NDArray[np.uint8]]:
+    def acquire(self, nbytes: int, cancellation: Cancellation | None = None) -> Loan:
         """Lend a page-aligned uint8 array of at least ``nbytes``; waits while the budget is used up.
 
-        The array holds whatever the last user left in it.
+        Parameters
+        ----------
+        nbytes : int
+        cancellation : Cancellation, optional
+            Ends the waiting.
         """
         size = buffer_bytes(nbytes)
         if size > self.budget:
@@ -111,15 +140,14 @@ class BufferPool:
                 f"one step needs a buffer of {format_bytes(size)}, more than the memory budget",
                 remedy=f"give a budget of at least {format_bytes(size)}",
             )
-        memory = self._take(size)
-        try:
-            yield np.frombuffer(memory, np.uint8)
-        finally:
-            with self._changed:
-                self._free.append(memory)
-                self._changed.notify_all()
+        return Loan(self, self._take(size, cancellation))
 
-    def _take(self, size: int) -> mmap.mmap:
+    def _put(self, memory: mmap.mmap) -> None:
+        with self._changed:
+            self._free.append(memory)
+            self._changed.notify_all()
+
+    def _take(self, size: int, cancellation: Cancellation | None) -> mmap.mmap:
         with self._changed:
             while True:
                 # Not one far too large: the accounting of `threads` relies on what each need takes.
@@ -136,7 +164,11 @@ class BufferPool:
                     self._allocated += len(memory)
                     self.peak_bytes = max(self.peak_bytes, self._allocated)
                     return memory
-                self._changed.wait()
+                if cancellation is None:
+                    self._changed.wait()
+                else:
+                    cancellation.check()
+                    self._changed.wait(timeout=LOOK_AGAIN)
 
     def close(self) -> None:
         """Give the free buffers back; the pool can still be used."""

@@ -81,7 +81,7 @@ class Commit:
 
     def __enter__(self) -> Self:
         try:
-            _make_durable(self.destination.parent)
+            make_durable(self.destination.parent)
             self._check_destination()
             self._hold()
         except OSError as error:
@@ -220,7 +220,7 @@ def _without_links(destination: Path) -> Path:
     return Path(os.path.realpath(destination.parent), destination.name)
 
 
-def _make_durable(folder: Path) -> None:
+def make_durable(folder: Path) -> None:
     """Create the folders that are missing on the way to one, each durable before the next."""
     missing = []
     while not folder.exists():
@@ -230,6 +230,17 @@ def _make_durable(folder: Path) -> None:
         with suppress(FileExistsError):
             os.mkdir(made)
         sync_directory(made.parent)
+
+
+def withdraw(path: Path) -> None:
+    """Make a checkpoint invisible by one rename, durably, then remove it.
+
+    Killed on the way, it is there whole or not at all; what is left of it goes with the next save in that place.
+    """
+    gone = path.parent / f"{prefix(path)}{secrets.token_hex(4)}{SUFFIX}"
+    os.rename(path, gone)
+    sync_directory(path.parent)
+    remove(gone)
 
 
 @cache

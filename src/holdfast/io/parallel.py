@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all, from any thread, one call at a time."""
+
+
+LOOK_AGAIN = 0.1
+"""Seconds after which a wait that can be cancelled looks whether it was."""
 
 
 def default_threads() -> int:
@@ -31,6 +36,30 @@ class Cancellation:
     def check(self) -> None:
         if self._set.is_set():
             raise Cancelled
+
+
+class Order:
+    """Lets tasks pass a point one by one, in the order of their numbers."""
+
+    def __init__(self, cancellation: Cancellation) -> None:
+        self._next = 0
+        self._changed = threading.Condition()
+        self._cancellation = cancellation
+
+    @contextmanager
+    def turn(self, number: int) -> Iterator[None]:
+        """Wait until all tasks of lower numbers have passed; the end of the block lets the next one pass.
+
+        A task that raises in it must cancel the others, which wait for it.
+        """
+        with self._changed:
+            while self._next != number:
+                self._cancellation.check()
+                self._changed.wait(timeout=LOOK_AGAIN)
+        yield
+        with self._changed:
+            self._next += 1
+            self._changed.notify_all()
 
 
 class Meter:

@@ -44,9 +44,18 @@ def remove_stale(destination: Path, *, besides: Path | None = None) -> list[Path
     return removed
 
 
+def remove_abandoned(folder: Path) -> None:
+    """Remove all temporaries in a folder whose writers are dead."""
+    for holder in _in(folder, "."):
+        _remove_unless_held(holder)
+
+
 def _found(destination: Path) -> Iterator[Path]:
-    start = prefix(destination)
-    for entry in sorted(os.scandir(destination.parent), key=lambda entry: entry.name):
+    return _in(destination.parent, prefix(destination))
+
+
+def _in(folder: Path, start: str) -> Iterator[Path]:
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         ours = entry.name.startswith(start) and entry.name.endswith(SUFFIX)
         if ours and (entry.is_symlink() or entry.is_dir(follow_symlinks=False)):
             yield Path(entry.path)

@@ -54,7 +54,18 @@ from holdfast.state.skeleton_writer import FoundLeaf, SkeletonWriter
 from holdfast.state.source import Source
 from holdfast.state.strided import Array
 
-__all__ = ["MAX_DEPTH", "Flat", "GivenLeaf", "LeafSpec", "flatten", "given_leaves", "leaf_specs", "prune", "unflatten"]
+__all__ = [
+    "MAX_DEPTH",
+    "Flat",
+    "GivenLeaf",
+    "LeafSpec",
+    "flatten",
+    "given_leaves",
+    "given_paths",
+    "leaf_specs",
+    "prune",
+    "unflatten",
+]
 
 
 S_co = TypeVar("S_co", bound=Source, covariant=True)
@@ -130,6 +141,11 @@ def given_leaves(state: object) -> dict[str, GivenLeaf]:
         As `flatten`.
     """
     return {one.leaf.name: GivenLeaf(one.leaf, one.value) for one in _encode(state)[1]}
+
+
+def given_paths(state: object) -> dict[str, names.Path]:
+    """Return the keys that lead to each leaf of a state, by its name."""
+    return {one.leaf.name: one.path for one in _encode(state)[1]}
 
 
 def _encode(state: object) -> tuple[object, list[FoundLeaf]]:

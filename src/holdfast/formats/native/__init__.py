@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from holdfast.formats.base import Format, OpenSettings, Reader, WriteSettings, Written
+from holdfast.formats.base import Format, OpenSettings, Reader, Write, WriteSettings, Written
 from holdfast.formats.native import reader, writer
 from holdfast.state.source import Source
 from holdfast.state.tree import Flat
 
 
 class NativeFormat(Format):
-    """See `holdfast.formats.base.Format`; the options are ``shard_bytes``."""
+    """See `holdfast.formats.base.Format`; the options are ``shard_bytes`` and ``direct_io``."""
 
     name = "native"
 
@@ -25,7 +25,10 @@ class NativeFormat(Format):
         return reader.NativeReader(path, settings)
 
     def write(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> Written:
-        return writer.write(flat, destination, settings, replaceable=reader.is_replaceable)
+        return self.begin(flat, destination, settings).run()
+
+    def begin(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> Write:
+        return writer.NativeWrite(flat, destination, settings, replaceable=reader.is_replaceable)
 
 
 FORMAT = NativeFormat()

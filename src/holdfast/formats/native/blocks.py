@@ -9,12 +9,11 @@ from itertools import accumulate
 from typing import Any, cast
 
 import numpy as np
-import xxhash
 
 from holdfast import plugins
 from holdfast.codecs.base import Codec, CodecError
 from holdfast.errors import CorruptCheckpointError, UnsupportedError
-from holdfast.formats.sealed import digest
+from holdfast.formats.sealed import hasher_for
 from holdfast.io.buffers import ALIGNMENT, BufferPool, round_up
 from holdfast.io.directory import Readable
 from holdfast.io.files import Bytes
@@ -31,18 +30,23 @@ _NO_BYTES = np.empty(0, np.uint8)
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """One block: codec, place in the file, and the checksums that it must have ("" where none is known)."""
+    """One block: file, codec, place in the file, and the checksums that it must have ("" where none is known).
 
+    With ``bases`` its bytes are the XOR of what it decodes to and of what all of those decode to.
+    """
+
+    file: Readable
     codec: str
     offset: int
     length: int
     raw: str = ""
     stored: str = ""
+    bases: tuple[StoredBlock, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file. Every block covers ``block_bytes`` raw bytes but the last."""
+    """A tensor, whose first block lies in ``file``. Every block covers ``block_bytes`` raw bytes but the last."""
 
     name: str
     dtype: DType
@@ -54,21 +58,21 @@ class StoredTensor:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes in the file."""
+        """Bytes in files, without those of bases."""
         return sum(block.length for block in self.blocks)
 
     @property
     def codec(self) -> str:
-        """The codecs of the blocks, each once, joined by ``+``."""
-        return "+".join(dict.fromkeys(block.codec for block in self.blocks)) or "raw"
+        """The codecs of the blocks, each once, joined by ``+``; ``delta`` if one is a difference."""
+        codecs = dict.fromkeys(name for b in self.blocks for name in (["delta"] if b.bases else []) + [b.codec])
+        return "+".join(codecs) or "raw"
 
 
-def lay_out(offset: int, blocks: list[tuple[str, int, str, str]]) -> tuple[StoredBlock, ...]:
-    """Return the blocks (codec, length, raw and stored checksum) that follow one another from an offset."""
-    starts = accumulate((length for _, length, _, _ in blocks), initial=offset)
+def lay_out(file: Readable, offset: int, blocks: list[tuple[str, int]]) -> tuple[StoredBlock, ...]:
+    """Return the blocks (codec, length) that follow one another from an offset, with no checksums."""
+    starts = accumulate((length for _, length in blocks), initial=offset)
     return tuple(
-        StoredBlock(codec, start, length, raw, stored)
-        for start, (codec, length, raw, stored) in zip(starts, blocks, strict=False)
+        StoredBlock(file, codec, start, length) for start, (codec, length) in zip(starts, blocks, strict=False)
     )
 
 
@@ -100,11 +104,11 @@ class BlockReader:
             block = tensor.blocks[index]
             whole, coded = count == size, _is_coded(block, size)
             if not (whole or coded or (self._verify and block.raw)):
-                tensor.file.read_into(block.offset + skip, target)
+                block.file.read_into(block.offset + skip, target)
             else:
                 # One acquire for all that the block needs: see `holdfast.io.buffers`.
                 aside = 0 if whole else round_up(size)
-                with self._scratch(aside + (_room(block.length) if coded else 0)) as scratch:
+                with self._scratch(aside + (scratch_bytes(block, size) if coded else 0)) as scratch:
                     self._read_block(tensor, index, target if whole else scratch[:size], scratch[aside:])
                     if not whole:
                         target[:] = scratch[skip : skip + count]
@@ -117,18 +121,20 @@ class BlockReader:
         block = tensor.blocks[index]
         try:
             if _is_coded(block, len(out)):
-                found = self._decode(tensor, block, out, scratch)
+                self.decode(block, tensor.dtype, out, scratch)
+                found = _digest(out, block.raw) if self._verify and block.raw else ""
             else:
-                found = self._read_raw(tensor.file, block, out)
+                found = self._read_raw(block.file, block, out)
         except CorruptCheckpointError as error:
-            raise self._corrupt(tensor, index, error.message) from error
+            raise self._corrupt(tensor, index, error) from error
         if self._verify and block.raw and found != block.raw:
-            raise self._corrupt(tensor, index, f"its checksum is {found}, not {block.raw}")
+            wrong = CorruptCheckpointError(f"its checksum is {found}, not {block.raw}")
+            raise self._corrupt(tensor, index, wrong)
 
     def _read_raw(self, file: Readable, block: StoredBlock, out: Bytes) -> str:
         if block.length != len(out):
             raise CorruptCheckpointError(f"{block.length:,} raw bytes stand for {len(out):,}")
-        hasher = xxhash.xxh3_64() if self._verify and block.raw else None
+        hasher = hasher_for(block.raw) if self._verify and block.raw else None
         if len(out) >= _SMALL_BYTES and file.goes_direct(block.offset, len(out)):
             with self._pool.acquire(_room(len(out))) as scratch:
                 data = file.fetch(block.offset, len(out), scratch)
@@ -141,26 +147,60 @@ class BlockReader:
                 _hash(hasher, out[piece])
         return hasher.hexdigest() if hasher else ""
 
-    def _decode(self, tensor: StoredTensor, block: StoredBlock, out: Bytes, scratch: Bytes) -> str:
-        codec = _codec(block.codec, tensor)
-        stored = tensor.file.fetch(block.offset, block.length, scratch)
-        if self._verify and block.stored and digest(stored) != block.stored:
-            raise CorruptCheckpointError("the checksum of its stored bytes is wrong")
+    def decode(self, block: StoredBlock, dtype: DType, out: Bytes, scratch: Bytes) -> None:
+        """Fill ``out`` with a block's raw bytes, whose own checksum is still to be compared.
+
+        Parameters
+        ----------
+        scratch : uint8 array
+            At least `scratch_bytes` of the block.
+
+        Raises
+        ------
+        CorruptCheckpointError
+            Naming the file.
+        """
+        if not block.bases:
+            self._decode_one(block, dtype, out, scratch)
+            return
+        layer, rest = scratch[: len(out)], scratch[round_up(len(out)) :]
+        *differences, whole = (block, *block.bases)
+        self._decode_one(whole, dtype, out, rest)
+        for part in differences:
+            self._decode_one(part, dtype, layer, rest)
+            np.bitwise_xor(out, layer, out=out)
+
+    def _decode_one(self, block: StoredBlock, dtype: DType, out: Bytes, scratch: Bytes) -> None:
+        codec = _codec(block)
+        stored = block.file.fetch(block.offset, block.length, scratch)
+        if self._verify and block.stored and _digest(stored, block.stored) != block.stored:
+            raise CorruptCheckpointError("the checksum of its stored bytes is wrong", path=block.file.path)
         try:
-            codec.decode(stored, tensor.dtype, out)
+            codec.decode(stored, dtype, out)
         except CodecError as error:
-            raise CorruptCheckpointError(f"cannot be decoded ({error})") from error
-        return digest(out) if self._verify and block.raw else ""
+            raise CorruptCheckpointError(f"cannot be decoded ({error})", path=block.file.path) from error
 
     @staticmethod
-    def _corrupt(tensor: StoredTensor, index: int, message: str) -> CorruptCheckpointError:
+    def _corrupt(tensor: StoredTensor, index: int, error: CorruptCheckpointError) -> CorruptCheckpointError:
         return CorruptCheckpointError(
-            message,
-            path=tensor.file.path,
+            error.message,
+            path=error.path or tensor.blocks[index].file.path,
             name=tensor.name,
             block=index,
             remedy="the bytes on disk are not what was saved: take another checkpoint or copy",
         )
+
+
+def scratch_bytes(block: StoredBlock, raw_bytes: int) -> int:
+    """Return the memory that decoding a block takes besides its ``raw_bytes``."""
+    room = max(_room(part.length) for part in (block, *block.bases))
+    return room + (round_up(raw_bytes) if block.bases else 0)
+
+
+def _digest(data: Bytes, expected: str) -> str:
+    hasher = hasher_for(expected)
+    hasher.update(data)
+    return str(hasher.hexdigest())
 
 
 def _room(nbytes: int) -> int:
@@ -179,16 +219,15 @@ def _hash(hasher: Any, piece: Bytes) -> None:
 
 def _is_coded(block: StoredBlock, raw_bytes: int) -> bool:
     # A longer raw block is padded, so it is not just the raw bytes.
-    return block.codec != "raw" or block.length > raw_bytes
+    return block.codec != "raw" or block.length > raw_bytes or bool(block.bases)
 
 
-def _codec(name: str, tensor: StoredTensor) -> Codec:
+def _codec(block: StoredBlock) -> Codec:
     try:
-        return cast(Codec, plugins.get("codecs", name))
+        return cast(Codec, plugins.get("codecs", block.codec))
     except UnsupportedError as error:
         raise UnsupportedError(
-            f"is stored with codec {name!r}, which is not installed",
-            path=tensor.file.path,
-            name=tensor.name,
+            f"holds blocks of codec {block.codec!r}, which is not installed",
+            path=block.file.path,
             remedy="install the package that brings it, or upgrade holdfast",
         ) from error

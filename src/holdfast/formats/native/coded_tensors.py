@@ -12,7 +12,7 @@ Each block is a codec's name and its stored length in bytes; the blocks follow o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,31 @@ VERSION = 1
 Described = tuple[list[TensorRecord], dict[str, Any]]
 
 
-class Note(msgspec.Struct, frozen=True):
-    """What a ``U8`` vector really is."""
+class Note(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a ``U8`` vector really is.
+
+    Attributes
+    ----------
+    dtype, shape
+        Of the tensor.
+    blocks : list of (str, int)
+        Codec and stored length of each block that is here.
+    numbers : list of int or None
+        Which blocks of the tensor these are, where others lie in files of earlier saves.
+    differences : list of int
+        Positions in ``blocks`` of those that are differences from blocks in other files.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     blocks: list[tuple[str, int]]
+    numbers: list[int] | None = None
+    differences: list[int] = []
+
+    @property
+    def complete(self) -> bool:
+        """Whether the tensor can be decoded from this file alone."""
+        return self.numbers is None and not self.differences
 
 
 class Notes(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -72,7 +91,37 @@ def describe(plan: FilePlan, blocks: Mapping[tuple[str, int], BlockRecord], bloc
     return records, _notes(tensors, block_bytes, plan)
 
 
-def widest(plan: FilePlan, block_bytes: int) -> Described:
+def describe_changes(
+    plan: FilePlan,
+    blocks: Mapping[tuple[str, int], BlockRecord],
+    differences: Collection[tuple[str, int]],
+    block_bytes: int,
+) -> Described:
+    """Return the header's records and the notes of a file that holds only the blocks which are listed."""
+    records: list[TensorRecord] = []
+    tensors: dict[str, Note] = {}
+    start = 0
+    for leaf in plan.leaves:
+        count = len(_raw_sizes(leaf, block_bytes))
+        numbers = [index for index in range(count) if (leaf.key, index) in blocks]
+        if count and not numbers:
+            continue
+        stored = [blocks[leaf.key, index] for index in numbers]
+        stop = start + sum(block.length for block in stored)
+        changed = [position for position, index in enumerate(numbers) if (leaf.key, index) in differences]
+        tag = leaf.source.dtype.safetensors
+        if tag is not None and len(numbers) == count and not changed and _lies_plain(leaf, stored, start):
+            records.append(TensorRecord(leaf.key, tag, leaf.source.shape, start, stop))
+        else:
+            records.append(TensorRecord(leaf.key, "U8", (stop - start,), start, stop))
+            lengths = [(block.codec, block.length) for block in stored]
+            partial = numbers if len(numbers) < count else None
+            tensors[leaf.key] = Note(leaf.source.dtype.name, leaf.source.shape, lengths, partial, changed)
+        start = stop
+    return records, _notes(tensors, block_bytes, plan)
+
+
+def widest(plan: FilePlan, block_bytes: int, *, changes: bool = False) -> Described:
     """Return a description that no coded form of the file has a longer header than."""
     longest = max(plugins.names("codecs"), key=len)
     end = 2 * plan.raw_bytes + block_bytes
@@ -82,6 +131,7 @@ def widest(plan: FilePlan, block_bytes: int) -> Described:
             leaf.source.dtype.name,
             leaf.source.shape,
             [(longest, 2 * block_bytes)] * len(_raw_sizes(leaf, block_bytes)),
+            *(2 * [list(range(len(_raw_sizes(leaf, block_bytes))))] if changes else []),
         )
         for leaf in plan.leaves
     }
@@ -143,6 +193,13 @@ def _check(name: str, note: Note, block_bytes: int, header: Header, path: Path) 
         or any(length < 0 for length in note.shape)
     ):
         raise CorruptCheckpointError("is noted with impossible sizes", path=path, name=name)
+    if not note.complete:
+        raise UnsupportedError(
+            "has blocks in other files: this one holds what changed in one step",
+            path=path,
+            name=name,
+            remedy="open the step's directory instead, whose manifest says where they are",
+        )
     nbytes = prod(note.shape) * BY_NAME[note.dtype].itemsize
     stored = sum(length for _, length in note.blocks)
     if (

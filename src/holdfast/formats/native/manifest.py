@@ -7,7 +7,8 @@ and only if a valid manifest does. The format is specified in ``docs/reference/n
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import msgspec
 
 from holdfast.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedError
 from holdfast.formats import sealed
+from holdfast.formats.base import StepRecord
 from holdfast.formats.safetensors_header import MAX_HEADER_BYTES
 from holdfast.io.directory import Directory
 from holdfast.state.dtypes import BY_NAME
@@ -23,6 +25,16 @@ from holdfast.state.dtypes import BY_NAME
 FILE_NAME = "manifest.json"
 VERSION = 1
 MAX_BLOCK_BYTES = 64 * 1024**2
+
+WIDE_DIGESTS = "wide-digests"
+"""Raw blocks have checksums of 128 bits, so that a later save can tell by them what has changed."""
+
+PLACES = "places"
+"""Blocks lie in files of earlier saves, too, or are differences from blocks there."""
+
+FEATURES = (WIDE_DIGESTS, PLACES)
+MOST_BASES = 8
+"""Blocks that one is made from besides its own."""
 
 
 class BlockRecord(msgspec.Struct, array_like=True, frozen=True):
@@ -32,6 +44,37 @@ class BlockRecord(msgspec.Struct, array_like=True, frozen=True):
     length: int
     raw: str = ""
     stored: str = ""
+
+
+class BaseRecord(msgspec.Struct, array_like=True, frozen=True):
+    """A stored block that another is the difference from: as a `BlockRecord`, with its file and offset."""
+
+    codec: str
+    length: int
+    raw: str
+    stored: str
+    file: int
+    offset: int
+
+
+class PlaceRecord(msgspec.Struct, array_like=True, frozen=True):
+    """Where a block lies that does not follow the one before it, and what it is the difference from.
+
+    Attributes
+    ----------
+    file, offset : int
+        Index into the manifest's files, and first byte there.
+    bases : list of BaseRecord
+        Empty for a block that is stored whole. Otherwise the decoded block is the bitwise XOR of the raw block and
+        that of the first base, which itself is a difference from the second, and so on; the last is whole.
+    age : int
+        How many times it has been stored as a difference since it was stored whole.
+    """
+
+    file: int
+    offset: int
+    bases: list[BaseRecord] = []
+    age: int = 0
 
 
 class LeafRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -49,6 +92,8 @@ class LeafRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         First byte in the file.
     blocks : list of BlockRecord
         In order; each covers ``block_bytes`` raw bytes but the last.
+    places : list of PlaceRecord
+        Of each block, where they do not simply follow one another; else empty.
     """
 
     name: str
@@ -59,6 +104,7 @@ class LeafRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     file: int
     offset: int
     blocks: list[BlockRecord]
+    places: list[PlaceRecord] = []
 
     @property
     def nbytes(self) -> int:
@@ -67,20 +113,29 @@ class LeafRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes in the file."""
+        """Bytes in files, without those of bases."""
         return sum(block.length for block in self.blocks)
 
+    def located(self) -> list[tuple[BlockRecord, PlaceRecord]]:
+        """Return each block with its place."""
+        if self.places:
+            return list(zip(self.blocks, self.places, strict=True))
+        starts = accumulate((block.length for block in self.blocks), initial=self.offset)
+        return [(block, PlaceRecord(self.file, start)) for block, start in zip(self.blocks, starts, strict=False)]
 
-class FileRecord(msgspec.Struct, frozen=True):
+
+class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """One file: its size, and the checksum of its first ``head_bytes`` bytes (all of it for an index).
 
-    What lies behind the head are the leaves' blocks, without hole or overlap.
+    What lies behind the head are the leaves' blocks, without hole or overlap. A file that an earlier save wrote, and
+    ``origin`` names, may hold other blocks, too.
     """
 
     name: str
     bytes: int
     head_bytes: int
     head: str
+    origin: str = ""
 
 
 class AliasRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -97,8 +152,11 @@ class AliasRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     key: str = ""
 
 
-class Manifest(msgspec.Struct, frozen=True):
-    """What a checkpoint is made of. ``features`` names what a reader must know besides the version."""
+class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a checkpoint is made of. ``features`` names what a reader must know besides the version.
+
+    ``step`` is what a `CheckpointManager` says of it: number, time, metrics.
+    """
 
     format: str
     version: int
@@ -111,6 +169,7 @@ class Manifest(msgspec.Struct, frozen=True):
     aliases: dict[str, AliasRecord]
     skeleton: Any
     metadata: dict[str, Any]
+    step: StepRecord | None = None
 
     def parts(self) -> dict[str, tuple[str, str]]:
         """Return the part and the key of each leaf and alias."""
@@ -158,8 +217,9 @@ def _check_version(body: dict[str, Any], path: Path) -> None:
     if body.get("format") != "holdfast":
         raise CorruptCheckpointError("is not the manifest of a holdfast checkpoint", path=path)
     version, features = body.get("version"), body.get("features")
-    if version != VERSION or features != []:
-        what = f"version {version}" if version != VERSION else f"features {features}"
+    unknown = [name for name in features if name not in FEATURES] if isinstance(features, list) else features
+    if version != VERSION or unknown:
+        what = f"version {version}" if version != VERSION else f"features {unknown}"
         raise UnsupportedError(
             f"was written in {what} of the format, this release reads version {VERSION}",
             path=path,
@@ -181,7 +241,7 @@ class _Check:
         self._unique("leaf", [leaf.name for leaf in self.manifest.leaves] + list(self.manifest.aliases))
         for leaf in self.manifest.leaves:
             self._leaf(leaf)
-        self._tiling()
+        self._coverage()
 
     def _corrupt(self, message: str, name: str | None = None, block: int | None = None) -> CorruptCheckpointError:
         return CorruptCheckpointError(message, path=self.path, name=name, block=block)
@@ -215,24 +275,56 @@ class _Check:
         if len(leaf.blocks) != -(-nbytes // block_bytes):
             raise self._corrupt(f"{nbytes:,} bytes cannot lie in {len(leaf.blocks)} blocks", leaf.name)
         for index, block in enumerate(leaf.blocks):
-            raw = min(block_bytes, nbytes - index * block_bytes)
-            # A coded block is never longer than the raw one, but for the padding to the next page.
-            fits = block.length == raw if _is_plain(block) else 0 < block.length < raw + 2 * 4096
-            if not fits:
-                raise self._corrupt(f"{raw:,} bytes cannot be stored in {block.length:,}", leaf.name, index)
-            if not (_is_digest(block.raw) and (_is_digest(block.stored) or _is_plain(block))):
-                raise self._corrupt("has no checksum", leaf.name, index)
+            self._block(block, min(block_bytes, nbytes - index * block_bytes), leaf.name, index)
+        if leaf.places:
+            self._places(leaf)
 
-    def _tiling(self) -> None:
-        """Hold that the leaves cover each file behind its head, without hole or overlap."""
+    def _block(self, block: BlockRecord | BaseRecord, raw: int, name: str, index: int) -> None:
+        # A coded block is never longer than the raw one, but for the padding to the next page.
+        fits = block.length == raw if _is_plain(block) else 0 < block.length < raw + 2 * 4096
+        if not fits:
+            raise self._corrupt(f"{raw:,} bytes cannot be stored in {block.length:,}", name, index)
+        if not (_is_digest(block.raw) and (_is_digest(block.stored) or _is_plain(block))):
+            raise self._corrupt("has no checksum", name, index)
+
+    def _places(self, leaf: LeafRecord) -> None:
+        if PLACES not in self.manifest.features:
+            raise self._corrupt(f"has blocks in places of their own, which needs the feature {PLACES!r}", leaf.name)
+        if len(leaf.places) != len(leaf.blocks):
+            raise self._corrupt(f"names {len(leaf.places)} places for {len(leaf.blocks)} blocks", leaf.name)
+        for index, place in enumerate(leaf.places):
+            raw = min(self.manifest.block_bytes, leaf.nbytes - index * self.manifest.block_bytes)
+            if len(place.bases) > MOST_BASES or place.age < 0:
+                raise self._corrupt(f"is made from {len(place.bases)} other blocks", leaf.name, index)
+            for base in place.bases:
+                self._block(base, raw, leaf.name, index)
+            if not all(
+                0 <= number < len(self.manifest.files) for number in (place.file, *(b.file for b in place.bases))
+            ):
+                raise self._corrupt("lies in a file that is not listed", leaf.name, index)
+
+    def _coverage(self) -> None:
+        """Hold that blocks do not overlap, and cover each file of this save behind its head without a hole."""
         ends = [file.head_bytes for file in self.manifest.files]
-        for leaf in sorted(self.manifest.leaves, key=lambda leaf: (leaf.file, leaf.offset, leaf.stored_bytes)):
-            if leaf.offset != ends[leaf.file]:
-                raise self._corrupt(f"its bytes begin at {leaf.offset:,}, not at {ends[leaf.file]:,}", leaf.name)
-            ends[leaf.file] += leaf.stored_bytes
+        for number, start, length, name in sorted(self._pieces()):
+            file = self.manifest.files[number]
+            if start < ends[number] or (start > ends[number] and not file.origin):
+                raise self._corrupt(f"its bytes begin at {start:,}, not at {ends[number]:,}", name)
+            ends[number] = start + length
         for file, end in zip(self.manifest.files, ends, strict=True):
-            if end != file.bytes:
+            if end > file.bytes or (end < file.bytes and not file.origin):
                 raise self._corrupt(f"the tensors of file {file.name} end at byte {end:,}, the file at {file.bytes:,}")
+
+    def _pieces(self) -> Iterator[tuple[int, int, int, str]]:
+        """Yield file, offset, length and tensor of all that is stored."""
+        for leaf in self.manifest.leaves:
+            if not leaf.places:
+                yield leaf.file, leaf.offset, leaf.stored_bytes, leaf.name
+                continue
+            for block, place in leaf.located():
+                yield place.file, place.offset, block.length, leaf.name
+                for base in place.bases:
+                    yield base.file, base.offset, base.length, leaf.name
 
 
 def _most_head_bytes(file: FileRecord) -> int:
@@ -240,10 +332,10 @@ def _most_head_bytes(file: FileRecord) -> int:
     return sealed.MAX_BYTES if file.head_bytes == file.bytes else MAX_HEADER_BYTES + 8
 
 
-def _is_plain(block: BlockRecord) -> bool:
+def _is_plain(block: BlockRecord | BaseRecord) -> bool:
     """Say whether the block is just its raw bytes, so that it needs no second checksum."""
     return block.codec == "raw" and not block.stored
 
 
 def _is_digest(text: str) -> bool:
-    return re.fullmatch(r"[0-9a-f]{16}", text) is not None
+    return re.fullmatch(r"[0-9a-f]{16}|[0-9a-f]{32}", text) is not None

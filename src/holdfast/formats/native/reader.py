@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import xxhash
 
 from holdfast.errors import CorruptCheckpointError, DestinationExistsError, NotACheckpointError, UnsupportedError
 from holdfast.formats import sealed
-from holdfast.formats.base import Entry, OpenSettings, Problem, Reader, StoredLeaf
+from holdfast.formats.base import Entry, OpenSettings, Problem, Reader, StepRecord, StoredLeaf
 from holdfast.formats.first_bytes import first_bytes
 from holdfast.formats.native import manifest as manifests
-from holdfast.formats.native.blocks import BlockReader, StoredTensor, lay_out
-from holdfast.formats.native.manifest import FileRecord, LeafRecord, Manifest
+from holdfast.formats.native.blocks import BlockReader, StoredBlock, StoredTensor
+from holdfast.formats.native.manifest import BlockRecord, FileRecord, LeafRecord, Manifest, PlaceRecord
 from holdfast.formats.structure import check_structure
 from holdfast.io.directory import Directory, Readable, hold
-from holdfast.io.files import Bytes
+from holdfast.io.files import Bytes, store_error
 from holdfast.state.aliases import Alias
 from holdfast.state.dtypes import BY_NAME
 from holdfast.state.source import Source
@@ -41,20 +43,24 @@ class NativeReader(Reader):
 
     def __init__(self, path: Path, settings: OpenSettings) -> None:
         self.path = path
-        self._blocks = BlockReader(settings.pool, verify=settings.verify)
+        self.blocks = BlockReader(settings.pool, verify=settings.verify)
         self._files: list[Readable] = []
         hold(path, lambda directory: self._open(directory, settings))
         self.entries = dict(self._entries())
-        self.metadata = self._manifest.metadata
-        self.details = _details(self._manifest)
+        self.metadata = self.manifest.metadata
+        if manifests.WIDE_DIGESTS in self.manifest.features:
+            self.verifiable = "xxh3-128 of every block"
+        if any(block.bases for tensor in self.tensors.values() for block in tensor.blocks):
+            self.buffers = 3
+        self.details = _details(self.manifest)
 
     def _open(self, directory: Directory, settings: OpenSettings) -> None:
-        self._directory = directory
+        self.directory = directory
         try:
-            self._manifest = manifests.read(directory)
-            for record in self._manifest.files:
+            self.manifest = manifests.read(directory)
+            for record in self.manifest.files:
                 self._files.append(self._open_file(record, page_cache=settings.page_cache))
-            self._tensors = {leaf.name: self._tensor(leaf) for leaf in self._manifest.leaves}
+            self.tensors = {leaf.name: self._tensor(leaf) for leaf in self.manifest.leaves}
             self.flat = self._flat()
         except BaseException:
             for file in self._files:
@@ -63,50 +69,53 @@ class NativeReader(Reader):
             raise
 
     def _open_file(self, record: FileRecord, *, page_cache: bool) -> Readable:
-        count = len(self._manifest.files)
+        count = len(self.manifest.files)
         try:
-            file = self._directory.open_one_of(count, record.name, follow_links=False, page_cache=page_cache)
+            file = self.directory.open_one_of(count, record.name, follow_links=False, page_cache=page_cache)
         except NotACheckpointError as error:
-            raise CorruptCheckpointError(
-                "the manifest lists this file, but it is missing", path=self.path / record.name
-            ) from error
+            raise _missing(self.path / record.name) from error
         if file.size != record.bytes:
             file.close()
-            problem = "was cut short" if file.size < record.bytes else "has grown"
-            raise CorruptCheckpointError(
-                f"the file {problem}: it holds {file.size:,} bytes, {record.bytes:,} were written", path=file.path
-            )
+            raise _wrong_size(file.path, file.size, record.bytes)
         return file
 
     def _tensor(self, leaf: LeafRecord) -> StoredTensor:
-        blocks = lay_out(leaf.offset, [(b.codec, b.length, b.raw, b.stored) for b in leaf.blocks])
+        blocks = tuple(self._block(block, place) for block, place in leaf.located())
+        file = blocks[0].file if blocks else self._files[leaf.file]
         dtype = BY_NAME[leaf.dtype]
-        file = self._files[leaf.file]
-        return StoredTensor(leaf.name, dtype, leaf.shape, leaf.nbytes, file, self._manifest.block_bytes, blocks)
+        return StoredTensor(leaf.name, dtype, leaf.shape, leaf.nbytes, file, self.manifest.block_bytes, blocks)
+
+    def _block(self, block: BlockRecord, place: PlaceRecord) -> StoredBlock:
+        bases = tuple(
+            StoredBlock(self._files[base.file], base.codec, base.offset, base.length, base.raw, base.stored)
+            for base in place.bases
+        )
+        file = self._files[place.file]
+        return StoredBlock(file, block.codec, place.offset, block.length, block.raw, block.stored, bases)
 
     def _flat(self) -> Flat[Source]:
-        manifest = self._manifest
+        manifest = self.manifest
         aliases = {
             name: Alias(record.of, record.offset, record.shape, record.strides)
             for name, record in manifest.aliases.items()
         }
         parts = manifest.parts()
         try:
-            check_structure(manifest.skeleton, self._tensors, aliases, parts)
+            check_structure(manifest.skeleton, self.tensors, aliases, parts)
         except ValueError as error:
             raise CorruptCheckpointError(str(error), path=self.path / manifests.FILE_NAME) from error
         return Flat(
             skeleton=manifest.skeleton,
-            leaves={t.name: StoredLeaf(self, t.name, t.dtype, t.shape, t.nbytes) for t in self._tensors.values()},
+            leaves={t.name: StoredLeaf(self, t.name, t.dtype, t.shape, t.nbytes) for t in self.tensors.values()},
             aliases=aliases,
             parts=parts,
         )
 
     def _entries(self) -> Iterator[tuple[str, Entry]]:
-        for name in leaf_specs(self._manifest.skeleton):
+        for name in leaf_specs(self.manifest.skeleton):
             part, _ = self.flat.parts[name]
-            alias = self._manifest.aliases.get(name)
-            tensor = self._tensors[alias.of if alias else name]
+            alias = self.manifest.aliases.get(name)
+            tensor = self.tensors[alias.of if alias else name]
             file = tensor.file.path.name
             if alias is None:
                 entry = Entry(
@@ -118,13 +127,13 @@ class NativeReader(Reader):
             yield name, entry
 
     def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
-        self._blocks.read(self._tensors[name], start, stop, out)
+        self.blocks.read(self.tensors[name], start, stop, out)
 
     def block_bytes(self, name: str) -> int:
-        return self._manifest.block_bytes
+        return self.manifest.block_bytes
 
     def audit(self) -> Iterator[Problem]:
-        for record, file in zip(self._manifest.files, self._files, strict=True):
+        for record, file in zip(self.manifest.files, self._files, strict=True):
             if _head_digest(file, record.head_bytes) != record.head:
                 whole = record.head_bytes == record.bytes
                 yield Problem(f"the checksum of its {'content' if whole else 'header'} is wrong", file=record.name)
@@ -132,17 +141,36 @@ class NativeReader(Reader):
     def close(self) -> None:
         for file in self._files:
             file.close()
-        self._directory.close()
+        self.directory.close()
 
 
 def _details(manifest: Manifest) -> dict[str, Any]:
     return {
         "version": manifest.version,
         "writer": manifest.writer,
+        **_history(manifest),
         "compression": manifest.compression,
         "block_bytes": manifest.block_bytes,
         "files": {file.name: file.bytes for file in manifest.files},
     }
+
+
+def _history(manifest: Manifest) -> dict[str, Any]:
+    """Return which step of a run it is, and what it shares with earlier checkpoints."""
+    found: dict[str, Any] = {}
+    if manifest.step is not None:
+        found["step"] = msgspec.to_builtins(manifest.step)
+    if manifests.PLACES in manifest.features:
+        linked: dict[str, int] = {}
+        for file in manifest.files:
+            if file.origin:
+                linked[file.origin] = linked.get(file.origin, 0) + file.bytes
+        found["history"] = {
+            "new_bytes": sum(file.bytes for file in manifest.files if not file.origin),
+            "linked_bytes": linked,
+            "deepest_chain": max((len(place.bases) for leaf in manifest.leaves for place in leaf.places), default=0),
+        }
+    return found
 
 
 def _head_digest(file: Readable, count: int) -> str:
@@ -191,3 +219,42 @@ def is_replaceable(path: Path) -> bool:
             remedy="move that elsewhere, or save under another name",
         )
     return True
+
+
+def look(path: Path) -> tuple[StepRecord | None, int, int]:
+    """Look at a checkpoint without reading a tensor: its files must be there, as long as its manifest says.
+
+    Returns
+    -------
+    tuple of (StepRecord or None, int, int)
+        Which step of a run it is, the bytes of its files, and of those the bytes that nothing else has a link to.
+
+    Raises
+    ------
+    NotACheckpointError, CorruptCheckpointError, UnsupportedError, StoreError
+    """
+    with Directory(path) as directory:
+        manifest = manifests.read(directory)
+        nbytes = own = 0
+        sizes: dict[str, int | None] = {manifests.FILE_NAME: None, **{file.name: file.bytes for file in manifest.files}}
+        for name, size in sizes.items():
+            try:
+                status = os.stat(f"{directory.held_path}/{name}", follow_symlinks=False)
+            except FileNotFoundError as error:
+                raise _missing(path / name) from error
+            except OSError as error:
+                raise store_error(error, path / name, "look at the file") from error
+            if size not in (None, status.st_size):
+                raise _wrong_size(path / name, status.st_size, size or 0)
+            nbytes += status.st_size
+            own += status.st_size if status.st_nlink == 1 else 0
+    return manifest.step, nbytes, own
+
+
+def _missing(path: Path) -> CorruptCheckpointError:
+    return CorruptCheckpointError("the manifest lists this file, but it is missing", path=path)
+
+
+def _wrong_size(path: Path, size: int, expected: int) -> CorruptCheckpointError:
+    problem = "was cut short" if size < expected else "has grown"
+    return CorruptCheckpointError(f"the file {problem}: it holds {size:,} bytes, {expected:,} were written", path=path)

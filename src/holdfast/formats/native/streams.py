@@ -2,28 +2,59 @@
 
 Raw: every offset is known beforehand. Coded: the sizes of blocks are known only after coding, so each task takes its
 offset when the task before it has taken its own, and room for the header is kept at the front and filled last.
+
+A task reads its blocks from the state, or takes a copy of them that was staged before, for a save that goes on while
+the state changes.
 """
 
 from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import xxhash
 
 from holdfast.codecs import probe
 from holdfast.codecs.base import Codec
 from holdfast.formats.native.manifest import BlockRecord
 from holdfast.formats.native.pack import Block, FilePlan
-from holdfast.formats.sealed import digest
-from holdfast.io.buffers import ALIGNMENT, BufferPool, aligned_copy, round_down, round_up
+from holdfast.formats.sealed import digest, new_hasher
+from holdfast.io.buffers import ALIGNMENT, BufferPool, Loan, aligned_copy, round_down, round_up
 from holdfast.io.files import Bytes, DirectFile
-from holdfast.io.parallel import Cancellation, Meter
+from holdfast.io.parallel import Cancellation, Meter, Order
 
 _HASH_BYTES = 1024**2
 """Bytes that are hashed right after they were copied, while they are still in the core's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """How streams are written: what those of one save share.
+
+    Attributes
+    ----------
+    pool : BufferPool
+    meter : Meter
+    cancellation : Cancellation
+    direct : bool
+        Whether to go around the page cache where the file system allows it.
+    wide : bool
+        Whether the checksums of raw blocks have 128 bits.
+    codec : Codec or None
+        What every block is coded by; None lets a probe choose.
+    """
+
+    pool: BufferPool
+    meter: Meter
+    cancellation: Cancellation
+    direct: bool = True
+    wide: bool = False
+    codec: Codec | None = None
 
 
 class Stream(ABC):
@@ -37,10 +68,7 @@ class Stream(ABC):
         The tasks.
     room : int
         Bytes kept for the header, a multiple of 4096.
-    pool : BufferPool
-    meter : Meter
-    direct : bool
-        Whether to go around the page cache where the file system allows it.
+    how : How
 
     Attributes
     ----------
@@ -52,30 +80,27 @@ class Stream(ABC):
         Whether the page cache was bypassed, once it is finished.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        plan: FilePlan,
-        groups: list[list[Block]],
-        room: int,
-        pool: BufferPool,
-        meter: Meter,
-        *,
-        direct: bool = True,
-    ) -> None:
+    def __init__(self, path: Path, plan: FilePlan, groups: list[list[Block]], room: int, how: How) -> None:
         self.plan = plan
         self.records: dict[tuple[str, int], BlockRecord] = {}
         self.size = room + plan.raw_bytes
         self.direct = True
         self._groups = groups
         self._room = room
-        self._pool = pool
-        self._meter = meter
-        self._file = DirectFile(path, direct=direct)
+        self._how = how
+        self._file = DirectFile(path, direct=how.direct)
 
     @abstractmethod
-    def task(self, number: int) -> None:
-        """Write the blocks of a task; tasks start in order and each runs once."""
+    def task(self, number: int, staged: Loan | None = None) -> None:
+        """Write the blocks of a task; tasks start in order and each runs once.
+
+        Parameters
+        ----------
+        number : int
+        staged : Loan, optional
+            The task's bytes, as `stage` laid them out, to be written instead of what lies in the state by now; given
+            back here.
+        """
 
     def finish(self, header: bytes) -> None:
         """Write the header, cut the file to size and make it durable."""
@@ -91,37 +116,28 @@ class Stream(ABC):
 class RawStream(Stream):
     """A data file whose leaves lie in it as they are."""
 
-    def __init__(
-        self,
-        path: Path,
-        plan: FilePlan,
-        groups: list[list[Block]],
-        room: int,
-        pool: BufferPool,
-        meter: Meter,
-        *,
-        direct: bool = True,
-    ) -> None:
-        super().__init__(path, plan, groups, room, pool, meter, direct=direct)
+    def __init__(self, path: Path, plan: FilePlan, groups: list[list[Block]], room: int, how: How) -> None:
+        super().__init__(path, plan, groups, room, how)
         self._edges = _SharedPages(self.size)
         self._file.preallocate(self.size)
 
-    def task(self, number: int) -> None:
+    def task(self, number: int, staged: Loan | None = None) -> None:
         """Write the task's blocks, but for the pages that it shares with others and that are not complete yet."""
         blocks = self._groups[number]
-        begin, end = self._offset(blocks[0]), self._offset(blocks[-1]) + blocks[-1].nbytes
+        begin = self._room + blocks[0].leaf.start + blocks[0].start
+        end = begin + bytes_of(blocks)
         first = round_down(begin)
-        with self._pool.acquire(round_up(end) - first) as buffer:
-            for block in blocks:
-                at = self._offset(block) - first
-                record = copy_and_hash(block, buffer[at : at + block.nbytes])
-                self.records[block.leaf.key, block.index] = record
+        with staged or self._how.pool.acquire(staging_bytes(blocks)) as buffer:
+            for block, place in places(blocks):
+                hasher = new_hasher(wide=self._how.wide)
+                if staged:
+                    hasher.update(buffer[place])
+                else:
+                    copy_and_hash(block, buffer[place], hasher)
+                self.records[block.leaf.key, block.index] = BlockRecord("raw", block.nbytes, hasher.hexdigest())
             low, high = self._edges.settle(begin, end, buffer)
             self._file.write(low, buffer[low - first : high - first])
-        self._meter.add(end - begin)
-
-    def _offset(self, block: Block) -> int:
-        return self._room + block.leaf.start + block.start
+        self._how.meter.add(end - begin)
 
 
 class _SharedPages:
@@ -169,86 +185,115 @@ class CodedStream(Stream):
     it was coded.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        plan: FilePlan,
-        groups: list[list[Block]],
-        room: int,
-        pool: BufferPool,
-        meter: Meter,
-        codec: Codec | None,
-        cancellation: Cancellation,
-        *,
-        direct: bool = True,
-    ) -> None:
-        super().__init__(path, plan, groups, room, pool, meter, direct=direct)
-        self._codec = codec
-        self._turns = _Turns(room, cancellation)
+    def __init__(self, path: Path, plan: FilePlan, groups: list[list[Block]], room: int, how: How) -> None:
+        super().__init__(path, plan, groups, room, how)
+        self._order = Order(how.cancellation)
+        self._end = room
 
-    def task(self, number: int) -> None:
+    def task(self, number: int, staged: Loan | None = None) -> None:
         blocks = self._groups[number]
-        raw_bytes = sum(block.nbytes for block in blocks)
-        staging = max((block.nbytes for block in blocks if block.leaf.source.host_bytes() is None), default=0)
+        gathering = 0 if staged else max((b.nbytes for b in blocks if b.leaf.source.host_bytes() is None), default=0)
         # A coded block is never longer than the raw one, but coders may use room beyond while they work.
-        room = raw_bytes + max(_slack(block.nbytes, self._codec) for block in blocks)
-        with self._pool.acquire(round_up(room) + round_up(staging)) as buffer:
-            out, raw = buffer[: round_up(room)], buffer[round_up(room) :]
-            used = self._code(blocks, out, raw, last=number == len(self._groups) - 1)
-            self._file.write(self._turns.take(number, used), out[: round_up(used)])
+        room = round_up(bytes_of(blocks) + max(_slack(block.nbytes, self._how.codec) for block in blocks))
+        sizes = room, round_up(gathering), self._scratch_bytes(blocks)
+        with staged or nullcontext(), self._how.pool.acquire(sum(sizes)) as buffer:
+            out, gathered, scratch = np.split(buffer[: sum(sizes)], np.cumsum(sizes[:-1]))
+            raw = _staged(blocks, staged.array) if staged else (raw_bytes(block, gathered) for block in blocks)
+            used = self._code(blocks, raw, out, scratch, last=number == len(self._groups) - 1)
+            with self._order.turn(number):
+                offset = self._end
+                self._end += used
+            self._file.write(offset, buffer[: round_up(used)])
             if number == len(self._groups) - 1:
-                self.size = self._turns.end
-        self._meter.add(raw_bytes)
+                self.size = self._end
+        self._how.meter.add(bytes_of(blocks))
 
-    def _code(self, blocks: list[Block], out: Bytes, staging: Bytes, *, last: bool) -> int:
+    def _scratch_bytes(self, blocks: list[Block]) -> int:
+        """Return the memory that `_store` takes for any of these blocks, besides its room."""
+        return 0
+
+    def _code(self, blocks: list[Block], raw_of: Iterable[Bytes], out: Bytes, scratch: Bytes, *, last: bool) -> int:
+        """Code a task's blocks to the front of ``out``; return the bytes used, whole pages unless it is the last."""
+        coded: list[_Coded] = []
         used = 0
-        for position, block in enumerate(blocks):
-            raw = raw_bytes(block, staging)
-            name, length = _encode(raw, block, self._codec, out[used:])
-            end = used + length
-            if position == len(blocks) - 1:
-                out[end : round_up(end)] = 0
-                end = end if last else round_up(end)
-            self.records[block.leaf.key, block.index] = BlockRecord(
-                name, end - used, digest(raw), digest(out[used:end])
+        for block, raw in zip(blocks, raw_of, strict=True):
+            stored = self._store(block, raw, out[used:], scratch)
+            if stored is not None:
+                raw_digest, codec, length = stored
+                coded.append(_Coded(block, raw_digest, codec, used, used + length))
+                used += length
+        end = used if last else round_up(used)
+        out[used : round_up(used)] = 0
+        for position, found in enumerate(coded):
+            stop = end if position == len(coded) - 1 else found.stop
+            self.records[found.block.leaf.key, found.block.index] = BlockRecord(
+                found.codec, stop - found.start, found.raw, digest(out[found.start : stop])
             )
-            used = end
-        return used
+        return end
+
+    def _store(self, block: Block, raw: Bytes, out: Bytes, scratch: Bytes) -> tuple[str, str, int] | None:
+        """Code one block to the front of ``out``; return the raw bytes' digest, the codec and the length.
+
+        None for a block that needs no room in this file.
+        """
+        name, length = encode(raw, block, self._how.codec, out)
+        return _raw_digest(raw, wide=self._how.wide), name, length
 
 
-class _Turns:
-    """Hands out offsets in the order of the tasks, whichever is coded first."""
+@dataclass(frozen=True, slots=True)
+class _Coded:
+    """A block that was coded, and where in the buffer."""
 
-    def __init__(self, start: int, cancellation: Cancellation) -> None:
-        self.end = start
-        self._next = 0
-        self._changed = threading.Condition()
-        self._cancellation = cancellation
-
-    def take(self, number: int, length: int) -> int:
-        with self._changed:
-            while self._next != number:
-                self._cancellation.check()
-                self._changed.wait(timeout=0.1)
-            offset = self.end
-            self.end += length
-            self._next += 1
-            self._changed.notify_all()
-        return offset
+    block: Block
+    raw: str
+    codec: str
+    start: int
+    stop: int
 
 
-def copy_and_hash(block: Block, out: Bytes) -> BlockRecord:
-    """Put a block's raw bytes into ``out`` and return its record."""
+def places(blocks: list[Block]) -> Iterator[tuple[Block, slice]]:
+    """Yield where each block of a task lies in a buffer that holds the task's bytes as the file's pages do."""
+    at = (blocks[0].leaf.start + blocks[0].start) % ALIGNMENT
+    for block in blocks:
+        yield block, slice(at, at + block.nbytes)
+        at += block.nbytes
+
+
+def bytes_of(blocks: list[Block]) -> int:
+    """Return the raw bytes of a task's blocks."""
+    return sum(block.nbytes for block in blocks)
+
+
+def staging_bytes(blocks: list[Block]) -> int:
+    """Return the bytes of a buffer that takes a task's blocks, with the whole pages at either end."""
+    return round_up((blocks[0].leaf.start + blocks[0].start) % ALIGNMENT + bytes_of(blocks))
+
+
+def stage(blocks: list[Block], buffer: Bytes) -> None:
+    """Copy a task's blocks out of the state, into a buffer of `staging_bytes`."""
+    for block, place in places(blocks):
+        raw = block.leaf.source.host_bytes()
+        if raw is None:
+            block.leaf.source.read(block.start, block.stop, buffer[place])
+        else:
+            np.copyto(buffer[place], raw[block.start : block.stop])
+
+
+def _staged(blocks: list[Block], buffer: Bytes) -> Iterator[Bytes]:
+    return (buffer[place] for _, place in places(blocks))
+
+
+def copy_and_hash(block: Block, out: Bytes, hasher: Any) -> None:
+    """Put a block's raw bytes into ``out`` and into a hasher."""
     raw = block.leaf.source.host_bytes()
     if raw is None:
         block.leaf.source.read(block.start, block.stop, out)
-        return BlockRecord("raw", block.nbytes, digest(out))
-    hasher = xxhash.xxh3_64()
+        hasher.update(out)
+        return
     for at in range(0, block.nbytes, _HASH_BYTES):
         piece = out[at : at + _HASH_BYTES]
         np.copyto(piece, raw[block.start + at : block.start + at + len(piece)])
         hasher.update(piece)
-    return BlockRecord("raw", block.nbytes, hasher.hexdigest())
 
 
 def raw_bytes(block: Block, staging: Bytes) -> Bytes:
@@ -264,11 +309,24 @@ def _slack(nbytes: int, codec: Codec | None) -> int:
     return (probe.bound(nbytes) if codec is None else codec.bound(nbytes)) - nbytes + ALIGNMENT
 
 
-def _encode(raw: Bytes, block: Block, codec: Codec | None, out: Bytes) -> tuple[str, int]:
+def _raw_digest(raw: Bytes, *, wide: bool) -> str:
+    hasher = new_hasher(wide=wide)
+    hasher.update(raw)
+    return str(hasher.hexdigest())
+
+
+def encode(raw: Bytes, block: Block, codec: Codec | None, out: Bytes) -> tuple[str, int]:
+    """Code a block by a codec, or by the one that the probe chooses; raw if that is not longer.
+
+    Returns
+    -------
+    tuple of str and int
+        The codec's name, and the bytes at the front of ``out``.
+    """
     if codec is None:
         return probe.encode(raw, block.leaf.source.dtype, out)
     length = codec.encode(raw, block.leaf.source.dtype, out)
-    if length < len(raw):
+    if length < len(raw) or codec.name == "raw":
         return codec.name, length
     out[: len(raw)] = raw
     return "raw", len(raw)

@@ -5,54 +5,124 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 
 from holdfast import plugins
+from holdfast.codecs import raw
 from holdfast.codecs.base import Codec
 from holdfast.errors import UsageError
 from holdfast.formats import safetensors_header, sealed
-from holdfast.formats.base import BLOCK_BYTES, WriteSettings, Written, thread_bytes
+from holdfast.formats.base import BLOCK_BYTES, Write, WriteSettings, Written, thread_bytes
 from holdfast.formats.native import manifest as manifests
-from holdfast.formats.native.coded_tensors import FRAMEWORK_KEY, METADATA_KEY, describe, widest
-from holdfast.formats.native.manifest import AliasRecord, FileRecord, LeafRecord, Manifest
-from holdfast.formats.native.pack import DEFAULT_SHARD_BYTES, FilePlan, plan_files, tasks_of
-from holdfast.formats.native.streams import CodedStream, RawStream, Stream
+from holdfast.formats.native.assembly import Assembly, FinishedStream
+from holdfast.formats.native.changes import ChangesStream
+from holdfast.formats.native.coded_tensors import FRAMEWORK_KEY, METADATA_KEY, describe, describe_changes, widest
+from holdfast.formats.native.history import CHANGES_PREFIX, History
+from holdfast.formats.native.manifest import FileRecord
+from holdfast.formats.native.pack import DEFAULT_SHARD_BYTES, Block, FilePlan, plan_files, tasks_of
+from holdfast.formats.native.previous import Previous
+from holdfast.formats.native.staging import Staging, memory_for
+from holdfast.formats.native.streams import CodedStream, How, RawStream, Stream
 from holdfast.formats.safetensors_header import TensorRecord
 from holdfast.io import parallel
-from holdfast.io.buffers import BufferPool
+from holdfast.io.buffers import BufferPool, Loan
 from holdfast.io.commit import Commit
 from holdfast.io.files import write_small
+from holdfast.io.parallel import Cancellation
 from holdfast.state.source import Source
 from holdfast.state.tree import Flat
 from holdfast.units import parse_bytes
-from holdfast.version import __version__
 
 
-def write(
-    flat: Flat[Source], destination: Path, settings: WriteSettings, replaceable: Callable[[Path], bool]
-) -> Written:
-    """Write a state as a native checkpoint; see `holdfast.formats.base.Format.write`."""
-    options = settings.only("native", "shard_bytes", "direct_io")
-    plans = plan_files(flat, parse_bytes(options.get("shard_bytes", DEFAULT_SHARD_BYTES)))
-    codec = chosen_codec(settings.compression)
-    chosen_direct_io(options)
-    with Commit(destination, directory=True, overwrite=settings.overwrite, replaceable=replaceable) as commit:
-        streams = write_streams(commit.path, plans, settings, coded=settings.compression != "none", codec=codec)
-        files = [finished.record for finished in streams]
-        files += list(_write_indexes(commit.path, streams))
-        manifest = _manifest(flat, streams, files, settings)
-        content = sealed.seal(manifest)
-        write_small(commit.path / manifests.FILE_NAME, content)
-        commit.publish()
-    return Written(
-        stored_bytes=sum(file.bytes for file in files) + len(content),
-        peak_buffer_bytes=settings.pool.peak_bytes,
-        direct_io=bool(streams) and all(finished.stream.direct for finished in streams),
-    )
+class NativeWrite(Write):
+    """The writing of a native checkpoint; see `holdfast.formats.base.Write`."""
+
+    def __init__(
+        self, flat: Flat[Source], destination: Path, settings: WriteSettings, replaceable: Callable[[Path], bool]
+    ) -> None:
+        options = settings.only("native", "shard_bytes", "direct_io", "incremental", "base", "delta")
+        self._flat = flat
+        self._destination = destination
+        self._settings = settings
+        self._replaceable = replaceable
+        self._plans = plan_files(flat, parse_bytes(options.get("shard_bytes", DEFAULT_SHARD_BYTES)))
+        self._history = History.of(options, settings)
+        self._codec = chosen_codec(settings.compression)
+        chosen_direct_io(options)
+        self._cancellation = Cancellation()
+        self._staging: Staging | None = None
+
+    def staging_bytes(self) -> int:
+        return memory_for(self._groups())
+
+    def prepare(self, pool: BufferPool) -> None:
+        self._staging = Staging(self._groups(), pool, self._cancellation)
+
+    def stage(self, threads: int) -> None:
+        if self._staging is None:
+            raise AssertionError("prepare comes before stage")
+        self._staging.copy(threads)
+
+    def cancel(self) -> None:
+        self._cancellation.cancel()
+
+    def abandon(self) -> None:
+        if self._staging is not None:
+            self._staging.close()
+
+    def run(self) -> Written:
+        try:
+            return self._run()
+        except BaseException:
+            self._cancellation.cancel()
+            raise
+        finally:
+            if self._staging is not None:
+                self._staging.close()
+
+    def _run(self) -> Written:
+        settings = self._settings
+        with (
+            Commit(
+                self._destination, directory=True, overwrite=settings.overwrite, replaceable=self._replaceable
+            ) as commit,
+            self._history.opened(commit.path) as previous,
+        ):
+            streams = write_streams(
+                commit.path,
+                self._plans,
+                settings,
+                coded=settings.compression != "none",
+                codec=self._codec,
+                cancellation=self._cancellation,
+                staging=self._staging,
+                wide=self._history.incremental,
+                previous=previous,
+            )
+            files = [finished.record for finished in streams]
+            if previous is None:
+                files += list(_write_indexes(commit.path, streams))
+            linked, numbers = previous.finish(commit.path, len(files)) if previous else ([], {})
+            manifest = Assembly(self._flat, streams, files + linked, numbers).manifest(settings, self._history)
+            content = sealed.seal(manifest)
+            write_small(commit.path / manifests.FILE_NAME, content)
+            self._cancellation.check()
+            commit.publish()
+        new_bytes = sum(file.bytes for file in files) + len(content)
+        return Written(
+            stored_bytes=new_bytes + sum(file.bytes for file in linked),
+            peak_buffer_bytes=settings.pool.peak_bytes,
+            direct_io=bool(streams) and all(finished.stream.direct for finished in streams),
+            new_bytes=new_bytes,
+            base=self._history.base_used,
+            base_refused=self._history.refused,
+        )
+
+    def _groups(self) -> list[list[Block]]:
+        return [group for plan in self._plans for group in tasks_of(plan, BLOCK_BYTES)]
 
 
 def chosen_codec(compression: str) -> Codec | None:
@@ -73,15 +143,6 @@ def chosen_direct_io(options: Mapping[str, Any]) -> bool:
     return direct
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedStream:
-    """A data file that is written and durable: its stream, its record, and the offset of each key's bytes in it."""
-
-    stream: Stream
-    record: FileRecord
-    offsets: dict[str, int]
-
-
 def write_streams(
     directory: Path,
     plans: list[FilePlan],
@@ -89,72 +150,86 @@ def write_streams(
     *,
     coded: bool,
     codec: Codec | None = None,
+    cancellation: Cancellation | None = None,
+    staging: Staging | None = None,
+    wide: bool = False,
+    previous: Previous | None = None,
 ) -> list[FinishedStream]:
     """Write the data files of a checkpoint into a directory, each durable on return.
 
-    Of the format's options, ``direct_io`` is followed here; whoever calls this knows the others.
+    Of the format's options, ``direct_io`` is followed here; whoever calls this knows the others. With a staging, what
+    is written is what was copied there; with an earlier checkpoint, only what has changed since.
     """
-    direct = chosen_direct_io(settings.options)
-    cancellation = parallel.Cancellation()
-    meter = parallel.Meter(sum(plan.raw_bytes for plan in plans), settings.progress)
+    cancellation = cancellation or Cancellation()
+    how = How(
+        settings.pool,
+        parallel.Meter(sum(plan.raw_bytes for plan in plans), settings.progress),
+        cancellation,
+        direct=chosen_direct_io(settings.options),
+        wide=wide,
+        codec=codec if coded else raw.CODEC,
+    )
     jobs: list[_Job] = []
     try:
         tasks: list[Callable[[], None]] = []
         for plan in plans:
-            job = _Job(
-                directory / plan.name,
-                plan,
-                settings.pool,
-                meter,
-                coded=coded,
-                codec=codec,
-                direct=direct,
-                cancellation=cancellation,
-            )
+            job = _Job(directory, plan, how, coded=coded, previous=previous)
             jobs.append(job)
-            tasks += [functools.partial(job.task, number) for number in range(job.count)]
-        # Raw bytes where they have to be gathered, coded bytes, and what a source that is stored itself reads into.
-        threads = settings.pool.threads(settings.threads, thread_bytes(BLOCK_BYTES, buffers=3))
+            for number in range(job.count):
+                take = functools.partial(staging.take, len(tasks)) if staging else None
+                tasks.append(functools.partial(job.task, number, take))
+        buffers = buffers_each(staged=staging is not None, delta=previous is not None and previous.delta)
+        threads = settings.pool.threads(settings.threads, thread_bytes(BLOCK_BYTES, buffers=buffers))
         parallel.run(tasks, threads, cancellation)
+        cancellation.check()
         return [job.result() for job in jobs]
     finally:
         for job in jobs:
             job.abort()
 
 
+def buffers_each(*, staged: bool, delta: bool) -> int:
+    """Return how many buffers of a block's size one writing thread may hold at once.
+
+    Coded bytes; raw bytes where they have to be gathered, and what a source that is stored itself reads into; for
+    differences, the earlier block, what it was decoded from, and one difference on the way.
+    """
+    return (1 if staged else 3) + (3 if delta else 0)
+
+
 class _Job:
     """One data file, from plan to durable: open only while its tasks run, because a state may have a thousand parts."""
 
-    def __init__(
-        self,
-        path: Path,
-        plan: FilePlan,
-        pool: BufferPool,
-        meter: parallel.Meter,
-        *,
-        coded: bool,
-        codec: Codec | None,
-        direct: bool,
-        cancellation: parallel.Cancellation,
-    ) -> None:
+    def __init__(self, directory: Path, plan: FilePlan, how: How, *, coded: bool, previous: Previous | None) -> None:
         self._plan = plan
         self._groups = tasks_of(plan, BLOCK_BYTES)
         self.count = self._left = len(self._groups)
-        self._room = len(self._header(widest(plan, BLOCK_BYTES) if coded else describe(plan, {}, BLOCK_BYTES), 0))
+        self._previous = previous
+        # A file that other tools would take for the whole part must not have its name.
+        self._path = directory / (plan.name if previous is None else f"{CHANGES_PREFIX}{plan.name}")
+        widened = coded or previous is not None
+        described = (
+            widest(plan, BLOCK_BYTES, changes=previous is not None) if widened else describe(plan, {}, BLOCK_BYTES)
+        )
+        self._room = len(self._header(described, 0))
+        given = self._path, plan, self._groups, self._room, how
         self._begin: Callable[[], Stream]
-        if coded:
-            self._begin = functools.partial(
-                CodedStream, path, plan, self._groups, self._room, pool, meter, codec, cancellation, direct=direct
-            )
+        if previous is not None:
+            self._begin = functools.partial(ChangesStream, *given, previous)
         else:
-            self._begin = functools.partial(RawStream, path, plan, self._groups, self._room, pool, meter, direct=direct)
+            self._begin = functools.partial(CodedStream if coded else RawStream, *given)
         self._lock = threading.Lock()
         self._stream: Stream | None = None
         self._finished: FinishedStream | None = None
 
-    def task(self, number: int) -> None:
+    def task(self, number: int, take: Callable[[], Loan] | None) -> None:
         """Write the blocks of a task; the file exists from the first one on, and is durable after the last."""
-        self._open().task(number)
+        staged = take() if take else None
+        try:
+            self._open().task(number, staged)
+        finally:
+            if staged:
+                staged.release()
         with self._lock:
             self._left -= 1
             last = self._left == 0
@@ -188,10 +263,13 @@ class _Job:
 
     def _finish(self) -> FinishedStream:
         stream = self._open()
-        described = describe(self._plan, stream.records, BLOCK_BYTES)
+        if isinstance(stream, ChangesStream):
+            described = describe_changes(self._plan, stream.records, stream.bases, BLOCK_BYTES)
+        else:
+            described = describe(self._plan, stream.records, BLOCK_BYTES)
         header = self._header(described, self._room)
         stream.finish(header)
-        record = FileRecord(self._plan.name, stream.size, len(header), sealed.digest(header))
+        record = FileRecord(self._path.name, stream.size, len(header), sealed.digest(header))
         return FinishedStream(stream, record, {r.name: len(header) + r.start for r in described[0]})
 
 
@@ -214,39 +292,3 @@ def index_content(files: list[FinishedStream]) -> bytes:
     total = sum(file.record.bytes - file.record.head_bytes for file in files)
     content: bytes = msgspec.json.encode({"metadata": {"total_size": total}, "weight_map": weight_map})
     return content
-
-
-def _manifest(
-    flat: Flat[Source], streams: list[FinishedStream], files: list[FileRecord], settings: WriteSettings
-) -> Manifest:
-    records: dict[str, LeafRecord] = {}
-    for number, finished in enumerate(streams):
-        for leaf in finished.stream.plan.leaves:
-            count = -(-leaf.source.nbytes // BLOCK_BYTES)
-            records[leaf.source.name] = LeafRecord(
-                name=leaf.source.name,
-                part=leaf.part,
-                key=leaf.key,
-                dtype=leaf.source.dtype.name,
-                shape=leaf.source.shape,
-                file=number,
-                offset=finished.offsets[leaf.key],
-                blocks=[finished.stream.records[leaf.key, index] for index in range(count)],
-            )
-    aliases = {
-        name: AliasRecord(alias.of, alias.offset_elements, alias.shape, alias.strides, *flat.parts[name])
-        for name, alias in flat.aliases.items()
-    }
-    return Manifest(
-        format="holdfast",
-        version=manifests.VERSION,
-        writer=f"holdfast {__version__}",
-        features=[],
-        block_bytes=BLOCK_BYTES,
-        compression=settings.compression,
-        files=files,
-        leaves=[records[name] for name in flat.leaves],
-        aliases=aliases,
-        skeleton=flat.skeleton,
-        metadata=settings.metadata,
-    )

@@ -1,0 +1,425 @@
+"""What saving costs a training run: ``python benchmarks/training_saves.py``, the second half of ``make bench``.
+
+Each figure that must be reached is one line with PASS or MISS; raw samples and the environment go to a JSON file.
+
+* How long an asynchronous save holds the loop, against one plain copy of the state, and against DCP's ``async_save``.
+* How much slower training steps are while a save is written, against the same save made by another process.
+* What an incremental save of a state with 5% of its tensors changed writes, and how long it takes.
+* How small differences make the checkpoints of a GPT that really trains, and what reading the deepest chain costs.
+* How much host memory a save and a load take besides the state, at three sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from ratios import Line
+
+import holdfast
+from holdfast.bench import environment
+from holdfast.bench.models import build, spec_of_size
+from holdfast.cli.text import Table
+from holdfast.units import parse_bytes
+
+SEED = 20_241_121
+
+
+def main() -> int:
+    """Measure, print, write; return the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--size", type=parse_bytes, default="2GB")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--dir", type=Path, default=Path())
+    parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="holdfast-bench-", dir=options.dir))
+    samples: dict[str, Any] = {}
+    lines: list[Line] = []
+    try:
+        for name in options.only:
+            print(name, file=sys.stderr)
+            place = folder / name
+            place.mkdir()
+            samples[name] = PARTS[name](place, options)
+            lines += list(LINES[name](samples[name]))
+            shutil.rmtree(place)
+        about = environment.describe(folder)
+    finally:
+        shutil.rmtree(folder)
+    table = Table("what", "measured", "spread", "must be", "")
+    for line in lines:
+        table.add(*line.row())
+    table.print()
+    if options.out:
+        document = {
+            "command": " ".join(sys.argv),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "environment": about,
+            "samples": samples,
+            "lines": [
+                {"what": line.what, "measured": line.measured, "bound": line.bound, "reached": line.reached}
+                for line in lines
+            ],
+        }
+        options.out.write_text(json.dumps(document, indent=1) + "\n")
+    return 0 if all(line.reached for line in lines) else 1
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def _ratios(samples: dict[str, list[float]], over: str, under: str) -> tuple[float, float, float]:
+    found = [a / b for a, b in zip(samples[over], samples[under], strict=True)]
+    return statistics.median(found), min(found), max(found)
+
+
+# How long the loop is held
+
+
+def stall(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Return seconds by kind and round; the first round only makes memory warm."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.staging import BlockingAsyncStager
+
+    state = build(spec_of_size(options.size), seed=SEED)
+    copy = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+    stager = BlockingAsyncStager(cache_staged_state_dict=True)
+    samples: dict[str, list[float]] = {name: [] for name in ("copy", "one thread", "holdfast", "dcp")}
+    manager = holdfast.CheckpointManager(folder / "run", keep_last=1)
+
+    def plain() -> float:
+        return _seconds(lambda: [copy[name].copy_(tensor) for name, tensor in state.items()])
+
+    def one_thread() -> float:
+        pairs = [(copy[n].view(torch.int16).numpy(), t.view(torch.int16).numpy()) for n, t in state.items()]
+        return _seconds(lambda: [np.copyto(*pair) for pair in pairs])
+
+    def ours(number: int) -> float:
+        begin = time.perf_counter()
+        pending = manager.save(number, state)
+        held = time.perf_counter() - begin
+        pending.wait()
+        return held
+
+    def theirs(number: int) -> float:
+        begin = time.perf_counter()
+        future = dcp.async_save(
+            dict(state),
+            storage_writer=dcp.FileSystemWriter(folder / f"dcp-{number}"),
+            async_stager=stager,
+            no_dist=True,
+        )
+        held = time.perf_counter() - begin
+        future.result()
+        shutil.rmtree(folder / f"dcp-{number}")
+        return held
+
+    for number in range(options.rounds + 1):
+        found = {"copy": plain(), "one thread": one_thread(), "holdfast": ours(number), "dcp": theirs(number)}
+        if number:
+            for name, seconds in found.items():
+                samples[name].append(seconds)
+    manager.close()
+    return samples
+
+
+def stall_lines(samples: dict[str, list[float]]) -> Iterator[Line]:
+    yield Line("stall / plain copy", 1.3, *_ratios(samples, "holdfast", "copy"), at_most=True)
+    yield Line("stall / DCP async_save", 0.7, *_ratios(samples, "holdfast", "dcp"), at_most=True)
+
+
+# How much slower steps are
+
+
+def slowdown(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Return the median seconds of a training step, alone, beside our save, and beside another process's save."""
+    state = build(spec_of_size(options.size), seed=SEED)
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    inputs = torch.randn(256, 512)
+    source = folder / "source"
+    holdfast.save(state, source)
+
+    def step() -> float:
+        def work() -> None:
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+
+        return _seconds(work)
+
+    def steps_while(busy: Callable[[], bool]) -> float:
+        found = []
+        while busy() or len(found) < 5:
+            found.append(step())
+        return statistics.median(found)
+
+    manager = holdfast.CheckpointManager(folder / "run", keep_last=1)
+    manager.save(0, state).wait()
+    other = subprocess.Popen(
+        [sys.executable, "-c", _OUTSIDE, str(source), str(folder / "outside")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert other.stdin is not None
+    assert other.stdout is not None
+    other.stdout.readline()
+    samples: dict[str, list[float]] = {"alone": [], "inside": [], "outside": [], "save": []}
+    for number in range(1, options.rounds + 1):
+        end = time.perf_counter() + 1.0
+        samples["alone"].append(steps_while(lambda end=end: time.perf_counter() < end))
+        pending = manager.save(number, state)
+        samples["inside"].append(steps_while(lambda pending=pending: not pending.done()))
+        samples["save"].append(pending.wait().durable_seconds)
+        print(file=other.stdin, flush=True)
+        done = threading.Event()
+        reader = threading.Thread(target=lambda done=done: (other.stdout.readline(), done.set()))
+        reader.start()
+        samples["outside"].append(steps_while(lambda done=done: not done.is_set()))
+        reader.join()
+    other.stdin.close()
+    other.wait()
+    manager.close()
+    return samples
+
+
+_OUTSIDE = """
+import sys, shutil, holdfast
+state = holdfast.load(sys.argv[1])
+manager = holdfast.CheckpointManager(sys.argv[2], keep_last=1, asynchronous=False)
+manager.save(0, state)
+print(flush=True)
+for number, _ in enumerate(sys.stdin, start=1):
+    manager.save(number, state)
+    print(flush=True)
+"""
+
+
+def slowdown_lines(samples: dict[str, list[float]]) -> Iterator[Line]:
+    yield Line(
+        "training step beside our save / beside another process's",
+        1.15,
+        *_ratios(samples, "inside", "outside"),
+        at_most=True,
+    )
+
+
+# Incremental
+
+
+def incremental(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Return bytes and durable seconds of full saves and of those with 5% of the tensors changed."""
+    state = build(spec_of_size(options.size), seed=SEED)
+    largest = max(tensor.nbytes for tensor in state.values())
+    pieces = {f"{name}.{k}": part for name, t in state.items() for k, part in enumerate(t.split(max(1, len(t) // 4)))}
+    del largest
+    names = sorted(pieces)
+    samples: dict[str, list[float]] = {"full bytes": [], "bytes": [], "full": [], "seconds": []}
+    draw = np.random.default_rng(SEED)
+    for number in range(options.rounds + 1):
+        report = holdfast.save(pieces, folder / "full", incremental=True, overwrite=True)
+        budget = 0.05 * report.state_bytes
+        for name in draw.permutation(names):
+            budget -= pieces[name].nbytes
+            if budget < 0:
+                break
+            pieces[name] = pieces[name] + 1
+        changed = holdfast.save(pieces, folder / "step", base=folder / "full", overwrite=True)
+        if number:
+            samples["full bytes"].append(report.new_bytes)
+            samples["bytes"].append(changed.new_bytes)
+            samples["full"].append(report.durable_seconds)
+            samples["seconds"].append(changed.durable_seconds)
+    return samples
+
+
+def incremental_lines(samples: dict[str, list[float]]) -> Iterator[Line]:
+    yield Line("incremental, 5% changed: bytes / full", 0.06, *_ratios(samples, "bytes", "full bytes"), at_most=True)
+    yield Line("incremental, 5% changed: durable / full", 0.25, *_ratios(samples, "seconds", "full"), at_most=True)
+
+
+# Differences
+
+
+class _Gpt(torch.nn.Module):
+    """A small GPT over bytes: 4 layers of 256, 3.3 M parameters."""
+
+    def __init__(self, width: int = 256, layers: int = 4, context: int = 128) -> None:
+        super().__init__()
+        self.tokens = torch.nn.Embedding(256, width)
+        self.places = torch.nn.Embedding(context, width)
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+            for _ in range(layers)
+        )
+        self.head = torch.nn.Linear(width, 256, bias=False)
+        self.register_buffer("mask", torch.triu(torch.full((context, context), float("-inf")), 1), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        found = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            found = block(found, src_mask=self.mask)
+        return self.head(found)
+
+
+_PARTS = ("bf16 weights", "fp32 weights", "first moments", "second moments")
+
+
+def delta(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Return, by part, the stored share of each of several successive checkpoints, and seconds of loading."""
+    from pydoc_data.topics import topics  # text that every Python has
+
+    text = torch.tensor(list("\n".join(topics.values()).encode()))
+    torch.manual_seed(SEED)
+    model = _Gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    samples: dict[str, Any] = {name: [] for name in _PARTS}
+    samples |= {f"{name}, planes alone": [] for name in _PARTS} | {"deepest": [], "whole": [], "chain": []}
+    manager = holdfast.CheckpointManager(folder / "run", incremental="delta")
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            starts = torch.randint(len(text) - 129, (8,)).tolist()
+            batch = torch.stack([text[start : start + 129] for start in starts])
+            logits = model(batch[:, :-1])
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    def state() -> dict[str, Any]:
+        moments = [optimizer.state[parameter] for parameter in model.parameters()]
+        return {
+            "bf16 weights": {name: t.bfloat16() for name, t in model.state_dict().items()},
+            "fp32 weights": dict(model.state_dict()),
+            "first moments": {str(n): entry["exp_avg"] for n, entry in enumerate(moments)},
+            "second moments": {str(n): entry["exp_avg_sq"] for n, entry in enumerate(moments)},
+        }
+
+    train(200)
+    for number in range(12):
+        if number:
+            train(10)
+        found = state()
+        manager.save(number, found).wait()
+        plain = folder / "plain"
+        holdfast.save(found, plain, compression="lossless", overwrite=True)
+        path = manager.steps()[-1].path
+        about, alone = holdfast.info(path), holdfast.info(plain)
+        samples["deepest"].append(about.details.get("history", {}).get("deepest_chain", 0))
+        for name in _PARTS:
+            samples[name].append(about.by_part[name].stored_bytes / about.by_part[name].nbytes)
+            samples[f"{name}, planes alone"].append(alone.by_part[name].stored_bytes / alone.by_part[name].nbytes)
+    del plain
+    return samples
+
+
+def delta_lines(samples: dict[str, Any]) -> Iterator[Line]:
+    bounds = {"bf16 weights": 0.37, "fp32 weights": 0.70, "second moments": 0.73}
+    for name, bound in bounds.items():
+        # Those that are differences: whole ones come at least every eighth time.
+        found = [share for share, deep in zip(samples[name], samples["deepest"], strict=True) if deep]
+        yield Line(
+            f"{name}, 10 steps apart: stored / raw",
+            bound,
+            statistics.median(found),
+            min(found),
+            max(found),
+            at_most=True,
+        )
+    worst = max(
+        share / alone
+        for name in _PARTS
+        for share, alone in zip(samples[name], samples[f"{name}, planes alone"], strict=True)
+    )
+    yield Line("differences / planes alone, at worst", 1.0, worst, at_most=True)
+
+
+# Memory
+
+
+_MEMORY = """
+import sys, json, holdfast
+from holdfast.bench.models import build, spec_of_size
+from holdfast.bench.probes import peak_resident_bytes, reset_peak, resident_bytes
+size, path, budget = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+state = build(spec_of_size(size), seed=1)
+found = {}
+for name, options in {"none": {}, "lossless": {"compression": "lossless"}, "delta": {"incremental": "delta"}}.items():
+    manager = holdfast.CheckpointManager(f"{path}/{name}", memory_budget=budget, keep_last=1, **options)
+    manager.save(0, state).wait()
+    before = resident_bytes()
+    manager.close()
+    manager = holdfast.CheckpointManager(f"{path}/{name}", memory_budget=budget, keep_last=1, **options)
+    before = resident_bytes()
+    reset_peak()
+    manager.save(1, state)
+    manager.wait()
+    found[f"save, {name}"] = peak_resident_bytes() - before
+    manager.close()
+    before = resident_bytes()
+    reset_peak()
+    holdfast.load(f"{path}/{name}/step-000001", into=state)
+    found[f"load, {name}"] = peak_resident_bytes() - before
+print(json.dumps(found))
+"""
+
+_BUDGET = 512 * 1024**2
+_SIZES = ("0.5GB", "2GB", "6GB")
+
+
+def memory(folder: Path, options: argparse.Namespace) -> dict[str, dict[str, int]]:
+    """Return, by size, the most host memory that saves and loads took besides the state."""
+    found = {}
+    for size in _SIZES:
+        command = [sys.executable, "-c", _MEMORY, str(parse_bytes(size)), str(folder), str(_BUDGET)]
+        found[size] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        shutil.rmtree(folder)
+        folder.mkdir()
+    return found
+
+
+def memory_lines(samples: dict[str, dict[str, int]]) -> Iterator[Line]:
+    for size, found in samples.items():
+        most = max(found.values()) / 1024**2
+        yield Line(f"most memory besides a state of {size}, budget 512 MiB", 512 + 64, most, unit="MiB", at_most=True)
+
+
+PARTS: dict[str, Callable[[Path, argparse.Namespace], Any]] = {
+    "stall": stall,
+    "slowdown": slowdown,
+    "incremental": incremental,
+    "delta": delta,
+    "memory": memory,
+}
+LINES: dict[str, Callable[[Any], Iterator[Line]]] = {
+    "stall": stall_lines,
+    "slowdown": slowdown_lines,
+    "incremental": incremental_lines,
+    "delta": delta_lines,
+    "memory": memory_lines,
+}
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    sys.exit(main())

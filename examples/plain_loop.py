@@ -1,0 +1,54 @@
+"""A training loop that can be killed at any time and goes on where it stopped: ``python examples/plain_loop.py``.
+
+Run it, kill it, run it again: the weights at the end are those of a run that was never interrupted, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+
+import torch
+
+import holdfast
+
+
+def main() -> None:
+    """Train."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", default="run")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds after each step, to have time to kill it")
+    options = parser.parse_args()
+
+    random.seed(0)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
+    # Everything that a step depends on: what is drawn next, too.
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "rng": holdfast.RandomState(), "step": 0}
+
+    rules = holdfast.EverySteps(20) | holdfast.OnSignal()
+    with holdfast.CheckpointManager(options.out, save_when=rules, keep_last=2, incremental=True) as manager:
+        latest = manager.latest()
+        first = 1
+        if latest is not None:
+            first = manager.restore(latest, into=state)["step"] + 1
+            print(f"going on with step {first}")
+        for step in range(first, options.steps + 1):
+            inputs = torch.randn(64, 32)
+            loss = (model(inputs) - inputs.sum(1, keepdim=True).sin()).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            time.sleep(options.pause)
+            if manager.due(step) or step == options.steps:
+                manager.save(step, {**state, "step": step}, metrics={"loss": loss.item()})
+    print(f"step {options.steps}: loss {loss.item():.6f}" if first <= options.steps else "nothing left to do")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""``holdfast prune``: delete the steps of a run that no rule wants."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from holdfast.checkpoint.manager import CheckpointManager
+from holdfast.checkpoint.retention import KeepBest, KeepThinned
+from holdfast.checkpoint.steps import Step
+from holdfast.cli.output import DEFAULT, Output
+from holdfast.cli.text import counted, printable
+from holdfast.errors import NotACheckpointError, UsageError
+from holdfast.units import format_bytes
+
+
+def prune(
+    root: str,
+    /,
+    *,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+    keep_best: int | None = None,
+    metric: str | None = None,
+    mode: str = "min",
+    keep_thinned: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative=())] = (),
+    broken: Annotated[bool, Parameter(negative=())] = False,
+    dry_run: Annotated[bool, Parameter(negative=())] = False,
+    output: Output = DEFAULT,
+) -> int:
+    """Delete the steps of a training run that no rule wants.
+
+    The last step is never deleted.
+
+    Parameters
+    ----------
+    root
+        The folder of a run: step-000100, step-000200, ...
+    keep_last
+        Keep the last so many steps.
+    keep_every
+        Keep the steps whose number is a multiple of it.
+    keep_best
+        Keep the so many best steps by their metric.
+    metric
+        Which metric; may be left out where the steps have only one.
+    mode
+        Whether a "min" or a "max" of the metric is best.
+    keep_thinned
+        Keep fewer steps the older they are: AGE:DISTANCE pairs such as 1h:0 1d:1h 30d:1d.
+    broken
+        Delete steps that cannot be read, too.
+    dry_run
+        Delete nothing, and say what would be.
+    """
+    if keep_last is None and keep_every is None and keep_best is None and not keep_thinned and not broken:
+        raise UsageError("no rule says what to keep", remedy="give --keep-last, --keep-every, --keep-best or others")
+    best = None if keep_best is None else KeepBest(keep_best, metric, mode)
+    thinned = KeepThinned(tuple(map(_rung, keep_thinned))) if keep_thinned else None
+    with CheckpointManager(
+        root, keep_last=keep_last, keep_every=keep_every, keep_best=best, keep=thinned, asynchronous=False
+    ) as manager:
+        found = manager.survey()
+        if not found.steps and not found.broken:
+            raise NotACheckpointError("holds no step", path=root, remedy="give the folder in which step-000100 lies")
+        gone = manager.prune(dry_run=dry_run)
+        lost = [number for number in found.broken if broken]
+        if not dry_run:
+            for number in lost:
+                manager.delete(number)
+    numbers = {step.number for step in gone}
+    document: dict[str, Any] = {
+        "root": root,
+        "dry_run": dry_run,
+        "deleted": [_describe(step) for step in gone],
+        "deleted_broken": lost,
+        "kept": [_describe(step) for step in found.steps if step.number not in numbers],
+        "broken": {str(number): str(error) for number, error in found.broken.items() if number not in lost},
+    }
+    output.show(document, lambda: _print(document, quiet=output.quiet))
+    return 0
+
+
+def _rung(text: str) -> tuple[str, str]:
+    age, colon, distance = text.partition(":")
+    if not colon:
+        raise UsageError(f"{text!r} is no rung", remedy="write AGE:DISTANCE, for example 1d:1h")
+    return age, distance
+
+
+def _describe(step: Step) -> dict[str, Any]:
+    return {
+        "step": step.number,
+        "path": step.path,
+        "bytes": step.nbytes,
+        "own_bytes": step.own_bytes,
+        "saved_at": step.saved_at,
+        "metrics": dict(step.metrics),
+    }
+
+
+def _print(document: dict[str, Any], *, quiet: bool) -> None:
+    if quiet:
+        return
+    verb = "would delete" if document["dry_run"] else "deleted"
+    for step in document["deleted"]:
+        print(printable(f"{verb} step {step['step']}: {format_bytes(step['own_bytes'])} of its own"))
+    for number in document["deleted_broken"]:
+        print(printable(f"{verb} step {number}: broken"))
+    for number, error in document["broken"].items():
+        print(printable(f"left as it is: step {number}: {error}"))
+    print(printable(f"{verb} {counted(len(document['deleted']), 'step')}, kept {len(document['kept'])}"))

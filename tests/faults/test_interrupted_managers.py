@@ -1,0 +1,194 @@
+"""Whatever happens at any instant of a manager's work: every step that was durable is there, whole, and no other."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast import CheckpointManager
+from holdfast.testing import faults
+from holdfast.testing.equality import same
+
+
+def state(number: int) -> dict[str, Any]:
+    """A state of which most stays and some changes."""
+    return {
+        "frozen": torch.arange(4000.0),
+        "slow": torch.arange(3000.0) * (1 + number * 2.0**-18),
+        "w": torch.full((2000,), float(number)),
+        "step": number,
+    }
+
+
+def start(root: Path, **arguments: Any) -> CheckpointManager:
+    given = {"incremental": "delta", "threads": 2, **arguments}
+    return CheckpointManager(root, **given)
+
+
+def with_steps(root: Path) -> None:
+    with start(root) as manager:
+        for number in (1, 2, 3):
+            manager.save(number, state(number)).wait()
+
+
+def save_next(root: Path) -> None:
+    with start(root) as manager:
+        manager.save(4, state(4))
+
+
+def save_next_at_once(root: Path) -> None:
+    with start(root, asynchronous=False, incremental=True, compression="none") as manager:
+        manager.save(4, state(4))
+
+
+def replace(root: Path) -> None:
+    with start(root) as manager:
+        manager.save(3, state(30), overwrite=True)
+
+
+def thin_out(root: Path) -> None:
+    with start(root, keep_last=1) as manager:
+        manager.prune()
+
+
+def save_and_thin_out(root: Path) -> None:
+    with start(root, keep_last=2) as manager:
+        manager.save(4, state(4))
+
+
+def delete_last(root: Path) -> None:
+    with start(root) as manager:
+        manager.delete(3)
+
+
+def clean_up(root: Path) -> None:
+    """Start where another one died."""
+    with start(root) as manager:
+        manager.prune()
+
+
+Work = Callable[[Path], None]
+WORKS: dict[str, tuple[Work, dict[int, set[int]]]] = {
+    # What may lie at each step afterwards: the numbers of states, 0 for nothing.
+    "save": (save_next, {1: {1}, 2: {2}, 3: {3}, 4: {0, 4}}),
+    "save at once": (save_next_at_once, {1: {1}, 2: {2}, 3: {3}, 4: {0, 4}}),
+    "replace": (replace, {1: {1}, 2: {2}, 3: {3, 30}}),
+    "prune": (thin_out, {1: {0, 1}, 2: {0, 2}, 3: {3}}),
+    "save and prune": (save_and_thin_out, {1: {0, 1}, 2: {0, 2}, 3: {3}, 4: {0, 4}}),
+    "delete": (delete_last, {1: {1}, 2: {2}, 3: {0, 3}}),
+    "start": (clean_up, {1: {1}, 2: {2}, 3: {3}}),
+}
+PARAMETERS = [pytest.param(*value, id=name) for name, value in WORKS.items()]
+
+
+def prepare(root: Path, work: Work) -> None:
+    with_steps(root)
+    if work is clean_up:
+
+        def die() -> None:
+            with faults.broken(fail_at=5, action=faults.die), start(root) as manager:
+                manager.save(4, state(4))
+
+        assert faults.in_child(die) == signal.SIGKILL
+        assert any(path.name.endswith(".holdfast-tmp") for path in root.iterdir())
+
+
+def operations(work: Work, root: Path) -> int:
+    prepare(root, work)
+    count = faults.count_operations(lambda: work(root))
+    assert count >= 2
+    return count
+
+
+def check(root: Path, allowed: dict[int, set[int]]) -> None:
+    """Hold that every step is whole and one of those allowed, that a new manager goes on, and that nothing is left."""
+    manager = start(root)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        latest = manager.latest()
+    survey = manager.survey()
+    assert not survey.broken
+    there = {step.number for step in survey.steps}
+    assert there <= set(allowed)
+    for number, states in allowed.items():
+        if number not in there:
+            assert 0 in states, f"step {number} is gone"
+            continue
+        path = root / f"step-{number:06d}"
+        assert holdfast.verify(path).ok
+        assert any(same(holdfast.load(path), state(each)) for each in states - {0})
+    if latest is not None:
+        assert latest.number == max(there)
+    with start(root) as manager:
+        manager.save(9, state(9)).wait()
+        assert same(manager.restore(), state(9))
+        visible = {f"step-{step.number:06d}" for step in manager.steps()}
+    assert {path.name for path in root.iterdir()} == visible
+
+
+@pytest.mark.parametrize(("work", "allowed"), PARAMETERS)
+@pytest.mark.parametrize("action", [faults.die, faults.die_after], ids=["before", "after"])
+def test_killed_at_every_operation(
+    tmp_path: Path, work: Work, allowed: dict[int, set[int]], action: faults.Action, record_property: Any
+) -> None:
+    count = operations(work, tmp_path / "count")
+    for index in range(count):
+        root = tmp_path / str(index)
+        prepare(root, work)
+
+        def doomed(root: Path = root, index: int = index) -> None:
+            with faults.broken(fail_at=index, action=action):
+                work(root)
+
+        assert faults.in_child(doomed) == signal.SIGKILL
+        check(root, allowed)
+    record_property("cases", count)
+
+
+@pytest.mark.parametrize(("work", "allowed"), PARAMETERS)
+@pytest.mark.parametrize(
+    "number",
+    [
+        errno.ENOSPC,
+        pytest.param(errno.EIO, marks=pytest.mark.slow),
+        pytest.param(errno.EROFS, marks=pytest.mark.slow),
+        pytest.param(errno.EDQUOT, marks=pytest.mark.slow),
+    ],
+    ids=errno.errorcode.get,
+)
+def test_an_error_at_every_operation(
+    tmp_path: Path, work: Work, allowed: dict[int, set[int]], number: int, record_property: Any
+) -> None:
+    count = operations(work, tmp_path / "count")
+    heard = 0
+    for index in range(count):
+        root = tmp_path / str(index)
+        prepare(root, work)
+        with faults.broken(fail_at=index, action=faults.raise_error(number)):
+            try:
+                work(root)
+            except holdfast.StoreError as error:
+                heard += 1
+                assert os.strerror(number) in str(error)
+        check(root, allowed)
+    assert heard or work is clean_up
+    record_property("cases", count)
+
+
+@pytest.mark.parametrize(("work", "allowed"), PARAMETERS)
+def test_short_writes_are_continued(tmp_path: Path, work: Work, allowed: dict[int, set[int]]) -> None:
+    for index in range(operations(work, tmp_path / "count")):
+        root = tmp_path / str(index)
+        prepare(root, work)
+        with faults.broken(fail_at=index, action=faults.write_short):
+            work(root)
+        check(root, allowed)

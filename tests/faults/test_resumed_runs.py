@@ -1,0 +1,58 @@
+"""A run that is killed again and again ends where one that was never interrupted ends, bit for bit."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast import CheckpointManager
+from holdfast.testing.equality import difference
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "plain_loop.py"
+STEPS = 1000
+KILLS = 20
+
+
+def start(out: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(EXAMPLE), "--out", str(out), "--steps", str(STEPS), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    return output
+
+
+def saved(out: Path) -> int:
+    """Return the number of the last step that is visible."""
+    return max((int(path.name.removeprefix("step-")) for path in out.glob("step-*")), default=0)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_twenty_times(tmp_path: Path) -> None:
+    finish(start(tmp_path / "whole"))
+    draw = random.Random(20)
+    place = tmp_path / "killed"
+    for _ in range(KILLS):
+        before = saved(place)
+        process = start(place, "--pause", "0.02")
+        while saved(place) == before:
+            assert process.poll() is None, finish(process)
+            time.sleep(0.005)
+        # Anywhere in the steps and saves that follow.
+        time.sleep(draw.uniform(0, 0.6))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    finish(start(place))
+    whole, killed = (CheckpointManager(root).restore(STEPS) for root in (tmp_path / "whole", place))
+    # numpy's generator is not seeded, nor used, by the example.
+    for state in (whole, killed):
+        del state["rng"]["numpy"]
+    assert difference(whole, killed) is None
