@@ -12,6 +12,7 @@ Each figure that must be reached is one line with PASS or MISS; raw samples and 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import shutil
@@ -33,6 +34,7 @@ from ratios import Line
 import holdfast
 from holdfast.bench import environment
 from holdfast.bench.models import build, spec_of_size
+from holdfast.bench.probes import make_cold, warm
 from holdfast.cli.text import Table
 from holdfast.units import parse_bytes
 
@@ -62,10 +64,7 @@ def main() -> int:
         about = environment.describe(folder)
     finally:
         shutil.rmtree(folder)
-    table = Table("what", "measured", "spread", "must be", "")
-    for line in lines:
-        table.add(*line.row())
-    table.print()
+    Table(("figure", ">measured", ">spread", ">must reach", ""), [line.row() for line in lines]).show()
     if options.out:
         document = {
             "command": " ".join(sys.argv),
@@ -98,19 +97,20 @@ def _ratios(samples: dict[str, list[float]], over: str, under: str) -> tuple[flo
 def stall(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]:
     """Return seconds by kind and round; the first round only makes memory warm."""
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.staging import BlockingAsyncStager
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
     state = build(spec_of_size(options.size), seed=SEED)
-    copy = {name: torch.empty_like(tensor) for name, tensor in state.items()}
-    stager = BlockingAsyncStager(cache_staged_state_dict=True)
-    samples: dict[str, list[float]] = {name: [] for name in ("copy", "one thread", "holdfast", "dcp")}
+    target = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+    # The second keeps its memory from save to save, as we do; its other options need a GPU.
+    stagers = {"dcp": None, "dcp, kept memory": DefaultStager(StagingOptions(False, False, False, False))}
+    samples: dict[str, list[float]] = {name: [] for name in ("copy", "one thread", "holdfast", *stagers)}
     manager = holdfast.CheckpointManager(folder / "run", keep_last=1)
 
     def plain() -> float:
-        return _seconds(lambda: [copy[name].copy_(tensor) for name, tensor in state.items()])
+        return _seconds(lambda: [target[name].copy_(tensor) for name, tensor in state.items()])
 
     def one_thread() -> float:
-        pairs = [(copy[n].view(torch.int16).numpy(), t.view(torch.int16).numpy()) for n, t in state.items()]
+        pairs = [(target[n].view(torch.int16).numpy(), t.view(torch.int16).numpy()) for n, t in state.items()]
         return _seconds(lambda: [np.copyto(*pair) for pair in pairs])
 
     def ours(number: int) -> float:
@@ -120,21 +120,20 @@ def stall(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]:
         pending.wait()
         return held
 
-    def theirs(number: int) -> float:
+    def theirs(number: int, name: str) -> float:
+        place = folder / f"dcp-{number}"
         begin = time.perf_counter()
         future = dcp.async_save(
-            dict(state),
-            storage_writer=dcp.FileSystemWriter(folder / f"dcp-{number}"),
-            async_stager=stager,
-            no_dist=True,
+            dict(state), storage_writer=dcp.FileSystemWriter(place), async_stager=stagers[name], no_dist=True
         )
         held = time.perf_counter() - begin
-        future.result()
-        shutil.rmtree(folder / f"dcp-{number}")
+        getattr(future, "upload_completion", future).result()
+        shutil.rmtree(place)
         return held
 
     for number in range(options.rounds + 1):
-        found = {"copy": plain(), "one thread": one_thread(), "holdfast": ours(number), "dcp": theirs(number)}
+        found = {"copy": plain(), "one thread": one_thread(), "holdfast": ours(number)}
+        found |= {name: theirs(number, name) for name in stagers}
         if number:
             for name, seconds in found.items():
                 samples[name].append(seconds)
@@ -230,21 +229,21 @@ def slowdown_lines(samples: dict[str, list[float]]) -> Iterator[Line]:
 def incremental(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]:
     """Return bytes and durable seconds of full saves and of those with 5% of the tensors changed."""
     state = build(spec_of_size(options.size), seed=SEED)
-    largest = max(tensor.nbytes for tensor in state.values())
     pieces = {f"{name}.{k}": part for name, t in state.items() for k, part in enumerate(t.split(max(1, len(t) // 4)))}
-    del largest
     names = sorted(pieces)
     samples: dict[str, list[float]] = {"full bytes": [], "bytes": [], "full": [], "seconds": []}
     draw = np.random.default_rng(SEED)
     for number in range(options.rounds + 1):
-        report = holdfast.save(pieces, folder / "full", incremental=True, overwrite=True)
+        report = holdfast.save(pieces, folder / "full", incremental=True)
         budget = 0.05 * report.state_bytes
         for name in draw.permutation(names):
             budget -= pieces[name].nbytes
             if budget < 0:
                 break
             pieces[name] = pieces[name] + 1
-        changed = holdfast.save(pieces, folder / "step", base=folder / "full", overwrite=True)
+        changed = holdfast.save(pieces, folder / "step", base=folder / "full")
+        for path in ("full", "step"):
+            shutil.rmtree(folder / path)
         if number:
             samples["full bytes"].append(report.new_bytes)
             samples["bytes"].append(changed.new_bytes)
@@ -294,7 +293,8 @@ def delta(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     model = _Gpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     samples: dict[str, Any] = {name: [] for name in _PARTS}
-    samples |= {f"{name}, planes alone": [] for name in _PARTS} | {"deepest": [], "whole": [], "chain": []}
+    samples |= {f"{name}, planes alone": [] for name in _PARTS} | {"deepest": []}
+    kept: list[dict[str, Any]] = []
     manager = holdfast.CheckpointManager(folder / "run", incremental="delta")
 
     def train(steps: int) -> None:
@@ -325,12 +325,37 @@ def delta(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         plain = folder / "plain"
         holdfast.save(found, plain, compression="lossless", overwrite=True)
         path = manager.steps()[-1].path
+        if number in (0, _LONGEST):
+            kept.append(copy.deepcopy(found))
         about, alone = holdfast.info(path), holdfast.info(plain)
         samples["deepest"].append(about.details.get("history", {}).get("deepest_chain", 0))
         for name in _PARTS:
             samples[name].append(about.by_part[name].stored_bytes / about.by_part[name].nbytes)
             samples[f"{name}, planes alone"].append(alone.by_part[name].stored_bytes / alone.by_part[name].nbytes)
-    del plain
+    manager.close()
+    return samples | _restore(folder, *kept, options.rounds)
+
+
+_LONGEST = 7
+"""Differences after which a block is stored whole again: the last of them is furthest from its whole block."""
+
+_COPIES = 20
+
+
+def _restore(folder: Path, first: dict[str, Any], last: dict[str, Any], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of filling a large state from differences, and from whole blocks."""
+    first, last = ({str(k): copy.deepcopy(state) for k in range(_COPIES)} for state in (first, last))
+    holdfast.save(first, folder / "first", compression="lossless", incremental=True)
+    holdfast.save(last, folder / "chain", compression="lossless", base=folder / "first", delta=True)
+    holdfast.save(last, folder / "whole", compression="lossless")
+    samples: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for kind in ("warm", "cold"):
+            for name in ("whole", "chain"):
+                path = folder / name
+                (warm if kind == "warm" else make_cold)(path)
+                seconds = _seconds(lambda path=path: holdfast.load(path, into=first))
+                samples.setdefault(f"load {name}, {kind}", []).append(seconds)
     return samples
 
 
@@ -353,6 +378,9 @@ def delta_lines(samples: dict[str, Any]) -> Iterator[Line]:
         for share, alone in zip(samples[name], samples[f"{name}, planes alone"], strict=True)
     )
     yield Line("differences / planes alone, at worst", 1.0, worst, at_most=True)
+    for kind in ("warm", "cold"):
+        ratios = _ratios(samples, f"load chain, {kind}", f"load whole, {kind}")
+        yield Line(f"load of differences / of whole blocks, {kind}", 2.0, *ratios, at_most=True)
 
 
 # Memory

@@ -79,4 +79,5 @@ class ChangesStream(CodedStream):
         if probe.estimate(changed, dtype) > WORTH_A_DIFFERENCE * whole:
             return None
         name, length = probe.encode(changed, dtype, out)
-        return (name, length) if length < whole * len(raw) else None
+        # Once more, now that the length is known: the samples may not have been like the rest.
+        return (name, length) if length <= WORTH_A_DIFFERENCE * whole * len(raw) else None
