@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def test_power_is_lost_while_a_manager_works(
             check(place, allowed)
         except AssertionError as error:
             raise AssertionError(f"{description}: {error}") from error
-        power_loss.removed(place)
+        shutil.rmtree(place)
         cases += 1
     record_property("cases", cases)
 

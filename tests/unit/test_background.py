@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -208,4 +207,3 @@ def test_progress_is_told(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     holdfast.save_async(state_of(4), tmp_path / "c", progress=lambda done, total: seen.append((done, total))).wait()
     assert seen[-1][0] == seen[-1][1] == 4 * 1024**2
-    time.sleep(0)

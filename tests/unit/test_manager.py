@@ -154,8 +154,10 @@ def test_a_child_does_not_hold_its_parents_lock(tmp_path: Path) -> None:
     manager.close()
     with CheckpointManager(tmp_path) as other:
         other.save(2, state(2)).wait()
+        assert numbers(other) == [1, 2]
+    assert os.waitpid(child, os.WNOHANG) == (0, 0)  # the child lived all the time
     os.close(write)
-    os.waitpid(child, 0)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_broken_steps_are_passed_over_and_said(tmp_path: Path) -> None:
@@ -419,5 +421,7 @@ def test_nothing_is_said_without_a_reason(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         with CheckpointManager(tmp_path) as manager:
             manager.save(1, state(1)).wait()
-            manager.latest()
-            manager.restore()
+            latest = manager.latest()
+            assert latest is not None
+            assert latest.number == 1
+            assert same(manager.restore(), state(1))

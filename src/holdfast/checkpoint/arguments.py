@@ -44,6 +44,12 @@ def thread_count(threads: int | None) -> int:
     return threads
 
 
+def check_count(what: str, count: object) -> None:
+    """Raise UsageError unless a count is an int of 1 or more."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise UsageError(f"{what} is {count!r}", remedy="give an int of 1 or more")
+
+
 def check_device(device: torch.device | str | None) -> None:
     """Raise UsageError if tensors cannot be made on a device, before anything is read."""
     if device is None:

@@ -242,7 +242,7 @@ class CheckpointManager:
     def latest(self) -> Step | None:
         """Return the last step that is whole, or None; steps that are not are passed over with a warning."""
         found = self.survey()
-        _say_passed_over(found)
+        _say_passed_over(found, stacklevel=3)
         return found.steps[-1] if found.steps else None
 
     def best(self, metric: str | None = None, mode: str | None = None) -> Step | None:
@@ -322,7 +322,7 @@ class CheckpointManager:
 
     def _newest_first(self) -> list[Path]:
         found = self.survey()
-        _say_passed_over(found)
+        _say_passed_over(found, stacklevel=4)
         return [Path(each.path) for each in reversed(found.steps)]
 
     # Deleting
@@ -404,12 +404,12 @@ class CheckpointManager:
             error.add_note(f"a checkpoint was not saved: {failure}")
 
 
-def _say_passed_over(found: Survey) -> None:
+def _say_passed_over(found: Survey, *, stacklevel: int) -> None:
     """Warn of steps that are not whole and later than the last one that is."""
     last = found.steps[-1].number if found.steps else -1
     for number, error in found.broken.items():
         if number > last:
-            warnings.warn(f"step {number} is passed over: {error}", stacklevel=4)
+            warnings.warn(f"step {number} is passed over: {error}", stacklevel=stacklevel)
 
 
 def _checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, Any]:

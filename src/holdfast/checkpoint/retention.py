@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from holdfast.checkpoint.arguments import check_count
 from holdfast.checkpoint.steps import Step
 from holdfast.errors import UsageError
 from holdfast.units import parse_seconds
@@ -64,7 +65,7 @@ class KeepLast(Keep):
     count: int
 
     def __post_init__(self) -> None:
-        _positive("keep_last", self.count)
+        check_count("keep_last", self.count)
 
     def wanted(self, steps: Sequence[Step]) -> set[int]:
         return {step.number for step in steps[-self.count :]}
@@ -83,7 +84,7 @@ class KeepEvery(Keep):
     interval: int
 
     def __post_init__(self) -> None:
-        _positive("keep_every", self.interval)
+        check_count("keep_every", self.interval)
 
     def wanted(self, steps: Sequence[Step]) -> set[int]:
         return {step.number for step in steps if step.number % self.interval == 0}
@@ -114,7 +115,7 @@ class KeepBest(Keep):
     mode: str = "min"
 
     def __post_init__(self) -> None:
-        _positive("keep_best", self.count)
+        check_count("keep_best", self.count)
         if self.mode not in ("min", "max"):
             raise UsageError(f"mode is {self.mode!r}", remedy='give "min" or "max"')
 
@@ -208,8 +209,3 @@ def _only_metric(steps: Iterable[Step]) -> str | None:
         listed = ", ".join(sorted(names))
         raise UsageError(f"the steps have several metrics: {listed}", remedy="say which one is meant")
     return next(iter(names), None)
-
-
-def _positive(what: str, count: int) -> None:
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise UsageError(f"{what} is {count!r}", remedy="give an int of 1 or more")

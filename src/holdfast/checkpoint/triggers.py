@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from holdfast.checkpoint.arguments import check_count
 from holdfast.errors import UsageError
 from holdfast.units import parse_seconds
 
@@ -59,8 +60,7 @@ class EverySteps(SaveWhen):
     interval: int
 
     def __post_init__(self) -> None:
-        if isinstance(self.interval, bool) or not isinstance(self.interval, int) or self.interval < 1:
-            raise UsageError(f"the interval is {self.interval!r}", remedy="give an int of 1 or more")
+        check_count("the interval", self.interval)
 
     def due(self, step: int) -> bool:
         return step > 0 and step % self.interval == 0

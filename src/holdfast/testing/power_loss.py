@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -326,8 +325,3 @@ def recorded(folder: Path) -> Iterator[Recording]:
             stack.enter_context(mock.patch.object(os, name, getattr(recorder, name)))
         stack.enter_context(mock.patch.object(commit, "_rename", recorder.renameat2))
         yield recording
-
-
-def removed(folder: Path) -> None:
-    """Remove a tree that a case was written to."""
-    shutil.rmtree(folder)
