@@ -1,6 +1,6 @@
-"""Write the golden checkpoints of the current format version; only for a new version, never again for an old one.
+"""Write golden checkpoints of the current format; only for a new version or feature, never again for an old one.
 
-Usage: python tests/golden/make.py native-2
+Usage: python tests/golden/make.py native-2 [changes]
 """
 
 from __future__ import annotations
@@ -8,13 +8,15 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from states import state
+from states import later, state
 
 import holdfast
 
 HERE = Path(__file__).parent
 
-if __name__ == "__main__":
+
+def whole(place: Path) -> None:
+    """Write a checkpoint in each way that a whole one is stored."""
     for name, options in {
         "raw": {},
         "lossless": {"compression": "lossless"},
@@ -22,4 +24,17 @@ if __name__ == "__main__":
         "zstd": {"compression": "zstd"},
         "gzip": {"compression": "gzip"},
     }.items():
-        print(holdfast.save(state(), HERE / sys.argv[1] / name, metadata={"note": "golden"}, **options))
+        print(holdfast.save(state(), place / name, metadata={"note": "golden"}, **options))
+
+
+def changes(place: Path) -> None:
+    """Write steps that take from the step before what has not changed, raw and as differences."""
+    for kind, options in {"raw": {}, "delta": {"compression": "lossless", "delta": True}}.items():
+        first = place / f"{kind}-first"
+        about = {"metadata": {"note": "golden"}, "incremental": True}
+        print(holdfast.save(state(), first, compression=options.get("compression", "none"), **about))
+        print(holdfast.save(later(), place / f"{kind}-later", base=first, **about, **options))
+
+
+if __name__ == "__main__":
+    {"whole": whole, "changes": changes}[(sys.argv[2:] or ["whole"])[0]](HERE / sys.argv[1])

@@ -54,3 +54,15 @@ def state() -> dict[str, Any]:
             "dtype": torch.bfloat16,
         },
     }
+
+
+def later() -> dict[str, Any]:
+    """Return the state some steps on: a few tensors have changed, one a little, one has come, one has gone."""
+    found = state()
+    found["model"]["f16"] = bits("003c 0080 027e".replace(" ", ""), torch.float16, 3)
+    found["model"]["new"] = torch.tensor([1, 2, 3], dtype=torch.int16)
+    del found["model"]["f64"]
+    moments = found["optimizer"]["state"][0]
+    moments["exp_avg"] = (moments["exp_avg"].view(torch.int32) + 3).view(torch.float32)
+    found["plain"]["int"] = -8
+    return found

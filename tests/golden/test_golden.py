@@ -22,21 +22,34 @@ states = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(states)
 
 GOLDEN = sorted(path.parent for path in HERE.glob("*/*/manifest.json"))
+WHOLE = {"raw", "lossless", "sharded", "zstd", "gzip"}
+CHANGES = {"raw-first", "raw-later", "delta-first", "delta-later"}
 
 
 def test_there_are_golden_checkpoints() -> None:
-    assert {path.name for path in GOLDEN} == {"raw", "lossless", "sharded", "zstd", "gzip"}
+    assert {path.name for path in GOLDEN} == WHOLE | CHANGES
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_golden(path: Path) -> None:
     assert holdfast.verify(path).ok
     found = holdfast.load(path)
-    assert difference(found, states.state()) is None
+    expected = states.later() if path.name.endswith("-later") else states.state()
+    assert difference(found, expected) is None
     assert found["model"]["tied"] is found["model"]["layers.0.weight"]
     assert found["model"]["row"].untyped_storage().data_ptr() == found["model"]["tied"].untyped_storage().data_ptr()
     with holdfast.open(path) as opened:
         assert opened.metadata == {"note": "golden"}
+
+
+def test_golden_steps_hold_what_they_are_there_for() -> None:
+    """Else they would be whole ones under another name."""
+    histories = {path.name: holdfast.info(path).details.get("history", {}) for path in GOLDEN if path.name in CHANGES}
+    assert histories["delta-later"]["deepest_chain"] == 1
+    assert histories["raw-later"]["deepest_chain"] == 0
+    for kind in ("raw", "delta"):
+        files = {path.name for path in (HERE / "native-1-changes" / f"{kind}-later").iterdir()}
+        assert any(name.startswith("from-") for name in files)
 
 
 def test_a_checkpoint_spelled_out_by_hand(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import gc
+import mmap
 import os
 import signal
 import threading
@@ -167,3 +169,35 @@ def test_a_file_that_ends_too_early_is_said(tmp_path: Path, page_cache: bool) ->
         os.truncate(path, MIB + 5)
         with pytest.raises(holdfast.CorruptCheckpointError, match="ends at byte 1,048,581"):
             file.fetch(MIB - 100, MIB, scratch)
+
+
+class Ledger:
+    """Stands for CUDA's page-locking."""
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+
+    def lock(self, memory: mmap.mmap) -> None:
+        address = np.frombuffer(memory, np.uint8).ctypes.data
+        assert address not in self.locked
+        self.locked[address] = len(memory)
+
+    def unlock(self, memory: mmap.mmap) -> None:
+        del self.locked[np.frombuffer(memory, np.uint8).ctypes.data]
+
+
+def test_buffers_are_page_locked_as_long_as_they_are_the_pools() -> None:
+    ledger = Ledger()
+    pool = BufferPool(64 * MIB, page_lock=ledger)
+    for _ in range(3):  # once, not at each loan
+        with pool.acquire(10 * MIB) as array:
+            assert array.ctypes.data in ledger.locked
+    with pool.acquire(40 * MIB), pool.acquire(20 * MIB):  # the first buffer has to make room
+        assert sorted(ledger.locked.values()) == [20 * MIB, 40 * MIB]
+    pool.close()
+    assert not ledger.locked
+    with pool.acquire(10 * MIB):
+        assert ledger.locked
+    del pool, array
+    gc.collect()
+    assert not ledger.locked

@@ -150,9 +150,13 @@ def begin_save(
     pool = memory.working(settings.threads, delta=delta) if copy else memory.whole()
     about = About(os.fspath(path), format, settings.compression, *size_of(flat), decision, choice.settings_from)
     write = get_format(format).begin(flat, Path(path), replace(settings, pool=pool))
+    fits = True
     if copy:
-        write.prepare(memory.staging(write.staging_bytes()))
-    return PendingSave(write, about, memory, begin)
+        needed = write.staging_bytes()
+        staging = memory.staging(needed, from_cuda=streams.on_cuda(flat.leaves.values()))
+        write.prepare(staging)
+        fits = needed <= staging.budget
+    return PendingSave(write, about, memory, begin, fits=fits)
 
 
 class PendingSave:
@@ -164,9 +168,10 @@ class PendingSave:
         Where the checkpoint appears.
     """
 
-    def __init__(self, write: Write, about: About, memory: SaveMemory, begin: float) -> None:
+    def __init__(self, write: Write, about: About, memory: SaveMemory, begin: float, *, fits: bool) -> None:
         self.path = about.path
         self.memory = memory
+        self.fits = fits  # whether the whole state can be copied before any of it is written
         self._write: Write | None = write
         self._about = about
         self._begin = begin
@@ -225,12 +230,6 @@ class PendingSave:
             write.stage(_copying_threads())
         self._stall = time.perf_counter() - self._begin
         self._staged.set()
-
-    @property
-    def fits(self) -> bool:
-        """Whether the whole state can be copied before any of it is written."""
-        needed = self._unfinished().staging_bytes()
-        return needed <= self.memory.staging(needed).budget
 
     def supersede(self) -> None:
         """End a save that was staged and never launched."""

@@ -9,6 +9,7 @@ from holdfast.errors import UsageError
 from holdfast.formats.base import BLOCK_BYTES, thread_bytes
 from holdfast.formats.native.writer import buffers_each
 from holdfast.io.buffers import DEFAULT_BUDGET, MINIMUM_BUDGET, BufferPool
+from holdfast.io.page_lock import CudaPageLock, PageLock
 from holdfast.units import format_bytes, parse_bytes
 
 
@@ -36,6 +37,7 @@ class SaveMemory:
             )
         self._staging: BufferPool | None = None
         self._working: BufferPool | None = None
+        self._page_lock = CudaPageLock()
 
     def working(self, threads: int, *, delta: bool) -> BufferPool:
         """Return the pool for the work of that many threads, which may have to make differences."""
@@ -44,10 +46,10 @@ class SaveMemory:
         self._working = _fitting(self._working, max(MINIMUM_BUDGET, each, min(threads * each, most)))
         return self._working
 
-    def staging(self, needed: int) -> BufferPool:
+    def staging(self, needed: int, *, from_cuda: bool) -> BufferPool:
         """Return the pool for copies that take ``needed`` bytes, or as much of it as the budget leaves.
 
-        `working` comes before.
+        `working` comes before. Copies from CUDA devices go to page-locked buffers.
         """
         if self._working is None:
             raise AssertionError("the work's share is taken first")
@@ -57,7 +59,7 @@ class SaveMemory:
             room = self._staging.budget
         else:
             room = max(MINIMUM_BUDGET, min(needed, available_bytes() // 2))
-        self._staging = _fitting(self._staging, room)
+        self._staging = _fitting(self._staging, room, self._page_lock if from_cuda else None)
         return self._staging
 
     def whole(self) -> BufferPool:
@@ -77,12 +79,12 @@ class SaveMemory:
                 pool.close()
 
 
-def _fitting(pool: BufferPool | None, budget: int) -> BufferPool:
-    if pool is not None and pool.budget == budget:
+def _fitting(pool: BufferPool | None, budget: int, page_lock: PageLock | None = None) -> BufferPool:
+    if pool is not None and pool.budget == budget and pool.page_lock is page_lock:
         return pool
     if pool is not None:
         pool.close()
-    return BufferPool(budget)
+    return BufferPool(budget, page_lock=page_lock)
 
 
 def available_bytes() -> int:

@@ -16,6 +16,7 @@ from holdfast.io.files import Bytes
 from holdfast.io.parallel import LOOK_AGAIN, Cancellation
 from holdfast.state.dtypes import DType
 from holdfast.state.source import Source
+from holdfast.state.streams import beside_the_caller
 from holdfast.state.tree import Flat
 from holdfast.units import format_bytes
 
@@ -40,7 +41,8 @@ class HostCopy:
     def copy(self, start: int, stop: int) -> None:
         """Copy a range of the leaf."""
         if self._source is not None:
-            self._source.read(start, stop, self._loan.array[start:stop])
+            with beside_the_caller(self._source):
+                self._source.read(start, stop, self._loan.array[start:stop])
 
     def forget(self) -> None:
         """Let go of the leaf, whose memory the caller may want back."""

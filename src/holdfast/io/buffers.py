@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+import weakref
 from types import TracebackType
 from typing import Self
 
@@ -17,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.errors import UsageError
+from holdfast.io.page_lock import PageLock
 from holdfast.io.parallel import LOOK_AGAIN, Cancellation
 from holdfast.units import format_bytes
 
@@ -83,6 +85,8 @@ class BufferPool:
     ----------
     budget : int
         The most bytes that all buffers together may take, those that lie free for reuse included.
+    page_lock : PageLock, optional
+        What page-locks the buffers as long as they are the pool's.
 
     Attributes
     ----------
@@ -95,17 +99,21 @@ class BufferPool:
         If the budget is below 64 MiB: one thread needs that much to code and write blocks of 16 MiB.
     """
 
-    def __init__(self, budget: int = DEFAULT_BUDGET) -> None:
+    def __init__(self, budget: int = DEFAULT_BUDGET, *, page_lock: PageLock | None = None) -> None:
         if budget < MINIMUM_BUDGET:
             raise UsageError(
                 f"a memory budget of {format_bytes(budget)} is too small",
                 remedy=f"give at least {format_bytes(MINIMUM_BUDGET)}",
             )
         self.budget = budget
+        self.page_lock = page_lock
         self.peak_bytes = 0
         self._allocated = 0
         self._free: list[mmap.mmap] = []
         self._changed = threading.Condition()
+        if page_lock is not None:
+            # Memory that is unmapped while it is locked is lost to the system. At exit all of it goes anyway.
+            weakref.finalize(self, _unlock_all, page_lock, self._free).atexit = False
 
     def threads(self, wanted: int, bytes_each: int) -> int:
         """Return how many threads, at most ``wanted``, can have that much memory each.
@@ -140,14 +148,18 @@ class BufferPool:
                 f"one step needs a buffer of {format_bytes(size)}, more than the memory budget",
                 remedy=f"give a budget of at least {format_bytes(size)}",
             )
-        return Loan(self, self._take(size, cancellation))
+        memory, new = self._take(size, cancellation)
+        if new and self.page_lock is not None:
+            self.page_lock.lock(memory)
+        return Loan(self, memory)
 
     def _put(self, memory: mmap.mmap) -> None:
         with self._changed:
             self._free.append(memory)
             self._changed.notify_all()
 
-    def _take(self, size: int, cancellation: Cancellation | None) -> mmap.mmap:
+    def _take(self, size: int, cancellation: Cancellation | None) -> tuple[mmap.mmap, bool]:
+        """Return a buffer, and whether it is new to the pool."""
         with self._changed:
             while True:
                 # Not one far too large: the accounting of `threads` relies on what each need takes.
@@ -155,15 +167,15 @@ class BufferPool:
                 if fitting:
                     best = min(fitting, key=len)
                     self._free.remove(best)
-                    return best
+                    return best, False
                 while self._free and self._allocated + size > self.budget:
                     # Views of a lent array may still be alive somewhere; the memory then goes when they do.
-                    self._allocated -= len(self._free.pop())
+                    self._allocated -= len(self._part_with(self._free.pop()))
                 if self._allocated + size <= self.budget:
                     memory = _shelf.take(size, at_most=self.budget - self._allocated) or _map(size)
                     self._allocated += len(memory)
                     self.peak_bytes = max(self.peak_bytes, self._allocated)
-                    return memory
+                    return memory, True
                 if cancellation is None:
                     self._changed.wait()
                 else:
@@ -174,15 +186,25 @@ class BufferPool:
         """Give the free buffers back; the pool can still be used."""
         with self._changed:
             while self._free:
-                memory = self._free.pop()
+                memory = self._part_with(self._free.pop())
                 self._allocated -= len(memory)
                 _shelf.put(memory)
+
+    def _part_with(self, memory: mmap.mmap) -> mmap.mmap:
+        if self.page_lock is not None:
+            self.page_lock.unlock(memory)
+        return memory
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def _unlock_all(page_lock: PageLock, buffers: list[mmap.mmap]) -> None:
+    for memory in buffers:
+        page_lock.unlock(memory)
 
 
 class _Shelf:

@@ -6,10 +6,13 @@ while the threads that gather and scatter leaves copy on the default stream, whi
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 from holdfast.state.leaf import Leaf
+from holdfast.state.source import Source
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +35,37 @@ def wait_for_copies(leaves: Iterable[Leaf]) -> None:
         import torch
 
         torch.cuda.default_stream(device).synchronize()
+
+
+def on_cuda(leaves: Iterable[Leaf]) -> bool:
+    """Say whether any of the leaves lies on a CUDA device."""
+    return bool(_cuda_devices(leaves))
+
+
+def beside_the_caller(source: Source) -> AbstractContextManager[Any]:
+    """Return a context in which a leaf is copied on a CUDA stream of the calling thread's own.
+
+    Such a copy neither waits for kernels that are queued on the default stream meanwhile nor holds them up. What the
+    leaf's values come from must be done before: see `wait_for_caller`. Nothing for a leaf that is not on a CUDA device.
+    """
+    if not isinstance(source, Leaf) or not source.is_torch or not source.array.is_cuda:
+        return nullcontext()
+    import torch
+
+    device = source.array.device
+    if device not in _own.streams:
+        _own.streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return torch.cuda.stream(_own.streams[device])
+
+
+class _Own(threading.local):
+    """The streams of one thread, by device."""
+
+    def __init__(self) -> None:
+        self.streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+_own = _Own()
 
 
 def _cuda_devices(leaves: Iterable[Leaf]) -> set[torch.device]:

@@ -27,6 +27,7 @@ from holdfast.formats.sealed import digest, new_hasher
 from holdfast.io.buffers import ALIGNMENT, BufferPool, Loan, aligned_copy, round_down, round_up
 from holdfast.io.files import Bytes, DirectFile
 from holdfast.io.parallel import Cancellation, Meter, Order
+from holdfast.state.streams import beside_the_caller
 
 _HASH_BYTES = 1024**2
 """Bytes that are hashed right after they were copied, while they are still in the core's cache."""
@@ -274,7 +275,8 @@ def stage(blocks: list[Block], buffer: Bytes) -> None:
     for block, place in places(blocks):
         raw = block.leaf.source.host_bytes()
         if raw is None:
-            block.leaf.source.read(block.start, block.stop, buffer[place])
+            with beside_the_caller(block.leaf.source):
+                block.leaf.source.read(block.start, block.stop, buffer[place])
         else:
             np.copyto(buffer[place], raw[block.start : block.stop])
 
