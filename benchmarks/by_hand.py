@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from holdfast.bench import environment
+from holdfast import environment
 from holdfast.bench.cell import run_cell
 from holdfast.bench.checkpoint_workload import SEED
 from holdfast.bench.experiment import Limits

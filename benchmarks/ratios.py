@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.bench import environment
+from holdfast import environment
 from holdfast.bench.checkpoint_workload import MEASURES
 from holdfast.bench.codec_rates import CodecRate, measure_codecs
 from holdfast.bench.models import build, parse, spec_of_size

@@ -32,7 +32,7 @@ import torch
 from ratios import Line
 
 import holdfast
-from holdfast.bench import environment
+from holdfast import environment
 from holdfast.bench.models import build, spec_of_size
 from holdfast.bench.probes import make_cold, warm
 from holdfast.cli.text import Table

@@ -1,6 +1,7 @@
 """A training loop that can be killed at any time and goes on where it stopped: ``python examples/plain_loop.py``.
 
-Run it, kill it, run it again: the weights at the end are those of a run that was never interrupted, bit for bit.
+Run it, kill it, run it again: the weights at the end are those of a run that was never interrupted, bit for bit. Told
+to stop by SIGTERM, as batch systems do, it saves after the step that it is in, and ends.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ def main() -> None:
     # Everything that a step depends on: what is drawn next, too.
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "rng": holdfast.RandomState(), "step": 0}
 
-    rules = holdfast.EverySteps(20) | holdfast.OnSignal()
-    with holdfast.CheckpointManager(options.out, save_when=rules, keep_last=2, incremental=True) as manager:
-        latest = manager.latest()
+    on_signal = holdfast.OnSignal()
+    rules = holdfast.EverySteps(20) | on_signal
+    # The manager ends first and waits for its last save; a second SIGTERM meanwhile ends the process at once.
+    with on_signal, holdfast.CheckpointManager(options.out, save_when=rules, keep_last=2, incremental=True) as manager:
         first = 1
-        if latest is not None:
-            first = manager.restore(latest, into=state)["step"] + 1
-            print(f"going on with step {first}")
+        if manager.latest() is not None:
+            first = manager.restore(into=state)["step"] + 1
+            print(f"going on with step {first}", flush=True)
         for step in range(first, options.steps + 1):
             inputs = torch.randn(64, 32)
             loss = (model(inputs) - inputs.sum(1, keepdim=True).sin()).square().mean()
@@ -45,9 +47,18 @@ def main() -> None:
             optimizer.step()
             scheduler.step()
             time.sleep(options.pause)
-            if manager.due(step) or step == options.steps:
+            # Asked once: a signal that comes after this line is for the next step.
+            stop = on_signal.came
+            if manager.due(step) or stop or step == options.steps:
                 manager.save(step, {**state, "step": step}, metrics={"loss": loss.item()})
-    print(f"step {options.steps}: loss {loss.item():.6f}" if first <= options.steps else "nothing left to do")
+            if stop:
+                break
+    if first > options.steps:
+        print("nothing left to do")
+    elif step < options.steps:
+        print(f"stopped after step {step}")
+    else:
+        print(f"step {step}: loss {loss.item():.6f}")
 
 
 if __name__ == "__main__":

@@ -5,12 +5,18 @@ The files are ordinary safetensors files.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from holdfast.checkpoint.arguments import checked_path
 from holdfast.checkpoint.load import load
 from holdfast.checkpoint.save import save
 from holdfast.errors import PathLike
+from holdfast.formats.safetensors_read import SUFFIX, begins_like_safetensors
+from holdfast.io.commit import Commit
+from holdfast.io.files import store_error
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +27,7 @@ __all__ = ["load_file", "save_file"]
 def save_file(
     tensors: Mapping[str, torch.Tensor], filename: PathLike, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Save tensors as one safetensors file; what is at the path is replaced.
+    """Save tensors as one safetensors file, whatever its name; a safetensors file that is there is replaced.
 
     Unlike safetensors' own, it takes tensors that share memory or are not contiguous.
 
@@ -29,14 +35,31 @@ def save_file(
     ----------
     tensors : mapping of str to torch.Tensor
     filename : path-like
-        Must end in ``.safetensors``.
     metadata : mapping of str to str, optional
 
     Raises
     ------
-    UnsupportedError, DestinationExistsError, StoreError, BusyError, UsageError
+    DestinationExistsError
+        If something other than a safetensors file is at the path.
+    UnsupportedError, StoreError, BusyError, UsageError
     """
-    save(dict(tensors), filename, format="safetensors", overwrite=True, metadata=dict(metadata or {}))
+    place = Path(checked_path(filename))
+    if place.suffix == SUFFIX:
+        _save(tensors, place, metadata)
+        return
+    # Of another name a directory would be made: the file gets its name when it is whole.
+    with Commit(place, directory=False, overwrite=True, replaceable=begins_like_safetensors) as commit:
+        whole = commit.path.with_name(f"model{SUFFIX}")
+        _save(tensors, whole, metadata)
+        try:
+            os.rename(whole, commit.path)
+        except OSError as error:
+            raise store_error(error, place, "save here") from error
+        commit.publish()
+
+
+def _save(tensors: Mapping[str, torch.Tensor], place: Path, metadata: Mapping[str, str] | None) -> None:
+    save(dict(tensors), place, format="safetensors", overwrite=True, metadata=dict(metadata or {}))
 
 
 def load_file(filename: PathLike, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,11 +50,12 @@ def load_is_right_or_refused(path: Path) -> bool:
 @pytest.mark.parametrize(
     "checkpoint", [pytest.param(w, marks=[] if w in QUICK else pytest.mark.slow) for w in WRITERS], indirect=True
 )
-def test_every_flipped_byte_of_every_file(checkpoint: Path) -> None:
+def test_every_flipped_byte_of_every_file(checkpoint: Path, record_property: Any) -> None:
     assert holdfast.verify(checkpoint).ok
-    refused = 0
+    refused = cases = 0
     for file in sorted(checkpoint.iterdir()):
         content = file.read_bytes()
+        cases += len(content)
         for position in range(len(content)):
             # Another bit at each position, so that all eight are met throughout.
             flipped = content[position] ^ (1 << position % 8)
@@ -71,6 +73,7 @@ def test_every_flipped_byte_of_every_file(checkpoint: Path) -> None:
     data = sum(entry.stored_bytes for entry in holdfast.info(checkpoint).entries)
     assert refused == data + (checkpoint / "manifest.json").stat().st_size
     assert holdfast.verify(checkpoint).ok
+    record_property("cases", cases)
 
 
 def test_a_problem_names_file_tensor_and_block(checkpoint: Path) -> None:
@@ -89,10 +92,12 @@ def test_a_problem_names_file_tensor_and_block(checkpoint: Path) -> None:
     assert caught.value.remedy
 
 
-def test_every_truncation_of_every_file(checkpoint: Path) -> None:
+def test_every_truncation_of_every_file(checkpoint: Path, record_property: Any) -> None:
+    cases = 0
     for file in sorted(checkpoint.iterdir()):
         content = file.read_bytes()
         for length in {0, 1, 7, 8, 100, len(content) // 2, len(content) - 1}:
+            cases += 1
             file.write_bytes(content[:length])
             with pytest.raises((holdfast.CorruptCheckpointError, holdfast.NotACheckpointError)):
                 holdfast.load(checkpoint)
@@ -101,6 +106,7 @@ def test_every_truncation_of_every_file(checkpoint: Path) -> None:
             holdfast.load(checkpoint)
         file.write_bytes(content)
     assert same(holdfast.load(checkpoint), STATE)
+    record_property("cases", cases)
 
 
 def test_a_missing_file_is_named(checkpoint: Path) -> None:

@@ -148,6 +148,10 @@ EDITS: dict[str, Callable[[Body], None]] = {
     "a scalar of a vector": sets("skeleton", "dict", "model", "dict", "a", to={"npscalar": "model.a"}),
     "a head of a tebibyte": both(sets("files", 0, "head_bytes", to=2**40), sets("files", 0, "bytes", to=2**40 + 600)),
     "metadata as a list": sets("metadata", to=[]),
+    "a file of an earlier save without the feature": sets("files", 0, "origin", to="step-000001"),
+    "a step after the last calendar": sets("step", to={"number": 1, "saved_at": 1e300, "metrics": {}}),
+    "a step before the first calendar": sets("step", to={"number": 1, "saved_at": -1e12, "metrics": {}}),
+    "a negative step": sets("step", to={"number": -1, "saved_at": 0.0, "metrics": {}}),
     "another program's": sets("format", to="other"),
     "version as text": sets("version", to="1"),
 }

@@ -77,15 +77,22 @@ def clean_up(root: Path) -> None:
 
 
 Work = Callable[[Path], None]
-WORKS: dict[str, tuple[Work, dict[int, set[int]]]] = {
-    # What may lie at each step afterwards: the numbers of states, 0 for nothing.
-    "save": (save_next, {1: {1}, 2: {2}, 3: {3}, 4: {0, 4}}),
-    "save at once": (save_next_at_once, {1: {1}, 2: {2}, 3: {3}, 4: {0, 4}}),
-    "replace": (replace, {1: {1}, 2: {2}, 3: {3, 30}}),
-    "prune": (thin_out, {1: {0, 1}, 2: {0, 2}, 3: {3}}),
-    "save and prune": (save_and_thin_out, {1: {0, 1}, 2: {0, 2}, 3: {3}, 4: {0, 4}}),
-    "delete": (delete_last, {1: {1}, 2: {2}, 3: {0, 3}}),
-    "start": (clean_up, {1: {1}, 2: {2}, 3: {3}}),
+States = dict[int, set[int]]
+"""What may lie at each step: the numbers of states, 0 for nothing."""
+
+WORKS: dict[str, tuple[Work, States, States]] = {
+    # What may be there if it was interrupted, and what must be there if it returned.
+    "save": (save_next, {1: {1}, 2: {2}, 3: {3}, 4: {0, 4}}, {1: {1}, 2: {2}, 3: {3}, 4: {4}}),
+    "save at once": (save_next_at_once, {1: {1}, 2: {2}, 3: {3}, 4: {0, 4}}, {1: {1}, 2: {2}, 3: {3}, 4: {4}}),
+    "replace": (replace, {1: {1}, 2: {2}, 3: {3, 30}}, {1: {1}, 2: {2}, 3: {30}}),
+    "prune": (thin_out, {1: {0, 1}, 2: {0, 2}, 3: {3}}, {1: {0}, 2: {0}, 3: {3}}),
+    "save and prune": (
+        save_and_thin_out,
+        {1: {0, 1}, 2: {0, 2}, 3: {3}, 4: {0, 4}},
+        {1: {0}, 2: {0}, 3: {3}, 4: {4}},
+    ),
+    "delete": (delete_last, {1: {1}, 2: {2}, 3: {0, 3}}, {1: {1}, 2: {2}, 3: {0}}),
+    "start": (clean_up, {1: {1}, 2: {2}, 3: {3}}, {1: {1}, 2: {2}, 3: {3}}),
 }
 PARAMETERS = [pytest.param(*value, id=name) for name, value in WORKS.items()]
 
@@ -109,7 +116,7 @@ def operations(work: Work, root: Path) -> int:
     return count
 
 
-def check(root: Path, allowed: dict[int, set[int]]) -> None:
+def check(root: Path, allowed: States) -> None:
     """Hold that every step is whole and one of those allowed, that a new manager goes on, and that nothing is left."""
     manager = start(root)
     with warnings.catch_warnings():
@@ -135,12 +142,13 @@ def check(root: Path, allowed: dict[int, set[int]]) -> None:
     assert {path.name for path in root.iterdir()} == visible
 
 
-@pytest.mark.parametrize(("work", "allowed"), PARAMETERS)
+@pytest.mark.parametrize(("work", "allowed", "done"), PARAMETERS)
 @pytest.mark.parametrize("action", [faults.die, faults.die_after], ids=["before", "after"])
 def test_killed_at_every_operation(
-    tmp_path: Path, work: Work, allowed: dict[int, set[int]], action: faults.Action, record_property: Any
+    tmp_path: Path, work: Work, allowed: States, done: States, action: faults.Action, record_property: Any
 ) -> None:
     count = operations(work, tmp_path / "count")
+    check(tmp_path / "count", done)
     for index in range(count):
         root = tmp_path / str(index)
         prepare(root, work)
@@ -154,7 +162,30 @@ def test_killed_at_every_operation(
     record_property("cases", count)
 
 
-@pytest.mark.parametrize(("work", "allowed"), PARAMETERS)
+def fail_at_every_operation(tmp_path: Path, work: Work, allowed: States, done: States, number: int) -> int:
+    """Let each operation fail in turn; return how many there were."""
+    count = operations(work, tmp_path / "count")
+    for index in range(count):
+        root = tmp_path / str(index)
+        prepare(root, work)
+        heard = ""
+        with (
+            warnings.catch_warnings(record=True) as said,
+            faults.broken(fail_at=index, action=faults.raise_error(number)),
+        ):
+            warnings.simplefilter("always")
+            try:
+                work(root)
+            except holdfast.StoreError as error:
+                heard = str(error)
+        heard += "".join(str(warning.message) for warning in said)
+        assert not heard or os.strerror(number) in heard
+        # Whoever hears of nothing has what was asked for.
+        check(root, allowed if heard else done)
+    return count
+
+
+@pytest.mark.parametrize(("work", "allowed", "done"), PARAMETERS)
 @pytest.mark.parametrize(
     "number",
     [
@@ -166,29 +197,24 @@ def test_killed_at_every_operation(
     ids=errno.errorcode.get,
 )
 def test_an_error_at_every_operation(
-    tmp_path: Path, work: Work, allowed: dict[int, set[int]], number: int, record_property: Any
+    tmp_path: Path, work: Work, allowed: States, done: States, number: int, record_property: Any
+) -> None:
+    record_property("cases", fail_at_every_operation(tmp_path, work, allowed, done, number))
+
+
+def test_a_quota_is_used_up_at_every_operation_of_an_incremental_save(tmp_path: Path, record_property: Any) -> None:
+    record_property("cases", fail_at_every_operation(tmp_path, *WORKS["save at once"], errno.EDQUOT))
+
+
+@pytest.mark.parametrize(("work", "allowed", "done"), PARAMETERS)
+def test_short_writes_are_continued(
+    tmp_path: Path, work: Work, allowed: States, done: States, record_property: Any
 ) -> None:
     count = operations(work, tmp_path / "count")
-    heard = 0
     for index in range(count):
-        root = tmp_path / str(index)
-        prepare(root, work)
-        with faults.broken(fail_at=index, action=faults.raise_error(number)):
-            try:
-                work(root)
-            except holdfast.StoreError as error:
-                heard += 1
-                assert os.strerror(number) in str(error)
-        check(root, allowed)
-    assert heard or work is clean_up
-    record_property("cases", count)
-
-
-@pytest.mark.parametrize(("work", "allowed"), PARAMETERS)
-def test_short_writes_are_continued(tmp_path: Path, work: Work, allowed: dict[int, set[int]]) -> None:
-    for index in range(operations(work, tmp_path / "count")):
         root = tmp_path / str(index)
         prepare(root, work)
         with faults.broken(fail_at=index, action=faults.write_short):
             work(root)
-        check(root, allowed)
+        check(root, done)
+    record_property("cases", count)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -121,10 +122,13 @@ def operations(save: Save, folder: Path, name: str, *, replace: bool) -> int:
 @pytest.mark.parametrize("replace", [False, True], ids=["fresh", "replacing"])
 @pytest.mark.parametrize(("save", "name"), FORKED)
 @pytest.mark.parametrize("action", [faults.die, faults.die_after], ids=["before", "after"])
-def test_killed_at_every_operation(tmp_path: Path, save: Save, name: str, action: faults.Action, replace: bool) -> None:
+def test_killed_at_every_operation(
+    tmp_path: Path, save: Save, name: str, action: faults.Action, replace: bool, record_property: Any
+) -> None:
     expected = {"old", "new"} if replace else {"nothing", "new"}
     met = set()
-    for index in range(operations(save, tmp_path / "count", name, replace=replace)):
+    count = operations(save, tmp_path / "count", name, replace=replace)
+    for index in range(count):
         folder = tmp_path / str(index)
         folder.mkdir()
         if replace:
@@ -141,18 +145,22 @@ def test_killed_at_every_operation(tmp_path: Path, save: Save, name: str, action
         assert holds(folder / name) == "new"
         assert names(folder) == [name]
     assert met == expected
+    record_property("cases", count)
 
 
 @needs_tensorstore
 @pytest.mark.parametrize("replace", [False, True], ids=["fresh", "replacing"])
 @pytest.mark.parametrize("kind", THREADED)
-def test_killed_at_every_operation_beside_threads(tmp_path: Path, kind: str, replace: bool) -> None:
+def test_killed_at_every_operation_beside_threads(
+    tmp_path: Path, kind: str, replace: bool, record_property: Any
+) -> None:
     # In a process that has imported TensorStore, and leaves using it to its children.
     code = f"import runpy; runpy.run_path({__file__!r})['kill_everywhere']({kind!r}, {replace}, {str(tmp_path)!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.split()) == ({"old", "new"} if replace else {"nothing", "new"})
     assert len(done.stdout.split()) > 5
+    record_property("cases", len(done.stdout.split()))
 
 
 def kill_everywhere(kind: str, replace: bool, root: str) -> None:
@@ -187,10 +195,11 @@ def kill_everywhere(kind: str, replace: bool, root: str) -> None:
 @pytest.mark.parametrize(("save", "name"), KINDS)
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS], ids=["ENOSPC", "EIO", "EROFS"])
 def test_an_error_at_every_operation_is_heard(
-    tmp_path: Path, save: Save, name: str, number: int, replace: bool
+    tmp_path: Path, save: Save, name: str, number: int, replace: bool, record_property: Any
 ) -> None:
     heard = 0
-    for index in range(operations(save, tmp_path / "count", name, replace=replace)):
+    count = operations(save, tmp_path / "count", name, replace=replace)
+    for index in range(count):
         folder = tmp_path / str(index)
         folder.mkdir()
         if replace:
@@ -211,22 +220,26 @@ def test_an_error_at_every_operation_is_heard(
         save(folder / name, NEW)
         assert names(folder) == [name]
     assert heard > 4
+    record_property("cases", count)
 
 
 @pytest.mark.parametrize(("save", "name"), KINDS)
-def test_short_writes_are_continued(tmp_path: Path, save: Save, name: str) -> None:
-    for index in range(operations(save, tmp_path / "count", name, replace=False)):
+def test_short_writes_are_continued(tmp_path: Path, save: Save, name: str, record_property: Any) -> None:
+    count = operations(save, tmp_path / "count", name, replace=False)
+    for index in range(count):
         path = tmp_path / str(index) / name
         with faults.broken(fail_at=index, action=faults.write_short):
             save(path, NEW)
         assert holds(path) == "new"
+    record_property("cases", count)
 
 
 @pytest.mark.parametrize("replace", [False, True], ids=["fresh", "replacing"])
 @pytest.mark.parametrize(("save", "name"), IN_THE_CALL)
-def test_ctrl_c_at_every_operation(tmp_path: Path, save: Save, name: str, replace: bool) -> None:
+def test_ctrl_c_at_every_operation(tmp_path: Path, save: Save, name: str, replace: bool, record_property: Any) -> None:
     stopped = 0
-    for index in range(operations(save, tmp_path / "count", name, replace=replace)):
+    count = operations(save, tmp_path / "count", name, replace=replace)
+    for index in range(count):
         folder = tmp_path / str(index)
         folder.mkdir()
         if replace:
@@ -240,3 +253,4 @@ def test_ctrl_c_at_every_operation(tmp_path: Path, save: Save, name: str, replac
         save(folder / name, NEW)
         assert names(folder) == [name]
     assert stopped > 4
+    record_property("cases", count)

@@ -6,7 +6,6 @@ import errno
 import fcntl
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -23,20 +22,6 @@ STATE = {"w": torch.arange(100_000.0)}
 
 def names(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir())
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of 2 MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a small file system here: {mounted.stderr.decode().strip()}")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
 
 
 @pytest.mark.parametrize("compression", ["none", "lossless"])
@@ -136,3 +121,12 @@ def test_a_file_where_a_folder_should_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(holdfast.StoreError):
         holdfast.save(STATE, tmp_path / "file" / "ckpt")
+
+
+def test_a_base_on_another_file_system(small_disk: Path, tmp_path: Path) -> None:
+    holdfast.save(STATE, small_disk / "base", incremental=True)
+    report = holdfast.save(STATE, tmp_path / "ckpt", base=small_disk / "base")
+    assert report.base is None
+    assert f"cannot be linked: {os.strerror(errno.EXDEV)}" in (report.base_refused or "")
+    assert names(tmp_path / "ckpt") == ["manifest.json", "model.safetensors"]
+    assert same(holdfast.load(tmp_path / "ckpt"), STATE)

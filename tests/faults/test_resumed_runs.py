@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,7 @@ def saved(out: Path) -> int:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_twenty_times(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_twenty_times(tmp_path: Path, record_property: Any) -> None:
     finish(start(tmp_path / "whole"))
     draw = random.Random(20)
     place = tmp_path / "killed"
@@ -56,3 +57,4 @@ def test_a_run_that_is_killed_twenty_times(tmp_path: Path) -> None:
     for state in (whole, killed):
         del state["rng"]["numpy"]
     assert difference(whole, killed) is None
+    record_property("cases", KILLS)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from holdfast.bench import probes
-from holdfast.bench.environment import storage
+from holdfast.environment import storage
 from holdfast.errors import StoreError
 
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")

@@ -67,6 +67,7 @@ example["main"]()
 @needs("lightning")
 def test_lightning_goes_on_as_from_its_own_checkpoints(tmp_path: Path) -> None:
     lines = {}
+    saved = {}
     for way in ([], ["-c", WITH_LIGHTNINGS_OWN]):
         out = tmp_path / f"run{len(way)}"
         for steps in (60, 150):
@@ -75,12 +76,13 @@ def test_lightning_goes_on_as_from_its_own_checkpoints(tmp_path: Path) -> None:
             done = subprocess.run(command, capture_output=True, text=True, timeout=240)
             assert done.returncode == 0, done.stderr
             lines[len(way), steps] = done.stdout.strip().splitlines()[-1]
-        saved = list(out.iterdir())
-        assert len(saved) == 2
-        assert all(path.is_dir() == (not way) for path in saved)
+        assert all(path.is_dir() == (not way) for path in out.iterdir())
+        saved[len(way)] = sorted(path.name for path in out.iterdir())
     assert lines[0, 150].startswith("step 150:")
     assert lines[0, 60] == lines[2, 60]
     assert lines[0, 150] == lines[2, 150]
+    assert saved[0] == saved[2]
+    assert "step=150.ckpt" in saved[0]
 
 
 @needs("transformers")

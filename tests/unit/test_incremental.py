@@ -153,20 +153,6 @@ def test_a_damaged_base_costs_nothing_but_time(tmp_path: Path, damage: str) -> N
     assert same(holdfast.load(tmp_path / "2"), state)
 
 
-def test_where_links_are_refused_all_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = weights(4)
-    holdfast.save(state, tmp_path / "1", incremental=True)
-
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise OSError(18, "Invalid cross-device link")
-
-    monkeypatch.setattr(previous.os, "link", refuse)
-    report = holdfast.save(state, tmp_path / "2", base=tmp_path / "1")
-    assert report.base is None
-    assert "cannot be linked: Invalid cross-device link" in (report.base_refused or "")
-    assert same(holdfast.load(tmp_path / "2"), state)
-
-
 def test_replacing_the_base_itself(tmp_path: Path) -> None:
     state = weights(6)
     holdfast.save(state, tmp_path / "c", incremental=True)

@@ -174,15 +174,11 @@ def test_broken_steps_are_passed_over_and_said(tmp_path: Path) -> None:
         latest = manager.latest()
     assert latest is not None
     assert latest.number == 2
-    assert (
-        sorted(str(each.message)[:24] for each in said)
-        == [
-            "step 3 is passed over: /",
-            "step 4 is passed over: /",
-            "step 9 is passed over: /",
-        ]
-        or len(said) == 3
-    )
+    assert [str(each.message).partition(":")[0] for each in said] == [
+        "step 3 is passed over",
+        "step 4 is passed over",
+        "step 9 is passed over",
+    ]
     with pytest.warns(UserWarning):
         assert same(manager.restore(), state(2))
     assert set(manager.survey().broken) == {3, 4, 9}
@@ -318,10 +314,32 @@ def test_incremental_goes_on_after_a_restart(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, incremental=True) as manager:
         manager.save(1, {"frozen": large, "w": torch.ones(10)}).wait()
     with CheckpointManager(tmp_path, incremental=True, keep_last=1) as manager:
+        manager.restore()
         report = manager.save(2, {"frozen": large, "w": torch.zeros(10)}).wait()
         assert report.new_bytes < 100_000
         assert same(manager.restore(), {"frozen": large, "w": torch.zeros(10)})
         assert numbers(manager) == [2]
+
+
+def test_nothing_is_built_on_a_step_that_was_not_read(tmp_path: Path) -> None:
+    """Its bytes may be damaged, and the right ones are in memory."""
+    frozen = torch.arange(1_000_000.0)
+    with CheckpointManager(tmp_path, incremental=True) as manager:
+        for number in (1, 2):
+            manager.save(number, {"frozen": frozen, "n": number})
+    damaged = next((tmp_path / "step-000002").glob("from-*"))
+    content = bytearray(damaged.read_bytes())
+    content[2_000_000] ^= 1
+    damaged.unlink()  # what is written now is a file of its own, no longer shared with step 1
+    damaged.write_bytes(content)
+    with CheckpointManager(tmp_path, incremental=True) as manager:
+        with pytest.warns(UserWarning, match="step-000002 is passed over"):
+            assert manager.restore()["n"] == 1
+        report = manager.save(2, {"frozen": frozen, "n": 2}, overwrite=True).wait()
+        assert report.base == str(tmp_path / "step-000001")
+        assert same(manager.restore(2), {"frozen": frozen, "n": 2})
+    with CheckpointManager(tmp_path, incremental=True) as manager:
+        assert manager.save(3, {"frozen": frozen, "n": 3}).wait().base is None
 
 
 def test_due_asks_the_rule(tmp_path: Path) -> None:
@@ -408,7 +426,7 @@ def test_the_command_line_prunes(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [step["step"] for step in document["kept"]] == [2, 3, 5]
     assert main(["prune", str(tmp_path)]) == 2
     assert main(["prune", str(tmp_path / "none"), "--keep-last", "1"]) == 5
-    (tmp_path / "step-000003" / "manifest.json").unlink()
+    os.truncate(tmp_path / "step-000003" / "model.safetensors", 10)
     capsys.readouterr()
     assert main(["prune", str(tmp_path), "--keep-last", "9"]) == 0
     assert "left as it is: step 3" in capsys.readouterr().out

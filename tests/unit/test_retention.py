@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Mapping
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -23,7 +24,7 @@ from holdfast import (
     Step,
     UsageError,
 )
-from holdfast.checkpoint.retention import Keep, KeepAll, keep_rule, to_delete
+from holdfast.checkpoint.retention import Keep, KeepAll, keep_rule, run_times, to_delete
 
 
 def step(number: int, saved_at: float = 0.0, metrics: Mapping[str, float] | None = None) -> Step:
@@ -63,41 +64,119 @@ def test_a_metric_that_is_not_clear_has_to_be_named() -> None:
         KeepBest(1).wanted(steps)
 
 
+HOUR = 3600.0
+
+
 def test_steps_are_thinned_by_age() -> None:
-    hour = 3600.0
-    steps = [step(number, number * hour / 4) for number in range(400)]
+    steps = [step(number, number * HOUR / 4) for number in range(400)]
     kept = KeepThinned((("1h", 0), ("1d", "1h"), ("3d", "1d"))).wanted(steps)
-    ages = sorted((399 - number) / 4 for number in kept)
-    assert [age for age in ages if age <= 1] == [0, 0.25, 0.5, 0.75, 1]
-    assert len([age for age in ages if 1 < age <= 24]) == 23
-    assert 2 <= len([age for age in ages if age > 24]) <= 3
-    assert max(ages) <= 72
+    days, hours, last_hour = {111, 207}, set(range(303, 395, 4)), set(range(395, 400))
+    assert kept == days | hours | last_hour
 
 
-@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=60))
-def test_thinning_in_turns_keeps_a_ladder(times: list[float]) -> None:
+@given(st.lists(st.integers(10, 19), min_size=2, max_size=120))
+def test_thinning_in_turns_keeps_a_ladder(gaps: list[int]) -> None:
     """Deleting after each save must not starve the older rungs."""
     rule = KeepThinned((("100s", 0), ("1000s", "100s"), ("1w", "1000s")))
     there: list[Step] = []
-    for number, moment in enumerate(sorted(times)):
+    moment = 0.0
+    for number, gap in enumerate(gaps):
+        moment += gap
         there.append(step(number, moment))
         gone = {found.number for found in to_delete(rule, there)}
         there = [found for found in there if found.number not in gone]
         assert there[-1].number == number
-    newest = max(times)
-    recent = [moment for moment in times if newest - moment <= 100]
-    assert len([found for found in there if newest - found.saved_at <= 100]) == len(recent)
+    ages = [moment - found.saved_at for found in there]
+    passed = [sum(gaps[number + 1 :]) for number in range(len(gaps))]
+    assert [age for age in ages if age <= 100] == [age for age in passed if age <= 100]
+    assert ages[0] == passed[0]  # the first one is younger than a week
+    middle = [age for age in ages if age <= 1000]
+    assert all(older - younger <= 200 + 19 for older, younger in pairwise(middle))
+    old = [age for age in ages if age > 1000]
+    assert all(older - younger >= 1000 - 19 for older, younger in pairwise(old))
+
+
+RIGHT = [600.0 * number for number in range(1, 9)]
+
+
+@pytest.mark.parametrize(
+    "saved_at",
+    [
+        [*RIGHT[:7], RIGHT[7] + 1e9],
+        [*RIGHT[:7], -1e9],
+        [*RIGHT[:3], RIGHT[3] + 1e9, *RIGHT[4:]],
+        [*RIGHT[:3], RIGHT[3] - 1e9, *RIGHT[4:]],
+        [*RIGHT[:4], *(moment + 1e9 for moment in RIGHT[4:])],
+        [*RIGHT[:4], *(moment - 1e9 for moment in RIGHT[4:])],
+        [RIGHT[0] - 1e9, *RIGHT[1:]],
+        [RIGHT[0] + 1e9, *RIGHT[1:]],
+    ],
+)
+def test_the_time_of_a_run_goes_on_whatever_its_clock_does(saved_at: list[float]) -> None:
+    right = run_times([step(number, moment) for number, moment in enumerate(RIGHT)])
+    assert right == [moment - RIGHT[0] for moment in RIGHT]
+    assert run_times([step(number, moment) for number, moment in enumerate(saved_at)]) == right
+
+
+def test_the_time_of_a_run_does_not_depend_on_which_steps_are_left() -> None:
+    steps = [
+        step(number, moment) for number, moment in enumerate([*RIGHT[:4], *(moment + 1e9 for moment in RIGHT[4:])])
+    ]
+    left = [steps[number] for number in (0, 2, 5, 6, 7)]
+    assert run_times(left) == [0, 1200, 3000, 3600, 4200]
+
+
+def test_a_run_that_was_stopped_for_long_loses_nothing() -> None:
+    steps = [step(number, 600.0 * number + 1e7 * (number > 5)) for number in range(8)]
+    assert to_delete(KeepThinned((("2h", 0),)), steps) == []
+
+
+def test_a_slower_run_counts_as_it_is_once_it_is_the_usual() -> None:
+    fast = [100.0 * number for number in range(4)]
+    slow = [fast[-1] + 1000.0 * number for number in range(1, 7)]
+    assert run_times([step(number, moment) for number, moment in enumerate(fast + slow)]) == fast + slow
+
+
+def test_two_steps_alone_do_not_tell_how_much_time_is_usual() -> None:
+    assert to_delete(KeepThinned((("1h", 0),)), [step(1, 0.0), step(2, 1e9)]) == []
+    assert run_times([]) == run_times([step(5)]) == [0.0]
 
 
 def test_a_clock_that_went_back_deletes_no_more_than_it_must() -> None:
-    steps = [step(1, 1000.0), step(2, 2000.0), step(3, 500.0)]
-    assert 3 in KeepThinned((("1h", "10min"),)).wanted(steps)
-    assert to_delete(KeepThinned((("1s", 0),)), steps) == [steps[0]]
+    steps = [step(1, 1000.0), step(2, 2000.0), step(3, 3000.0), step(4, 500.0)]
+    assert KeepThinned((("1h", "10min"),)).wanted(steps) == {1, 2, 3, 4}
+    assert to_delete(KeepThinned((("1500s", 0),)), steps) == steps[:2]
+
+
+def test_a_run_that_went_back_keeps_what_it_saves() -> None:
+    there = [step(number) for number in (400, 500, 900, 1000)]
+    left = []
+    for number in (600, 700, 800, 1100):
+        there = sorted([*there, step(number)], key=lambda found: found.number)
+        gone = to_delete(KeepLast(2), there, protect=(number,))
+        there = [found for found in there if found not in gone]
+        left.append([found.number for found in there])
+    assert left == [[500, 600, 900, 1000], [600, 700, 900, 1000], [700, 800, 900, 1000], [1000, 1100]]
+
+
+def test_what_is_protected_is_kept_whatever_the_rule_says() -> None:
+    steps = [step(number) for number in range(1, 6)]
+    assert [found.number for found in to_delete(KeepEvery(5), steps, protect=[2])] == [1, 3, 4]
+    assert [found.number for found in to_delete(KeepEvery(5), steps, protect={7})] == [1, 2, 3, 4]
 
 
 def test_the_last_step_is_never_deleted() -> None:
     assert [found.number for found in to_delete(KeepEvery(7), [step(7), step(8), step(9)])] == [8]
     assert to_delete(KeepEvery(7), []) == []
+
+
+def test_a_step_that_no_rule_could_judge_is_refused_before_it_is_saved() -> None:
+    rule = KeepLast(2) | KeepBest(1)
+    rule.check({"loss": 1.0})
+    rule.check({})
+    with pytest.raises(UsageError, match="several metrics: accuracy, loss"):
+        rule.check({"loss": 1.0, "accuracy": 0.5})
+    KeepBest(1, "loss").check({"loss": 1.0, "accuracy": 0.5})
 
 
 def test_arguments_make_one_rule() -> None:

@@ -11,8 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
+from holdfast import environment
 from holdfast.bench import document as documents
-from holdfast.bench import environment, workload
+from holdfast.bench import workload
 from holdfast.bench.cell import CellResult, command_of, run_cell
 from holdfast.bench.experiment import Limits
 from holdfast.bench.scratch import Scratch

@@ -98,6 +98,8 @@ def decide(
     DestinationExistsError
         As the save itself would.
     """
+    if settings.options.get("delta"):
+        return Decision("lossless", "differences are stored compressed")
     nbytes = sum(leaf.nbytes for leaf in flat.leaves.values())
     if nbytes < SMALLEST:
         return Decision("none", f"nothing is measured below {format_bytes(SMALLEST)}")
@@ -120,7 +122,7 @@ def decide(
 
 
 def resolve(
-    flat: Flat[Source], destination: Path, format: str, settings: WriteSettings
+    flat: Flat[Source], destination: Path, format: str, settings: WriteSettings, *, measure: Measure | None = None
 ) -> tuple[WriteSettings, dict[str, Any] | None]:
     """Return the settings with ``"auto"`` replaced by what was decided, and the decision as plain values.
 
@@ -128,7 +130,10 @@ def resolve(
     """
     if settings.compression != "auto" or format not in FORMATS:
         return settings, None
-    decision = decide(flat, destination, settings)
+    if measure is None:
+        decision = decide(flat, destination, settings)
+    else:
+        decision = decide(flat, destination, settings, measure=measure)
     return replace(settings, compression=decision.compression), decision.as_dict()
 
 

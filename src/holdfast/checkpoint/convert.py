@@ -89,6 +89,7 @@ def convert(
                 pool=pool,
                 progress=progress,
                 options=choice.options,
+                step=reader.step,
             ),
         )
 

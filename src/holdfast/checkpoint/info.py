@@ -38,7 +38,9 @@ class InfoReport:
     metadata : dict
         What was given when it was saved.
     details : dict
-        What the format adds: version, writer, files...
+        What the format adds: version, writer, files... Of a native checkpoint also the ``space`` that it occupies on
+        the disk; of an incremental one its ``history``: the bytes that its save wrote, and those of the files that it
+        took from earlier ones.
     """
 
     path: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from holdfast.state.memory import sharing_conflict
 from holdfast.state.tree import GivenLeaf, LeafSpec
 
 _MOST_NAMED = 5
+_REMEDY = "load without `into`, or `select` the tensors that both have"
 
 
 class Target(NamedTuple):
@@ -61,7 +62,9 @@ def match(
     differences = compare(given, reader, specs, chosen, partial=partial)
     if differences:
         raise differences.error(reader.path)
-    _check_sharing(given, reader, specs, wanted)
+    conflict = sharing_conflict_of(given, reader, specs, wanted)
+    if conflict is not None:
+        raise _shares_memory(*conflict, reader.path)
     return targets
 
 
@@ -95,7 +98,7 @@ class Differences:
     def __bool__(self) -> bool:
         return bool(self.missing or self.extra or self.different or self.unwritable)
 
-    def error(self, path: Path) -> StateMismatchError:
+    def error(self, path: Path, *, remedy: str = _REMEDY) -> StateMismatchError:
         """Return the error that names them, up to a handful of each kind."""
         more = len(self.different) - _MOST_NAMED
         return StateMismatchError(
@@ -106,7 +109,7 @@ class Differences:
             + (f"  and {more} more that differ\n" if more > 0 else "")
             + _listed("not writable in place", self.unwritable),
             path=path,
-            remedy="load without `into`, or `select` the tensors that both have",
+            remedy=remedy,
             missing=tuple(self.missing),
             extra=tuple(self.extra),
             different=tuple(self.different),
@@ -123,7 +126,7 @@ def compare(
         missing=[] if partial else [name for name in given if name not in wanted],
         extra=[name for name in chosen if name not in given],
         different={
-            name: _difference(target.leaf, reader, specs, name)
+            name: difference_of(target.leaf, reader, specs, name)
             for name, target in targets.items()
             if _differs(target.leaf, reader, specs, name)
         },
@@ -131,10 +134,10 @@ def compare(
     )
 
 
-def _check_sharing(
-    given: Mapping[str, GivenLeaf], reader: Reader, specs: Mapping[str, LeafSpec], wanted: set[str]
-) -> None:
-    """Refuse tensors that share memory, but not in the checkpoint: one value would overwrite another.
+def sharing_conflict_of(
+    given: Mapping[str, GivenLeaf], reader: Reader, specs: Mapping[str, LeafSpec], wanted: Collection[str]
+) -> tuple[str, str] | None:
+    """Return two tensors that share memory, but not in the checkpoint: one value would overwrite another.
 
     A tensor that was not selected counts, too, since filling the other would change it; one that the checkpoint does
     not have is taken for a view that is meant to follow.
@@ -145,16 +148,16 @@ def _check_sharing(
         for name, leaf in leaves.items()
         if not _differs(leaf, reader, specs, name)
     }
-    conflict = sharing_conflict(leaves, saved, wanted)
-    if conflict is None:
-        return
-    first, second = conflict
-    raise StateMismatchError(
+    return sharing_conflict(leaves, saved, wanted)
+
+
+def _shares_memory(first: str, second: str, path: Path) -> StateMismatchError:
+    return StateMismatchError(
         f"{second!r} shares memory with {first!r} in the state, but not in this way in the checkpoint; "
         "nothing was touched",
-        path=reader.path,
+        path=path,
         remedy="give the state tensors of their own, or load without `into`",
-        different=conflict,
+        different=(first, second),
     )
 
 
@@ -167,7 +170,8 @@ def _library(kind: str) -> str:
     return "tensor" if kind in ("tensor", "parameter") else "array"
 
 
-def _difference(leaf: Leaf, reader: Reader, specs: Mapping[str, LeafSpec], name: str) -> str:
+def difference_of(leaf: Leaf, reader: Reader, specs: Mapping[str, LeafSpec], name: str) -> str:
+    """Return in words how a tensor of the state differs from that of the checkpoint."""
     entry = reader.entries[name]
     given = f"{leaf.dtype} {list(leaf.shape)}"
     saved = f"{entry.dtype} {list(entry.shape)}"

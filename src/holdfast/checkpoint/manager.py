@@ -7,45 +7,36 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Mapping
-from dataclasses import replace
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from holdfast.checkpoint.arguments import MemorySize, checked_path
-from holdfast.checkpoint.background import PendingSave, begin_save
-from holdfast.checkpoint.queue import SaveQueue, WhenBusy
-from holdfast.checkpoint.restore import restore_state
-from holdfast.checkpoint.retention import Keep, KeepBest, keep_rule, to_delete
-from holdfast.checkpoint.save_memory import SaveMemory
+from holdfast.checkpoint.arguments import MemorySize
+from holdfast.checkpoint.background import begin_save
+from holdfast.checkpoint.pending import PendingSave
+from holdfast.checkpoint.queue import SaveQueue, WhenBusy, copies_of
+from holdfast.checkpoint.retention import Keep, KeepAll, KeepBest, keep_rule, to_delete
+from holdfast.checkpoint.save_memory import SaveMemory, checked_budget
 from holdfast.checkpoint.stateful import expand
-from holdfast.checkpoint.steps import Step, Survey, step_path, survey
+from holdfast.checkpoint.step_folder import StepFolder
+from holdfast.checkpoint.steps import Step, numbers_in, remove_step, step_number, step_path
 from holdfast.checkpoint.triggers import SaveWhen
-from holdfast.errors import (
-    CorruptCheckpointError,
-    DestinationExistsError,
-    HoldfastError,
-    NotACheckpointError,
-    PathLike,
-    UsageError,
-)
+from holdfast.errors import DestinationExistsError, HoldfastError, NotACheckpointError, PathLike, UsageError
 from holdfast.formats.base import StepRecord
-from holdfast.io.commit import withdraw
-from holdfast.io.files import store_error
 from holdfast.io.ownership import Ownership
 from holdfast.io.parallel import Progress
 from holdfast.io.temporaries import remove_abandoned
 
-if TYPE_CHECKING:
-    import torch
 
-
-class CheckpointManager:
+class CheckpointManager(StepFolder):
     """The checkpoints of one training run, in one folder; a context manager.
 
     Any number of processes may read the folder. One may write: the first call that changes something takes the folder,
-    until `close`, or until the process ends, however it ends.
+    until `close`, or until the process ends, however it ends. Threads may share a manager; their saves are made one
+    after another.
 
     Parameters
     ----------
@@ -108,19 +99,30 @@ class CheckpointManager:
             raise UsageError(
                 f'incremental="delta" needs compression="lossless", not {compression!r}', remedy="leave one of them out"
             )
-        self.root = Path(os.path.abspath(checked_path(root)))
+        super().__init__(root, keep_best if isinstance(keep_best, KeepBest) else KeepBest())
         self.keep = keep_rule(keep_last, keep_every, keep_best, keep)
         self.save_when = save_when
-        self._best_rule = keep_best if isinstance(keep_best, KeepBest) else KeepBest()
         self._compression = "lossless" if incremental == "delta" else compression
         self._incremental = incremental
         self._asynchronous = asynchronous
+        self._when_busy: WhenBusy = when_busy
+        self._budget = checked_budget(
+            memory_budget, copies=copies_of(when_busy), delta=incremental == "delta", background=asynchronous
+        )
         self._threads = threads
         self._progress = progress
-        self._queue = SaveQueue(when_busy, memory_budget)
-        self._ownership: Ownership | None = None
         self._base: Path | None = None
+        self._begin()
+        _all.add(self)
+
+    def _begin(self) -> None:
+        """Begin without a save on its way and without the folder; a forked child does, too."""
+        self._queue = SaveQueue(self._when_busy, self._budget)
+        self._ownership: Ownership | None = None
         self._mutex = threading.RLock()
+        self._saving = threading.RLock()
+        self._inside = False
+        self._not_deleted: HoldfastError | None = None
 
     # Saving
 
@@ -165,41 +167,71 @@ class CheckpointManager:
             not begun.
         """
         begin = time.perf_counter()
+        step = step_number(step, self.root)
         path = step_path(self.root, step)
         record = StepRecord(step, time.time(), _checked_metrics(metrics))
-        self._own()
-        self._queue.make_room()
-        self._queue.raise_failure()
+        self.keep.check(record.metrics)
+        with self._one_save_at_a_time():
+            self._own()
+            self._queue.make_room()
+            self._queue.raise_failure()
+            self._say_what_was_not_deleted(stacklevel=3)
+            self._check_number(step, path, overwrite=overwrite)
+            plain = expand(state)
+
+            def prepare(memory: SaveMemory) -> PendingSave:
+                return begin_save(
+                    plain,
+                    path,
+                    memory,
+                    begin=begin,
+                    compression=self._compression,
+                    format="native",
+                    overwrite=overwrite,
+                    metadata=None,
+                    progress=self._progress,
+                    threads=self._threads,
+                    options=self._options(),
+                    step=record,
+                    copy=self._asynchronous,
+                )
+
+            begun = self._queue.add if self._asynchronous else self._queue.run
+            pending = begun(prepare, lambda: self._saved(path, step))
+        if not self._asynchronous:
+            pending.wait()
+            self._say_what_was_not_deleted(stacklevel=3)
+        if self.save_when is not None:
+            self.save_when.saved(step)
+        return pending
+
+    @contextmanager
+    def _one_save_at_a_time(self) -> Iterator[None]:
+        with self._saving:
+            if self._inside:
+                raise UsageError(
+                    "save() was called while this thread is in save(), by a signal handler perhaps",
+                    path=self.root,
+                    remedy="let the handler note the signal, and save after the step: see OnSignal",
+                )
+            self._inside = True
+            try:
+                yield
+            finally:
+                self._inside = False
+
+    def _check_number(self, step: int, path: Path, *, overwrite: bool) -> None:
         if not overwrite and os.path.lexists(path):
             raise DestinationExistsError(
                 "this step was saved already", path=path, remedy="give overwrite=True, or delete it first"
             )
-        plain = expand(state)
-
-        def prepare(memory: SaveMemory) -> PendingSave:
-            return begin_save(
-                plain,
-                path,
-                memory,
-                begin=begin,
-                compression=self._compression,
-                format="native",
-                overwrite=overwrite,
-                metadata=None,
-                progress=self._progress,
-                threads=self._threads,
-                options=self._options(),
-                step=record,
-                copy=self._asynchronous,
+        later = [number for number in numbers_in(self.root) if number > step]
+        if later:
+            warnings.warn(
+                f"step {step} is saved while later ones are there, up to step {later[-1]}, from which latest() and "
+                "restore() go on: delete() them if this run shall take their place",
+                stacklevel=4,
             )
-
-        begun = self._queue.add if self._asynchronous else self._queue.run
-        pending = begun(prepare, lambda: self._after(path))
-        if not self._asynchronous:
-            pending.wait()
-        if self.save_when is not None:
-            self.save_when.saved(step)
-        return pending
 
     def _options(self) -> dict[str, Any]:
         if not self._incremental:
@@ -207,16 +239,20 @@ class CheckpointManager:
         return {"incremental": True, "base": self._find_base, "delta": self._incremental == "delta"}
 
     def _find_base(self) -> Path | None:
-        """Return the step to build on, when the writing begins: what was saved before is durable then."""
-        if self._base is not None and self._base.exists():
-            return self._base
-        steps = self.steps()
-        return Path(steps[-1].path) if steps else None
+        """Return the step to build on, when the writing begins: what was saved before is durable then.
 
-    def _after(self, path: Path) -> None:
+        Only what this manager has saved or restored: of other steps nobody knows whether their bytes are still right.
+        """
+        return self._base if self._base is not None and self._base.exists() else None
+
+    def _saved(self, path: Path, step: int) -> None:
         """What is left to do in the background once a step is durable."""
         self._base = path
-        self.prune()
+        try:
+            self._delete_unwanted(protect=(step,))
+        except HoldfastError as error:
+            # The step is there all the same.
+            self._not_deleted = error
 
     def wait(self) -> None:
         """Wait until everything that was saved is durable.
@@ -227,151 +263,78 @@ class CheckpointManager:
             If a save has failed that nobody has waited for.
         """
         self._queue.drain()
+        self._say_what_was_not_deleted(stacklevel=3)
         self._queue.raise_failure()
 
-    # Finding
-
-    def survey(self) -> Survey:
-        """Look at all steps: those that are whole, and what is wrong with the others."""
-        return survey(self.root)
-
-    def steps(self) -> list[Step]:
-        """Return the steps that are whole, by number; what is being saved is not among them yet."""
-        return self.survey().steps
-
-    def latest(self) -> Step | None:
-        """Return the last step that is whole, or None; steps that are not are passed over with a warning."""
-        found = self.survey()
-        _say_passed_over(found, stacklevel=3)
-        return found.steps[-1] if found.steps else None
-
-    def best(self, metric: str | None = None, mode: str | None = None) -> Step | None:
-        """Return the best step that is whole, by a metric, or None if no step has it.
-
-        Parameters
-        ----------
-        metric : str, optional
-            As the manager's ``keep_best`` says, or the only one that the steps have, unless given.
-        mode : str, optional
-            ``"min"`` or ``"max"``; as the manager's ``keep_best`` says, or ``"min"``.
-        """
-        rule = replace(
-            self._best_rule,
-            metric=self._best_rule.metric if metric is None else metric,
-            mode=self._best_rule.mode if mode is None else mode,
-        )
-        return next(iter(rule.ranked(self.steps())), None)
-
-    # Restoring
-
-    def restore(
-        self,
-        step: int | Step | None = None,
-        into: Any = None,
-        *,
-        device: torch.device | str | None = None,
-        threads: int | None = None,
-        progress: Progress | None = None,
-    ) -> Any:
-        """Load a step, by default the last one that is whole and undamaged.
-
-        Parameters
-        ----------
-        step : int or Step, optional
-            Which one. If it is not given, a step that turns out to be damaged is passed over with a warning.
-        into : nested state, optional
-            As for `holdfast.load`, and objects with a ``load_state_dict()`` are given theirs. What is missing, extra or
-            of another shape is named before anything is touched.
-        device : torch.device or str, optional
-            Where new tensors go.
-        threads : int, optional
-            Reading threads.
-        progress : callable, optional
-            Called with (bytes done, bytes in all).
-
-        Returns
-        -------
-        state
-            The state; with ``into``, with the very objects that were given.
-
-        Raises
-        ------
-        NotACheckpointError
-            If there is no such step, or none at all.
-        CorruptCheckpointError
-            If the step that was asked for is damaged, or all are.
-        StateMismatchError
-            If ``into`` does not fit; nothing was touched.
-        """
+    def _settle(self) -> None:
         self._queue.drain()
-        if step is not None:
-            path = step_path(self.root, step.number if isinstance(step, Step) else step)
-            return restore_state(path, into=into, device=device, threads=threads, progress=progress)
-        damaged: CorruptCheckpointError | None = None
-        for path in self._newest_first():
-            try:
-                return restore_state(path, into=into, device=device, threads=threads, progress=progress)
-            except CorruptCheckpointError as error:
-                damaged = damaged or error
-                warnings.warn(f"{path.name} is passed over: {error}", stacklevel=2)
-            except NotACheckpointError:
-                continue  # its writer has deleted it since
-        raise damaged or NotACheckpointError(
-            "holds no step", path=self.root, remedy="check the folder, or start from the beginning"
-        )
 
-    def _newest_first(self) -> list[Path]:
-        found = self.survey()
-        _say_passed_over(found, stacklevel=4)
-        return [Path(each.path) for each in reversed(found.steps)]
+    def _restored(self, step: Path) -> None:
+        self._base = step
+
+    def _say_what_was_not_deleted(self, *, stacklevel: int) -> None:
+        error, self._not_deleted = self._not_deleted, None
+        if error is not None:
+            warnings.warn(f"a step that no rule wants was not deleted: {error}", stacklevel=stacklevel)
 
     # Deleting
 
     def delete(self, step: int | Step) -> None:
-        """Delete a step, whole or broken; others that share its files keep them.
+        """Delete a step, whole or damaged; others that share its files keep them.
 
         Raises
         ------
         NotACheckpointError
-            If there is none of that number.
+            If there is none of that number, or what is there is no step, or has lost its manifest.
+        UsageError
+            If it holds files that are no part of it.
         """
         path = step_path(self.root, step.number if isinstance(step, Step) else step)
         self._own()
         if not os.path.lexists(path):
             raise NotACheckpointError("there is no such step", path=path, remedy="see steps()")
         with self._mutex:
-            self._remove(path)
+            remove_step(path)
 
     def prune(self, *, dry_run: bool = False) -> list[Step]:
         """Delete the steps that no rule wants; return them.
 
-        Broken steps are neither counted nor deleted.
+        Broken steps are neither counted nor deleted; a warning tells of one that cannot be deleted.
 
         Parameters
         ----------
         dry_run : bool
             Delete nothing.
         """
-        with self._mutex:
-            if not dry_run:
-                self._own()
-            gone = to_delete(self.keep, self.steps())
-            if not dry_run:
-                for step in gone:
-                    self._remove(Path(step.path))
-            return gone
+        if dry_run:
+            return to_delete(self.keep, self.steps())
+        self._own()
+        gone = self._delete_unwanted()
+        self._say_what_was_not_deleted(stacklevel=3)
+        return gone
 
-    def _remove(self, path: Path) -> None:
+    def _delete_unwanted(self, protect: tuple[int, ...] = ()) -> list[Step]:
+        # Where all are kept, there is no need to look at them.
+        if isinstance(self.keep, KeepAll):
+            return []
+        with self._mutex:
+            gone = to_delete(self.keep, self.steps(), protect=protect)
+            return [step for step in gone if self._removed(step)]
+
+    def _removed(self, step: Step) -> bool:
+        """Delete a step; one that cannot be deleted does not keep the others, and is told of by the next call."""
         try:
-            withdraw(path)
-        except OSError as error:
-            raise store_error(error, path, "delete the step") from error
+            remove_step(Path(step.path))
+        except HoldfastError as error:
+            self._not_deleted = error
+            return False
+        return True
 
     # The folder
 
     def _own(self) -> None:
         with self._mutex:
-            if self._ownership is None:
+            if self._ownership is None or not self._ownership.still_holds():
                 self._ownership = Ownership(self.root)
                 remove_abandoned(self.root)
 
@@ -383,6 +346,8 @@ class CheckpointManager:
         HoldfastError
             If a save has failed that nobody has waited for.
         """
+        # Ctrl-C ends the waiting only: the save goes on, and until it is over nobody else may write.
+        self._queue.drain()
         try:
             self.wait()
         finally:
@@ -397,19 +362,11 @@ class CheckpointManager:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         try:
             self.close()
-        except HoldfastError as failure:
+        except Exception as failure:
             # What ended the block matters more; the save's error is not lost either.
             if error is None:
                 raise
             error.add_note(f"a checkpoint was not saved: {failure}")
-
-
-def _say_passed_over(found: Survey, *, stacklevel: int) -> None:
-    """Warn of steps that are not whole and later than the last one that is."""
-    last = found.steps[-1].number if found.steps else -1
-    for number, error in found.broken.items():
-        if number > last:
-            warnings.warn(f"step {number} is passed over: {error}", stacklevel=stacklevel)
 
 
 def _checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, Any]:
@@ -424,7 +381,22 @@ def _checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, Any]:
     for name, value in (metrics or {}).items():
         try:
             number = float(value)
-            found[str(name)] = number if math.isfinite(number) else str(number)
-        except (TypeError, ValueError) as error:
-            raise UsageError(f"the metric {name!r} is {value!r:.80}", remedy="give a number") from error
+            str(name).encode()
+        except (TypeError, ValueError, OverflowError) as error:
+            raise UsageError(
+                f"the metric {name!r:.80} is {value!r:.80}", remedy="give a number, under a name that is text"
+            ) from error
+        found[str(name)] = number if math.isfinite(number) else str(number)
     return found
+
+
+_all: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()
+
+
+def _begin_in_child() -> None:
+    # A forked child has neither the thread that writes nor the right to: what its parent has begun is not its own.
+    for manager in list(_all):
+        manager._begin()
+
+
+os.register_at_fork(after_in_child=_begin_in_child)

@@ -4,37 +4,42 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Literal
+from functools import partial
+from typing import Literal, NamedTuple
 
-from holdfast.checkpoint.arguments import MemorySize
-from holdfast.checkpoint.background import PendingSave
+from holdfast.checkpoint.pending import Callback, PendingSave
 from holdfast.checkpoint.save_memory import SaveMemory
 from holdfast.errors import UsageError
-from holdfast.units import parse_bytes
 
 WhenBusy = Literal["wait", "replace"]
 
 
+class _Job(NamedTuple):
+    """A save, and what is called when it is durable."""
+
+    pending: PendingSave
+    after: Callback
+
+
 class SaveQueue:
     """The saves of one manager, and the memory that they share.
+
+    Saves are added by one thread at a time; one other thread writes.
 
     Parameters
     ----------
     when_busy : str
         ``"wait"``: a save waits until the one before is over. ``"replace"``: it is copied and queued, in the place of
         what is queued already; where the memory does not hold a second copy, it waits.
-    budget : int or str, optional
-        See `SaveMemory`; with ``"replace"`` each copy has half of it.
+    budget : int, optional
+        Bytes; with ``"replace"`` each copy has half of it.
     """
 
-    def __init__(self, when_busy: WhenBusy, budget: MemorySize | None) -> None:
-        if when_busy not in ("wait", "replace"):
-            raise UsageError(f"when_busy is {when_busy!r}", remedy='give "wait" or "replace"')
-        copies = 1 if when_busy == "wait" else 2
-        each = None if budget is None else parse_bytes(budget) // copies
-        self._memories = [SaveMemory(each) for _ in range(copies)]
+    def __init__(self, when_busy: WhenBusy, budget: int | None) -> None:
+        copies = copies_of(when_busy)
+        self._memories = [SaveMemory(None if budget is None else budget // copies) for _ in range(copies)]
         self._running: PendingSave | None = None
-        self._queued: tuple[PendingSave, Callable[[], None]] | None = None
+        self._queued: _Job | None = None
         self._ended: list[PendingSave] = []
         self._changed = threading.Condition()
 
@@ -43,67 +48,73 @@ class SaveQueue:
         if len(self._memories) == 1:
             self.drain()
 
-    def add(self, prepare: Callable[[SaveMemory], PendingSave], after: Callable[[], None]) -> PendingSave:
+    def add(self, prepare: Callable[[SaveMemory], PendingSave], after: Callback) -> PendingSave:
         """Start a save, or queue it.
 
         Parameters
         ----------
         prepare : callable
-            Makes it, with the memory that it is given.
+            Checks and makes it, with the memory that it is given.
         after : callable
             Called in the background when it is durable.
         """
-        with self._changed:
-            running = self._running
-            if self._queued is not None:
-                self._queued[0].supersede()
-                self._queued = None
-        free = next(memory for memory in self._memories if running is None or memory is not running.memory)
-        pending = prepare(free)
-        if running is not None and pending.fits:
-            pending.stage()
-            with self._changed:
-                if self._running is not None:
-                    self._queued = pending, after
-                    return pending
-            self._begin(pending, after, staged=True)
-            return pending
-        self.drain()
-        self._begin(pending, after, staged=False)
-        return pending
+        running = self._running
+        # What is queued has the other memory; it makes room only once the new save is known to be in order.
+        job = _Job(prepare(next(each for each in self._memories if not running or each is not running.memory)), after)
+        if running is not None and job.pending.fits:
+            self._enqueue(job)
+        else:
+            self.drain()
+            self._begin(job, job.pending.start)
+        return job.pending
 
-    def run(self, prepare: Callable[[SaveMemory], PendingSave], after: Callable[[], None]) -> PendingSave:
+    def run(self, prepare: Callable[[SaveMemory], PendingSave], after: Callback) -> PendingSave:
         """Run a save in the caller's thread; see `add`."""
         self.drain()
         pending = prepare(self._memories[0])
-        pending.run(after=after)
+        pending.run(after)
         return pending
 
-    def _begin(self, pending: PendingSave, after: Callable[[], None], *, staged: bool) -> None:
+    def _enqueue(self, job: _Job) -> None:
         with self._changed:
-            self._running = pending
+            replaced, self._queued = self._queued, None
+        if replaced is not None:
+            replaced.pending.supersede()
+        job.pending.stage()
+        with self._changed:
+            if self._running is not None:
+                self._queued = job
+                return
+        self._begin(job, job.pending.spawn)
+
+    def _begin(self, job: _Job, start: Callable[[Callback], None]) -> None:
+        with self._changed:
+            self._running = job.pending
         try:
-            if staged:
-                pending.launch(after=after, on_end=self._next)
-            else:
-                pending.start(after=after, on_end=self._next)
+            start(partial(self._work, job))
         except BaseException:
             with self._changed:
-                if self._running is pending:
+                if self._running is job.pending and job.pending.done():
                     self._running = None
                 self._changed.notify_all()
             raise
 
-    def _next(self) -> None:
-        """Start what is queued; called in the background when a save is over."""
+    def _work(self, first: _Job) -> None:
+        """Write a save, and then what is queued by the time it is over; the life of the writing thread."""
+        job: _Job | None = first
+        while job is not None:
+            pending = job.pending
+            pending.execute(job.after)
+            job = self._advance(pending)
+            pending.announce()
+
+    def _advance(self, over: PendingSave) -> _Job | None:
         with self._changed:
-            if self._running is not None:
-                self._ended.append(self._running)
-            queued, self._queued = self._queued, None
-            self._running = queued[0] if queued else None
+            self._ended.append(over)
+            job, self._queued = self._queued, None
+            self._running = job.pending if job else None
             self._changed.notify_all()
-        if queued:
-            queued[0].launch(after=queued[1], on_end=self._next)
+            return job
 
     def drain(self) -> None:
         """Wait until nothing is running or queued, whether it failed or not."""
@@ -129,3 +140,17 @@ class SaveQueue:
         """Give the memory back."""
         for memory in self._memories:
             memory.close()
+
+
+def copies_of(when_busy: str) -> int:
+    """Return how many copies of a state there can be at once.
+
+    Raises
+    ------
+    UsageError
+        If there is no such way to wait.
+    """
+    copies = {"wait": 1, "replace": 2}
+    if when_busy not in copies:
+        raise UsageError(f"when_busy is {when_busy!r}", remedy='give "wait" or "replace"')
+    return copies[when_busy]

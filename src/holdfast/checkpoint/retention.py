@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from holdfast.checkpoint.arguments import check_count
 from holdfast.checkpoint.steps import Step
@@ -29,6 +30,16 @@ class Keep(ABC):
         steps : sequence of Step
             All that are whole, by number.
         """
+
+    def check(self, metrics: Mapping[str, object]) -> None:
+        """Refuse a step with these metrics, before it is saved, if the rule could not judge it.
+
+        Raises
+        ------
+        UsageError
+            If so.
+        """
+        return
 
     def __or__(self, other: Keep) -> Keep:
         return KeepAny((self, other))
@@ -50,6 +61,10 @@ class KeepAny(Keep):
 
     def wanted(self, steps: Sequence[Step]) -> set[int]:
         return set().union(*(rule.wanted(steps) for rule in self.rules))
+
+    def check(self, metrics: Mapping[str, object]) -> None:
+        for rule in self.rules:
+            rule.check(metrics)
 
 
 @dataclass(frozen=True)
@@ -122,9 +137,13 @@ class KeepBest(Keep):
     def wanted(self, steps: Sequence[Step]) -> set[int]:
         return {step.number for step in self.ranked(steps)[: self.count]}
 
+    def check(self, metrics: Mapping[str, object]) -> None:
+        if self.metric is None:
+            _only(metrics)
+
     def ranked(self, steps: Sequence[Step]) -> list[Step]:
         """Return the steps that have the metric, best first."""
-        name = self.metric if self.metric is not None else _only_metric(steps)
+        name = self.metric if self.metric is not None else _only({name for step in steps for name in step.metrics})
         sign = 1 if self.mode == "min" else -1
         rated = [step for step in steps if name is not None and not math.isnan(step.metrics.get(name, math.nan))]
         return sorted(rated, key=lambda step: (sign * step.metrics[name or ""], -step.number))
@@ -132,7 +151,7 @@ class KeepBest(Keep):
 
 @dataclass(frozen=True)
 class KeepThinned(Keep):
-    """Keeps fewer steps the older they are, by the times of their saves.
+    """Keeps fewer steps the older they are, by the time that the run took since.
 
     Parameters
     ----------
@@ -149,8 +168,8 @@ class KeepThinned(Keep):
 
     Notes
     -----
-    Ages are counted from the newest save, not from now, so that a run that was stopped for a month loses nothing when
-    it goes on. A clock that went back makes later steps look older, never newer than the last one.
+    Ages are counted in the run's own time, see `run_times`: a run that was stopped for a month loses nothing when it
+    goes on, and neither does one whose clock was set ahead or back.
     """
 
     rungs: tuple[tuple[str | float, str | float], ...]
@@ -166,15 +185,15 @@ class KeepThinned(Keep):
     def wanted(self, steps: Sequence[Step]) -> set[int]:
         if not steps:
             return set()
-        newest = max(step.saved_at for step in steps)
+        times = run_times(steps)
         kept: set[int] = {steps[-1].number}
         last: float | None = None
         # From the oldest on, so that a step which was kept once stays kept until it leaves its rung.
-        for step in steps:
-            distance = self._distance(newest - step.saved_at)
-            if distance is not None and (last is None or not 0 <= step.saved_at - last < distance):
+        for step, time in zip(steps, times, strict=True):
+            distance = self._distance(times[-1] - time)
+            if distance is not None and (last is None or time - last >= distance):
                 kept.add(step.number)
-                last = step.saved_at
+                last = time
         return kept
 
     def _distance(self, age: float) -> float | None:
@@ -197,15 +216,52 @@ def keep_rule(
     return KeepAny(tuple(rules)) if rules else KeepAll()
 
 
-def to_delete(rule: Keep, steps: Sequence[Step]) -> list[Step]:
-    """Return the steps that a rule does not want, but for the last one, which is never deleted."""
-    wanted = rule.wanted(steps)
+def to_delete(rule: Keep, steps: Sequence[Step], protect: Collection[int] = ()) -> list[Step]:
+    """Return the steps that a rule does not want, but for the last one, which is never deleted.
+
+    Parameters
+    ----------
+    rule : Keep
+    steps : sequence of Step
+        All that are whole, by number.
+    protect : collection of int
+        Steps that were saved just now. They are never deleted either, and the rule is also asked for the steps up to
+        each of them: a run that went back from step 1000 to step 500 has its last two, 600 and 700, beside the last
+        two of all, 900 and 1000, until it overtakes those.
+    """
+    wanted = rule.wanted(steps).union(protect)
+    for number in protect:
+        wanted |= rule.wanted([step for step in steps if step.number <= number])
     return [step for step in steps[:-1] if step.number not in wanted]
 
 
-def _only_metric(steps: Iterable[Step]) -> str | None:
-    names = {name for step in steps for name in step.metrics}
+def run_times(steps: Sequence[Step]) -> list[float]:
+    """Return when each step was saved, in seconds of the run's own time since the first one.
+
+    Between two saves the time passes that their clocks say, unless it is negative or more than twice the usual time of
+    so many training steps, which is the median over all neighbours. Then the clock was set, or the run was stopped, and
+    the usual time is taken. So a wrong clock never makes a step much older than it is; where a run slows down for good,
+    steps seem younger until there are more slow neighbours than fast ones.
+
+    Parameters
+    ----------
+    steps : sequence of Step
+        By number.
+    """
+    gaps = [(after.saved_at - before.saved_at, after.number - before.number) for before, after in pairwise(steps)]
+    paces = sorted(seconds / count for seconds, count in gaps if seconds > 0)
+    # One alone may be the wrong one; of an even number the lower, because too young is the safe side.
+    pace = paces[(len(paces) - 1) // 2] if len(paces) > 1 else 0.0
+    times = [0.0]
+    for seconds, count in gaps:
+        usual = pace * count
+        times.append(times[-1] + (seconds if 0 <= seconds <= 2 * usual else usual))
+    return times
+
+
+def _only(metrics: Iterable[str]) -> str | None:
+    """Return the only one of some metrics, None of none."""
+    names = sorted(metrics)
     if len(names) > 1:
-        listed = ", ".join(sorted(names))
-        raise UsageError(f"the steps have several metrics: {listed}", remedy="say which one is meant")
+        raise UsageError(f"the steps have several metrics: {', '.join(names)}", remedy="say which one is meant")
     return next(iter(names), None)

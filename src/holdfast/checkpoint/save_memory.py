@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from holdfast.checkpoint.arguments import MemorySize
 from holdfast.errors import UsageError
 from holdfast.formats.base import BLOCK_BYTES, thread_bytes
 from holdfast.formats.native.writer import buffers_each
+from holdfast.io.available import available_bytes
 from holdfast.io.buffers import DEFAULT_BUDGET, MINIMUM_BUDGET, BufferPool
 from holdfast.io.page_lock import CudaPageLock, PageLock
 from holdfast.units import format_bytes, parse_bytes
@@ -18,23 +17,13 @@ class SaveMemory:
 
     Parameters
     ----------
-    budget : int or str, optional
+    budget : int, optional
         Bytes of both together. By default what a state needs, but at most half of the memory that is available when
         it is first asked for.
-
-    Raises
-    ------
-    UsageError
-        If the budget is below 128 MiB.
     """
 
-    def __init__(self, budget: MemorySize | None = None) -> None:
-        self._budget = None if budget is None else parse_bytes(budget)
-        if self._budget is not None and self._budget < 2 * MINIMUM_BUDGET:
-            raise UsageError(
-                f"a memory budget of {format_bytes(self._budget)} is too small for saving in the background",
-                remedy=f"give at least {format_bytes(2 * MINIMUM_BUDGET)}, or call holdfast.save",
-            )
+    def __init__(self, budget: int | None = None) -> None:
+        self._budget = budget
         self._staging: BufferPool | None = None
         self._working: BufferPool | None = None
         self._page_lock = CudaPageLock()
@@ -59,7 +48,7 @@ class SaveMemory:
             room = self._staging.budget
         else:
             room = max(MINIMUM_BUDGET, min(needed, available_bytes() // 2))
-        self._staging = _fitting(self._staging, room, self._page_lock if from_cuda else None)
+        self._staging = _fitting(self._staging, room, exact=True, page_lock=self._page_lock if from_cuda else None)
         return self._staging
 
     def whole(self) -> BufferPool:
@@ -79,18 +68,47 @@ class SaveMemory:
                 pool.close()
 
 
-def _fitting(pool: BufferPool | None, budget: int, page_lock: PageLock | None = None) -> BufferPool:
+def checked_budget(
+    budget: MemorySize | None, *, copies: int = 1, delta: bool = False, background: bool = True
+) -> int | None:
+    """Return the bytes of a memory budget, None for none.
+
+    Parameters
+    ----------
+    budget : int or str, optional
+    copies : int
+        How many saves have a share of it each.
+    delta : bool
+        Whether differences may be made.
+    background : bool
+        Whether the state is copied first.
+
+    Raises
+    ------
+    UsageError
+        If it is too small for one thread that does the work.
+    """
+    if budget is None:
+        return None
+    parsed = parse_bytes(budget)
+    work = max(MINIMUM_BUDGET, thread_bytes(BLOCK_BYTES, buffers=buffers_each(staged=background, delta=delta)))
+    least = copies * (work + MINIMUM_BUDGET if background else work)
+    if parsed < least:
+        what = ["saving in the background"] if background else ["saving"]
+        what += ["of differences"] if delta else []
+        what += [f"with {copies} copies of the state"] if copies > 1 else []
+        raise UsageError(
+            f"a memory budget of {format_bytes(parsed)} is too small for {' '.join(what)}",
+            remedy=f"give at least {format_bytes(least)}",
+        )
+    return parsed
+
+
+def _fitting(
+    pool: BufferPool | None, budget: int, *, exact: bool = False, page_lock: PageLock | None = None
+) -> BufferPool:
     if pool is not None and pool.budget == budget and pool.page_lock is page_lock:
         return pool
     if pool is not None:
         pool.close()
-    return BufferPool(budget, page_lock=page_lock)
-
-
-def available_bytes() -> int:
-    """Return the memory that the kernel would give this process without swapping (``MemAvailable``)."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        if name == "MemAvailable":
-            return int(rest.split()[0]) * 1024
-    raise AssertionError("/proc/meminfo has MemAvailable since Linux 3.14")
+    return BufferPool(budget, exact=exact, page_lock=page_lock)

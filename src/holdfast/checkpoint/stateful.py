@@ -4,82 +4,101 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from holdfast.errors import StateMismatchError, UnsupportedError
-from holdfast.state.names import Key, Path, display
+from holdfast.checkpoint.containers import holding, items
+from holdfast.errors import UnsupportedError, UnsupportedLeafError
+from holdfast.state.names import Path, display
+from holdfast.state.tree import MAX_DEPTH
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """An object of a state.
+
+    Attributes
+    ----------
+    value : object
+        It has a ``state_dict()`` and a ``load_state_dict()``.
+    state : nested state
+        What its ``state_dict()`` returned; other objects in it are held, too.
+    """
+
+    value: Any
+    state: Any
+
+
+Give = Callable[[Path, Held, Any], None]
+"""Gives an object at the end of some keys what was loaded for it."""
 
 
 def is_stateful(value: object) -> bool:
     """Say whether a value has a ``state_dict()`` and a ``load_state_dict()``."""
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    methods = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
+    return not isinstance(value, type) and all(map(callable, methods))
 
 
-def expand(state: Any) -> Any:
-    """Return a state in which what has a ``state_dict()`` is replaced by what it returns; nothing else is changed."""
-    if is_stateful(state):
-        return state.state_dict()
-    # Only plain containers: others are rebuilt from their fields, which hold no such objects.
-    if type(state) is dict:
-        return {key: expand(value) for key, value in state.items()}
-    if type(state) in (list, tuple):
-        return type(state)(expand(value) for value in state)
-    return state
-
-
-def find_stateful(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield the objects that `expand` replaces, with the keys that lead to them."""
-    if is_stateful(state):
-        yield path, state
-    elif type(state) is dict:
-        for key, value in state.items():
-            yield from find_stateful(value, (*path, key))
-    elif type(state) in (list, tuple):
-        for index, value in enumerate(state):
-            yield from find_stateful(value, (*path, index))
-
-
-def at(state: Any, path: Path) -> Any:
-    """Return what lies at the end of some keys; KeyError if nothing does."""
-    for key in path:
-        state = _item(state, key)
-    return state
-
-
-def _item(state: Any, key: Key) -> Any:
-    try:
-        return state[key]
-    except (IndexError, TypeError) as error:
-        raise KeyError(key) from error
-
-
-def put_back(into: Any, loaded: Any, path: Path = ()) -> Any:
-    """Give each object in ``into`` its part of what was loaded; return the loaded state with the objects in it.
+def hold(state: Any, path: Path = (), *, depth: int = 0) -> Any:
+    """Return a state in which each object is held together with its own state; nothing else is changed.
 
     Raises
     ------
-    StateMismatchError
-        If an object refuses what it is given.
+    UnsupportedLeafError
+        If it is nested too deeply.
     """
-    if is_stateful(into):
-        try:
-            into.load_state_dict(loaded)
-        except (RuntimeError, ValueError, KeyError, TypeError) as error:
-            raise StateMismatchError(
-                f"the {type(into).__name__} at {display(path)!r} does not take its saved state: {error}",
-                remedy="restore into an object that was made in the same way",
-            ) from error
-        return into
-    if type(into) is dict and isinstance(loaded, dict):
-        return {
-            key: put_back(into[key], value, (*path, key)) if key in into else value for key, value in loaded.items()
-        }
-    if type(into) in (list, tuple) and type(loaded) is type(into) and len(into) == len(loaded):
-        return type(into)(put_back(*pair, (*path, index)) for index, pair in enumerate(zip(into, loaded, strict=True)))
-    return loaded
+    stateful = is_stateful(state)
+    found = None if stateful else items(state)
+    if not stateful and found is None:
+        return state
+    if depth >= MAX_DEPTH:
+        raise UnsupportedLeafError(
+            f"the state is nested deeper than {MAX_DEPTH} levels",
+            name=display(path[:4]),
+            remedy="look for a container or an object that contains itself",
+        )
+    if found is None:
+        return Held(state, hold(state.state_dict(), path, depth=depth + 1))
+    return holding(state, {key: hold(item, (*path, key), depth=depth + 1) for key, item in found})
+
+
+def plain(state: Any) -> Any:
+    """Return a state in which each object that is held is replaced by its own state."""
+    if isinstance(state, Held):
+        return plain(state.state)
+    found = items(state)
+    return state if found is None else holding(state, {key: plain(item) for key, item in found})
+
+
+def expand(state: Any) -> Any:
+    """Return a state in which what has a ``state_dict()`` is replaced by what it returns; nothing else is changed.
+
+    Raises
+    ------
+    UnsupportedLeafError
+        If it is nested too deeply.
+    """
+    return plain(hold(state))
+
+
+def put_back(state: Any, loaded: Any, give: Give, path: Path = ()) -> Any:
+    """Give each object that is held its part of what was loaded; return the loaded state with the objects in it.
+
+    An object that lies in the state of another one is given its part first and stands, itself, in what the other gets.
+    """
+    if isinstance(state, Held):
+        give(path, state, put_back(state.state, loaded, give, path))
+        return state.value
+    given, found = items(state), items(loaded)
+    if given is None or found is None:
+        return loaded
+    mine = dict(given)
+    return holding(
+        loaded, {key: put_back(mine[key], item, give, (*path, key)) if key in mine else item for key, item in found}
+    )
 
 
 class RandomState:
@@ -104,6 +123,23 @@ class RandomState:
                 found["cuda"] = torch.cuda.get_rng_state_all()
         return found
 
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Check whether states can be set here; only their number is looked at.
+
+        Raises
+        ------
+        UnsupportedError
+            If CUDA's states are those of another number of devices.
+        """
+        saved = len(state.get("cuda", []))
+        torch = sys.modules.get("torch")
+        here = torch.cuda.device_count() if torch is not None else 0
+        if saved not in (0, here):
+            raise UnsupportedError(
+                f"holds the random states of {saved} CUDA devices, and there are {here} here",
+                remedy="leave them out of what is restored, and seed the generators anew",
+            )
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the states of all generators.
 
@@ -114,15 +150,11 @@ class RandomState:
         """
         import torch
 
-        cuda = state.get("cuda", [])
-        if cuda and len(cuda) != torch.cuda.device_count():
-            raise UnsupportedError(
-                f"holds the random states of {len(cuda)} CUDA devices, and there are {torch.cuda.device_count()} here",
-                remedy='leave "rng" out of `into`, and seed the generators anew',
-            )
+        self.check_state_dict(state)
         python, numpy_state = state["python"], state["numpy"]
         random.setstate((python["version"], tuple(map(int, python["internal"])), python["gauss"]))
         np.random.set_state((numpy_state["kind"], numpy_state["keys"], numpy_state["position"], *numpy_state["gauss"]))
-        torch.set_rng_state(state["torch"])
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)
+        if "torch" in state:
+            torch.set_rng_state(state["torch"])
+        if state.get("cuda"):
+            torch.cuda.set_rng_state_all(state["cuda"])

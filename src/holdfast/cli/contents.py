@@ -99,6 +99,7 @@ def _headline(report: InfoReport) -> list[str]:
     version = details.pop("version", None)
     details.pop("step", None)
     details.pop("history", None)
+    details.pop("space", None)
     phrases = [report.format if version is None else f"{report.format} {version}"]
     for key, value in details.items():
         if key.endswith("_bytes") and isinstance(value, int):
@@ -109,18 +110,21 @@ def _headline(report: InfoReport) -> list[str]:
 
 
 def _history(details: dict[str, Any]) -> Iterator[str]:
-    """Yield which step of a training run it is, and what it shares with earlier ones."""
-    step, history = details.get("step"), details.get("history")
+    """Yield which step of a training run it is, what is new in it, and what it occupies if others share its files."""
+    step, history, space = details.get("step"), details.get("history"), details.get("space")
     if step:
         moment = datetime.fromtimestamp(step["saved_at"], UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         metrics = "".join(f", {name} {value}" for name, value in step["metrics"].items())
         yield f"step {step['number']}, saved {moment}{metrics}"
     if history:
         linked = [f"{format_bytes(count)} of {origin}" for origin, count in history["linked_bytes"].items()]
-        shared = f"; links files of {len(linked)} earlier steps: {', '.join(linked)}" if linked else ""
+        taken = f"; links files of {counted(len(linked), 'earlier step')}: {', '.join(linked)}" if linked else ""
         chain = history["deepest_chain"]
         read = f"; reading a block takes up to {counted(chain, 'difference')} besides a whole one" if chain else ""
-        yield f"wrote {format_bytes(history['new_bytes'])}{shared}{read}"
+        yield f"wrote {format_bytes(history['new_bytes'])}{taken}{read}"
+    if space and (history or space["shared_bytes"]):
+        own, shared = format_bytes(space["own_bytes"]), format_bytes(space["shared_bytes"])
+        yield f"occupies {format_bytes(space['occupied_bytes'])}: {own} of its own, {shared} that others have links to"
 
 
 def _plain(value: Any) -> str:

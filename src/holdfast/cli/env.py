@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from holdfast.bench import environment
+from holdfast import environment
 from holdfast.cli.output import DEFAULT, Output
 from holdfast.cli.text import printable
 from holdfast.units import format_bytes

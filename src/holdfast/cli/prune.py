@@ -8,10 +8,10 @@ from cyclopts import Parameter
 
 from holdfast.checkpoint.manager import CheckpointManager
 from holdfast.checkpoint.retention import KeepBest, KeepThinned
-from holdfast.checkpoint.steps import Step
+from holdfast.checkpoint.steps import Step, check_removable, step_path
 from holdfast.cli.output import DEFAULT, Output
 from holdfast.cli.text import counted, printable
-from holdfast.errors import NotACheckpointError, UsageError
+from holdfast.errors import CorruptCheckpointError, HoldfastError, NotACheckpointError, UsageError
 from holdfast.units import format_bytes
 
 
@@ -31,7 +31,7 @@ def prune(
 ) -> int:
     """Delete the steps of a training run that no rule wants.
 
-    The last step is never deleted.
+    The last step is never deleted, and neither is a step that holds files which are no part of it.
 
     Parameters
     ----------
@@ -50,7 +50,8 @@ def prune(
     keep_thinned
         Keep fewer steps the older they are: AGE:DISTANCE pairs such as 1h:0 1d:1h 30d:1d.
     broken
-        Delete steps that cannot be read, too.
+        Delete steps that are damaged, too; what is no checkpoint, could not be looked at or was written by a later
+        version is left as it is.
     dry_run
         Delete nothing, and say what would be.
     """
@@ -64,22 +65,39 @@ def prune(
         found = manager.survey()
         if not found.steps and not found.broken:
             raise NotACheckpointError("holds no step", path=root, remedy="give the folder in which step-000100 lies")
-        gone = manager.prune(dry_run=dry_run)
-        lost = [number for number in found.broken if broken]
-        if not dry_run:
-            for number in lost:
-                manager.delete(number)
-    numbers = {step.number for step in gone}
+        unwanted = [step.number for step in manager.prune(dry_run=True)]
+        damaged = [number for number, error in found.broken.items() if _is_damage(error)] if broken else []
+        left = _delete(manager, [*unwanted, *damaged], dry_run=dry_run)
+    gone = {*unwanted, *damaged} - left.keys()
     document: dict[str, Any] = {
         "root": root,
         "dry_run": dry_run,
-        "deleted": [_describe(step) for step in gone],
-        "deleted_broken": lost,
-        "kept": [_describe(step) for step in found.steps if step.number not in numbers],
-        "broken": {str(number): str(error) for number, error in found.broken.items() if number not in lost},
+        "deleted": [_describe(step) for step in found.steps if step.number in gone],
+        "deleted_broken": [number for number in damaged if number in gone],
+        "kept": [_describe(step) for step in found.steps if step.number not in gone],
+        "broken": {str(number): str(error) for number, error in found.broken.items() if number not in gone},
+        "left": {str(number): str(error) for number, error in left.items()},
     }
     output.show(document, lambda: _print(document, quiet=output.quiet))
     return 0
+
+
+def _is_damage(error: HoldfastError) -> bool:
+    # What could not be looked at, or is of a later version, may be whole; what is no checkpoint is somebody's.
+    return isinstance(error, CorruptCheckpointError)
+
+
+def _delete(manager: CheckpointManager, numbers: list[int], *, dry_run: bool) -> dict[int, HoldfastError]:
+    """Delete the steps of these numbers that are steps and nothing else; return what keeps the others."""
+    left: dict[int, HoldfastError] = {}
+    for number in numbers:
+        try:
+            check_removable(step_path(manager.root, number))
+            if not dry_run:
+                manager.delete(number)
+        except (UsageError, NotACheckpointError) as error:
+            left[number] = error
+    return left
 
 
 def _rung(text: str) -> tuple[str, str]:
@@ -108,6 +126,6 @@ def _print(document: dict[str, Any], *, quiet: bool) -> None:
         print(printable(f"{verb} step {step['step']}: {format_bytes(step['own_bytes'])} of its own"))
     for number in document["deleted_broken"]:
         print(printable(f"{verb} step {number}: broken"))
-    for number, error in document["broken"].items():
-        print(printable(f"left as it is: step {number}: {error}"))
+    for number, reason in {**document["broken"], **document["left"]}.items():
+        print(printable(f"left as it is: step {number}: {reason}"))
     print(printable(f"{verb} {counted(len(document['deleted']), 'step')}, kept {len(document['kept'])}"))

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from holdfast.bench import environment
+from holdfast import environment
 from holdfast.bench.contest import Contest
 from holdfast.bench.tune_checkpoint import DEFAULT_BYTES, DEFAULT_SECONDS, FEWEST_BYTES, Tuned, tune
 from holdfast.bench.tuned_file import check_writable, read_text, with_table, write_tuned

@@ -154,7 +154,7 @@ class Written:
     new_bytes : int or None
         Bytes written for it, where that is not all of them.
     base, base_refused : str or None
-        The earlier checkpoint that the others were taken from, or why none were.
+        The earlier checkpoint that the others were taken from, and why not all that could have been.
     """
 
     stored_bytes: int
@@ -235,6 +235,8 @@ class Reader(ABC):
         What `verify` can check here ("xxh3-64 of every block"), or None when the format stores no checksum.
     buffers : int
         Buffers of a block's size that one reading thread may hold at once, its destination among them.
+    step : StepRecord or None
+        Which step of a training run it is, where the format keeps that.
     """
 
     path: Path
@@ -245,6 +247,7 @@ class Reader(ABC):
     details: dict[str, Any]
     verifiable: str | None = None
     buffers: int = 2
+    step: StepRecord | None = None
 
     @abstractmethod
     def read(self, name: str, start: int, stop: int, out: Bytes) -> None:

@@ -12,8 +12,8 @@ from holdfast.errors import UnsupportedError, UsageError
 from holdfast.formats.base import WriteSettings, Written
 from holdfast.formats.native.assembly import FinishedStream
 from holdfast.formats.native.coded_tensors import FRAMEWORK_KEY, METADATA_KEY
-from holdfast.formats.native.manifest import AliasRecord
 from holdfast.formats.native.pack import DEFAULT_SHARD_BYTES, FilePlan, Structure, plan_files
+from holdfast.formats.native.records import AliasRecord
 from holdfast.formats.native.writer import chosen_codec, chosen_direct_io, write_streams
 from holdfast.formats.safetensors_read import INDEX_SUFFIX, SUFFIX, begins_like_safetensors, locate
 from holdfast.io.commit import Commit

@@ -16,8 +16,8 @@ import xxhash
 
 from holdfast.errors import CorruptCheckpointError, HoldfastError, NotACheckpointError, UnsupportedError
 from holdfast.formats import sealed
-from holdfast.formats.native.manifest import AliasRecord
 from holdfast.formats.native.pack import Structure
+from holdfast.formats.native.records import AliasRecord
 from holdfast.formats.structure import check_structure
 from holdfast.io.directory import Directory
 from holdfast.io.files import write_small

@@ -85,6 +85,9 @@ class BufferPool:
     ----------
     budget : int
         The most bytes that all buffers together may take, those that lie free for reuse included.
+    exact : bool
+        Lend no buffer that is larger than `buffer_bytes` of the need, so that needs which add up to the budget can all
+        be met at once. Otherwise a free buffer of up to twice the size is as good.
     page_lock : PageLock, optional
         What page-locks the buffers as long as they are the pool's.
 
@@ -99,7 +102,7 @@ class BufferPool:
         If the budget is below 64 MiB: one thread needs that much to code and write blocks of 16 MiB.
     """
 
-    def __init__(self, budget: int = DEFAULT_BUDGET, *, page_lock: PageLock | None = None) -> None:
+    def __init__(self, budget: int = DEFAULT_BUDGET, *, exact: bool = False, page_lock: PageLock | None = None) -> None:
         if budget < MINIMUM_BUDGET:
             raise UsageError(
                 f"a memory budget of {format_bytes(budget)} is too small",
@@ -108,6 +111,7 @@ class BufferPool:
         self.budget = budget
         self.page_lock = page_lock
         self.peak_bytes = 0
+        self._largest = 1 if exact else 2
         self._allocated = 0
         self._free: list[mmap.mmap] = []
         self._changed = threading.Condition()
@@ -163,7 +167,8 @@ class BufferPool:
         with self._changed:
             while True:
                 # Not one far too large: the accounting of `threads` relies on what each need takes.
-                fitting = [memory for memory in self._free if size <= len(memory) <= 2 * size]
+                largest = self._largest * size
+                fitting = [memory for memory in self._free if size <= len(memory) <= largest]
                 if fitting:
                     best = min(fitting, key=len)
                     self._free.remove(best)
@@ -172,7 +177,8 @@ class BufferPool:
                     # Views of a lent array may still be alive somewhere; the memory then goes when they do.
                     self._allocated -= len(self._part_with(self._free.pop()))
                 if self._allocated + size <= self.budget:
-                    memory = _shelf.take(size, at_most=self.budget - self._allocated) or _map(size)
+                    largest = min(largest, self.budget - self._allocated)
+                    memory = _shelf.take(size, at_most=largest) or _map(size)
                     self._allocated += len(memory)
                     self.peak_bytes = max(self.peak_bytes, self._allocated)
                     return memory, True
@@ -223,9 +229,10 @@ class _Shelf:
 
     def take(self, size: int, *, at_most: int) -> mmap.mmap | None:
         with self._lock:
-            # Not one far too large: a small need must not use up the budget of its pool.
-            fitting = [memory for memory in self._buffers if size <= len(memory) <= min(2 * size, at_most)]
+            fitting = [memory for memory in self._buffers if size <= len(memory) <= at_most]
             if not fitting:
+                # New memory takes the place of what lies here unused, so that both together do not grow.
+                self._drop(size)
                 return None
             best = min(fitting, key=len)
             self._buffers.remove(best)
@@ -234,8 +241,12 @@ class _Shelf:
     def put(self, memory: mmap.mmap) -> None:
         with self._lock:
             self._buffers.append(memory)
-            while sum(map(len, self._buffers)) > self._MOST_BYTES:
-                self._buffers.pop(0)
+            self._drop(sum(map(len, self._buffers)) - self._MOST_BYTES)
+
+    def _drop(self, nbytes: int) -> None:
+        """Give up so many bytes, or all there are, the oldest buffers first."""
+        while nbytes > 0 and self._buffers:
+            nbytes -= len(self._buffers.pop(0))
 
 
 _shelf = _Shelf()

@@ -148,7 +148,16 @@ class Commit:
         _held.add(self)
 
     def publish(self) -> None:
-        """Make what lies at `path`, whose files are durable already, visible at the destination."""
+        """Make what lies at `path`, whose files are durable already, visible at the destination, and that durable.
+
+        Raises
+        ------
+        DestinationExistsError
+            If something else has come there meanwhile.
+        StoreError
+            If the operating system refuses. If only the new name could not be made durable, the message says that it is
+            visible; what was replaced is then kept until the next save.
+        """
         try:
             if self.overwrite:
                 self._check_destination()
@@ -157,7 +166,6 @@ class Commit:
                 self._publish_directory()
             else:
                 self._publish_file()
-            sync_directory(self.destination.parent)
         except FileExistsError as error:
             raise DestinationExistsError(
                 "something appeared here while it was being saved",
@@ -166,6 +174,22 @@ class Commit:
             ) from error
         except OSError as error:
             raise store_error(error, self.destination, "make the checkpoint visible") from error
+        self._make_visibility_durable()
+
+    def _make_visibility_durable(self) -> None:
+        holder = self._holder
+        if self._directory:
+            # After an exchange the old checkpoint lies there, which a loss of power may bring back until this is over.
+            self._holder = self.destination
+        try:
+            sync_directory(self.destination.parent)
+        except OSError as error:
+            raise StoreError(
+                f"the checkpoint is visible and can be read, but perhaps not durable: {error.strerror or error}",
+                path=self.destination,
+                remedy="check the device, then save it again with overwrite=True, or elsewhere",
+            ) from error
+        self._holder = holder
 
     def _publish_file(self) -> None:
         if self.overwrite:

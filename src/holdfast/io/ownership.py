@@ -1,24 +1,26 @@
 """One writer for a folder: a lock that the kernel drops with the process, so that none is ever stale.
 
-The lock (``flock``) lies on the folder itself; there is no lock file to be left behind. It holds on one host, and
-between hosts on network file systems that pass such locks on.
+The lock (``flock``) lies on the folder itself; there is no lock file to be left behind. It holds on one host: file
+systems that hosts share do not pass on the locks of folders, so that a writer on another host is not seen.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import weakref
 from pathlib import Path
 
 from holdfast.errors import BusyError
 from holdfast.io.commit import make_durable
 from holdfast.io.files import store_error
 
-_owned: set[Ownership] = set()
+# Weak, so that an owner that is dropped without a word lets go of its folder.
+_owned: weakref.WeakSet[Ownership] = weakref.WeakSet()
 
 
 class Ownership:
-    """The right to write in a folder, which one process has at a time.
+    """The right to write in a folder, which one process has at a time; an owner that is collected loses it.
 
     Raises
     ------
@@ -29,36 +31,71 @@ class Ownership:
     """
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        while True:
+            self._fd = _locked(folder)
+            self._release = weakref.finalize(self, _unlock, self._fd, os.getpid())
+            _owned.add(self)
+            if self.still_holds():
+                return
+            # The folder was removed, and perhaps made again, between the opening and the locking.
+            self.release()
+
+    def still_holds(self) -> bool:
+        """Say whether the folder that is owned is still the one at its path.
+
+        It may have been removed and made again, by hand for example; somebody else may own the new one.
+
+        Raises
+        ------
+        StoreError
+            If the operating system does not let us look.
+        """
+        if not self._release.alive:
+            return False
         try:
-            make_durable(folder)
-            self._fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            here, there = os.fstat(self._fd), os.stat(self._folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
         except OSError as error:
-            raise store_error(error, folder, "save here") from error
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = _holder(self._fd)
-            os.close(self._fd)
-            raise BusyError(
-                f"another CheckpointManager writes here{holder}",
-                path=folder,
-                remedy="wait for it to end, close it, or use a folder of its own for each run",
-            ) from error
-        except OSError as error:
-            os.close(self._fd)
-            raise store_error(error, folder, "lock the folder") from error
-        _owned.add(self)
+            raise store_error(error, self._folder, "look at the folder") from error
+        return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
 
     def release(self) -> None:
         """Let others write; a second call does nothing."""
-        if self in _owned:
-            # A child that was just forked still has the descriptor, and with it the lock, until it gets to close it.
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
-            self._close()
-
-    def _close(self) -> None:
         _owned.discard(self)
-        os.close(self._fd)
+        self._release()
+
+
+def _locked(folder: Path) -> int:
+    """Return a descriptor that holds the lock of a folder, which is made if it is missing."""
+    try:
+        make_durable(folder)
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise store_error(error, folder, "save here") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = _holder(fd)
+        os.close(fd)
+        raise BusyError(
+            f"another CheckpointManager writes here{holder}",
+            path=folder,
+            remedy="wait for it to end, close it, or use a folder of its own for each run",
+        ) from error
+    except OSError as error:
+        os.close(fd)
+        raise store_error(error, folder, "lock the folder") from error
+    return fd
+
+
+def _unlock(fd: int, owner: int) -> None:
+    # A child that was just forked still has the descriptor, and with it the lock, until it gets to close it; the lock
+    # itself is the parent's, which alone may give it up.
+    if os.getpid() == owner:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
 
 
 def _holder(fd: int) -> str:
@@ -80,7 +117,7 @@ def _holder(fd: int) -> str:
 def _release_in_child() -> None:
     # A child keeps what it inherits for as long as it lives, and with it the lock of a writer that was killed.
     for ownership in list(_owned):
-        ownership._close()
+        ownership.release()
 
 
 os.register_at_fork(after_in_child=_release_in_child)

@@ -6,6 +6,7 @@ Copies to memory that is not page-locked go through a small buffer of the driver
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 import warnings
 from typing import Any, Protocol
@@ -36,6 +37,7 @@ class CudaPageLock:
     def __init__(self) -> None:
         self._locked: set[int] = set()
         self._guard = threading.Lock()
+        self._process = os.getpid()
 
     def lock(self, memory: mmap.mmap) -> None:
         address = _address(memory)
@@ -52,6 +54,9 @@ class CudaPageLock:
             self._locked.add(address)
 
     def unlock(self, memory: mmap.mmap) -> None:
+        # What a forked child inherits is locked for its parent, and CUDA cannot be used in it.
+        if os.getpid() != self._process:
+            return
         address = _address(memory)
         with self._guard:
             locked = address in self._locked

@@ -99,7 +99,7 @@ def run(tasks: Iterable[Callable[[], None]], threads: int, cancellation: Cancell
             if interrupted:
                 crew.cancellation.cancel()
             # An interrupt may have come just before the foreman began; then it never will.
-            if crew.finished.wait(timeout=_PATIENCE) or foreman.ident is None:
+            if crew.finished.wait(timeout=PATIENCE) or foreman.ident is None:
                 break
         except KeyboardInterrupt as error:
             interrupted = error
@@ -107,7 +107,7 @@ def run(tasks: Iterable[Callable[[], None]], threads: int, cancellation: Cancell
         raise failure
 
 
-_PATIENCE = 1.0
+PATIENCE = 1.0
 """Seconds within which a thread that was started begins to run."""
 
 

@@ -14,7 +14,11 @@ from holdfast.state.tree import Flat
 
 
 class NativeFormat(Format):
-    """See `holdfast.formats.base.Format`; the options are ``shard_bytes`` and ``direct_io``."""
+    """See `holdfast.formats.base.Format`.
+
+    The options are ``shard_bytes`` and ``direct_io``; and, for saves that write only what has changed, ``incremental``,
+    ``base`` and ``delta`` (see `holdfast.save`).
+    """
 
     name = "native"
 

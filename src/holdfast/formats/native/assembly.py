@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.formats.base import BLOCK_BYTES, WriteSettings
-from holdfast.formats.native import manifest as manifests
 from holdfast.formats.native.changes import ChangesStream
 from holdfast.formats.native.history import History
-from holdfast.formats.native.manifest import (
+from holdfast.formats.native.pack import Placed
+from holdfast.formats.native.records import (
+    PLACES,
+    VERSION,
+    WIDE_DIGESTS,
     AliasRecord,
     BaseRecord,
     BlockRecord,
@@ -17,7 +20,6 @@ from holdfast.formats.native.manifest import (
     Manifest,
     PlaceRecord,
 )
-from holdfast.formats.native.pack import Placed
 from holdfast.formats.native.streams import Stream
 from holdfast.state.source import Source
 from holdfast.state.tree import Flat
@@ -65,12 +67,12 @@ class Assembly:
             name: AliasRecord(alias.of, alias.offset_elements, alias.shape, alias.strides, *flat.parts[name])
             for name, alias in flat.aliases.items()
         }
-        features = [manifests.WIDE_DIGESTS] if history.incremental else []
+        features = [WIDE_DIGESTS] if history.incremental else []
         if any(leaf.places for leaf in leaves):
-            features.append(manifests.PLACES)
+            features.append(PLACES)
         return Manifest(
             format="holdfast",
-            version=manifests.VERSION,
+            version=VERSION,
             writer=f"holdfast {__version__}",
             features=features,
             block_bytes=BLOCK_BYTES,
@@ -95,6 +97,8 @@ class Assembly:
                 offset += block.length if place.file == number else 0
                 blocks.append(block)
                 places.append(place)
+            if all(place.file == number and not place.bases for place in places):
+                places = []  # they simply follow one another
         else:
             blocks = [stream.records[leaf.key, index] for index in range(count)]
         return LeafRecord(

@@ -122,7 +122,7 @@ class BlockReader:
         try:
             if _is_coded(block, len(out)):
                 self.decode(block, tensor.dtype, out, scratch)
-                found = _digest(out, block.raw) if self._verify and block.raw else ""
+                found = digest_as(block.raw, out) if self._verify and block.raw else ""
             else:
                 found = self._read_raw(block.file, block, out)
         except CorruptCheckpointError as error:
@@ -164,16 +164,25 @@ class BlockReader:
             self._decode_one(block, dtype, out, scratch)
             return
         layer, rest = scratch[: len(out)], scratch[round_up(len(out)) :]
-        *differences, whole = (block, *block.bases)
-        self._decode_one(whole, dtype, out, rest)
-        for part in differences:
+        below = block.bases[-1]
+        self._decode_one(below, dtype, out, rest)
+        for part in (*reversed(block.bases[:-1]), block):
+            self._check_base(below, out)
             self._decode_one(part, dtype, layer, rest)
             np.bitwise_xor(out, layer, out=out)
+            below = part
+
+    def _check_base(self, base: StoredBlock, raw: Bytes) -> None:
+        # One that is stored as it is has no checksum of its stored bytes.
+        if self._verify and base.raw and not base.stored and digest_as(base.raw, raw) != base.raw:
+            raise CorruptCheckpointError(
+                "the checksum of the bytes that it is a difference from is wrong", path=base.file.path
+            )
 
     def _decode_one(self, block: StoredBlock, dtype: DType, out: Bytes, scratch: Bytes) -> None:
         codec = _codec(block)
         stored = block.file.fetch(block.offset, block.length, scratch)
-        if self._verify and block.stored and _digest(stored, block.stored) != block.stored:
+        if self._verify and block.stored and digest_as(block.stored, stored) != block.stored:
             raise CorruptCheckpointError("the checksum of its stored bytes is wrong", path=block.file.path)
         try:
             codec.decode(stored, dtype, out)
@@ -197,7 +206,8 @@ def scratch_bytes(block: StoredBlock, raw_bytes: int) -> int:
     return room + (round_up(raw_bytes) if block.bases else 0)
 
 
-def _digest(data: Bytes, expected: str) -> str:
+def digest_as(expected: str, data: Bytes) -> str:
+    """Return the checksum of some bytes, of the kind that an expected one is of."""
     hasher = hasher_for(expected)
     hasher.update(data)
     return str(hasher.hexdigest())

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from holdfast.codecs import probe
-from holdfast.formats.native.manifest import BlockRecord, PlaceRecord
+from holdfast.codecs import probe, zstd
 from holdfast.formats.native.pack import Block, FilePlan
 from holdfast.formats.native.previous import Base, Found, Previous
+from holdfast.formats.native.records import BlockRecord, PlaceRecord
 from holdfast.formats.native.streams import CodedStream, How, encode
 from holdfast.formats.sealed import wide_digest
 from holdfast.io.buffers import round_up
@@ -17,6 +20,24 @@ from holdfast.io.files import Bytes
 
 WORTH_A_DIFFERENCE = 0.95
 """A difference is stored if it takes less than this share of the whole block: it costs more to read."""
+
+_RECORD_BYTES = 100
+"""What the manifest takes to say what a block is the difference from."""
+
+_SAMPLED = 2 * 1024**2
+"""Bytes above which samples tell whether a difference is worth coding; up to there, coding takes less than they do."""
+
+_GROUPS, _PIECES, _PIECE = 4, 16, 4096
+"""The samples of a block: groups of pieces, of so many bytes each."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Coded:
+    """A coded difference, and whether it is certain to be shorter than the whole block would be."""
+
+    codec: str
+    length: int
+    certain: bool
 
 
 class ChangesStream(CodedStream):
@@ -49,7 +70,7 @@ class ChangesStream(CodedStream):
         for block in blocks:
             base = self._previous.base_of(block)
             if base is not None:
-                needs.append(round_up(block.nbytes) + self._previous.scratch_bytes(base, block.nbytes))
+                needs.append(_room(block) + self._previous.scratch_bytes(base, block.nbytes))
         return max(needs)
 
     def _store(self, block: Block, raw: Bytes, out: Bytes, scratch: Bytes) -> tuple[str, str, int] | None:
@@ -60,24 +81,53 @@ class ChangesStream(CodedStream):
             self.found[key] = found.block, found.place
             return None
         base = self._previous.base_of(block)
-        stored = None if base is None else self._difference(block, raw, base, out, scratch)
-        if base is None or stored is None:
-            stored = encode(raw, block, self._how.codec, out)
-        else:
-            self._previous.take(base)
-            self.bases[key] = base
-        return digest, *stored
+        difference = None if base is None else self._difference(block, raw, digest, base, out, scratch)
+        if base is None or difference is None:
+            return digest, *encode(raw, block, self._how.codec, out)
+        if not difference.certain:
+            # The difference itself lies coded in `out`: its raw bytes are not needed any more.
+            name, length = encode(raw, block, self._how.codec, scratch)
+            if difference.length + _RECORD_BYTES > WORTH_A_DIFFERENCE * length:
+                out[:length] = scratch[:length]
+                return digest, name, length
+        self._previous.take(base)
+        self.bases[key] = base
+        return digest, difference.codec, difference.length
 
-    def _difference(self, block: Block, raw: Bytes, base: Base, out: Bytes, scratch: Bytes) -> tuple[str, int] | None:
-        """Code the difference from the base to the front of ``out``; None where the whole block is as small."""
+    def _difference(
+        self, block: Block, raw: Bytes, digest: str, base: Base, out: Bytes, scratch: Bytes
+    ) -> _Coded | None:
+        """Code the difference from the base to the front of ``out``; None where samples say that it is not worth it."""
         changed = scratch[: block.nbytes]
-        if not self._previous.read(base, block, changed, scratch[round_up(block.nbytes) :]):
+        if not self._previous.read(base, block, changed, scratch[_room(block) :]):
             return None
         np.bitwise_xor(changed, raw, out=changed)
         dtype = block.leaf.source.dtype
-        whole = probe.estimate(raw, dtype)
-        if probe.estimate(changed, dtype) > WORTH_A_DIFFERENCE * whole:
+        if block.nbytes <= _SAMPLED:
+            return _Coded(*probe.encode(changed, dtype, out), certain=False)
+        whole = [probe.estimate(sample, dtype) for sample in _samples(raw, digest)]
+        shares = [probe.estimate(sample, dtype) for sample in _samples(changed, digest)]
+        if sum(shares) > WORTH_A_DIFFERENCE * sum(whole):
             return None
         name, length = probe.encode(changed, dtype, out)
-        # Once more, now that the length is known: the samples may not have been like the rest.
-        return (name, length) if length <= WORTH_A_DIFFERENCE * whole * len(raw) else None
+        # A block is not alike throughout, so what shrinks best is taken for all of it; and what repeats itself at a
+        # distance shrinks in no sample.
+        certain = length + _RECORD_BYTES <= WORTH_A_DIFFERENCE * min(whole) * block.nbytes
+        return _Coded(name, length, certain and probe.choose(raw, dtype) is not zstd.CODEC)
+
+
+def _room(block: Block) -> int:
+    """Return the bytes in which a block can be coded."""
+    return round_up(probe.bound(block.nbytes))
+
+
+def _samples(raw: Bytes, digest: str) -> Iterator[Bytes]:
+    """Yield pieces of a block, in groups.
+
+    Where they lie is drawn from the digest of the block: at fixed places, they could all miss what the rest is like.
+    """
+    draw = random.Random(digest)
+    last = (len(raw) - _PIECE) // 16
+    for _ in range(_GROUPS):
+        starts = sorted(16 * draw.randint(0, last) for _ in range(_PIECES))
+        yield np.concatenate([raw[start : start + _PIECE] for start in starts])

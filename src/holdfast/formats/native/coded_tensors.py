@@ -8,6 +8,9 @@ what it really is, so that it can be decoded without the manifest::
                                 "blocks": [["planes", 11132928], ...]}}}
 
 Each block is a codec's name and its stored length in bytes; the blocks follow one another in the vector.
+
+In a file of changes, tensors may be there in part, or as differences. Its version is 2, so that a reader which does not
+know this refuses it, instead of taking the differences for the tensors.
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ import msgspec
 
 from holdfast import plugins
 from holdfast.errors import CorruptCheckpointError, UnsupportedError
-from holdfast.formats.native.manifest import MAX_BLOCK_BYTES, BlockRecord
 from holdfast.formats.native.pack import FilePlan, Placed, Structure
+from holdfast.formats.native.records import MAX_BLOCK_BYTES, BlockRecord
 from holdfast.formats.safetensors_header import MAX_DIMENSIONS, Header, TensorRecord
 from holdfast.state.dtypes import BY_NAME
 
@@ -30,6 +33,11 @@ METADATA_KEY = "holdfast"
 FRAMEWORK_KEY = "format"
 """Where safetensors files say, by convention, which library their tensors belong to (``pt``)."""
 VERSION = 1
+CHANGES_VERSION = 2
+"""Of notes that a reader of version 1 would misread."""
+
+SMALLEST_DIFFERENCE = 1024
+"""Raw bytes below which a block is not stored as a difference: saying from what would take what it saves."""
 
 Described = tuple[list[TensorRecord], dict[str, Any]]
 
@@ -121,25 +129,30 @@ def describe_changes(
     return records, _notes(tensors, block_bytes, plan)
 
 
-def widest(plan: FilePlan, block_bytes: int, *, changes: bool = False) -> Described:
-    """Return a description that no coded form of the file has a longer header than."""
+def widest(plan: FilePlan, block_bytes: int, *, changes: bool = False, delta: bool = False) -> Described:
+    """Return a description that no coded form of the file has a longer header than.
+
+    Parameters
+    ----------
+    changes, delta : bool
+        Whether only some blocks may be there, and whether some of those may be differences.
+    """
     longest = max(plugins.names("codecs"), key=len)
     end = 2 * plan.raw_bytes + block_bytes
     records = [TensorRecord(leaf.key, "U8", (end,), end, end) for leaf in plan.leaves]
-    tensors = {
-        leaf.key: Note(
-            leaf.source.dtype.name,
-            leaf.source.shape,
-            [(longest, 2 * block_bytes)] * len(_raw_sizes(leaf, block_bytes)),
-            *(2 * [list(range(len(_raw_sizes(leaf, block_bytes))))] if changes else []),
-        )
-        for leaf in plan.leaves
-    }
+    tensors: dict[str, Note] = {}
+    for leaf in plan.leaves:
+        count = len(_raw_sizes(leaf, block_bytes))
+        numbers = list(range(count)) if changes and count > 1 else None
+        differences = list(range(count)) if delta and leaf.source.nbytes >= SMALLEST_DIFFERENCE else []
+        blocks = [(longest, 2 * block_bytes)] * count
+        tensors[leaf.key] = Note(leaf.source.dtype.name, leaf.source.shape, blocks, numbers, differences)
     return records, _notes(tensors, block_bytes, plan)
 
 
 def _notes(tensors: dict[str, Note], block_bytes: int, plan: FilePlan) -> dict[str, Any]:
-    notes = Notes(VERSION, block_bytes, tensors, plan.structure)
+    version = VERSION if all(note.complete for note in tensors.values()) else CHANGES_VERSION
+    notes = Notes(version, block_bytes, tensors, plan.structure)
     return msgspec.to_builtins(notes) if tensors or plan.structure else {}
 
 
@@ -171,7 +184,7 @@ def parse(header: Header, path: Path) -> Notes:
         notes = msgspec.json.decode(text, type=Notes)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise CorruptCheckpointError(f"the note on coded tensors is malformed ({error})", path=path) from error
-    if notes.version != VERSION:
+    if notes.version not in (VERSION, CHANGES_VERSION):
         raise UnsupportedError(
             f"has coded tensors of version {notes.version}", path=path, remedy="pip install --upgrade holdfast"
         )

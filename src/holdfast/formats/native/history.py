@@ -39,7 +39,7 @@ class History:
     base_used : str or None
         The base that blocks could be taken from.
     refused : str or None
-        Why none could.
+        Why none could, or not all that are still right.
     """
 
     incremental: bool
@@ -75,21 +75,31 @@ class History:
         return cls(incremental, base, delta, OpenSettings(pool=settings.pool))
 
     @contextmanager
-    def opened(self, directory: Path) -> Iterator[Previous | None]:
-        """Open the base and link its files into a directory; None if there is none, or nothing can be taken from it."""
+    def opened(self, directory: Path, own_files: int) -> Iterator[Previous | None]:
+        """Open the base and link its files into a directory; None if there is none, or nothing can be taken from it.
+
+        Parameters
+        ----------
+        directory : Path
+        own_files : int
+            How many data files the save writes itself.
+
+        Raises
+        ------
+        NotACheckpointError
+            If there is no checkpoint at the path that was given.
+        """
         previous = self._open()
+        if previous is None:
+            yield None
+            return
         try:
-            if previous is not None:
-                previous.link_into(directory)
-                self.refused = previous.obstacle
-            if previous is None or not previous.linked:
-                yield None
-            else:
-                self.base_used = os.fspath(previous.path)
-                yield previous
+            previous.link_into(directory, own_files)
+            self.base_used = os.fspath(previous.path) if previous.linked else None
+            yield previous if previous.linked else None
         finally:
-            if previous is not None:
-                previous.close()
+            self.refused = previous.obstacle
+            previous.close()
 
     def _open(self) -> Previous | None:
         base = self.base() if callable(self.base) else self.base
@@ -97,7 +107,13 @@ class History:
             return None
         try:
             return Previous(Path(base), self.settings, delta=self.delta)
-        except (CorruptCheckpointError, NotACheckpointError, StoreError, UnsupportedError) as error:
+        except NotACheckpointError as error:
+            if not callable(self.base):
+                raise NotACheckpointError(
+                    f"is no base to save on: {error.message}", path=error.path, remedy="correct base=, or leave it out"
+                ) from error
+            self.refused = str(error)
+        except (CorruptCheckpointError, StoreError, UnsupportedError) as error:
             # All of the state is written then, which needs nothing of what is there.
             self.refused = str(error)
-            return None
+        return None

@@ -1,4 +1,4 @@
-"""The manifest of a native checkpoint: what it says, how it is written, and how one that nobody vouches for is checked.
+"""Reading the manifest of a native checkpoint, which nobody vouches for: every rule that it must keep.
 
 ``manifest.json`` carries a checksum of itself (see ``formats/sealed.py``). It is written last: a checkpoint exists if
 and only if a valid manifest does. The format is specified in ``docs/reference/native-format.md``.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,173 +15,28 @@ import msgspec
 
 from holdfast.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedError
 from holdfast.formats import sealed
-from holdfast.formats.base import StepRecord
+from holdfast.formats.native.records import (
+    FEATURES,
+    MAX_BLOCK_BYTES,
+    MOST_BASES,
+    PLACES,
+    VERSION,
+    BaseRecord,
+    BlockRecord,
+    FileRecord,
+    LeafRecord,
+    Manifest,
+)
 from holdfast.formats.safetensors_header import MAX_HEADER_BYTES
 from holdfast.io.directory import Directory
 from holdfast.state.dtypes import BY_NAME
 
 FILE_NAME = "manifest.json"
-VERSION = 1
-MAX_BLOCK_BYTES = 64 * 1024**2
 
-WIDE_DIGESTS = "wide-digests"
-"""Raw blocks have checksums of 128 bits, so that a later save can tell by them what has changed."""
-
-PLACES = "places"
-"""Blocks lie in files of earlier saves, too, or are differences from blocks there."""
-
-FEATURES = (WIDE_DIGESTS, PLACES)
-MOST_BASES = 8
-"""Blocks that one is made from besides its own."""
-
-
-class BlockRecord(msgspec.Struct, array_like=True, frozen=True):
-    """One block: codec, stored length in bytes, xxh3-64 of the raw bytes and, where a codec is used, of the stored."""
-
-    codec: str
-    length: int
-    raw: str = ""
-    stored: str = ""
-
-
-class BaseRecord(msgspec.Struct, array_like=True, frozen=True):
-    """A stored block that another is the difference from: as a `BlockRecord`, with its file and offset."""
-
-    codec: str
-    length: int
-    raw: str
-    stored: str
-    file: int
-    offset: int
-
-
-class PlaceRecord(msgspec.Struct, array_like=True, frozen=True):
-    """Where a block lies that does not follow the one before it, and what it is the difference from.
-
-    Attributes
-    ----------
-    file, offset : int
-        Index into the manifest's files, and first byte there.
-    bases : list of BaseRecord
-        Empty for a block that is stored whole. Otherwise the decoded block is the bitwise XOR of the raw block and
-        that of the first base, which itself is a difference from the second, and so on; the last is whole.
-    age : int
-        How many times it has been stored as a difference since it was stored whole.
-    """
-
-    file: int
-    offset: int
-    bases: list[BaseRecord] = []
-    age: int = 0
-
-
-class LeafRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One leaf: where its bytes lie and what they are.
-
-    Attributes
-    ----------
-    name, part, key : str
-        Full dotted name, part of the state, and name within the part (which is its name in the file).
-    dtype : str
-    shape : tuple of int
-    file : int
-        Index into the manifest's files.
-    offset : int
-        First byte in the file.
-    blocks : list of BlockRecord
-        In order; each covers ``block_bytes`` raw bytes but the last.
-    places : list of PlaceRecord
-        Of each block, where they do not simply follow one another; else empty.
-    """
-
-    name: str
-    part: str
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    file: int
-    offset: int
-    blocks: list[BlockRecord]
-    places: list[PlaceRecord] = []
-
-    @property
-    def nbytes(self) -> int:
-        """Raw bytes."""
-        return int(prod(self.shape)) * BY_NAME[self.dtype].itemsize
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes in files, without those of bases."""
-        return sum(block.length for block in self.blocks)
-
-    def located(self) -> list[tuple[BlockRecord, PlaceRecord]]:
-        """Return each block with its place."""
-        if self.places:
-            return list(zip(self.blocks, self.places, strict=True))
-        starts = accumulate((block.length for block in self.blocks), initial=self.offset)
-        return [(block, PlaceRecord(self.file, start)) for block, start in zip(self.blocks, starts, strict=False)]
-
-
-class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One file: its size, and the checksum of its first ``head_bytes`` bytes (all of it for an index).
-
-    What lies behind the head are the leaves' blocks, without hole or overlap. A file that an earlier save wrote, and
-    ``origin`` names, may hold other blocks, too.
-    """
-
-    name: str
-    bytes: int
-    head_bytes: int
-    head: str
-    origin: str = ""
-
-
-class AliasRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A tensor that is a view of another's storage: part and key as of a leaf, offset and strides in elements.
-
-    The first manifests of version 1 have no ``key``; see `Manifest.parts`.
-    """
-
-    of: str
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    part: str
-    key: str = ""
-
-
-class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a checkpoint is made of. ``features`` names what a reader must know besides the version.
-
-    ``step`` is what a `CheckpointManager` says of it: number, time, metrics.
-    """
-
-    format: str
-    version: int
-    writer: str
-    features: list[str]
-    block_bytes: int
-    compression: str
-    files: list[FileRecord]
-    leaves: list[LeafRecord]
-    aliases: dict[str, AliasRecord]
-    skeleton: Any
-    metadata: dict[str, Any]
-    step: StepRecord | None = None
-
-    def parts(self) -> dict[str, tuple[str, str]]:
-        """Return the part and the key of each leaf and alias."""
-        found = {leaf.name: (leaf.part, leaf.key) for leaf in self.leaves}
-        found |= {name: (alias.part, alias.key) for name, alias in self.aliases.items() if alias.key}
-        taken = set(found.values())
-        for name, alias in self.aliases.items():
-            if not alias.key:
-                key = name.removeprefix(f"{alias.part}.")
-                while (alias.part, key) in taken:
-                    key += "_"
-                found[name] = (alias.part, key)
-                taken.add(found[name])
-        return found
+_FILE_NAME = re.compile(r"[A-Za-z0-9_%-][A-Za-z0-9_%.-]{0,250}")
+_DIGEST = re.compile(r"[0-9a-f]{16}|[0-9a-f]{32}")
+_MOMENTS = (-62_135_596_800, 253_402_300_799)
+"""The years 1 to 9999, in seconds since 1970: what calendars know."""
 
 
 def read(directory: Directory) -> Manifest:
@@ -208,8 +61,24 @@ def read(directory: Directory) -> Manifest:
         manifest = msgspec.convert(body, Manifest)
     except (msgspec.ValidationError, RecursionError) as error:
         raise CorruptCheckpointError(f"is not a manifest ({error})", path=path) from error
-    _Check(manifest, path).all()
+    check(manifest, path)
     return manifest
+
+
+def check(manifest: Manifest, path: Path) -> None:
+    """Hold a manifest to every rule, one that was read or one that is to be written.
+
+    Raises
+    ------
+    CorruptCheckpointError, UnsupportedError
+        Naming the path.
+    """
+    _Check(manifest, path).all()
+
+
+def is_file_name(name: str) -> bool:
+    """Say whether a data file may be called so: one plain name, no separator, no parent, nothing hidden."""
+    return _FILE_NAME.fullmatch(name) is not None and name != FILE_NAME
 
 
 def _check_version(body: dict[str, Any], path: Path) -> None:
@@ -237,6 +106,7 @@ class _Check:
     def all(self) -> None:
         if not 1 <= self.manifest.block_bytes <= MAX_BLOCK_BYTES or self.manifest.block_bytes % 16:
             raise self._corrupt(f"block_bytes is {self.manifest.block_bytes}")
+        self._step()
         self._files()
         self._unique("leaf", [leaf.name for leaf in self.manifest.leaves] + list(self.manifest.aliases))
         for leaf in self.manifest.leaves:
@@ -253,12 +123,18 @@ class _Check:
                 raise self._corrupt(f"the {what} {name!r} stands twice")
             seen.add(name)
 
+    def _step(self) -> None:
+        step = self.manifest.step
+        if step is not None and not (step.number >= 0 and _MOMENTS[0] <= step.saved_at < _MOMENTS[1]):
+            raise self._corrupt(f"says that it is step {step.number}, saved {step.saved_at:g} s after 1970")
+
     def _files(self) -> None:
         self._unique("file", [file.name.casefold() for file in self.manifest.files])
         for file in self.manifest.files:
-            # One plain name inside the directory: no separator, no parent, nothing hidden.
-            if not re.fullmatch(r"[A-Za-z0-9_%-][A-Za-z0-9_%.-]{0,250}", file.name) or file.name == FILE_NAME:
+            if not is_file_name(file.name):
                 raise self._corrupt(f"names the file {file.name!r}, which cannot be part of a checkpoint")
+            if file.origin and PLACES not in self.manifest.features:
+                raise self._corrupt(f"file {file.name} is of an earlier save, which needs the feature {PLACES!r}")
             if not 0 <= file.head_bytes <= file.bytes:
                 raise self._corrupt(f"the sizes of file {file.name} contradict each other")
             if file.head_bytes > _most_head_bytes(file):
@@ -338,4 +214,4 @@ def _is_plain(block: BlockRecord | BaseRecord) -> bool:
 
 
 def _is_digest(text: str) -> bool:
-    return re.fullmatch(r"[0-9a-f]{16}|[0-9a-f]{32}", text) is not None
+    return _DIGEST.fullmatch(text) is not None

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from holdfast.errors import UsageError
-from holdfast.formats.native.manifest import AliasRecord
+from holdfast.formats.native.records import AliasRecord
 from holdfast.state.names import part_file_stems
 from holdfast.state.source import Source
 from holdfast.state.tree import Flat

@@ -6,17 +6,20 @@ alone: the file system counts the links, and removing one checkpoint never takes
 
 from __future__ import annotations
 
-import os
-import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.errors import CorruptCheckpointError
+from holdfast import plugins
+from holdfast.errors import CorruptCheckpointError, StoreError, UnsupportedError
 from holdfast.formats.base import BLOCK_BYTES, OpenSettings
-from holdfast.formats.native.blocks import StoredBlock, scratch_bytes
-from holdfast.formats.native.manifest import (
+from holdfast.formats.native.blocks import StoredBlock, digest_as, scratch_bytes
+from holdfast.formats.native.coded_tensors import SMALLEST_DIFFERENCE
+from holdfast.formats.native.links import Links
+from holdfast.formats.native.pack import Block
+from holdfast.formats.native.reader import NativeReader
+from holdfast.formats.native.records import (
     WIDE_DIGESTS,
     BaseRecord,
     BlockRecord,
@@ -24,9 +27,7 @@ from holdfast.formats.native.manifest import (
     LeafRecord,
     PlaceRecord,
 )
-from holdfast.formats.native.pack import Block
-from holdfast.formats.native.reader import NativeReader
-from holdfast.io.files import Bytes, store_error
+from holdfast.io.files import Bytes
 
 LEAST_LIVE = 0.5
 """The share of a file's bytes that must still be in use for it to be linked again.
@@ -35,15 +36,13 @@ Below, what is left of it is written anew: else a whole file might be kept for o
 """
 
 MOST_FILES = 64
-"""Files of earlier saves that one checkpoint may have; those with the least in use are left out first."""
+"""Files of earlier saves that one checkpoint may have, unless twice as many as its own are more."""
 
 MOST_DIFFERENCES = 7
 """Times that a block is stored as a difference before it is stored whole again."""
 
 DEEPEST = 1
 """Differences that have to be undone to read a block: more of them make it smaller, and slower to read."""
-
-_PREFIX = "from-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class Base:
 
 
 class Previous:
-    """An open earlier checkpoint; a context manager.
+    """An open earlier checkpoint, to be closed.
 
     Parameters
     ----------
@@ -80,7 +79,7 @@ class Previous:
     path : Path
     delta : bool
     obstacle : str or None
-        Why blocks of it, or of one of its files, cannot be taken, if so.
+        The first thing that prevented that all of it was used, if anything did.
 
     Raises
     ------
@@ -94,7 +93,9 @@ class Previous:
         self.delta = delta
         manifest = self._reader.manifest
         self._leaves = {leaf.name: (leaf, leaf.located()) for leaf in manifest.leaves}
-        self._names: dict[int, str] = {}
+        self._foreign_codecs = self._codecs() - set(plugins.names("codecs"))
+        self._links: Links | None = None
+        self._usable: set[int] = set()
         self._used: set[int] = set()
         self.obstacle: str | None = None
         if manifest.block_bytes != BLOCK_BYTES:
@@ -102,39 +103,43 @@ class Previous:
         elif WIDE_DIGESTS not in manifest.features:
             self.obstacle = "it was saved without incremental=True, so that it does not tell what has changed"
 
-    def link_into(self, directory: Path) -> None:
-        """Give the files whose blocks are worth keeping names in a new checkpoint's directory."""
+    def link_into(self, directory: Path, own_files: int) -> None:
+        """Give the files whose blocks are worth keeping names in a new checkpoint's directory.
+
+        Parameters
+        ----------
+        own_files : int
+            How many data files the new checkpoint writes itself.
+        """
         if self.obstacle is not None:
             return
-        records = self._reader.manifest.files
-        for number in _worth_keeping(records, self._live_bytes()):
-            name = self._name(records[number], directory)
-            try:
-                os.link(f"{self._reader.directory.held_path}/{records[number].name}", directory / name)
-            except OSError as error:
-                # Whatever refuses a link (another file system, too many of them, a file that is gone), the blocks of
-                # this file are simply written again.
-                self.obstacle = f"{records[number].name} cannot be linked: {error.strerror}"
-            else:
-                self._names[number] = name
+        links = self._links = Links(self._reader, directory)
+        records, live = self._reader.manifest.files, self._live_bytes()
+        worthy = _worth_keeping(records, live)
+        kept = worthy[: max(MOST_FILES, 2 * own_files)]
+        for number in sorted(kept):
+            # Whatever refuses a link (another file system, too many of them, a file that is gone), the blocks of this
+            # file are simply written again.
+            self._note(links.add(number))
+        self._usable = set(links.names)
+        if len(kept) < len(worthy):
+            self._note(f"{len(worthy) - len(kept)} of its files would be too many, and are written anew")
+        for codec in sorted(self._foreign_codecs):
+            self._note(f"it holds blocks of codec {codec!r}, which is not installed")
+        if live and not worthy:
+            self._note(f"less than {LEAST_LIVE:.0%} of each of its files is still in use, so all is written anew")
+
+    def _note(self, obstacle: str | None) -> None:
+        self.obstacle = self.obstacle or obstacle
 
     @property
     def linked(self) -> bool:
         """Whether any file could be linked."""
-        return bool(self._names)
+        return bool(self._usable)
 
-    def _name(self, record: FileRecord, directory: Path) -> str:
-        if record.name.startswith(_PREFIX):
-            name = record.name
-        else:
-            origin = re.sub(r"[^A-Za-z0-9_-]", "_", self._reader.path.name)[:100]
-            name = f"{_PREFIX}{origin}-{record.name}"
-        tried, count = name, 1
-        while os.path.lexists(directory / tried):
-            count += 1
-            stem, _, suffix = name.rpartition(".")
-            tried = f"{stem}-{count}.{suffix}"
-        return tried
+    def _codecs(self) -> set[str]:
+        located = [found for _, places in self._leaves.values() for found in places]
+        return {block.codec for block, _ in located} | {base.codec for _, place in located for base in place.bases}
 
     def _live_bytes(self) -> dict[int, int]:
         live: dict[int, int] = defaultdict(int)
@@ -155,7 +160,7 @@ class Previous:
 
     def base_of(self, block: Block) -> Base | None:
         """Return what a block that has changed may be stored as the difference from, if anything."""
-        found = self._at(block) if self.delta else None
+        found = self._at(block) if self.delta and block.nbytes >= SMALLEST_DIFFERENCE else None
         if found is None or found.place.age >= MOST_DIFFERENCES:
             return None
         own = BaseRecord(
@@ -181,10 +186,16 @@ class Previous:
         return scratch_bytes(base.stored, raw_bytes)
 
     def read(self, base: Base, block: Block, out: Bytes, scratch: Bytes) -> bool:
-        """Fill ``out`` with the raw bytes of a base; False if they are damaged, so that it is of no use."""
+        """Fill ``out`` with the raw bytes of a base; False if that fails: its files are then not used any further."""
+        expected = base.records[0].raw
         try:
             self._reader.blocks.decode(base.stored, block.leaf.source.dtype, out, scratch)
-        except CorruptCheckpointError:
+            if digest_as(expected, out) != expected:
+                raise CorruptCheckpointError("the checksum of a block is wrong", path=base.stored.file.path)
+        except (CorruptCheckpointError, StoreError, UnsupportedError) as error:
+            # The new checkpoint needs none of it, and a failing disk may take seconds to refuse each block.
+            self._usable.difference_update(record.file for record in base.records)
+            self._note(f"{base.stored.file.path.name} is of no use: {error.message}")
             return False
         return True
 
@@ -200,49 +211,27 @@ class Previous:
             return None
         # Its raw bytes are those of one block here and there: see `obstacle`.
         record, place = located[block.index]
-        if not all(number in self._names for number in (place.file, *(base.file for base in place.bases))):
+        if not all(number in self._usable for number in (place.file, *(base.file for base in place.bases))):
             return None
+        if not self._foreign_codecs.isdisjoint((record.codec, *(base.codec for base in place.bases))):
+            return None  # whoever saves must be able to read what is saved
         return Found(record, place, self._reader.tensors[source.name].blocks[block.index])
 
     def _use(self, numbers: Iterable[int]) -> None:
         self._used.update(numbers)
 
-    def finish(self, directory: Path, first: int) -> tuple[list[FileRecord], dict[int, int]]:
-        """Remove the links that are not needed; return the records of the others, and their numbers by the old ones.
-
-        Parameters
-        ----------
-        first : int
-            The number of the first of them in the new manifest.
-        """
-        records: list[FileRecord] = []
-        numbers: dict[int, int] = {}
-        origin = self._reader.path.name
-        for number, name in self._names.items():
-            if number not in self._used:
-                _remove(directory / name)
-                continue
-            old = self._reader.manifest.files[number]
-            numbers[number] = first + len(records)
-            records.append(FileRecord(name, old.bytes, old.head_bytes, old.head, old.origin or origin))
-        return records, numbers
+    def finish(self, first: int) -> tuple[list[FileRecord], dict[int, int]]:
+        """Remove the links that are not needed, and return what the manifest says of the others: see `Links.finish`."""
+        return self._links.finish(self._used, first) if self._links else ([], {})
 
     def close(self) -> None:
         """Close its files; a second call does nothing."""
         self._reader.close()
 
 
-def _remove(link: Path) -> None:
-    try:
-        os.unlink(link)
-    except OSError as error:
-        raise store_error(error, link, "remove the link") from error
-
-
 def _worth_keeping(records: list[FileRecord], live: dict[int, int]) -> list[int]:
-    """Return the numbers of the files of which enough is in use."""
+    """Return the numbers of the files of which enough is in use, those with the most in use first."""
     shares = {
         number: count / max(1, records[number].bytes - records[number].head_bytes) for number, count in live.items()
     }
-    kept = [number for number, share in shares.items() if share >= LEAST_LIVE]
-    return sorted(sorted(kept, key=lambda number: -live[number])[:MOST_FILES])
+    return sorted((number for number, share in shares.items() if share >= LEAST_LIVE), key=lambda number: -live[number])

@@ -6,9 +6,7 @@ import os
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import numpy as np
 import xxhash
 
@@ -18,10 +16,13 @@ from holdfast.formats.base import Entry, OpenSettings, Problem, Reader, StepReco
 from holdfast.formats.first_bytes import first_bytes
 from holdfast.formats.native import manifest as manifests
 from holdfast.formats.native.blocks import BlockReader, StoredBlock, StoredTensor
-from holdfast.formats.native.manifest import BlockRecord, FileRecord, LeafRecord, Manifest, PlaceRecord
+from holdfast.formats.native.details import about
+from holdfast.formats.native.records import WIDE_DIGESTS, BlockRecord, FileRecord, LeafRecord, PlaceRecord
+from holdfast.formats.native.space import occupied_bytes
 from holdfast.formats.structure import check_structure
 from holdfast.io.directory import Directory, Readable, hold
 from holdfast.io.files import Bytes, store_error
+from holdfast.io.source_file import SourceFile
 from holdfast.state.aliases import Alias
 from holdfast.state.dtypes import BY_NAME
 from holdfast.state.source import Source
@@ -36,6 +37,12 @@ class NativeReader(Reader):
 
     Its directory is held, and all files are opened at once unless they are very many, so that a checkpoint which is
     replaced meanwhile is read to the end as it was; a file that is gone before it was opened is an error.
+
+    Attributes
+    ----------
+    manifest : Manifest
+    statuses : list of os.stat_result
+        Of its files, as they were when they were opened.
     """
 
     format = "native"
@@ -45,14 +52,16 @@ class NativeReader(Reader):
         self.path = path
         self.blocks = BlockReader(settings.pool, verify=settings.verify)
         self._files: list[Readable] = []
+        self.statuses: list[os.stat_result] = []
         hold(path, lambda directory: self._open(directory, settings))
         self.entries = dict(self._entries())
         self.metadata = self.manifest.metadata
-        if manifests.WIDE_DIGESTS in self.manifest.features:
+        if WIDE_DIGESTS in self.manifest.features:
             self.verifiable = "xxh3-128 of every block"
         if any(block.bases for tensor in self.tensors.values() for block in tensor.blocks):
             self.buffers = 3
-        self.details = _details(self.manifest)
+        self.step = self.manifest.step
+        self.details = about(self.manifest, [*self.statuses, self._manifest_status])
 
     def _open(self, directory: Directory, settings: OpenSettings) -> None:
         self.directory = directory
@@ -60,12 +69,15 @@ class NativeReader(Reader):
             self.manifest = manifests.read(directory)
             for record in self.manifest.files:
                 self._files.append(self._open_file(record, page_cache=settings.page_cache))
+                self.statuses.append(self._status(record.name, self._files[-1]))
+            self._manifest_status = self._status(manifests.FILE_NAME)
             self.tensors = {leaf.name: self._tensor(leaf) for leaf in self.manifest.leaves}
             self.flat = self._flat()
         except BaseException:
             for file in self._files:
                 file.close()
             self._files.clear()
+            self.statuses.clear()
             raise
 
     def _open_file(self, record: FileRecord, *, page_cache: bool) -> Readable:
@@ -78,6 +90,13 @@ class NativeReader(Reader):
             file.close()
             raise _wrong_size(file.path, file.size, record.bytes)
         return file
+
+    def _status(self, name: str, file: Readable | None = None) -> os.stat_result:
+        """Return what the system says of a file: of the one that is open, whatever its name stands for by now."""
+        try:
+            return os.stat(file.held_path if isinstance(file, SourceFile) else f"{self.directory.held_path}/{name}")
+        except OSError as error:
+            raise store_error(error, self.path / name, "look at the file") from error
 
     def _tensor(self, leaf: LeafRecord) -> StoredTensor:
         blocks = tuple(self._block(block, place) for block, place in leaf.located())
@@ -144,35 +163,6 @@ class NativeReader(Reader):
         self.directory.close()
 
 
-def _details(manifest: Manifest) -> dict[str, Any]:
-    return {
-        "version": manifest.version,
-        "writer": manifest.writer,
-        **_history(manifest),
-        "compression": manifest.compression,
-        "block_bytes": manifest.block_bytes,
-        "files": {file.name: file.bytes for file in manifest.files},
-    }
-
-
-def _history(manifest: Manifest) -> dict[str, Any]:
-    """Return which step of a run it is, and what it shares with earlier checkpoints."""
-    found: dict[str, Any] = {}
-    if manifest.step is not None:
-        found["step"] = msgspec.to_builtins(manifest.step)
-    if manifests.PLACES in manifest.features:
-        linked: dict[str, int] = {}
-        for file in manifest.files:
-            if file.origin:
-                linked[file.origin] = linked.get(file.origin, 0) + file.bytes
-        found["history"] = {
-            "new_bytes": sum(file.bytes for file in manifest.files if not file.origin),
-            "linked_bytes": linked,
-            "deepest_chain": max((len(place.bases) for leaf in manifest.leaves for place in leaf.places), default=0),
-        }
-    return found
-
-
 def _head_digest(file: Readable, count: int) -> str:
     hasher = xxhash.xxh3_64()
     piece = np.empty(min(count, _HASH_BYTES), np.uint8)
@@ -195,6 +185,23 @@ def is_native(path: Path) -> bool:
     return start.startswith(sealed.OPENING) or b'"format":"holdfast"' in start
 
 
+def foreign_names(path: Path) -> list[str]:
+    """Return what lies in the folder of a native checkpoint, whole or damaged, and is no part of it.
+
+    Raises
+    ------
+    NotACheckpointError, StoreError, OSError
+        If one cannot look.
+    """
+    try:
+        with Directory(path) as directory:
+            listed = {manifests.FILE_NAME, *(file.name for file in manifests.read(directory).files)}
+        return sorted(entry.name for entry in path.iterdir() if entry.name not in listed)
+    except (CorruptCheckpointError, UnsupportedError):
+        # What a damaged manifest lists is not known.
+        return sorted(entry.name for entry in path.iterdir() if not entry.name.endswith(_OUR_NAMES))
+
+
 def is_replaceable(path: Path) -> bool:
     """Say whether a path is a native checkpoint and nothing else.
 
@@ -205,16 +212,10 @@ def is_replaceable(path: Path) -> bool:
     """
     if not is_native(path):
         return False
-    try:
-        with Directory(path) as directory:
-            listed = {manifests.FILE_NAME, *(file.name for file in manifests.read(directory).files)}
-        foreign = [entry.name for entry in path.iterdir() if entry.name not in listed]
-    except (CorruptCheckpointError, UnsupportedError):
-        # What a damaged manifest lists is not known.
-        foreign = [entry.name for entry in path.iterdir() if not entry.name.endswith(_OUR_NAMES)]
+    foreign = foreign_names(path)
     if foreign:
         raise DestinationExistsError(
-            f"holds {min(foreign)!r}, which is no part of the checkpoint, so it is not replaced",
+            f"holds {foreign[0]!r}, which is no part of the checkpoint, so it is not replaced",
             path=path,
             remedy="move that elsewhere, or save under another name",
         )
@@ -227,27 +228,33 @@ def look(path: Path) -> tuple[StepRecord | None, int, int]:
     Returns
     -------
     tuple of (StepRecord or None, int, int)
-        Which step of a run it is, the bytes of its files, and of those the bytes that nothing else has a link to.
+        Which step of a run it is, the bytes of its files, and the bytes of disk that those of them occupy which nothing
+        else has a link to.
 
     Raises
     ------
     NotACheckpointError, CorruptCheckpointError, UnsupportedError, StoreError
     """
-    with Directory(path) as directory:
-        manifest = manifests.read(directory)
-        nbytes = own = 0
-        sizes: dict[str, int | None] = {manifests.FILE_NAME: None, **{file.name: file.bytes for file in manifest.files}}
-        for name, size in sizes.items():
-            try:
-                status = os.stat(f"{directory.held_path}/{name}", follow_symlinks=False)
-            except FileNotFoundError as error:
-                raise _missing(path / name) from error
-            except OSError as error:
-                raise store_error(error, path / name, "look at the file") from error
-            if size not in (None, status.st_size):
-                raise _wrong_size(path / name, status.st_size, size or 0)
-            nbytes += status.st_size
-            own += status.st_size if status.st_nlink == 1 else 0
+    return hold(path, _look_at)
+
+
+def _look_at(directory: Directory) -> tuple[StepRecord | None, int, int]:
+    manifest = manifests.read(directory)
+    nbytes = own = 0
+    sizes: dict[str, int | None] = {manifests.FILE_NAME: None, **{file.name: file.bytes for file in manifest.files}}
+    for name, size in sizes.items():
+        path = directory.path / name
+        try:
+            status = os.stat(f"{directory.held_path}/{name}", follow_symlinks=False)
+        except FileNotFoundError as error:
+            raise _missing(path) from error
+        except OSError as error:
+            raise store_error(error, path, "look at the file") from error
+        if size not in (None, status.st_size):
+            raise _wrong_size(path, status.st_size, size or 0)
+        nbytes += status.st_size
+        own += occupied_bytes(status) if status.st_nlink == 1 else 0
+    directory.close()
     return manifest.step, nbytes, own
 
 

@@ -21,8 +21,8 @@ import numpy as np
 
 from holdfast.codecs import probe
 from holdfast.codecs.base import Codec
-from holdfast.formats.native.manifest import BlockRecord
 from holdfast.formats.native.pack import Block, FilePlan
+from holdfast.formats.native.records import BlockRecord
 from holdfast.formats.sealed import digest, new_hasher
 from holdfast.io.buffers import ALIGNMENT, BufferPool, Loan, aligned_copy, round_down, round_up
 from holdfast.io.files import Bytes, DirectFile

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -14,21 +13,19 @@ from holdfast import plugins
 from holdfast.codecs import raw
 from holdfast.codecs.base import Codec
 from holdfast.errors import UsageError
-from holdfast.formats import safetensors_header, sealed
+from holdfast.formats import sealed
 from holdfast.formats.base import BLOCK_BYTES, Write, WriteSettings, Written, thread_bytes
 from holdfast.formats.native import manifest as manifests
 from holdfast.formats.native.assembly import Assembly, FinishedStream
-from holdfast.formats.native.changes import ChangesStream
-from holdfast.formats.native.coded_tensors import FRAMEWORK_KEY, METADATA_KEY, describe, describe_changes, widest
-from holdfast.formats.native.history import CHANGES_PREFIX, History
-from holdfast.formats.native.manifest import FileRecord
+from holdfast.formats.native.data_file import DataFile
+from holdfast.formats.native.history import History
 from holdfast.formats.native.pack import DEFAULT_SHARD_BYTES, Block, FilePlan, plan_files, tasks_of
 from holdfast.formats.native.previous import Previous
+from holdfast.formats.native.records import FileRecord
 from holdfast.formats.native.staging import Staging, memory_for
-from holdfast.formats.native.streams import CodedStream, How, RawStream, Stream
-from holdfast.formats.safetensors_header import TensorRecord
+from holdfast.formats.native.streams import How
 from holdfast.io import parallel
-from holdfast.io.buffers import BufferPool, Loan
+from holdfast.io.buffers import BufferPool
 from holdfast.io.commit import Commit
 from holdfast.io.files import write_small
 from holdfast.io.parallel import Cancellation
@@ -85,11 +82,14 @@ class NativeWrite(Write):
 
     def _run(self) -> Written:
         settings = self._settings
+        if self._history.delta:
+            # Else the first save would work, which has nothing to be different from, and the second would not.
+            settings.pool.threads(1, self._bytes_each())
         with (
             Commit(
                 self._destination, directory=True, overwrite=settings.overwrite, replaceable=self._replaceable
             ) as commit,
-            self._history.opened(commit.path) as previous,
+            self._history.opened(commit.path, len(self._plans)) as previous,
         ):
             streams = write_streams(
                 commit.path,
@@ -105,8 +105,10 @@ class NativeWrite(Write):
             files = [finished.record for finished in streams]
             if previous is None:
                 files += list(_write_indexes(commit.path, streams))
-            linked, numbers = previous.finish(commit.path, len(files)) if previous else ([], {})
+            linked, numbers = previous.finish(len(files)) if previous else ([], {})
             manifest = Assembly(self._flat, streams, files + linked, numbers).manifest(settings, self._history)
+            # What no reader would take must not be reported as saved.
+            manifests.check(manifest, self._destination / manifests.FILE_NAME)
             content = sealed.seal(manifest)
             write_small(commit.path / manifests.FILE_NAME, content)
             self._cancellation.check()
@@ -120,6 +122,10 @@ class NativeWrite(Write):
             base=self._history.base_used,
             base_refused=self._history.refused,
         )
+
+    def _bytes_each(self) -> int:
+        buffers = buffers_each(staged=self._staging is not None, delta=self._history.delta)
+        return thread_bytes(BLOCK_BYTES, buffers=buffers)
 
     def _groups(self) -> list[list[Block]]:
         return [group for plan in self._plans for group in tasks_of(plan, BLOCK_BYTES)]
@@ -169,23 +175,23 @@ def write_streams(
         wide=wide,
         codec=codec if coded else raw.CODEC,
     )
-    jobs: list[_Job] = []
+    files: list[DataFile] = []
     try:
         tasks: list[Callable[[], None]] = []
         for plan in plans:
-            job = _Job(directory, plan, how, coded=coded, previous=previous)
-            jobs.append(job)
-            for number in range(job.count):
+            file = DataFile(directory, plan, how, coded=coded, previous=previous)
+            files.append(file)
+            for number in range(file.count):
                 take = functools.partial(staging.take, len(tasks)) if staging else None
-                tasks.append(functools.partial(job.task, number, take))
+                tasks.append(functools.partial(file.task, number, take))
         buffers = buffers_each(staged=staging is not None, delta=previous is not None and previous.delta)
         threads = settings.pool.threads(settings.threads, thread_bytes(BLOCK_BYTES, buffers=buffers))
         parallel.run(tasks, threads, cancellation)
         cancellation.check()
-        return [job.result() for job in jobs]
+        return [file.result() for file in files]
     finally:
-        for job in jobs:
-            job.abort()
+        for file in files:
+            file.abort()
 
 
 def buffers_each(*, staged: bool, delta: bool) -> int:
@@ -195,82 +201,6 @@ def buffers_each(*, staged: bool, delta: bool) -> int:
     differences, the earlier block, what it was decoded from, and one difference on the way.
     """
     return (1 if staged else 3) + (3 if delta else 0)
-
-
-class _Job:
-    """One data file, from plan to durable: open only while its tasks run, because a state may have a thousand parts."""
-
-    def __init__(self, directory: Path, plan: FilePlan, how: How, *, coded: bool, previous: Previous | None) -> None:
-        self._plan = plan
-        self._groups = tasks_of(plan, BLOCK_BYTES)
-        self.count = self._left = len(self._groups)
-        self._previous = previous
-        # A file that other tools would take for the whole part must not have its name.
-        self._path = directory / (plan.name if previous is None else f"{CHANGES_PREFIX}{plan.name}")
-        widened = coded or previous is not None
-        described = (
-            widest(plan, BLOCK_BYTES, changes=previous is not None) if widened else describe(plan, {}, BLOCK_BYTES)
-        )
-        self._room = len(self._header(described, 0))
-        given = self._path, plan, self._groups, self._room, how
-        self._begin: Callable[[], Stream]
-        if previous is not None:
-            self._begin = functools.partial(ChangesStream, *given, previous)
-        else:
-            self._begin = functools.partial(CodedStream if coded else RawStream, *given)
-        self._lock = threading.Lock()
-        self._stream: Stream | None = None
-        self._finished: FinishedStream | None = None
-
-    def task(self, number: int, take: Callable[[], Loan] | None) -> None:
-        """Write the blocks of a task; the file exists from the first one on, and is durable after the last."""
-        staged = take() if take else None
-        try:
-            self._open().task(number, staged)
-        finally:
-            if staged:
-                staged.release()
-        with self._lock:
-            self._left -= 1
-            last = self._left == 0
-        if last:
-            self._finished = self._finish()
-
-    def result(self) -> FinishedStream:
-        """Return the file, when all tasks have run."""
-        # A file without a byte of data has no task.
-        return self._finished or self._finish()
-
-    def abort(self) -> None:
-        if self._stream is not None:
-            self._stream.abort()
-
-    def _open(self) -> Stream:
-        with self._lock:
-            if self._stream is None:
-                self._stream = self._begin()
-            return self._stream
-
-    def _header(self, described: tuple[list[TensorRecord], dict[str, Any]], room: int) -> bytes:
-        records, notes = described
-        metadata = {FRAMEWORK_KEY: "pt", **self._plan.metadata}
-        if notes:
-            metadata[METADATA_KEY] = msgspec.json.encode(notes).decode()
-        if self._plan.header_order:
-            by_name = {record.name: record for record in records}
-            records = [by_name[name] for name in self._plan.header_order]
-        return safetensors_header.build(records, metadata, room=room or None)
-
-    def _finish(self) -> FinishedStream:
-        stream = self._open()
-        if isinstance(stream, ChangesStream):
-            described = describe_changes(self._plan, stream.records, stream.bases, BLOCK_BYTES)
-        else:
-            described = describe(self._plan, stream.records, BLOCK_BYTES)
-        header = self._header(described, self._room)
-        stream.finish(header)
-        record = FileRecord(self._path.name, stream.size, len(header), sealed.digest(header))
-        return FinishedStream(stream, record, {r.name: len(header) + r.start for r in described[0]})
 
 
 def _write_indexes(directory: Path, streams: list[FinishedStream]) -> Iterator[FileRecord]:

@@ -11,8 +11,8 @@ import numpy as np
 from holdfast.errors import DestinationExistsError, HoldfastError, UsageError
 from holdfast.formats import sealed
 from holdfast.formats.base import WriteSettings, Written
-from holdfast.formats.native.manifest import AliasRecord
 from holdfast.formats.native.pack import Structure
+from holdfast.formats.native.records import AliasRecord
 from holdfast.formats.tensorstore_arrays import sidecar as sidecars
 from holdfast.formats.tensorstore_arrays.budget import ByteBudget
 from holdfast.formats.tensorstore_arrays.failures import reading, tensorstore, write_error

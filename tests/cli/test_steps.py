@@ -1,0 +1,56 @@
+"""``holdfast info`` of steps that share files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast import CheckpointManager
+from holdfast.cli.main import main
+from holdfast.units import format_bytes
+
+Run = Callable[..., tuple[int, Any]]
+
+
+def lines_of(path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    assert main(["info", str(path), "--largest", "0"]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_info_says_what_is_new_in_a_step_and_what_it_occupies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], run_json: Run
+) -> None:
+    with CheckpointManager(tmp_path, incremental=True) as manager:
+        for number in (1, 2):
+            state = {"frozen": torch.arange(60_000.0), "w": torch.full((9000,), number)}
+            report = manager.save(number, state, metrics={"loss": 0.5}).wait()
+    path = tmp_path / "step-000002"
+    lines = lines_of(path, capsys)
+    assert lines[2].startswith("step 2, saved 20")
+    assert lines[2].endswith(", loss 0.5")
+    linked = format_bytes((path / "from-step-000001-model.safetensors").stat().st_size)
+    wrote = f"wrote {format_bytes(report.new_bytes)}; links files of 1 earlier step: {linked} of step-000001"
+    assert lines[3] == wrote
+    code, document = run_json("info", path)
+    space = document["details"]["space"]
+    own, shared, occupied = (format_bytes(space[f"{kind}_bytes"]) for kind in ("own", "shared", "occupied"))
+    assert code == 0
+    assert lines[4] == f"occupies {occupied}: {own} of its own, {shared} that others have links to"
+
+
+def test_info_says_what_reading_a_difference_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with CheckpointManager(tmp_path, incremental="delta") as manager:
+        for number in (1, 2):
+            manager.save(number, {"w": torch.arange(9000.0) * (1 + number * 2.0**-18)}).wait()
+    (line,) = [line for line in lines_of(tmp_path / "step-000002", capsys) if line.startswith("wrote ")]
+    assert line.endswith("; reading a block takes up to 1 difference besides a whole one")
+
+
+def test_info_of_a_checkpoint_that_shares_nothing_is_silent_about_it(
+    first: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not any(line.startswith(("wrote", "occupies", "step")) for line in lines_of(first, capsys))

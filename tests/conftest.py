@@ -1,0 +1,22 @@
+"""What the whole run says at its end: how many cases each file of the fault tests has gone through."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Add up what the tests have noted with ``record_property("cases", ...)``, whichever worker they ran in."""
+    cases: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if getattr(report, "when", None) == "call":
+                counts = [value for name, value in report.user_properties if name == "cases"]
+                cases[report.nodeid.partition("::")[0]] += sum(counts)
+    cases = +cases
+    if cases:
+        terminalreporter.section("cases of the fault tests")
+        for file, count in sorted(cases.items()):
+            terminalreporter.write_line(f"{count:>7,} {file}")
+        terminalreporter.write_line(f"{cases.total():>7,} in all")

@@ -1,0 +1,60 @@
+"""Clocks that are wrong, once or from some moment on: no step is deleted that a right clock would have kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast import CheckpointManager, KeepThinned
+
+STEPS = 20
+INTERVAL = 600.0
+START = 1.7e9
+YEARS = 10 * 365 * 86_400.0
+
+Wrong = Callable[[int], float]
+"""By how much the clock is wrong at the save of a step."""
+
+CLOCKS: dict[str, Wrong] = {
+    "ahead once": lambda step: YEARS * (step == 9),
+    "behind once": lambda step: -YEARS * (step == 9),
+    "ahead at the first save": lambda step: YEARS * (step == 1),
+    "behind at the first save": lambda step: -START * (step == 1),
+    "ahead at the second save": lambda step: YEARS * (step == 2),
+    "ahead for good": lambda step: YEARS * (step >= 9),
+    "behind for good": lambda step: -YEARS * (step >= 9),
+    "ahead for a while": lambda step: YEARS * (9 <= step <= 13),
+    "back again and again": lambda step: -86_400.0 * (step // 7),
+    "ahead at the last save": lambda step: YEARS * (step == STEPS),
+}
+
+
+def save_all(root: Path, wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Save a run; return the steps that were there after each save."""
+    now = [START]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    there = []
+    with CheckpointManager(root, keep=KeepThinned((("1h", 0), ("1d", "1h"), ("30d", "1d")))) as manager:
+        for number in range(1, STEPS + 1):
+            now[0] = START + number * INTERVAL + wrong(number)
+            manager.save(number, {"w": torch.full((8,), float(number))}).wait()
+            there.append([step.number for step in manager.steps()])
+    return there
+
+
+@pytest.mark.parametrize("wrong", CLOCKS.values(), ids=CLOCKS)
+def test_a_wrong_clock_deletes_nothing_that_a_right_one_keeps(
+    tmp_path: Path, wrong: Wrong, monkeypatch: pytest.MonkeyPatch, record_property: Any
+) -> None:
+    right = save_all(tmp_path / "right", lambda step: 0.0, monkeypatch)
+    found = save_all(tmp_path / "wrong", wrong, monkeypatch)
+    assert len(right[-1]) < STEPS  # the rule does delete
+    assert [sorted(set(kept) - set(there)) for kept, there in zip(right, found, strict=True)] == [[]] * STEPS
+    # Nor does everything stay for ever.
+    assert found[-1] == right[-1]
+    record_property("cases", STEPS)

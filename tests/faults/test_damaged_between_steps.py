@@ -1,0 +1,85 @@
+"""A data file is deleted or cut short between two steps of an incremental run: it is said, and the run goes on."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast import CheckpointManager
+from holdfast.testing.equality import same
+
+LINKED = "step-000002/from-step-000001-model.safetensors"
+CHANGES = "step-000002/changes-model.safetensors"
+FIRST = "step-000001/model.safetensors"
+
+
+def state(number: int) -> dict[str, Any]:
+    return {"frozen": torch.arange(30_000.0), "w": torch.full((3000,), float(number)), "step": number}
+
+
+def remove(file: Path) -> None:
+    file.unlink()
+
+
+def cut_short(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 1)
+
+
+@pytest.mark.parametrize("incremental", [True, "delta"])
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize(
+    ("file", "damage", "whole"),
+    [
+        (LINKED, remove, [1]),
+        (LINKED, cut_short, []),  # one file, whichever step names it
+        (CHANGES, remove, [1]),
+        (CHANGES, cut_short, [1]),
+        (FIRST, remove, [2]),
+        (FIRST, cut_short, []),
+    ],
+)
+def test_a_file_that_is_gone_or_cut_short(
+    tmp_path: Path, file: str, damage: Any, whole: list[int], restarted: bool, incremental: Any, record_property: Any
+) -> None:
+    manager = CheckpointManager(tmp_path, incremental=incremental)
+    for number in (1, 2):
+        manager.save(number, state(number)).wait()
+    damage(tmp_path / file)
+    if restarted:
+        manager.close()
+        manager = CheckpointManager(tmp_path, incremental=incremental)
+
+    broken = [number for number in (1, 2) if number not in whole]
+    assert sorted(manager.survey().broken) == broken
+    last = whole[-1] if whole else 0
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        latest = manager.latest()
+        assert (latest.number if latest else 0) == last
+        if whole:
+            assert same(manager.restore(), state(last))
+        else:
+            with pytest.raises(holdfast.NotACheckpointError, match="holds no step"):
+                manager.restore()
+    passed_over = [f"step {number} is passed over" for number in broken if number > last]
+    assert [str(warning.message).partition(":")[0] for warning in said] == 2 * passed_over
+    for number in broken:
+        with pytest.raises(holdfast.CorruptCheckpointError, match=r"model\.safetensors"):
+            manager.restore(number)
+
+    report = manager.save(3, state(3)).wait()
+    assert report.base is None or int(report.base[-6:]) in whole
+    if 2 in broken and not restarted:
+        assert report.base is not None or "model.safetensors" in (report.base_refused or "")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert same(manager.restore(), state(3))
+    assert holdfast.verify(tmp_path / "step-000003").ok
+    manager.close()
+    record_property("cases", 1)

@@ -1,0 +1,106 @@
+"""Steps are replaced and deleted while others look at them: a reader never takes that for damage."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from holdfast import CheckpointManager
+from holdfast.formats.native import reader
+from holdfast.io.directory import Directory
+from holdfast.testing.equality import same
+
+
+def state(number: int) -> dict[str, Any]:
+    return {"w": torch.full((3000,), float(number)), "n": number}
+
+
+def looking(meanwhile: Callable[[], object]) -> Any:
+    """Let something happen between the first reading of a manifest and the look at the files that it lists."""
+    real = reader.manifests.read
+    once = [meanwhile]
+
+    def read(directory: Directory) -> Any:
+        manifest = real(directory)
+        if once:
+            once.pop()()
+        return manifest
+
+    return mock.patch.object(reader.manifests, "read", read)
+
+
+@pytest.mark.parametrize("look", ["latest", "restore", "survey"])
+def test_the_only_step_is_replaced_while_a_reader_looks(tmp_path: Path, look: str) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state(1)).wait()
+        others = CheckpointManager(tmp_path)
+        with looking(lambda: manager.save(1, state(2), overwrite=True).wait()), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = getattr(others, look)()
+    if look == "latest":
+        assert found.number == 1
+    elif look == "restore":
+        assert same(found, state(2))
+    else:
+        assert [step.number for step in found.steps] == [1]
+        assert not found.broken
+
+
+def test_a_step_is_deleted_while_a_reader_looks(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        for number in (1, 2):
+            manager.save(number, state(number)).wait()
+        with looking(lambda: manager.delete(1)):
+            found = CheckpointManager(tmp_path).survey()
+    assert [step.number for step in found.steps] == [2]
+    assert not found.broken
+
+
+READER = """
+import sys, warnings
+from holdfast import CheckpointManager
+warnings.simplefilter("error")
+manager, seen = CheckpointManager(sys.argv[1]), -1
+while seen < int(sys.argv[2]):
+    assert manager.latest().number == 7
+    found = manager.restore()
+    assert bool((found["w"] == found["n"]).all()) and found["n"] >= seen, (found, seen)
+    if seen < 0:
+        print("ready", flush=True)
+    seen = found["n"]
+"""
+
+
+@pytest.mark.parametrize("incremental", [False, "delta"])
+def test_many_readers_of_a_step_that_is_replaced_again_and_again(
+    tmp_path: Path, incremental: Any, record_property: Any
+) -> None:
+    last = 40
+    with CheckpointManager(tmp_path, incremental=incremental) as manager:
+        manager.save(7, state(0)).wait()
+        readers = [
+            subprocess.Popen(
+                [sys.executable, "-c", READER, str(tmp_path), str(last)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for _ in range(2)
+        ]
+        for each in readers:
+            assert each.stdout is not None
+            each.stdout.readline()  # empty if it ended with an error, which is said below
+        for number in range(1, last + 1):
+            manager.save(7, state(number), overwrite=True)
+    for each in readers:
+        _, errors = each.communicate(timeout=120)
+        assert each.returncode == 0, errors
+    record_property("cases", last)

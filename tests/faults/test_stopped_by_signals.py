@@ -1,0 +1,45 @@
+"""A run that is told to stop saves where it is and ends; run again, it ends where an uninterrupted one ends."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from holdfast import CheckpointManager
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "plain_loop.py"
+STEPS = 400
+
+
+def start(out: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(EXAMPLE), "--out", str(out), "--steps", str(STEPS), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> list[str]:
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    return output.splitlines()
+
+
+def test_the_example_saves_and_ends(tmp_path: Path, record_property: Any) -> None:
+    whole = finish(start(tmp_path / "whole"))
+    assert whole[-1].startswith(f"step {STEPS}:")
+    stopped = start(tmp_path / "stopped", "--pause", "0.02")
+    while not list((tmp_path / "stopped").glob("step-*")):
+        assert stopped.poll() is None, finish(stopped)
+        time.sleep(0.005)
+    stopped.send_signal(signal.SIGTERM)
+    said = finish(stopped)[-1]
+    assert said.startswith("stopped after step ")
+    last = int(said.split()[-1])
+    latest = CheckpointManager(tmp_path / "stopped").latest()
+    assert latest is not None
+    assert latest.number == last < STEPS
+    resumed = finish(start(tmp_path / "stopped"))
+    assert resumed == [f"going on with step {last + 1}", whole[-1]]
+    record_property("cases", 1)

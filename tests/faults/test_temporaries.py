@@ -1,0 +1,102 @@
+"""What dead writers left: removed by whoever may, without taking anything from a writer that is alive."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.io import temporaries
+from holdfast.io.commit import Commit
+from holdfast.io.temporaries import SUFFIX, prefix, remove_abandoned
+from holdfast.testing.disk import names_in
+
+STATE = {"w": torch.arange(1000.0)}
+
+
+@pytest.fixture
+def locks_that_nobody_sees() -> Iterator[None]:
+    """Locks as a network file system has them, seen from another host."""
+    with mock.patch.object(temporaries.fcntl, "flock"):
+        yield
+
+
+@pytest.mark.usefixtures("locks_that_nobody_sees")
+def test_a_writer_whose_temporary_was_taken_hears_of_it(tmp_path: Path) -> None:
+    with (
+        pytest.raises(holdfast.StoreError, match="cannot make the checkpoint visible"),
+        Commit(tmp_path / "ckpt", directory=True, overwrite=False, replaceable=lambda path: True) as commit,
+    ):
+        remove_abandoned(tmp_path)
+        commit.publish()
+    assert names_in(tmp_path) == []
+
+
+@pytest.mark.usefixtures("locks_that_nobody_sees")
+def test_what_became_visible_first_is_not_taken(tmp_path: Path) -> None:
+    with Commit(tmp_path / "ckpt", directory=True, overwrite=False, replaceable=lambda path: True) as commit:
+        (commit.path / "file").write_text("whole")
+
+        def publish(folder: Path) -> None:
+            commit.publish()
+
+        with mock.patch.object(temporaries, "sync_directory", publish):
+            remove_abandoned(tmp_path)
+    assert (tmp_path / "ckpt" / "file").read_text() == "whole"
+    assert names_in(tmp_path) == ["ckpt"]
+
+
+def left_behind(destination: Path) -> Path:
+    return destination.with_name(f"{prefix(destination)}00000000{SUFFIX}")
+
+
+def test_a_file_that_was_left_under_a_temporary_name_goes(tmp_path: Path) -> None:
+    left_behind(tmp_path / "ckpt").write_text("hidden")
+    holdfast.save(STATE, tmp_path / "ckpt")
+    assert names_in(tmp_path) == ["ckpt"]
+
+
+def test_what_only_looks_like_a_temporary_stays(tmp_path: Path) -> None:
+    (tmp_path / ".notes.holdfast-tmp").write_text("mine")
+    with holdfast.CheckpointManager(tmp_path) as manager:
+        manager.save(1, STATE)
+    assert names_in(tmp_path) == [".notes.holdfast-tmp", "step-000001"]
+
+
+@pytest.fixture
+def another_users() -> Iterator[None]:
+    """Temporaries that belong to another user."""
+    refused = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    real = temporaries._open_directory
+
+    def open_directory(path: Path) -> int:
+        if path.name.endswith(f"00000000{SUFFIX}"):
+            raise refused
+        return real(path)
+
+    with mock.patch.object(temporaries, "_open_directory", open_directory):
+        yield
+
+
+@pytest.mark.usefixtures("another_users")
+def test_what_another_user_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    left = left_behind(tmp_path / "step-000001")
+    left.mkdir()
+    with holdfast.CheckpointManager(tmp_path) as manager:
+        manager.save(2, STATE)
+    assert names_in(tmp_path) == [left.name, "step-000002"]
+
+
+@pytest.mark.usefixtures("another_users")
+def test_what_another_user_left_in_the_same_place_is_said(tmp_path: Path) -> None:
+    left = left_behind(tmp_path / "ckpt")
+    left.mkdir()
+    with pytest.raises(holdfast.StoreError, match="another save left here: Permission denied") as said:
+        holdfast.save(STATE, tmp_path / "ckpt")
+    assert said.value.path == str(left)

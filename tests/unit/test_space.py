@@ -1,0 +1,91 @@
+"""What steps that share files occupy, and what is new in each."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+from holdfast import CheckpointManager, SaveReport
+from holdfast.formats.native.space import freed_bytes
+
+
+@pytest.fixture
+def reports(tmp_path: Path) -> list[SaveReport]:
+    """Three steps, of which most is shared."""
+    with CheckpointManager(tmp_path / "run", incremental=True) as manager:
+        return [
+            manager.save(n, {"frozen": torch.arange(60_000.0), "w": torch.full((9000,), n)}).wait() for n in (1, 2, 3)
+        ]
+
+
+def occupied(*folders: Path) -> int:
+    """Return the bytes of disk of all files below some folders, each once, as ``du`` does."""
+    found = {}
+    for folder in folders:
+        for path in folder.rglob("*"):
+            if path.is_file():
+                found[path.stat().st_ino] = path.stat().st_blocks * 512
+    return sum(found.values())
+
+
+def test_info_tells_what_a_step_occupies(reports: list[SaveReport]) -> None:
+    path = Path(reports[-1].path)
+    space = holdfast.info(path).details["space"]
+    shared = path / "from-step-000001-model.safetensors"
+    assert space["shared_bytes"] == shared.stat().st_blocks * 512 > 0
+    assert space["own_bytes"] + space["shared_bytes"] == space["occupied_bytes"] == occupied(path)
+    for report in reports[:-1]:
+        shutil.rmtree(report.path)
+    space = holdfast.info(path).details["space"]
+    assert (space["own_bytes"], space["shared_bytes"]) == (occupied(path), 0)
+
+
+def test_the_report_and_info_count_the_same_bytes_as_new(reports: list[SaveReport]) -> None:
+    for report in reports:
+        new = [entry.stat().st_size for entry in Path(report.path).iterdir() if not entry.name.startswith("from-")]
+        assert report.new_bytes == sum(new)
+    for report in reports[1:]:
+        assert holdfast.info(report.path).details["history"]["new_bytes"] == report.new_bytes
+
+
+def test_what_removing_a_step_frees_is_told(reports: list[SaveReport]) -> None:
+    run = Path(reports[0].path).parent
+    with CheckpointManager(run) as manager:
+        own = {step.number: step.own_bytes for step in manager.steps()}
+        before = occupied(run)
+        manager.delete(2)
+        assert own[2] == before - occupied(run)
+
+
+@pytest.mark.parametrize("gone", [[0], [0, 1], [2], [0, 1, 2]])
+def test_what_removing_several_steps_frees_is_told(reports: list[SaveReport], gone: list[int]) -> None:
+    paths = [Path(reports[index].path) for index in gone]
+    told, before = freed_bytes(paths), occupied(paths[0].parent)
+    for path in paths:
+        shutil.rmtree(path)
+    assert told == before - occupied(paths[0].parent)
+
+
+def test_a_folder_that_is_gone_is_an_error_of_ours(tmp_path: Path) -> None:
+    with pytest.raises(holdfast.StoreError) as caught:
+        freed_bytes([tmp_path / "gone"])
+    assert caught.value.path == os.fspath(tmp_path / "gone")
+
+
+def test_a_converted_step_is_the_same_step(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run", incremental=True) as manager:
+        for number in (1, 2):
+            manager.save(number, {"w": torch.full((9000,), number)}, metrics={"loss": 1 / number}).wait()
+    for number in (1, 2):
+        name = f"step-{number:06d}"
+        holdfast.convert(tmp_path / "run" / name, tmp_path / "other" / name)
+    before, after = (CheckpointManager(tmp_path / run).steps() for run in ("run", "other"))
+    assert [(s.number, s.saved_at, s.metrics) for s in before] == [(s.number, s.saved_at, s.metrics) for s in after]
+    best = CheckpointManager(tmp_path / "other").best("loss")
+    assert best is not None
+    assert best.number == 2
