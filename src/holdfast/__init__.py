@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 from holdfast.version import __version__
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.background import PendingSave, save_async
+    from holdfast.checkpoint.background import save_async
     from holdfast.checkpoint.convert import convert
     from holdfast.checkpoint.diff import DiffReport, diff
     from holdfast.checkpoint.info import InfoReport, info
     from holdfast.checkpoint.load import load
     from holdfast.checkpoint.manager import CheckpointManager
     from holdfast.checkpoint.opened import Checkpoint, LazyTensor, open
+    from holdfast.checkpoint.pending import PendingSave
     from holdfast.checkpoint.retention import Keep, KeepBest, KeepEvery, KeepLast, KeepThinned
     from holdfast.checkpoint.save import SaveReport, save
     from holdfast.checkpoint.stateful import RandomState
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
         BusyError,
         CorruptCheckpointError,
         DestinationExistsError,
+        DivergedError,
         HoldfastError,
         MissingExtraError,
         NotACheckpointError,
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from holdfast.state.registry import register
 
 _HOMES = {
-    "PendingSave": "checkpoint.background",
+    "PendingSave": "checkpoint.pending",
     "save_async": "checkpoint.background",
     "convert": "checkpoint.convert",
     "DiffReport": "checkpoint.diff",
@@ -71,6 +73,7 @@ _HOMES = {
     "BusyError": "errors",
     "CorruptCheckpointError": "errors",
     "DestinationExistsError": "errors",
+    "DivergedError": "errors",
     "HoldfastError": "errors",
     "MissingExtraError": "errors",
     "NotACheckpointError": "errors",
@@ -89,6 +92,7 @@ __all__ = [
     "CorruptCheckpointError",
     "DestinationExistsError",
     "DiffReport",
+    "DivergedError",
     "EverySteps",
     "EveryTime",
     "HoldfastError",

@@ -3,6 +3,7 @@
 Grouped by what the caller does next; each carries a stable ``kind`` and the exit code of the command line::
 
     HoldfastError
+    ├── DivergedError                1  the training ran away; go on from a checkpoint, more gently
     ├── UsageError                   2  change the call
     │   └── StateMismatchError       2  the state given to ``into=`` does not fit the checkpoint
     ├── StoreError                   3  the disk, the network or the memory refused
@@ -77,6 +78,12 @@ class HoldfastError(Exception):
             "remedy": self.remedy,
             "exit_code": self.exit_code,
         }
+
+
+class DivergedError(HoldfastError):
+    """A loss or a gradient of a training run is not finite."""
+
+    kind = "diverged"
 
 
 class UsageError(HoldfastError):

@@ -43,6 +43,16 @@ FLAGS = {
         *RUN,
     },
     "bench claims": {"--model", *RUN},
+    "data prepare": {
+        *("--out", "--tokenizer", "--vocab-size", "--validation", "--seed", "--encoding", "--overwrite"),
+    },
+    "data info": {"--verify"},
+    "train": {"--data", "--out", "--resume", "--list-recipes", "--list-settings"},
+    "generate": {
+        *("--prompt", "--tokens", "--temperature", "--top-k", "--top-p", "--seed", "--which", "--device"),
+        *("--cache", "--no-cache"),
+    },
+    "export": {"--out", "--which", "--dtype", "--overwrite"},
     "report": {"--out", "--plots", "--csv", "--tables-only"},
     "prune": {
         "--keep-last",
@@ -55,7 +65,7 @@ FLAGS = {
         "--dry-run",
     },
     "tune checkpoint": {"--seconds", "--size", "--from", "--out", "--dry-run"},
-    "demo": {"--scale", "--from", "--rounds", "--dir"},
+    "demo": {"--scale", "--from", "--rounds", "--dir", "--training", "--out"},
 }
 
 
@@ -66,9 +76,12 @@ def program(*arguments: str | Path, **environment: str) -> subprocess.CompletedP
 
 def test_the_commands_are_those_documented(capsys: pytest.CaptureFixture[str]) -> None:
     commands = [name for name in build_app() if not name.startswith("-")]
-    assert commands == ["info", "ls", "verify", "diff", "convert", "prune", "env", "bench", "report", "tune", "demo"]
-    groups = [f"{group} {name}" for group in ("bench", "tune") for name in build_app()[group] if name[0] != "-"]
-    assert groups == ["bench checkpoint", "bench claims", "tune checkpoint"]
+    assert commands == [
+        *("info", "ls", "verify", "diff", "convert", "prune", "env", "bench", "data", "train", "generate", "export"),
+        *("report", "tune", "demo"),
+    ]
+    groups = [f"{group} {name}" for group in ("bench", "data", "tune") for name in build_app()[group] if name[0] != "-"]
+    assert groups == ["bench checkpoint", "bench claims", "data prepare", "data info", "tune checkpoint"]
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     assert all(f" {command} " in text for command in commands)

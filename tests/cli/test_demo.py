@@ -106,3 +106,35 @@ def test_interrupt_cleans_up(tmp_path):
     assert demo.returncode == 130
     assert err == "interrupted\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_training_story_is_true(tmp_path, capsys):
+    from holdfast.cli.output import Output
+    from holdfast.cli.talk import Talk
+    from holdfast.cli.training_demo import tell
+
+    text = tmp_path / "text.txt"
+    text.write_text("def add(first, second):\n    return first + second\n" * 200)
+    document = tell(tmp_path / "run", Talk(Output(progress=False)), steps=60, every=7, source=str(text))
+    assert document["ok"] is True
+    assert document["repeated"]["different"] == ()
+    assert 24 <= document["killed"]["step"] < 60
+    assert document["killed"]["saved"] % 7 == 0
+    assert document["summary"]["step"] == 60
+    assert document["sample"].startswith("def ")
+    said = capsys.readouterr().out
+    for heading in ("1. The text", "2. A GPT trains", "3. It went on", "bit for bit", "4. The last", "5. What the"):
+        assert heading in said
+
+
+def test_the_training_story_would_tell_of_a_difference(tmp_path):
+    from holdfast.bench.training_story import Killed, TrainingStory
+    from holdfast.checkpoint.steps import Step
+
+    story = TrainingStory(tmp_path, steps=10, every=2)
+    lines = [{"step": step, "kind": "train", "loss": float(step)} for step in range(1, 11)]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    losses = {step: float(step) for step in range(1, 8)} | {6: 6.000001}
+    killed = Killed(7, Step(4, "step-000004", 0.0, {}, 0, 0), losses)
+    repeated = story.repeated(killed)
+    assert (repeated.first, repeated.last, repeated.different) == (5, 7, (6,))

@@ -26,13 +26,15 @@ LAYERS = {
     "codecs": 2,
     "io": 2,
     "formats": 3,
+    "environment": 3,
     "checkpoint": 4,
     "torch": 5,
     "safetensors": 5,
-    "bench": 5,
+    "train": 5,
     "report": 5,
-    "cli": 6,
-    "testing": 7,
+    "bench": 6,
+    "cli": 7,
+    "testing": 8,
 }
 BLIND = {("codecs", "io"), ("io", "codecs")}
 
@@ -108,6 +110,7 @@ def test_public_names() -> None:
         "CorruptCheckpointError",
         "DestinationExistsError",
         "DiffReport",
+        "DivergedError",
         "EverySteps",
         "EveryTime",
         "HoldfastError",
@@ -157,6 +160,7 @@ def test_error_kinds_and_exit_codes() -> None:
     }
     assert kinds == {
         "error": 1,
+        "diverged": 1,
         "usage": 2,
         "state-mismatch": 2,
         "store": 3,

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
-import textwrap
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,7 +25,9 @@ from holdfast.bench.subject import Subject
 from holdfast.bench.tools.known import USUAL
 from holdfast.bench.visit import STORED
 from holdfast.checkpoint.verify import VerifyReport
+from holdfast.cli.options import Switch
 from holdfast.cli.output import DEFAULT, Output
+from holdfast.cli.talk import Talk, say
 from holdfast.cli.text import Table, counted, printable
 from holdfast.errors import UsageError
 from holdfast.units import format_bytes, format_seconds
@@ -50,12 +49,15 @@ def demo(
     source: Annotated[Path | None, Parameter(name="--from")] = None,
     rounds: int | None = None,
     directory: Annotated[Path, Parameter(name="--dir")] = Path(),
+    training: Annotated[bool, Switch] = False,
+    out: Path = Path("demo-run"),
     output: Output = DEFAULT,
 ) -> int:
     """See on this machine what Holdfast does, beside torch and safetensors.
 
     A state is saved and loaded by torch, safetensors, holdfast and holdfast-lossless in interleaved rounds, each load
-    is compared with what was saved, bit for bit, and one flipped bit is looked for. It takes about a minute.
+    is compared with what was saved, bit for bit, and one flipped bit is looked for. It takes about a minute. With
+    --training a small GPT is trained instead, killed, and goes on; that takes about two.
 
     Parameters
     ----------
@@ -67,7 +69,13 @@ def demo(
         How often each of the four is measured; 3 by default, and fewer on a slow disk.
     directory
         The folder to write in; what is written is removed.
+    training
+        Train a model, kill it, go on, compare what was done twice, and generate text.
+    out
+        The run's folder of --training; it must not exist, and stays.
     """
+    if training:
+        return _train(out, output)
     if source is not None and scale is not None:
         raise UsageError("--from and --scale exclude each other", remedy="give one of them")
     settings = Demonstration(
@@ -77,7 +85,7 @@ def demo(
         DEFAULT_ROUNDS if rounds is None else rounds,
         PATIENCE if rounds is None else math.inf,
     )
-    talk = _Talk(output)
+    talk = Talk(output)
     with settings as demonstration:
         with talk.busy("building the state"):
             subject = demonstration.build()
@@ -93,26 +101,19 @@ def demo(
     return 0 if found else 1
 
 
-class _Talk:
-    """Says what happens: text as it comes, unless JSON or silence was asked for; the present stage on stderr."""
+def _train(out: Path, output: Output) -> int:
+    # Imports torch's training parts, which the other demo has no use for.
+    from holdfast.cli.training_demo import tell
 
-    def __init__(self, output: Output) -> None:
-        self._output = output
+    document = tell(out, Talk(output))
+    output.show(document, lambda: _print_next_training(document))
+    return 0 if document["ok"] else 1
 
-    def say(self, text: Callable[[], None]) -> None:
-        if not (self._output.json or self._output.quiet):
-            text()
-            sys.stdout.flush()
 
-    @contextmanager
-    def busy(self, stage: str) -> Iterator[Callable[[str], None]]:
-        if not self._output.progress or self._output.quiet or not sys.stderr.isatty():
-            yield lambda text: None
-            return
-        from rich.console import Console
-
-        with Console(stderr=True, markup=False).status(stage) as status:
-            yield status.update
+def _print_next_training(document: dict[str, Any]) -> None:
+    print()
+    print(printable(f"Next:  holdfast generate {document['run']} --prompt 'class '"))
+    print(printable(f"       holdfast bench checkpoint --experiment six-way --from {document['checkpoint']}"))
 
 
 def _progress(rounds: int, note: Callable[[str], None]) -> Callable[[int, str], None]:
@@ -125,15 +126,15 @@ def _print_state(subject: Subject, source: Path | None, scale: float) -> None:
     what = made_up if source is None else str(source)
     amount = f"{counted(len(subject.flat.leaves), 'tensor')}, {format_bytes(subject.nbytes)}"
     print()
-    _say(f"1. The state: {amount}: {what}.")
+    say(f"1. The state: {amount}: {what}.")
     if source is not None:
-        _say("safetensors can hold nothing but tensors under flat names, so that is all it is given.")
+        say("safetensors can hold nothing but tensors under flat names, so that is all it is given.")
 
 
 def _print_comparison(rounds: Rounds) -> None:
     done = counted(len(rounds.order), "round")
     print()
-    _say(
+    say(
         "2. Save and load: by torch, safetensors, holdfast, and holdfast with lossless compression; the median of "
         f"{done}, each in random order. 2.00x: twice as fast as torch in the same round. 66%: of the bytes that torch "
         "takes on the disk."
@@ -147,13 +148,13 @@ def _print_comparison(rounds: Rounds) -> None:
     Table(("=", *(f">{name}" for name in names)), rows).show()
     print()
     for reason in rounds.not_run.values():
-        _say(f"not run: {reason}")
+        say(f"not run: {reason}")
     for measure, meaning in _MEANINGS.items():
         if any(measure in measured for measured in table):
-            _say(f"{measure}: {meaning}")
+            say(f"{measure}: {meaning}")
     if not any("cold" in measured for measured in table):
-        _say("cold: not measured, because this file system keeps its files in memory (try another --dir)")
-    _say("Every load gave back every bit. Of the four, only the two of holdfast check what they load for damage.")
+        say("cold: not measured, because this file system keeps its files in memory (try another --dir)")
+    say("Every load gave back every bit. Of the four, only the two of holdfast check what they load for damage.")
 
 
 def _cell(arm: str, measure: str, figure: Figure | None) -> str:
@@ -169,22 +170,22 @@ def _cell(arm: str, measure: str, figure: Figure | None) -> str:
 def _print_verified(intact: VerifyReport, damaged: Damaged) -> None:
     verdict = "all is well" if intact.ok else "it is corrupt"
     print()
-    _say(
+    say(
         f"3. Verify: `holdfast verify` reads all {counted(intact.tensors, 'tensor')} and checks the checksums "
         f"({intact.checked}): {verdict}."
     )
     flip = damaged.flip
     print()
-    _say(
+    say(
         f"4. Damage: in a copy, one bit was flipped: byte {flip.offset:,} of {flip.file}, "
         f"from 0x{flip.before:02x} to 0x{flip.after:02x}."
     )
     for problem in damaged.report.problems:
         where = f"{problem.file}: tensor {problem.name!r}: block {problem.block}"
-        _say(f"`holdfast verify` finds it: {where}: {problem.message}.")
+        say(f"`holdfast verify` finds it: {where}: {problem.message}.")
     if damaged.report.ok:
-        _say("`holdfast verify` did not notice.")
-    _say(f"`holdfast.load` refuses it: {damaged.refusal}.")
+        say("`holdfast verify` did not notice.")
+    say(f"`holdfast.load` refuses it: {damaged.refusal}.")
 
 
 def _print_next(source: Path | None) -> None:
@@ -193,11 +194,6 @@ def _print_next(source: Path | None) -> None:
     print()
     print(printable(f"Next:       {own}"))
     print('in Python:  holdfast.save(state, "step-1000", compression="lossless")')
-
-
-def _say(text: str) -> None:
-    """Print a sentence or two so that a terminal of 80 columns breaks no word; names and paths stay whole."""
-    print(textwrap.fill(printable(text), 79, subsequent_indent="   ", break_long_words=False, break_on_hyphens=False))
 
 
 def _document(

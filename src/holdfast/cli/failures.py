@@ -96,12 +96,12 @@ def tell(error: BaseException, *, as_json: bool, verbose: bool) -> int:
 
 def error_lines(failure: HoldfastError) -> list[str]:
     """Return the one or two lines of an error; what a file made up cannot add a third or move the cursor."""
-    if isinstance(failure, Interrupted):
-        return ["interrupted"]
     remedy = printable(failure.remedy) if failure.remedy else ""
     said = str(failure)
     if remedy:
         said = said.removesuffix(f"\n{failure.remedy}")
+    if isinstance(failure, Interrupted):
+        return [printable(said), *([remedy] if remedy else [])]
     prefix = "internal error" if isinstance(failure, InternalError) else "error"
     return [f"{prefix}: {printable(said)}", *([remedy] if remedy else [])]
 

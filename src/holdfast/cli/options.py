@@ -26,6 +26,9 @@ _PREFIX = "HOLDFAST_"
 
 SAVE_TABLE = "save"
 
+TRAIN_TABLE = "train"
+"""The tables within it, such as ``[train.optim]``, are settings of a recipe, which ``holdfast train`` reads itself."""
+
 
 def _size(kind: type, tokens: Sequence[Token]) -> int:
     try:
@@ -105,6 +108,10 @@ def from_file(known: Collection[str], app: App, commands: tuple[str, ...], argum
             near = difflib.get_close_matches(key, known, n=1)
             remedy = f"did you mean [{near[0]}]?" if near and key not in known else f"tables: {', '.join(known)}"
             raise UsageError(f"{key!r} is not a table of options of a command", path=path, remedy=remedy)
+    if TRAIN_TABLE in tables:
+        tables[TRAIN_TABLE] = {
+            name: value for name, value in tables[TRAIN_TABLE].items() if not isinstance(value, dict)
+        }
     Dict(tables, source=path)(app, commands, arguments)
 
 

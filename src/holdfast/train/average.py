@@ -1,0 +1,59 @@
+"""An exponential moving average of a model's weights, which often evaluates better than the weights themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class WeightAverage:
+    """Averages the parameters of a model after each step (Polyak and Juditsky, 1992, in its exponential form).
+
+    In the first steps the decay is lower, ``(1 + step) / (10 + step)``, so that the initial weights are soon forgotten.
+
+    Parameters
+    ----------
+    model : Module
+    decay : float
+        How much of the average is kept in a step; with 0 nothing is averaged.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._decay = decay
+        self._live = [parameter.data for parameter in model.parameters()] if decay else []
+        self._names = [name for name, _ in model.named_parameters()] if decay else []
+        self._averages = [tensor.clone() for tensor in self._live]
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take the weights of a step into the average."""
+        if self._averages:
+            decay = min(self._decay, (1 + step) / (10 + step))
+            torch._foreach_lerp_(self._averages, self._live, 1 - decay)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let the model have the averaged weights for a while; its own where nothing is averaged."""
+        own = [tensor.clone() for tensor in self._live]
+        self._set(self._averages)
+        try:
+            yield
+        finally:
+            self._set(own)
+
+    @torch.no_grad()
+    def _set(self, values: list[Tensor]) -> None:
+        for live, value in zip(self._live, values, strict=True):
+            live.copy_(value)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the averages by parameter; empty where nothing is averaged."""
+        return dict(zip(self._names, self._averages, strict=True))
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take averages that `state_dict` gave."""
+        for name, average in zip(self._names, self._averages, strict=True):
+            average.copy_(state[name])

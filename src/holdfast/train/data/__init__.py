@@ -1,0 +1,1 @@
+"""Text becomes memory-mapped tokens, and tokens become batches that can be drawn again exactly."""

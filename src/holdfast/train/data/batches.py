@@ -1,0 +1,154 @@
+"""Batches of windows of text: drawn endlessly for training, or one after the other for evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+
+from holdfast.errors import UsageError
+from holdfast.train.data.offsets import RandomOffsets, Sequence, ShuffledOffsets
+from holdfast.train.data.tokenizers.base import Tokens
+
+Order = Literal["random", "shuffled"]
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+"""Inputs and targets: int64 tensors on the CPU, both (rows, context_length), the targets one token further on."""
+
+_ORDERS: dict[str, type[RandomOffsets | ShuffledOffsets]] = {"random": RandomOffsets, "shuffled": ShuffledOffsets}
+
+
+class Batches:
+    """An endless iterator of batches; each is a function of the seed and its number alone.
+
+    Parameters
+    ----------
+    tokens : array of uint16 or uint32
+        The text, 1-D.
+    context_length : int
+        Tokens in a window.
+    batch_size : int
+        Windows in a batch of this rank.
+    seed : int
+        From 0 to 2**64 - 1.
+    order : str
+        ``"random"``: each window begins anywhere, as in nanoGPT. ``"shuffled"``: each window of an epoch comes once.
+    rank, world_size : int
+        Which of how many processes this is: together they draw what one alone draws with ``world_size`` times the
+        batch size, the first rows going to rank 0.
+
+    Attributes
+    ----------
+    position : int
+        The number of the next batch, from 0.
+
+    Raises
+    ------
+    UsageError
+        If an argument makes no sense, or the text is shorter than a window and one token.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        *,
+        context_length: int,
+        batch_size: int,
+        seed: int,
+        order: Order = "random",
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        _check_window(tokens, context_length, batch_size)
+        if order not in _ORDERS:
+            raise UsageError(f"there is no order {order!r}", remedy=f"known: {', '.join(_ORDERS)}")
+        if not 0 <= seed < 1 << 64:
+            raise UsageError(f"the seed is {seed}", remedy="give 0 or more, below 2**64")
+        if not 0 <= rank < world_size:
+            raise UsageError(f"the rank is {rank} of {world_size}", remedy="count ranks from 0")
+        self.context_length = context_length
+        self.batch_size = batch_size
+        self.position = 0
+        # A view that takes no memory; picking its rows beats slicing in a loop and indexing token by token.
+        self._windows = np.lib.stride_tricks.sliding_window_view(tokens, context_length)
+        self._rank = rank
+        self._world_size = world_size
+        self._offsets: Sequence = _ORDERS[order](len(tokens), context_length, seed)
+
+    def at(self, position: int) -> Batch:
+        """Return the batch of a number, whatever was drawn before."""
+        first = (position * self._world_size + self._rank) * self.batch_size
+        begins = self._offsets.take(first, self.batch_size)
+        inputs, targets = (torch.from_numpy(self._windows[each].astype(np.int64)) for each in (begins, begins + 1))
+        return inputs, targets
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = self.at(self.position)
+        self.position += 1
+        return batch
+
+    def state_dict(self) -> dict[str, int]:
+        """Return all that has to be saved to go on with the next batch."""
+        return {"position": self.position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another one was saved.
+
+        Raises
+        ------
+        UsageError
+            If that is no state of a `Batches`.
+        """
+        position = state.get("position")
+        if isinstance(position, bool) or not isinstance(position, int) or position < 0:
+            raise UsageError(f"the position of the batches is {position!r}", remedy="give what state_dict() returned")
+        self.position = position
+
+
+def windows(tokens: Tokens, context_length: int, *, batch_size: int = 64) -> Iterator[Batch]:
+    """Return the windows of a text one after the other, in batches, of which the last one may have fewer rows.
+
+    Windows do not overlap; the last tokens, fewer than a window, are left out.
+
+    Parameters
+    ----------
+    tokens : array of uint16 or uint32
+        The text, 1-D.
+    context_length : int
+        Tokens in a window.
+    batch_size : int
+        Windows in a batch.
+
+    Raises
+    ------
+    UsageError
+        If an argument makes no sense, or the text is shorter than a window and one token; at once.
+    """
+    _check_window(tokens, context_length, batch_size)
+    return _windows(tokens, context_length, batch_size)
+
+
+def _windows(tokens: Tokens, context_length: int, batch_size: int) -> Iterator[Batch]:
+    count = (len(tokens) - 1) // context_length
+    for first in range(0, count, batch_size):
+        begin, end = (place * context_length for place in (first, min(first + batch_size, count)))
+        inputs, targets = (
+            tokens[begin + shift : end + shift].astype(np.int64).reshape(-1, context_length) for shift in (0, 1)
+        )
+        yield torch.from_numpy(inputs), torch.from_numpy(targets)
+
+
+def _check_window(tokens: Tokens, context_length: int, batch_size: int) -> None:
+    for what, count in (("context length", context_length), ("batch size", batch_size)):
+        if count < 1:
+            raise UsageError(f"the {what} is {count}", remedy="give 1 or more")
+    if len(tokens) < context_length + 1:
+        raise UsageError(
+            f"the text has {len(tokens):,} tokens, and a context of {context_length:,} needs {context_length + 1:,}",
+            remedy="take a shorter context, or prepare more text",
+        )

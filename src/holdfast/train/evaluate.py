@@ -1,0 +1,35 @@
+"""The validation loss: over the whole split, or always over the same batches of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from holdfast.train.model.gpt import GPT
+from holdfast.train.model.modes import evaluating
+
+
+def evaluate(model: GPT, batches: Iterable[tuple[Tensor, Tensor]], *, most: int | None = None) -> float:
+    """Return the mean loss over all tokens of some batches, in nats.
+
+    No random numbers are drawn, and the model is left in the mode that it was in.
+
+    Parameters
+    ----------
+    model : GPT
+    batches : iterable of (Tensor, Tensor)
+        Inputs and targets, int64, of shape [batch, positions].
+    most : int, optional
+        Stop after so many batches.
+    """
+    device = model.tokens.weight.device
+    total, tokens = 0.0, 0
+    with torch.inference_mode(), evaluating(model):
+        for inputs, targets in islice(batches, most):
+            loss = model.loss(inputs.to(device), targets.to(device))
+            total += loss.item() * targets.numel()
+            tokens += targets.numel()
+    return total / tokens

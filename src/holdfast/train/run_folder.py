@@ -1,0 +1,174 @@
+"""The folder of a run: what it was started with, its log, its checkpoints; and opening it again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from holdfast import environment
+from holdfast.errors import CorruptCheckpointError, DestinationExistsError, NotACheckpointError, PathLike, UsageError
+from holdfast.formats import sealed
+from holdfast.io.commit import Commit
+from holdfast.io.directory import Directory
+from holdfast.io.files import store_error, write_small
+from holdfast.train.config import Config, differences
+from holdfast.train.data.dataset import Dataset
+from holdfast.train.data.tokenizers.base import Tokenizer
+from holdfast.train.data.tokenizers.known import tokenizer_from_dict
+
+ABOUT = "run.json"
+TOKENIZER = "tokenizer.json"
+LOG = "log.jsonl"
+CHECKPOINTS = "checkpoints"
+DATA = "data"
+
+_MAY_CHANGE = ("log", "sample", "checkpoint")
+"""Sections that do not touch what a run computes."""
+
+
+class RunFolder:
+    """A run on disk.
+
+    ``run.json`` says what it was started with: configuration, data, environment, and the state of the git repository
+    around. ``tokenizer.json`` is the data's tokenizer, so that the run stands alone. ``log.jsonl`` has a line for each
+    logged step. ``checkpoints/`` is the folder of a `CheckpointManager`. ``data/`` is the prepared data, where it was
+    prepared for this run.
+
+    Parameters
+    ----------
+    path : path-like
+        It need not exist.
+    """
+
+    def __init__(self, path: PathLike) -> None:
+        self.path = Path(os.path.abspath(path))
+        self.log = self.path / LOG
+        self.checkpoints = self.path / CHECKPOINTS
+        self.data = self.path / DATA
+
+    def exists(self) -> bool:
+        """Say whether a run was started here."""
+        return (self.path / ABOUT).exists()
+
+    def check_new(self) -> None:
+        """Raise DestinationExistsError if a run was started here."""
+        if self.exists():
+            raise DestinationExistsError(
+                "holds a run already", path=self.path, remedy="go on with it by --resume, or choose another --out"
+            )
+
+    def start(self, config: Config, dataset: Dataset) -> None:
+        """Write down what a run starts with.
+
+        Raises
+        ------
+        DestinationExistsError
+            If there is a run already.
+        StoreError
+            If the operating system refuses.
+        """
+        self.check_new()
+        about = {
+            "config": config.as_dict(),
+            "data": {"path": str(dataset.path), "fingerprint": dataset.fingerprint, "about": dataset.about},
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "git": _git(),
+        }
+        self.path.mkdir(parents=True, exist_ok=True)
+        about["environment"] = environment.describe(self.path)
+        self._write(TOKENIZER, sealed.seal(dataset.tokenizer.as_dict()))
+        # Last: with it the run is there.
+        self._write(ABOUT, json.dumps(about, indent=1).encode() + b"\n")
+
+    def _write(self, name: str, content: bytes) -> None:
+        with Commit(self.path / name, directory=False, overwrite=True, replaceable=lambda path: True) as commit:
+            write_small(commit.path, content)
+            commit.publish()
+
+    def tokenizer(self) -> Tokenizer:
+        """Return the tokenizer of the run's data.
+
+        Raises
+        ------
+        NotACheckpointError, CorruptCheckpointError
+            If it is missing or damaged.
+        """
+        with Directory(self.path) as directory:
+            return tokenizer_from_dict(sealed.read(directory, TOKENIZER))
+
+    def about(self) -> dict[str, Any]:
+        """Return what ``run.json`` says.
+
+        Raises
+        ------
+        NotACheckpointError
+            If there is no run.
+        CorruptCheckpointError
+            If the file is damaged.
+        """
+        path = self.path / ABOUT
+        try:
+            found = json.loads(path.read_bytes())
+            if not isinstance(found, dict) or not isinstance(found.get("data"), dict):
+                raise ValueError("it is no description of a run")
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise NotACheckpointError(
+                "holds no run", path=self.path, remedy="give the folder that holdfast train wrote (--out)"
+            ) from error
+        except OSError as error:
+            raise store_error(error, path, "read the run") from error
+        except (ValueError, RecursionError) as error:
+            raise CorruptCheckpointError(f"is damaged ({error})", path=path) from error
+        return found
+
+    def config(self) -> Config:
+        """Return the configuration that the run was started with; see `about` for the errors."""
+        try:
+            return Config.from_dict(self.about().get("config"))
+        except UsageError as error:
+            raise CorruptCheckpointError(f"is damaged ({error.message})", path=self.path / ABOUT) from error
+
+    def check_resumable(self, config: Config, dataset: Dataset) -> None:
+        """Check that a run would go on as it began.
+
+        Raises
+        ------
+        UsageError
+            If the configuration differs in what a run computes, or the data has changed.
+        """
+        found = differences(self.config(), config)
+        told = [
+            f"{name}: {before!r} there, {now!r} now"
+            for name, (before, now) in found.items()
+            if name.partition(".")[0] not in _MAY_CHANGE
+        ]
+        if told:
+            raise UsageError(
+                f"was started with another configuration: {'; '.join(told)}",
+                path=self.path,
+                remedy="leave the settings out to go on with those of the run, or start a new run in another --out",
+            )
+        before = self.about()["data"].get("fingerprint")
+        if before != dataset.fingerprint:
+            raise UsageError(
+                f"the data in {dataset.path} has changed since the run began",
+                path=self.path,
+                remedy="prepare the same data again, or start a new run",
+            )
+
+
+def _git() -> dict[str, Any] | None:
+    """Return the commit of the repository around, and whether files differ from it; None where there is none."""
+    try:
+        commit = _output_of("git", "rev-parse", "HEAD")
+        return {"commit": commit.strip(), "changed": bool(_output_of("git", "status", "--porcelain").strip())}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _output_of(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout

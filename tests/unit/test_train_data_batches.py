@@ -1,0 +1,210 @@
+"""Batches: functions of the seed and a number, whatever was drawn before, by however many processes."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from holdfast.errors import UsageError
+from holdfast.train.data.batches import Batches, windows
+from holdfast.train.data.offsets import RandomOffsets, ShuffledOffsets
+
+TEXT = np.arange(1000, dtype=np.uint16)
+ORDERS = ["random", "shuffled"]
+
+
+def batches(tokens: Any = TEXT, **changed: Any) -> Batches:
+    return Batches(tokens, **{"context_length": 8, "batch_size": 4, "seed": 7, **changed})
+
+
+def rows(drawn: Batches, count: int) -> torch.Tensor:
+    return torch.cat([inputs for inputs, _ in islice(drawn, count)])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_targets_are_the_inputs_one_token_on(order: str) -> None:
+    for inputs, targets in islice(batches(order=order), 300):
+        assert inputs.shape == targets.shape == (4, 8)
+        assert inputs.dtype == targets.dtype == torch.int64
+        assert inputs.is_contiguous()
+        assert targets.is_contiguous()
+        assert torch.equal(targets, inputs + 1)  # the text counts
+
+
+@given(st.sampled_from(ORDERS), st.integers(0, 3000), st.integers(1, 70), st.integers(0, 2**64 - 1))
+def test_resumed_anywhere_it_goes_on_the_same(order: str, position: int, batch_size: int, seed: int) -> None:
+    settings = {"order": order, "batch_size": batch_size, "seed": seed}
+    first, second = batches(**settings), batches(**settings)
+    first.position = position
+    next(first)
+    state = first.state_dict()
+    assert state == {"position": position + 1}
+    second.load_state_dict(state)
+    for (inputs, targets), (same_inputs, same_targets) in islice(zip(first, second, strict=True), 3):
+        assert torch.equal(inputs, same_inputs)
+        assert torch.equal(targets, same_targets)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_uninterrupted_sequence_is_the_numbered_one(order: str) -> None:
+    drawn = list(islice(batches(order=order), 200))
+    again = batches(order=order)
+    for position in (199, 0, 64, 63, 65, 130):
+        assert torch.equal(again.at(position)[0], drawn[position][0])
+    assert again.position == 0
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_ranks_together_draw_what_one_process_draws(order: str, world_size: int) -> None:
+    alone = batches(order=order, batch_size=4 * world_size)
+    ranks = [batches(order=order, rank=rank, world_size=world_size) for rank in range(world_size)]
+    for (inputs, targets), *parts in islice(zip(alone, *ranks, strict=True), 50):
+        assert torch.equal(inputs, torch.cat([part[0] for part in parts]))
+        assert torch.equal(targets, torch.cat([part[1] for part in parts]))
+
+
+@given(st.integers(9, 400), st.integers(1, 8), st.integers(0, 100), st.integers(1, 12))
+def test_shuffled_meets_every_window_of_an_epoch_once(
+    tokens: int, context_length: int, seed: int, batch_size: int
+) -> None:
+    offsets = ShuffledOffsets(tokens, context_length, seed)
+    grids = []
+    for epoch in range(3):
+        begins = np.sort(offsets.take(epoch * offsets.windows, offsets.windows))
+        assert (np.diff(begins) == context_length).all()
+        assert begins[0] >= 0
+        assert begins[-1] + context_length <= tokens - 1
+        assert tokens - offsets.windows * context_length <= 2 * context_length
+        grids.append(begins[0])
+    text = np.arange(tokens, dtype=np.uint16)
+    drawn = batches(text, context_length=context_length, seed=seed, batch_size=batch_size, order="shuffled")
+    seen = rows(drawn, -(-offsets.windows // batch_size))[: offsets.windows, 0]
+    assert sorted(seen.tolist()) == np.sort(offsets.take(0, offsets.windows)).tolist()
+
+
+def test_each_epoch_has_another_order_and_another_grid() -> None:
+    offsets = ShuffledOffsets(10_000, 64, 1)
+    epochs = [offsets.take(epoch * offsets.windows, offsets.windows) for epoch in range(8)]
+    assert len({int(epoch.min()) for epoch in epochs}) > 4
+    orders = {tuple(np.argsort(epoch)) for epoch in epochs}
+    assert len(orders) == 8
+    assert tuple(range(offsets.windows)) not in orders
+
+
+def test_a_batch_larger_than_an_epoch_goes_on_in_the_next() -> None:
+    offsets = ShuffledOffsets(30, 8, 1)
+    assert offsets.windows == 2
+    together = ShuffledOffsets(30, 8, 1).take(0, 7)
+    assert together.tolist() == [int(offsets.take(place, 1)[0]) for place in range(7)]
+
+
+def test_the_order_of_an_epoch_takes_four_bytes_a_window() -> None:
+    offsets = ShuffledOffsets(1_000_000, 8, 1)
+    offsets.take(0, 1)
+    assert offsets._order.nbytes == 4 * offsets.windows
+
+
+def test_random_reaches_both_ends_and_all_between() -> None:
+    offsets = RandomOffsets(20, 8, 3)
+    assert set(offsets.take(0, 2000).tolist()) == set(range(12))
+    counts = np.bincount(offsets.take(0, 120_000))
+    assert counts.min() > 9_500
+    assert counts.max() < 10_500
+
+
+def test_random_is_one_sequence_however_it_is_cut() -> None:
+    offsets = RandomOffsets(10_000, 8, 3)
+    whole = offsets.take(0, 10_000)
+    assert np.array_equal(np.concatenate([offsets.take(at, 1000) for at in range(0, 10_000, 1000)]), whole)
+    stream = np.random.Philox(key=3).random_raw(10_000)
+    assert np.array_equal(whole, (stream % np.uint64(9992)).astype(np.int64))
+
+
+def test_the_drawn_numbers_are_these_for_ever() -> None:
+    assert RandomOffsets(1_000_000, 64, 42).take(5000, 4).tolist() == [339158, 353465, 578355, 306580]
+    assert ShuffledOffsets(1_000_000, 64, 42).take(20_000, 4).tolist() == [143560, 795336, 981064, 792136]
+
+
+def test_seeds_differ() -> None:
+    for order in ORDERS:
+        drawn = [rows(batches(order=order, seed=seed), 10) for seed in (0, 1, 2**64 - 1)]
+        assert not torch.equal(drawn[0], drawn[1])
+        assert not torch.equal(drawn[1], drawn[2])
+
+
+def test_the_shortest_text() -> None:
+    for order in ORDERS:
+        drawn = batches(TEXT[:9], order=order)
+        assert torch.equal(next(drawn)[0], torch.arange(8).expand(4, 8))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_text_shorter_than_a_context_names_both(order: str) -> None:
+    for call in (lambda: batches(TEXT[:8], order=order), lambda: windows(TEXT[:8], 8)):
+        with pytest.raises(UsageError, match="the text has 8 tokens, and a context of 8 needs 9"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"order": "sorted"}, "there is no order 'sorted'"),
+        ({"context_length": 0}, "the context length is 0"),
+        ({"batch_size": -1}, "the batch size is -1"),
+        ({"seed": -1}, "the seed is -1"),
+        ({"seed": 1 << 64}, "the seed is"),
+        ({"rank": 2, "world_size": 2}, "the rank is 2 of 2"),
+        ({"rank": -1}, "the rank is -1 of 1"),
+    ],
+)
+def test_arguments_that_make_no_sense(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        batches(**changed)
+
+
+@pytest.mark.parametrize("state", [{}, {"position": -1}, {"position": "3"}, {"position": 1.0}, {"position": True}])
+def test_a_state_that_is_none(state: dict[str, Any]) -> None:
+    drawn = batches()
+    with pytest.raises(UsageError, match="the position of the batches is"):
+        drawn.load_state_dict(state)
+    assert drawn.position == 0
+
+
+def test_drawing_leaves_the_text_and_earlier_batches_alone() -> None:
+    text = TEXT.copy()
+    drawn = batches(text)
+    inputs, _ = next(drawn)
+    kept = inputs.clone()
+    next(drawn)
+    assert torch.equal(inputs, kept)
+    inputs.zero_()
+    assert np.array_equal(text, TEXT)
+
+
+@given(st.integers(2, 300), st.integers(1, 40), st.integers(1, 9))
+def test_evaluation_meets_the_text_in_order(tokens: int, context_length: int, batch_size: int) -> None:
+    assume(tokens > context_length)
+    text = np.arange(tokens, dtype=np.uint16)
+    drawn = list(windows(text, context_length, batch_size=batch_size))
+    count = (tokens - 1) // context_length
+    assert [len(inputs) for inputs, _ in drawn[:-1]] == [batch_size] * (len(drawn) - 1)
+    assert torch.cat([inputs for inputs, _ in drawn]).ravel().tolist() == list(range(count * context_length))
+    for inputs, targets in drawn:
+        assert inputs.dtype == torch.int64
+        assert torch.equal(targets, inputs + 1)
+    assert sum(len(inputs) for inputs, _ in drawn) == count
+
+
+def test_large_tokens_are_read_from_uint32() -> None:
+    text = np.arange(100, dtype=np.uint32) + 100_000
+    inputs, targets = next(batches(text))
+    assert int(inputs.min()) >= 100_000
+    assert torch.equal(targets, inputs + 1)
+    assert int(next(windows(text, 8))[0][0, 0]) == 100_000

@@ -1,0 +1,265 @@
+"""Sources: what is found, how it is read, and what is refused, with the file and the place."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.errors import NotACheckpointError, StoreError, UsageError
+from holdfast.io.parallel import Meter
+from holdfast.train.data import documents
+from holdfast.train.data.documents import PIECE, Reading
+from holdfast.train.data.sources import open_source
+
+
+def read(spec: str | os.PathLike[str], *, encoding: str = "utf-8") -> dict[str, str]:
+    with open_source(spec, encoding=encoding) as source:
+        reading = Reading(source, Meter(source.nbytes, None))
+        return {document.name: "".join(document.texts) for document in reading.documents()}
+
+
+def fill(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+class Stdin(io.TextIOWrapper):
+    def __init__(self, content: bytes) -> None:
+        super().__init__(io.BytesIO(content))
+
+
+def test_a_file_is_one_stream(tmp_path: Path) -> None:
+    fill(tmp_path, {"a.txt": "one\r\ntwo"})
+    with open_source(tmp_path / "a.txt") as source:
+        assert (source.kind, source.has_documents, source.nbytes) == ("file", False, 8)
+    assert read(tmp_path / "a.txt") == {"a.txt": "one\r\ntwo"}
+
+
+def test_a_folder_has_documents_in_order(tmp_path: Path) -> None:
+    names = ("b.md", "a/z.txt", "a/y.PY", "a.txt", "skip.bin", ".hidden.txt", ".git/x.txt")
+    fill(tmp_path, {name: f"in {name}" for name in names})
+    with open_source(tmp_path) as source:
+        assert (source.kind, source.has_documents) == ("folder", True)
+    assert list(read(tmp_path)) == ["a.txt", "a/y.PY", "a/z.txt", "b.md"]
+
+
+def test_links_to_other_folders_are_followed(tmp_path: Path) -> None:
+    fill(tmp_path, {"far/a.txt": "far", "near/b.txt": "near"})
+    (tmp_path / "near" / "one").symlink_to(tmp_path / "far")
+    (tmp_path / "near" / "two").symlink_to(tmp_path / "far")
+    assert list(read(tmp_path / "near")) == ["b.txt", "one/a.txt", "two/a.txt"]
+
+
+def test_a_link_that_leads_back_is_refused(tmp_path: Path) -> None:
+    fill(tmp_path, {"a/b/c.txt": "c"})
+    (tmp_path / "a" / "b" / "back").symlink_to(tmp_path / "a")
+    with pytest.raises(UsageError, match="a/b/back: is a link that leads back to a folder above it"):
+        read(tmp_path)
+
+
+def test_links_in_a_circle_and_to_nowhere_are_errors(tmp_path: Path) -> None:
+    for name, target in (("x.txt", "y.txt"), ("y.txt", "x.txt"), ("gone.txt", "nothing")):
+        (tmp_path / name).symlink_to(tmp_path / target)
+    with pytest.raises(StoreError, match="Too many levels of symbolic links"):
+        read(tmp_path / "x.txt")
+    with pytest.raises(StoreError, match=r"gone\.txt: cannot read the file: No such file"):
+        read(f"{tmp_path}/gone*")
+
+
+def test_what_may_not_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(tmp_path, {"a.txt": "a"})
+    with open_source(tmp_path) as source:
+
+        def refuse(path: Path, mode: str) -> None:
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(Path, "open", refuse)
+        reading = Reading(source, Meter(1, None))
+        with pytest.raises(StoreError, match=r"a\.txt: cannot read the file: Permission denied\ncheck the permissions"):
+            list(reading.documents())
+
+
+def test_a_folder_that_may_not_be_listed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(StoreError, match="cannot list the folder: Permission denied"):
+        read(tmp_path)
+
+
+def test_a_pattern_takes_every_file_it_matches(tmp_path: Path) -> None:
+    fill(tmp_path, {"x/a.log": "a", "x/y/b.log": "b", "x/c.txt": "c", "x/.d.log": "d"})
+    assert list(read(f"{tmp_path}/x/*.log")) == ["a.log"]
+    assert list(read(f"{tmp_path}/**/*.log")) == ["x/a.log", "x/y/b.log"]
+    with open_source(f"{tmp_path}/x/[ac].*") as source:
+        assert (source.kind, source.has_documents) == ("pattern", True)
+
+
+def test_a_relative_pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(fill(tmp_path, {"x/a.log": "a"}))
+    assert read("*/a.log") == {"x/a.log": "a"}
+
+
+def test_a_name_that_looks_like_a_pattern(tmp_path: Path) -> None:
+    fill(tmp_path, {"a[1].txt": "itself"})
+    assert read(tmp_path / "a[1].txt") == {"a[1].txt": "itself"}
+
+
+def test_a_pattern_that_is_none(tmp_path: Path) -> None:
+    fill(tmp_path, {"x/a.log": "a"})
+    with pytest.raises(UsageError, match="is no pattern"):
+        read(f"{tmp_path}/**x/a.log")
+
+
+def test_the_standard_library_without_its_tests() -> None:
+    with open_source("stdlib") as source:
+        names = [file.name for file in source.files]
+        assert (source.kind, source.has_documents) == ("stdlib", True)
+        assert source.nbytes > 1_000_000
+    assert {"argparse.py", "json/decoder.py", "asyncio/tasks.py"} <= set(names)
+    assert names == sorted(names)
+    unwanted = {"test", "tests", "site-packages", "idlelib", "__pycache__"}
+    assert not any(unwanted & set(name.split("/")) for name in names)
+
+
+def test_a_jsonl_file_has_a_document_on_each_line(tmp_path: Path) -> None:
+    lines = [{"text": "one\n"}, {"id": 2, "text": "zwei ü"}]
+    (tmp_path / "d.jsonl").write_text("\n\n".join(map(json.dumps, lines)))
+    assert {name: text for name, text in read(tmp_path / "d.jsonl").items() if text} == {
+        "d.jsonl:1": "one\n",
+        "d.jsonl:3": "zwei ü",
+    }
+    with open_source(tmp_path / "d.jsonl") as source:
+        assert (source.kind, source.has_documents) == ("jsonl", True)
+    fill(tmp_path, {"e.txt": "e"})
+    assert list(read(tmp_path)) == ["d.jsonl:1", "d.jsonl:2", "d.jsonl:3", "e.txt"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{", "line 2 is no document"),
+        (b"[1]", "line 2 is no document"),
+        (b'{"txt": "a"}', "missing required field `text`"),
+        (b'{"text": 3}', r"Expected `str`, got `int` - at `\$.text`"),
+        (b'{"text": "\\ud800"}', "line 2 is no document"),
+        (b'{"text": "a\\u0000"}', "a character of line 2 is NUL"),
+        (b'{"text": "\xff"}', r"byte 26 is not utf-8 \(invalid start byte\)"),
+        (b'{"text": "\0"}', "byte 26 is NUL"),
+        (b'{"text": "a", "b": ' + b"[" * 100_000, "line 2 is no document"),
+    ],
+)
+def test_a_line_that_is_no_document_is_named(tmp_path: Path, line: bytes, message: str) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(b'{"text": "all"}\n' + line + b"\n")
+    with pytest.raises(UsageError, match=message) as caught:
+        read(path)
+    assert caught.value.path == str(path)
+    assert caught.value.exit_code == 2
+
+
+def test_a_line_that_is_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "LONGEST_RECORD", 40)
+    (tmp_path / "d.jsonl").write_text('{"text": "short"}\n{"text": "' + "x" * 40 + '"}')
+    with pytest.raises(UsageError, match="line 2 is longer than 40 bytes"):
+        read(tmp_path / "d.jsonl")
+
+
+def test_a_jsonl_file_is_utf8(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text('{"text": "a"}')
+    with pytest.raises(UsageError, match="JSON is UTF-8, not latin-1"):
+        read(tmp_path, encoding="latin-1")
+
+
+def test_standard_input_is_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", Stdin("grüße".encode()))
+    with open_source("-") as source:
+        assert (source.kind, source.has_documents, source.nbytes) == ("stdin", False, 7)
+        for _ in range(2):
+            reading = Reading(source, Meter(source.nbytes, None))
+            assert ["".join(document.texts) for document in reading.documents()] == ["grüße"]
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=40), st.integers(1, 9))
+def test_pieces_of_bytes_never_split_a_character(text: str, piece: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "PIECE", piece)
+        for encoding in ("utf-8", "utf-16", "utf-32-be"):
+            patch.setattr(sys, "stdin", Stdin(text.encode(encoding)))
+            assert read("-", encoding=encoding) == {"standard input": text}
+
+
+@pytest.mark.parametrize("place", [0, PIECE - 1, PIECE, 2 * PIECE + 7])
+def test_a_byte_that_is_no_text_is_named(tmp_path: Path, place: int) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"a" * place + b"\xff" + b"b" * 10)
+    with pytest.raises(UsageError, match=rf"a\.txt: byte {place:,} is not utf-8 \(invalid start byte\)") as caught:
+        read(path)
+    assert caught.value.remedy is not None
+    assert "latin-1" in caught.value.remedy
+    assert len(read(path, encoding="latin-1")["a.txt"]) == place + 11
+
+
+def test_a_character_broken_at_the_border_of_two_pieces_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"a" * (PIECE - 2) + b"\xe6\xbc" + b"b")
+    with pytest.raises(UsageError, match=f"byte {PIECE - 2:,} is not utf-8"):
+        read(tmp_path / "a.txt")
+    (tmp_path / "a.txt").write_bytes(b"ab\xe6\xbc")
+    with pytest.raises(UsageError, match=r"byte 2 is not utf-8 \(unexpected end of data\)"):
+        read(tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize("place", [0, PIECE - 1, PIECE + 3])
+def test_a_binary_file_is_refused(tmp_path: Path, place: int) -> None:
+    (tmp_path / "a.txt").write_bytes(b"a" * place + b"\0\xff")
+    with pytest.raises(UsageError, match=rf"a\.txt: byte {place:,} is NUL, so this is no text"):
+        read(tmp_path)
+
+
+def test_nul_is_refused_in_wide_encodings_too(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("ab", encoding="utf-16")
+    assert read(tmp_path / "a.txt", encoding="utf-16") == {"a.txt": "ab"}
+    (tmp_path / "a.txt").write_text("ab\0", encoding="utf-16")
+    with pytest.raises(UsageError, match="character 2 is NUL"):
+        read(tmp_path / "a.txt", encoding="utf-16")
+
+
+def test_a_byte_order_mark_does_not_shift_the_place(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(codecs.BOM_UTF8 + b"ab\xff")
+    with pytest.raises(UsageError, match="byte 5 is not utf-8-sig"):
+        read(tmp_path / "a.txt", encoding="utf-8-sig")
+
+
+@pytest.mark.parametrize("encoding", ["utf-9", "hex", "", "a\0b"])
+def test_encodings_of_no_text(tmp_path: Path, encoding: str) -> None:
+    with pytest.raises(UsageError, match="is no encoding of text"):
+        open_source(fill(tmp_path, {"a.txt": "a"}), encoding=encoding)
+
+
+def test_what_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(NotACheckpointError, match="there is no such file or folder"):
+        read(tmp_path / "none")
+    with pytest.raises(NotACheckpointError, match="matches no file"):
+        read(f"{tmp_path}/*.txt")
+    with pytest.raises(NotACheckpointError, match="holds no text files"):
+        read(tmp_path)
+
+
+def test_what_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    for spec in (tmp_path, tmp_path / "pipe.txt", "/dev/null"):
+        with pytest.raises(UsageError, match="is not a regular file"):
+            read(spec)
+    with pytest.raises(UsageError, match="it holds a NUL"):
+        read("a\0b")

@@ -1,0 +1,115 @@
+"""The configuration of the model: what it refuses, and the numbers that follow from it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from holdfast.errors import UsageError
+from holdfast.train.model.config import ModelConfig
+from holdfast.train.model.gpt import GPT
+
+SIZES: dict[str, Any] = {"vocab_size": 11, "context_length": 8, "n_layers": 2, "n_heads": 2, "d_model": 12}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"context_length": -1}, "context_length is -1"),
+        ({"n_layers": True}, "n_layers is True"),
+        ({"n_heads": 2.0}, "n_heads is 2.0"),
+        ({"d_ff": 0}, "d_ff is 0"),
+        ({"d_model": 13}, "d_model=13 does not divide into n_heads=2"),
+        ({"d_model": 6, "positions": "rotary"}, "even head size, and d_model / n_heads is 3"),
+        ({"positions": "alibi"}, "positions is 'alibi'"),
+        ({"norm": None}, "norm is None"),
+        ({"activation": "relu"}, "activation is 'relu'"),
+        ({"bias": 1}, "bias is 1"),
+        ({"tied": "yes"}, "tied is 'yes'"),
+        ({"dropout": 1.0}, "dropout is 1.0"),
+        ({"dropout": -0.1}, "dropout is -0.1"),
+        ({"dropout": float("nan")}, "dropout is nan"),
+        ({"rope_base": 0.0}, "rope_base is 0.0"),
+        ({"norm_eps": float("inf")}, "norm_eps is inf"),
+        ({"init_std": -0.02}, "init_std is -0.02"),
+        ({"init_std": "0.02"}, "init_std is '0.02'"),
+    ],
+)
+def test_what_makes_no_model_is_refused_with_the_field_and_a_remedy(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        ModelConfig(**{**SIZES, **change})
+    assert caught.value.remedy
+
+
+def test_a_field_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(msgspec.ValidationError, match="n_layer"):
+        msgspec.convert({**SIZES, "n_layer": 3}, ModelConfig)
+
+
+def test_a_configuration_comes_back_from_json_and_is_checked_there() -> None:
+    config = ModelConfig(**SIZES, positions="rotary", dropout=0.1)
+    written = msgspec.json.encode(config)
+    assert msgspec.json.decode(written, type=ModelConfig) == config
+    with pytest.raises(UsageError, match="d_model=12"):
+        msgspec.json.decode(written.replace(b'"n_heads":2', b'"n_heads":5'), type=ModelConfig)
+
+
+@pytest.mark.parametrize(
+    ("d_model", "activation", "width"),
+    [(12, "gelu", 48), (12, "relu2", 48), (12, "swiglu", 32), (128, "geglu", 344), (768, "swiglu", 2048)],
+)
+def test_the_hidden_width_follows_from_d_model_unless_it_is_given(d_model: int, activation: Any, width: int) -> None:
+    sizes = {**SIZES, "d_model": d_model}
+    assert ModelConfig(**sizes, activation=activation).mlp_width == width
+    assert ModelConfig(**sizes, activation=activation, d_ff=20).mlp_width == 20
+
+
+@pytest.mark.parametrize(
+    "parts",
+    list(
+        itertools.product(
+            ("learned", "rotary"), ("layernorm", "rmsnorm"), ("gelu", "swiglu"), (False, True), (False, True)
+        )
+    ),
+    ids=lambda parts: "-".join(map(str, parts)),
+)
+def test_parameters_are_counted_as_they_are(parts: Any) -> None:
+    fields = ("positions", "norm", "activation", "bias", "tied")
+    model = GPT(ModelConfig(**SIZES, **dict(zip(fields, parts, strict=True))), device="meta")
+    counted = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    assert model.config.parameter_count() == sum(counted.values())
+    assert model.config.parameter_count(embeddings=False) == sum(
+        count for name, count in counted.items() if name not in ("tokens.weight", "positions.weight")
+    )
+
+
+def test_the_124_million_parameters_of_gpt2() -> None:
+    config = ModelConfig(vocab_size=50257, context_length=1024, n_layers=12, n_heads=12, d_model=768, bias=True)
+    assert config.parameter_count() == 124_439_808
+
+
+@pytest.mark.parametrize("activation", ["gelu", "geglu"])
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_flops_are_those_that_torch_counts(activation: Any, positions: Any) -> None:
+    config = ModelConfig(**SIZES, activation=activation, positions=positions)
+    model = GPT(config)
+    tokens = torch.zeros(3, 5, dtype=torch.int64)
+    # As matrix products, which torch counts; its kernel for the CPU, it does not.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model.loss(tokens, tokens).backward()
+    assert counter.get_total_flops() == 15 * config.flops_per_token(5)
+
+
+def test_flops_grow_with_the_length_of_the_sequences() -> None:
+    config = ModelConfig(**SIZES)
+    assert config.flops_per_token() == config.flops_per_token(8)
+    assert config.flops_per_token(9) - config.flops_per_token(8) == 12 * 2 * 12
+    with pytest.raises(UsageError, match="context_length is 0"):
+        config.flops_per_token(0)

@@ -1,0 +1,206 @@
+"""Configurations, recipes, schedules, optimizers, averages, clocks: the small parts of the trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.errors import UsageError
+from holdfast.train.average import WeightAverage
+from holdfast.train.clock import Clock
+from holdfast.train.config import Config, ScheduleConfig, differences, flat
+from holdfast.train.model.gpt import GPT
+from holdfast.train.optimizers import build_optimizers, set_learning_rate
+from holdfast.train.recipes import RECIPES, get_recipe
+from holdfast.train.schedules import Plateau, share
+from holdfast.train.settings import resolve
+from holdfast.train.speed import Speedometer, measured_peak
+
+BASE = get_recipe("shakespeare-char-cpu")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_are_whole_and_say_what_they_are(name: str) -> None:
+    config = get_recipe(name)
+    assert config.recipe == name
+    assert Config.from_dict(config.as_dict()) == config
+    assert RECIPES[name].__doc__
+
+
+def test_an_unknown_recipe_names_the_nearest() -> None:
+    with pytest.raises(UsageError, match=r"did you mean shakespeare-char-cpu\?"):
+        get_recipe("shakespeare-char-cpuu")
+
+
+def test_one_setting_changes_one_thing() -> None:
+    changed = BASE.changed(
+        {"optim.lr": "3e-4", "loop.steps": "7", "sample.top_k": "5", "checkpoint.incremental": "false"}
+    )
+    assert differences(BASE, changed) == {
+        "optim.lr": (1e-3, 3e-4),
+        "loop.steps": (2000, 7),
+        "sample.top_k": (None, 5),
+        "checkpoint.incremental": (True, False),
+    }
+    assert changed.changed({"sample.top_k": "none"}).sample.top_k is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("optim.rl", 1, r"no setting 'optim\.rl'.*did you mean optim\.lr"),
+        ("lr", 1, r"no setting 'lr'.*did you mean optim\.lr"),
+        ("optim.lr", "fast", r"optim\.lr is 'fast': expected"),
+        ("optim.lr", -1, r"optim\.lr is -1"),
+        ("optim.beta1", 1.0, r"optim\.beta1 is 1\.0.*below 1"),
+        ("loop.steps", 0, r"loop\.steps is 0.*1 or more"),
+        ("loop.steps", 1.5, r"loop\.steps is 1\.5: expected"),
+        ("schedule.name", "spiral", r"schedule\.name is 'spiral': invalid enum"),
+        ("model.n_heads", 3, "does not divide"),
+        ("checkpoint.incremental", "sometimes", r"checkpoint\.incremental is 'sometimes'"),
+        ("schedule.factor", 1.0, r"schedule\.factor is 1\.0.*above 0 and below 1"),
+    ],
+)
+def test_settings_that_make_no_sense(name: str, value: object, message: str) -> None:
+    with pytest.raises(UsageError, match=f"(?s){message}"):
+        BASE.changed({name: value})
+
+
+def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "x.toml"
+    file.write_text('[train]\nout = "elsewhere"\n[train.optim]\nlr = 1.0\nclip = 2.0\nweight_decay = 3.0\n')
+    environment = {"HOLDFAST_OPTIM_CLIP": "4", "HOLDFAST_OPTIM_WEIGHT_DECAY": "5"}
+    found = resolve(BASE, ["--optim.weight_decay", "6", "--loop.steps=9"], file=file, environment=environment)
+    assert (found.optim.lr, found.optim.clip, found.optim.weight_decay, found.loop.steps) == (1.0, 4.0, 6.0, 9)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [(["--optim.lr"], "has no value"), (["optim.lr", "3"], "is no setting"), (["--"], "is no setting")],
+)
+def test_flags_that_are_none(flags: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        resolve(BASE, flags, environment={})
+
+
+def test_a_file_that_is_not_toml(tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_text("[train")
+    with pytest.raises(UsageError, match="is not TOML"):
+        resolve(BASE, file=tmp_path / "x.toml", environment={})
+    with pytest.raises(UsageError, match="cannot read"):
+        resolve(BASE, file=tmp_path / "y.toml", environment={})
+
+
+@given(
+    name=st.sampled_from(["cosine", "linear", "wsd", "constant", "range"]),
+    warmup=st.integers(0, 20),
+    steps=st.integers(1, 60),
+    final=st.floats(0.01, 1),
+)
+def test_schedules_stay_within_their_bounds(name: str, warmup: int, steps: int, final: float) -> None:
+    config = ScheduleConfig(name=name, warmup_steps=warmup, final=final)  # type: ignore[arg-type]
+    shares = [share(config, step, steps) for step in range(1, steps + 1)]
+    assert all(0 < each <= 1 + 1e-12 for each in shares)
+    assert shares[: min(warmup, steps)] == [step / warmup for step in range(1, min(warmup, steps) + 1)]
+    rest = shares[warmup:]
+    falling = sorted(rest, reverse=name != "range")
+    assert rest == pytest.approx(falling)
+    if len(rest) > 1:
+        first, last = (final, 1.0) if name == "range" else (1.0, 1.0 if name == "constant" else final)
+        assert (rest[0], rest[-1]) == pytest.approx((first, last))
+
+
+def test_wsd_is_stable_before_it_decays() -> None:
+    config = ScheduleConfig(name="wsd", final=0.0, decay=0.2)
+    shares = [share(config, step, 101) for step in range(1, 102)]
+    assert shares[:81] == pytest.approx([1.0] * 81)
+    assert shares[90] == pytest.approx(0.5)
+    assert shares[100] == pytest.approx(0.0)
+
+
+def test_a_plateau_lowers_the_rate_and_can_be_saved() -> None:
+    config = ScheduleConfig(name="plateau", patience=2, factor=0.5)
+    plateau, again = Plateau(config), Plateau(config)
+    for loss in (3.0, 2.0, 2.5):
+        plateau.evaluated(loss)
+    again.load_state_dict(plateau.state_dict())
+    for each in (plateau, again):
+        assert each.share == 1.0
+        each.evaluated(2.1)
+        assert each.share == 0.5
+        each.evaluated(1.0)
+        assert each.share == 0.5
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_every_parameter_has_one_optimizer_and_vectors_do_not_decay(name: str) -> None:
+    config = BASE.changed({"optim.name": name, "model.bias": True, "model.vocab_size": 30})
+    model = GPT(config.model)
+    groups = [group for each in build_optimizers(model, config.optim).values() for group in each.param_groups]
+    found = [parameter for group in groups for parameter in group["params"]]
+    assert len(found) == len(set(found)) == len(list(model.parameters()))
+    for group in groups:
+        assert all((parameter.ndim >= 2) == (group["weight_decay"] > 0) for parameter in group["params"])
+
+
+def test_the_learning_rate_is_a_share_of_each_groups_peak() -> None:
+    config = BASE.changed({"optim.name": "muon", "model.vocab_size": 30})
+    optimizers = build_optimizers(GPT(config.model), config.optim)
+    set_learning_rate(optimizers, 0.5)
+    set_learning_rate(optimizers, 0.25)
+    assert optimizers["muon"].param_groups[0]["lr"] == 0.25 * 0.02
+    assert optimizers["adamw"].param_groups[0]["lr"] == 0.25 * 1e-3
+
+
+def test_the_average_follows_the_weights_and_is_lent_to_the_model() -> None:
+    model = torch.nn.Linear(2, 2, bias=False)
+    average = WeightAverage(model, 0.5)
+    start = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    average.update(100)
+    expected = start + 0.5
+    with average.in_place():
+        assert torch.allclose(model.weight, expected)
+    assert torch.allclose(model.weight, start + 1.0)
+    other = WeightAverage(torch.nn.Linear(2, 2, bias=False), 0.5)
+    other.load_state_dict(average.state_dict())
+    assert torch.equal(other.state_dict()["weight"], average.state_dict()["weight"])
+    assert WeightAverage(model, 0.0).state_dict() == {}
+
+
+def test_the_clock_adds_up() -> None:
+    times = iter([0.0, 1.0, 5.0, 7.0, 7.0, 8.0])
+    clock = Clock(lambda: next(times))
+    for what in ("train", "evaluate", "train"):
+        with clock.spent_on(what):
+            pass
+    assert clock.seconds == {"train": 2.0, "evaluate": 2.0}
+
+
+def test_a_share_of_the_peak_is_never_above_all_of_it() -> None:
+    speed = Speedometer(flops_per_token=10, peak=100.0)
+    speed.add(50, 10.0)
+    assert speed.lap() == {"tokens_per_second": 5.0, "mfu": 0.5}
+    speed.add(400, 10.0)
+    assert speed.lap() == {"tokens_per_second": 40.0, "mfu": 1.0}
+    assert speed.peak == 400.0
+    assert speed.total() == {"tokens_per_second": 22.5, "mfu": 0.5625}
+
+
+def test_the_measured_peak_draws_no_random_numbers_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.train.speed._SIZES", (64,))
+    monkeypatch.setattr("holdfast.train.speed._SECONDS", 0.01)
+    before = torch.get_rng_state()
+    assert measured_peak(torch.device("cpu")) > 1e6
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_flat_names_every_setting_once() -> None:
+    names = flat(BASE.as_dict())
+    assert names["optim.lr"] == 1e-3
+    assert names["recipe"] == "shakespeare-char-cpu"
