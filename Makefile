@@ -35,6 +35,7 @@ check: $(STAMP)  ## formatting, lint, types
 bench: $(STAMP)  ## the speed that README states, as ratios against peers measured in the same run
 	$(BIN)/python benchmarks/ratios.py $(BENCH_ARGS)
 	$(BIN)/python benchmarks/training_saves.py $(BENCH_ARGS)
+	$(BIN)/python benchmarks/plain_training.py
 
 torture: $(STAMP)  ## every test, the exhaustive ones too (tens of minutes)
 	$(BIN)/pytest -n 2

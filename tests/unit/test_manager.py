@@ -424,6 +424,7 @@ def test_the_command_line_prunes(tmp_path: Path, capsys: pytest.CaptureFixture[s
     document = json.loads(capsys.readouterr().out)
     assert [step["step"] for step in document["deleted"]] == [0, 1, 4]
     assert [step["step"] for step in document["kept"]] == [2, 3, 5]
+    assert document["freed_bytes"] == sum(step["own_bytes"] for step in document["deleted"])
     assert main(["prune", str(tmp_path)]) == 2
     assert main(["prune", str(tmp_path / "none"), "--keep-last", "1"]) == 5
     os.truncate(tmp_path / "step-000003" / "model.safetensors", 10)

@@ -57,7 +57,7 @@ class SaveReport:
     new_bytes : int
         Bytes written for it; of an incremental save, the rest of ``stored_bytes`` is shared with earlier checkpoints.
     base, base_refused : str or None
-        The earlier checkpoint that unchanged blocks were taken from, or why none could be.
+        The earlier checkpoint that unchanged blocks were taken from, and why not all that could have been.
     """
 
     path: str

@@ -12,6 +12,7 @@ from holdfast.checkpoint.steps import Step, check_removable, step_path
 from holdfast.cli.output import DEFAULT, Output
 from holdfast.cli.text import counted, printable
 from holdfast.errors import CorruptCheckpointError, HoldfastError, NotACheckpointError, UsageError
+from holdfast.formats.native.space import freed_bytes
 from holdfast.units import format_bytes
 
 
@@ -67,11 +68,16 @@ def prune(
             raise NotACheckpointError("holds no step", path=root, remedy="give the folder in which step-000100 lies")
         unwanted = [step.number for step in manager.prune(dry_run=True)]
         damaged = [number for number, error in found.broken.items() if _is_damage(error)] if broken else []
-        left = _delete(manager, [*unwanted, *damaged], dry_run=dry_run)
-    gone = {*unwanted, *damaged} - left.keys()
+        left = _not_removable(manager, [*unwanted, *damaged])
+        gone = {*unwanted, *damaged} - left.keys()
+        freed = freed_bytes(step_path(manager.root, number) for number in gone)
+        if not dry_run:
+            for number in sorted(gone):
+                manager.delete(number)
     document: dict[str, Any] = {
         "root": root,
         "dry_run": dry_run,
+        "freed_bytes": freed,
         "deleted": [_describe(step) for step in found.steps if step.number in gone],
         "deleted_broken": [number for number in damaged if number in gone],
         "kept": [_describe(step) for step in found.steps if step.number not in gone],
@@ -87,14 +93,12 @@ def _is_damage(error: HoldfastError) -> bool:
     return isinstance(error, CorruptCheckpointError)
 
 
-def _delete(manager: CheckpointManager, numbers: list[int], *, dry_run: bool) -> dict[int, HoldfastError]:
-    """Delete the steps of these numbers that are steps and nothing else; return what keeps the others."""
+def _not_removable(manager: CheckpointManager, numbers: list[int]) -> dict[int, HoldfastError]:
+    """Return those of the steps that are not steps and nothing else, and why."""
     left: dict[int, HoldfastError] = {}
     for number in numbers:
         try:
             check_removable(step_path(manager.root, number))
-            if not dry_run:
-                manager.delete(number)
         except (UsageError, NotACheckpointError) as error:
             left[number] = error
     return left
@@ -128,4 +132,6 @@ def _print(document: dict[str, Any], *, quiet: bool) -> None:
         print(printable(f"{verb} step {number}: broken"))
     for number, reason in {**document["broken"], **document["left"]}.items():
         print(printable(f"left as it is: step {number}: {reason}"))
-    print(printable(f"{verb} {counted(len(document['deleted']), 'step')}, kept {len(document['kept'])}"))
+    counts = f"{counted(len(document['deleted']), 'step')}, kept {len(document['kept'])}"
+    frees = "would free" if document["dry_run"] else "freed"
+    print(printable(f"{verb} {counts}; {frees} {format_bytes(document['freed_bytes'])}"))
