@@ -125,6 +125,17 @@ def test_a_run_is_not_started_twice(tmp_path: Path, text: Path, capsys: pytest.C
     assert (code, ended["step"]) == (0, 2)
 
 
+def test_resuming_what_was_never_started_prepares_the_data_that_is_given(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "short.txt").write_text("abcdefgh" * 20)
+    command = ["train", RECIPE, "--out", tmp_path / "run", "--resume", *TINY, "--loop.steps", "2"]
+    assert run_json(capsys, *command, "--data", tmp_path / "short.txt", "--model.context_length", "500")[0] == 2
+    assert run_json(capsys, *command, "--data", text)[0] == 0
+    about = json.loads((tmp_path / "run" / "run.json").read_text())["data"]["about"]
+    assert about["vocab_size"] == len(set(text.read_text()))
+
+
 def test_generating_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(tmp_path)]) == 5
     assert "holds no run" in capsys.readouterr().err

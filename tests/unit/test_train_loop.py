@@ -105,6 +105,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "averaged": {"ema.decay": 0.9},
     "plateau": {"schedule.name": "plateau", "schedule.patience": 1, "eval.every": 2},
     "shuffled": {"data.order": "random", "checkpoint.incremental": "delta"},
+    "stopping early": {"optim.lr": 1e-12, "optim.weight_decay": 0.0, "eval.every": 1, "eval.patience": 6},
     "synchronous": {"checkpoint.asynchronous": False, "checkpoint.incremental": False},
 }
 
@@ -118,10 +119,63 @@ def test_a_run_that_was_stopped_goes_on_exactly(tmp_path: Path, data: Path, vari
     assert (stopped.reason, stopped.step) == ("stopped", stop_after)
     random.random(), np.random.random(), torch.rand(5)  # another process would have other random states
     ended, _ = run(config, tmp_path / "parts", data, resume=True)
-    assert (whole.reason, whole.step) == (ended.reason, ended.step) == ("done", 12)
+    assert (whole.reason, whole.step) == (ended.reason, ended.step)
+    assert whole.reason == ("early stop" if variant == "stopping early" else "done")
     assert trace(tmp_path / "parts") == trace(tmp_path / "whole")
     assert difference(last_state(tmp_path / "parts"), last_state(tmp_path / "whole")) is None
     assert ended.best == whole.best
+
+
+def test_a_run_that_has_ended_stays_as_it_is(tmp_path: Path, data: Path) -> None:
+    early = {"optim.lr": 1e-12, "optim.weight_decay": 0.0, "eval.every": 1, "eval.patience": 2}
+    for name, changes in {"early": early, "done": {}}.items():
+        first, _ = run(CONFIG.changed(changes), tmp_path / name, data)
+        again, witness = run(CONFIG.changed(changes), tmp_path / name, data, resume=True)
+        assert (again.step, again.reason, again.loss) == (first.step, first.reason, first.loss)
+        assert witness.seen == []
+
+
+@pytest.mark.parametrize("damage", ["bytes", "manifest"])
+def test_a_damaged_checkpoint_is_passed_over_and_made_again(tmp_path: Path, data: Path, damage: str) -> None:
+    run(CONFIG, tmp_path / "whole", data)
+    run(CONFIG, tmp_path / "parts", data, stop_after=9)
+    step = tmp_path / "parts" / "checkpoints" / "step-000009"
+    victim = (
+        step / "manifest.json" if damage == "manifest" else max(step.iterdir(), key=lambda path: path.stat().st_size)
+    )
+    content = bytearray(victim.read_bytes())
+    content[-100] ^= 1
+    victim.unlink()
+    victim.write_bytes(content)
+    with pytest.warns(UserWarning, match="passed over"):
+        ended, _ = run(CONFIG, tmp_path / "parts", data, resume=True)
+    assert ended.reason == "done"
+    assert trace(tmp_path / "parts") == trace(tmp_path / "whole")
+    assert difference(last_state(tmp_path / "parts"), last_state(tmp_path / "whole")) is None
+
+
+def test_a_second_process_leaves_a_live_run_alone(tmp_path: Path, data: Path) -> None:
+    with open_run(CONFIG, RunFolder(tmp_path / "run"), Dataset.open(data)) as opened:
+        train(opened, Witness(), stop=lambda: opened.progress.step >= 7)
+        before = (tmp_path / "run" / "log.jsonl").read_bytes()
+        with pytest.raises(holdfast.BusyError):
+            run(CONFIG, tmp_path / "run", data, resume=True)
+        assert (tmp_path / "run" / "log.jsonl").read_bytes() == before
+
+
+def test_checkpoints_of_another_run_are_not_taken(tmp_path: Path, data: Path) -> None:
+    run(CONFIG, tmp_path / "run", data)
+    (tmp_path / "run" / "run.json").unlink()
+    for resume in (False, True):
+        with pytest.raises(holdfast.DestinationExistsError, match=r"without its run\.json"):
+            run(CONFIG, tmp_path / "run", data, resume=resume)
+
+
+def test_a_validation_split_that_is_too_short_is_refused_at_once(tmp_path: Path, data: Path) -> None:
+    length = len(Dataset.open(data).validation)
+    with pytest.raises(holdfast.UsageError, match="the validation split has"):
+        run(CONFIG.changed({"model.context_length": length}), tmp_path / "run", data)
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_loss_falls(tmp_path: Path, data: Path) -> None:

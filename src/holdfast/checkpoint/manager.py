@@ -332,6 +332,18 @@ class CheckpointManager(StepFolder):
 
     # The folder
 
+    def claim(self) -> None:
+        """Take the folder, which the first call that changes something does by itself.
+
+        Raises
+        ------
+        BusyError
+            If another process writes there.
+        StoreError
+            If the operating system refuses.
+        """
+        self._own()
+
     def _own(self) -> None:
         with self._mutex:
             if self._ownership is None or not self._ownership.still_holds():

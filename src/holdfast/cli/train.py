@@ -125,7 +125,7 @@ def _open_data(config: Config, folder: RunFolder, output: Output, *, resume: boo
 
 def _prepare(config: Config, folder: RunFolder, output: Output, *, resume: bool) -> None:
     source = config.data.source
-    if not (resume and folder.data.exists()):
+    if not (resume and folder.exists() and folder.data.exists()):
         with output.meter(f"preparing {source}") as progress:
             prepare(
                 source,

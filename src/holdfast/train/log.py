@@ -10,7 +10,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from holdfast.errors import MissingExtraError
-from holdfast.io.files import store_error
+from holdfast.io.commit import Commit
+from holdfast.io.files import store_error, write_small
 
 
 class RunLog:
@@ -47,8 +48,12 @@ class RunLog:
             If the operating system refuses.
         """
         kept = [line for line in _lines(self._path) if line["step"] <= last_step]
+        content = "".join(f"{json.dumps(line)}\n" for line in kept).encode()
+        # The lines that are kept are never at risk.
+        with Commit(self._path, directory=False, overwrite=True, replaceable=lambda path: True) as commit:
+            write_small(commit.path, content)
+            commit.publish()
         try:
-            self._path.write_text("".join(f"{json.dumps(line)}\n" for line in kept))
             # Line by line, so that whoever follows the file, or finds it after a crash, sees all of them.
             self._file = self._open.enter_context(self._path.open("a", buffering=1))
         except OSError as error:

@@ -75,8 +75,9 @@ def train(run: Run, listener: Listener, *, stop: Callable[[], bool] = lambda: Fa
         If a checkpoint or the log cannot be written.
     """
     config = run.config
-    reason, validation = "done", math.nan
-    while run.progress.step < config.loop.steps:
+    reason = "early stop" if _waited_enough(run) else "done"
+    last = reason == "early stop" or run.progress.step >= config.loop.steps
+    while not last:
         with _timed(run):
             record = take_step(run)
         step = run.progress.step
@@ -85,20 +86,18 @@ def train(run: Run, listener: Listener, *, stop: Callable[[], bool] = lambda: Fa
             _tell(run, listener, "train", record | run.speed.lap())
         metrics: dict[str, float] = {}
         if last or _due(config.eval.every, step):
-            metrics[METRIC] = validation = _evaluate(run, listener)
-            if config.eval.patience is not None and run.progress.waited >= config.eval.patience:
+            metrics[METRIC] = _evaluate(run, listener)
+            if _waited_enough(run):
                 reason, last = "early stop", True
         if _due(config.sample.every, step):
             _sample(run, listener)
-        if stop():
+        if not last and stop():
             reason, last = "stopped", True
         if last or _due(config.checkpoint.every, step):
             _save(run, listener, metrics)
-        if last:
-            break
     with run.clock.spent_on("checkpoint"):
         run.manager.wait()
-    return _summary(run, reason, validation)
+    return _summary(run, reason)
 
 
 def take_step(run: Run) -> dict[str, float]:
@@ -149,6 +148,11 @@ def _timed(run: Run) -> Iterator[None]:
         run.speed.add(settings.batch_size * settings.accumulate * length, run.clock.seconds["train"] - before)
 
 
+def _waited_enough(run: Run) -> bool:
+    patience = run.config.eval.patience
+    return patience is not None and run.progress.waited >= patience
+
+
 def _due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
 
@@ -166,6 +170,7 @@ def _evaluate(run: Run, listener: Listener) -> float:
     with run.clock.spent_on("evaluate"), run.average.in_place():
         loss = evaluate(run.model, batches, most=config.eval.batches)
     run.plateau.evaluated(loss)
+    progress.loss = loss
     better = loss < progress.best
     progress.best, progress.waited = (loss, 0) if better else (progress.best, progress.waited + 1)
     _tell(run, listener, "evaluate", {METRIC: loss, "best": progress.best})
@@ -191,16 +196,17 @@ def _sample(run: Run, listener: Listener) -> None:
 
 def _save(run: Run, listener: Listener, metrics: dict[str, float]) -> None:
     with run.clock.spent_on("checkpoint"):
-        pending = run.manager.save(run.progress.step, run.state(), metrics)
+        # A step that was damaged and passed over is done again.
+        pending = run.manager.save(run.progress.step, run.state(), metrics, overwrite=True)
     _tell(run, listener, "save", {"path": pending.path})
 
 
-def _summary(run: Run, reason: str, loss: float) -> Summary:
+def _summary(run: Run, reason: str) -> Summary:
     total = run.speed.total()
     return Summary(
         step=run.progress.step,
         reason=reason,
-        loss=loss,
+        loss=run.progress.loss,
         best=run.progress.best,
         tokens_per_second=total.get("tokens_per_second", math.nan),
         mfu=total.get("mfu", math.nan),

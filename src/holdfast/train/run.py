@@ -43,6 +43,8 @@ class Progress:
         The best validation loss so far.
     waited : int
         Evaluations since then.
+    loss : float
+        The last validation loss; infinite before the first.
     skipped : int
         Updates that were skipped because the loss or the gradient was not finite.
     """
@@ -50,6 +52,7 @@ class Progress:
     step: int = 0
     best: float = math.inf
     waited: int = 0
+    loss: float = math.inf
     skipped: int = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -133,9 +136,12 @@ def open_run(config: Config, folder: RunFolder, dataset: Dataset, *, resume: boo
         If a run was started there and is not to go on.
     """
     config = _with_vocabulary(config, dataset)
-    if config.sample.every:
-        prompt_ids(dataset.tokenizer, config.sample.prompt)  # refuses it now, and not after hours
+    _check(config, dataset)
     device = chosen_device(config.loop.device)
+    if resume and folder.exists():
+        folder.check_resumable(config, dataset)
+    else:
+        folder.check_new()
     if config.loop.threads is not None:
         torch.set_num_threads(config.loop.threads)
     torch.manual_seed(config.loop.seed)
@@ -147,12 +153,12 @@ def open_run(config: Config, folder: RunFolder, dataset: Dataset, *, resume: boo
         seed=config.loop.seed,
         order=config.data.order,
     )
-    if resume and folder.exists():
-        folder.check_resumable(config, dataset)
-    else:
-        folder.start(config, dataset)
     with ExitStack() as stack:
         manager = stack.enter_context(_manager(folder, config.checkpoint))
+        # Before anything is written: another process may be in the middle of this run.
+        manager.claim()
+        if not folder.exists():
+            folder.start(config, dataset)
         run = Run(
             config=config,
             folder=folder,
@@ -171,6 +177,20 @@ def open_run(config: Config, folder: RunFolder, dataset: Dataset, *, resume: boo
             manager.restore(into=run.state())
         run.log.begin(run.progress.step)
         yield run
+
+
+def _check(config: Config, dataset: Dataset) -> None:
+    """Refuse now what would end the run hours later."""
+    length = config.model.context_length
+    for split, tokens in (("training", dataset.train), ("validation", dataset.validation)):
+        if len(tokens) <= length:
+            raise UsageError(
+                f"the {split} split has {len(tokens):,} tokens, and a context of {length:,} needs {length + 1:,}",
+                path=dataset.path,
+                remedy="take a shorter context (--model.context_length), or prepare more text",
+            )
+    if config.sample.every:
+        prompt_ids(dataset.tokenizer, config.sample.prompt)
 
 
 def _manager(folder: RunFolder, config: CheckpointConfig) -> CheckpointManager:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast import environment
+from holdfast.checkpoint.steps import numbers_in
 from holdfast.errors import CorruptCheckpointError, DestinationExistsError, NotACheckpointError, PathLike, UsageError
 from holdfast.formats import sealed
 from holdfast.io.commit import Commit
@@ -55,10 +56,16 @@ class RunFolder:
         return (self.path / ABOUT).exists()
 
     def check_new(self) -> None:
-        """Raise DestinationExistsError if a run was started here."""
+        """Raise DestinationExistsError if a run was started here, or its checkpoints are here still."""
         if self.exists():
             raise DestinationExistsError(
                 "holds a run already", path=self.path, remedy="go on with it by --resume, or choose another --out"
+            )
+        if numbers_in(self.checkpoints):
+            raise DestinationExistsError(
+                f"holds the checkpoints of a run without its {ABOUT}",
+                path=self.path,
+                remedy="choose another --out, or move them elsewhere",
             )
 
     def start(self, config: Config, dataset: Dataset) -> None:
@@ -66,12 +73,9 @@ class RunFolder:
 
         Raises
         ------
-        DestinationExistsError
-            If there is a run already.
         StoreError
             If the operating system refuses.
         """
-        self.check_new()
         about = {
             "config": config.as_dict(),
             "data": {"path": str(dataset.path), "fingerprint": dataset.fingerprint, "about": dataset.about},
