@@ -2,15 +2,18 @@
 
 import importlib.util
 
+import numpy as np
 import pytest
 import torch
 
+import holdfast
 from holdfast.bench.subject import Subject
 from holdfast.bench.tools.arrays import to_arrays, to_tensors
 from holdfast.bench.tools.known import make
 from holdfast.bench.tools.torch_tool import TorchTool
 from holdfast.bench.visit import LOADS, SAVE, STORED, WRITTEN, visit
 from holdfast.errors import UsageError
+from holdfast.testing.equality import difference
 
 SETTINGS = [
     {"tool": "torch"},
@@ -95,3 +98,9 @@ def test_arrays_share_memory_and_keep_the_dtype():
     assert arrays["f"].ctypes.data == tensors["f"].data_ptr()
     back = to_tensors(arrays)
     assert all(torch.equal(back[name], tensor) and back[name].dtype == tensor.dtype for name, tensor in tensors.items())
+
+
+def test_torch_saves_a_whole_training_state(tmp_path):
+    state = {"w": torch.ones(3), "rng": holdfast.RandomState().state_dict(), "loss": np.float64(2.5)}
+    TorchTool().save(state, tmp_path / "a.pt")
+    assert difference(TorchTool().load(tmp_path / "a.pt"), state) is None

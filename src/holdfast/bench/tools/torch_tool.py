@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
 from holdfast.bench.tools.base import Tool
 
 
@@ -35,4 +37,14 @@ class TorchTool(Tool, frozen=True, tag="torch"):
     def load(self, path: Path) -> Any:
         import torch
 
-        return torch.load(path, weights_only=True)
+        # A training state holds arrays, too, such as the states of numpy's random numbers.
+        with torch.serialization.safe_globals(_array_parts()):
+            return torch.load(path, weights_only=True)
+
+
+def _array_parts() -> list[Any]:
+    """Return what an array is pickled as; none of it runs code of the file's."""
+    from numpy._core.multiarray import _reconstruct, scalar
+
+    kinds = [each for each in vars(np.dtypes).values() if isinstance(each, type)]
+    return [_reconstruct, scalar, np.ndarray, np.dtype, *kinds]
