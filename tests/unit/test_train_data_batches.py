@@ -208,3 +208,11 @@ def test_large_tokens_are_read_from_uint32() -> None:
     assert int(inputs.min()) >= 100_000
     assert torch.equal(targets, inputs + 1)
     assert int(next(windows(text, 8))[0][0, 0]) == 100_000
+
+
+def test_a_part_of_the_windows_is_spread_over_the_text() -> None:
+    tokens = np.arange(101, dtype=np.uint16)
+    firsts = [int(inputs[0, 0]) for inputs, _ in windows(tokens, 5, batch_size=2, most=4)]
+    assert firsts == [0, 20, 50, 70]
+    everything = [int(inputs[0, 0]) for inputs, _ in windows(tokens, 5, batch_size=2)]
+    assert [int(inputs[0, 0]) for inputs, _ in windows(tokens, 5, batch_size=2, most=99)] == everything

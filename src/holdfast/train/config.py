@@ -157,7 +157,8 @@ class EvalConfig(Section, frozen=True):
     every : int
         Steps from one evaluation to the next; 0 for one at the end only.
     batches : int, optional
-        Evaluate on so many batches, always the same; by default on the whole validation split.
+        Evaluate on so many batches of up to 16,384 tokens, always the same, spread evenly over the validation split; by
+        default on all of it.
     patience : int, optional
         Stop early after so many evaluations without a better loss.
     """

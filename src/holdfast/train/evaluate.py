@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from holdfast.train.model.gpt import GPT
 from holdfast.train.model.modes import evaluating
 
 
-def evaluate(model: GPT, batches: Iterable[tuple[Tensor, Tensor]], *, most: int | None = None) -> float:
+def evaluate(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
     """Return the mean loss over all tokens of some batches, in nats.
 
     No random numbers are drawn, and the model is left in the mode that it was in.
@@ -22,13 +21,11 @@ def evaluate(model: GPT, batches: Iterable[tuple[Tensor, Tensor]], *, most: int 
     model : GPT
     batches : iterable of (Tensor, Tensor)
         Inputs and targets, int64, of shape [batch, positions].
-    most : int, optional
-        Stop after so many batches.
     """
     device = model.tokens.weight.device
     total, tokens = 0.0, 0
     with torch.inference_mode(), evaluating(model):
-        for inputs, targets in islice(batches, most):
+        for inputs, targets in batches:
             loss = model.loss(inputs.to(device), targets.to(device))
             total += loss.item() * targets.numel()
             tokens += targets.numel()

@@ -18,6 +18,9 @@ from holdfast.train.optimizers import set_learning_rate
 from holdfast.train.run import METRIC, Run
 from holdfast.train.schedules import share
 
+_EVALUATED_AT_ONCE = 16384
+_LOGITS_AT_ONCE = 2**26
+
 
 class Listener(Protocol):
     """Is told what happens in a run."""
@@ -164,11 +167,12 @@ def _tell(run: Run, listener: Listener, kind: str, values: dict[str, Any]) -> No
 
 def _evaluate(run: Run, listener: Listener) -> float:
     config, progress = run.config, run.progress
-    batches = windows(
-        run.dataset.validation, config.model.context_length, batch_size=max(1, 16384 // config.model.context_length)
-    )
+    length = config.model.context_length
+    # As many tokens at once as leave the logits small, whatever the vocabulary.
+    tokens = min(_EVALUATED_AT_ONCE, _LOGITS_AT_ONCE // config.model.vocab_size)
+    batches = windows(run.dataset.validation, length, batch_size=max(1, tokens // length), most=config.eval.batches)
     with run.clock.spent_on("evaluate"), run.average.in_place():
-        loss = evaluate(run.model, batches, most=config.eval.batches)
+        loss = evaluate(run.model, batches)
     run.plateau.evaluated(loss)
     progress.loss = loss
     better = loss < progress.best

@@ -110,7 +110,7 @@ class Batches:
         self.position = position
 
 
-def windows(tokens: Tokens, context_length: int, *, batch_size: int = 64) -> Iterator[Batch]:
+def windows(tokens: Tokens, context_length: int, *, batch_size: int = 64, most: int | None = None) -> Iterator[Batch]:
     """Return the windows of a text one after the other, in batches, of which the last one may have fewer rows.
 
     Windows do not overlap; the last tokens, fewer than a window, are left out.
@@ -123,6 +123,8 @@ def windows(tokens: Tokens, context_length: int, *, batch_size: int = 64) -> Ite
         Tokens in a window.
     batch_size : int
         Windows in a batch.
+    most : int, optional
+        Only so many of the batches, spread evenly over the text.
 
     Raises
     ------
@@ -130,12 +132,14 @@ def windows(tokens: Tokens, context_length: int, *, batch_size: int = 64) -> Ite
         If an argument makes no sense, or the text is shorter than a window and one token; at once.
     """
     _check_window(tokens, context_length, batch_size)
-    return _windows(tokens, context_length, batch_size)
+    return _windows(tokens, context_length, batch_size, most)
 
 
-def _windows(tokens: Tokens, context_length: int, batch_size: int) -> Iterator[Batch]:
+def _windows(tokens: Tokens, context_length: int, batch_size: int, most: int | None) -> Iterator[Batch]:
     count = (len(tokens) - 1) // context_length
-    for first in range(0, count, batch_size):
+    firsts = range(0, count, batch_size)
+    chosen = len(firsts) if most is None else min(most, len(firsts))
+    for first in (firsts[number * len(firsts) // chosen] for number in range(chosen)):
         begin, end = (place * context_length for place in (first, min(first + batch_size, count)))
         inputs, targets = (
             tokens[begin + shift : end + shift].astype(np.int64).reshape(-1, context_length) for shift in (0, 1)
