@@ -230,8 +230,20 @@ def test_a_loss_that_is_not_finite_stops_before_it_reaches_the_weights(tmp_path:
         poison(opened, at=8)
         with pytest.raises(DivergedError, match=r"step 8: the loss is inf.* on batches 7 to 7 ") as raised:
             train(opened, Witness())
-        assert "go on from step 6" in str(raised.value)
+        assert "go on from step 6 by --resume --loop.on_divergence skip" in str(raised.value)
         assert all(parameter.isfinite().all() for parameter in opened.model.parameters())
+
+
+def test_a_run_that_diverged_goes_on_if_it_may_skip(tmp_path: Path, data: Path) -> None:
+    with open_run(CONFIG, RunFolder(tmp_path / "run"), Dataset.open(data)) as opened:
+        poison(opened, at=8)
+        with pytest.raises(DivergedError):
+            train(opened, Witness())
+    skipping = CONFIG.changed({"loop.on_divergence": "skip"})
+    with open_run(skipping, RunFolder(tmp_path / "run"), Dataset.open(data), resume=True) as opened:
+        assert opened.progress.step == 6
+        poison(opened, at=8)
+        assert train(opened, Witness()).reason == "done"
 
 
 def test_updates_that_are_not_finite_are_skipped_if_asked(tmp_path: Path, data: Path) -> None:

@@ -70,6 +70,12 @@ def test_settings_that_make_no_sense(name: str, value: object, message: str) -> 
         BASE.changed({name: value})
 
 
+def test_settings_that_only_make_sense_together_come_in_any_order() -> None:
+    for names in (["model.n_heads", "model.d_model"], ["model.d_model", "model.n_heads"]):
+        values = {"model.n_heads": 6, "model.d_model": 384}
+        assert BASE.changed({name: values[name] for name in names}).model.head_size == 64
+
+
 def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "x.toml"
     file.write_text('[train]\nout = "elsewhere"\n[train.optim]\nlr = 1.0\nclip = 2.0\nweight_decay = 3.0\n')

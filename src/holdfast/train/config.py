@@ -290,13 +290,16 @@ class Config(Section, frozen=True):
             section, _, field = name.rpartition(".")
             table = values[section] if section else values
             table[field] = None if value == "none" else value
-            try:
-                msgspec.convert(values, type(self), strict=False)
-            except msgspec.ValidationError as error:
-                raise UsageError(
-                    f"{name} is {value!r}: {_reason(error)}", remedy=f"it was {flat(self.as_dict())[name]!r}"
-                ) from error
-        return self.from_dict(values)
+        try:
+            # All at once: one may only make sense with another.
+            return msgspec.convert(values, type(self), strict=False)
+        except msgspec.ValidationError as error:
+            reason, _, place = str(error).partition(" - at `$.")
+            name = place.rstrip("`")
+            raise UsageError(
+                f"{name} is {flat(values).get(name)!r}: {reason.lower()}",
+                remedy=f"it was {flat(self.as_dict()).get(name)!r}",
+            ) from error
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -323,7 +326,3 @@ def _nearest(name: str, known: set[str]) -> str:
     close = [each for each in sorted(known) if each.rpartition(".")[2] == name.rpartition(".")[2]]
     close += difflib.get_close_matches(name, sorted(known), n=3)
     return f"did you mean {', '.join(dict.fromkeys(close))}?" if close else "see holdfast train --list-settings"
-
-
-def _reason(error: msgspec.ValidationError) -> str:
-    return str(error).partition(" - at ")[0].lower()

@@ -37,13 +37,13 @@ def check_finite(run: Run, loss: Tensor, norm: Tensor) -> bool:
     except HoldfastError as error:
         notes.append(f"a checkpoint was not saved: {error}")
     last = run.manager.latest()
-    back = f"go on from step {last.number} by --resume" if last else "start again"
+    back = f"go on from step {last.number} by --resume" if last else "start again with"
     first = run.batches.position - run.config.loop.accumulate
     diverged = DivergedError(
         f"step {run.progress.step}: the loss is {loss.item():g} and the norm of the gradient {norm.item():g}, on "
         f"batches {first} to {run.batches.position - 1} of the data",
         path=run.folder.path,
-        remedy=f"{back}, or start a new run with a lower learning rate or --loop.on_divergence skip",
+        remedy=f"{back} --loop.on_divergence skip, or start a new run with a lower learning rate",
     )
     for note in notes:
         diverged.add_note(note)

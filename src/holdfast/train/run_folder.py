@@ -27,8 +27,8 @@ LOG = "log.jsonl"
 CHECKPOINTS = "checkpoints"
 DATA = "data"
 
-_MAY_CHANGE = ("log", "sample", "checkpoint")
-"""Sections that do not touch what a run computes."""
+_MAY_CHANGE = ("log.", "sample.", "checkpoint.", "loop.on_divergence")
+"""Settings that do not touch what a run computes, as long as all goes well."""
 
 
 class RunFolder:
@@ -148,7 +148,7 @@ class RunFolder:
         told = [
             f"{name}: {before!r} there, {now!r} now"
             for name, (before, now) in found.items()
-            if name.partition(".")[0] not in _MAY_CHANGE
+            if not name.startswith(_MAY_CHANGE)
         ]
         if told:
             raise UsageError(
