@@ -263,12 +263,13 @@ def test_a_child_restores_beside_its_parents_save(tmp_path: Path, gate: threadin
 
 
 def test_a_child_may_not_write_beside_its_parent(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(1000)}  # made here: a forked child must not start torch's threads
     manager = CheckpointManager(tmp_path)
-    manager.save(1, {"w": zeros(1)}).wait()
-    assert in_child(lambda: manager.save(2, {"w": zeros(1)}).wait() and None) == 33
-    manager.save(3, {"w": zeros(1)}).wait()
+    manager.save(1, state).wait()
+    assert in_child(lambda: manager.save(2, state).wait() and None) == 33
+    manager.save(3, state).wait()
     manager.close()
-    assert in_child(lambda: manager.save(4, {"w": zeros(1)}).wait() and None) == 0
+    assert in_child(lambda: manager.save(4, state).wait() and None) == 0
     assert [step.number for step in manager.steps()] == [1, 3, 4]
 
 
