@@ -34,6 +34,7 @@ def test_a_manager_that_is_dropped_lets_go(tmp_path: Path) -> None:
     gc.collect()
     with CheckpointManager(tmp_path) as other:
         other.save(2, {"w": torch.zeros(2)}).wait()
+        assert [step.number for step in other.steps()] == [1, 2]
 
 
 def test_a_second_release_does_nothing(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ class CheckpointManager(StepFolder):
         record = StepRecord(step, time.time(), _checked_metrics(metrics))
         self.keep.check(record.metrics)
         with self._one_save_at_a_time():
-            self._own()
+            self.claim()
             self._queue.make_room()
             self._queue.raise_failure()
             self._say_what_was_not_deleted(stacklevel=3)
@@ -290,7 +290,7 @@ class CheckpointManager(StepFolder):
             If it holds files that are no part of it.
         """
         path = step_path(self.root, step.number if isinstance(step, Step) else step)
-        self._own()
+        self.claim()
         if not os.path.lexists(path):
             raise NotACheckpointError("there is no such step", path=path, remedy="see steps()")
         with self._mutex:
@@ -308,7 +308,7 @@ class CheckpointManager(StepFolder):
         """
         if dry_run:
             return to_delete(self.keep, self.steps())
-        self._own()
+        self.claim()
         gone = self._delete_unwanted()
         self._say_what_was_not_deleted(stacklevel=3)
         return gone
@@ -342,9 +342,6 @@ class CheckpointManager(StepFolder):
         StoreError
             If the operating system refuses.
         """
-        self._own()
-
-    def _own(self) -> None:
         with self._mutex:
             if self._ownership is None or not self._ownership.still_holds():
                 self._ownership = Ownership(self.root)

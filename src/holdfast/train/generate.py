@@ -177,12 +177,7 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p)
     prompt = _checked_prompt(prompt_ids, model.config.vocab_size)
     stops = _checked_stops(stop, model.config.vocab_size)
-    if vocab_size is not None and vocab_size < 1:
-        raise UsageError(f"vocab_size is {vocab_size}", remedy="give 1 or more, or leave it out")
-    if max_new_tokens < 0:
-        raise UsageError(f"max_new_tokens is {max_new_tokens}", remedy="give 0 or more")
-    if not 0 <= seed < 2**64:
-        raise UsageError(f"the seed is {seed}", remedy="give a whole number from 0 to below 2**64")
+    _check_numbers(max_new_tokens, seed, vocab_size)
     generator = torch.Generator().manual_seed(seed)
     rows = prompt if prompt.ndim == 2 else prompt.unsqueeze(0)
     batch, length = rows.shape
@@ -201,6 +196,15 @@ def generate(
                 on_token(drawn.tolist())
     ids = ids[:, :length].clone()
     return ids if prompt.ndim == 2 else ids[0]
+
+
+def _check_numbers(max_new_tokens: int, seed: int, vocab_size: int | None) -> None:
+    if max_new_tokens < 0:
+        raise UsageError(f"max_new_tokens is {max_new_tokens}", remedy="give 0 or more")
+    if not 0 <= seed < 2**64:
+        raise UsageError(f"the seed is {seed}", remedy="give a whole number from 0 to below 2**64")
+    if vocab_size is not None and vocab_size < 1:
+        raise UsageError(f"vocab_size is {vocab_size}", remedy="give 1 or more, or leave it out")
 
 
 def _next_logits(model: GPT, ids: Tensor, cache: Cache | None) -> Tensor:

@@ -41,17 +41,17 @@ def shakespeare_char_cpu() -> Config:
 
 def shakespeare_char_gpu() -> Config:
     """The public reference for one GPU: 6 layers of 384, context 256."""
-    return Config(
-        recipe="shakespeare-char-gpu",
-        model=ModelConfig(
-            vocab_size=_AS_THE_DATA, context_length=256, n_layers=6, n_heads=6, d_model=384, dropout=0.2, bias=False
-        ),
-        data=DataConfig(tokenizer="char", order="random"),
-        optim=OptimConfig(lr=1e-3, weight_decay=0.1, beta2=0.99, clip=1.0),
-        schedule=ScheduleConfig(name="cosine", warmup_steps=100, final=0.1),
-        loop=LoopConfig(steps=5000, batch_size=64),
-        eval=EvalConfig(every=250),
-        checkpoint=CheckpointConfig(every=250),
+    return shakespeare_char_cpu().changed(
+        {
+            "recipe": "shakespeare-char-gpu",
+            "model.context_length": 256,
+            "model.n_layers": 6,
+            "model.n_heads": 6,
+            "model.d_model": 384,
+            "model.dropout": 0.2,
+            "loop.steps": 5000,
+            "loop.batch_size": 64,
+        }
     )
 
 
