@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev]"
 	@touch $(STAMP)
 
-demo: $(STAMP)  ## train a small GPT, kill it, go on exactly; then its checkpoint saved in six ways (under 4 minutes)
+demo: $(STAMP)  ## train a small GPT, kill it, go on exactly; then its checkpoint saved in six ways (a few minutes)
 	@rm -rf demo-run
 	@$(BIN)/holdfast demo --training --out demo-run $(DEMO_ARGS)
 	@$(BIN)/holdfast bench checkpoint --experiment six-way --from demo-run/checkpoints/step-001200 --runs 3 \
