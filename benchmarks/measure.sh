@@ -8,6 +8,8 @@ folder=$1
 shift
 mkdir -p "$folder"
 cd "$folder"
+# By its name alone it stands in the results.
+cp "$here/full.json" .
 
 run() {
 	local name=$1
@@ -34,4 +36,4 @@ run isolated-float16 --experiment isolated --model $part:float16 --slow-model $s
 run isolated-bfloat16 --experiment isolated --model $part:bfloat16 --slow-model $small:bfloat16 --runs 3
 run from-baseline-to-holdfast --experiment from-baseline-to-holdfast --model $small:float16 --runs 3
 run claims --experiment claims --runs 5
-run full --experiment "$here/full.json" --model openllama-3b:float16 --runs 3
+run full --experiment full.json --model openllama-3b:float16 --runs 3

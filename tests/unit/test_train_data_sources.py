@@ -211,6 +211,14 @@ def test_a_byte_that_is_no_text_is_named(tmp_path: Path, place: int) -> None:
     assert len(read(path, encoding="latin-1")["a.txt"]) == place + 11
 
 
+def test_a_source_closes_the_file_of_a_reader_that_gave_up(tmp_path: Path) -> None:
+    with open_source(fill(tmp_path, {"a.txt": "a"})) as source:
+        reader = source.opened(source.files[0])
+        stream = reader.__enter__()
+        assert not stream.closed
+    assert stream.closed
+
+
 def test_a_character_broken_at_the_border_of_two_pieces_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"a" * (PIECE - 2) + b"\xe6\xbc" + b"b")
     with pytest.raises(UsageError, match=f"byte {PIECE - 2:,} is not utf-8"):

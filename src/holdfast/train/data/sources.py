@@ -8,8 +8,8 @@ import stat
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -46,6 +46,7 @@ class Source:
     files: tuple[TextFile, ...]
     encoding: str
     _spool: IO[bytes] | None = None
+    _being_read: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
 
     @property
     def has_documents(self) -> bool:
@@ -68,11 +69,13 @@ class Source:
             stream = file.path.open("rb")
         except OSError as error:
             raise store_error(error, file.path, "read the file") from error
-        with stream:
-            yield stream
+        # A reader that gives up half-way may stay alive in the traceback of its error: the source closes the file then.
+        with self._being_read:
+            yield self._being_read.enter_context(stream)
 
     def close(self) -> None:
-        """Let go of what came from standard input."""
+        """Close the file that is being read, and let go of what came from standard input."""
+        self._being_read.close()
         if self._spool is not None:
             self._spool.close()
 
