@@ -1,21 +1,29 @@
-"""What the trainer costs: its steps beside a minimal loop in plain PyTorch, and beside its own steps with saving.
+"""What the trainer costs: its loop beside a minimal one in plain PyTorch, and beside itself with saving.
 
-``python benchmarks/plain_training.py --text FILE`` runs three loops in turns, in one process, and prints tokens per
-second as medians of interleaved rounds, and two ratios: the trainer to the plain loop, at least 0.97, and the trainer
-that saves its whole state every 50 steps, in the background and incrementally, to the one that does not, at least 0.98.
+``python benchmarks/plain_training.py`` lets three loops train the model of the recipe ``shakespeare-char-cpu``, in
+float32 and in one process, in rounds of as many steps each and in alternating order:
+
+* *plain*: what a person would write by hand, without anything that training does not need;
+* *trainer*: `holdfast.train.loop.train` with its log, no evaluation and no checkpoint;
+* *saving*: the same with a checkpoint every 50 steps, incremental and in the background as the recipe has it, until the
+  last of them is durable.
+
+Two ratios are printed with their 95% intervals, both of neighbours in a round: tokens per second of the trainer over
+those of the plain loop, at least 0.97, and the time of saving over that of never saving, at most 1.02.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
-import random
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,15 +34,49 @@ from torch import nn
 from torch.nn import functional
 
 from holdfast import environment
+from holdfast.bench.statistics import Comparison, compare, describe
 from holdfast.train.data.dataset import Dataset
 from holdfast.train.data.prepare import prepare
-from holdfast.train.loop import take_step
+from holdfast.train.loop import train
 from holdfast.train.recipes import get_recipe
 from holdfast.train.run import Run, open_run
 from holdfast.train.run_folder import RunFolder
 
 LAYERS, HEADS, WIDTH, CONTEXT, BATCH = 4, 4, 128, 64, 12
-STEPS = 50
+SAVE_EVERY = 50
+FASTER, SLOWER = "trainer / plain, tokens/s", "saving / trainer, time"
+BOUNDS = {FASTER: 0.97, SLOWER: 1.02}
+
+Samples = dict[str, list[float]]
+"""Seconds of each loop, round by round."""
+
+
+def main() -> int:
+    """Measure, print, write; return the exit code."""
+    options = _options()
+    with tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir=options.dir) as folder:
+        samples = measure(options, Path(folder))
+    ratios = {
+        FASTER: _compared(samples["plain"], samples["trainer"]),
+        SLOWER: _compared(samples["saving"], samples["trainer"]),
+    }
+    _print(options, samples, ratios)
+    if options.out:
+        options.out.write_text(json.dumps(_document(options, samples, ratios), indent=1) + "\n")
+    return 0 if all(_reached(what, ratio) for what, ratio in ratios.items()) else 1
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--data", default="stdlib", help="any text; by default Python's standard library")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=3 * SAVE_EVERY, help="of each loop in a round")
+    parser.add_argument("--dir", type=Path, default=Path(), help="a folder on the disk that is saved to")
+    parser.add_argument("--out", type=Path, help="a JSON file for the samples")
+    options = parser.parse_args()
+    if options.rounds < 2 or options.steps < 2:
+        parser.error("--rounds and --steps take 2 or more")
+    return options
 
 
 class Block(nn.Module):
@@ -71,12 +113,25 @@ class Gpt(nn.Module):
         return self.head(self.norm(self.blocks(self.tokens(tokens) + self.places.weight)))
 
 
-def plain_steps(tokens: np.ndarray[Any, Any], vocabulary: int) -> Iterator[None]:
-    """Make a step of a loop that a person would write by hand, each time it is asked for one."""
-    model = Gpt(vocabulary)
+class Plain:
+    """A loop that a person would write by hand; each call makes some steps of it and returns their seconds."""
+
+    def __init__(self, model: Gpt, tokens: np.ndarray[Any, Any], steps: int) -> None:
+        self._steps = _steps_by_hand(model, tokens)
+        self._count = steps
+
+    def __call__(self) -> float:
+        begin = time.perf_counter()
+        for _ in range(self._count):
+            next(self._steps)
+        return time.perf_counter() - begin
+
+
+def _steps_by_hand(model: Gpt, tokens: np.ndarray[Any, Any]) -> Iterator[None]:
+    """Make a step each time one is asked for."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
     draw = np.random.default_rng(0)
-    for step in range(1, 1_000_000):
+    for step in itertools.count(1):
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1, step / 2000))))
         starts = draw.integers(0, len(tokens) - CONTEXT - 1, BATCH)
@@ -91,78 +146,104 @@ def plain_steps(tokens: np.ndarray[Any, Any], vocabulary: int) -> Iterator[None]
         yield
 
 
-def our_steps(run: Run) -> Iterator[None]:
-    """Make a step of the trainer, each time it is asked for one."""
-    while True:
-        take_step(run)
-        yield
-
-
-def saving_steps(run: Run, every: int = 50) -> Iterator[None]:
-    """Make a step of the trainer, and after every 50th, in the middle of a round, save the whole state."""
-    for number, _ in enumerate(our_steps(run)):
-        if number % every == every // 2:
-            run.manager.save(run.progress.step, run.state())
-        if number % every == every - 1:
-            run.manager.wait()  # what was begun in a round is paid for in it
-        yield
-
-
-def main() -> int:
-    """Measure, print, write; return the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--text", default="stdlib", help="what both train on: a file, or stdlib")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    samples: dict[str, list[float]] = {"trainer": [], "plain": [], "saving": []}
-    with tempfile.TemporaryDirectory() as folder:
-        prepare(options.text, f"{folder}/data")
-        dataset = Dataset.open(f"{folder}/data")
-        config = get_recipe("shakespeare-char-cpu").changed({"loop.steps": 1_000_000})
-        with (
-            open_run(config, RunFolder(f"{folder}/run"), dataset) as run,
-            open_run(config, RunFolder(f"{folder}/saved"), dataset) as saved,
-        ):
-            steps = {
-                "trainer": our_steps(run),
-                "plain": plain_steps(dataset.train, dataset.vocab_size),
-                "saving": saving_steps(saved),
-            }
-            order = random.Random(0)
-            for number in range(options.rounds + 1):
-                for name in order.sample(sorted(steps), len(steps)):
-                    begin = time.perf_counter()
-                    for _ in range(STEPS):
-                        next(steps[name])
-                    rate = STEPS * BATCH * CONTEXT / (time.perf_counter() - begin)
-                    if number:  # the first round loads kernels
-                        samples[name].append(rate)
-        about = environment.describe(Path(folder))
-    for name, rates in samples.items():
-        print(f"{name:8} {statistics.median(rates):10,.0f} tokens/s ({min(rates):,.0f} to {max(rates):,.0f})")
-    figures = {
-        "trainer / plain": (_ratio(samples, "trainer", "plain"), 0.97),
-        "saving every 50 steps / trainer": (_ratio(samples, "saving", "trainer"), 0.98),
-    }
-    for what, ((ratio, least, most), bound) in figures.items():
-        verdict = "PASS" if ratio >= bound else "MISS"
-        print(f"{what}: {ratio:.3f} ({least:.3f} to {most:.3f}), must be {bound} or more: {verdict}")
-    if options.out:
-        document = {
-            "command": " ".join(sys.argv),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "environment": about,
-            "samples": samples,
-            "figures": {what: {"ratio": found[0], "must_reach": bound} for what, (found, bound) in figures.items()},
+def measure(options: argparse.Namespace, folder: Path) -> Samples:
+    """Return what each loop took in each round; a first one only loads kernels and warms memory."""
+    prepare(options.data, folder / "data")
+    dataset = Dataset.open(folder / "data")
+    config = get_recipe("shakespeare-char-cpu").changed(
+        {"loop.steps": 10**9, "loop.device": "cpu", "eval.every": 0, "checkpoint.every": 0}
+    )
+    with ExitStack() as stack:
+        run = stack.enter_context(open_run(config, RunFolder(folder / "run"), dataset))
+        saving = config.changed({"checkpoint.every": SAVE_EVERY})
+        saved = stack.enter_context(open_run(saving, RunFolder(folder / "saved"), dataset))
+        model = Gpt(run.config.model.vocab_size)
+        if sum(each.numel() for each in model.parameters()) != run.config.model.parameter_count():
+            raise AssertionError("the plain model is not that of the recipe")
+        loops: dict[str, Callable[[], float]] = {
+            "plain": Plain(model, dataset.train, options.steps),
+            "trainer": lambda: _trained(run, options.steps),
+            "saving": lambda: _trained_and_saved(saved, options.steps),
         }
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
-    return 0 if all(found[0] >= bound for found, bound in figures.values()) else 1
+        samples: Samples = {name: [] for name in loops}
+        for number in range(options.rounds + 1):
+            print(f"round {number} of {options.rounds}", file=sys.stderr)
+            # The trainer stays between the two that it is compared with.
+            for name in list(loops)[:: -1 if number % 2 else 1]:
+                seconds = loops[name]()
+                if number:
+                    samples[name].append(seconds)
+    return samples
 
 
-def _ratio(samples: dict[str, list[float]], over: str, under: str) -> tuple[float, float, float]:
-    found = [a / b for a, b in zip(samples[over], samples[under], strict=True)]
-    return statistics.median(found), min(found), max(found)
+class Silence:
+    """Nobody looks on; the log is written all the same."""
+
+    def happened(self, step: int, kind: str, values: dict[str, Any]) -> None: ...
+
+
+def _trained(run: Run, steps: int) -> float:
+    """Return the seconds of some steps of the trainer, without the checkpoint with which every training ends."""
+    last, end = run.progress.step + steps, math.nan
+
+    def stop() -> bool:
+        nonlocal end
+        if run.progress.step < last:
+            return False
+        end = time.perf_counter()
+        return True
+
+    begin = time.perf_counter()
+    train(run, Silence(), stop=stop)
+    return end - begin
+
+
+def _trained_and_saved(run: Run, steps: int) -> float:
+    """Return the seconds of some steps of the trainer, until every checkpoint is durable."""
+    last = run.progress.step + steps
+    begin = time.perf_counter()
+    train(run, Silence(), stop=lambda: run.progress.step >= last)
+    return time.perf_counter() - begin
+
+
+def _compared(above: list[float], below: list[float]) -> Comparison:
+    return compare([math.log(a / b) for a, b in zip(above, below, strict=True)])
+
+
+def _reached(what: str, ratio: Comparison) -> bool:
+    return ratio.gain >= BOUNDS[what] if what == FASTER else ratio.gain <= BOUNDS[what]
+
+
+def _print(options: argparse.Namespace, samples: Samples, ratios: dict[str, Comparison]) -> None:
+    for name, seconds in samples.items():
+        rates = describe([options.steps * BATCH * CONTEXT / each for each in seconds])
+        print(f"{name:8} {rates.median:10,.0f} tokens/s ({rates.low:,.0f} to {rates.high:,.0f})")
+    for what, ratio in ratios.items():
+        bound = f"must be {BOUNDS[what]} or {'more' if what == FASTER else 'less'}"
+        verdict = "PASS" if _reached(what, ratio) else "MISS"
+        print(f"{what}: {ratio.gain:.3f} (95% {ratio.low:.3f} to {ratio.high:.3f}), {bound}: {verdict}")
+
+
+def _document(options: argparse.Namespace, samples: Samples, ratios: dict[str, Comparison]) -> dict[str, Any]:
+    storage = environment.storage(options.dir)
+    return {
+        "command": f"benchmarks/plain_training.py --data {Path(options.data).name} --rounds {options.rounds} "
+        f"--steps {options.steps}",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "environment": {
+            "versions": environment.versions(),
+            "processor": environment.processor(),
+            "memory": environment.memory(),
+            "storage": {key: storage[key] for key in ("file_system", "direct_io", "total_bytes", "free_bytes")},
+            "threads": torch.get_num_threads(),
+        },
+        "tokens_per_round": options.steps * BATCH * CONTEXT,
+        "seconds": samples,
+        "ratios": {
+            what: {**asdict(ratio), "bound": BOUNDS[what], "reached": _reached(what, ratio)}
+            for what, ratio in ratios.items()
+        },
+    }
 
 
 if __name__ == "__main__":

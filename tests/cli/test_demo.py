@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -117,7 +118,9 @@ def test_the_training_story_is_true(tmp_path, capsys):
     text.write_text("def add(first, second):\n    return first + second\n" * 200)
     document = tell(tmp_path / "run", Talk(Output(progress=False)), steps=60, every=7, source=str(text))
     assert document["ok"] is True
-    assert document["repeated"]["different"] == ()
+    repeated = document["repeated"]
+    assert repeated["different"] == ()
+    assert repeated["count"] == document["killed"]["step"] - document["killed"]["saved"] >= 7 // 3
     assert 24 <= document["killed"]["step"] < 60
     assert document["killed"]["saved"] % 7 == 0
     assert document["summary"]["step"] == 60
@@ -137,4 +140,67 @@ def test_the_training_story_would_tell_of_a_difference(tmp_path):
     losses = {step: float(step) for step in range(1, 8)} | {6: 6.000001}
     killed = Killed(7, Step(4, "step-000004", 0.0, {}, 0, 0), losses)
     repeated = story.repeated(killed)
-    assert (repeated.first, repeated.last, repeated.different) == (5, 7, (6,))
+    assert (repeated.first, repeated.last, repeated.count, repeated.different) == (5, 7, 3, (6,))
+    assert not repeated.exact
+
+
+def test_the_training_story_proves_nothing_by_nothing(tmp_path):
+    from holdfast.bench.training_story import Killed, TrainingStory
+    from holdfast.checkpoint.steps import Step
+
+    story = TrainingStory(tmp_path, steps=10, every=2)
+    (tmp_path / "log.jsonl").write_text(json.dumps({"step": 4, "kind": "train", "loss": 1.0}) + "\n")
+    repeated = story.repeated(Killed(4, Step(4, "step-000004", 0.0, {}, 0, 0), {4: 1.0}))
+    assert (repeated.count, repeated.different) == (0, ())
+    assert not repeated.exact
+
+
+def test_the_training_story_kills_only_some_steps_after_a_checkpoint(tmp_path, monkeypatch):
+    from holdfast.bench import training_story
+    from holdfast.checkpoint.steps import Step
+
+    monkeypatch.setattr(training_story, "_LOOK_AGAIN", 0.0)
+    logged, looks = [], []
+
+    class Acted(training_story.TrainingStory):
+        """Its run only sleeps; it is saved at step 9, and at step 12 between two looks at it."""
+
+        def _start(self, *more):
+            self.process = subprocess.Popen(["sleep", "60"])
+            return self.process
+
+        def _losses(self):
+            return {step: float(step) for step in logged}
+
+        def _saved(self):
+            looks.append(len(logged))
+            number = 12 if looks.count(12) > 1 else 9
+            return Step(number, f"step-{number:06d}", 0.0, {}, 0, 0)
+
+        def state(self):
+            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+    story = Acted(tmp_path / "run", steps=20, every=9)
+    halted = []
+
+    def note(text):
+        halted.append(story.state() == "T")
+        logged.append(len(logged) + 1)
+
+    killed = story.train_until_killed(note)
+    assert (killed.step, killed.saved.number) == (15, 12)
+    assert looks.count(12) == looks.count(15) == 2
+    assert halted == [False] * 15
+    assert story.process.returncode == -signal.SIGKILL
+
+
+def test_the_training_story_tells_of_a_run_that_ends_too_early(tmp_path):
+    from holdfast.bench.training_story import TrainingStory
+    from holdfast.errors import StoreError
+
+    class Short(TrainingStory):
+        def _start(self, *more):
+            return subprocess.Popen(["false"])
+
+    with pytest.raises(StoreError, match="ended with exit code 1"):
+        Short(tmp_path / "run", steps=20, every=9).train_until_killed(lambda text: None)

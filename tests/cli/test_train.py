@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
+import termios
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,8 @@ import pytest
 
 import holdfast
 from holdfast.cli.main import main
+from holdfast.cli.train import again
+from holdfast.train.run_folder import RunFolder
 
 TINY = [
     *("--model.n_layers", "1", "--model.n_heads", "2", "--model.d_model", "16", "--model.context_length", "16"),
@@ -36,6 +42,17 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "text.txt").write_text("she sells sea shells on the sea shore; " * 60)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("holdfast.train.run.measured_peak", lambda device: 1e9)
+        command = ["train", RECIPE, "--data", folder / "text.txt", "--out", folder / "run", *TINY, "--loop.steps", "1"]
+        assert main([*map(str, command), "-q"]) == 0
+    return folder / "run"
+
+
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, dict[str, Any]]:
     capsys.readouterr()
     code = main([*map(str, arguments), "--json"])
@@ -53,7 +70,9 @@ def test_from_text_to_text(tmp_path: Path, text: Path, capsys: pytest.CaptureFix
         capsys, "train", RECIPE, "--data", text, "--out", run, *TINY, "--loop.steps=12", "--sample.every", "6"
     )
     assert (code, ended["step"], ended["reason"]) == (0, 12, "done")
-    assert ended["loss"] == ended["best"] or ended["best"] < ended["loss"]
+    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    evaluated = [line["validation_loss"] for line in lines if line["kind"] == "evaluate"]
+    assert (ended["loss"], ended["best"], len(evaluated)) == (evaluated[-1], min(evaluated), 3)
     assert [step for step, _ in losses(run)] == list(range(1, 13))
     code, said = run_json(capsys, "generate", run, "--prompt", "she ", "--tokens", "9", "--seed", "4")
     assert (code, said["step"], said["tokens"], len(said["text"])) == (0, 12, 9, 13)
@@ -91,9 +110,25 @@ def test_a_file_of_settings(tmp_path: Path, text: Path, capsys: pytest.CaptureFi
     [
         (["shakespear-char-cpu"], 2, "did you mean shakespeare-char-cpu?"),
         ([], 2, "no recipe is given"),
-        ([RECIPE, "--optm.lr", "1"], 2, "did you mean optim.lr"),
+        ([RECIPE, "--optm.lr", "1"], 2, "did you mean --optim.lr"),
+        (["--resum", RECIPE], 2, "did you mean --resume?"),
+        ([RECIPE, "--outt", "x"], 2, "did you mean --out?"),
+        ([RECIPE, "--no-resume"], 2, "there is no option --no-resume"),
+        (["--recipe", RECIPE], 2, "give the recipe as a word"),
+        ([RECIPE, "--loop.steps"], 2, "--loop.steps has no value"),
+        ([RECIPE, RECIPE], 2, "is no setting"),
+        ([RECIPE, "--data.source", "stdlib"], 2, "they are the same setting"),
+        ([RECIPE, "--optim.lr", "inf"], 2, "optim.lr is inf"),
+        ([RECIPE, "--sample.top_k", "0"], 2, "sample.top_k is 0"),
+        ([RECIPE, "--checkpoint.compression", "nonsense"], 2, "there is no compression 'nonsense'"),
+        ([RECIPE, "--checkpoint.memory_budget", "nonsense"], 2, "'nonsense' is not a size"),
+        ([RECIPE, "--eval.patience", "3", "--eval.every", "0"], 2, "eval.every is 0"),
+        ([RECIPE, "--schedule.name", "range"], 2, "schedule.warmup_steps is 100"),
+        ([RECIPE, "--data.tokenizer", "bite"], 2, "did you mean 'byte'?"),
+        ([RECIPE, "--data.vocab_size", "300"], 2, "takes no vocabulary size"),
+        ([RECIPE, "--loop.device", "meta"], 2, "the device 'meta' cannot be used"),
         ([RECIPE, "--model.context_length", "100000"], 2, "a context of 100,000 needs"),
-        ([RECIPE, "--loop.device", "cuda:99"], 2, "loop.device is 'cuda:99'"),
+        ([RECIPE, "--loop.device", "cuda:99"], 2, "the device 'cuda:99' cannot be used"),
         ([RECIPE, "--data", "no-such-file"], 5, "no-such-file"),
         (["--resume"], 5, "holds no run to go on with"),
     ],
@@ -111,6 +146,9 @@ def test_bad_input_is_one_clear_line(
     errors = capsys.readouterr().err
     assert message in errors
     assert "Traceback" not in errors
+    assert len(errors.splitlines()) <= 2
+    # A context that is longer than the data is known once the data is prepared, in the run's folder.
+    assert (tmp_path / "run").exists() == ("a context of" in message)
 
 
 def test_a_run_is_not_started_twice(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,6 +172,87 @@ def test_resuming_what_was_never_started_prepares_the_data_that_is_given(
     assert run_json(capsys, *command, "--data", text)[0] == 0
     about = json.loads((tmp_path / "run" / "run.json").read_text())["data"]["about"]
     assert about["vocab_size"] == len(set(text.read_text()))
+
+
+def test_settings_may_stand_before_the_recipe(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, ended = run_json(capsys, "train", "--loop.steps=2", *TINY, RECIPE, "--data", text, "--out", tmp_path / "run")
+    assert (code, ended["step"]) == (0, 2)
+
+
+def test_another_tokenizer_needs_no_word_about_the_vocabulary_of_the_first(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train", "chatgot-85m", "--data", text, "--data.tokenizer", "byte", "--out", tmp_path / "run", *TINY]
+    assert run_json(capsys, *command, "--loop.steps", "1", "--sample.every", "0")[0] == 0
+
+
+def test_a_source_that_was_set_is_found_from_another_folder(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["data", "prepare", "text.txt", "--out", "prepared", "-q"]) == 0
+    run = tmp_path / "run"
+    command = ["train", RECIPE, "--out", run, *TINY, "--data.source", "prepared"]
+    assert run_json(capsys, *command, "--loop.steps", "2")[0] == 0
+    monkeypatch.chdir("/")
+    assert run_json(capsys, "train", "--out", run, "--resume")[0] == 0
+    (tmp_path / "prepared").rename(tmp_path / "moved")
+    assert run_json(capsys, "train", "--out", run, "--resume")[0] == 5
+    assert run_json(capsys, "train", "--out", run, "--resume", "--data", tmp_path / "moved")[0] == 0
+    assert json.loads((run / "run.json").read_text())["resumed"][-1]["settings"] == {
+        "data.source": [str(tmp_path / "prepared"), str(tmp_path / "moved")]
+    }
+
+
+def test_prepared_data_and_a_setting_that_contradicts_it(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["data", "prepare", str(text), "--tokenizer", "byte", "--out", str(tmp_path / "data"), "-q"]) == 0
+    command = ["train", RECIPE, "--data", str(tmp_path / "data"), "--out", str(tmp_path / "run"), *TINY]
+    assert main([*command, "--data.tokenizer", "char"]) == 2
+    assert "data.tokenizer is 'char', and the data was prepared with 'byte'" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert main([*command, "--data.tokenizer", "byte", "--loop.steps", "1", "-q"]) == 0
+    assert main([*command, "--data.tokenizer", "char", "--resume"]) == 2
+    assert "data.tokenizer is 'char', and the data was prepared with 'byte'" in capsys.readouterr().err
+
+
+def test_a_run_that_goes_on_elsewhere_is_told_of(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert run_json(capsys, "train", RECIPE, "--data", text, "--out", run, *TINY, "--loop.steps", "1")[0] == 0
+    about = json.loads((run / "run.json").read_text())
+    about["surroundings"]["torch"] = "1.0"
+    (run / "run.json").write_text(json.dumps(about))
+    assert main(["train", "--out", str(run), "--resume"]) == 0
+    assert "may differ in the last bits" in (said := capsys.readouterr().err)
+    assert "torch was 1.0, and is" in said
+
+
+def test_the_line_that_goes_on_can_be_given_to_a_shell(tmp_path: Path) -> None:
+    words = shlex.split(again(RunFolder(tmp_path / "it's a run; really")))
+    assert words == ["holdfast", "train", "--out", str(tmp_path / "it's a run; really"), "--resume"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "meta"], "the device 'meta' cannot be used"),
+        (["--tokens", "0"], "--tokens"),
+        (["--tokens", "9999999999999"], "--tokens"),
+        (["--top-k", "0"], "top_k is 0"),
+        (["--temperature", "nan"], "temperature is nan"),
+        (["--prompt", "%"], "%"),
+    ],
+)
+def test_bad_input_to_generate_is_one_clear_line(
+    tiny_run: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["generate", str(tiny_run), *arguments]) == 2
+    errors = capsys.readouterr().err
+    assert message in errors
+    assert len(errors.splitlines()) <= 2
 
 
 def test_generating_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,6 +295,34 @@ def test_ctrl_c_saves_and_the_run_goes_on_exactly(tmp_path: Path, text: Path, nu
     whole.communicate()
     count = stopped.number + 20
     assert losses(tmp_path / "parts")[:count] == losses(tmp_path / "whole")[:count]
+
+
+def test_a_terminal_that_closes_lets_the_run_save(tmp_path: Path, text: Path) -> None:
+    run = tmp_path / "run"
+    command = [RECIPE, "--data", text, "--out", run, *TINY, "--loop.steps", "1000000", "--eval.every", "0"]
+    ours, theirs = os.openpty()
+    os.set_blocking(ours, False)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "holdfast", "train", *map(str, command)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        # A terminal sends SIGHUP to the session that it controls.
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY),
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    os.close(theirs)
+    while not (run / "log.jsonl").exists() or len(losses(run)) < 5:
+        assert process.poll() is None
+        with suppress(BlockingIOError):
+            os.read(ours, 1 << 16)  # what nobody reads would hold the run
+        time.sleep(0.02)
+    os.close(ours)
+    assert process.wait(timeout=60) == 130
+    saved = holdfast.CheckpointManager(run / "checkpoints").latest()
+    assert saved is not None
+    assert losses(run)[-1][0] == saved.number
 
 
 def test_a_second_ctrl_c_stops_at_once(tmp_path: Path, text: Path) -> None:

@@ -84,9 +84,9 @@ def run(
 
 
 def trace(folder: Path) -> list[dict[str, Any]]:
-    """Return the log without what depends on the clock."""
+    """Return the log without what depends on the machine."""
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    timed = {"tokens_per_second", "mfu", "path"}
+    timed = {"tokens_per_second", "mfu", "path", "peak_memory_bytes"}
     return [{key: value for key, value in line.items() if key not in timed} for line in lines if line["kind"] != "save"]
 
 
@@ -104,7 +104,8 @@ VARIANTS: dict[str, dict[str, object]] = {
     "muon": {"optim.name": "muon"},
     "averaged": {"ema.decay": 0.9},
     "plateau": {"schedule.name": "plateau", "schedule.patience": 1, "eval.every": 2},
-    "shuffled": {"data.order": "random", "checkpoint.incremental": "delta"},
+    "random order": {"data.order": "random"},
+    "shuffled order, differences": {"data.order": "shuffled", "checkpoint.incremental": "delta"},
     "stopping early": {"optim.lr": 1e-12, "optim.weight_decay": 0.0, "eval.every": 1, "eval.patience": 6},
     "synchronous": {"checkpoint.asynchronous": False, "checkpoint.incremental": False},
 }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,13 +14,15 @@ from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
 from holdfast.train.average import WeightAverage
+from holdfast.train.bounds import check_bounds
 from holdfast.train.clock import Clock
-from holdfast.train.config import Config, ScheduleConfig, differences, flat
+from holdfast.train.config import Config, differences, flat, setting_names
 from holdfast.train.model.gpt import GPT
-from holdfast.train.optimizers import build_optimizers, set_learning_rate
+from holdfast.train.optimizers import build_optimizers, check_optimizers, set_learning_rate
 from holdfast.train.recipes import RECIPES, get_recipe
 from holdfast.train.schedules import Plateau, share
-from holdfast.train.settings import resolve
+from holdfast.train.sections import OptimConfig, ScheduleConfig
+from holdfast.train.settings import given_settings, read_words
 from holdfast.train.speed import Speedometer, measured_peak
 
 BASE = get_recipe("shakespeare-char-cpu")
@@ -63,11 +68,64 @@ def test_one_setting_changes_one_thing() -> None:
         ("model.n_heads", 3, "does not divide"),
         ("checkpoint.incremental", "sometimes", r"checkpoint\.incremental is 'sometimes'"),
         ("schedule.factor", 1.0, r"schedule\.factor is 1\.0.*above 0 and below 1"),
+        ("sample.top_k", 0, r"sample\.top_k is 0.*1 or more"),
+        ("sample.temperature", "inf", r"sample\.temperature is inf.*finite number 0 or more"),
+        ("sample.tokens", 10**18, r"sample\.tokens is 1000000000000000000.*or less"),
+        ("data.validation", 1.0, r"data\.validation is 1\.0.*above 0 and below 1"),
+        ("loop.threads", 10**6, r"loop\.threads is 1000000.*1024 or less"),
     ],
 )
 def test_settings_that_make_no_sense(name: str, value: object, message: str) -> None:
     with pytest.raises(UsageError, match=f"(?s){message}"):
         BASE.changed({name: value})
+
+
+NUMBERS = [name for name, value in flat(BASE.as_dict()).items() if isinstance(value, float)]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+def test_every_number_is_finite(name: str, value: str) -> None:
+    with pytest.raises(UsageError, match=f"{name.removeprefix('model.')} is {value}"):
+        BASE.changed({name: value})
+
+
+def test_bounds_hold_for_the_largest_whole_numbers() -> None:
+    check_bounds("x", 10**400, least=1)
+    with pytest.raises(UsageError, match=r"(?s)x is 1000.*5 or less"):
+        check_bounds("x", 10**400, most=5)
+    with pytest.raises(UsageError, match=r"give a finite number$"):
+        check_bounds("x", math.inf)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"schedule.name": "plateau", "eval.every": 0}, r"schedule\.name is 'plateau', and eval\.every is 0"),
+        ({"eval.patience": 3, "eval.every": 0}, r"eval\.patience is 3, and eval\.every is 0"),
+        ({"schedule.name": "range"}, r"schedule\.warmup_steps is 100, .*\ngive schedule\.warmup_steps 0"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        BASE.changed(settings)
+
+
+def test_another_tokenizer_drops_the_vocabulary_that_was_set_for_the_first() -> None:
+    pairs = get_recipe("chatgot-85m")
+    assert pairs.data.vocab_size == 8192
+    assert pairs.changed({"data.tokenizer": "byte"}).data.vocab_size is None
+    assert pairs.changed({"data.tokenizer": "bpe"}).data.vocab_size == 8192
+    assert BASE.changed({"data.vocab_size": 300, "data.tokenizer": "bpe"}).data.vocab_size == 300
+
+
+def test_an_optimizer_that_a_device_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_optimizers(OptimConfig(implementation="fused"), torch.device("cpu"))
+    # Which devices have it changes with torch.
+    module = sys.modules[torch.optim.Optimizer.__module__]
+    monkeypatch.setattr(module, "_get_fused_kernels_supported_devices", lambda: ["abacus"])
+    with pytest.raises(UsageError, match=r"optim\.implementation is 'fused', which is not to be had on cpu: .*abacus"):
+        check_optimizers(OptimConfig(implementation="fused"), torch.device("cpu"))
 
 
 def test_settings_that_only_make_sense_together_come_in_any_order() -> None:
@@ -80,25 +138,48 @@ def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -
     file = tmp_path / "x.toml"
     file.write_text('[train]\nout = "elsewhere"\n[train.optim]\nlr = 1.0\nclip = 2.0\nweight_decay = 3.0\n')
     environment = {"HOLDFAST_OPTIM_CLIP": "4", "HOLDFAST_OPTIM_WEIGHT_DECAY": "5"}
-    found = resolve(BASE, ["--optim.weight_decay", "6", "--loop.steps=9"], file=file, environment=environment)
+    _, words = read_words(["--optim.weight_decay", "6", "--loop.steps=9"])
+    found = BASE.changed(given_settings(words, file=file, environment=environment))
     assert (found.optim.lr, found.optim.clip, found.optim.weight_decay, found.loop.steps) == (1.0, 4.0, 6.0, 9)
 
 
+def test_words_come_in_any_order() -> None:
+    expected = ("tiny", {"optim.lr": "3e-4", "loop.steps": "-5"})
+    assert read_words(["tiny", "--optim.lr", "3e-4", "--loop.steps=-5"]) == expected
+    assert read_words(["--optim.lr", "3e-4", "tiny", "--loop.steps", "-5"]) == expected
+    assert read_words(["--loop.steps", "-5", "--optim.lr=3e-4"]) == (None, expected[1])
+
+
 @pytest.mark.parametrize(
-    ("flags", "message"),
-    [(["--optim.lr"], "has no value"), (["optim.lr", "3"], "is no setting"), (["--"], "is no setting")],
+    ("words", "message"),
+    [
+        (["--optim.lr"], "--optim.lr has no value"),
+        (["tiny", "optim.lr", "3"], "'optim.lr' is no setting"),
+        (["--", "3"], "there is no option --\n"),
+        (["-x", "3"], "there is no option -x\n"),
+        (["--resum"], "there is no option --resum\ndid you mean --resume?"),
+        (["--outt", "x"], "there is no option --outt\ndid you mean --out?"),
+        (["--lr", "1"], "there is no option --lr\ndid you mean --optim.lr"),
+        (["--recipe", "tiny"], "there is no option --recipe\ngive the recipe as a word"),
+    ],
 )
-def test_flags_that_are_none(flags: list[str], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        resolve(BASE, flags, environment={})
+def test_words_that_make_no_sense(words: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        read_words(words, ["--resume", "--out"])
+
+
+def test_a_setting_of_a_file_that_there_is_none_of_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_text("[train.optim]\nrl = 1.0\n")
+    with pytest.raises(UsageError, match=r"x\.toml: there is no setting 'optim\.rl'\ndid you mean optim\.lr"):
+        given_settings(file=tmp_path / "x.toml", environment={})
 
 
 def test_a_file_that_is_not_toml(tmp_path: Path) -> None:
     (tmp_path / "x.toml").write_text("[train")
     with pytest.raises(UsageError, match="is not TOML"):
-        resolve(BASE, file=tmp_path / "x.toml", environment={})
+        given_settings(file=tmp_path / "x.toml", environment={})
     with pytest.raises(UsageError, match="cannot read"):
-        resolve(BASE, file=tmp_path / "y.toml", environment={})
+        given_settings(file=tmp_path / "y.toml", environment={})
 
 
 @given(
@@ -108,6 +189,7 @@ def test_a_file_that_is_not_toml(tmp_path: Path) -> None:
     final=st.floats(0.01, 1),
 )
 def test_schedules_stay_within_their_bounds(name: str, warmup: int, steps: int, final: float) -> None:
+    warmup = 0 if name == "range" else warmup
     config = ScheduleConfig(name=name, warmup_steps=warmup, final=final)  # type: ignore[arg-type]
     shares = [share(config, step, steps) for step in range(1, steps + 1)]
     assert all(0 < each <= 1 + 1e-12 for each in shares)
@@ -210,3 +292,4 @@ def test_flat_names_every_setting_once() -> None:
     names = flat(BASE.as_dict())
     assert names["optim.lr"] == 1e-3
     assert names["recipe"] == "shakespeare-char-cpu"
+    assert list(names) == setting_names()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -53,13 +55,21 @@ class Repeated:
     ----------
     first, last : int
         Steps.
+    count : int
+        How many losses were compared.
     different : tuple of int
-        Those whose losses differ in any bit.
+        The steps whose losses differ in any bit.
     """
 
     first: int
     last: int
+    count: int
     different: tuple[int, ...]
+
+    @property
+    def exact(self) -> bool:
+        """Whether something was compared, and all of it is the same."""
+        return self.count > 0 and not self.different
 
 
 class TrainingStory:
@@ -89,23 +99,40 @@ class TrainingStory:
         return prepare(self._source, self.folder.data, tokenizer="char", overwrite=True, progress=progress)
 
     def train_until_killed(self, note: Note) -> Killed:
-        """Start the run, and kill it (SIGKILL) at a random step of its middle, a while after a checkpoint."""
-        end = self._draw.randint(self._steps * 2 // 5, self._steps * 3 // 5)
+        """Start the run, and kill it (SIGKILL) at a random step of its middle, some steps after a whole checkpoint."""
+        aim = self._draw.randint(self._steps * 2 // 5, self._steps * 3 // 5)
         process = self._start()
         try:
-            while len(losses := self._losses()) < end or not self._saved():
-                if process.poll() is not None:
-                    raise _failed(process)
-                note(f"training: step {max(losses, default=0)} of {self._steps}, to be killed at a random one")
+            while (killed := self._caught(process, aim)) is None:
+                note(f"training: step {max(self._losses(), default=0)} of {self._steps}, to be killed at a random one")
                 time.sleep(_LOOK_AGAIN)
         finally:
             process.kill()
             process.communicate()
-        losses = self._losses()
-        saved = self._saved()
-        if saved is None:
-            raise AssertionError("there was a checkpoint before")
-        return Killed(max(losses), saved, losses)
+        return killed
+
+    def _caught(self, process: subprocess.Popen[str], aim: int) -> Killed | None:
+        """Halt the run if it is time to kill it; let it run on if it was saved once more just before it halted."""
+        _check_runs(process)
+        if self._left(aim) is None:
+            return None
+        os.kill(process.pid, signal.SIGSTOP)
+        # It goes on for an instant. Where it has ended instead, Popen is to find that out.
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        _check_runs(process)
+        killed = self._left(aim)
+        if killed is None:
+            os.kill(process.pid, signal.SIGCONT)
+        return killed
+
+    def _left(self, aim: int) -> Killed | None:
+        """Return what a kill would leave now, or None if that is too early."""
+        losses, saved = self._losses(), self._saved()
+        step = max(losses, default=0)
+        # What is computed twice is what is shown: a kill right after a checkpoint would show nothing.
+        if saved is None or step < max(aim, saved.number + max(1, self._every // 3)):
+            return None
+        return Killed(step, saved, losses)
 
     def go_on(self, note: Note) -> dict[str, Any]:
         """Resume the run and let it end; return its summary."""
@@ -124,7 +151,7 @@ class TrainingStory:
         again = self._losses()
         twice = [step for step in killed.losses if step > killed.saved.number]
         different = tuple(step for step in twice if again.get(step) != killed.losses[step])
-        return Repeated(killed.saved.number + 1, killed.step, different)
+        return Repeated(killed.saved.number + 1, killed.step, len(twice), different)
 
     def last(self) -> Step:
         """Return the last checkpoint."""
@@ -163,6 +190,11 @@ class TrainingStory:
             if entry["kind"] == "train":
                 found[entry["step"]] = entry["loss"]
         return found
+
+
+def _check_runs(process: subprocess.Popen[str]) -> None:
+    if process.poll() is not None:
+        raise _failed(process)
 
 
 def _failed(process: subprocess.Popen[str]) -> HoldfastError:

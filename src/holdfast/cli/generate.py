@@ -8,6 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
 from holdfast.cli.options import Switch
 from holdfast.cli.output import DEFAULT, Output
 from holdfast.cli.text import counted, printable
@@ -24,7 +27,7 @@ def generate(
     /,
     *,
     prompt: str | None = None,
-    tokens: int = 200,
+    tokens: Annotated[int, Parameter(validator=Number(gte=1, lte=1_000_000))] = 200,
     temperature: float = 0.8,
     top_k: int | None = None,
     top_p: float | None = None,

@@ -38,7 +38,7 @@ def tell(folder: Path, talk: Talk, *, steps: int = STEPS, every: int = EVERY, so
     text = _sample(story)
     talk.say(lambda: _print_sample(text))
     return {
-        "ok": not repeated.different,
+        "ok": repeated.exact,
         "run": str(story.folder.path),
         "checkpoint": last.path,
         "killed": {"step": killed.step, "saved": killed.saved.number},
@@ -74,13 +74,13 @@ def _print_killed(killed: Killed) -> None:
 
 def _print_repeated(killed: Killed, repeated: Repeated, summary: dict[str, Any]) -> None:
     print()
-    twice = killed.step - killed.saved.number
-    if repeated.different:
-        say(f"3. The run went on, and {counted(len(repeated.different), 'step')} of {twice} came out DIFFERENT.")
+    if not repeated.exact:
+        different = counted(len(repeated.different), "step")
+        say(f"3. The run went on, and {different} of {repeated.count} came out DIFFERENT.")
     else:
         say(
             f"3. It went on from there to step {summary['step']}. Steps {repeated.first} to {repeated.last} were "
-            f"computed twice, before the kill and after it: all {twice} losses are the same, bit for bit."
+            f"computed twice, before the kill and after it: all {repeated.count} losses are the same, bit for bit."
         )
     spent = summary["seconds"]
     share = spent.get("checkpoint", 0.0) / sum(spent.values())

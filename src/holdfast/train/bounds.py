@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from holdfast.errors import UsageError
 
 
@@ -14,13 +16,15 @@ def check_bounds(
     most: float | None = None,
     below: float | None = None,
 ) -> None:
-    """Raise UsageError unless a number lies within its bounds."""
+    """Raise UsageError unless a number is finite and lies within its bounds."""
     bounds = {
         f"{least} or more": least is None or value >= least,
         f"above {above}": above is None or value > above,
         f"{most} or less": most is None or value <= most,
         f"below {below}": below is None or value < below,
     }
-    wanted = [text for text in bounds if "None" not in text]
-    if not all(bounds.values()):
-        raise UsageError(f"{name} is {value}", remedy=f"give a number {' and '.join(wanted)}")
+    wanted = " and ".join(text for text in bounds if "None" not in text)
+    # An int has no infinity, and may be too large for a float.
+    finite = isinstance(value, int) or math.isfinite(value)
+    if not finite or not all(bounds.values()):
+        raise UsageError(f"{name} is {value}", remedy=f"give a {'' if finite else 'finite '}number {wanted}".rstrip())

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from holdfast.errors import MissingExtraError
+from holdfast.errors import MissingExtraError, StoreError
 from holdfast.io.commit import Commit
 from holdfast.io.files import store_error, write_small
 
 
 class RunLog:
-    """Writes ``log.jsonl``, and TensorBoard's files if asked to; a context manager.
+    """Writes ``log.jsonl``, and TensorBoard's files if asked to; a context manager. Nothing is written before `begin`.
 
     Parameters
     ----------
@@ -31,7 +32,8 @@ class RunLog:
 
     def __init__(self, path: Path, *, tensorboard: bool = False) -> None:
         self._path = path
-        self._board = _tensorboard(path.parent) if tensorboard else None
+        self._open_board = _tensorboard() if tensorboard else None
+        self._board: Any = None
         self._open = ExitStack()
 
     def begin(self, last_step: int) -> None:
@@ -53,31 +55,51 @@ class RunLog:
         with Commit(self._path, directory=False, overwrite=True, replaceable=lambda path: True) as commit:
             write_small(commit.path, content)
             commit.publish()
-        try:
+        with _refusals(self._path):
             # Line by line, so that whoever follows the file, or finds it after a crash, sees all of them.
             self._file = self._open.enter_context(self._path.open("a", buffering=1))
-        except OSError as error:
-            raise store_error(error, self._path, "write the log") from error
+            if self._open_board is not None:
+                # TensorBoard hides what its earlier files say of these steps.
+                self._board = self._open_board(str(self._path.parent / "tensorboard"), purge_step=last_step + 1)
+                self._open.callback(self._board.close)
 
     def write(self, step: int, kind: str, **values: Any) -> None:
-        """Write what happened at a step: numbers that are not finite become null, as JSON has none of them."""
+        """Write what happened at a step: numbers that are not finite become null, as JSON has none of them.
+
+        Raises
+        ------
+        StoreError
+            If the operating system refuses.
+        """
         line = {"step": step, "kind": kind} | {name: _strict(value) for name, value in values.items()}
-        try:
+        with _refusals(self._path):
             self._file.write(json.dumps(line) + "\n")
-        except OSError as error:
-            raise store_error(error, self._path, "write the log") from error
-        if self._board is not None:
-            for name, value in values.items():
-                if isinstance(value, int | float):
-                    self._board.add_scalar(f"{kind}/{name}", value, step)
+            if self._board is not None:
+                for name, value in values.items():
+                    if isinstance(value, int | float):
+                        self._board.add_scalar(f"{kind}/{name}", value, step)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._open.close()
-        if self._board is not None:
-            self._board.close()
+        try:
+            with _refusals(self._path):
+                self._open.close()
+        except StoreError as failure:
+            # What ended the block matters more.
+            if error is None:
+                raise
+            error.add_note(str(failure))
+
+
+@contextmanager
+def _refusals(path: Path) -> Iterator[None]:
+    """Raise what the operating system refuses as StoreError."""
+    try:
+        yield
+    except OSError as error:
+        raise store_error(error, path, "write the log") from error
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -103,11 +125,11 @@ def _strict(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _tensorboard(folder: Path) -> Any:
+def _tensorboard() -> Callable[..., Any]:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise MissingExtraError(
             "log.tensorboard needs TensorBoard, which is not installed", remedy="pip install 'holdfast[train]'"
         ) from error
-    return SummaryWriter(folder / "tensorboard")
+    return SummaryWriter

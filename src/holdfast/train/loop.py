@@ -14,8 +14,10 @@ from holdfast.train.data.batches import windows
 from holdfast.train.evaluate import evaluate
 from holdfast.train.generate import generate, prompt_ids
 from holdfast.train.guard import check_finite
+from holdfast.train.memory import peak_memory
 from holdfast.train.optimizers import set_learning_rate
 from holdfast.train.run import METRIC, Run
+from holdfast.train.saves import Saves
 from holdfast.train.schedules import share
 
 _EVALUATED_AT_ONCE = 16384
@@ -26,7 +28,11 @@ class Listener(Protocol):
     """Is told what happens in a run."""
 
     def happened(self, step: int, kind: str, values: dict[str, Any]) -> None:
-        """Learn of a step (``"train"``), an evaluation (``"evaluate"``), a sample or a save."""
+        """Learn of a step (``"train"``), an evaluation (``"evaluate"``), or a sample (``"sample"``).
+
+        Also of a checkpoint (``"save"``), once it is durable, which may be some steps after the one that it holds; and
+        of what a range test found (``"suggestion"``).
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +43,31 @@ class Summary:
     ----------
     step : int
         The last step that was done.
+    steps : int
+        Those that were done now; 0 where the run had ended before.
     reason : str
         ``"done"``, ``"early stop"`` or ``"stopped"``, for a signal.
     loss, best : float
         The last validation loss and the best one.
     tokens_per_second, mfu : float
         Of training alone; NaN if no step was timed.
+    peak_memory_bytes : int
+        See `holdfast.train.memory`.
+    suggested_learning_rate : float or None
+        What a range test found.
     seconds : dict of str to float
         What the time was spent on.
     """
 
     step: int
+    steps: int
     reason: str
     loss: float
     best: float
     tokens_per_second: float
     mfu: float
+    peak_memory_bytes: int
+    suggested_learning_rate: float | None
     seconds: dict[str, float]
 
 
@@ -73,34 +88,34 @@ def train(run: Run, listener: Listener, *, stop: Callable[[], bool] = lambda: Fa
     Raises
     ------
     DivergedError
-        If the loss or a gradient is not finite, and the run is not to skip such updates.
+        If the loss or a gradient is not finite, and the run is not to skip such updates, or has skipped too many.
     StoreError
         If a checkpoint or the log cannot be written.
     """
     config = run.config
-    reason = "early stop" if _waited_enough(run) else "done"
-    last = reason == "early stop" or run.progress.step >= config.loop.steps
-    while not last:
+    first, saves = run.progress.step, Saves(run.manager)
+    reason = _ended(run)
+    while reason is None:
         with _timed(run):
             record = take_step(run)
+        if config.schedule.name == "range":
+            _test_range(run, listener, record)
         step = run.progress.step
-        last = step == config.loop.steps
-        if last or step % config.log.every == 0:
-            _tell(run, listener, "train", record | run.speed.lap())
-        metrics: dict[str, float] = {}
-        if last or _due(config.eval.every, step):
-            metrics[METRIC] = _evaluate(run, listener)
-            if _waited_enough(run):
-                reason, last = "early stop", True
+        last = _ended(run) is not None
+        if last or _due(config.log.every, step):
+            _tell(run, listener, "train", record | run.speed.lap() | {"peak_memory_bytes": peak_memory(run.device)})
+        metrics = _evaluate(run, listener) if last or _due(config.eval.every, step) else {}
         if _due(config.sample.every, step):
             _sample(run, listener)
-        if not last and stop():
-            reason, last = "stopped", True
-        if last or _due(config.checkpoint.every, step):
-            _save(run, listener, metrics)
+        reason = _ended(run) or ("stopped" if stop() else None)
+        is_best = bool(metrics) and run.progress.waited == 0 and config.checkpoint.keep_best > 0
+        if reason or is_best or _due(config.checkpoint.every, step):
+            _save(run, saves, metrics)
+        _tell_saved(run, listener, saves)
     with run.clock.spent_on("checkpoint"):
         run.manager.wait()
-    return _summary(run, reason)
+    _tell_saved(run, listener, saves)
+    return _summary(run, reason, steps=run.progress.step - first)
 
 
 def take_step(run: Run) -> dict[str, float]:
@@ -151,21 +166,33 @@ def _timed(run: Run) -> Iterator[None]:
         run.speed.add(settings.batch_size * settings.accumulate * length, run.clock.seconds["train"] - before)
 
 
-def _waited_enough(run: Run) -> bool:
-    patience = run.config.eval.patience
-    return patience is not None and run.progress.waited >= patience
+def _test_range(run: Run, listener: Listener, record: dict[str, float]) -> None:
+    """Let the range test see a step; after the last one, tell what it found."""
+    test = run.progress.range_test
+    test.add(record["learning_rate"], record["loss"], steps=run.config.loop.steps)
+    if _ended(run):
+        _tell(run, listener, "suggestion", {"learning_rate": test.suggestion(), "lowest_loss": test.lowest})
+
+
+def _ended(run: Run) -> str | None:
+    """Return why there is no further step to do, if so."""
+    progress, patience = run.progress, run.config.eval.patience
+    if progress.range_test.over or (patience is not None and progress.waited >= patience):
+        return "early stop"
+    return "done" if progress.step >= run.config.loop.steps else None
 
 
 def _due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _tell(run: Run, listener: Listener, kind: str, values: dict[str, Any]) -> None:
-    run.log.write(run.progress.step, kind, **values)
-    listener.happened(run.progress.step, kind, values)
+def _tell(run: Run, listener: Listener, kind: str, values: dict[str, Any], *, step: int | None = None) -> None:
+    step = run.progress.step if step is None else step
+    run.log.write(step, kind, **values)
+    listener.happened(step, kind, values)
 
 
-def _evaluate(run: Run, listener: Listener) -> float:
+def _evaluate(run: Run, listener: Listener) -> dict[str, float]:
     config, progress = run.config, run.progress
     length = config.model.context_length
     # As many tokens at once as leave the logits small, whatever the vocabulary.
@@ -178,7 +205,7 @@ def _evaluate(run: Run, listener: Listener) -> float:
     better = loss < progress.best
     progress.best, progress.waited = (loss, 0) if better else (progress.best, progress.waited + 1)
     _tell(run, listener, "evaluate", {METRIC: loss, "best": progress.best})
-    return loss
+    return {METRIC: loss}
 
 
 def _sample(run: Run, listener: Listener) -> None:
@@ -198,21 +225,34 @@ def _sample(run: Run, listener: Listener) -> None:
     _tell(run, listener, "sample", {"text": tokenizer.decode(ids.tolist())})
 
 
-def _save(run: Run, listener: Listener, metrics: dict[str, float]) -> None:
+def _save(run: Run, saves: Saves, metrics: dict[str, float]) -> None:
     with run.clock.spent_on("checkpoint"):
-        # A step that was damaged and passed over is done again.
-        pending = run.manager.save(run.progress.step, run.state(), metrics, overwrite=True)
-    _tell(run, listener, "save", {"path": pending.path})
+        saves.begin(run.progress.step, run.state(), metrics)
 
 
-def _summary(run: Run, reason: str) -> Summary:
+def _tell_saved(run: Run, listener: Listener, saves: Saves) -> None:
+    """Tell of the checkpoints that are durable by now."""
+    for step, report in saves.ended():
+        values = {
+            "path": report.path,
+            "stall_seconds": report.stall_seconds,
+            "durable_seconds": report.durable_seconds,
+            "new_bytes": report.new_bytes,
+        }
+        _tell(run, listener, "save", values, step=step)
+
+
+def _summary(run: Run, reason: str, *, steps: int) -> Summary:
     total = run.speed.total()
     return Summary(
         step=run.progress.step,
+        steps=steps,
         reason=reason,
         loss=run.progress.loss,
         best=run.progress.best,
         tokens_per_second=total.get("tokens_per_second", math.nan),
         mfu=total.get("mfu", math.nan),
+        peak_memory_bytes=peak_memory(run.device),
+        suggested_learning_rate=run.progress.range_test.suggestion(),
         seconds=dict(run.clock.seconds),
     )

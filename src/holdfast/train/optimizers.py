@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.train.config import OptimConfig
+from holdfast.errors import UsageError
+from holdfast.train.sections import OptimConfig
 
 Optimizers = dict[str, torch.optim.Optimizer]
 """By name; all of them are stepped in each step of training."""
@@ -60,6 +61,21 @@ def _adamw(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.opt
         foreach=True if config.implementation == "foreach" else None,
         fused=True if config.implementation == "fused" else None,
     )
+
+
+def check_optimizers(config: OptimConfig, device: torch.device) -> None:
+    """Raise UsageError if AdamW is not to be had on a device as it is set."""
+    parameter = nn.Parameter(torch.zeros(1, 1, device=device))
+    parameter.grad = torch.zeros_like(parameter)
+    try:
+        # Torch looks at the device in the first step only.
+        _adamw([parameter], config).step()
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(
+            f"optim.implementation is {config.implementation!r}, which is not to be had on {device}: {reason}",
+            remedy='give "default"',
+        ) from error
 
 
 def set_learning_rate(optimizers: Optimizers, share: float) -> None:

@@ -6,9 +6,10 @@ import difflib
 from collections.abc import Callable
 
 from holdfast.errors import UsageError
-from holdfast.train.config import (
+from holdfast.train.config import Config
+from holdfast.train.model.config import ModelConfig
+from holdfast.train.sections import (
     CheckpointConfig,
-    Config,
     DataConfig,
     EvalConfig,
     LogConfig,
@@ -17,7 +18,6 @@ from holdfast.train.config import (
     SampleConfig,
     ScheduleConfig,
 )
-from holdfast.train.model.config import ModelConfig
 
 _AS_THE_DATA = 1
 """A vocabulary that the data's is larger than."""

@@ -2,66 +2,38 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import torch
 
+from holdfast.checkpoint import tuning
 from holdfast.checkpoint.manager import CheckpointManager
 from holdfast.checkpoint.retention import KeepBest
-from holdfast.checkpoint.stateful import RandomState
-from holdfast.errors import UsageError
+from holdfast.checkpoint.steps import step_path
+from holdfast.errors import StoreError, UsageError
+from holdfast.formats.native.writer import chosen_codec
 from holdfast.train.average import WeightAverage
 from holdfast.train.clock import Clock
-from holdfast.train.config import CheckpointConfig, Config
+from holdfast.train.config import Config
 from holdfast.train.data.batches import Batches
 from holdfast.train.data.dataset import Dataset
+from holdfast.train.device import RunRandomState, chosen_device, surroundings
 from holdfast.train.generate import prompt_ids
 from holdfast.train.log import RunLog
+from holdfast.train.model.config import ModelConfig
 from holdfast.train.model.gpt import GPT
-from holdfast.train.optimizers import Optimizers, build_optimizers
-from holdfast.train.run_folder import RunFolder
+from holdfast.train.optimizers import Optimizers, build_optimizers, check_optimizers
+from holdfast.train.progress import Progress
+from holdfast.train.run_data import with_data
+from holdfast.train.run_folder import Changes, RunFolder
 from holdfast.train.schedules import Plateau
+from holdfast.train.sections import CheckpointConfig
 from holdfast.train.speed import Speedometer, measured_peak
 
 METRIC = "validation_loss"
-
-
-@dataclass
-class Progress:
-    """Where a run stands.
-
-    Attributes
-    ----------
-    step : int
-        Steps that are done.
-    best : float
-        The best validation loss so far.
-    waited : int
-        Evaluations since then.
-    loss : float
-        The last validation loss; infinite before the first.
-    skipped : int
-        Updates that were skipped because the loss or the gradient was not finite.
-    """
-
-    step: int = 0
-    best: float = math.inf
-    waited: int = 0
-    loss: float = math.inf
-    skipped: int = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        return dict(vars(self))
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what `state_dict` gave."""
-        vars(self).update(state)
 
 
 @dataclass
@@ -84,6 +56,8 @@ class Run:
     log : RunLog
     speed : Speedometer
     clock : Clock
+    notes : tuple of str
+        What a person is to be told before it goes on.
     """
 
     config: Config
@@ -100,6 +74,7 @@ class Run:
     speed: Speedometer
     progress: Progress = field(default_factory=Progress)
     clock: Clock = field(default_factory=Clock)
+    notes: tuple[str, ...] = ()
 
     def state(self) -> dict[str, Any]:
         """Return all that a checkpoint of the run holds."""
@@ -110,7 +85,7 @@ class Run:
             "plateau": self.plateau,
             "batches": self.batches,
             "progress": self.progress,
-            "rng": RandomState(),
+            "rng": RunRandomState(),
         }
 
 
@@ -131,55 +106,110 @@ def open_run(config: Config, folder: RunFolder, dataset: Dataset, *, resume: boo
     Raises
     ------
     UsageError
-        If configuration, data and run do not fit together.
+        If configuration, data and run do not fit together, or as `check_settings`.
     DestinationExistsError
         If a run was started there and is not to go on.
+    StoreError
+        If there is no memory for the model, another process is writing there, or the operating system refuses.
     """
-    config = _with_vocabulary(config, dataset)
-    _check(config, dataset)
-    device = chosen_device(config.loop.device)
-    if resume and folder.exists():
-        folder.check_resumable(config, dataset)
+    resume = resume and folder.exists()
+    if resume:
+        # First: with other data all else would be told wrongly.
+        folder.check_data(dataset)
     else:
         folder.check_new()
-    if config.loop.threads is not None:
-        torch.set_num_threads(config.loop.threads)
-    torch.manual_seed(config.loop.seed)
-    model = GPT(config.model, generator=torch.Generator().manual_seed(config.loop.seed), device=device)
-    batches = Batches(
-        dataset.train,
-        context_length=config.model.context_length,
-        batch_size=config.loop.batch_size,
-        seed=config.loop.seed,
-        order=config.data.order,
-    )
-    with ExitStack() as stack:
-        manager = stack.enter_context(_manager(folder, config.checkpoint))
+    config = with_data(config, folder, dataset, resume=resume)
+    changed = folder.changed_settings(config) if resume else {}
+    device = check_settings(config, folder)
+    _check_data(config, dataset)
+    run = _built(config, folder, dataset, device)
+    here = surroundings(device)
+    with run.manager, run.log:
         # Before anything is written: another process may be in the middle of this run.
-        manager.claim()
-        if not folder.exists():
-            folder.start(config, dataset)
-        run = Run(
-            config=config,
-            folder=folder,
-            dataset=dataset,
-            device=device,
-            model=model,
-            optimizers=build_optimizers(model, config.optim),
-            plateau=Plateau(config.schedule),
-            batches=batches,
-            average=WeightAverage(model, config.ema.decay),
-            manager=manager,
-            log=stack.enter_context(RunLog(folder.log, tensorboard=config.log.tensorboard)),
-            speed=Speedometer(config.model.flops_per_token(), measured_peak(device)),
-        )
-        if manager.latest() is not None:
-            manager.restore(into=run.state())
+        run.manager.claim()
+        if not resume:
+            # It may also have come and gone since we looked.
+            folder.check_new()
+            folder.start(config, dataset, here)
+        if run.manager.latest() is not None:
+            run.manager.restore(into=run.state())
         run.log.begin(run.progress.step)
+        if resume:
+            moved = folder.changed_surroundings(here)
+            run.notes = _in_words(moved)
+            folder.note_resumed(run.progress.step, changed, moved)
         yield run
 
 
-def _check(config: Config, dataset: Dataset) -> None:
+def _built(config: Config, folder: RunFolder, dataset: Dataset, device: torch.device) -> Run:
+    """Return a run before its first step, of which nothing is written yet."""
+    if config.loop.threads is not None:
+        torch.set_num_threads(config.loop.threads)
+    torch.manual_seed(config.loop.seed)
+    model = _model(config.model, config.loop.seed, device)
+    return Run(
+        config=config,
+        folder=folder,
+        dataset=dataset,
+        device=device,
+        model=model,
+        optimizers=build_optimizers(model, config.optim),
+        plateau=Plateau(config.schedule),
+        batches=Batches(
+            dataset.train,
+            context_length=config.model.context_length,
+            batch_size=config.loop.batch_size,
+            seed=config.loop.seed,
+            order=config.data.order,
+        ),
+        average=WeightAverage(model, config.ema.decay),
+        manager=_manager(folder, config.checkpoint),
+        log=RunLog(folder.log, tensorboard=config.log.tensorboard),
+        speed=Speedometer(config.model.flops_per_token(), measured_peak(device)),
+    )
+
+
+def check_settings(config: Config, folder: RunFolder) -> torch.device:
+    """Refuse what would end a run later, as far as no data is needed to know it; return the run's device.
+
+    Nothing is written.
+
+    Raises
+    ------
+    UsageError
+        If there is no such device, it has no such optimizer, or checkpoints cannot be saved as they are to be.
+    MissingExtraError
+        If TensorBoard is asked for and not installed.
+    """
+    device = chosen_device(config.loop.device)
+    check_optimizers(config.optim, device)
+    _check_saving(config.checkpoint, folder)
+    # It opens nothing before it begins.
+    RunLog(folder.log, tensorboard=config.log.tensorboard)
+    return device
+
+
+def _check_saving(config: CheckpointConfig, folder: RunFolder) -> None:
+    """Refuse now what the first save would."""
+    try:
+        _manager(folder, config)
+        choice = tuning.choose(
+            step_path(folder.checkpoints, 0),
+            "native",
+            compression=config.compression,
+            threads=None,
+            memory_budget=None,
+            options={},
+        )
+        if choice.compression != "auto":
+            chosen_codec(choice.compression)
+    except UsageError as error:
+        raise UsageError(
+            f"checkpoints cannot be saved so: {error.message}", path=error.path, remedy=error.remedy
+        ) from error
+
+
+def _check_data(config: Config, dataset: Dataset) -> None:
     """Refuse now what would end the run hours later."""
     length = config.model.context_length
     for split, tokens in (("training", dataset.train), ("validation", dataset.validation)):
@@ -193,6 +223,24 @@ def _check(config: Config, dataset: Dataset) -> None:
         prompt_ids(dataset.tokenizer, config.sample.prompt)
 
 
+def _model(config: ModelConfig, seed: int, device: torch.device) -> GPT:
+    try:
+        return GPT(config, generator=torch.Generator().manual_seed(seed), device=device)
+    except (RuntimeError, OverflowError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise StoreError(
+            f"a model of {config.parameter_count():,} parameters cannot be made: {reason}",
+            remedy="take a smaller one (--model.d_model, --model.n_layers)",
+        ) from error
+
+
+def _in_words(moved: Changes) -> tuple[str, ...]:
+    if not moved:
+        return ()
+    told = "; ".join(f"{name} was {before}, and is {now}" for name, (before, now) in moved.items())
+    return (f"what follows may differ in the last bits from a run that was never interrupted: {told}",)
+
+
 def _manager(folder: RunFolder, config: CheckpointConfig) -> CheckpointManager:
     return CheckpointManager(
         folder.checkpoints,
@@ -203,28 +251,3 @@ def _manager(folder: RunFolder, config: CheckpointConfig) -> CheckpointManager:
         asynchronous=config.asynchronous,
         memory_budget=config.memory_budget,
     )
-
-
-def _with_vocabulary(config: Config, dataset: Dataset) -> Config:
-    """Return the configuration with a vocabulary that the data's fits into."""
-    size = max(config.model.vocab_size, dataset.vocab_size)
-    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, vocab_size=size))
-
-
-def chosen_device(name: str) -> torch.device:
-    """Return the device of a name; ``"auto"`` is the GPU where there is one.
-
-    Raises
-    ------
-    UsageError
-        If torch has no such device here.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"loop.device is {name!r}: {reason}", remedy='give "auto", "cpu" or "cuda"') from error
-    return device

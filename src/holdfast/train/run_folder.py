@@ -21,14 +21,17 @@ from holdfast.train.data.dataset import Dataset
 from holdfast.train.data.tokenizers.base import Tokenizer
 from holdfast.train.data.tokenizers.known import tokenizer_from_dict
 
+Changes = dict[str, tuple[Any, Any]]
+"""What differs, by name: as it was, and as it is."""
+
 ABOUT = "run.json"
 TOKENIZER = "tokenizer.json"
 LOG = "log.jsonl"
 CHECKPOINTS = "checkpoints"
 DATA = "data"
 
-_MAY_CHANGE = ("log.", "sample.", "checkpoint.", "loop.on_divergence")
-"""Settings that do not touch what a run computes, as long as all goes well."""
+_MAY_CHANGE = ("log.", "sample.", "checkpoint.", "loop.on_divergence", "loop.device", "loop.threads", "data.source")
+"""Settings that do not touch what a run computes, as long as all goes well: not on the same machine, at least."""
 
 
 class RunFolder:
@@ -37,7 +40,7 @@ class RunFolder:
     ``run.json`` says what it was started with: configuration, data, environment, and the state of the git repository
     around. ``tokenizer.json`` is the data's tokenizer, so that the run stands alone. ``log.jsonl`` has a line for each
     logged step. ``checkpoints/`` is the folder of a `CheckpointManager`. ``data/`` is the prepared data, where it was
-    prepared for this run.
+    prepared for this run. Each time that the run goes on, ``run.json`` is told what is different then.
 
     Parameters
     ----------
@@ -68,24 +71,61 @@ class RunFolder:
                 remedy="choose another --out, or move them elsewhere",
             )
 
-    def start(self, config: Config, dataset: Dataset) -> None:
+    def start(self, config: Config, dataset: Dataset, surroundings: dict[str, Any]) -> None:
         """Write down what a run starts with.
+
+        Parameters
+        ----------
+        config : Config
+        dataset : Dataset
+        surroundings : dict
+            See `holdfast.train.device.surroundings`.
 
         Raises
         ------
         StoreError
             If the operating system refuses.
         """
-        about = {
-            "config": config.as_dict(),
-            "data": {"path": str(dataset.path), "fingerprint": dataset.fingerprint, "about": dataset.about},
-            "started": datetime.now(UTC).isoformat(timespec="seconds"),
-            "git": _git(),
-        }
         self.path.mkdir(parents=True, exist_ok=True)
-        about["environment"] = environment.describe(self.path)
+        place = Path(os.path.abspath(dataset.path))
+        about: dict[str, Any] = {
+            "config": config.as_dict(),
+            "data": {
+                # What was prepared here moves with the folder.
+                "path": DATA if place == self.data else str(place),
+                "fingerprint": dataset.fingerprint,
+                "about": dataset.about,
+            },
+            "started": _now(),
+            "git": _git(),
+            "environment": environment.describe(self.path),
+            "surroundings": surroundings,
+            "resumed": [],
+        }
         self._write(TOKENIZER, sealed.seal(dataset.tokenizer.as_dict()))
         # Last: with it the run is there.
+        self._write_about(about)
+
+    def note_resumed(self, step: int, settings: Changes, surroundings: Changes) -> None:
+        """Write down that the run goes on, and what is not as it was when it began.
+
+        Parameters
+        ----------
+        step : int
+            After which it goes on.
+        settings, surroundings : dict of str to tuple
+            What differs: as it was, and as it is.
+
+        Raises
+        ------
+        StoreError
+            If the operating system refuses.
+        """
+        about = self.about()
+        entry = {"step": step, "time": _now(), "settings": settings, "surroundings": surroundings}
+        self._write_about({**about, "resumed": [*about.get("resumed", []), entry]})
+
+    def _write_about(self, about: dict[str, Any]) -> None:
         self._write(ABOUT, json.dumps(about, indent=1).encode() + b"\n")
 
     def _write(self, name: str, content: bytes) -> None:
@@ -136,13 +176,22 @@ class RunFolder:
         except UsageError as error:
             raise CorruptCheckpointError(f"is damaged ({error.message})", path=self.path / ABOUT) from error
 
-    def check_resumable(self, config: Config, dataset: Dataset) -> None:
-        """Check that a run would go on as it began.
+    def check_data(self, dataset: Dataset) -> None:
+        """Raise UsageError unless data is what the run began with."""
+        if self.about()["data"].get("fingerprint") != dataset.fingerprint:
+            raise UsageError(
+                f"the data in {dataset.path} has changed since the run began",
+                path=self.path,
+                remedy="say by --data where the same data is, prepare it again, or start a new run in another --out",
+            )
+
+    def changed_settings(self, config: Config) -> Changes:
+        """Return the settings that differ from those that the run began with: as they were, and as they are.
 
         Raises
         ------
         UsageError
-            If the configuration differs in what a run computes, or the data has changed.
+            If one of them decides what the run computes.
         """
         found = differences(self.config(), config)
         told = [
@@ -156,13 +205,16 @@ class RunFolder:
                 path=self.path,
                 remedy="leave the settings out to go on with those of the run, or start a new run in another --out",
             )
-        before = self.about()["data"].get("fingerprint")
-        if before != dataset.fingerprint:
-            raise UsageError(
-                f"the data in {dataset.path} has changed since the run began",
-                path=self.path,
-                remedy="prepare the same data again, or start a new run",
-            )
+        return found
+
+    def changed_surroundings(self, now: dict[str, Any]) -> Changes:
+        """Return how the `holdfast.train.device.surroundings` of now differ from those in which the run began."""
+        began = self.about().get("surroundings", {})
+        return {name: (began[name], each) for name, each in now.items() if name in began and began[name] != each}
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _git() -> dict[str, Any] | None:
@@ -175,4 +227,5 @@ def _git() -> dict[str, Any] | None:
 
 
 def _output_of(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
+    # Names of files need not be text.
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", check=True, timeout=10).stdout

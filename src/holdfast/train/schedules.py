@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from holdfast.train.config import ScheduleConfig
+from holdfast.train.sections import ScheduleConfig
 
 
 def share(config: ScheduleConfig, step: int, steps: int) -> float:
@@ -12,7 +12,7 @@ def share(config: ScheduleConfig, step: int, steps: int) -> float:
 
     Warm-up is linear. ``"cosine"`` is that of Loshchilov and Hutter (arXiv 1608.03983), without restarts; ``"wsd"``,
     warm-up, stable, decay, that of Hu et al. (arXiv 2404.06395), with a linear decay; ``"range"`` rises exponentially,
-    as the range test of Smith (arXiv 1506.01186) does linearly.
+    as the range test of Smith (arXiv 1506.01186) does linearly; see `holdfast.train.range_test` for what it finds.
 
     Parameters
     ----------

@@ -11,8 +11,9 @@ from holdfast.checkpoint.manager import CheckpointManager
 from holdfast.checkpoint.steps import Step
 from holdfast.errors import NotACheckpointError
 from holdfast.train.data.tokenizers.base import Tokenizer
+from holdfast.train.device import chosen_device
 from holdfast.train.model.gpt import GPT
-from holdfast.train.run import METRIC, chosen_device
+from holdfast.train.run import METRIC
 from holdfast.train.run_folder import RunFolder
 
 Which = Literal["last", "best"]
@@ -35,7 +36,7 @@ def load_trained(folder: RunFolder, *, which: Which = "last", device: str = "aut
     which : str
         ``"last"``, or ``"best"`` by the validation loss.
     device : str
-        As ``loop.device``.
+        See `chosen_device`.
 
     Raises
     ------
