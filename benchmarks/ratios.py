@@ -56,12 +56,12 @@ RAW, LOSSLESS = "holdfast", "holdfast-lossless"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One figure that must be reached.
+    """One figure, which must be reached unless it has no bound.
 
     Attributes
     ----------
     what : str
-    bound : float
+    bound : float or None
         The least, or the most if ``at_most``.
     measured : float or None
         None if it could not be measured; that is a miss.
@@ -72,7 +72,7 @@ class Line:
     """
 
     what: str
-    bound: float
+    bound: float | None
     measured: float | None
     low: float | None = None
     high: float | None = None
@@ -84,12 +84,16 @@ class Line:
         """Whether the figure was measured and is on the right side of its bound."""
         if self.measured is None:
             return False
+        if self.bound is None:
+            return True
         return self.measured <= self.bound if self.at_most else self.measured >= self.bound
 
     def row(self) -> tuple[str, ...]:
         """Return it as a row of the table."""
         spread = "" if self.low is None or self.high is None else f"{self.low:.2f} - {self.high:.2f}"
         measured = "not measured" if self.measured is None else f"{self.measured:.3g} {self.unit}"
+        if self.bound is None:
+            return (self.what, measured, spread, "", "")
         bound = f"{'<=' if self.at_most else '>='} {self.bound:.3g} {self.unit}"
         return (self.what, measured, spread, bound, "PASS" if self.reached else "MISS")
 

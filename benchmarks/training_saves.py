@@ -285,7 +285,11 @@ _PARTS = ("bf16 weights", "fp32 weights", "first moments", "second moments")
 
 
 def delta(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Return, by part, the stored share of each of several successive checkpoints, and seconds of loading."""
+    """Return, by part, the stored share of each of several successive checkpoints, and seconds of loading.
+
+    Each is saved in three ways: as a difference from the one before it, 10 steps earlier; by a manager, which makes
+    differences from blocks that were whole up to 70 steps earlier; and whole, by planes alone.
+    """
     from pydoc_data.topics import topics  # text that every Python has
 
     text = torch.tensor(list("\n".join(topics.values()).encode()))
@@ -293,7 +297,7 @@ def delta(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     model = _Gpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     samples: dict[str, Any] = {name: [] for name in _PARTS}
-    samples |= {f"{name}, planes alone": [] for name in _PARTS} | {"deepest": []}
+    samples |= {f"{name}, {how}": [] for name in _PARTS for how in ("in a chain", "planes alone")} | {"deepest": []}
     kept: list[dict[str, Any]] = []
     manager = holdfast.CheckpointManager(folder / "run", incremental="delta")
 
@@ -322,18 +326,26 @@ def delta(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             train(10)
         found = state()
         manager.save(number, found).wait()
-        plain = folder / "plain"
-        holdfast.save(found, plain, compression="lossless", overwrite=True)
+        plain, before = folder / f"plain-{number}", folder / f"plain-{number - 1}"
+        holdfast.save(found, plain, compression="lossless", incremental=True)
+        if number:
+            apart = folder / "apart"
+            holdfast.save(found, apart, compression="lossless", base=before, delta=True, overwrite=True)
+            _add_shares(samples, "", apart)
+        _add_shares(samples, ", planes alone", plain)
         path = manager.steps()[-1].path
+        _add_shares(samples, ", in a chain", path)
         if number in (0, _LONGEST):
             kept.append(copy.deepcopy(found))
-        about, alone = holdfast.info(path), holdfast.info(plain)
-        samples["deepest"].append(about.details.get("history", {}).get("deepest_chain", 0))
-        for name in _PARTS:
-            samples[name].append(about.by_part[name].stored_bytes / about.by_part[name].nbytes)
-            samples[f"{name}, planes alone"].append(alone.by_part[name].stored_bytes / alone.by_part[name].nbytes)
+        samples["deepest"].append(holdfast.info(path).details.get("history", {}).get("deepest_chain", 0))
     manager.close()
     return samples | _restore(folder, *kept, options.rounds)
+
+
+def _add_shares(samples: dict[str, Any], how: str, path: Path) -> None:
+    about = holdfast.info(path)
+    for name in _PARTS:
+        samples[name + how].append(about.by_part[name].stored_bytes / about.by_part[name].nbytes)
 
 
 _LONGEST = 7
@@ -359,23 +371,23 @@ def _restore(folder: Path, first: dict[str, Any], last: dict[str, Any], rounds: 
     return samples
 
 
+def _share_line(what: str, bound: float | None, shares: list[float]) -> Line:
+    return Line(what, bound, statistics.median(shares), min(shares), max(shares), at_most=True)
+
+
 def delta_lines(samples: dict[str, Any]) -> Iterator[Line]:
     bounds = {"bf16 weights": 0.37, "fp32 weights": 0.70, "second moments": 0.73}
     for name, bound in bounds.items():
+        yield _share_line(f"{name}, 10 steps apart: stored / raw", bound, samples[name])
+    for name in _PARTS:
         # Those that are differences: whole ones come at least every eighth time.
-        found = [share for share, deep in zip(samples[name], samples["deepest"], strict=True) if deep]
-        yield Line(
-            f"{name}, 10 steps apart: stored / raw",
-            bound,
-            statistics.median(found),
-            min(found),
-            max(found),
-            at_most=True,
-        )
+        found = [share for share, deep in zip(samples[f"{name}, in a chain"], samples["deepest"], strict=True) if deep]
+        yield _share_line(f"{name}, 10 to 70 steps apart: stored / raw", None, found)
     worst = max(
         share / alone
         for name in _PARTS
-        for share, alone in zip(samples[name], samples[f"{name}, planes alone"], strict=True)
+        for shares in (samples[f"{name}, in a chain"], [0.0, *samples[name]])
+        for share, alone in zip(shares, samples[f"{name}, planes alone"], strict=True)
     )
     yield Line("differences / planes alone, at worst", 1.0, worst, at_most=True)
     for kind in ("warm", "cold"):

@@ -13,6 +13,7 @@ Grouped by what the caller does next; each carries a stable ``kind`` and the exi
     ├── DestinationExistsError       6  choose another path, or ``overwrite=True``
     └── UnsupportedError             7  this cannot be saved or read here; the message says what can be done
         ├── UnsupportedLeafError     7  one value of the state cannot be saved
+        ├── TechniqueNotActiveError  7  a technique of training was asked for, and is not at work
         └── MissingExtraError        7  a ``pip install`` away
 """
 
@@ -193,6 +194,12 @@ class UnsupportedLeafError(UnsupportedError):
 
     def _subject(self) -> str | None:
         return None if self.name is None else f"key {self.name!r}"
+
+
+class TechniqueNotActiveError(UnsupportedError):
+    """A technique of training was asked for, and was not seen at work in the first step."""
+
+    kind = "technique-not-active"
 
 
 class MissingExtraError(UnsupportedError):

@@ -43,11 +43,19 @@ FLAGS = {
         *RUN,
     },
     "bench claims": {"--model", *RUN},
+    "bench training": {
+        *("--experiment", "--recipe", "--data", "--steps", "--equal-time", "--arms", "--seed", "--list"),
+        *("--time-limit", "--memory-limit"),
+        *(RUN - {"--dir"}),
+    },
     "data prepare": {
         *("--out", "--tokenizer", "--vocab-size", "--validation", "--seed", "--encoding", "--overwrite"),
     },
     "data info": {"--verify"},
-    "train": {"--data", "--out", "--resume", "--list-recipes", "--list-settings"},
+    "train": {
+        *("--data", "--out", "--resume", "--technique"),
+        *("--list-recipes", "--list-settings", "--list-techniques"),
+    },
     "generate": {
         *("--prompt", "--tokens", "--temperature", "--top-k", "--top-p", "--seed", "--which", "--device"),
         *("--cache", "--no-cache"),
@@ -65,6 +73,9 @@ FLAGS = {
         "--dry-run",
     },
     "tune checkpoint": {"--seconds", "--size", "--from", "--out", "--dry-run"},
+    "tune training": {
+        *("--memory", "--run", "--data", "--technique", "--largest", "--predict-only", "--out"),
+    },
     "demo": {"--scale", "--from", "--rounds", "--dir", "--training", "--out"},
 }
 
@@ -81,7 +92,10 @@ def test_the_commands_are_those_documented(capsys: pytest.CaptureFixture[str]) -
         *("report", "tune", "demo"),
     ]
     groups = [f"{group} {name}" for group in ("bench", "data", "tune") for name in build_app()[group] if name[0] != "-"]
-    assert groups == ["bench checkpoint", "bench claims", "data prepare", "data info", "tune checkpoint"]
+    assert groups == [
+        *("bench checkpoint", "bench claims", "bench training"),
+        *("data prepare", "data info", "tune checkpoint", "tune training"),
+    ]
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     assert all(f" {command} " in text for command in commands)

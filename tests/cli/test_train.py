@@ -326,8 +326,8 @@ def test_a_terminal_that_closes_lets_the_run_save(tmp_path: Path, text: Path) ->
 
 
 def test_a_second_ctrl_c_stops_at_once(tmp_path: Path, text: Path) -> None:
-    # One step takes minutes here.
-    command = [RECIPE, "--data", text, "--loop.accumulate", "1000000", "--out", tmp_path / "run"]
+    # One step takes minutes here, with its 20,000 small batches.
+    command = [RECIPE, "--data", text, "--loop.accumulate", "20000", "--out", tmp_path / "run"]
     process = start(*command)
     while not (tmp_path / "run" / "log.jsonl").exists():
         assert process.poll() is None, process.communicate()

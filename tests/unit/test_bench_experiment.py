@@ -107,8 +107,9 @@ def written(tmp_path):
 
 
 def test_the_experiments_that_come_with_holdfast():
-    assert list(shipped()) == NAMES
+    assert list(shipped("checkpoint")) == NAMES
     assert all(shipped().values())
+    assert set(shipped()) > set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -687,7 +688,7 @@ def test_a_name_that_there_is_not(tmp_path, monkeypatch):
     assert caught.value.remedy == "did you mean 'three-way'? (or give the path of a JSON file)"
     with pytest.raises(UsageError) as caught:
         read_experiment("zzz")
-    assert caught.value.remedy == f"experiments: {', '.join(NAMES)} (or give the path of a JSON file)"
+    assert caught.value.remedy == f"experiments: {', '.join(shipped())} (or give the path of a JSON file)"
 
 
 def test_a_path_that_there_is_not(tmp_path):

@@ -131,6 +131,7 @@ def test_public_names() -> None:
         "StateMismatchError",
         "Step",
         "StoreError",
+        "TechniqueNotActiveError",
         "UnsupportedError",
         "UnsupportedLeafError",
         "UsageError",
@@ -169,6 +170,7 @@ def test_error_kinds_and_exit_codes() -> None:
         "not-a-checkpoint": 5,
         "destination-exists": 6,
         "unsupported": 7,
+        "technique-not-active": 7,
         "unsupported-leaf": 7,
         "missing-extra": 7,
     }

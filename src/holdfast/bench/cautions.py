@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from statistics import median
 from typing import Any
 
-from holdfast.bench.phrases import counted, difference, listed, number
+from holdfast.bench.phrases import counted, difference, gate_words, listed, number
 from holdfast.bench.samples import OK, Measure, Samples
 from holdfast.bench.statistics import blocks_needed
 from holdfast.bench.verdicts import SMALLEST, Noise
@@ -32,7 +32,6 @@ _MORE_RUNS = 10
 _MOST_SHOWN = 6
 
 _FAILED = {
-    "gate": "what came back was not what was saved",
     "failed": "failed",
     "timeout": "took longer than a cell may",
     "memory": "needed more memory than a cell may have",
@@ -73,6 +72,7 @@ def _unreached(samples: Samples) -> Iterator[Caution]:
 
 
 def _failures(samples: Samples) -> Iterator[Caution]:
+    workload = samples.experiment.get("workload")
     for arm in samples.arms:
         by_status: dict[str, list[str | None]] = defaultdict(list)
         for cell in samples.failures(arm.name):
@@ -80,7 +80,8 @@ def _failures(samples: Samples) -> Iterator[Caution]:
         for status, reasons in by_status.items():
             blocks = counted(len(samples.cells_of(arm.name)), "block")
             because = f": {reasons[0]}" if reasons[0] else ""
-            text = f"{arm.name}: {_FAILED.get(status, status)} in {len(reasons)} of {blocks}{because}"
+            words = gate_words(workload) if status == "gate" else _FAILED.get(status, status)
+            text = f"{arm.name}: {words} in {len(reasons)} of {blocks}{because}"
             yield text, _REMEDIES.get(status, _REMEDIES["failed"])
 
 

@@ -35,6 +35,7 @@ class CellResult:
     seconds: float
     figures: dict[str, float] = field(default_factory=dict)
     clocks: dict[str, float] = field(default_factory=dict)
+    seen: dict[str, str] = field(default_factory=dict)
 
 
 def command_of(task: Task) -> list[str]:
@@ -122,6 +123,5 @@ def _told(code: int, out: str, err: str, seconds: float) -> CellResult:
 
 def _parsed(text: str, seconds: float) -> CellResult:
     document: dict[str, Any] = json.loads(text)
-    return CellResult(
-        document["status"], document["reason"], seconds, document.get("figures", {}), document.get("clocks", {})
-    )
+    found = {key: document[key] for key in ("figures", "clocks", "seen") if key in document}
+    return CellResult(document["status"], document["reason"], seconds, **found)

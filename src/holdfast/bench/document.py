@@ -71,6 +71,7 @@ def _planned(block: int, order: int, arm: str) -> dict[str, Any]:
         "subject": None,
         "figures": {},
         "clocks": {},
+        "seen": {},
     }
 
 

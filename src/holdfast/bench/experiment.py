@@ -43,7 +43,7 @@ class Experiment:
     name, title, about : str
         About: sentences for people.
     workload : str
-        What the arms do: ``"checkpoint"``.
+        What the arms do: ``"checkpoint"`` or ``"training"``.
     design : str
         How the arms came about.
     baseline : str
@@ -65,7 +65,7 @@ class Experiment:
         Of fractional designs: groups of effects, each the list of its factors, that cannot be told apart.
     settings : dict
         The workload's own, for all arms: for ``checkpoint`` the ``model`` or what it is taken ``from``, ``slow_model``,
-        ``with_optimizer``, ``into``, ``device``, ``save_dir``.
+        ``with_optimizer``, ``into``, ``device``, ``save_dir``; for ``training`` see its workload.
     notes : tuple of str
         What a person should be told before it runs.
     """
@@ -193,9 +193,10 @@ def placebo_name(baseline: str) -> str:
     return f"{baseline} (again)"
 
 
-def shipped() -> dict[str, str]:
-    """Return the experiments that come with Holdfast: name to title."""
-    return {path.stem: json.loads(path.read_text(encoding="utf-8"))["title"] for path in _shipped_files()}
+def shipped(workload: str | None = None) -> dict[str, str]:
+    """Return the experiments that come with Holdfast, all or those of a workload: name to title."""
+    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in _shipped_files()}
+    return {name: each["title"] for name, each in found.items() if workload in (None, each["workload"])}
 
 
 def read_experiment(name_or_path: str | os.PathLike[str], *, check_settings: CheckSettings | None = None) -> Experiment:

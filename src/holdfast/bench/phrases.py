@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+_GATES = {"training": "it was not active, or did not compute what it should"}
+
+
+def gate_words(workload: object) -> str:
+    """Return what the failed gate of a workload means; the checkpoints' is that of results that name none."""
+    return _GATES.get(str(workload), "what came back was not what was saved")
+
 
 def number(value: float) -> str:
     """Return a ratio with three significant digits: ``0.663``, ``2.91``, ``20.2``, ``134``."""

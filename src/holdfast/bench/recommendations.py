@@ -17,11 +17,17 @@ Statistics = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 _SYNCING = ("sync", "fsync", "durable")
 _LOADS = ("load_cold", "load_warm")
+_OF_TRAINING = (
+    ("speed", "tokens_per_second"),
+    ("memory", "peak_memory"),
+    ("loss", "loss"),
+    ("loss in equal time", "loss_in_time"),
+)
 _JUDGED = ("helps", "hurts", "within noise")
 
 
 def recommendations(samples: Samples, statistics: Statistics) -> list[dict[str, Any]]:
-    """Return a recommendation for saving, loading, size and all three, as the results file has them.
+    """Return a recommendation for saving, loading and size, or what else was measured, and for all of it together.
 
     ``arm`` is None where nothing is recommended; the text says why. Measures that no arm was judged on are left out.
     """
@@ -29,7 +35,8 @@ def recommendations(samples: Samples, statistics: Statistics) -> list[dict[str, 
         return []
     save, stored = samples.measure("save"), samples.measure("stored")
     load = next((m for name in _LOADS if (m := samples.measure(name)) and _judged(samples, statistics, m)), None)
-    purposes = (("saving", save), ("loading", load), ("size", stored))
+    training = ((purpose, samples.measure(name)) for purpose, name in _OF_TRAINING)
+    purposes = (("saving", save), ("loading", load), ("size", stored), *training)
     judged = {purpose: m for purpose, m in purposes if m is not None and _judged(samples, statistics, m)}
     found = [_single(samples, statistics, purpose, measure) for purpose, measure in judged.items()]
     if len(judged) > 1:

@@ -146,6 +146,7 @@ class _Runner:
             measures=self._measures,
             # No name from the file: what lies there is removed.
             directory=str(self._scratch / f"cell-{self._document['cells'].index(cell)}"),
+            block=cell["block"],
         )
         cell |= {"amount": described["bytes"], "subject": described["description"], "command": command_of(task)}
         cell["started"] = documents.now()

@@ -12,6 +12,7 @@ from typing import Any
 from holdfast.bench.cautions import cautions
 from holdfast.bench.claims import check_claims, has_claims
 from holdfast.bench.effects import effects_of, interactions_of, steps_of
+from holdfast.bench.phrases import gate_words
 from holdfast.bench.recommendations import recommendations
 from holdfast.bench.samples import Arm, Measure, Samples, read_samples
 from holdfast.bench.statistics import Comparison, describe, detectable_gain, holm
@@ -153,7 +154,8 @@ def _why_not_run(samples: Samples, arm: Arm, measure: Measure) -> str | None:
     if samples.failed_gate(arm.name):
         bad = [cell for cell in cells if cell.status == "gate"]
         because = f": {bad[0].reason}" if bad[0].reason else ""
-        return f"what came back was not what was saved, in {len(bad)} of {len(cells)} blocks{because}"
+        words = gate_words(samples.experiment.get("workload"))
+        return f"{words}, in {len(bad)} of {len(cells)} blocks{because}"
     if samples.raw(arm.name, measure):
         return None
     failures = samples.failures(arm.name)

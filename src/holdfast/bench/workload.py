@@ -15,7 +15,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+from holdfast.errors import HoldfastError
+
 _SUFFIX = "_workload"
+
+
+class DoesNotApplyError(HoldfastError):
+    """An arm makes no sense on this machine, or with what it works on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,8 @@ class Task:
         Which of the optional measures to take.
     directory : str
         Where the cell may write; empty at the start, removed afterwards.
+    block : int
+        The number of the block, from 0: a seed of its own for what is random.
     """
 
     workload: str
@@ -57,14 +65,23 @@ class Task:
     subject: dict[str, Any]
     measures: list[str]
     directory: str
+    block: int = 0
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a cell gave: figures by measure, and the seconds of everything that is part of no figure."""
+    """What a cell gave: figures by measure, and the seconds of everything that is part of no figure.
+
+    Attributes
+    ----------
+    figures, clocks : dict of str to float
+    seen : dict of str to str
+        What was seen at work, by its name, in a sentence.
+    """
 
     figures: dict[str, float] = field(default_factory=dict)
     clocks: dict[str, float] = field(default_factory=dict)
+    seen: dict[str, str] = field(default_factory=dict)
 
 
 class Workload(ABC):

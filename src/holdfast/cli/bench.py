@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import shlex
-import signal
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
-from cyclopts.validators import Number
 
-from holdfast.bench import document as documents
-from holdfast.bench import workload
-from holdfast.bench.experiment import Experiment, Limits, read_experiment, shipped
-from holdfast.bench.runner import Listener, execute
+from holdfast.bench.experiment import Experiment
+from holdfast.cli.bench_run import (
+    Runs,
+    Seconds,
+    changed,
+    chosen_experiment,
+    list_experiments,
+    measure,
+    refuse_changes,
+    resume_run,
+)
 from holdfast.cli.options import SIZE, Switch
 from holdfast.cli.output import DEFAULT, Output
-from holdfast.cli.report import deliver
-from holdfast.cli.text import Table, printable
-from holdfast.errors import DestinationExistsError, UsageError
-from holdfast.units import format_seconds
+from holdfast.errors import UsageError
 
 DEFAULT_EXPERIMENT = "peers"
 
-Runs = Annotated[int | None, Parameter(validator=Number(gte=1))]
-Seconds = Annotated[int | None, Parameter(validator=Number(gte=1), metavar="SECONDS")]
+WORKLOAD = "checkpoint"
 
 
 def checkpoint(
@@ -89,23 +86,22 @@ def checkpoint(
         Show the experiments that come with Holdfast.
     """
     if list_:
-        return _list(output)
-    home = workload.get("checkpoint")
+        return list_experiments(WORKLOAD, output)
     if resume:
-        changed: dict[str, Any] = {
+        given: dict[str, Any] = {
             "--model": model,
             "--from": source,
             "--slow-model": slow_model,
             "--with-optimizer": with_optimizer,
         }
-        changed |= {"--runs": runs, "--arms": arms, "--seed": seed}
-        changed |= {"--time-limit": time_limit, "--memory-limit": memory_limit}
-        _refuse_changes(changed)
-        return _resume(experiment, out, directory, output)
-    chosen = read_experiment(experiment or DEFAULT_EXPERIMENT, check_settings=lambda given: home.check(given))
+        given |= {"--runs": runs, "--arms": arms, "--seed": seed}
+        given |= {"--time-limit": time_limit, "--memory-limit": memory_limit}
+        refuse_changes(given)
+        return resume_run(experiment, WORKLOAD, DEFAULT_EXPERIMENT, out, directory, output)
+    chosen = chosen_experiment(experiment or DEFAULT_EXPERIMENT, WORKLOAD)
     chosen = _on_subject(chosen, model, source, slow_model, with_optimizer)
-    chosen = _changed(chosen, runs, arms, seed, time_limit, memory_limit)
-    return _measure(chosen, home, out, directory, overwrite, output)
+    chosen = changed(chosen, runs, arms, seed, time_limit, memory_limit)
+    return measure(chosen, out, directory, overwrite, output)
 
 
 def _on_subject(
@@ -119,25 +115,6 @@ def _on_subject(
     if with_optimizer is not None:
         chosen = chosen.with_settings(with_optimizer=with_optimizer)
     return chosen
-
-
-def _changed(
-    chosen: Experiment,
-    runs: int | None,
-    arms: list[str] | None,
-    seed: int | None,
-    time_limit: int | None,
-    memory_limit: int | None,
-) -> Experiment:
-    if runs is not None:
-        chosen = chosen.with_runs(runs)
-    if arms is not None:
-        chosen = chosen.only(arms)
-    if seed is not None:
-        chosen = chosen.with_seed(seed)
-    seconds = chosen.limits.seconds if time_limit is None else time_limit
-    memory = chosen.limits.memory_bytes if memory_limit is None else memory_limit
-    return chosen.with_limits(Limits(seconds, memory))
 
 
 def claims(
@@ -179,143 +156,3 @@ def claims(
         overwrite=overwrite,
         output=output,
     )
-
-
-def _list(output: Output) -> int:
-    found = shipped()
-    rows = [(name, title) for name, title in found.items()]
-    output.show({"experiments": found}, lambda: Table(("experiment", "what it compares"), rows).show())
-    return 0
-
-
-def _refuse_changes(changed: dict[str, Any]) -> None:
-    for flag, value in changed.items():
-        if value is not None:
-            raise UsageError(
-                f"{flag} cannot be changed in a run that goes on", remedy="leave it out, or give another --out"
-            )
-
-
-def _measure(
-    chosen: Experiment,
-    home: workload.Workload,
-    out: Path | None,
-    directory: Path | None,
-    overwrite: bool,
-    output: Output,
-) -> int:
-    folder = out or Path(chosen.settings.get("save_dir") or f"bench-{chosen.name}")
-    results = folder / documents.FILE_NAME
-    if results.exists() and not overwrite:
-        raise DestinationExistsError(
-            "there are results already",
-            path=results,
-            remedy="give another --out; --resume goes on with them, --overwrite replaces them",
-        )
-    if directory is not None:
-        chosen = chosen.with_settings(save_dir=str(directory))
-    for note in chosen.notes:
-        output.note(note)
-    return _run(documents.plan(chosen, home, _command()), folder, output)
-
-
-def _resume(experiment: str | None, out: Path | None, directory: Path | None, output: Output) -> int:
-    folder = out or Path(f"bench-{Path(experiment or DEFAULT_EXPERIMENT).stem}")
-    document = documents.read(folder / documents.FILE_NAME)
-    found = document["experiment"]["name"]
-    if experiment is not None and not experiment.endswith(".json") and experiment != found:
-        raise UsageError(f"holds results of {found!r}, not of {experiment!r}", path=folder, remedy="give another --out")
-    measured = _place(document, folder)
-    if directory is not None and directory.absolute() != measured.absolute():
-        raise UsageError(f"this run measures in {measured}", remedy="leave out --dir, or start anew with another --out")
-    return _run(document, folder, output)
-
-
-def _place(document: dict[str, Any], folder: Path) -> Path:
-    """Return the folder on the disk that is measured."""
-    return Path(document["experiment"]["settings"].get("save_dir") or folder)
-
-
-def _run(document: dict[str, Any], folder: Path, output: Output) -> int:
-    folder.mkdir(parents=True, exist_ok=True)
-    results = folder / documents.FILE_NAME
-    try:
-        with _ended_cleanly(), _listener(document, output) as listener:
-            execute(document, results, _place(document, folder), listener)
-    except KeyboardInterrupt:
-        if any(cell["status"] == "ok" for cell in document["cells"]):
-            deliver(results, folder / "report.html", output)
-        output.note(
-            f"what was measured is kept; to go on: holdfast bench checkpoint --resume --out {shlex.quote(str(folder))}"
-        )
-        raise
-    deliver(results, folder / "report.html", output)
-    statuses = {cell["status"] for cell in document["cells"]}
-    return 1 if "gate" in statuses or "ok" not in statuses else 0
-
-
-@contextmanager
-def _ended_cleanly() -> Iterator[None]:
-    """Let a request to end, as `timeout` and a closed terminal send it, do what Ctrl-C does."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _command() -> str:
-    return shlex.join(["holdfast", *sys.argv[1:]])
-
-
-@contextmanager
-def _listener(document: dict[str, Any], output: Output) -> Iterator[Listener]:
-    if not output.progress or output.quiet or not sys.stderr.isatty():
-        yield _Silent()
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[left]}"),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
-        yield _Bar(bar, len(document["cells"]))
-
-
-class _Silent:
-    """Says nothing."""
-
-    def preparing(self) -> None: ...
-
-    def begins(self, cell: dict[str, Any], done: int, total: int, seconds_left: float | None) -> None: ...
-
-    def ended(self, cell: dict[str, Any]) -> None: ...
-
-
-class _Bar:
-    """A progress bar with the arm that runs, and the time left as far as it is known."""
-
-    def __init__(self, bar: Any, total: int) -> None:
-        self._bar = bar
-        self._task = bar.add_task("", total=total, left="")
-
-    def preparing(self) -> None:
-        self._bar.update(self._task, description="making what is measured", refresh=True)
-
-    def begins(self, cell: dict[str, Any], done: int, total: int, seconds_left: float | None) -> None:
-        left = "" if seconds_left is None else f"about {format_seconds(seconds_left)} left"
-        text = printable(f"block {cell['block'] + 1}: {cell['arm']}")
-        self._bar.update(self._task, description=text, completed=done, total=total, left=left, refresh=True)
-
-    def ended(self, cell: dict[str, Any]) -> None:
-        if cell["status"] not in ("ok", "not-run"):
-            self._bar.console.print(printable(f"{cell['arm']}: {cell['status']}: {cell['reason']}"), markup=False)

@@ -30,6 +30,7 @@ _COMMANDS = {
     "env": ("env:env", "Show what of this machine matters to checkpoints."),
     "bench checkpoint": ("bench:checkpoint", "Compare ways to save and load a checkpoint."),
     "bench claims": ("bench:claims", "Check what is often said of these ways against this machine."),
+    "bench training": ("bench_training:training", "Compare techniques of training, and other settings of a recipe."),
     "data prepare": ("data:prepare", "Turn text into tokens for a training run."),
     "data info": ("data:info", "Show what a folder of prepared data holds."),
     "train": ("train:train", "Train a model, or go on with a run that was stopped or killed."),
@@ -37,13 +38,14 @@ _COMMANDS = {
     "export": ("generate:export", "Write the model of a run as a folder that Hugging Face transformers opens."),
     "report": ("report:report", "Print the tables of a run of the bench, and write its report."),
     "tune checkpoint": ("tune:checkpoint", "Find the settings that save checkpoints fastest in a folder."),
+    "tune training": ("tune_training:training", "Find the techniques and the batch size that fit into some memory."),
     "demo": ("demo:demo", "See on this machine what Holdfast does, beside torch and safetensors."),
 }
 
 _GROUPS = {
     "data": "Prepare text for training.",
     "bench": "Measure on this machine, one process per cell, and say what is best here.",
-    "tune": "Measure this machine, and write the settings that suit it to holdfast.toml.",
+    "tune": "Measure this machine, and find the settings that suit it.",
 }
 
 _EPILOGUE = """\

@@ -96,7 +96,7 @@ def print_tables(found: Results) -> None:
     for measure in found.primary():
         _print_sheet(tables.verdict_table(found, measure))
     more = [*design_tables.steps_tables(found), *design_tables.effects_tables(found)]
-    more += [*design_tables.interactions_tables(found), tables.not_run_table(found)]
+    more += [*design_tables.interactions_tables(found), tables.seen_table(found), tables.not_run_table(found)]
     for sheet in more:
         if sheet.rows:
             _print_sheet(sheet)

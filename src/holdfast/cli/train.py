@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
 
+from holdfast.cli import techniques
 from holdfast.cli.failures import Interrupted
 from holdfast.cli.gentle_stop import gentle_stop
 from holdfast.cli.options import Switch
@@ -15,13 +18,16 @@ from holdfast.cli.output import DEFAULT, Output
 from holdfast.cli.text import Table
 from holdfast.cli.training_progress import document, listener, print_summary, say_beginning
 from holdfast.errors import NotACheckpointError, UsageError
-from holdfast.train.config import Config, flat
+from holdfast.train.config import TECHNIQUES, Config, flat
+from holdfast.train.data.dataset import Dataset
+from holdfast.train.distributed import World, joined
 from holdfast.train.loop import train as run_loop
 from holdfast.train.recipes import RECIPES, get_recipe
 from holdfast.train.run import check_settings, open_run
 from holdfast.train.run_data import absolute_source, open_data
 from holdfast.train.run_folder import RunFolder
 from holdfast.train.settings import given_settings, read_words
+from holdfast.train.techniques.combinations import expanded
 
 
 def train(
@@ -29,7 +35,9 @@ def train(
     data: str | None = None,
     out: Path | None = None,
     resume: Annotated[bool, Switch] = False,
+    technique: str | None = None,
     list_recipes: Annotated[bool, Switch] = False,
+    list_techniques: Annotated[bool, Switch] = False,
     list_settings: Annotated[bool, Switch] = False,
     output: Output = DEFAULT,
 ) -> int:
@@ -49,28 +57,46 @@ def train(
         The run's folder; runs/RECIPE unless given.
     resume
         Go on with the run in that folder after its last whole checkpoint, with its settings.
+    technique
+        Techniques to turn on, by name, with commas between them; a setting of one is an option of its own:
+        --techniques.compile.mode max-autotune.
     list_recipes
         Show the recipes.
+    list_techniques
+        Show the techniques, what to expect of them, and whether they can run here.
     list_settings
         Show the recipe's settings.
     """
     if list_recipes:
         return _show_recipes(output)
     name, words = read_words(recipe, _options())
+    if list_techniques:
+        return techniques.list_techniques(output, words.get("loop.device", "auto"))
     folder = RunFolder(out or Path("runs") / (name or ""))
     base = _base(name, folder, resume=resume)
-    given = given_settings(_with_source(words, data), file=Path(output.config) if output.config else None)
+    words = _with_techniques(_with_source(words, data), technique)
+    given = given_settings(words, file=Path(output.config) if output.config else None)
     config = base.changed(given)
     if "data.source" in given:
         config = config.changed({"data.source": absolute_source(config.data.source)})
     if list_settings:
         return _show_settings(config, output)
+    with joined(config) as world:
+        # One of several processes speaks for all of them.
+        output = output if world.leads else replace(output, quiet=True, json=False)
+        _train(config, folder, given, world, output, resume=resume)
+    return 0
+
+
+def _train(
+    config: Config, folder: RunFolder, given: Mapping[str, object], world: World, output: Output, *, resume: bool
+) -> None:
     resume = resume and folder.exists()
     if not resume:
         folder.check_new()
     # Before the data is prepared, which may take long.
     check_settings(config, folder)
-    dataset = open_data(config, folder, resume=resume, given=given, meter=output.meter)
+    dataset = _data(config, folder, given, world, output, resume=resume)
     with gentle_stop() as stop, open_run(config, folder, dataset, resume=resume) as run:
         say_beginning(run, output)
         for note in run.notes:
@@ -78,14 +104,26 @@ def train(
         with listener(run, output) as shown:
             summary = run_loop(run, shown, stop=stop)
     if summary.reason == "stopped":
-        raise Interrupted(f"stopped after step {summary.step}, which is saved", remedy=f"go on: {again(folder)}")
+        remedy = f"go on: {again(folder, processes=world.size)}"
+        raise Interrupted(f"stopped after step {summary.step}, which is saved", remedy=remedy)
     output.show(document(run, summary), lambda: print_summary(run, summary))
-    return 0
 
 
-def again(folder: RunFolder) -> str:
+def _data(
+    config: Config, folder: RunFolder, given: Mapping[str, object], world: World, output: Output, *, resume: bool
+) -> Dataset:
+    """Return the data of a run, which the first process prepares for all."""
+    if not world.leads:
+        return Dataset.open(world.text_of(0, ""))
+    dataset = open_data(config, folder, resume=resume, given=given, meter=output.meter)
+    world.text_of(0, str(dataset.path))
+    return dataset
+
+
+def again(folder: RunFolder, *, processes: int = 1) -> str:
     """Return the command line that goes on with a run."""
-    return f"holdfast train --out {shlex.quote(str(folder.path))} --resume"
+    start = "holdfast" if processes == 1 else f"torchrun --nproc-per-node {processes} -m holdfast"
+    return f"{start} train --out {shlex.quote(str(folder.path))} --resume"
 
 
 def _options() -> list[str]:
@@ -103,6 +141,12 @@ def _with_source(words: dict[str, str], data: str | None) -> dict[str, str]:
             remedy="give one of them",
         )
     return {**words, "data.source": data}
+
+
+def _with_techniques(words: dict[str, str], technique: str | None) -> dict[str, str]:
+    """Return settings with techniques turned on: first, so that none of their settings is lost."""
+    names = expanded(name.strip() for name in (technique or "").split(",") if name.strip())
+    return {f"{TECHNIQUES}{name}": "on" for name in names} | words
 
 
 def _base(recipe: str | None, folder: RunFolder, *, resume: bool) -> Config:

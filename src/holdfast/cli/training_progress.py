@@ -109,6 +109,8 @@ def _in_words(kind: str, values: dict[str, Any]) -> str:
         case "save":
             times = [format_seconds(values[name]) for name in ("durable_seconds", "stall_seconds")]
             return f"saved in {times[0]}, of which training waited {times[1]}; {format_bytes(values['new_bytes'])} new"
+        case "technique":
+            return f"{values['name']}: {values['seen']}"
         case "suggestion":
             return _suggestion(values["learning_rate"])
         case _:
@@ -161,6 +163,7 @@ def document(run: Run, summary: Summary) -> dict[str, Any]:
         **asdict(summary),
         "skipped": run.progress.skipped,
         "peak_flops": run.speed.peak,
+        "techniques": {name: {"seen": proof.seen, **proof.figures} for name, proof in run.techniques.proofs.items()},
     }
 
 

@@ -49,6 +49,7 @@ class Cell(msgspec.Struct, frozen=True):
     subject: str | None = None
     figures: dict[str, float | None] = {}
     clocks: dict[str, float | None] = {}
+    seen: dict[str, str] = {}
 
 
 class Statistics(msgspec.Struct, frozen=True):

@@ -52,6 +52,5 @@ def _counts(found: list[Statistics]) -> str:
 
 
 def _better(measure: Measure) -> str:
-    if measure.better == "lower":
-        return {"s": "faster", "B": "smaller"}.get(measure.unit, "better")
-    return "better"
+    words = {"s": "faster", "B": "smaller"} if measure.better == "lower" else {"tokens/s": "faster"}
+    return words.get(measure.unit, "better")

@@ -90,7 +90,7 @@ def _part(name: str) -> str:
 def _content(results: Results) -> dict[str, Any]:
     summary = results.computed
     experiment = results.experiment
-    not_run = tables.not_run_table(results)
+    not_run, seen = tables.not_run_table(results), tables.seen_table(results)
     return {
         "title": clean(experiment.title or experiment.name),
         "about": clean(experiment.about or ""),
@@ -110,6 +110,7 @@ def _content(results: Results) -> dict[str, Any]:
         "interactions": design_tables.interactions_tables(results),
         "claims": design_tables.claims_table(results),
         "not_run": not_run if not_run.rows else None,
+        "seen": seen if seen.rows else None,
         "environment": _facts(_with_words(results.environment or {})),
         "subject": _subject(results),
         "arms": _arms(results),

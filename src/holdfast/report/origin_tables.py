@@ -152,7 +152,8 @@ def _why(results: Results, arm: Arm) -> str:
 
 
 def _note(results: Results, chosen: Trio) -> str:
-    note = f"Loads are {chosen.load_words}s; 1 GiB = 1.074 GB." if chosen.load else "1 GiB = 1.074 GB."
+    loads = chosen.load is not None and chosen.load_words != "load"
+    note = f"Loads are {chosen.load_words}s; 1 GiB = 1.074 GB." if loads else "1 GiB = 1.074 GB."
     if amounts_differ(results):
         note = "Arms worked on states of different sizes, so figures are per raw byte."
     return note

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.report.document import Arm, Measure, Results
+from holdfast.report.wording import sentence
 
 # The documents loaded from the page cache and did not say so; a cold load is what a restarted job waits for.
 _LOADS = ("load_cold", "load_warm")
@@ -21,6 +22,14 @@ class Trio:
     def all(self) -> list[Measure]:
         """Return those that exist."""
         return [measure for measure in (self.save, self.load, self.size) if measure is not None]
+
+    @property
+    def words(self) -> str:
+        """What is compared, such as ``Saving, loading and size``."""
+        if self.save is None or self.save.name == "save":
+            return "Saving, loading and size"
+        *first, last = [measure.label for measure in self.all()]
+        return sentence(f"{', '.join(first)} and {last}" if first else last)
 
     @property
     def load_words(self) -> str:

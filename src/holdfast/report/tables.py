@@ -29,7 +29,7 @@ _TONES = {"helps": "good", "hurts": "bad", "within noise": "faint", "not run": "
 def verdict_table(results: Results, measure: Measure) -> Sheet:
     """Return the verdict of every arm in one measure, the baseline first."""
     scale = scale_of(results, measure)
-    extra = {"s": (">throughput",), "B": (">of raw",)}.get(measure.unit, ())
+    extra = _per_byte_headings(results).get(measure.unit, ())
     figures = (f">median ({scale.unit})", ">mean ± std", ">gain", ">95% interval", ">change")
     headings = ("=arm", "=verdict", *figures, *extra, ">p (Holm)", ">runs")
     rows = [_row(results, arm, scale) for arm in _arms(results)]
@@ -48,6 +48,16 @@ def not_run_table(results: Results) -> Sheet:
             cells = len(results.cells_by_arm[arm.name])
             rows.append((entry(clean(arm.name)), entry(status), entry(f"{len(bad)} of {cells}"), entry(clean(reason))))
     return Sheet("Not run", ("=arm", "=status", ">cells", "reason"), rows)
+
+
+def seen_table(results: Results) -> Sheet:
+    """Return what was seen of each arm at work, as its first cell says."""
+    rows = []
+    for arm in _arms(results):
+        cells = [cell for cell in results.cells_by_arm[arm.name] if cell.seen]
+        for name, said in cells[0].seen.items() if cells else ():
+            rows.append((entry(clean(arm.name)), entry(clean(name)), entry(clean(said))))
+    return Sheet("Seen at work", ("=arm", "=what", "seen in the first step"), rows)
 
 
 def noise_lines(results: Results) -> list[str]:
@@ -97,11 +107,16 @@ def _row(results: Results, arm: Arm, scale: Scale) -> tuple[Entry, ...]:
             entry(interval(found.gain_low, found.gain_high), found.gain_low),
             entry(percent(found.change_percent), found.change_percent),
         ]
-    if scale.measure.unit in ("s", "B"):
+    if scale.measure.unit in _per_byte_headings(results):
         cells.append(_per_byte(results, arm, scale.measure))
     holm = found.p_holm if found else None
     count = len(samples.values) if samples else 0
     return (*cells, entry(probability(holm), holm), entry(str(count), count))
+
+
+def _per_byte_headings(results: Results) -> dict[str, tuple[str]]:
+    """Return the units whose figures say more by the byte of the state that was saved: where one was saved."""
+    return {} if results.experiment.workload == "training" else {"s": (">throughput",), "B": (">of raw",)}
 
 
 def _per_byte(results: Results, arm: Arm, measure: Measure) -> Entry:

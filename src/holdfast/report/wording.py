@@ -18,7 +18,7 @@ _HOPELESS = 10.0
 STATUS = {
     "ok": "ok",
     "planned": "not reached",
-    "gate": "wrong data",
+    "gate": "wrong result",
     "failed": "failed",
     "timeout": "timed out",
     "memory": "out of memory",
@@ -151,5 +151,4 @@ def measured_by(results: Results) -> str:
 
 def purpose(recommendation: Recommendation) -> str:
     """Return what a recommendation is for, as a heading."""
-    words = {"saving": "Saving", "loading": "Loading", "size": "Size", "all": "All round"}
-    return words.get(recommendation.purpose, clean(recommendation.purpose))
+    return "All round" if recommendation.purpose == "all" else sentence(recommendation.purpose)

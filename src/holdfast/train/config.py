@@ -23,6 +23,9 @@ from holdfast.train.sections import (
     Section,
 )
 
+TECHNIQUES = "techniques."
+"""What the names of the settings of techniques begin with: ``"techniques.compile.mode"``."""
+
 
 class Config(Section, frozen=True):
     """Everything that decides what a training run does.
@@ -35,6 +38,8 @@ class Config(Section, frozen=True):
         Its ``vocab_size`` is raised to that of the data.
     data, optim, schedule, loop, eval, sample, checkpoint, ema, log
         See the sections.
+    techniques : dict of str to dict
+        The techniques that are on, with their settings.
     """
 
     recipe: str
@@ -48,6 +53,7 @@ class Config(Section, frozen=True):
     checkpoint: CheckpointConfig = CheckpointConfig()
     ema: AverageConfig = AverageConfig()
     log: LogConfig = LogConfig()
+    techniques: dict[str, dict[str, Any]] = {}  # noqa: RUF012  # msgspec gives each instance its own
 
     def __post_init__(self) -> None:
         if not self.eval.every and self.schedule.name == "plateau":
@@ -82,7 +88,8 @@ class Config(Section, frozen=True):
         Parameters
         ----------
         settings : mapping of str to object
-            By dotted name, such as ``"optim.lr"``; texts are converted, and ``"none"`` is no value.
+            By dotted name, such as ``"optim.lr"``; texts are converted, and ``"none"`` is no value. A technique is
+            turned ``"on"`` or ``"off"`` by its name, ``"techniques.compile"``, and on by any of its settings.
 
         Raises
         ------
@@ -94,6 +101,9 @@ class Config(Section, frozen=True):
         if settings.get("data.tokenizer", self.data.tokenizer) != self.data.tokenizer:
             values["data"]["vocab_size"] = None
         for name, value in settings.items():
+            if name.startswith(TECHNIQUES):
+                _set_technique(values["techniques"], name.removeprefix(TECHNIQUES), value)
+                continue
             if name not in known:
                 near = ", ".join(nearest(name, known))
                 raise UsageError(
@@ -113,6 +123,23 @@ class Config(Section, frozen=True):
                 f"{name} is {flat(values).get(name)!r}: {reason.lower()}",
                 remedy=f"it was {known.get(name)!r}",
             ) from error
+
+
+def _set_technique(techniques: dict[str, dict[str, Any]], name: str, value: object) -> None:
+    """Turn a technique on, with all its settings; or off; or change one of its settings, which turns it on."""
+    name, _, setting = name.partition(".")
+    if setting:
+        techniques[name] = {**techniques.get(name, {}), setting: value}
+    elif isinstance(value, Mapping):
+        techniques[name] = dict(value)
+    elif value == "on":
+        techniques.setdefault(name, {})
+    elif value == "off":
+        techniques.pop(name, None)
+    else:
+        raise UsageError(
+            f"{TECHNIQUES}{name} is {value!r}", remedy=f'give "on", "off", or a setting: {TECHNIQUES}{name}.SETTING'
+        )
 
 
 def _never_evaluated(waiting: str) -> UsageError:
@@ -142,7 +169,8 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
-        if isinstance(value, Mapping):
+        # A technique without settings is one that is on; a table without techniques is nothing.
+        if isinstance(value, Mapping) and (value or not prefix):
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
@@ -151,7 +179,8 @@ def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 def differences(first: Config, second: Config) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ, by dotted name, as both have them."""
     before, after = flat(first.as_dict()), flat(second.as_dict())
-    return {name: (before[name], after[name]) for name in before if before[name] != after[name]}
+    names = dict.fromkeys([*before, *after])
+    return {name: (before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)}
 
 
 def nearest(name: str, known: Collection[str]) -> list[str]:

@@ -24,7 +24,8 @@ def evaluate(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
     """
     device = model.tokens.weight.device
     total, tokens = 0.0, 0
-    with torch.inference_mode(), evaluating(model):
+    # Inference mode would do, but for weights that are divided among processes.
+    with torch.no_grad(), evaluating(model):
         for inputs, targets in batches:
             loss = model.loss(inputs.to(device), targets.to(device))
             total += loss.item() * targets.numel()

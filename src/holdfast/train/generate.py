@@ -183,7 +183,8 @@ def generate(
     batch, length = rows.shape
     ids = torch.empty(batch, length + max_new_tokens, dtype=torch.int64, device=model.tokens.weight.device)
     ids[:, :length] = rows
-    with torch.inference_mode(), evaluating(model):
+    # Inference mode would do, but for weights that are divided among processes.
+    with torch.no_grad(), evaluating(model):
         cache = model.new_cache(batch) if use_cache else None
         ended = torch.zeros(batch, dtype=torch.bool)
         while length < ids.shape[1] and not ended.all():
@@ -211,10 +212,9 @@ def _next_logits(model: GPT, ids: Tensor, cache: Cache | None) -> Tensor:
     """Return the logits of the token after these, on the CPU, of shape [batch, vocab_size]."""
     context_length = model.config.context_length
     if cache is None or ids.shape[1] > context_length:
-        features = model.features(ids[:, -context_length:])
+        logits = model.last_logits(ids[:, -context_length:]).cpu()
     else:
-        features = model.features(ids[:, cache.length :], cache)
-    logits: Tensor = model.head(features[:, -1]).cpu()
+        logits = model.last_logits(ids[:, cache.length :], cache).cpu()
     if not logits.isfinite().all():
         raise UsageError(
             f"the model's logits for token {ids.shape[1]} are not finite",

@@ -13,8 +13,8 @@ import torch
 from holdfast.train.data.batches import windows
 from holdfast.train.evaluate import evaluate
 from holdfast.train.generate import generate, prompt_ids
-from holdfast.train.guard import check_finite
 from holdfast.train.memory import peak_memory
+from holdfast.train.model.gpt import IGNORED
 from holdfast.train.optimizers import set_learning_rate
 from holdfast.train.run import METRIC, Run
 from holdfast.train.saves import Saves
@@ -96,7 +96,7 @@ def train(run: Run, listener: Listener, *, stop: Callable[[], bool] = lambda: Fa
     first, saves = run.progress.step, Saves(run.manager)
     reason = _ended(run)
     while reason is None:
-        with _timed(run):
+        with _proved(run, listener), _timed(run):
             record = take_step(run)
         if config.schedule.name == "range":
             _test_range(run, listener, record)
@@ -107,7 +107,7 @@ def train(run: Run, listener: Listener, *, stop: Callable[[], bool] = lambda: Fa
         metrics = _evaluate(run, listener) if last or _due(config.eval.every, step) else {}
         if _due(config.sample.every, step):
             _sample(run, listener)
-        reason = _ended(run) or ("stopped" if stop() else None)
+        reason = _ended(run) or ("stopped" if run.world.any(stop()) else None)
         is_best = bool(metrics) and run.progress.waited == 0 and config.checkpoint.keep_best > 0
         if reason or is_best or _due(config.checkpoint.every, step):
             _save(run, saves, metrics)
@@ -126,44 +126,51 @@ def take_step(run: Run) -> dict[str, float]:
     dict of str to float
         The mean loss of the batches, the norm of the gradient before clipping, and the learning rate of AdamW.
     """
-    settings, model = run.config.loop, run.model
+    settings, operations = run.config.loop, run.operations
     run.progress.step += 1
     rate = share(run.config.schedule, run.progress.step, settings.steps) * run.plateau.share
     set_learning_rate(run.optimizers, rate)
     total = torch.zeros((), device=run.device)
-    for _ in range(settings.accumulate):
-        inputs, targets = next(run.batches)
-        loss = model.loss(inputs.to(run.device), targets.to(run.device)) / settings.accumulate
-        loss.backward()  # type: ignore[no-untyped-call]
-        total += loss.detach()
-    norm = _clip(model, run.config.optim.clip)
-    if check_finite(run, total, norm):
-        for optimizer in run.optimizers.values():
-            optimizer.step()
+    batches = [next(run.batches) for _ in range(settings.accumulate)]
+    counts = [int((targets != IGNORED).sum()) for _, targets in batches]
+    for (inputs, targets), count in zip(batches, counts, strict=True):
+        if count:
+            # So that each target counts for as much as any other of the step, in whichever batch it is.
+            loss = operations.loss(inputs.to(run.device), targets.to(run.device)) / (sum(counts) / count)
+            operations.backward(loss)
+            total += loss.detach()
+    run.progress.tokens += sum(counts) * run.replicas
+    total = run.world.mean(total)
+    norm = operations.clip()
+    if operations.accepts(total, norm):
+        operations.update()
         run.average.update(run.progress.step)
     for optimizer in run.optimizers.values():
         optimizer.zero_grad()
     return {"loss": total.item(), "gradient_norm": norm.item(), "learning_rate": rate * run.config.optim.lr}
 
 
-def _clip(model: torch.nn.Module, most: float) -> torch.Tensor:
-    """Scale the gradient down to a norm, unless that is 0; return the norm that it had."""
-    parameters = list(model.parameters())
-    if most:
-        return torch.nn.utils.clip_grad_norm_(parameters, most)
-    return torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
+@contextmanager
+def _proved(run: Run, listener: Listener) -> Iterator[None]:
+    """Watch techniques at work in the first step of a process, and tell what was seen."""
+    proofs = run.techniques.proofs
+    new = not proofs
+    with run.techniques.verified(run):
+        yield
+    if new:
+        for name, proof in proofs.items():
+            _tell(run, listener, "technique", {"name": name, "seen": proof.seen, **proof.figures})
 
 
 @contextmanager
 def _timed(run: Run) -> Iterator[None]:
     """Time a step. The first one of a process loads and compiles, and is not counted as training."""
     first = "first step" not in run.clock.seconds
-    before = run.clock.seconds.get("train", 0.0)
+    before, tokens = run.clock.seconds.get("train", 0.0), run.progress.tokens
     with run.clock.spent_on("first step" if first else "train"):
         yield
     if not first:
-        settings, length = run.config.loop, run.config.model.context_length
-        run.speed.add(settings.batch_size * settings.accumulate * length, run.clock.seconds["train"] - before)
+        run.speed.add(run.progress.tokens - tokens, run.clock.seconds["train"] - before)
 
 
 def _test_range(run: Run, listener: Listener, record: dict[str, float]) -> None:
@@ -187,9 +194,10 @@ def _due(every: int, step: int) -> bool:
 
 
 def _tell(run: Run, listener: Listener, kind: str, values: dict[str, Any], *, step: int | None = None) -> None:
-    step = run.progress.step if step is None else step
-    run.log.write(step, kind, **values)
-    listener.happened(step, kind, values)
+    if run.world.leads:
+        step = run.progress.step if step is None else step
+        run.log.write(step, kind, **values)
+        listener.happened(step, kind, values)
 
 
 def _evaluate(run: Run, listener: Listener) -> dict[str, float]:
@@ -199,7 +207,7 @@ def _evaluate(run: Run, listener: Listener) -> dict[str, float]:
     tokens = min(_EVALUATED_AT_ONCE, _LOGITS_AT_ONCE // config.model.vocab_size)
     batches = windows(run.dataset.validation, length, batch_size=max(1, tokens // length), most=config.eval.batches)
     with run.clock.spent_on("evaluate"), run.average.in_place():
-        loss = evaluate(run.model, batches)
+        loss = run.world.of_first(evaluate(run.model, batches))
     run.plateau.evaluated(loss)
     progress.loss = loss
     better = loss < progress.best
@@ -227,7 +235,9 @@ def _sample(run: Run, listener: Listener) -> None:
 
 def _save(run: Run, saves: Saves, metrics: dict[str, float]) -> None:
     with run.clock.spent_on("checkpoint"):
-        saves.begin(run.progress.step, run.state(), metrics)
+        state = run.world.collect(run.state())
+        if run.world.leads:
+            saves.begin(run.progress.step, state, metrics)
 
 
 def _tell_saved(run: Run, listener: Listener, saves: Saves) -> None:

@@ -17,6 +17,8 @@ class Progress:
     ----------
     step : int
         Steps that are done.
+    tokens : int
+        That the run has been trained on.
     best : float
         The best validation loss so far.
     waited : int
@@ -32,6 +34,7 @@ class Progress:
     """
 
     step: int = 0
+    tokens: int = 0
     best: float = math.inf
     waited: int = 0
     loss: float = math.inf

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,18 +21,24 @@ from holdfast.train.clock import Clock
 from holdfast.train.config import Config
 from holdfast.train.data.batches import Batches
 from holdfast.train.data.dataset import Dataset
-from holdfast.train.device import RunRandomState, chosen_device, surroundings
+from holdfast.train.device import chosen_device, surroundings
+from holdfast.train.distributed import World, configured, joined
 from holdfast.train.generate import prompt_ids
+from holdfast.train.guard import check_finite
 from holdfast.train.log import RunLog
 from holdfast.train.model.config import ModelConfig
 from holdfast.train.model.gpt import GPT
+from holdfast.train.operations import Operations, plain_operations
 from holdfast.train.optimizers import Optimizers, build_optimizers, check_optimizers
 from holdfast.train.progress import Progress
+from holdfast.train.random_states import WorldRandomState
 from holdfast.train.run_data import with_data
 from holdfast.train.run_folder import Changes, RunFolder
 from holdfast.train.schedules import Plateau
 from holdfast.train.sections import CheckpointConfig
 from holdfast.train.speed import Speedometer, measured_peak
+from holdfast.train.techniques.machine import Machine
+from holdfast.train.techniques.stack import Stack
 
 METRIC = "validation_loss"
 
@@ -56,6 +63,14 @@ class Run:
     log : RunLog
     speed : Speedometer
     clock : Clock
+    operations : Operations
+        What a step consists of.
+    world : World
+        The processes that train it together.
+    replicas : int
+        How many of them train data of their own.
+    techniques : Stack
+        Those that are on.
     notes : tuple of str
         What a person is to be told before it goes on.
     """
@@ -72,9 +87,18 @@ class Run:
     manager: CheckpointManager
     log: RunLog
     speed: Speedometer
+    techniques: Stack = field(default_factory=Stack)
     progress: Progress = field(default_factory=Progress)
     clock: Clock = field(default_factory=Clock)
+    operations: Operations = field(init=False)
+    world: World = field(default_factory=World)
+    replicas: int = 1
     notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.operations = plain_operations(
+            self.model, self.optimizers, most=self.config.optim.clip, accepts=partial(check_finite, self)
+        )
 
     def state(self) -> dict[str, Any]:
         """Return all that a checkpoint of the run holds."""
@@ -85,7 +109,8 @@ class Run:
             "plateau": self.plateau,
             "batches": self.batches,
             "progress": self.progress,
-            "rng": RunRandomState(),
+            "techniques": self.techniques,
+            "rng": WorldRandomState(self.world),
         }
 
 
@@ -112,42 +137,54 @@ def open_run(config: Config, folder: RunFolder, dataset: Dataset, *, resume: boo
     StoreError
         If there is no memory for the model, another process is writing there, or the operating system refuses.
     """
-    resume = resume and folder.exists()
-    if resume:
-        # First: with other data all else would be told wrongly.
-        folder.check_data(dataset)
-    else:
-        folder.check_new()
-    config = with_data(config, folder, dataset, resume=resume)
-    changed = folder.changed_settings(config) if resume else {}
-    device = check_settings(config, folder)
-    _check_data(config, dataset)
-    run = _built(config, folder, dataset, device)
-    here = surroundings(device)
-    with run.manager, run.log:
-        # Before anything is written: another process may be in the middle of this run.
-        run.manager.claim()
-        if not resume:
-            # It may also have come and gone since we looked.
+    with ExitStack() as stack:
+        world = stack.enter_context(joined(config))
+        resume = resume and folder.exists()
+        if resume:
+            # First: with other data all else would be told wrongly.
+            folder.check_data(dataset)
+        else:
             folder.check_new()
-            folder.start(config, dataset, here)
+        techniques, config = configured(with_data(config, folder, dataset, resume=resume), world)
+        changed = folder.changed_settings(config) if resume else {}
+        device = check_settings(config, folder)
+        _check_data(config, dataset)
+        stack.enter_context(techniques.process())
+        run = _built(config, folder, dataset, device, techniques, world)
+        here = surroundings(device) | {"processes": world.size}
+        stack.enter_context(run.manager)
+        stack.enter_context(run.log)
+        # Until here all processes have looked at what was there; from here on, one writes.
+        world.wait_for_all()
+        if world.leads:
+            # Before anything is written: another process may be in the middle of this run.
+            run.manager.claim()
+            if not resume:
+                # It may also have come and gone since we looked.
+                folder.check_new()
+                folder.start(config, dataset, here)
+        world.wait_for_all()
         if run.manager.latest() is not None:
             run.manager.restore(into=run.state())
-        run.log.begin(run.progress.step)
-        if resume:
-            moved = folder.changed_surroundings(here)
-            run.notes = _in_words(moved)
-            folder.note_resumed(run.progress.step, changed, moved)
+        _check_same_step(run)
+        moved = folder.changed_surroundings(here) if resume else {}
+        run.notes = _in_words(moved)
+        if world.leads:
+            run.log.begin(run.progress.step)
+            if resume:
+                folder.note_resumed(run.progress.step, changed, moved)
         yield run
 
 
-def _built(config: Config, folder: RunFolder, dataset: Dataset, device: torch.device) -> Run:
-    """Return a run before its first step, of which nothing is written yet."""
+def _built(
+    config: Config, folder: RunFolder, dataset: Dataset, device: torch.device, techniques: Stack, world: World
+) -> Run:
+    """Return a run before its first step, with its techniques on, of which nothing is written yet."""
     if config.loop.threads is not None:
         torch.set_num_threads(config.loop.threads)
     torch.manual_seed(config.loop.seed)
     model = _model(config.model, config.loop.seed, device)
-    return Run(
+    run = Run(
         config=config,
         folder=folder,
         dataset=dataset,
@@ -166,7 +203,12 @@ def _built(config: Config, folder: RunFolder, dataset: Dataset, device: torch.de
         manager=_manager(folder, config.checkpoint),
         log=RunLog(folder.log, tensorboard=config.log.tensorboard),
         speed=Speedometer(config.model.flops_per_token(), measured_peak(device)),
+        techniques=techniques,
+        world=world,
     )
+    techniques.apply(run)
+    run.speed.peak *= world.size
+    return run
 
 
 def check_settings(config: Config, folder: RunFolder) -> torch.device:
@@ -177,11 +219,15 @@ def check_settings(config: Config, folder: RunFolder) -> torch.device:
     Raises
     ------
     UsageError
-        If there is no such device, it has no such optimizer, or checkpoints cannot be saved as they are to be.
+        If there is no such device, it has no such optimizer, techniques conflict, or checkpoints cannot be saved as
+        they are to be.
+    UnsupportedError
+        If there is no such technique, or it needs what this machine does not have.
     MissingExtraError
-        If TensorBoard is asked for and not installed.
+        If TensorBoard, or what a technique needs, is not installed.
     """
     device = chosen_device(config.loop.device)
+    Stack.of(config.techniques).check(Machine(device))
     check_optimizers(config.optim, device)
     _check_saving(config.checkpoint, folder)
     # It opens nothing before it begins.
@@ -232,6 +278,16 @@ def _model(config: ModelConfig, seed: int, device: torch.device) -> GPT:
             f"a model of {config.parameter_count():,} parameters cannot be made: {reason}",
             remedy="take a smaller one (--model.d_model, --model.n_layers)",
         ) from error
+
+
+def _check_same_step(run: Run) -> None:
+    """Refuse to go on after different steps: each process finds the last undamaged one by itself."""
+    if not run.world.agree(run.progress.step):
+        raise StoreError(
+            "the processes of the run have found different checkpoints",
+            path=run.folder.checkpoints,
+            remedy="let all of them see the same folder",
+        )
 
 
 def _in_words(moved: Changes) -> tuple[str, ...]:

@@ -16,10 +16,11 @@ from holdfast.formats import sealed
 from holdfast.io.commit import Commit
 from holdfast.io.directory import Directory
 from holdfast.io.files import store_error, write_small
-from holdfast.train.config import Config, differences
+from holdfast.train.config import TECHNIQUES, Config, differences
 from holdfast.train.data.dataset import Dataset
 from holdfast.train.data.tokenizers.base import Tokenizer
 from holdfast.train.data.tokenizers.known import tokenizer_from_dict
+from holdfast.train.techniques.parallel import TOGETHER
 
 Changes = dict[str, tuple[Any, Any]]
 """What differs, by name: as it was, and as it is."""
@@ -30,7 +31,10 @@ LOG = "log.jsonl"
 CHECKPOINTS = "checkpoints"
 DATA = "data"
 
-_MAY_CHANGE = ("log.", "sample.", "checkpoint.", "loop.on_divergence", "loop.device", "loop.threads", "data.source")
+_MAY_CHANGE = (
+    *("log.", "sample.", "checkpoint.", "loop.on_divergence", "loop.device", "loop.threads", "data.source"),
+    *(f"{TECHNIQUES}{name}" for name in TOGETHER),
+)
 """Settings that do not touch what a run computes, as long as all goes well: not on the same machine, at least."""
 
 

@@ -131,7 +131,7 @@ class LoopConfig(Section, frozen=True):
     steps : int
         Updates of the weights.
     batch_size : int
-        Sequences that are computed at once.
+        Sequences that are computed at once, by all processes together.
     accumulate : int
         Batches whose gradients make one step.
     seed : int

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import UsageError
-from holdfast.train.config import flat, nearest, setting_names
+from holdfast.train.config import TECHNIQUES, flat, nearest, setting_names
 
 _PREFIX = "HOLDFAST_"
 
@@ -49,7 +49,7 @@ def read_words(words: Sequence[str], options: Collection[str] = ()) -> tuple[str
 
 def _check_option(name: str, options: Collection[str]) -> None:
     settings = [f"--{each}" for each in setting_names() if each != "recipe"]
-    if name in settings:
+    if name in settings or name.startswith(f"--{TECHNIQUES}"):
         return
     if name == "--recipe":
         raise UsageError("there is no option --recipe", remedy="give the recipe as a word: holdfast train RECIPE")
@@ -101,7 +101,7 @@ def _from_file(file: Path) -> dict[str, Any]:
     settings = flat({name: value for name, value in table.items() if isinstance(value, dict)})
     known = setting_names()
     for name in settings:
-        if name not in known:
+        if name not in known and not name.startswith(TECHNIQUES):
             near = ", ".join(nearest(name, known))
             remedy = f"did you mean {near}?" if near else "see holdfast train --list-settings"
             raise UsageError(f"there is no setting {name!r}", path=file, remedy=remedy)

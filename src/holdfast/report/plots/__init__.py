@@ -40,7 +40,7 @@ def wanted(results: Results) -> Iterator[tuple[str, str, Callable[[Results], Fig
     chosen = trio(results)
     few = len(compared(results)) <= _FEW
     if chosen.all():
-        words = "Saving, loading and size"
+        words = chosen.words
         yield (
             ("three-way", words, bars.three_way) if few else ("comparison", f"{words}, and the gain", bars.four_panels)
         )

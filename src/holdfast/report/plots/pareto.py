@@ -47,7 +47,9 @@ def compromises(results: Results) -> Figure:
             panels.append((axes, _panel(axes, results, chosen.save, measure)))
     if many:
         _key(figure.add_subplot(grid[0, len(others)]), results)
-    better = "" if {one.better for one in chosen.all()} != {"lower"} else " Better: down and left."
+    better = ""
+    if {one.better for one in others} == {"lower"} and chosen.save is not None:
+        better = f" Better: down and {'left' if chosen.save.better == 'lower' else 'right'}."
     note = "Medians; the square is the baseline. Blue: nothing else is better, by 1% or more."
     d.footnote(figure, note + better + d.left_out(results))
     for axes, points in panels:

@@ -49,6 +49,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.n_heads = config.n_heads
+        self.head_size = config.head_size
         self.dropout_p = config.dropout
         self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=config.bias)
         self.out = nn.Linear(config.d_model, config.d_model, bias=config.bias)
@@ -66,15 +67,15 @@ class Attention(nn.Module):
         past : LayerCache, optional
             The positions before these, which are looked at, too; these are added to it.
         """
-        batch, length, width = x.shape
-        heads = self.qkv(x).view(batch, length, 3 * self.n_heads, width // self.n_heads)
+        batch, length, _ = x.shape
+        heads = self.qkv(x).view(batch, length, 3 * self.n_heads, self.head_size)
         if rotation is None:
             query, key, value = heads.chunk(3, dim=2)
         else:
             turned, value = heads.split((2 * self.n_heads, self.n_heads), dim=2)
             query, key = rotate(turned, rotation).chunk(2, dim=2)
         gathered = self._attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), past)
-        added: Tensor = self.dropout(self.out(gathered.transpose(1, 2).reshape(batch, length, width)))
+        added: Tensor = self.dropout(self.out(gathered.transpose(1, 2).flatten(2)))
         return added
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, past: LayerCache | None) -> Tensor:

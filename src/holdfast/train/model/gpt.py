@@ -147,6 +147,11 @@ class GPT(nn.Module):
         features: Tensor = self.norm(x)
         return features
 
+    def last_logits(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+        """Return the logits of the token after the last one, of shape [batch, vocab_size]; see `forward`."""
+        logits: Tensor = self.head(self.features(tokens, cache)[:, -1])
+        return logits
+
     def _check(self, tokens: Tensor, stop: int) -> None:
         if tokens.ndim != 2:
             raise UsageError(

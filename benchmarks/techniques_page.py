@@ -1,0 +1,147 @@
+"""Write ``docs/reference/techniques.md`` from the registry and the results: ``python benchmarks/techniques_page.py``.
+
+What a technique is comes from its class, what it did from each ``benchmarks/results/techniques*.json``, which
+``holdfast bench training`` wrote; a test holds that the page is up to date.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from holdfast import plugins
+from holdfast.report.document import Arm, Results, Statistics
+from holdfast.report.plain import clean
+from holdfast.report.results import read_results
+from holdfast.report.wording import gain, interval, not_run
+from holdfast.train.techniques.base import Technique
+from holdfast.train.techniques.combinations import COMBINATIONS
+
+RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "techniques.md"
+
+_PREFIX = "techniques."
+_MEASURES = {
+    "tokens_per_second": "speed",
+    "peak_memory": "memory",
+    "loss": "loss",
+    "loss_in_time": "loss in equal time",
+}
+_UNSETTLED = ("within noise", "too few runs")
+
+_HEAD = """# Techniques
+
+Each is a switch of `holdfast train` (`--technique NAME`, or a setting of it: `--techniques.NAME.SETTING VALUE`), which
+proves in the first step that it is at work, or ends the run. *Systems*: the losses must not move by more than what is
+stated. *Algorithmic*: they may. `holdfast train --list-techniques` says which of them can run on your machine, and
+[`holdfast bench training`](../how-to/bench-training.md) what they do there. This page is made from the classes and from
+[`benchmarks/results/`](../../benchmarks/results) by `python benchmarks/techniques_page.py`.
+
+A figure is how many times better than the plain loop, with its 95% interval: more tokens in a second, less memory, a
+lower loss. What is within the noise of the machine says so.
+"""
+
+
+def page() -> str:
+    """Return the page."""
+    measured = [read_results(path) for path in sorted(RESULTS.glob("techniques*.json"))]
+    techniques: list[type[Technique]] = [plugins.get("techniques", name) for name in plugins.names("techniques")]
+    parts = [_HEAD, *map(_about_results, measured), _overview(techniques, measured)]
+    combined = "".join(
+        f"* `{name}`: {', '.join(f'`{each}`' for each in parts)}\n" for name, parts in COMBINATIONS.items()
+    )
+    parts += ["## Named combinations\n", combined, *(_section(each, techniques) for each in techniques)]
+    return "\n".join(parts)
+
+
+def _about_results(results: Results) -> str:
+    subject = results.subject.description if results.subject else ""
+    blocks = len({cell.block for cell in results.cells})
+    return f"Measured on {_machine(results)}: {clean(subject)}; {blocks} blocks; {(results.started or '')[:10]}.\n"
+
+
+def _machine(results: Results) -> str:
+    environment: dict[str, Any] = results.environment or {}
+    devices = environment.get("devices") or []
+    processor = environment.get("processor") or {}
+    name = devices[0].get("name") if devices and isinstance(devices[0], dict) else None
+    return clean(str(name or f"{processor.get('usable_cores', '?')} cores of {processor.get('model', 'a processor')}"))
+
+
+def _overview(techniques: list[type[Technique]], measured: list[Results]) -> str:
+    headings = ["technique", "kind", "what it does", "what to expect", *map(_machine, measured)]
+    rows = [headings, ["---"] * len(headings)]
+    for each in techniques:
+        own = f"[{each.name}](#{each.name})"
+        found = [_effects(results, each.name) for results in measured]
+        rows.append([own, each.kind, each.summary, each.effect, *found])
+    return "".join("| " + " | ".join(text.replace("|", "\\|") for text in row) + " |\n" for row in rows)
+
+
+def _effects(results: Results, name: str) -> str:
+    """Return what each arm that has this technique alone was seen to do."""
+    texts = [_effect(results, arm) for arm in results.arms if arm.role == "arm" and _techniques(arm) == {name}]
+    return "<br>".join(texts) or "not measured"
+
+
+def _techniques(arm: Arm) -> set[str]:
+    return {key.removeprefix(_PREFIX).split(".")[0] for key in arm.settings if key.startswith(_PREFIX)}
+
+
+def _effect(results: Results, arm: Arm) -> str:
+    label = _label(arm)
+    cells = results.cells_by_arm[arm.name]
+    if not any(cell.status == "ok" for cell in cells) or any(cell.status == "gate" for cell in cells):
+        status, reason = not_run([cell for cell in cells if cell.status != "ok"])
+        word = "not run here" if status == "not run" else status
+        return clean(f"{label}{word}: {reason}")
+    found = {words: results.statistics(arm.name, measure) for measure, words in _MEASURES.items()}
+    texts = [f"{words} {_figure(one)}" for words, one in found.items() if one is not None and one.gain is not None]
+    return clean(f"{label}{', '.join(texts)}")
+
+
+def _label(arm: Arm) -> str:
+    """Return the settings of the technique that an arm has, for those that have several arms."""
+    settings = [f"{key.split('.')[-1]} {value}" for key, value in arm.settings.items() if key.count(".") > 1]
+    return f"{', '.join(settings)}: " if settings else ""
+
+
+def _figure(found: Statistics) -> str:
+    if found.verdict in _UNSETTLED:
+        return f"{found.verdict} ({gain(found.gain)})"
+    return f"{gain(found.gain)} ({interval(found.gain_low, found.gain_high)})"
+
+
+def _section(technique: type[Technique], others: list[type[Technique]]) -> str:
+    return "\n".join([f"## {technique.name}\n", *(f"{line}\n" for line in _lines(technique, others))])
+
+
+def _lines(technique: type[Technique], others: list[type[Technique]]) -> Iterator[str]:
+    yield f"It {technique.summary}. To expect: {technique.effect}."
+    if technique.kind == "systems":
+        allowed = f"by up to {technique.tolerance:.2%}" if technique.tolerance else "not by a bit"
+        yield f"*Systems*: losses may move {allowed}. Follows {technique.reference}."
+    else:
+        yield f"*Algorithmic*: losses may move. Follows {technique.reference}."
+    settings = msgspec.to_builtins(technique.Settings())
+    if settings:
+        yield "Settings: " + ", ".join(f"`{name} = {_shown(value)}`" for name, value in settings.items()) + "."
+    conflicts = dict(technique.conflicts)
+    for other in others:
+        if technique.name in other.conflicts:
+            conflicts.setdefault(other.name, other.conflicts[technique.name])
+    if conflicts:
+        yield (
+            "Not together with " + "; ".join(f"`{name}`: {reason}" for name, reason in sorted(conflicts.items())) + "."
+        )
+
+
+def _shown(value: object) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

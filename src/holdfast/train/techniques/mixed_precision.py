@@ -1,0 +1,153 @@
+"""Mixed precision: matrix products in bfloat16 or float16, weights and sums in float32."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from holdfast.errors import UnsupportedError
+from holdfast.train.config import Config
+from holdfast.train.device import chosen_device
+from holdfast.train.sections import Section
+from holdfast.train.speed import measured_peak
+from holdfast.train.techniques.base import Proof, Technique
+from holdfast.train.techniques.watching import seen_outputs
+
+if TYPE_CHECKING:
+    from holdfast.train.run import Run
+
+_Precision = Literal["bf16", "fp16"]
+
+_DTYPES: dict[_Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_CLEARLY_FASTER = 1.1
+
+
+class MixedPrecisionSettings(Section, frozen=True):
+    """Which precision.
+
+    Attributes
+    ----------
+    dtype : str
+        ``"bf16"``; ``"fp16"``, whose losses are scaled so that small gradients do not vanish; ``"auto"``: the one whose
+        matrix products are measured to be the fastest here, and it is an error if neither is faster than float32's.
+    """
+
+    dtype: Literal["auto", "bf16", "fp16"] = "auto"
+
+
+class MixedPrecision(Technique):
+    """Micikevicius et al., arXiv 1710.03740, by `torch.autocast`."""
+
+    name: ClassVar = "mixed-precision"
+    kind: ClassVar = "systems"
+    tolerance: ClassVar = 0.02
+    summary: ClassVar = "computes matrix products in 16 bits, and keeps weights, optimizer and losses in 32"
+    effect: ClassVar = "up to twice the speed, or more, where the chip multiplies 16-bit matrices faster"
+    reference: ClassVar = "arXiv 1710.03740; torch.amp"
+    Settings: ClassVar = MixedPrecisionSettings
+
+    def __init__(self, settings: Section) -> None:
+        super().__init__(settings)
+        self._scaler: torch.amp.GradScaler | None = None
+        self.skipped = 0
+
+    def configure(self, config: Config) -> Config:
+        """Choose the precision, once for all processes of the run."""
+        if self.settings.dtype == "auto":
+            chosen = _fastest(chosen_device(config.loop.device))
+            self.settings = MixedPrecisionSettings(dtype=chosen)
+            techniques = {**config.techniques, self.name: {"dtype": chosen}}
+            config = msgspec.structs.replace(config, techniques=techniques)
+        return config
+
+    def apply(self, run: Run) -> None:
+        """Compute losses under autocast; in float16, scale them."""
+        dtype = _DTYPES[self.settings.dtype]
+        inner = run.operations.loss
+
+        def loss(inputs: Tensor, targets: Tensor) -> Tensor:
+            with torch.autocast(run.device.type, dtype):
+                return inner(inputs, targets)
+
+        run.operations.loss = loss
+        # The share of the peak is that of the peak in this precision.
+        run.speed.peak = measured_peak(run.device, dtype)
+        if dtype is torch.float16:
+            self._scale(run)
+
+    def _scale(self, run: Run) -> None:
+        scaler = self._scaler = torch.amp.GradScaler(run.device.type)
+        operations, optimizers = run.operations, run.optimizers.values()
+        backward, clip, accepts = operations.backward, operations.clip, operations.accepts
+
+        def scaled_backward(loss: Tensor) -> None:
+            backward(scaler.scale(loss))
+
+        def unscaled_clip() -> Tensor:
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
+            return clip()
+
+        def accepts_or_backs_off(loss: Tensor, norm: Tensor) -> bool:
+            # Gradients that overflow are how a scale is found; a loss that does is not.
+            if bool(loss.isfinite()) and not bool(norm.isfinite()):
+                self.skipped += 1
+                scaler.update()
+                return False
+            return accepts(loss, norm)
+
+        def update() -> None:
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+
+        operations.backward, operations.clip = scaled_backward, unscaled_clip
+        operations.accepts, operations.update = accepts_or_backs_off, update
+
+    @contextmanager
+    def verify(self, run: Run) -> Iterator[Proof]:
+        """See the dtype of what every linear layer of the blocks returns."""
+        proof = Proof()
+        wanted = _DTYPES[self.settings.dtype]
+        seen: Counter[torch.dtype] = Counter()
+        layers = [each for each in run.model.blocks.modules() if isinstance(each, nn.Linear)]
+        with seen_outputs(layers, lambda module, output: seen.update([output.dtype])):
+            yield proof
+        if set(seen) != {wanted}:
+            found = ", ".join(f"{str(dtype).removeprefix('torch.')} ({count})" for dtype, count in seen.items())
+            raise self.not_active(f"linear layers returned {found or 'nothing'}", "leave it out, or report it")
+        proof.is_that(f"{seen[wanted]} results of linear layers were {wanted}", results=seen[wanted], dtype=str(wanted))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scaler's state, and how many updates it has skipped."""
+        return {} if self._scaler is None else {"scaler": self._scaler.state_dict(), "skipped": self.skipped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what `state_dict` gave."""
+        if self._scaler is not None:
+            self._scaler.load_state_dict(state["scaler"])
+            self.skipped = int(state["skipped"])
+
+
+def _fastest(device: torch.device) -> _Precision:
+    """Return the precision whose matrix products are the fastest here.
+
+    A chip may take both and be no faster in either: what it is said to support is not asked.
+    """
+    plain = measured_peak(device)
+    peaks = {name: measured_peak(device, dtype) for name, dtype in _DTYPES.items()}
+    best = max(peaks, key=lambda name: peaks[name])
+    if peaks[best] < _CLEARLY_FASTER * plain:
+        measured: dict[str, float] = {"float32": plain} | {str(name): peak for name, peak in peaks.items()}
+        figures = ", ".join(f"{name} {peak / 1e9:,.0f}" for name, peak in measured.items())
+        raise UnsupportedError(
+            f"mixed-precision would make nothing faster here: GFLOP/s of matrix products are {figures}",
+            remedy="leave it out, or choose a precision (techniques.mixed-precision.dtype)",
+        )
+    return best

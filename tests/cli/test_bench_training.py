@@ -1,0 +1,118 @@
+"""``holdfast bench training`` as a person uses it: run, look, go on, rebuild, mistype."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.cli.main import main
+
+SMALL = {
+    "model.n_layers": 1,
+    "model.d_model": 16,
+    "model.n_heads": 2,
+    "model.context_length": 16,
+    "loop.batch_size": 2,
+    "loop.threads": 1,
+    "loop.device": "cpu",
+}
+ARMS = ["plain", "plain (again)", "checkpointing", "swapping"]
+
+
+@pytest.fixture
+def experiment(tmp_path: Path) -> Path:
+    """Return the file of an experiment with an arm that can run and one that cannot."""
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 60)
+    value = {
+        "name": "small",
+        "workload": "training",
+        "design": "one-at-a-time",
+        "runs": 1,
+        "settings": {"data": str(tmp_path / "text.txt"), "steps": 6, "warmup": 1, "gate_steps": 3, "evaluated": 2},
+        "base": {"name": "plain", "settings": SMALL},
+        "changes": [
+            {"name": "checkpointing", "set": {"techniques.activation-checkpointing": "on"}},
+            {"name": "swapping", "set": {"techniques.activation-swapping": "on"}},
+        ],
+    }
+    (tmp_path / "small.json").write_text(json.dumps(value))
+    return tmp_path / "small.json"
+
+
+def results(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "results.json").read_text())
+    return found
+
+
+def test_a_run_measures_and_reports_and_its_results_alone_give_the_same_report(
+    experiment: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, again = tmp_path / "out", tmp_path / "again"
+    command = ["bench", "training", "--experiment", str(experiment), "--no-progress"]
+    assert main([*command, "--out", str(out)]) == 0
+    said, err = capsys.readouterr()
+    assert err == ""
+    found = results(out)
+    assert found["complete"]
+    cells = {one["arm"]: one for one in found["cells"]}
+    statuses = {name.removeprefix("only "): one["status"] for name, one in cells.items()}
+    assert statuses == dict(zip(ARMS, ("ok", "ok", "ok", "not-run"), strict=True))
+    assert "needs a CUDA device" in cells["only swapping"]["reason"]
+    assert "ran again" in cells["only checkpointing"]["seen"]["activation-checkpointing"]
+    # Bit for bit the plain loop's, and so is the placebo's.
+    losses = {one["figures"]["loss"] for one in cells.values() if one["status"] == "ok"}
+    assert len(losses) == 1
+    assert not list(out.glob(".*"))
+    for text in ("speed", "tokens/s", "peak memory", "validation loss", "Seen at work", "ran again", "needs a CUDA"):
+        assert text in said
+    page = (out / "report.html").read_text()
+    assert "Seen at work" in page and "tokens/s" in page
+    assert "throughput" not in said and "Saving" not in page
+    again.mkdir()
+    (again / "results.json").write_bytes((out / "results.json").read_bytes())
+    assert main(["report", str(again)]) == 0
+    assert capsys.readouterr().out == said.replace(str(out), str(again))
+    assert (again / "report.html").read_bytes() == (out / "report.html").read_bytes()
+    _goes_on(out)
+
+
+def _goes_on(out: Path) -> None:
+    """Let a run whose last cell was not reached go on, by its own command only."""
+    found = results(out)
+    last = max(found["cells"], key=lambda one: one["order"])
+    last.update(status="planned", reason=None, figures={}, clocks={}, seconds=None)
+    found["complete"] = False
+    (out / "results.json").write_text(json.dumps(found))
+    assert main(["bench", "checkpoint", "--resume", "--out", str(out), "-q"]) == 2
+    assert main(["bench", "training", "--resume", "--steps", "9", "--out", str(out), "-q"]) == 2
+    assert main(["bench", "training", "--resume", "--out", str(out), "-q"]) == 0
+    assert results(out)["complete"]
+
+
+def test_the_list_shows_the_experiments_of_training_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "training", "--list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["experiments"].keys() == {"techniques", "combinations", "best-stack"}
+    assert main(["bench", "checkpoint", "--list", "--json"]) == 0
+    assert "techniques" not in json.loads(capsys.readouterr().out)["experiments"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["training", "--experiment", "peers"], "the experiment 'peers' is one of the workload 'checkpoint'"),
+        (["checkpoint", "--experiment", "techniques"], "holdfast bench training --experiment techniques"),
+        (["training", "--experiment", "techniqes"], "did you mean 'techniques'?"),
+        (["training", "--recipe", "gpt2"], "there is no recipe 'gpt2'"),
+        (["training", "--steps", "5"], "of which the first and 5 of warm-up are not timed"),
+        (["training", "--arms", "only compil"], "did you mean 'only compile'?"),
+    ],
+)
+def test_slips_are_told_before_anything_runs(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *words, "--out", str(tmp_path / "out")]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,186 @@
+"""``holdfast tune training``: the ledger, the cheapest choice that fits, and the batch that was seen to fit."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from holdfast.bench import memory_choices, tune_training
+from holdfast.bench.batch_trial import largest_batch
+from holdfast.bench.cell import CellResult
+from holdfast.bench.memory_choices import choices, with_batch_size
+from holdfast.bench.training_cell import MEMORY
+from holdfast.cli.main import main
+from holdfast.errors import UsageError
+from holdfast.train.config import Config
+from holdfast.train.data.prepare import prepare
+from holdfast.train.ledger import predict
+from holdfast.train.recipes import get_recipe
+from holdfast.train.settings import given_settings
+
+MB = 1000**2
+
+
+def config() -> Config:
+    recipe = get_recipe("shakespeare-char-cpu").changed({"loop.device": "cpu"})
+    return msgspec.structs.replace(recipe, model=msgspec.structs.replace(recipe.model, vocab_size=65))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 100)
+    return prepare(folder / "text.txt", folder / "prepared", tokenizer="char").path
+
+
+def chosen_for(memory: int) -> tune_training.Tuned:
+    return tune_training.tune(config(), Path("nowhere"), memory, trying=False)
+
+
+def test_with_room_nothing_is_changed() -> None:
+    tuned = chosen_for(4000 * MB)
+    assert tuned.fits
+    assert (tuned.chosen.cost, tuned.chosen.added, tuned.chosen.config) == (1.0, {}, config())
+
+
+def test_the_cheapest_choice_that_fits_is_taken() -> None:
+    previous = chosen_for(4000 * MB).chosen
+    for memory in range(previous.ledger.peak, 0, -MB):
+        tuned = chosen_for(memory)
+        chosen = tuned.chosen
+        if not tuned.fits:
+            assert all(each.ledger.peak >= chosen.ledger.peak > memory for each in choices(config()))
+            break
+        assert chosen.ledger.peak <= memory
+        assert chosen.cost >= previous.cost
+        cheaper = [each for each in choices(config()) if each.cost < chosen.cost]
+        assert all(each.ledger.peak > memory for each in cheaper)
+        previous = chosen
+    else:
+        pytest.fail("something is said to fit into nothing")
+    assert previous.cost > 1.1
+
+
+def test_a_step_keeps_its_sequences() -> None:
+    for each in choices(config()):
+        loop = each.config.loop
+        assert loop.batch_size * loop.accumulate == 12
+    with pytest.raises(UsageError, match="12 sequences do not divide into batches of 5"):
+        with_batch_size(config(), 5)
+
+
+def test_what_is_on_already_and_what_cannot_run_is_not_proposed() -> None:
+    on = config().changed({"techniques.fused-optimizer": "on", "techniques.activation-checkpointing": "on"})
+    for each in choices(on):
+        assert not {"low-bit-optimizer", "activation-checkpointing", "activation-swapping"} & set(each.added)
+    assert {option.name for group in memory_choices.OPTIONS for option in group} > {"activation-swapping"}
+
+
+@pytest.mark.parametrize(("limit", "largest"), [(0, None), (1, 1), (3, 3), (5, 4), (11, 6), (12, 12), (99, 12)])
+def test_the_largest_batch_is_found_among_the_divisors(limit: int, largest: int | None) -> None:
+    def attempt(tried: Config) -> CellResult:
+        assert tried.loop.batch_size * tried.loop.accumulate == 12
+        if tried.loop.batch_size > 10:
+            # The process is ended where it takes far too much.
+            return CellResult("memory" if limit < 12 else "ok", None, 1.0, {MEMORY: 12.0})
+        return CellResult("ok", None, 1.0, {MEMORY: float(tried.loop.batch_size)})
+
+    found = largest_batch(config(), limit, attempt)
+    assert (found.config.loop.batch_size if found.config else None) == largest
+    assert found.peak == largest
+    assert len(found.trials) <= 3
+
+
+def test_what_fits_by_prediction_alone_gives_way_to_what_is_seen_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    class Twice:
+        """Takes twice what is predicted."""
+
+        def __init__(self, *limits: object) -> None: ...
+
+        def __call__(self, tried: Config) -> CellResult:
+            seen.append(predict(tried, device="cpu").peak)
+            return CellResult("ok", None, 1.0, {MEMORY: 2.0 * seen[-1]})
+
+    monkeypatch.setattr(tune_training, "Trial", Twice)
+    tuned = tune_training.tune(config(), Path("nowhere"), 25 * MB)
+    assert tuned.fits
+    assert tuned.measured == 2 * seen[-1] <= 25 * MB
+    assert len(seen) > 1 and seen == sorted(seen, reverse=True)
+    least = min(each.ledger.peak for each in choices(config()))
+    assert not tune_training.tune(config(), Path("nowhere"), least).fits
+
+
+def test_a_trial_that_fails_otherwise_is_an_error() -> None:
+    with pytest.raises(UsageError, match="a trial failed: no compiler"):
+        largest_batch(config(), 10, lambda tried: CellResult("failed", "no compiler", 1.0))
+
+
+def test_the_ledger_is_shown_and_nothing_is_written(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["tune", "training", "shakespeare-char-cpu", "--data", str(data), "--predict-only"]
+    assert main([*words, "--memory", "4GB"]) == 0
+    said = capsys.readouterr().out
+    for text in ("parameters", "activations, kept", "at the worst moment", "It is predicted to fit as it is."):
+        assert text in said
+    assert main([*words, "--memory", "1MB"]) == 1
+    assert "Nothing is predicted to fit." in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_written_is_what_train_reads(
+    data: Path, tmp_path: Path, run_json: Callable[..., tuple[int, Any]]
+) -> None:
+    words = ["tune", "training", "shakespeare-char-cpu", "--data", data, "--predict-only", "--memory", "17MB"]
+    code, found = run_json(*words, "--out", tmp_path / "small.toml")
+    assert code == 0
+    assert found["chosen"]["predicted"]["peak"] <= 17 * MB < found["before"]["peak"]
+    assert found["chosen"]["expected_cost"] > 1
+    given = given_settings(file=tmp_path / "small.toml", environment={})
+    changed = get_recipe("shakespeare-char-cpu").changed(given)
+    assert changed.loop.batch_size == found["chosen"]["settings"]["loop.batch_size"]
+    names = {name.split(".")[1] for name in found["chosen"]["settings"] if name.startswith("techniques.")}
+    assert set(changed.techniques) == names
+    assert tomllib.loads((tmp_path / "small.toml").read_text())["train"]["loop"]
+    code, _ = run_json(*words, "--out", tmp_path / "small.toml")
+    assert code == 6
+
+
+def test_a_trial_trains_and_evaluates_and_its_peak_is_told(data: Path) -> None:
+    tuned = tune_training.tune(config().changed({"loop.threads": 1}), data, 2000 * MB)
+    assert tuned.fits
+    assert tuned.measured is not None
+    # The process takes more than its tensors: buffers of kernels, a heap that does not shrink.
+    assert 0.3 * tuned.chosen.ledger.peak < tuned.measured < 2000 * MB
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--memory", "1GB"], "neither a recipe nor a run is given"),
+        (["shakespeare-char-cpu", "--memory", "much"], "is not a size"),
+        (["shakespeare", "--memory", "1GB"], "there is no recipe"),
+        (["shakespeare-char-cpu", "--memory", "1GB", "--technique", "compil"], "there is no technique"),
+    ],
+)
+def test_slips_are_told(words: list[str], said: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "training", *words, "--data", str(data)]) in (2, 7)
+    assert said in capsys.readouterr().err
+
+
+def test_json_is_whole(data: Path, run_json: Callable[..., tuple[int, Any]]) -> None:
+    code, found = run_json(
+        "tune", "training", "shakespeare-char-cpu", "--data", data, "--predict-only", "--memory", "4GB"
+    )
+    assert code == 0
+    assert json.loads(json.dumps(found)) == found
+    assert found["before"] == found["chosen"]["predicted"]

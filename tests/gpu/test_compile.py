@@ -1,0 +1,35 @@
+"""The exam of compilation on a GPU, in all modes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from holdfast.testing.technique_suite import TINY, TechniqueSuite
+from holdfast.train.run import Run
+from holdfast.train.techniques.compile import Compile
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
+]
+
+ONE_BATCH = TINY.changed({"loop.device": "cuda", "loop.accumulate": 1})
+
+
+class TestCompile(TechniqueSuite):
+    technique = Compile
+    variants = ({}, {"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"fullgraph": True})
+    config = ONE_BATCH
+
+    def sabotage(self, run: Run) -> None:
+        run.operations.loss = run.model.loss
+
+
+class TestCompileOfSeveralBatches(TechniqueSuite):
+    technique = Compile
+    config = TINY.changed({"loop.device": "cuda"})
+
+    def sabotage(self, run: Run) -> None:
+        run.operations.loss = run.model.loss

@@ -1,0 +1,46 @@
+"""Tensor parallelism, by one process and by two."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import UsageError
+from holdfast.testing.technique_suite import TINY
+from holdfast.train.run import Run
+from holdfast.train.techniques.base import NoSettings
+from holdfast.train.techniques.tensor_parallel import TensorParallel, check_sizes
+
+sys.path.insert(0, str(Path(__file__).parent))
+from several_processes import EXACT, TAMPER, task, trained_by
+from together_suite import TogetherSuite
+
+
+class TestTensorParallel(TogetherSuite):
+    technique = TensorParallel
+    tampered = {  # noqa: RUF012
+        "copy": "parameters of the blocks are not divided",
+        "optimizer": "tensors that are not the model's",
+    }
+
+    def sabotage(self, run: Run) -> None:
+        """Train a model that is not divided."""
+        TAMPER["copy"](run)
+
+    def test_each_process_computes_its_heads(self, tmp_path: Path, data: Path) -> None:
+        for said in trained_by(2, [task("step", self.together(EXACT), tmp_path / "run", data)], tmp_path):
+            assert said[0]["proofs"]["tensor-parallel"]["heads"] == 1
+
+
+def test_muon_needs_whole_matrices() -> None:
+    with pytest.raises(UsageError, match="orthogonalises whole matrices, and tensor-parallel divides them"):
+        TensorParallel(NoSettings()).configure(TINY.changed({"optim.name": "muon"}))
+
+
+@pytest.mark.parametrize(("what", "size"), [("n_heads", 3), ("d_ff", 2)])
+def test_what_does_not_divide_is_refused(what: str, size: int) -> None:
+    config = TINY.changed({"model.d_ff": 33}).model
+    with pytest.raises(UsageError, match=f"needs of {what}"):
+        check_sizes(config, size)

@@ -1,0 +1,116 @@
+"""Runs of several processes as a whole: how they begin, what one of them does alone, and how they end together."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import UnsupportedError, UsageError
+from holdfast.testing.equality import difference
+from holdfast.testing.technique_suite import TINY, last_state, losses
+from holdfast.train.data.prepare import prepare
+from holdfast.train.distributed import joined
+from holdfast.train.run import check_settings
+from holdfast.train.run_folder import RunFolder
+from holdfast.train.techniques.stack import Stack
+
+sys.path.insert(0, str(Path(__file__).parent))
+from several_processes import started, task, trained_by
+
+TEXT = "the quick brown fox jumps over the lazy dog; " * 60
+DDP = TINY.changed({"techniques.ddp": "on"})
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "text.txt").write_text(TEXT)
+    prepare(folder / "text.txt", folder / "prepared", tokenizer="char")
+    return folder / "prepared"
+
+
+def torchrun(monkeypatch: pytest.MonkeyPatch, *, size: int) -> None:
+    """Let this process look as if torchrun had started it."""
+    for name, value in (("RANK", 0), ("WORLD_SIZE", size), ("LOCAL_RANK", 0), ("MASTER_PORT", 1)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+
+
+def test_a_run_goes_on_exactly_after_a_process_was_killed(tmp_path: Path, data: Path) -> None:
+    killed = [task("stop one", DDP, tmp_path / "killed", data, after=3, killed=True)]
+    first, second = started(2, killed, tmp_path / "first")
+    assert second.returncode == 9
+    assert first.returncode == 1
+    assert "another process of the run has ended" in first.stderr
+    again = RunFolder(tmp_path / "killed").config()
+    tasks = [
+        task("train", again, tmp_path / "killed", data, resume=True),
+        task("train", DDP, tmp_path / "whole", data),
+    ]
+    trained_by(2, tasks, tmp_path / "second")
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    assert difference(last_state(tmp_path / "killed"), last_state(tmp_path / "whole")) is None
+
+
+def test_all_processes_stop_after_the_step_in_which_one_is_asked_to(tmp_path: Path, data: Path) -> None:
+    tasks = [task("stop one", DDP, tmp_path / "run", data, after=3, killed=False)]
+    for said in trained_by(2, tasks, tmp_path):
+        assert (said[0]["step"], said[0]["reason"]) == (3, "stopped")
+
+
+def test_processes_are_started_by_torchrun(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="torchrun --nproc-per-node 2 -m holdfast train"):
+        check_settings(DDP, RunFolder(tmp_path))
+
+
+def test_several_processes_without_a_technique_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    torchrun(monkeypatch, size=2)
+    with pytest.raises(UsageError, match="started 2 processes, and no technique"), joined(TINY):
+        pytest.fail("joined")
+
+
+def test_one_process_of_torchrun_trains_as_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    torchrun(monkeypatch, size=1)
+    with joined(TINY) as world:
+        assert (world.rank, world.size) == (0, 1)
+
+
+def test_processes_are_shared_out_once() -> None:
+    with pytest.raises(UsageError, match="ddp and fsdp cannot be combined"):
+        Stack.of({"ddp": {}, "fsdp": {}})
+
+
+def test_only_techniques_that_share_out_processes_may_change_when_a_run_goes_on(tmp_path: Path, data: Path) -> None:
+    trained_by(2, [task("train", DDP, tmp_path / "run", data, stop_after=1)], tmp_path)
+    folder = RunFolder(tmp_path / "run")
+    config = folder.config()
+    assert list(folder.changed_settings(config.changed({"techniques.ddp": "off"}))) == ["techniques.ddp"]
+    with pytest.raises(UsageError, match="activation-checkpointing"):
+        folder.changed_settings(config.changed({"techniques.activation-checkpointing": "on"}))
+
+
+def test_the_command_line_prepares_writes_and_speaks_once(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    words = (
+        "--technique ddp --loop.device cpu --loop.steps 4 --model.context_length 16 --model.d_model 16 "
+        "--model.n_layers 1 --checkpoint.every 2 --log.every 1 --eval.every 2 --schedule.warmup_steps 0 --json"
+    )
+    place = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "run")]
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "holdfast"]
+        + ["train", "shakespeare-char-cpu", *place, *words.split()],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    summary = json.loads(ended.stdout)
+    assert summary["techniques"]["ddp"]["processes"] == 2
+    assert [step for step, kind, _ in losses(tmp_path / "run") if kind == "train"] == [1, 2, 3, 4]
+    assert RunFolder(tmp_path / "run").about()["surroundings"]["processes"] == 2

@@ -1,0 +1,86 @@
+"""Mixed precision: 16 bits in matrix products, 32 in weights and losses; in float16 a scaler that is saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.errors import UnsupportedError
+from holdfast.testing.technique_suite import STEPS, TechniqueSuite, last_state, with_techniques
+from holdfast.train.data.dataset import Dataset
+from holdfast.train.loop import take_step
+from holdfast.train.run import Run, open_run
+from holdfast.train.run_folder import RunFolder
+from holdfast.train.techniques.mixed_precision import MixedPrecision
+
+
+class TestMixedPrecision(TechniqueSuite):
+    technique = MixedPrecision
+    variants = ({"dtype": "bf16"}, {"dtype": "fp16"})
+
+    def sabotage(self, run: Run) -> None:
+        run.operations.loss = run.model.loss
+
+    def test_weights_and_their_gradients_stay_in_32_bits(self, tmp_path: Path, data: Path) -> None:
+        config = with_techniques(self.config, {"mixed-precision": {"dtype": "bf16"}})
+        with open_run(config, RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
+            run.operations.backward(run.operations.loss(*next(run.batches)))
+            for parameter in run.model.parameters():
+                assert parameter.dtype == torch.float32
+                assert parameter.grad is not None
+                assert parameter.grad.dtype == torch.float32
+
+    def test_a_gradient_that_overflows_lowers_the_scale_and_leaves_the_weights(
+        self, tmp_path: Path, data: Path
+    ) -> None:
+        config = with_techniques(self.config, {"mixed-precision": {"dtype": "fp16"}})
+        with open_run(config, RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
+            (technique,) = run.techniques.techniques
+            take_step(run)
+            scale = technique.state_dict()["scaler"]["scale"]
+            before = {name: each.clone() for name, each in run.model.state_dict().items()}
+            hook = run.model.norm.weight.register_hook(lambda gradient: gradient * float("inf"))
+            take_step(run)
+            hook.remove()
+            assert technique.state_dict()["scaler"]["scale"] == scale / 2
+            assert technique.state_dict()["skipped"] == 1
+            assert run.progress.skipped == 0
+            for name, each in run.model.state_dict().items():
+                assert torch.equal(each, before[name])
+
+    def test_the_scaler_is_part_of_a_checkpoint(self, tmp_path: Path, data: Path) -> None:
+        from holdfast.testing.technique_suite import train_run
+
+        train_run(with_techniques(self.config, {"mixed-precision": {"dtype": "fp16"}}), tmp_path / "run", data)
+        saved = last_state(tmp_path / "run")["techniques"]["mixed-precision"]
+        assert saved["scaler"]["_growth_tracker"] == STEPS
+
+    def test_the_faster_precision_is_chosen_once_and_written_down(
+        self, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        peaks = {torch.float32: 1e9, torch.bfloat16: 1.5e9, torch.float16: 2e9}
+        monkeypatch.setattr(
+            "holdfast.train.techniques.mixed_precision.measured_peak",
+            lambda device, dtype=torch.float32: peaks[dtype],
+        )
+        config = with_techniques(self.config, {"mixed-precision": {}})
+        folder = RunFolder(tmp_path / "run")
+        with open_run(config, folder, Dataset.open(data)) as run:
+            assert run.config.techniques == {"mixed-precision": {"dtype": "fp16"}}
+            assert run.speed.peak == 2e9
+        assert folder.config().techniques == {"mixed-precision": {"dtype": "fp16"}}
+
+    def test_it_is_refused_where_nothing_would_be_faster(
+        self, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(
+            "holdfast.train.techniques.mixed_precision.measured_peak", lambda device, dtype=torch.float32: 1e9
+        )
+        config = with_techniques(self.config, {"mixed-precision": {}})
+        with (
+            pytest.raises(UnsupportedError, match="would make nothing faster here"),
+            open_run(config, RunFolder(tmp_path / "run"), Dataset.open(data)),
+        ):
+            pass

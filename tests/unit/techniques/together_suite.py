@@ -1,0 +1,157 @@
+"""The exam of a technique for several processes: that of any technique, and what two of them do together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from several_processes import EXACT, generated, group_of_one, task, trained_by
+
+from holdfast.testing.equality import difference
+from holdfast.testing.technique_suite import STEPS, TINY, TechniqueSuite, last_state, losses, train_run
+from holdfast.train.config import Config
+from holdfast.train.run_folder import RunFolder
+
+HALF = STEPS // 2
+
+_ROTARY = {
+    "model.positions": "rotary",
+    "model.norm": "rmsnorm",
+    "model.activation": "swiglu",
+    "model.bias": False,
+    "model.tied": False,
+    "ema.decay": 0.9,
+}
+
+
+class TogetherSuite(TechniqueSuite):
+    """Subclass it as `TechniqueSuite`, and name ways to tamper with it; see `several_processes.TAMPER`."""
+
+    tampered: ClassVar[Mapping[str, str]] = {}
+    """What is said of each."""
+
+    models: ClassVar[Sequence[Mapping[str, object]]] = ({}, _ROTARY)
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def group(cls) -> Iterator[None]:
+        """Let the exam of any technique be sat by a group of one process."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        with group_of_one(), pytest.MonkeyPatch.context() as patches:
+            patches.setattr("holdfast.train.run.measured_peak", lambda device: 1e9)
+            yield
+        torch.set_num_threads(threads)
+
+    @classmethod
+    def together(cls, config: Config) -> Config:
+        """Return a configuration with the technique on."""
+        return config.changed({f"techniques.{cls.technique.name}": "on"})
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def two(cls, tmp_path_factory: pytest.TempPathFactory, data: Path) -> tuple[Path, list[list[Any]]]:
+        """Let two processes do, once, all that the tests below look at."""
+        place = tmp_path_factory.mktemp("two")
+        dropping, exact = cls.together(TINY), cls.together(EXACT)
+        train_run(EXACT, place / "from-one", data, stop_after=HALF)
+        tasks = [
+            task("train", dropping, place / "whole", data),
+            task("train", dropping, place / "parts", data, stop_after=HALF),
+            task("train", dropping, place / "parts", data, resume=True),
+            task("train", exact, place / "to-one", data, stop_after=HALF),
+            task("train", exact, place / "from-one", data, resume=True),
+            task("step", exact, place / "watched", data),
+            task("generate", exact, place / "generated", data),
+            *(
+                task("train", exact.changed(model), place / f"model{number}", data)
+                for number, model in enumerate(cls.models)
+            ),
+            *(task("step", dropping, place / name, data, tamper=name) for name in cls.tampered),
+        ]
+        return place, trained_by(2, tasks, place)
+
+    def test_two_processes_compute_what_one_does(
+        self, two: tuple[Path, list[list[Any]]], tmp_path: Path, data: Path
+    ) -> None:
+        """The losses, in training and evaluation, are those of one process with the same batches."""
+        place, _ = two
+        for number, model in enumerate(self.models):
+            train_run(EXACT.changed(model), tmp_path / str(number), data)
+            alone, together = losses(tmp_path / str(number)), losses(place / f"model{number}")
+            assert [each[:2] for each in together] == [each[:2] for each in alone]
+            assert [each[2] for each in together] == pytest.approx([each[2] for each in alone], rel=1e-4)
+
+    def test_two_processes_go_on_exactly(self, two: tuple[Path, list[list[Any]]]) -> None:
+        """A run with dropout that was stopped ends as one that was not, bit for bit, each process with its numbers."""
+        place, _ = two
+        assert losses(place / "parts") == losses(place / "whole")
+        assert difference(last_state(place / "parts"), last_state(place / "whole")) is None
+
+    def test_one_process_goes_on_with_what_two_saved(
+        self, two: tuple[Path, list[list[Any]]], tmp_path: Path, data: Path
+    ) -> None:
+        """A checkpoint of two processes is one of a single process, with the technique off."""
+        place, _ = two
+        config = RunFolder(place / "to-one").config().changed({f"techniques.{self.technique.name}": "off"})
+        train_run(config, place / "to-one", data, resume=True)
+        train_run(EXACT, tmp_path / "alone", data)
+        self._same_end(place / "to-one", tmp_path / "alone")
+
+    def test_two_processes_go_on_with_what_one_saved(
+        self, two: tuple[Path, list[list[Any]]], tmp_path: Path, data: Path
+    ) -> None:
+        """And the other way round."""
+        place, _ = two
+        train_run(EXACT, tmp_path / "alone", data)
+        self._same_end(place / "from-one", tmp_path / "alone")
+
+    def _same_end(self, first: Path, second: Path) -> None:
+        assert [each[2] for each in losses(first)] == pytest.approx([each[2] for each in losses(second)], rel=1e-4)
+        found, wanted = last_state(first), last_state(second)
+        assert list(found["model"]) == list(wanted["model"])
+        for name, tensor in wanted["model"].items():
+            # Gradients of next to nothing, as those of the keys' biases, AdamW makes steps of any sign.
+            if tensor.ndim == 2:
+                assert (found["model"][name] - tensor).norm() < 0.01 * tensor.norm(), name
+        assert found["progress"]["tokens"] == wanted["progress"]["tokens"]
+        assert found["batches"] == wanted["batches"]
+        assert difference(_shapes(found["optimizers"]), _shapes(wanted["optimizers"])) is None
+
+    def test_both_processes_see_the_same(self, two: tuple[Path, list[list[Any]]]) -> None:
+        """Loss, norm and tokens are those of the whole batch in each process, and each sees the technique at work."""
+        _, (first, second) = two
+        seen = [next(each for each in said if isinstance(each, dict) and "record" in each) for said in (first, second)]
+        assert seen[0]["record"] == seen[1]["record"]
+        assert [each["tokens"] for each in seen] == [EXACT.loop.batch_size * EXACT.loop.accumulate * 16] * 2
+        for each in seen:
+            assert each["proofs"][self.technique.name]["processes"] == 2
+
+    def test_both_processes_generate_the_same_text(
+        self, two: tuple[Path, list[list[Any]]], tmp_path: Path, data: Path
+    ) -> None:
+        """And the text that one process generates."""
+        _, said = two
+        alone = generated(task("generate", EXACT, tmp_path / "alone", data))
+        for process in said:
+            assert [each for each in process if isinstance(each, list)] == [alone]
+
+    def test_tampering_is_caught_in_every_process(self, two: tuple[Path, list[list[Any]]]) -> None:
+        """Asked for but not at work is an error in each of them."""
+        _, said = two
+        for process in said:
+            refused = process[len(process) - len(self.tampered) :]
+            for (name, message), each in zip(self.tampered.items(), refused, strict=True):
+                assert each.get("kind") == "technique-not-active", name
+                assert message in each["message"], name
+
+
+def _shapes(state: Any) -> Any:
+    if isinstance(state, Mapping):
+        return {key: _shapes(each) for key, each in state.items()}
+    if isinstance(state, list):
+        return [_shapes(each) for each in state]
+    return [*state.shape] if isinstance(state, torch.Tensor) else state

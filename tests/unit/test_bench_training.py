@@ -1,0 +1,272 @@
+"""The bench of training: what an arm may set, what it is held against, and what it has then measured."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+import pytest
+
+from holdfast import plugins
+from holdfast.bench import training_cell as cell
+from holdfast.bench.experiment import read_experiment, shipped
+from holdfast.bench.gate import GateError
+from holdfast.bench.reference_losses import LossGate, reference_losses
+from holdfast.bench.summary import summarise
+from holdfast.bench.training_arms import check_arm, config_of, tolerance_of, without_systems
+from holdfast.bench.training_workload import WORKLOAD
+from holdfast.bench.workload import DoesNotApplyError, Task
+from holdfast.errors import UsageError
+from holdfast.report.document import Results
+from holdfast.train.recipes import RECIPES
+from holdfast.train.run import Run
+from holdfast.train.techniques.base import Proof, Technique
+from holdfast.train.techniques.combinations import COMBINATIONS
+
+sys.path.insert(0, str(Path(__file__).parent))
+from tiny_training import CONFIG, prepared
+
+STEPS = 8
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RECIPES, "tiny", lambda: CONFIG.changed({"data.tokenizer": "char"}))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("data"))
+
+
+def task(data: Path, folder: Path, arm: dict[str, Any], **settings: Any) -> Task:
+    given = WORKLOAD.settings({"recipe": "tiny", "data": str(data), "steps": STEPS, "warmup": 2, **settings}, None)
+    scratch = folder / "scratch"
+    scratch.mkdir(exist_ok=True)
+    subject = WORKLOAD.prepare(given, [arm], scratch).subject
+    return Task("training", "arm", arm, subject, WORKLOAD.measures_of(given), str(folder / "cell"))
+
+
+def test_a_cell_measures_speed_memory_and_loss_and_says_what_was_at_work(data: Path, tmp_path: Path) -> None:
+    arm = {"techniques.activation-checkpointing": "on"}
+    outcome = WORKLOAD.measure(task(data, tmp_path, arm, seconds=1))
+    assert outcome.figures.keys() == {measure.name for measure in WORKLOAD.measures}
+    assert all(value > 0 for value in outcome.figures.values())
+    loop, length = CONFIG.loop, CONFIG.model.context_length
+    assert outcome.figures[cell.TOKENS] == STEPS * loop.batch_size * length
+    assert "ran again" in outcome.seen["activation-checkpointing"]
+    assert {"build", "gate", "evaluate"} <= outcome.clocks.keys()
+
+
+def test_a_block_has_a_seed_of_its_own_and_repeats_itself(data: Path, tmp_path: Path) -> None:
+    losses = []
+    for number, block in enumerate((0, 0, 1)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        one = task(data, folder, {})
+        losses.append(WORKLOAD.measure(Task(**{**vars_of(one), "block": block})).figures[cell.LOSS])
+    assert losses[0] == losses[1] != losses[2]
+
+
+def vars_of(one: Task) -> dict[str, Any]:
+    return {name: getattr(one, name) for name in Task.__dataclass_fields__}
+
+
+class Wrong(Technique):
+    """Moves the losses, and says that it does not."""
+
+    name: ClassVar = "wrong"
+    kind: ClassVar = "systems"
+    tolerance: ClassVar = 0.01
+    summary: ClassVar = "nothing"
+    effect: ClassVar = "none"
+    reference: ClassVar = "none"
+
+    def apply(self, run: Run) -> None:
+        inner = run.operations.loss
+        run.operations.loss = lambda inputs, targets: inner(inputs, targets) * 1.05
+
+    @contextmanager
+    def verify(self, run: Run) -> Iterator[Proof]:
+        yield Proof()
+
+
+class Absent(Wrong):
+    """Is not at work."""
+
+    name: ClassVar = "absent"
+
+    def apply(self, run: Run) -> None: ...
+
+    @contextmanager
+    def verify(self, run: Run) -> Iterator[Proof]:
+        yield Proof()
+        raise self.not_active("nothing was seen", "report it")
+
+
+@pytest.fixture
+def others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Register the techniques above."""
+    known, named = plugins.get, plugins.names
+    mine = {"wrong": Wrong, "absent": Absent}
+    monkeypatch.setattr(plugins, "get", lambda kind, name: mine.get(name) or known(kind, name))
+    monkeypatch.setattr(plugins, "names", lambda kind: [*named(kind), *mine])
+
+
+@pytest.mark.usefixtures("others")
+def test_a_technique_that_moves_the_losses_has_no_time(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(GateError, match=r"the loss of step 1 is .*they may differ by 1.00% at most"):
+        WORKLOAD.measure(task(data, tmp_path, {"techniques.wrong": "on"}))
+
+
+@pytest.mark.usefixtures("others")
+def test_a_technique_that_is_not_at_work_has_no_time(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(GateError, match="absent was asked for and is not active"):
+        WORKLOAD.measure(task(data, tmp_path, {"techniques.absent": "on"}))
+
+
+def test_what_makes_no_sense_with_the_recipe_is_told_as_that(data: Path, tmp_path: Path) -> None:
+    arm = {"techniques.gradient-accumulation.batches": 2}
+    with pytest.raises(DoesNotApplyError, match="a batch of 3 sequences does not divide into 2 parts"):
+        WORKLOAD.measure(task(data, tmp_path, arm))
+
+
+@pytest.mark.parametrize("loss", [1.0201, 0.9799, math.nan, math.inf])
+def test_the_gate_closes(loss: float) -> None:
+    gate = LossGate([5.0, 1.0], 0.02)
+    gate.check(2, 1.0199)
+    gate.check(3, loss)
+    with pytest.raises(GateError, match="the loss of step 2"):
+        gate.check(2, loss)
+    with pytest.raises(GateError, match="by nothing"):
+        LossGate([1.0], 0.0).check(1, 1.0 + 1e-12)
+
+
+def test_the_reference_is_the_run_without_what_must_not_move_it(data: Path, tmp_path: Path) -> None:
+    arm = {"techniques.mixed-precision.dtype": "bf16", "techniques.fused-optimizer": "on"}
+    config = config_of("tiny", {**arm, "techniques.lr-plateau": "on", "eval.every": 4}, steps=STEPS)
+    assert list(without_systems(config).techniques) == ["lr-plateau"]
+    assert tolerance_of(config) == pytest.approx(0.021)
+    plain = config_of("tiny", {}, steps=STEPS)
+    losses = reference_losses(plain, data, 3, tmp_path)
+    assert len(losses) == 3
+    [kept] = tmp_path.iterdir()
+    kept.write_text("[1.0]")
+    assert reference_losses(plain, data, 3, tmp_path) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("arm", "said"),
+    [
+        ({"loop.steps": 5}, "loop.steps is the same for all arms"),
+        ({"data.source": "x"}, "data.source is the same for all arms"),
+        ({"techniques.compil": "on"}, "there is no technique named 'compil'"),
+        ({"techniques.compile.mod": "x"}, "the settings of compile are not valid"),
+        ({"optim.lrr": 1}, "there is no setting 'optim.lrr'"),
+        ({"techniques.fused-optimizer": "on", "techniques.low-bit-optimizer": "on"}, "cannot be combined"),
+    ],
+)
+def test_wrong_arms_are_told_in_a_line(arm: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError) as error:
+        check_arm(arm)
+    assert said in error.value.message
+    assert error.value.remedy
+
+
+def test_values_that_do_not_suit_the_recipe_are_told_before_anything_runs(data: Path, tmp_path: Path) -> None:
+    check_arm({"model.n_heads": 3})
+    with pytest.raises(UsageError, match="d_model=16 does not divide into n_heads=3"):
+        task(data, tmp_path, {"model.n_heads": 3})
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"recipe": "gpt5"}, "there is no recipe"),
+        ({"steps": 5, "warmup": 5}, "of which the first and 5 of warm-up are not timed"),
+        ({"step": 5}, 'has no key "step"'),
+        ({"steps": "many"}, 'has "steps": "many"'),
+    ],
+)
+def test_wrong_settings_are_told_in_a_line(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        WORKLOAD.settings(settings, None)
+
+
+@pytest.mark.parametrize("name", shipped("training"))
+def test_the_experiments_that_ship_are_valid(name: str) -> None:
+    found = read_experiment(name, check_settings=WORKLOAD.check)
+    assert found.workload == "training"
+    assert found.settings["steps"] > found.settings["warmup"] + 2
+
+
+def test_each_technique_is_measured_alone() -> None:
+    used = {key.split(".")[1] for arm in read_experiment("techniques").arms for key in arm.settings if "tech" in key}
+    assert used == set(plugins.names("techniques"))
+
+
+def test_the_combinations_are_those_of_the_command_line() -> None:
+    found = {arm.name: arm for arm in read_experiment("combinations").arms}
+    for name, parts in COMBINATIONS.items():
+        used = [key.split(".")[1] for key in found[name].settings]
+        assert sorted(used) == sorted(parts)
+
+
+def test_more_tokens_in_a_second_are_better() -> None:
+    results = document({"plain": [100.0, 101.0, 99.0, 100.0], "fast": [150.0, 151.0, 149.0, 150.0]})
+    summary = summarise(results)
+    entry = summary["arms"]["fast"][cell.SPEED]
+    assert (entry["verdict"], round(entry["gain"], 2)) == ("helps", 1.5)
+    speed = next(one for one in summary["recommendations"] if one["for"] == "speed")
+    assert speed["arm"] == "fast"
+    assert "1.50x plain" in speed["text"]
+
+
+def test_a_failed_gate_is_told_in_the_words_of_training() -> None:
+    results = document({"plain": [100.0], "off": [200.0]})
+    next(one for one in results["cells"] if one["arm"] == "off").update(status="gate", reason="the loss", figures={})
+    summary = summarise(results)
+    said = "it was not active, or did not compute what it should"
+    assert summary["arms"]["off"][cell.SPEED]["reason"] == f"{said}, in 1 of 1 blocks: the loss"
+    assert any(one["text"].startswith(f"off: {said}") for one in summary["warnings"])
+
+
+def document(speeds: dict[str, list[float]]) -> dict[str, Any]:
+    """Return results with these tokens per second by arm, of which the first is the baseline."""
+    arms = [{"name": name, "role": "arm" if place else "baseline"} for place, name in enumerate(speeds)]
+    cells = [
+        {"arm": name, "block": block, "status": "ok", "amount": 100, "figures": {cell.SPEED: value}}
+        for name, values in speeds.items()
+        for block, value in enumerate(values)
+    ]
+    measures = [measure.as_dict() for measure in WORKLOAD.measures if measure.name == cell.SPEED]
+    return json.loads(
+        json.dumps({"experiment": {"workload": "training"}, "measures": measures, "arms": arms, "cells": cells})
+    )
+
+
+def test_the_page_of_techniques_is_made_from_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    page = importlib.import_module("techniques_page")
+    assert page.PAGE.read_text() == page.page()
+
+
+def test_the_page_says_what_was_measured_and_what_could_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    page = importlib.import_module("techniques_page")
+    results = document({"plain": [100.0, 101.0, 99.0, 100.0], "on": [150.0, 151.0, 149.0, 150.0], "off": [1.0]})
+    results["arms"][1]["settings"] = {"techniques.compile.mode": "default"}
+    results["arms"][2]["settings"] = {"techniques.tf32": "on"}
+    results["cells"][-1] |= {"status": "not-run", "reason": "tf32 needs a CUDA device", "figures": {}}
+    results["experiment"] |= {"name": "techniques", "baseline": "plain"}
+    found = msgspec.convert({**results, "summary": summarise(results)}, Results)
+    assert page._effects(found, "compile") == "mode default: speed 1.50x (1.49 to 1.51)"
+    assert page._effects(found, "tf32") == "not run here: tf32 needs a CUDA device"
+    assert page._effects(found, "ddp") == "not measured"
