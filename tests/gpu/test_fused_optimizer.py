@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.testing.technique_suite import TINY, TechniqueSuite, train_run, with_techniques
+from holdfast.testing.technique_suite import TINY, TechniqueSuite, losses, train_run, with_techniques
 from holdfast.train.run import Run
 from holdfast.train.techniques.fused_optimizer import FusedOptimizer
 
@@ -29,3 +29,4 @@ class TestFusedOptimizerOnCuda(TechniqueSuite):
     def test_it_works_with_a_scaler(self, tmp_path: Path, data: Path) -> None:
         both = {"fused-optimizer": {}, "mixed-precision": {"dtype": "fp16"}}
         train_run(with_techniques(self.config, both), tmp_path / "run", data)
+        assert losses(tmp_path / "run")[-1][0] == self.config.loop.steps

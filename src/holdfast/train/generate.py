@@ -179,10 +179,8 @@ def generate(
     stops = _checked_stops(stop, model.config.vocab_size)
     _check_numbers(max_new_tokens, seed, vocab_size)
     generator = torch.Generator().manual_seed(seed)
-    rows = prompt if prompt.ndim == 2 else prompt.unsqueeze(0)
-    batch, length = rows.shape
-    ids = torch.empty(batch, length + max_new_tokens, dtype=torch.int64, device=model.tokens.weight.device)
-    ids[:, :length] = rows
+    ids = _with_room(prompt, max_new_tokens, model.tokens.weight.device)
+    batch, length = len(ids), prompt.shape[-1]
     # Inference mode would do, but for weights that are divided among processes.
     with torch.no_grad(), evaluating(model):
         cache = model.new_cache(batch) if use_cache else None
@@ -197,6 +195,14 @@ def generate(
                 on_token(drawn.tolist())
     ids = ids[:, :length].clone()
     return ids if prompt.ndim == 2 else ids[0]
+
+
+def _with_room(prompt: Tensor, room: int, device: torch.device) -> Tensor:
+    """Return prompts, one a row, with room for tokens behind them."""
+    rows = prompt if prompt.ndim == 2 else prompt.unsqueeze(0)
+    ids = torch.empty(len(rows), rows.shape[1] + room, dtype=torch.int64, device=device)
+    ids[:, : rows.shape[1]] = rows
+    return ids
 
 
 def _check_numbers(max_new_tokens: int, seed: int, vocab_size: int | None) -> None:

@@ -153,6 +153,7 @@ def test_many_runs_in_one_process_stay_compiled(tmp_path: Path, data: Path) -> N
     with torch._dynamo.config.patch(recompile_limit=1):
         for number in range(2):
             train_run(TRACED, tmp_path / str(number), data, stop_after=1)
+            assert losses(tmp_path / str(number))[0][:2] == (1, "train")
 
 
 def test_cuda_graphs_of_several_batches_are_refused(tmp_path: Path, data: Path) -> None:
