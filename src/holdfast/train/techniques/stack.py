@@ -120,6 +120,8 @@ def _build(name: str, given: Mapping[str, Any]) -> Technique:
     technique: type[Technique] = plugins.get(KIND, name)
     try:
         settings: Section = msgspec.convert(_with_lists(given, technique), technique.Settings, strict=False)
+    except UsageError as error:
+        raise UsageError(f"{name}: {error.message}", remedy=error.remedy) from error
     except msgspec.ValidationError as error:
         known = ", ".join(technique.Settings.__struct_fields__) or "none"
         raise UsageError(f"the settings of {name} are not valid: {error}", remedy=f"its settings: {known}") from error
