@@ -28,8 +28,11 @@ def _entries(kind: str) -> dict[str, EntryPoint]:
 
 
 def names(kind: str) -> list[str]:
-    """Return the registered names of a kind (``"formats"`` or ``"codecs"``), built-ins in their listed order."""
-    return list(_entries(kind))
+    """Return the registered names of a kind (``"formats"``, ``"codecs"``, ``"techniques"``) in alphabetical order.
+
+    Installers list them in orders of their own.
+    """
+    return sorted(_entries(kind))
 
 
 @cache

@@ -84,6 +84,7 @@ class Wrong(Technique):
 
     name: ClassVar = "wrong"
     kind: ClassVar = "systems"
+    changes: ClassVar = "loss"
     tolerance: ClassVar = 0.01
     summary: ClassVar = "nothing"
     effect: ClassVar = "none"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ from holdfast.train.loop import take_step, train
 from holdfast.train.model.config import ModelConfig
 from holdfast.train.run import Run, open_run
 from holdfast.train.run_folder import RunFolder
-from holdfast.train.techniques.base import Technique
+from holdfast.train.techniques.base import Changed, Kind, Technique
 from holdfast.train.techniques.machine import Machine
 
 STEPS = 6
@@ -136,7 +136,8 @@ class TechniqueSuite:
     def test_it_says_what_it_is(self) -> None:
         """It declares a kind, sentences for people, a reference, and is registered by its name."""
         assert plugins.get("techniques", self.technique.name) is self.technique
-        assert self.technique.kind in ("systems", "algorithmic")
+        assert self.technique.kind in get_args(Kind)
+        assert self.technique.changes in get_args(Changed)
         for text in (self.technique.summary, self.technique.effect, self.technique.reference):
             assert text and "\n" not in text and not text.endswith(".")
         self._settings({})

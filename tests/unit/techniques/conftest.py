@@ -8,4 +8,5 @@ import pytest
 @pytest.fixture(autouse=True)
 def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no run measure what the machine can do at most: that takes longer than the run."""
-    monkeypatch.setattr("holdfast.train.run.measured_peak", lambda device: 1e9)
+    for module in ("run", "techniques.mixed_precision"):
+        monkeypatch.setattr(f"holdfast.train.{module}.measured_peak", lambda device, dtype=None: 1e9)

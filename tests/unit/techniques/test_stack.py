@@ -22,6 +22,7 @@ from holdfast.train.techniques.stack import Stack
 
 class Fake(Technique):
     kind: ClassVar = "systems"
+    changes: ClassVar = "loss"
     summary: ClassVar = "does nothing"
     effect: ClassVar = "none"
     reference: ClassVar = "none"
@@ -63,6 +64,13 @@ def test_a_conflict_names_both_and_the_reason() -> None:
 def test_each_comes_after_those_it_wants_before_it() -> None:
     techniques = [fake("mixed-precision", after=("tf32",)), fake("tf32", after=("compile",)), fake("compile")]
     assert [each.name for each in Stack(techniques).techniques] == ["compile", "tf32", "mixed-precision"]
+
+
+def test_they_are_applied_in_the_order_of_what_they_change_and_then_by_name() -> None:
+    named = [("a", "compilation"), ("b", "data"), ("c", "processes"), ("d", "model"), ("z", "process"), ("e", "model")]
+    for techniques in (named, named[::-1]):
+        stack = Stack([fake(name, changes=changes) for name, changes in techniques])
+        assert [each.name for each in stack.techniques] == ["z", "d", "e", "c", "b", "a"]
 
 
 def test_a_circle_is_refused() -> None:

@@ -56,6 +56,7 @@ class ActivationCheckpointing(Technique):
 
     name: ClassVar = "activation-checkpointing"
     kind: ClassVar = "systems"
+    changes: ClassVar = "model"
     summary: ClassVar = "keeps only the inputs of blocks for the backward pass, and computes the rest again"
     effect: ClassVar = "activations take a fraction of the memory, steps 20 to 30% more time"
     reference: ClassVar = "arXiv 1604.06174; torch.utils.checkpoint"

@@ -53,6 +53,7 @@ class ActivationFunction(Technique):
 
     name: ClassVar = "activation-function"
     kind: ClassVar = "algorithmic"
+    changes: ClassVar = "model"
     summary: ClassVar = "gives the MLPs another activation, at the number of parameters of GELU's with 4 d_model"
     effect: ClassVar = "often a slightly lower loss with ReLU^2 or a gated activation, at equal parameters and time"
     reference: ClassVar = "arXiv 2002.05202, arXiv 2109.08668"

@@ -48,6 +48,7 @@ class ActivationSwapping(Technique):
 
     name: ClassVar = "activation-swapping"
     kind: ClassVar = "systems"
+    changes: ClassVar = "loss"
     summary: ClassVar = "moves activations to the CPU's memory, and back for the backward pass"
     effect: ClassVar = "activations take little GPU memory; steps take longer where the bus is slower than the layers"
     reference: ClassVar = "arXiv 1602.08124; torch.autograd.graph.save_on_cpu"

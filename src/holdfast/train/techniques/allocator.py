@@ -53,6 +53,7 @@ class Allocator(Technique):
 
     name: ClassVar = "allocator"
     kind: ClassVar = "systems"
+    changes: ClassVar = "process"
     summary: ClassVar = "holds the CUDA allocator to its settings, most of all to segments that grow"
     effect: ClassVar = "less memory reserved beyond what tensors take, where their sizes vary; no difference in speed"
     reference: ClassVar = "docs.pytorch.org/docs/stable/notes/cuda.html, PYTORCH_ALLOC_CONF"

@@ -63,6 +63,7 @@ class AttentionKernel(Technique):
 
     name: ClassVar = "attention-kernel"
     kind: ClassVar = "systems"
+    changes: ClassVar = "model"
     tolerance: ClassVar = 1e-3
     summary: ClassVar = "computes attention with one kernel, and with no other"
     effect: ClassVar = "flash: memory linear in the context and several times the speed of math; torch often takes it"

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from holdfast.train.run import Run
 
 Kind = Literal["systems", "algorithmic"]
+Changed = Literal["process", "model", "loss", "optimizer", "processes", "data", "compilation"]
+"""What techniques change, in the order in which they are applied: each finds what those before it have made."""
 
 
 class NoSettings(Section, frozen=True):
@@ -41,6 +43,8 @@ class Technique(ABC):
         What ``--technique`` calls it: lower case, words joined by hyphens.
     kind : str
         ``"systems"``: the losses must not move by more than `tolerance`. ``"algorithmic"``: they may.
+    changes : str
+        What it changes first of all, one of `Changed`, which says when it is applied.
     tolerance : float
         Of a systems technique: how far the losses of the first steps may move, as a share of them. 0: not by a bit.
     summary : str
@@ -54,11 +58,12 @@ class Technique(ABC):
     conflicts : mapping of str to str
         Techniques that it cannot be combined with, and why. One side need say it.
     after : tuple of str
-        Techniques that must have been applied before it, where they are on, too.
+        Techniques that change the same, and must have been applied before it, where they are on, too.
     """
 
     name: ClassVar[str]
     kind: ClassVar[Kind]
+    changes: ClassVar[Changed]
     tolerance: ClassVar[float] = 0.0
     summary: ClassVar[str]
     effect: ClassVar[str]

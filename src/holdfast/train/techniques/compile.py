@@ -59,6 +59,7 @@ class Compile(Technique):
 
     name: ClassVar = "compile"
     kind: ClassVar = "systems"
+    changes: ClassVar = "compilation"
     tolerance: ClassVar = 0.01
     summary: ClassVar = "compiles the loss and its gradient into fused kernels"
     effect: ClassVar = "often 1.2 to 2 times the speed on a GPU, less on a CPU, after a first step of up to minutes"
@@ -68,20 +69,6 @@ class Compile(Technique):
         "activation-swapping": "compiled code keeps its activations where hooks on single tensors do not reach",
         "pipeline-parallel": "a stage of the pipeline is no loss that could be compiled as one",
     }
-    after: ClassVar = (
-        "mixed-precision",
-        "activation-checkpointing",
-        "attention-kernel",
-        "sparse-attention",
-        "activation-function",
-        "triton-kernel",
-        "quantised-forward",
-        "fused-cross-entropy",
-        "gradient-accumulation",
-        "ddp",
-        "fsdp",
-        "tensor-parallel",
-    )
 
     def __init__(self, settings: Section) -> None:
         super().__init__(settings)

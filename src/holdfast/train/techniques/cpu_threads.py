@@ -56,6 +56,7 @@ class CpuThreads(Technique):
 
     name: ClassVar = "cpu-threads"
     kind: ClassVar = "systems"
+    changes: ClassVar = "process"
     tolerance: ClassVar = 1e-3
     summary: ClassVar = "computes with one thread per physical core, and keeps the process on those cores"
     effect: ClassVar = "a real factor where torch would take hyper-threads or share cores; nothing where it would not"

@@ -28,6 +28,7 @@ class CudaGraphs(Technique):
 
     name: ClassVar = "cuda-graphs"
     kind: ClassVar = "systems"
+    changes: ClassVar = "compilation"
     tolerance: ClassVar = 1e-3
     summary: ClassVar = "records the kernels of a batch, forward and backward, and replays them"
     effect: ClassVar = "up to several times the speed for small models, whose kernels take less time than starting them"
@@ -41,17 +42,7 @@ class CudaGraphs(Technique):
         "tensor-parallel": _TALKS,
         "pipeline-parallel": _TALKS,
     }
-    after: ClassVar = (
-        "mixed-precision",
-        "compile",
-        "attention-kernel",
-        "sparse-attention",
-        "activation-function",
-        "triton-kernel",
-        "quantised-forward",
-        "fused-cross-entropy",
-        "gradient-accumulation",
-    )
+    after: ClassVar = ("compile",)
 
     _graphs: LossGraphs | None = None
     _watched = False

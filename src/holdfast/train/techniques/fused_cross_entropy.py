@@ -46,6 +46,7 @@ class FusedCrossEntropy(Technique):
 
     name: ClassVar = "fused-cross-entropy"
     kind: ClassVar = "systems"
+    changes: ClassVar = "model"
     tolerance: ClassVar = 1e-3
     summary: ClassVar = "computes the head and the loss, with their gradients, for a part of the tokens at a time"
     effect: ClassVar = (

@@ -24,6 +24,7 @@ class FusedOptimizer(Technique):
 
     name: ClassVar = "fused-optimizer"
     kind: ClassVar = "systems"
+    changes: ClassVar = "optimizer"
     # The kernel adds in another order, and Adam divides by what may be tiny.
     tolerance: ClassVar = 1e-3
     summary: ClassVar = "updates weights, momentum and variance in one pass over memory"

@@ -42,6 +42,7 @@ class GradientAccumulation(Technique):
 
     name: ClassVar = "gradient-accumulation"
     kind: ClassVar = "systems"
+    changes: ClassVar = "data"
     # Of a run with dropout, whose parts draw zeros of their own; without it, only the order of sums differs.
     tolerance: ClassVar = 0.05
     summary: ClassVar = "computes each batch in parts, and updates the weights once, with the gradient of all of it"
@@ -94,8 +95,7 @@ class GradientAccumulation(Technique):
         finally:
             run.operations.loss = inner
         wanted, most = run.config.loop.accumulate, max(rows, default=0)
-        # Of each part this process may have its share only.
-        large = -(-self._batches.whole // self.settings.batches) // run.replicas
+        large = -(-self._batches.whole // self.settings.batches)
         if len(rows) != wanted or most != large or early:
             raise self.not_active(
                 f"{len(rows)} parts of up to {most} sequences were computed, where {wanted} were to be, of batches of "

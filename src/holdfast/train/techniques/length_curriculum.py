@@ -73,6 +73,7 @@ class LengthCurriculum(Technique):
 
     name: ClassVar = "length-curriculum"
     kind: ClassVar = "algorithmic"
+    changes: ClassVar = "data"
     summary: ClassVar = "draws windows from short documents at first, and lets longer ones in by stages"
     effect: ClassVar = "none on speed; a lower loss early on, rarely at the end: compare at the same number of tokens"
     reference: ClassVar = "arXiv 1903.09848"

@@ -96,6 +96,7 @@ class LossCurriculum(Technique):
 
     name: ClassVar = "loss-curriculum"
     kind: ClassVar = "algorithmic"
+    changes: ClassVar = "data"
     summary: ClassVar = "draws more windows than it trains, and trains the easiest at first, the hardest at last"
     effect: ClassVar = "each candidate costs a forward pass, two of them about 0.7 of a step: compare at equal time"
     reference: ClassVar = "arXiv 1511.06343"
@@ -105,8 +106,6 @@ class LossCurriculum(Technique):
         "tensor-parallel": "the losses of the candidates need the head, which is divided among devices",
         "fsdp": "weights are gathered where the model is called as a whole; for the candidates it is called in parts",
     }
-    # Candidates are drawn from the batches of this process.
-    after: ClassVar = ("ddp",)
 
     def apply(self, run: Run) -> None:
         """Put batches that are chosen in place of the run's."""

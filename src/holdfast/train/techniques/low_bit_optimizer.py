@@ -51,6 +51,7 @@ class LowBitOptimizer(Technique):
 
     name: ClassVar = "low-bit-optimizer"
     kind: ClassVar = "systems"
+    changes: ClassVar = "optimizer"
     tolerance: ClassVar = 0.05
     summary: ClassVar = "keeps AdamW's momentum and variance in 8 or 4 bits, in blocks that each have a scale"
     effect: ClassVar = "AdamW's states take 2 bytes a weight, or 1, instead of 8, and steps 0 to 5% more time"

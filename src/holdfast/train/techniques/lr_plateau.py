@@ -34,6 +34,7 @@ class PlateauTechnique(ScheduleTechnique):
 
     name: ClassVar = "lr-plateau"
     kind: ClassVar = "algorithmic"
+    changes: ClassVar = "optimizer"
     summary: ClassVar = "lowers the learning rate whenever the validation loss has stopped getting better"
     effect: ClassVar = (
         "a schedule for runs whose length is not known; with a known length a tuned cosine is the baseline to beat"

@@ -36,6 +36,7 @@ class RangeTestTechnique(ScheduleTechnique):
 
     name: ClassVar = "lr-range-test"
     kind: ClassVar = "algorithmic"
+    changes: ClassVar = "optimizer"
     summary: ClassVar = "raises the learning rate step by step until the loss runs away, and suggests one"
     effect: ClassVar = (
         "a start for tuning at the price of a short run; charge that to what it finds, and compare with a tuned rate"

@@ -46,6 +46,7 @@ class MixedPrecision(Technique):
 
     name: ClassVar = "mixed-precision"
     kind: ClassVar = "systems"
+    changes: ClassVar = "loss"
     tolerance: ClassVar = 0.02
     summary: ClassVar = "computes matrix products in 16 bits, and keeps weights, optimizer and losses in 32"
     effect: ClassVar = "up to twice the speed, or more, where the chip multiplies 16-bit matrices faster"

@@ -23,6 +23,7 @@ class OptimizerOffload(Technique):
 
     name: ClassVar = "optimizer-offload"
     kind: ClassVar = "systems"
+    changes: ClassVar = "optimizer"
     # Another device's kernel adds in another order, and Adam divides by what may be tiny.
     tolerance: ClassVar = 1e-3
     summary: ClassVar = "keeps AdamW's states in the CPU's memory, and updates copies of the weights there"

@@ -20,6 +20,7 @@ class Parallel(Technique):
     """A technique for several processes, which torchrun starts; see `holdfast.train.distributed`."""
 
     kind: ClassVar = "systems"
+    changes: ClassVar = "processes"
 
     def lacks(self, machine: Machine) -> str | None:
         """Say how the processes are started, unless they are."""

@@ -78,6 +78,7 @@ class ProgressiveLength(Technique):
 
     name: ClassVar = "progressive-length"
     kind: ClassVar = "algorithmic"
+    changes: ClassVar = "data"
     summary: ClassVar = "cuts windows into short pieces at first, and trains as many tokens in each step"
     effect: ClassVar = "faster steps at first where attention takes much of the time, from a context of about 1,024 on"
     reference: ClassVar = "arXiv 2108.06084"
@@ -87,7 +88,7 @@ class ProgressiveLength(Technique):
         "pipeline-parallel": "stages send each other tensors of one shape, and the shape of batches changes",
     }
     # These draw whole windows.
-    after: ClassVar = ("ddp", "fsdp", "length-curriculum", "loss-curriculum")
+    after: ClassVar = ("length-curriculum", "loss-curriculum")
 
     def configure(self, config: Config) -> Config:
         """Check that windows can be cut.

@@ -56,6 +56,7 @@ class QuantisedForward(Technique):
 
     name: ClassVar = "quantised-forward"
     kind: ClassVar = "algorithmic"
+    changes: ClassVar = "model"
     summary: ClassVar = "rounds what the linear layers of the blocks multiply to 8 bits"
     effect: ClassVar = "int8: slower, it tells what quality is left; float8: up to 1.3 times the speed for large models"
     reference: ClassVar = "arXiv 1712.05877, arXiv 2209.05433; torchao.float8"

@@ -50,6 +50,7 @@ class SparseAttention(Technique):
 
     name: ClassVar = "sparse-attention"
     kind: ClassVar = "algorithmic"
+    changes: ClassVar = "model"
     summary: ClassVar = "lets each position look at its own block and the best few blocks before it"
     effect: ClassVar = (
         "slower than full attention below a context of about 8,192, as a mask is applied: it tells what quality is left"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, get_origin
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 import msgspec
 
@@ -12,7 +12,7 @@ from holdfast import plugins
 from holdfast.errors import MissingExtraError, UnsupportedError, UsageError
 from holdfast.train.config import Config
 from holdfast.train.sections import Section
-from holdfast.train.techniques.base import Proof, Technique
+from holdfast.train.techniques.base import Changed, Proof, Technique
 from holdfast.train.techniques.machine import Machine
 
 if TYPE_CHECKING:
@@ -137,9 +137,9 @@ def _with_lists(given: Mapping[str, Any], technique: type[Technique]) -> dict[st
 
 
 def _in_order(techniques: Sequence[Technique]) -> list[Technique]:
-    """Return techniques so that each comes after those that it wants before it; otherwise as they were registered."""
-    registered = plugins.names(KIND)
-    waiting = sorted(techniques, key=lambda each: registered.index(each.name))
+    """Return techniques in the order of what they change, each after those that it wants before it, else by name."""
+    order = get_args(Changed)
+    waiting = sorted(techniques, key=lambda each: (order.index(each.changes), each.name))
     ordered: list[Technique] = []
     while waiting:
         names = {each.name for each in waiting}

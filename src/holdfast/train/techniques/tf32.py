@@ -43,6 +43,7 @@ class Tf32(Technique):
 
     name: ClassVar = "tf32"
     kind: ClassVar = "systems"
+    changes: ClassVar = "process"
     tolerance: ClassVar = 0.02
     summary: ClassVar = "lets the chip shorten the factors of float32 matrix products"
     effect: ClassVar = "matrix products up to eight times as fast as in float32, and half as fast as in 16 bits"

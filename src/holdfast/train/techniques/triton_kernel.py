@@ -28,6 +28,7 @@ class TritonKernel(Technique):
 
     name: ClassVar = "triton-kernel"
     kind: ClassVar = "systems"
+    changes: ClassVar = "model"
     tolerance: ClassVar = 0.01
     summary: ClassVar = "computes SwiGLU, GeGLU or squared ReLU in one kernel each way, and keeps no results between"
     effect: ClassVar = "a third fewer activations of the MLP, and a few per cent of a step's time; compile does as much"
