@@ -25,7 +25,7 @@ demo: $(STAMP)  ## train a small GPT, kill it, go on exactly; then its checkpoin
 		--out bench-demo --overwrite
 
 test: $(STAMP)  ## every test but the slow ones (a few minutes)
-	$(BIN)/pytest -n 2 -m "not slow"
+	$(BIN)/pytest -n 2 --dist loadgroup -m "not slow"
 
 check: $(STAMP)  ## formatting, lint, types
 	$(BIN)/ruff format --check .
@@ -38,7 +38,7 @@ bench: $(STAMP)  ## the speed that README states, as ratios against peers measur
 	$(BIN)/python benchmarks/plain_training.py
 
 torture: $(STAMP)  ## every test, the exhaustive ones too (tens of minutes)
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist loadgroup
 
 clean:  ## remove the environment and what the tools left
 	rm -rf $(VENV) demo-run bench-demo .mypy_cache .pytest_cache .ruff_cache .hypothesis

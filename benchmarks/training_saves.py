@@ -62,12 +62,15 @@ def main() -> int:
             lines += list(LINES[name](samples[name]))
             shutil.rmtree(place)
         about = environment.describe(folder)
+        # Where the folder lay says nothing of the disk.
+        for place in ("path", "mount_point"):
+            del about["storage"][place]
     finally:
         shutil.rmtree(folder)
     Table(("figure", ">measured", ">spread", ">must reach", ""), [line.row() for line in lines]).show()
     if options.out:
         document = {
-            "command": " ".join(sys.argv),
+            "command": f"benchmarks/training_saves.py --size {options.size} --rounds {options.rounds}",
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "environment": about,
             "samples": samples,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import UsageError
+from holdfast.train.muon import Muon
 from holdfast.train.sections import OptimConfig
 
 Optimizers = dict[str, torch.optim.Optimizer]
@@ -34,7 +35,7 @@ def build_optimizers(model: nn.Module, config: OptimConfig) -> Optimizers:
     hidden = {name: each for name, each in parameters.items() if name.startswith("blocks.") and each.ndim == 2}
     if config.name == "adamw":
         return {"adamw": _adamw(parameters.values(), config)}
-    muon = torch.optim.Muon(
+    muon = Muon(
         [{"params": list(hidden.values()), _PEAK: config.muon_lr}],
         lr=config.muon_lr,
         weight_decay=config.weight_decay,

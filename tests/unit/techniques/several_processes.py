@@ -56,6 +56,11 @@ def trained_by(size: int, tasks: Sequence[Task], place: Path, *, cuda: bool = Fa
     return [[json.loads(line) for line in each.stdout.splitlines()] for each in ended]
 
 
+def done_by(size: int, tasks: Mapping[str, Task], place: Path) -> list[dict[str, Any]]:
+    """Let several processes do tasks that have names; return what came of each, by process and name."""
+    return [dict(zip(tasks, said, strict=True)) for said in trained_by(size, [*tasks.values()], place)]
+
+
 def started(
     size: int, tasks: Sequence[Task], place: Path, *, cuda: bool = False
 ) -> list[subprocess.CompletedProcess[str]]:

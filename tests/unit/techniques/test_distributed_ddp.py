@@ -14,39 +14,45 @@ from holdfast.train.run_folder import RunFolder
 from holdfast.train.techniques.ddp import Ddp
 
 sys.path.insert(0, str(Path(__file__).parent))
-from several_processes import EXACT, TAMPER, task, trained_by
-from together_suite import TogetherSuite
+from several_processes import EXACT, TAMPER
+from together_suite import TogetherSuite, Two
+
+# One worker starts the processes, once for all.
+pytestmark = pytest.mark.xdist_group("ddp")
 
 
 class TestDdp(TogetherSuite):
     technique = Ddp
     tampered = {"no_sync": "0 numbers were averaged", "gradient": "different gradients"}  # noqa: RUF012
+    stepped = {  # noqa: RUF012
+        "three batches": {"loop.accumulate": 3, "loop.batch_size": 2},
+        "divided batches": {"techniques.gradient-accumulation": "on"},
+        "odd batches": {"loop.batch_size": 3},
+    }
 
     def sabotage(self, run: Run) -> None:
         """Leave `no_sync` on, which was to hold for all but the last batch."""
         TAMPER["no_sync"](run)
 
-    def test_gradients_are_exchanged_once_for_several_batches(self, tmp_path: Path, data: Path) -> None:
-        config = self.together(EXACT.changed({"loop.accumulate": 3, "loop.batch_size": 2}))
-        _, second = trained_by(2, [task("step", config, tmp_path / "run", data)], tmp_path)
-        seen = second[0]["proofs"]["ddp"]
+    def test_gradients_are_exchanged_once_for_several_batches(self, two: Two, tmp_path: Path, data: Path) -> None:
+        _, (_, second) = two
+        seen = second["three batches"]["proofs"]["ddp"]
         assert seen["numbers"] == _parameters(tmp_path / "alone", data)
 
-    def test_it_divides_what_gradient_accumulation_divides(self, tmp_path: Path, data: Path) -> None:
-        config = self.together(EXACT.changed({"techniques.gradient-accumulation": "on"}))
-        plain = self.together(EXACT)
-        tasks = [task("step", config, tmp_path / "parts", data), task("step", plain, tmp_path / "whole", data)]
-        parts, whole = trained_by(2, tasks, tmp_path)[0]
+    def test_it_divides_what_gradient_accumulation_divides(self, two: Two) -> None:
+        _, (first, _) = two
+        parts, whole = first["divided batches"], first["watched"]
         assert "proofs" in parts, parts
         assert parts["proofs"]["gradient-accumulation"]["sequences"] == 1
         assert parts["record"]["loss"] == pytest.approx(whole["record"]["loss"], rel=1e-5)
         assert parts["record"]["gradient_norm"] == pytest.approx(whole["record"]["gradient_norm"], rel=1e-4)
 
-    def test_a_batch_that_does_not_divide_is_refused(self, tmp_path: Path, data: Path) -> None:
-        config = self.together(EXACT.changed({"loop.batch_size": 3}))
-        for said in trained_by(2, [task("step", config, tmp_path / "run", data)], tmp_path):
-            assert said[0]["kind"] == UsageError.kind
-            assert "3 sequences does not divide among 2 processes" in said[0]["message"]
+    def test_a_batch_that_does_not_divide_is_refused(self, two: Two) -> None:
+        _, said = two
+        for process in said:
+            refused = process["odd batches"]
+            assert refused["kind"] == UsageError.kind
+            assert "3 sequences does not divide among 2 processes" in refused["message"]
 
 
 def _parameters(folder: Path, data: Path) -> int:

@@ -14,8 +14,11 @@ from holdfast.train.techniques.base import NoSettings
 from holdfast.train.techniques.fsdp import Fsdp
 
 sys.path.insert(0, str(Path(__file__).parent))
-from several_processes import EXACT, TAMPER, task, trained_by
-from together_suite import TogetherSuite
+from several_processes import TAMPER
+from together_suite import TogetherSuite, Two
+
+# One worker starts the processes, once for all.
+pytestmark = pytest.mark.xdist_group("fsdp")
 
 
 class TestFsdp(TogetherSuite):
@@ -24,23 +27,24 @@ class TestFsdp(TogetherSuite):
         "copy": "parameters are not divided",
         "optimizer": "tensors that are not the model's",
     }
+    stepped = {  # noqa: RUF012
+        "less memory": {"techniques.activation-checkpointing": "on", "techniques.mixed-precision.dtype": "bf16"},
+    }
 
     def sabotage(self, run: Run) -> None:
         """Train a model that is not divided."""
         TAMPER["copy"](run)
 
-    def test_each_process_has_its_share_of_the_bytes(self, tmp_path: Path, data: Path) -> None:
-        config = self.together(EXACT)
-        for said in trained_by(2, [task("step", config, tmp_path / "run", data)], tmp_path):
-            seen = said[0]["proofs"]["fsdp"]
+    def test_each_process_has_its_share_of_the_bytes(self, two: Two) -> None:
+        _, said = two
+        for process in said:
+            seen = process["watched"]["proofs"]["fsdp"]
             assert seen["local_bytes"] == pytest.approx(seen["whole_bytes"] / 2, rel=0.01)
 
-    def test_activations_are_computed_again_and_in_16_bits_beside_it(self, tmp_path: Path, data: Path) -> None:
-        others = {"techniques.activation-checkpointing": "on", "techniques.mixed-precision.dtype": "bf16"}
-        config = EXACT.changed(others)
-        tasks = [task("step", self.together(config), tmp_path / "two", data)]
-        for said in trained_by(2, tasks, tmp_path):
-            assert set(said[0]["proofs"]) == {"fsdp", "activation-checkpointing", "mixed-precision"}
+    def test_activations_are_computed_again_and_in_16_bits_beside_it(self, two: Two) -> None:
+        _, said = two
+        for process in said:
+            assert set(process["less memory"]["proofs"]) == {"fsdp", "activation-checkpointing", "mixed-precision"}
 
 
 def test_muon_needs_whole_matrices() -> None:

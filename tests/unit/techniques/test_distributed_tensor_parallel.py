@@ -14,8 +14,11 @@ from holdfast.train.techniques.base import NoSettings
 from holdfast.train.techniques.tensor_parallel import TensorParallel, check_sizes
 
 sys.path.insert(0, str(Path(__file__).parent))
-from several_processes import EXACT, TAMPER, task, trained_by
-from together_suite import TogetherSuite
+from several_processes import TAMPER
+from together_suite import TogetherSuite, Two
+
+# One worker starts the processes, once for all.
+pytestmark = pytest.mark.xdist_group("tensor_parallel")
 
 
 class TestTensorParallel(TogetherSuite):
@@ -29,9 +32,10 @@ class TestTensorParallel(TogetherSuite):
         """Train a model that is not divided."""
         TAMPER["copy"](run)
 
-    def test_each_process_computes_its_heads(self, tmp_path: Path, data: Path) -> None:
-        for said in trained_by(2, [task("step", self.together(EXACT), tmp_path / "run", data)], tmp_path):
-            assert said[0]["proofs"]["tensor-parallel"]["heads"] == 1
+    def test_each_process_computes_its_heads(self, two: Two) -> None:
+        _, said = two
+        for process in said:
+            assert process["watched"]["proofs"]["tensor-parallel"]["heads"] == 1
 
 
 def test_muon_needs_whole_matrices() -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,10 @@ from holdfast.train.run_folder import RunFolder
 from holdfast.train.techniques.stack import Stack
 
 sys.path.insert(0, str(Path(__file__).parent))
-from several_processes import started, task, trained_by
+from several_processes import done_by, started, task
+
+# One worker starts the processes, once for all.
+pytestmark = pytest.mark.xdist_group("world")
 
 TEXT = "the quick brown fox jumps over the lazy dog; " * 60
 DDP = TINY.changed({"techniques.ddp": "on"})
@@ -34,6 +38,29 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "prepared"
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("two")
+
+
+@pytest.fixture(scope="module")
+def killed(place: Path, data: Path) -> list[subprocess.CompletedProcess[str]]:
+    """Let two processes train until one of them is killed."""
+    return started(2, [task("stop one", DDP, place / "killed", data, after=3, killed=True)], place / "first")
+
+
+@pytest.fixture(scope="module")
+def two(place: Path, killed: list[subprocess.CompletedProcess[str]], data: Path) -> list[dict[str, Any]]:
+    """Let two processes do, once, all else that tests look at; the run of which one was killed goes on first."""
+    tasks = {
+        "killed": task("train", RunFolder(place / "killed").config(), place / "killed", data, resume=True),
+        "whole": task("train", DDP, place / "whole", data),
+        "stopped": task("stop one", DDP, place / "stopped", data, after=3, killed=False),
+        "one step": task("train", DDP, place / "one-step", data, stop_after=1),
+    }
+    return done_by(2, tasks, place / "second")
+
+
 def torchrun(monkeypatch: pytest.MonkeyPatch, *, size: int) -> None:
     """Let this process look as if torchrun had started it."""
     for name, value in (("RANK", 0), ("WORLD_SIZE", size), ("LOCAL_RANK", 0), ("MASTER_PORT", 1)):
@@ -41,26 +68,31 @@ def torchrun(monkeypatch: pytest.MonkeyPatch, *, size: int) -> None:
     monkeypatch.setenv("MASTER_ADDR", "localhost")
 
 
-def test_a_run_goes_on_exactly_after_a_process_was_killed(tmp_path: Path, data: Path) -> None:
-    killed = [task("stop one", DDP, tmp_path / "killed", data, after=3, killed=True)]
-    first, second = started(2, killed, tmp_path / "first")
+def test_all_processes_end_when_one_is_killed(killed: list[subprocess.CompletedProcess[str]]) -> None:
+    first, second = killed
     assert second.returncode == 9
     assert first.returncode == 1
     assert "another process of the run has ended" in first.stderr
-    again = RunFolder(tmp_path / "killed").config()
-    tasks = [
-        task("train", again, tmp_path / "killed", data, resume=True),
-        task("train", DDP, tmp_path / "whole", data),
-    ]
-    trained_by(2, tasks, tmp_path / "second")
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
-    assert difference(last_state(tmp_path / "killed"), last_state(tmp_path / "whole")) is None
 
 
-def test_all_processes_stop_after_the_step_in_which_one_is_asked_to(tmp_path: Path, data: Path) -> None:
-    tasks = [task("stop one", DDP, tmp_path / "run", data, after=3, killed=False)]
-    for said in trained_by(2, tasks, tmp_path):
-        assert (said[0]["step"], said[0]["reason"]) == (3, "stopped")
+@pytest.mark.usefixtures("two")
+def test_a_run_goes_on_exactly_after_a_process_was_killed(place: Path) -> None:
+    assert losses(place / "killed") == losses(place / "whole")
+    assert difference(last_state(place / "killed"), last_state(place / "whole")) is None
+
+
+def test_all_processes_stop_after_the_step_in_which_one_is_asked_to(two: list[dict[str, Any]]) -> None:
+    for process in two:
+        assert (process["stopped"]["step"], process["stopped"]["reason"]) == (3, "stopped")
+
+
+@pytest.mark.usefixtures("two")
+def test_only_techniques_that_share_out_processes_may_change_when_a_run_goes_on(place: Path) -> None:
+    folder = RunFolder(place / "one-step")
+    config = folder.config()
+    assert list(folder.changed_settings(config.changed({"techniques.ddp": "off"}))) == ["techniques.ddp"]
+    with pytest.raises(UsageError, match="activation-checkpointing"):
+        folder.changed_settings(config.changed({"techniques.activation-checkpointing": "on"}))
 
 
 def test_processes_are_started_by_torchrun(tmp_path: Path) -> None:
@@ -83,15 +115,6 @@ def test_one_process_of_torchrun_trains_as_any_other(monkeypatch: pytest.MonkeyP
 def test_processes_are_shared_out_once() -> None:
     with pytest.raises(UsageError, match="ddp and fsdp cannot be combined"):
         Stack.of({"ddp": {}, "fsdp": {}})
-
-
-def test_only_techniques_that_share_out_processes_may_change_when_a_run_goes_on(tmp_path: Path, data: Path) -> None:
-    trained_by(2, [task("train", DDP, tmp_path / "run", data, stop_after=1)], tmp_path)
-    folder = RunFolder(tmp_path / "run")
-    config = folder.config()
-    assert list(folder.changed_settings(config.changed({"techniques.ddp": "off"}))) == ["techniques.ddp"]
-    with pytest.raises(UsageError, match="activation-checkpointing"):
-        folder.changed_settings(config.changed({"techniques.activation-checkpointing": "on"}))
 
 
 def test_the_command_line_prepares_writes_and_speaks_once(tmp_path: Path) -> None:

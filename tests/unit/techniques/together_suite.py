@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from several_processes import EXACT, generated, group_of_one, task, trained_by
+from several_processes import EXACT, Task, done_by, generated, group_of_one, task
 
 from holdfast.testing.equality import difference
 from holdfast.testing.technique_suite import STEPS, TINY, TechniqueSuite, last_state, losses, train_run
@@ -16,6 +16,9 @@ from holdfast.train.config import Config
 from holdfast.train.run_folder import RunFolder
 
 HALF = STEPS // 2
+
+Two = tuple[Path, list[dict[str, Any]]]
+"""Where two processes have done their tasks, and what came of each, by process and name."""
 
 _ROTARY = {
     "model.positions": "rotary",
@@ -28,10 +31,16 @@ _ROTARY = {
 
 
 class TogetherSuite(TechniqueSuite):
-    """Subclass it as `TechniqueSuite`, and name ways to tamper with it; see `several_processes.TAMPER`."""
+    """Subclass it as `TechniqueSuite`, and name ways to tamper with it; see `several_processes.TAMPER`.
+
+    Starting processes takes longer than what they do, so one start serves all tests of a class.
+    """
 
     tampered: ClassVar[Mapping[str, str]] = {}
     """What is said of each."""
+
+    stepped: ClassVar[Mapping[str, Mapping[str, object]]] = {}
+    """What to change of `EXACT` for further watched steps, by the name under which `two` has what came of each."""
 
     models: ClassVar[Sequence[Mapping[str, object]]] = ({}, _ROTARY)
 
@@ -53,30 +62,33 @@ class TogetherSuite(TechniqueSuite):
 
     @pytest.fixture(scope="class")
     @classmethod
-    def two(cls, tmp_path_factory: pytest.TempPathFactory, data: Path) -> tuple[Path, list[list[Any]]]:
-        """Let two processes do, once, all that the tests below look at."""
+    def two(cls, tmp_path_factory: pytest.TempPathFactory, data: Path) -> Two:
+        """Let two processes do, once, all that the tests of the class look at."""
         place = tmp_path_factory.mktemp("two")
-        dropping, exact = cls.together(TINY), cls.together(EXACT)
         train_run(EXACT, place / "from-one", data, stop_after=HALF)
-        tasks = [
-            task("train", dropping, place / "whole", data),
-            task("train", dropping, place / "parts", data, stop_after=HALF),
-            task("train", dropping, place / "parts", data, resume=True),
-            task("train", exact, place / "to-one", data, stop_after=HALF),
-            task("train", exact, place / "from-one", data, resume=True),
-            task("step", exact, place / "watched", data),
-            task("generate", exact, place / "generated", data),
-            *(
-                task("train", exact.changed(model), place / f"model{number}", data)
-                for number, model in enumerate(cls.models)
-            ),
-            *(task("step", dropping, place / name, data, tamper=name) for name in cls.tampered),
-        ]
-        return place, trained_by(2, tasks, place)
+        return place, done_by(2, cls._tasks(place, data), place)
 
-    def test_two_processes_compute_what_one_does(
-        self, two: tuple[Path, list[list[Any]]], tmp_path: Path, data: Path
-    ) -> None:
+    @classmethod
+    def _tasks(cls, place: Path, data: Path) -> dict[str, Task]:
+        dropping, exact = cls.together(TINY), cls.together(EXACT)
+        tasks = {
+            "whole": task("train", dropping, place / "whole", data),
+            "first half": task("train", dropping, place / "parts", data, stop_after=HALF),
+            "second half": task("train", dropping, place / "parts", data, resume=True),
+            "to one": task("train", exact, place / "to-one", data, stop_after=HALF),
+            "from one": task("train", exact, place / "from-one", data, resume=True),
+            "watched": task("step", exact, place / "watched", data),
+            "generated": task("generate", exact, place / "generated", data),
+        }
+        for number, model in enumerate(cls.models):
+            tasks[f"model {number}"] = task("train", exact.changed(model), place / f"model{number}", data)
+        for name, changes in cls.stepped.items():
+            tasks[name] = task("step", exact.changed(changes), place / name, data)
+        for name in cls.tampered:
+            tasks[f"tampered: {name}"] = task("step", dropping, place / f"tampered {name}", data, tamper=name)
+        return tasks
+
+    def test_two_processes_compute_what_one_does(self, two: Two, tmp_path: Path, data: Path) -> None:
         """The losses, in training and evaluation, are those of one process with the same batches."""
         place, _ = two
         for number, model in enumerate(self.models):
@@ -85,15 +97,13 @@ class TogetherSuite(TechniqueSuite):
             assert [each[:2] for each in together] == [each[:2] for each in alone]
             assert [each[2] for each in together] == pytest.approx([each[2] for each in alone], rel=1e-4)
 
-    def test_two_processes_go_on_exactly(self, two: tuple[Path, list[list[Any]]]) -> None:
+    def test_two_processes_go_on_exactly(self, two: Two) -> None:
         """A run with dropout that was stopped ends as one that was not, bit for bit, each process with its numbers."""
         place, _ = two
         assert losses(place / "parts") == losses(place / "whole")
         assert difference(last_state(place / "parts"), last_state(place / "whole")) is None
 
-    def test_one_process_goes_on_with_what_two_saved(
-        self, two: tuple[Path, list[list[Any]]], tmp_path: Path, data: Path
-    ) -> None:
+    def test_one_process_goes_on_with_what_two_saved(self, two: Two, tmp_path: Path, data: Path) -> None:
         """A checkpoint of two processes is one of a single process, with the technique off."""
         place, _ = two
         config = RunFolder(place / "to-one").config().changed({f"techniques.{self.technique.name}": "off"})
@@ -101,9 +111,7 @@ class TogetherSuite(TechniqueSuite):
         train_run(EXACT, tmp_path / "alone", data)
         self._same_end(place / "to-one", tmp_path / "alone")
 
-    def test_two_processes_go_on_with_what_one_saved(
-        self, two: tuple[Path, list[list[Any]]], tmp_path: Path, data: Path
-    ) -> None:
+    def test_two_processes_go_on_with_what_one_saved(self, two: Two, tmp_path: Path, data: Path) -> None:
         """And the other way round."""
         place, _ = two
         train_run(EXACT, tmp_path / "alone", data)
@@ -121,32 +129,30 @@ class TogetherSuite(TechniqueSuite):
         assert found["batches"] == wanted["batches"]
         assert difference(_shapes(found["optimizers"]), _shapes(wanted["optimizers"])) is None
 
-    def test_both_processes_see_the_same(self, two: tuple[Path, list[list[Any]]]) -> None:
+    def test_both_processes_see_the_same(self, two: Two) -> None:
         """Loss, norm and tokens are those of the whole batch in each process, and each sees the technique at work."""
-        _, (first, second) = two
-        seen = [next(each for each in said if isinstance(each, dict) and "record" in each) for said in (first, second)]
+        _, said = two
+        seen = [process["watched"] for process in said]
         assert seen[0]["record"] == seen[1]["record"]
         assert [each["tokens"] for each in seen] == [EXACT.loop.batch_size * EXACT.loop.accumulate * 16] * 2
         for each in seen:
             assert each["proofs"][self.technique.name]["processes"] == 2
 
-    def test_both_processes_generate_the_same_text(
-        self, two: tuple[Path, list[list[Any]]], tmp_path: Path, data: Path
-    ) -> None:
+    def test_both_processes_generate_the_same_text(self, two: Two, tmp_path: Path, data: Path) -> None:
         """And the text that one process generates."""
         _, said = two
         alone = generated(task("generate", EXACT, tmp_path / "alone", data))
         for process in said:
-            assert [each for each in process if isinstance(each, list)] == [alone]
+            assert process["generated"] == alone
 
-    def test_tampering_is_caught_in_every_process(self, two: tuple[Path, list[list[Any]]]) -> None:
+    def test_tampering_is_caught_in_every_process(self, two: Two) -> None:
         """Asked for but not at work is an error in each of them."""
         _, said = two
         for process in said:
-            refused = process[len(process) - len(self.tampered) :]
-            for (name, message), each in zip(self.tampered.items(), refused, strict=True):
-                assert each.get("kind") == "technique-not-active", name
-                assert message in each["message"], name
+            for name, message in self.tampered.items():
+                refused = process[f"tampered: {name}"]
+                assert refused.get("kind") == "technique-not-active", name
+                assert message in refused["message"], name
 
 
 def _shapes(state: Any) -> Any:
