@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# A thread for each of two workers: more would wait for each other on two cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
@@ -25,7 +27,7 @@ demo: $(STAMP)  ## train a small GPT, kill it, go on exactly; then its checkpoin
 		--out bench-demo --overwrite
 
 test: $(STAMP)  ## every test but the slow ones (a few minutes)
-	$(BIN)/pytest -n 2 --dist loadgroup -m "not slow"
+	$(PYTEST) -m "not slow"
 
 check: $(STAMP)  ## formatting, lint, types
 	$(BIN)/ruff format --check .
@@ -38,7 +40,7 @@ bench: $(STAMP)  ## the speed that README states, as ratios against peers measur
 	$(BIN)/python benchmarks/plain_training.py
 
 torture: $(STAMP)  ## every test, the exhaustive ones too (tens of minutes)
-	$(BIN)/pytest -n 2 --dist loadgroup
+	$(PYTEST)
 
 clean:  ## remove the environment and what the tools left
 	rm -rf $(VENV) demo-run bench-demo .mypy_cache .pytest_cache .ruff_cache .hypothesis

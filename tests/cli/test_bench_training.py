@@ -71,6 +71,8 @@ def test_a_run_measures_and_reports_and_its_results_alone_give_the_same_report(
     page = (out / "report.html").read_text()
     assert "Seen at work" in page and "tokens/s" in page
     assert "throughput" not in said and "Saving" not in page
+    assert "GiB" not in said and "first step (" in said
+    assert "per raw byte" not in page and "had to be seen at work" in page
     again.mkdir()
     (again / "results.json").write_bytes((out / "results.json").read_bytes())
     assert main(["report", str(again)]) == 0

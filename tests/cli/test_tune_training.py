@@ -39,6 +39,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare(folder / "text.txt", folder / "prepared", tokenizer="char").path
 
 
+@pytest.fixture
+def small_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the steps of so small a model need more memory than its evaluation."""
+    monkeypatch.setattr("holdfast.train.evaluate._TOKENS_AT_ONCE", 64)
+
+
 def chosen_for(memory: int) -> tune_training.Tuned:
     return tune_training.tune(config(), Path("nowhere"), memory, trying=False)
 
@@ -49,6 +55,7 @@ def test_with_room_nothing_is_changed() -> None:
     assert (tuned.chosen.cost, tuned.chosen.added, tuned.chosen.config) == (1.0, {}, config())
 
 
+@pytest.mark.usefixtures("small_evaluations")
 def test_the_cheapest_choice_that_fits_is_taken() -> None:
     previous = chosen_for(4000 * MB).chosen
     for memory in range(previous.ledger.peak, 0, -MB):
@@ -97,6 +104,7 @@ def test_the_largest_batch_is_found_among_the_divisors(limit: int, largest: int 
     assert len(found.trials) <= 3
 
 
+@pytest.mark.usefixtures("small_evaluations")
 def test_what_fits_by_prediction_alone_gives_way_to_what_is_seen_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
@@ -118,6 +126,13 @@ def test_what_fits_by_prediction_alone_gives_way_to_what_is_seen_to_fit(monkeypa
     assert not tune_training.tune(config(), Path("nowhere"), least).fits
 
 
+def test_an_evaluation_that_does_not_fit_is_told_before_anything_is_tried() -> None:
+    """No technique makes it smaller."""
+    tuned = tune_training.tune(config(), Path("nowhere"), 60 * MB)
+    assert tuned.before.ledger.peak_of_steps < 60 * MB < tuned.before.ledger.evaluation
+    assert not (tuned.fits or tuned.tried)
+
+
 def test_a_trial_that_fails_otherwise_is_an_error() -> None:
     with pytest.raises(UsageError, match="a trial failed: no compiler"):
         largest_batch(config(), 10, lambda tried: CellResult("failed", "no compiler", 1.0))
@@ -132,11 +147,13 @@ def test_the_ledger_is_shown_and_nothing_is_written(
     said = capsys.readouterr().out
     for text in ("parameters", "activations, kept", "at the worst moment", "It is predicted to fit as it is."):
         assert text in said
+    assert f"holdfast train shakespeare-char-cpu --data {data} --loop.batch_size 12 --loop.accumulate 1" in said
     assert main([*words, "--memory", "1MB"]) == 1
     assert "Nothing is predicted to fit." in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("small_evaluations")
 def test_what_is_written_is_what_train_reads(
     data: Path, tmp_path: Path, run_json: Callable[..., tuple[int, Any]]
 ) -> None:
@@ -170,6 +187,7 @@ def test_a_trial_trains_and_evaluates_and_its_peak_is_told(data: Path) -> None:
         (["shakespeare-char-cpu", "--memory", "much"], "is not a size"),
         (["shakespeare", "--memory", "1GB"], "there is no recipe"),
         (["shakespeare-char-cpu", "--memory", "1GB", "--technique", "compil"], "there is no technique"),
+        (["shakespeare-char-cpu", "--memory", "1GB", "--technique", ""], "--technique '' names no technique"),
     ],
 )
 def test_slips_are_told(words: list[str], said: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,7 @@ class TestCompile(TechniqueSuite):
 
 class TestCompileOfSeveralBatches(TechniqueSuite):
     technique = Compile
+    variants = ({}, {"mode": "max-autotune"})
     config = TINY.changed({"loop.device": "cuda"})
 
     def sabotage(self, run: Run) -> None:

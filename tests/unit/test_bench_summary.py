@@ -386,6 +386,19 @@ def test_times_that_are_too_short_to_mean_much():
     assert any("durable save: takes less than 50.0 ms with" in text for text in texts(summarise(made)))
 
 
+def test_arms_that_could_not_run_for_one_reason_are_named_together():
+    absent = [
+        broken(arm, block, "not-run", why if block == 0 else "not repeated")
+        for block in range(3)
+        for arm, why in (("small", "no GPU"), ("slow", "no GPU"), ("fast", "no compiler"))
+    ]
+    found = texts(summarise(document(ARMS, runs=3, replaced=absent)))
+    assert [text for text in found if "not run" in text] == [
+        "not run: fast: no compiler",
+        "not run: small and slow: no GPU",
+    ]
+
+
 def test_every_warning_says_what_to_do():
     made = document(ARMS, noise=0.3, runs=3, replaced=[broken("slow", 1, "timeout", None), broken("fast", 0, "odd")])
     warnings = summarise(made)["warnings"]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-import json
 import math
+import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
-import msgspec
 import pytest
 
 from holdfast import plugins
@@ -19,12 +18,11 @@ from holdfast.bench import training_cell as cell
 from holdfast.bench.experiment import read_experiment, shipped
 from holdfast.bench.gate import GateError
 from holdfast.bench.reference_losses import LossGate, reference_losses
-from holdfast.bench.summary import summarise
 from holdfast.bench.training_arms import check_arm, config_of, tolerance_of, without_systems
 from holdfast.bench.training_workload import WORKLOAD
 from holdfast.bench.workload import DoesNotApplyError, Task
 from holdfast.errors import UsageError
-from holdfast.report.document import Results
+from holdfast.train import loop
 from holdfast.train.recipes import RECIPES
 from holdfast.train.run import Run
 from holdfast.train.techniques.base import Proof, Technique
@@ -57,12 +55,91 @@ def task(data: Path, folder: Path, arm: dict[str, Any], **settings: Any) -> Task
 def test_a_cell_measures_speed_memory_and_loss_and_says_what_was_at_work(data: Path, tmp_path: Path) -> None:
     arm = {"techniques.activation-checkpointing": "on"}
     outcome = WORKLOAD.measure(task(data, tmp_path, arm, seconds=1))
-    assert outcome.figures.keys() == {measure.name for measure in WORKLOAD.measures}
+    # It takes less than a second.
+    assert outcome.figures.keys() == {measure.name for measure in WORKLOAD.measures} - {cell.LOSS_IN_TIME}
     assert all(value > 0 for value in outcome.figures.values())
     loop, length = CONFIG.loop, CONFIG.model.context_length
     assert outcome.figures[cell.TOKENS] == STEPS * loop.batch_size * length
     assert "ran again" in outcome.seen["activation-checkpointing"]
     assert {"build", "gate", "evaluate"} <= outcome.clocks.keys()
+
+
+def measured(data: Path, folder: Path, arm: dict[str, Any], **settings: Any) -> dict[str, float]:
+    folder.mkdir()
+    return WORKLOAD.measure(task(data, folder, arm, **settings)).figures
+
+
+def trained(data: Path, folder: Path, plan: cell.Plan, arm: dict[str, Any]) -> dict[str, float]:
+    config = config_of("tiny", arm, steps=STEPS)
+    return cell.run_training(config, data, folder, plan, LossGate([], 0.0)).figures
+
+
+def test_the_loss_in_equal_time_is_of_the_windows_that_the_last_one_is_of(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a technique changes the size of batches."""
+    seen = []
+    evaluate = cell.evaluate
+
+    def noted(model: Any, rows: Any) -> float:
+        rows = list(rows)
+        seen.append([inputs.tolist() for inputs, _ in rows])
+        return evaluate(model, rows)
+
+    monkeypatch.setattr(cell, "evaluate", noted)
+    monkeypatch.setattr(loop, "evaluate", noted)
+    arm = {"loop.batch_size": 4, "techniques.gradient-accumulation.batches": 4}
+    figures = trained(data, tmp_path / "run", cell.Plan(2, seconds=1e-9), arm)
+    in_time, at_the_end = seen
+    assert in_time == at_the_end
+    assert figures[cell.LOSS_IN_TIME] != figures[cell.LOSS]
+
+
+def test_a_run_that_ends_sooner_has_no_loss_in_equal_time(data: Path, tmp_path: Path) -> None:
+    figures = trained(data, tmp_path / "run", cell.Plan(2, seconds=1000), {})
+    assert cell.LOSS_IN_TIME not in figures
+    assert figures[cell.LOSS] > 0
+
+
+@pytest.mark.parametrize(("counted", "most"), [(False, 10), (True, 1000)])
+def test_an_evaluation_is_part_of_the_peak_of_memory_only_where_it_is_to_be(
+    counted: bool, most: int, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = {"peak": 0}
+    evaluate = loop.evaluate
+
+    def evaluated(model: Any, rows: Any) -> float:
+        memory["peak"] = 1000
+        return evaluate(model, rows)
+
+    monkeypatch.setattr(loop, "evaluate", evaluated)
+    monkeypatch.setattr(loop, "peak_memory", lambda _: memory["peak"])
+    monkeypatch.setattr(cell, "reset_peak", lambda: memory.update(peak=10))
+    monkeypatch.setattr(cell, "_nbytes", lambda _: 0)
+    monkeypatch.setattr(cell, "resident_bytes", lambda: 0)
+    figures = trained(data, tmp_path / "run", cell.Plan(2, with_evaluation=counted), {"eval.every": 1})
+    assert figures[cell.MEMORY] == most
+
+
+def test_the_first_step_has_what_is_compiled_before_it(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = plugins.get("techniques", "activation-checkpointing")
+    monkeypatch.setattr(kind, "rehearse", lambda *_: time.sleep(0.5))
+    figures = measured(data, tmp_path / "a", {"techniques.activation-checkpointing": "on"})
+    assert figures[cell.FIRST] > 0.5
+
+
+def test_nothing_that_was_compiled_before_is_used_again(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "earlier")
+    seen = []
+    kind = plugins.get("techniques", "activation-checkpointing")
+    monkeypatch.setattr(kind, "rehearse", lambda *_: seen.append(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
+    measured(data, tmp_path / "a", {"techniques.activation-checkpointing": "on"})
+    assert seen == [str(tmp_path / "a" / "cell" / "compiled")]
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "earlier"
 
 
 def test_a_block_has_a_seed_of_its_own_and_repeats_itself(data: Path, tmp_path: Path) -> None:
@@ -218,56 +295,3 @@ def test_the_combinations_are_those_of_the_command_line() -> None:
     for name, parts in COMBINATIONS.items():
         used = [key.split(".")[1] for key in found[name].settings]
         assert sorted(used) == sorted(parts)
-
-
-def test_more_tokens_in_a_second_are_better() -> None:
-    results = document({"plain": [100.0, 101.0, 99.0, 100.0], "fast": [150.0, 151.0, 149.0, 150.0]})
-    summary = summarise(results)
-    entry = summary["arms"]["fast"][cell.SPEED]
-    assert (entry["verdict"], round(entry["gain"], 2)) == ("helps", 1.5)
-    speed = next(one for one in summary["recommendations"] if one["for"] == "speed")
-    assert speed["arm"] == "fast"
-    assert "1.50x plain" in speed["text"]
-
-
-def test_a_failed_gate_is_told_in_the_words_of_training() -> None:
-    results = document({"plain": [100.0], "off": [200.0]})
-    next(one for one in results["cells"] if one["arm"] == "off").update(status="gate", reason="the loss", figures={})
-    summary = summarise(results)
-    said = "it was not active, or did not compute what it should"
-    assert summary["arms"]["off"][cell.SPEED]["reason"] == f"{said}, in 1 of 1 blocks: the loss"
-    assert any(one["text"].startswith(f"off: {said}") for one in summary["warnings"])
-
-
-def document(speeds: dict[str, list[float]]) -> dict[str, Any]:
-    """Return results with these tokens per second by arm, of which the first is the baseline."""
-    arms = [{"name": name, "role": "arm" if place else "baseline"} for place, name in enumerate(speeds)]
-    cells = [
-        {"arm": name, "block": block, "status": "ok", "amount": 100, "figures": {cell.SPEED: value}}
-        for name, values in speeds.items()
-        for block, value in enumerate(values)
-    ]
-    measures = [measure.as_dict() for measure in WORKLOAD.measures if measure.name == cell.SPEED]
-    return json.loads(
-        json.dumps({"experiment": {"workload": "training"}, "measures": measures, "arms": arms, "cells": cells})
-    )
-
-
-def test_the_page_of_techniques_is_made_from_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    page = importlib.import_module("techniques_page")
-    assert page.PAGE.read_text() == page.page()
-
-
-def test_the_page_says_what_was_measured_and_what_could_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    page = importlib.import_module("techniques_page")
-    results = document({"plain": [100.0, 101.0, 99.0, 100.0], "on": [150.0, 151.0, 149.0, 150.0], "off": [1.0]})
-    results["arms"][1]["settings"] = {"techniques.compile.mode": "default"}
-    results["arms"][2]["settings"] = {"techniques.tf32": "on"}
-    results["cells"][-1] |= {"status": "not-run", "reason": "tf32 needs a CUDA device", "figures": {}}
-    results["experiment"] |= {"name": "techniques", "baseline": "plain"}
-    found = msgspec.convert({**results, "summary": summarise(results)}, Results)
-    assert page._effects(found, "compile") == "mode default: speed 1.50x (1.49 to 1.51)"
-    assert page._effects(found, "tf32") == "not run here: tf32 needs a CUDA device"
-    assert page._effects(found, "ddp") == "not measured"

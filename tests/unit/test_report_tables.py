@@ -270,6 +270,7 @@ def test_numbers_in_words() -> None:
     ]
     assert wording.spread(137.52, 7.449) == "137.5 ± 7.4"
     assert wording.percent(-1919.2) == "-1,919%"
+    assert (wording.percent(-0.01), wording.percent(0.04), wording.percent(-0.06)) == ("0.0%", "0.0%", "-0.1%")
     assert wording.probability(0.00004) == "< 0.001"
     assert wording.clean("a\x1b[31m\nb") == "a\\x1b[31m b"
     assert len(wording.clipped("x" * 99, 20)) == 20

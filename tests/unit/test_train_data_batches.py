@@ -1,4 +1,4 @@
-"""Batches: functions of the seed and a number, whatever was drawn before, by however many processes."""
+"""Batches: functions of the seed and a number, whatever was drawn before."""
 
 from __future__ import annotations
 
@@ -58,16 +58,6 @@ def test_the_uninterrupted_sequence_is_the_numbered_one(order: str) -> None:
     for position in (199, 0, 64, 63, 65, 130):
         assert torch.equal(again.at(position)[0], drawn[position][0])
     assert again.position == 0
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("world_size", [2, 3, 8])
-def test_ranks_together_draw_what_one_process_draws(order: str, world_size: int) -> None:
-    alone = batches(order=order, batch_size=4 * world_size)
-    ranks = [batches(order=order, rank=rank, world_size=world_size) for rank in range(world_size)]
-    for (inputs, targets), *parts in islice(zip(alone, *ranks, strict=True), 50):
-        assert torch.equal(inputs, torch.cat([part[0] for part in parts]))
-        assert torch.equal(targets, torch.cat([part[1] for part in parts]))
 
 
 @given(st.integers(9, 400), st.integers(1, 8), st.integers(0, 100), st.integers(1, 12))
@@ -160,8 +150,6 @@ def test_a_text_shorter_than_a_context_names_both(order: str) -> None:
         ({"batch_size": -1}, "the batch size is -1"),
         ({"seed": -1}, "the seed is -1"),
         ({"seed": 1 << 64}, "the seed is"),
-        ({"rank": 2, "world_size": 2}, "the rank is 2 of 2"),
-        ({"rank": -1}, "the rank is -1 of 1"),
     ],
 )
 def test_arguments_that_make_no_sense(changed: dict[str, Any], message: str) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from holdfast.train.activations import Activations, Shape, counted_activations
 from holdfast.train.config import Config
+from holdfast.train.evaluate import evaluate, evaluated_at_once
 from holdfast.train.ledger import Ledger, predict
 from holdfast.train.model.config import ModelConfig
 from holdfast.train.model.gpt import GPT
@@ -117,6 +121,45 @@ def test_quantised_states_are_predicted_byte_for_byte(bits: int | str) -> None:
     assert total < predict(CONFIG, device="cpu").optimizer / 2
 
 
+class Held(TorchDispatchMode):
+    """Notes the most bytes that tensors which are made within take at once, but for views of parameters."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.known = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
+        self.live: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, torch.Tensor):
+                storage = each.untyped_storage()
+                self.live[id(each)] = (weakref.ref(each), storage.data_ptr(), storage.nbytes())
+        alive = {place: size for known, place, size in self.live.values() if known() is not None}
+        found = {place: size for place, size in alive.items() if place not in self.known}
+        self.most = max(self.most, sum(found.values()))
+        return result
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_an_evaluation_takes_is_predicted_within_a_tenth(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.train.evaluate._TOKENS_AT_ONCE", 512)
+    config = msgspec.structs.replace(CONFIG, model=msgspec.structs.replace(CONFIG.model, **MODELS[model]))
+    rows = evaluated_at_once(config.model)
+    tokens = torch.randint(config.model.vocab_size, (2, rows, config.model.context_length))
+    network = GPT(config.model)
+    with Held(network) as held:
+        evaluate(network, [(tokens[0], tokens[1])])
+    assert predict(config, device="cpu").evaluation == pytest.approx(held.most, rel=0.1)
+
+
+@pytest.mark.parametrize(("vocab_size", "rows"), [(65, 512), (50_257, 41)])
+def test_an_evaluation_computes_as_much_at_once_as_leaves_its_logits_small(vocab_size: int, rows: int) -> None:
+    model = msgspec.structs.replace(CONFIG.model, vocab_size=vocab_size, context_length=32)
+    assert evaluated_at_once(model) == rows
+
+
 def test_parts_of_a_batch_take_their_part() -> None:
     whole, halves = (
         predict(CONFIG.changed(each), device="cpu") for each in ({}, {"techniques.gradient-accumulation.batches": 2})
@@ -142,11 +185,13 @@ def test_the_gpu_keeps_less_of_dropout_and_sends_away_what_it_is_told_to() -> No
 
 def test_the_peak_is_the_worse_of_two_moments() -> None:
     sizes = dict.fromkeys(("parameters", "gradients", "optimizer", "average", "copies", "recomputed", "update"), 0)
-    sizes |= {"parameters": 10, "gradients": 10, "optimizer": 20, "update": 5}
+    sizes |= {"parameters": 10, "gradients": 10, "optimizer": 20, "update": 5, "evaluation": 14}
     many = Ledger(**sizes, activations=100, logits=30, accumulated=False)
     few = Ledger(**sizes, activations=1, logits=3, accumulated=False)
     both = Ledger(**sizes, activations=100, logits=30, accumulated=True)
     assert (many.peak, few.peak, both.peak) == (160, 45, 170)
+    evaluated = Ledger(**sizes | {"evaluation": 80}, activations=1, logits=3, accumulated=False)
+    assert (evaluated.peak_of_steps, evaluated.peak) == (45, 110)
 
 
 def test_what_is_not_predicted_is_told() -> None:

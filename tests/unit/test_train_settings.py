@@ -271,10 +271,10 @@ def test_the_clock_adds_up() -> None:
 
 
 def test_a_share_of_the_peak_is_never_above_all_of_it() -> None:
-    speed = Speedometer(flops_per_token=10, peak=100.0)
-    speed.add(50, 10.0)
+    speed = Speedometer(peak=100.0)
+    speed.add(50, 500, 10.0)
     assert speed.lap() == {"tokens_per_second": 5.0, "mfu": 0.5}
-    speed.add(400, 10.0)
+    speed.add(400, 4000, 10.0)
     assert speed.lap() == {"tokens_per_second": 40.0, "mfu": 1.0}
     assert speed.peak == 400.0
     assert speed.total() == {"tokens_per_second": 22.5, "mfu": 0.5625}

@@ -44,7 +44,7 @@ _REMEDIES = {
     "timeout": "allow a cell more seconds, or take a smaller model",
     "memory": "allow a cell more memory, or take a smaller model",
     "disk": "free some space, or measure on another disk",
-    "not-run": "install what is missing, or leave the arm out",
+    "not-run": "give what is missing, or leave these arms out",
 }
 
 
@@ -73,7 +73,14 @@ def _unreached(samples: Samples) -> Iterator[Caution]:
 
 def _failures(samples: Samples) -> Iterator[Caution]:
     workload = samples.experiment.get("workload")
+    absent = _absent(samples)
+    for names, reason in absent.items():
+        because = f": {reason}" if reason else ""
+        yield f"not run: {listed(names)}{because}", _REMEDIES["not-run"]
+    nowhere = {name for names in absent for name in names}
     for arm in samples.arms:
+        if arm.name in nowhere:
+            continue
         by_status: dict[str, list[str | None]] = defaultdict(list)
         for cell in samples.failures(arm.name):
             by_status[cell.status].append(cell.reason)
@@ -83,6 +90,17 @@ def _failures(samples: Samples) -> Iterator[Caution]:
             words = gate_words(workload) if status == "gate" else _FAILED.get(status, status)
             text = f"{arm.name}: {words} in {len(reasons)} of {blocks}{because}"
             yield text, _REMEDIES.get(status, _REMEDIES["failed"])
+
+
+def _absent(samples: Samples) -> dict[tuple[str, ...], str | None]:
+    """Return the arms that were run in no block, those with one reason together."""
+    by_reason: dict[str | None, list[str]] = defaultdict(list)
+    for arm in samples.arms:
+        cells = samples.cells_of(arm.name)
+        if cells and all(cell.status == "not-run" for cell in cells):
+            # Later blocks say only that it was not tried again.
+            by_reason[min(cells, key=lambda cell: cell.block).reason].append(arm.name)
+    return {tuple(names): reason for reason, names in by_reason.items()}
 
 
 def _missing_measures(samples: Samples) -> Iterator[Caution]:

@@ -20,7 +20,7 @@ from holdfast.errors import TechniqueNotActiveError, UnsupportedError, UsageErro
 from holdfast.train.config import Config
 from holdfast.train.data.batches import windows
 from holdfast.train.data.dataset import Dataset
-from holdfast.train.evaluate import evaluate
+from holdfast.train.evaluate import evaluate, evaluated_at_once
 from holdfast.train.loop import Summary, train
 from holdfast.train.run import Run, open_run
 from holdfast.train.run_folder import RunFolder
@@ -44,11 +44,15 @@ class Plan:
     warmup : int
         Steps after the first one that are not timed.
     seconds : float or None
-        After how much training the validation loss is measured, beside that of the end.
+        After how much training the validation loss is measured, beside that of the end. A run that ends sooner has no
+        such loss: it had less time than the others.
+    with_evaluation : bool
+        Whether what evaluations take counts for the peak of memory.
     """
 
     warmup: int
     seconds: float | None = None
+    with_evaluation: bool = False
 
 
 def run_training(config: Config, data: Path, folder: Path, plan: Plan, gate: LossGate) -> Outcome:
@@ -88,7 +92,8 @@ def _begin_peak(run: Run) -> int:
     release_memory()
     reset_peak()
     states = [value for each in run.optimizers.values() for state in each.state.values() for value in state.values()]
-    return resident_bytes() - sum(_nbytes(each) for each in (*run.model.parameters(), *states))
+    averages = run.average.state_dict().values()
+    return resident_bytes() - sum(_nbytes(each) for each in (*run.model.parameters(), *states, *averages))
 
 
 def _nbytes(value: Any) -> int:
@@ -100,13 +105,15 @@ def _nbytes(value: Any) -> int:
 
 @dataclass
 class _Watch:
-    """Notes, after each step, the seconds of training and the tokens so far; evaluates once when its time has come."""
+    """Notes, after each step, the seconds, tokens and FLOPs so far; evaluates once when its time has come."""
 
     run: Run
     plan: Plan
     gate: LossGate
     others: int
-    marks: list[tuple[float, int]] = field(default_factory=list)
+    begin: float = field(default_factory=time.perf_counter)
+    first: float = 0.0
+    marks: list[tuple[float, int, int]] = field(default_factory=list)
     peak: int = 0
     loss_in_time: float | None = None
     seen: dict[str, str] = field(default_factory=dict)
@@ -114,43 +121,57 @@ class _Watch:
     def happened(self, step: int, kind: str, values: dict[str, Any]) -> None:
         if kind == "technique":
             self.seen[values["name"]] = values["seen"]
-        if kind != "train":
-            return
+        elif kind == "evaluate" and not self.plan.with_evaluation:
+            _begin_peak(self.run)
+        elif kind == "train":
+            self._stepped(step, values)
+
+    def _stepped(self, step: int, values: dict[str, Any]) -> None:
         self.gate.check(step, values["loss"])
-        self.marks.append((self.run.clock.seconds.get("train", 0.0), self.run.progress.tokens))
-        # What an evaluation takes is no part of what training takes.
-        if self.loss_in_time is None:
-            self.peak = values["peak_memory_bytes"]
-        if step == 1 and self.run.device.type != "cuda":
-            self.others = _begin_peak(self.run)
+        self.marks.append((self.run.clock.seconds.get("train", 0.0), self.run.progress.tokens, self.run.speed.flops))
+        self.peak = max(self.peak, values["peak_memory_bytes"])
+        if step == 1:
+            # Some techniques compile before the step itself, which the run's clock does not count.
+            self.first = time.perf_counter() - self.begin
+        # An optimizer may compile a second time in its second step.
+        if step == 1 + self.plan.warmup and self.run.device.type != "cuda":
+            self.others, self.peak = _begin_peak(self.run), 0
 
     def stop(self) -> bool:
         if self.plan.seconds is not None and self.loss_in_time is None and self.marks[-1][0] >= self.plan.seconds:
             self.loss_in_time = _validation_loss(self.run)
+            _begin_peak(self.run)
         return False
 
 
 def _validation_loss(run: Run) -> float:
-    """Return the loss on the batches that the run is evaluated on, in the size that it is trained with."""
-    config = run.config
-    length = config.model.context_length
-    rows = windows(run.dataset.validation, length, batch_size=config.loop.batch_size, most=config.eval.batches)
+    """Return the loss on what the run is evaluated on in the end."""
+    model = run.config.model
+    rows = windows(
+        run.dataset.validation,
+        model.context_length,
+        batch_size=evaluated_at_once(model),
+        most=run.config.eval.batches,
+    )
     with run.average.in_place():
         return evaluate(run.model, rows)
 
 
 def _outcome(run: Run, watch: _Watch, summary: Summary, plan: Plan) -> Outcome:
-    figures: dict[str, float] = {FIRST: run.clock.seconds["first step"], TOKENS: float(run.progress.tokens)}
+    figures: dict[str, float] = {FIRST: watch.first, TOKENS: float(run.progress.tokens)}
     # The first mark is the step that compiles.
     timed = watch.marks[plan.warmup :]
     if len(timed) > 1:
-        rate = (timed[-1][1] - timed[0][1]) / (timed[-1][0] - timed[0][0])
-        figures |= {SPEED: rate, STEP: statistics.median(after[0] - before[0] for before, after in pairwise(timed))}
-        figures[MFU] = rate * run.config.model.flops_per_token() / max(run.speed.peak, 1.0)
+        seconds, tokens, flops = (last - first for first, last in zip(timed[0], timed[-1], strict=True))
+        figures |= {
+            SPEED: tokens / seconds,
+            STEP: statistics.median(after[0] - before[0] for before, after in pairwise(timed)),
+            MFU: flops / seconds / max(run.speed.peak, 1.0),
+        }
     # A run that ended early was not trained on as much as the others.
     if summary.reason == "done":
         figures[LOSS] = summary.loss
-        if plan.seconds is not None:
-            figures[LOSS_IN_TIME] = summary.loss if watch.loss_in_time is None else watch.loss_in_time
+        if watch.loss_in_time is not None:
+            figures[LOSS_IN_TIME] = watch.loss_in_time
     clocks = {name: spent for name, spent in summary.seconds.items() if name not in ("first step", "train")}
     return Outcome(figures, clocks, watch.seen)

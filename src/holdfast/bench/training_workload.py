@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
+
+import torch
 
 from holdfast.bench import training_cell as cell
 from holdfast.bench.json_fields import Fields
@@ -16,6 +20,7 @@ from holdfast.train.config import Config
 from holdfast.train.data.dataset import Dataset
 from holdfast.train.data.layout import FILE
 from holdfast.train.data.prepare import prepare
+from holdfast.train.device import chosen_device
 from holdfast.train.model.gpt import GPT
 from holdfast.train.recipes import get_recipe
 from holdfast.train.run_data import absolute_source
@@ -24,6 +29,7 @@ from holdfast.units import format_bytes
 _MOST_STEPS = 1_000_000
 _SETTINGS = ("recipe", "data", "steps", "warmup", "gate_steps", "evaluated", "seconds", "save_dir")
 _BYTES_OF_A_WEIGHT = 4
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 
 MEASURES = (
     Measure(
@@ -38,7 +44,7 @@ MEASURES = (
         cell.MEMORY,
         "peak memory",
         "B",
-        "the most bytes at once; CUDA: of tensors; CPU: of the process after its first step, but what it had loaded",
+        "the most bytes at once; CUDA: of tensors; CPU: of the process after the warm-up, but what it had loaded",
         primary=True,
     ),
     Measure(
@@ -46,13 +52,13 @@ MEASURES = (
     ),
     Measure(
         cell.LOSS_IN_TIME,
-        "validation loss in equal time",
+        "equal-time validation loss",
         "nats",
-        "after so many seconds of training (first step not counted), or at the end of a run that took less",
+        "after so many seconds of training (first step not counted); none of a run that ended sooner",
         primary=True,
     ),
     Measure(cell.STEP, "step", "s", "the median step"),
-    Measure(cell.FIRST, "first step", "s", "with all that it loads and compiles"),
+    Measure(cell.FIRST, "first step", "s", "with all that is loaded and compiled, nothing of it in any cache"),
     Measure(cell.MFU, "MFU", "1", "model FLOPs, as a share of the matrix products that this machine makes", "higher"),
     Measure(cell.TOKENS, "tokens", "1", "that the run was trained on", "higher"),
 )
@@ -116,8 +122,9 @@ class TrainingWorkload(Workload):
         config = _config(subject, task.settings, task.block)
         gate = _gate(config, data, subject, folder)
         gated = time.perf_counter()
-        plan = cell.Plan(subject["warmup"], subject["seconds"])
-        outcome = cell.run_training(config, data, folder / "run", plan, gate)
+        plan = cell.Plan(subject["warmup"], subject["seconds"], with_evaluation="config" in subject)
+        with _compiling_anew(folder / "compiled"):
+            outcome = cell.run_training(config, data, folder / "run", plan, gate)
         outcome.clocks |= {"data": found - begin, "gate": gated - found}
         return outcome
 
@@ -127,6 +134,20 @@ def _config(subject: Mapping[str, Any], arm: Mapping[str, Any], block: int) -> C
     if "config" in subject:
         return Config.from_dict(subject["config"])
     return config_of(subject["recipe"], arm, steps=subject["steps"], evaluated=subject["evaluated"], block=block)
+
+
+@contextmanager
+def _compiling_anew(folder: Path) -> Iterator[None]:
+    """Let torch keep compiled code in a folder that is new: that of an earlier cell would shorten the first step."""
+    before = os.environ.get(_COMPILED)
+    os.environ[_COMPILED] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_COMPILED]
+        else:
+            os.environ[_COMPILED] = before
 
 
 def _gate(config: Config, data: Path, subject: Mapping[str, Any], folder: Path) -> LossGate:
@@ -159,9 +180,18 @@ def _described(config: Config, subject: Mapping[str, Any], data: Dataset) -> dic
     batch = f"{loop.accumulate} x " if loop.accumulate > 1 else ""
     sentence = (
         f"{subject['recipe']}: {sum(shapes):,} parameters ({format_bytes(nbytes)}), {subject['steps']:,} steps of "
-        f"{batch}{loop.batch_size} x {config.model.context_length:,} tokens of {subject['source']}"
+        f"{batch}{loop.batch_size} x {config.model.context_length:,} tokens of {subject['source']}, {_where(config)}"
     )
     return {"description": sentence, "tensors": len(shapes), "bytes": nbytes, "dtypes": {"float32": nbytes}}
+
+
+def _where(config: Config) -> str:
+    """Say what the first arm is trained on: how many threads a CPU has of it decides about the speed."""
+    device = chosen_device(config.loop.device)
+    if device.type != "cpu":
+        return f"on {device}"
+    threads = config.loop.threads or torch.get_num_threads()
+    return f"on the CPU with {threads} {'thread' if threads == 1 else 'threads'}"
 
 
 WORKLOAD = TrainingWorkload()

@@ -27,7 +27,6 @@ from holdfast.train.run import check_settings, open_run
 from holdfast.train.run_data import absolute_source, open_data
 from holdfast.train.run_folder import RunFolder
 from holdfast.train.settings import given_settings, read_words
-from holdfast.train.techniques.combinations import expanded
 
 
 def train(
@@ -74,8 +73,9 @@ def train(
         return techniques.list_techniques(output, words.get("loop.device", "auto"))
     folder = RunFolder(out or Path("runs") / (name or ""))
     base = _base(name, folder, resume=resume)
-    words = _with_techniques(_with_source(words, data), technique)
+    words = {f"{TECHNIQUES}{each}": "on" for each in techniques.names_in(technique)} | _with_source(words, data)
     given = given_settings(words, file=Path(output.config) if output.config else None)
+    techniques.check_names(techniques.names_among(given))
     config = base.changed(given)
     if "data.source" in given:
         config = config.changed({"data.source": absolute_source(config.data.source)})
@@ -141,12 +141,6 @@ def _with_source(words: dict[str, str], data: str | None) -> dict[str, str]:
             remedy="give one of them",
         )
     return {**words, "data.source": data}
-
-
-def _with_techniques(words: dict[str, str], technique: str | None) -> dict[str, str]:
-    """Return settings with techniques turned on: first, so that none of their settings is lost."""
-    names = expanded(name.strip() for name in (technique or "").split(",") if name.strip())
-    return {f"{TECHNIQUES}{name}": "on" for name in names} | words
 
 
 def _base(recipe: str | None, folder: RunFolder, *, resume: bool) -> Config:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -12,14 +13,14 @@ import msgspec
 from holdfast.bench.tune_training import Tuned, tune
 from holdfast.cli.options import SIZE, Switch
 from holdfast.cli.output import DEFAULT, Output
+from holdfast.cli.techniques import names_in
 from holdfast.cli.text import Table, printable
 from holdfast.errors import DestinationExistsError, StoreError, UsageError
-from holdfast.train.config import Config
+from holdfast.train.config import TECHNIQUES, Config
 from holdfast.train.data.dataset import Dataset
 from holdfast.train.recipes import RECIPES, get_recipe
 from holdfast.train.run_data import open_data
 from holdfast.train.run_folder import RunFolder
-from holdfast.train.techniques.combinations import expanded
 from holdfast.units import format_bytes
 
 _ROWS = {
@@ -32,6 +33,8 @@ _ROWS = {
     "recomputed": "activations of the block that is computed again",
     "logits": "logits and their gradients",
     "update": "what an update takes for a while",
+    "peak_of_steps": "at the worst moment of a step",
+    "evaluation": "what an evaluation takes for a while",
     "peak": "at the worst moment",
 }
 
@@ -84,7 +87,8 @@ def training(
     if out is not None and tuned.fits:
         _write(out, tuned)
     what = recipe or f"the run in {run}"
-    output.show(tuned.as_dict(), lambda: _print(what, tuned, out if tuned.fits else None))
+    command = _command(recipe, data, technique)
+    output.show(tuned.as_dict(), lambda: _print(what, command, tuned, out if tuned.fits else None))
     return 0 if tuned.fits else 1
 
 
@@ -94,9 +98,14 @@ def _base(recipe: str | None, run: Path | None, data: str | None, technique: str
         raise UsageError(problem, remedy=f"give a recipe ({', '.join(RECIPES)}) or --run FOLDER")
     config = get_recipe(recipe) if recipe is not None else RunFolder(str(run)).config()
     settings: dict[str, object] = {} if data is None else {"data.source": data}
-    for name in expanded(filter(None, map(str.strip, (technique or "").split(",")))):
-        settings[f"techniques.{name}"] = "on"
-    return config.changed(settings)
+    return config.changed(settings | {f"{TECHNIQUES}{name}": "on" for name in names_in(technique)})
+
+
+def _command(recipe: str | None, data: str | None, technique: str | None) -> str:
+    """Return the command that trains what was asked for, but for what is found; dots where a run's settings belong."""
+    given = {"--data": data, "--technique": technique}
+    words = [word for name, value in given.items() if value is not None for word in (name, shlex.quote(value))]
+    return " ".join(["holdfast train", recipe or "...", *words])
 
 
 def _with_vocabulary(config: Config, dataset: Dataset) -> Config:
@@ -104,7 +113,7 @@ def _with_vocabulary(config: Config, dataset: Dataset) -> Config:
     return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, vocab_size=size))
 
 
-def _print(what: str, tuned: Tuned, out: Path | None) -> None:
+def _print(what: str, command: str, tuned: Tuned, out: Path | None) -> None:
     before, after = tuned.before.ledger.as_dict(), tuned.chosen.ledger.as_dict()
     print(printable(f"{what}, in {format_bytes(tuned.memory)}"))
     rows = [
@@ -120,9 +129,9 @@ def _print(what: str, tuned: Tuned, out: Path | None) -> None:
         rows = [(f"{size}", "fits" if fit else "does not fit", said) for size, fit, said in tuned.trials]
         Table((">batch size", "=trial", "reason"), rows).show()
     print()
-    for line in (_verdict(tuned), _measured(tuned), _settings(tuned) if tuned.fits else ""):
+    for line in (_verdict(tuned), _measured(tuned), f"{command} {_settings(tuned)}" if tuned.fits else ""):
         if line:
-            print(line)
+            print(printable(line))
     if out is not None:
         print(printable(f"Written to {out}: holdfast train -C {out}"))
 
@@ -153,7 +162,7 @@ def _settings(tuned: Tuned) -> str:
     for name, value in tuned.chosen.settings().items():
         each = {f"{name}.{key}": given for key, given in value.items()} if isinstance(value, dict) else {name: value}
         words += [f"--{setting} {given}" for setting, given in each.items()]
-    return f"holdfast train ... {' '.join(words)}"
+    return " ".join(words)
 
 
 def _write(path: Path, tuned: Tuned) -> None:

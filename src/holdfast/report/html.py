@@ -19,6 +19,7 @@ from holdfast.report.headline import completeness, headlines
 from holdfast.report.origin_tables import improvements_table, isolated_table
 from holdfast.report.plain import clean
 from holdfast.report.plots.drawing import PALETTE, Plot
+from holdfast.report.samples import GIB
 from holdfast.report.sheet import Entry, Sheet, entry
 from holdfast.report.wording import STATUS, measured_by, number, purpose, sentence
 from holdfast.units import format_bytes
@@ -120,6 +121,7 @@ def _content(results: Results) -> dict[str, Any]:
         "command": clean(results.command or ""),
         "version": clean(results.holdfast or "unknown"),
         "seed": experiment.seed,
+        "training": experiment.workload == "training",
     }
 
 
@@ -167,7 +169,8 @@ def _subject(results: Results) -> list[tuple[str, str]]:
     if subject.tensors is not None:
         facts.append(("tensors", f"{subject.tensors:,}"))
     if subject.bytes is not None:
-        facts.append(("raw bytes", f"{format_bytes(subject.bytes)} ({subject.bytes / 1024**3:.2f} GiB)"))
+        binary = f" ({subject.bytes / GIB:.2f} GiB)" if subject.bytes >= GIB / 100 else ""
+        facts.append(("raw bytes", f"{format_bytes(subject.bytes)}{binary}"))
     facts += [(clean(name), format_bytes(count)) for name, count in (subject.dtypes or {}).items()]
     return facts
 

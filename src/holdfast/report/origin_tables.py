@@ -10,7 +10,7 @@ from holdfast.report.panels import Trio, compared, trio
 from holdfast.report.plain import clean
 from holdfast.report.samples import Samples, Scale, amounts_differ, gibibytes, scale_of
 from holdfast.report.sheet import Entry, Sheet, entry
-from holdfast.report.wording import NOTHING, not_run, percent
+from holdfast.report.wording import NOTHING, not_run, percent, spread
 
 _NO_BASELINE = "there is no baseline to improve on"
 
@@ -37,10 +37,10 @@ def isolated_text(results: Results) -> str:
     digits = _decimals(results, columns)
     for arm in compared(results):
         cells = [f"{clean(arm.name):<{wide}}"]
-        for (_, scale), width in zip(columns, (7, 6, 5), strict=False):
+        for (heading, scale), width in zip(columns, (7, 6, 5, 5), strict=False):
             samples = scale.samples(results, arm.name)
             text = _both(samples, width, digits) if samples else f"  {_why(results, arm)}"
-            cells.append(f"{text:<18}")
+            cells.append(f"{text:<{max(18, len(heading))}}")
         lines.append(" ".join(cells).rstrip())
     return "\n".join(lines)
 
@@ -115,6 +115,11 @@ def _words(chosen: Trio) -> list[str]:
 
 def _columns(results: Results, chosen: Trio, *, seconds: bool) -> list[tuple[str, Scale]]:
     """Return heading and scale of each measure: fixed units, as in the documents, unless amounts differ."""
+    if results.experiment.workload == "training":
+        # What the speed leaves out: the first step, which compiles.
+        first = [one for one in results.measures if one.name == "first_step"]
+        scales = [scale_of(results, one) for one in (*chosen.all(), *first)]
+        return [(scale.label, scale) for scale in scales]
     columns = []
     for word, measure in zip(_words(chosen), chosen.all(), strict=True):
         if measure.unit == "B":
@@ -127,20 +132,27 @@ def _columns(results: Results, chosen: Trio, *, seconds: bool) -> list[tuple[str
     return columns
 
 
-def _decimals(results: Results, columns: list[tuple[str, Scale]]) -> int:
-    """Return two, as in the documents, or four where the state is so small that two would say nothing."""
+def _decimals(results: Results, columns: list[tuple[str, Scale]]) -> int | None:
+    """Return two, as in the documents, or four where the state is so small that two would say nothing.
+
+    None for training, of which the documents have no table: each figure has the decimals that it deserves.
+    """
+    if results.experiment.workload == "training":
+        return None
     found = [scale.samples(results, arm.name) for _, scale in columns for arm in compared(results)]
     return 4 if any(samples and 0 < samples.mean < 0.1 for samples in found) else 2
 
 
-def _mean_and_std(results: Results, arm: Arm, scale: Scale, digits: int) -> Entry:
+def _mean_and_std(results: Results, arm: Arm, scale: Scale, digits: int | None) -> Entry:
     samples = scale.samples(results, arm.name)
     if samples is None:
         return entry(_why(results, arm), tone="faint")
     return entry(_both(samples, 0, digits), samples.mean)
 
 
-def _both(samples: Samples, width: int, digits: int) -> str:
+def _both(samples: Samples, width: int, digits: int | None) -> str:
+    if digits is None:
+        return spread(samples.mean, samples.std)
     deviation = "" if samples.std is None else f" ± {samples.std:.{digits}f}"
     return f"{samples.mean:{width}.{digits}f}{deviation}"
 
@@ -152,6 +164,8 @@ def _why(results: Results, arm: Arm) -> str:
 
 
 def _note(results: Results, chosen: Trio) -> str:
+    if results.experiment.workload == "training":
+        return "The first step, with all that it loads and compiles, is no part of the speed."
     loads = chosen.load is not None and chosen.load_words != "load"
     note = f"Loads are {chosen.load_words}s; 1 GiB = 1.074 GB." if loads else "1 GiB = 1.074 GB."
     if amounts_differ(results):

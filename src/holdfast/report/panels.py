@@ -49,6 +49,19 @@ def trio(results: Results) -> Trio:
 
 
 def compared(results: Results) -> list[Arm]:
-    """Return the arms that tables of results compare: all but the placebo, the baseline first."""
+    """Return the arms that tables of results compare: all but the placebo, the baseline first.
+
+    Those of changes that were made one at a time, and a choice of techniques, whose order means nothing, come by what
+    they gained in the first measure, and those without a gain last; others in the order of the design.
+    """
     arms = [arm for arm in results.arms if arm.role != "placebo"]
+    measures = results.primary()
+    kind = (results.experiment.workload, results.experiment.design)
+    if measures and (kind[1] == "one-at-a-time" or kind == ("training", "arms")):
+        arms.sort(key=lambda arm: -_gain(results, arm, measures[0]))
     return sorted(arms, key=lambda arm: arm.name != results.baseline)
+
+
+def _gain(results: Results, arm: Arm, measure: Measure) -> float:
+    found = results.statistics(arm.name, measure.name)
+    return (found.gain if found else None) or 0.0

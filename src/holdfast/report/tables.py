@@ -19,6 +19,7 @@ from holdfast.report.wording import (
     number,
     percent,
     probability,
+    sentence,
     spread,
 )
 from holdfast.units import format_rate
@@ -33,7 +34,7 @@ def verdict_table(results: Results, measure: Measure) -> Sheet:
     figures = (f">median ({scale.unit})", ">mean ± std", ">gain", ">95% interval", ">change")
     headings = ("=arm", "=verdict", *figures, *extra, ">p (Holm)", ">runs")
     rows = [_row(results, arm, scale) for arm in _arms(results)]
-    note = f"{measure.about} " if measure.about else ""
+    note = f"{sentence(measure.about).rstrip('.')}. " if measure.about else ""
     note += "Gain: how many times better than the baseline, above 1 is better."
     return Sheet(measure.label, headings, rows, clean(note))
 
@@ -67,7 +68,8 @@ def noise_lines(results: Results) -> list[str]:
         label = measure.label
         noise = results.noise(measure.name)
         if noise is None or noise.floor is None:
-            lines.append(f"{label}: no noise floor, because no placebo ran")
+            few = any(arm.role == "placebo" for arm in results.arms)
+            lines.append(f"{label}: no noise floor, because no placebo ran{' in two blocks' if few else ''}")
             continue
         if noise.floor < 1.0005:
             lines.append(f"{label}: the same in every run, so that every difference counts")

@@ -86,6 +86,8 @@ def percent(value: float | None) -> str:
     """Return a change in percent with its sign, such as ``+53.6%``."""
     if value is None:
         return NOTHING
+    if abs(value) < 0.05:
+        return "0.0%"
     return f"{value:+.1f}%" if abs(value) < 999.5 else f"{value:+,.0f}%"
 
 

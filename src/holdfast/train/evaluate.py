@@ -7,8 +7,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from holdfast.train.model.config import ModelConfig
 from holdfast.train.model.gpt import GPT
 from holdfast.train.model.modes import evaluating
+
+_TOKENS_AT_ONCE = 16384
+_LOGITS_AT_ONCE = 2**26
 
 
 def evaluate(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
@@ -31,3 +35,9 @@ def evaluate(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
             total += loss.item() * targets.numel()
             tokens += targets.numel()
     return total / tokens
+
+
+def evaluated_at_once(model: ModelConfig) -> int:
+    """Return how many sequences are evaluated at once: as many as leave the logits small, whatever the vocabulary."""
+    tokens = min(_TOKENS_AT_ONCE, _LOGITS_AT_ONCE // model.vocab_size)
+    return max(1, tokens // model.context_length)

@@ -15,6 +15,8 @@ from torch import nn
 from holdfast import plugins
 from holdfast.train.activations import Activations, Shape
 from holdfast.train.config import Config
+from holdfast.train.evaluate import evaluated_at_once
+from holdfast.train.model.config import ModelConfig
 from holdfast.train.model.gpt import GPT
 from holdfast.train.techniques.stack import KIND, Stack
 
@@ -52,6 +54,8 @@ class Ledger:
         Where the backward pass begins: their logarithms, and their gradient twice.
     update : int
         What a step of the optimizers takes beside their states.
+    evaluation : int
+        What an evaluation between two steps takes for a while.
     accumulated : bool
         Whether gradients are there from one batch to the next.
     unknown : tuple of str
@@ -67,19 +71,25 @@ class Ledger:
     recomputed: int
     logits: int
     update: int
+    evaluation: int
     accumulated: bool
     unknown: tuple[str, ...] = ()
 
     @property
     def peak(self) -> int:
-        """The most bytes that are in use at one moment."""
+        """The most bytes that are in use at one moment, evaluations included."""
+        return max(self.peak_of_steps, self.parameters + self.optimizer + 2 * self.average + self.evaluation)
+
+    @property
+    def peak_of_steps(self) -> int:
+        """The most bytes that are in use at one moment of a step."""
         always = self.parameters + self.optimizer + self.average
         backward = self.copies + self.activations + max(self.logits, self.recomputed)
         return always + max(backward + self.gradients * self.accumulated, self.gradients + self.update)
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as plain values, with the peak."""
-        return {**asdict(self), "unknown": list(self.unknown), "peak": self.peak}
+        return {**asdict(self), "unknown": list(self.unknown), "peak_of_steps": self.peak_of_steps, "peak": self.peak}
 
 
 def predict(config: Config, *, device: str) -> Ledger:
@@ -118,9 +128,21 @@ def predict(config: Config, *, device: str) -> Ledger:
         recomputed=found.recomputed(),
         logits=found.logits(),
         update=_update(config, sizes, device),
+        evaluation=_evaluation(config.model),
         accumulated=config.loop.accumulate * parts > 1,
         unknown=tuple(name for name in on if name not in _KNOWN),
     )
+
+
+def _evaluation(model: ModelConfig) -> int:
+    """Return the most that is there at once of a forward pass in float32 that keeps nothing: in an MLP, or at its end.
+
+    There are the stream before and after the attention, its norm, what the activation is computed from and what it
+    gives, with a factor between them or the result of the MLP; in the end the logits and their logarithms.
+    """
+    streams, hidden = (3, 3) if model.gated or model.activation == "relu2" else (4, 2)
+    floats = max(streams * model.d_model + hidden * model.mlp_width, 2 * model.vocab_size)
+    return FLOAT * evaluated_at_once(model) * model.context_length * floats
 
 
 def _with_its_model(config: Config) -> Config:

@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
 
 from holdfast.train.data.batches import windows
-from holdfast.train.evaluate import evaluate
+from holdfast.train.evaluate import evaluate, evaluated_at_once
 from holdfast.train.generate import generate, prompt_ids
 from holdfast.train.memory import peak_memory
 from holdfast.train.model.gpt import IGNORED
@@ -19,9 +20,6 @@ from holdfast.train.optimizers import set_learning_rate
 from holdfast.train.run import METRIC, Run
 from holdfast.train.saves import Saves
 from holdfast.train.schedules import share
-
-_EVALUATED_AT_ONCE = 16384
-_LOGITS_AT_ONCE = 2**26
 
 
 class Listener(Protocol):
@@ -96,7 +94,7 @@ def train(run: Run, listener: Listener, *, stop: Callable[[], bool] = lambda: Fa
     first, saves = run.progress.step, Saves(run.manager)
     reason = _ended(run)
     while reason is None:
-        with _proved(run, listener), _timed(run):
+        with _timed(run), _proved(run, listener):
             record = take_step(run)
         if config.schedule.name == "range":
             _test_range(run, listener, record)
@@ -152,14 +150,13 @@ def take_step(run: Run) -> dict[str, float]:
 
 @contextmanager
 def _proved(run: Run, listener: Listener) -> Iterator[None]:
-    """Watch techniques at work in the first step of a process, and tell what was seen."""
+    """Watch techniques at work in the first steps of a process, and tell what was seen."""
     proofs = run.techniques.proofs
-    new = not proofs
+    known = len(proofs)
     with run.techniques.verified(run):
         yield
-    if new:
-        for name, proof in proofs.items():
-            _tell(run, listener, "technique", {"name": name, "seen": proof.seen, **proof.figures})
+    for name, proof in islice(proofs.items(), known, None):
+        _tell(run, listener, "technique", {"name": name, "seen": proof.seen, **proof.figures})
 
 
 @contextmanager
@@ -170,7 +167,10 @@ def _timed(run: Run) -> Iterator[None]:
     with run.clock.spent_on("first step" if first else "train"):
         yield
     if not first:
-        run.speed.add(run.progress.tokens - tokens, run.clock.seconds["train"] - before)
+        trained = run.progress.tokens - tokens
+        # By the length that was trained: attention to less takes less.
+        flops = trained * run.config.model.flops_per_token(run.batches.context_length)
+        run.speed.add(trained, flops, run.clock.seconds["train"] - before)
 
 
 def _test_range(run: Run, listener: Listener, record: dict[str, float]) -> None:
@@ -202,10 +202,8 @@ def _tell(run: Run, listener: Listener, kind: str, values: dict[str, Any], *, st
 
 def _evaluate(run: Run, listener: Listener) -> dict[str, float]:
     config, progress = run.config, run.progress
-    length = config.model.context_length
-    # As many tokens at once as leave the logits small, whatever the vocabulary.
-    tokens = min(_EVALUATED_AT_ONCE, _LOGITS_AT_ONCE // config.model.vocab_size)
-    batches = windows(run.dataset.validation, length, batch_size=max(1, tokens // length), most=config.eval.batches)
+    length, rows = config.model.context_length, evaluated_at_once(config.model)
+    batches = windows(run.dataset.validation, length, batch_size=rows, most=config.eval.batches)
     with run.clock.spent_on("evaluate"), run.average.in_place():
         loss = run.world.of_first(evaluate(run.model, batches))
     run.plateau.evaluated(loss)

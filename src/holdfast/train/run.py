@@ -19,7 +19,7 @@ from holdfast.formats.native.writer import chosen_codec
 from holdfast.train.average import WeightAverage
 from holdfast.train.clock import Clock
 from holdfast.train.config import Config
-from holdfast.train.data.batches import Batches
+from holdfast.train.data.batches import Batches, BatchSource
 from holdfast.train.data.dataset import Dataset
 from holdfast.train.device import chosen_device, surroundings
 from holdfast.train.distributed import World, configured, joined
@@ -56,7 +56,7 @@ class Run:
     model : GPT
     optimizers : dict of str to Optimizer
     plateau : Plateau
-    batches : Batches
+    batches : BatchSource
     average : WeightAverage
     progress : Progress
     manager : CheckpointManager
@@ -82,7 +82,7 @@ class Run:
     model: GPT
     optimizers: Optimizers
     plateau: Plateau
-    batches: Batches
+    batches: BatchSource
     average: WeightAverage
     manager: CheckpointManager
     log: RunLog
@@ -202,7 +202,7 @@ def _built(
         average=WeightAverage(model, config.ema.decay),
         manager=_manager(folder, config.checkpoint),
         log=RunLog(folder.log, tensorboard=config.log.tensorboard),
-        speed=Speedometer(config.model.flops_per_token(), measured_peak(device)),
+        speed=Speedometer(measured_peak(device)),
         techniques=techniques,
         world=world,
     )

@@ -57,41 +57,41 @@ def _fastest_product(left: torch.Tensor, right: torch.Tensor) -> float:
 
 
 class Speedometer:
-    """Counts the tokens of training and the seconds they took; nothing else that a run does.
+    """Counts the tokens of training, their floating-point operations and the seconds they took.
 
     Parameters
     ----------
-    flops_per_token : int
     peak : float
         FLOP/s of the machine, as `measured_peak` found them.
     """
 
-    def __init__(self, flops_per_token: int, peak: float) -> None:
-        self._flops_per_token = flops_per_token
+    def __init__(self, peak: float) -> None:
         self.peak = peak
         self.tokens = 0
+        self.flops = 0
         self.seconds = 0.0
-        self._since = (0, 0.0)
+        self._since = (0, 0, 0.0)
 
-    def add(self, tokens: int, seconds: float) -> None:
-        """Count a step."""
+    def add(self, tokens: int, flops: int, seconds: float) -> None:
+        """Count a step; nothing else that a run does."""
         self.tokens += tokens
+        self.flops += flops
         self.seconds += seconds
 
     def lap(self) -> dict[str, float]:
         """Return tokens per second and MFU since the last lap."""
-        tokens, seconds = self.tokens - self._since[0], self.seconds - self._since[1]
-        self._since = (self.tokens, self.seconds)
-        return self._rates(tokens, seconds)
+        now = (self.tokens, self.flops, self.seconds)
+        tokens, flops, seconds = (after - before for after, before in zip(now, self._since, strict=True))
+        self._since = now
+        return self._rates(int(tokens), int(flops), seconds)
 
     def total(self) -> dict[str, float]:
         """Return tokens per second and MFU of all that was counted."""
-        return self._rates(self.tokens, self.seconds)
+        return self._rates(self.tokens, self.flops, self.seconds)
 
-    def _rates(self, tokens: int, seconds: float) -> dict[str, float]:
+    def _rates(self, tokens: int, flops: int, seconds: float) -> dict[str, float]:
         if not seconds:
             return {}
-        rate = tokens / seconds
         # What is reached is possible: a peak that was measured too low, on a busy machine, is raised.
-        self.peak = max(self.peak, rate * self._flops_per_token)
-        return {"tokens_per_second": rate, "mfu": rate * self._flops_per_token / self.peak}
+        self.peak = max(self.peak, flops / seconds)
+        return {"tokens_per_second": tokens / seconds, "mfu": flops / seconds / self.peak}

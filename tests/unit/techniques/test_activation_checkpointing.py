@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -15,11 +17,27 @@ from holdfast.train.data.dataset import Dataset
 from holdfast.train.run import Run, open_run
 from holdfast.train.run_folder import RunFolder
 from holdfast.train.techniques.activation_checkpointing import ActivationCheckpointing
-from holdfast.train.techniques.watching import kept_bytes
 
 
 def plain_forward(run: Run, block: torch.nn.Module) -> None:
     block.forward = partial(type(block).forward, block)  # type: ignore[method-assign]
+
+
+@contextmanager
+def kept_bytes() -> Iterator[list[int]]:
+    """Note, within, the bytes of each tensor that is kept for the backward pass; the same storage is noted once."""
+    sizes: list[int] = []
+    seen: set[int] = set()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            sizes.append(storage.nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield sizes
 
 
 class TestActivationCheckpointing(TechniqueSuite):

@@ -16,6 +16,7 @@ from holdfast.train.loop import take_step
 from holdfast.train.run import Run, open_run
 from holdfast.train.run_folder import RunFolder
 from holdfast.train.techniques.activation_function import ActivationFunction, ActivationSettings
+from holdfast.train.techniques.stack import Stack
 
 
 def configured(wanted: str, /, **model: object) -> Config:
@@ -62,6 +63,11 @@ class TestActivationFunction(TechniqueSuite):
             figures = run.techniques.proofs["activation-function"].figures
             assert figures["parameters"] == sum(each.numel() for each in run.model.parameters())
             assert figures["width"] == run.model.blocks[0].mlp.gate.out_features
+
+
+def test_a_process_that_has_some_of_the_blocks_could_not_prove_it() -> None:
+    with pytest.raises(UsageError, match="a process has some of them"):
+        Stack.of({"activation-function": {}, "pipeline-parallel": {}})
 
 
 @pytest.mark.parametrize("d_model", [64, 128, 768, 3200])

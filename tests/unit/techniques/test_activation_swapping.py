@@ -118,6 +118,16 @@ def test_parameters_and_small_tensors_stay() -> None:
     assert swapper.out_bytes == large.nbytes
 
 
+def test_a_device_may_be_named_otherwise_than_its_tensors_do() -> None:
+    """As "cuda" for "cuda:0"."""
+    large, named = torch.ones(64, 64, requires_grad=True), torch.device("cpu", 0)
+    assert large.device != named
+    swapper = Swapper(named, [], least=1, ahead=1)
+    with swapper.hooks():
+        large.square()
+    assert swapper.out_bytes == large.nbytes
+
+
 @pytest.mark.parametrize("shape", [(3, 4, 5), (0, 4, 5), ()])
 def test_tensors_come_back_as_they_were(shape: tuple[int, ...]) -> None:
     swapper = Swapper(CPU, [], least=0, ahead=0)

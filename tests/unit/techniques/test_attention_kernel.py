@@ -81,6 +81,15 @@ class TestMath(TechniqueSuite):
         )
         assert losses(tmp_path / "math") == losses(tmp_path / "plain")
 
+    def test_math_in_16_bits_is_math(self, tmp_path: Path, data: Path) -> None:
+        """Torch computes it in 32, and casts what comes out."""
+        mixed = {"dtype": "bf16", "attention": "same"}
+        both = {"attention-kernel": {"kernel": "math"}, "mixed-precision": mixed}
+        with open_run(with_techniques(TINY, both), RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
+            with run.techniques.verified(run):
+                take_step(run)
+            assert run.techniques.proofs["attention-kernel"].figures["kernel"] == "math"
+
     def test_it_is_seen_where_activations_are_computed_again(self, tmp_path: Path, data: Path) -> None:
         """The graph of gradients of a checkpoint tells it as well."""
         config = with_techniques(TINY, {"attention-kernel": {"kernel": "math"}, "activation-checkpointing": {}})

@@ -74,6 +74,19 @@ def test_the_whole_loss_is_one_graph_and_is_compiled_once(tmp_path: Path, data: 
         assert (figures["graphs"], figures["breaks"], figures["recompiled"]) == (1, 0, 0)
 
 
+def test_what_others_compile_in_the_step_is_not_counted(tmp_path: Path, data: Path) -> None:
+    """As the update of low-bit-optimizer."""
+    with opened(TRACED, tmp_path / "run", data) as run:
+        compiled, update = torch.compile(torch.sin, backend="aot_eager"), run.operations.update
+
+        def compiled_update() -> None:
+            compiled(torch.ones(3))
+            update()
+
+        run.operations.update = compiled_update
+        assert first_step(run)["recompiled"] == 0
+
+
 def test_compiling_draws_no_random_numbers_and_takes_no_batch(tmp_path: Path, data: Path) -> None:
     with opened(TRACED, tmp_path / "run", data) as run:
         before = torch.get_rng_state(), run.batches.state_dict(), run.progress.step
@@ -162,6 +175,11 @@ def test_cuda_graphs_of_several_batches_are_refused(tmp_path: Path, data: Path) 
         assert "CUDA" in str(technique.lacks(Machine(torch.device("cpu"))))
         with pytest.raises(UsageError, match="2 batches a step"):
             technique.apply(run)
+
+
+@pytest.mark.parametrize(("mode", "graphs"), [("default", False), ("reduce-overhead", True), ("max-autotune", False)])
+def test_one_mode_has_cuda_graphs(mode: Any, graphs: bool) -> None:
+    assert Compile(CompileSettings(mode=mode))._how()["options"]["triton.cudagraphs"] is graphs
 
 
 def test_a_machine_without_a_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

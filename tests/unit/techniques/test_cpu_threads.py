@@ -16,6 +16,7 @@ from holdfast.train.data.dataset import Dataset
 from holdfast.train.loop import take_step
 from holdfast.train.run import Run, open_run
 from holdfast.train.run_folder import RunFolder
+from holdfast.train.techniques import cpu_threads
 from holdfast.train.techniques.cpu_threads import CpuThreads, CpuThreadsSettings, _in_words, _one_of_each_core, _parsed
 
 ALLOWED = os.sched_getaffinity(0)
@@ -56,6 +57,21 @@ class TestCpuThreads(TechniqueSuite):
         for settings in ({"threads": 1024}, {"threads": 2, "cores": ONE}, {"cores": "60000"}):
             with pytest.raises(UnsupportedError, match=r"needs .*processors"), _opened(tmp_path, data, **settings):
                 raise AssertionError("it was opened")
+
+
+@pytest.mark.skipif(len(ALLOWED) < 2, reason="this process may use one processor only")
+def test_threads_are_set_free_where_some_could_not_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = cpu_threads._pin
+
+    def pin(cores: set[int]) -> None:
+        real(cores)
+        if cores != ALLOWED:
+            raise PermissionError
+
+    monkeypatch.setattr(cpu_threads, "_pin", pin)
+    with pytest.raises(PermissionError), CpuThreads(CpuThreadsSettings(threads=1, cores=ONE)).process():
+        raise AssertionError("it was begun")
+    assert os.sched_getaffinity(0) == ALLOWED
 
 
 def _opened(folder: Path, data: Path, **settings: Any) -> Any:

@@ -35,13 +35,6 @@ class TestFusedOptimizer(TechniqueSuite):
             with pytest.raises(TechniqueNotActiveError, match="1 of 2 groups"), run.techniques.verified(run):
                 take_step(run)
 
-    def test_a_first_update_that_is_skipped_is_neither_proof_nor_error(self, tmp_path: Path, data: Path) -> None:
-        with open_run(self.on({}), RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
-            run.operations.accepts = lambda loss, norm: False
-            with run.techniques.verified(run):
-                take_step(run)
-            assert "skipped" in run.techniques.proofs["fused-optimizer"].seen
-
     def test_another_implementation_is_refused(self, tmp_path: Path, data: Path) -> None:
         config = self.on({}).changed({"optim.implementation": "foreach"})
         with pytest.raises(UsageError, match=r"optim\.implementation is 'foreach'"):

@@ -17,6 +17,7 @@ from holdfast.train.loop import take_step
 from holdfast.train.run import Run, open_run
 from holdfast.train.run_folder import RunFolder
 from holdfast.train.techniques.length_curriculum import LengthCurriculum
+from holdfast.train.techniques.stack import Stack
 
 
 def stages_of(run: Run) -> Any:
@@ -100,6 +101,11 @@ class TestLengthCurriculum(TechniqueSuite):
             ),
         ):
             pass
+
+    @pytest.mark.parametrize("other", ["ddp", "fsdp", "pipeline-parallel"])
+    def test_what_makes_other_batches_of_the_runs_is_refused(self, other: str) -> None:
+        with pytest.raises(UsageError, match=f"length-curriculum and {other}|{other} and length-curriculum"):
+            Stack.of({"length-curriculum": {}, other: {}})
 
     def test_a_text_without_documents_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "text.txt").write_text("one text " * 200)

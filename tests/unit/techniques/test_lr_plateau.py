@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.errors import UsageError
+from holdfast.errors import TechniqueNotActiveError, UsageError
 from holdfast.testing.technique_suite import TINY, TechniqueSuite
 from holdfast.train.data.dataset import Dataset
 from holdfast.train.loop import take_step
 from holdfast.train.run import Run, open_run
 from holdfast.train.run_folder import RunFolder
+from holdfast.train.schedules import Plateau
 from holdfast.train.techniques.lr_plateau import PlateauSettings, PlateauTechnique
 
 
@@ -35,6 +36,12 @@ class TestPlateau(TechniqueSuite):
             figures = run.techniques.proofs["lr-plateau"].figures
             assert figures["share_of_peak"] == 0.25
             assert figures["learning_rates"] == pytest.approx([0.25 * config.optim.lr])
+
+    def test_a_schedule_that_takes_no_notice_of_evaluations_is_caught(self, tmp_path: Path, data: Path) -> None:
+        with open_run(self.on({}), RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
+            run.plateau = Plateau(TINY.schedule)
+            with pytest.raises(TechniqueNotActiveError, match="from 1 of its peak to 1"), run.techniques.verified(run):
+                take_step(run)
 
     def test_muon_has_a_rate_of_its_own(self, tmp_path: Path, data: Path) -> None:
         config = self.on({}).changed({"optim.name": "muon"})

@@ -68,6 +68,13 @@ class TestProgressiveLength(TechniqueSuite):
             train(run, _Nobody(), stop=lambda: run.progress.step == 3)
         assert set(evaluated) == {16}
 
+    def test_attention_counts_for_the_length_that_it_has(self, tmp_path: Path, data: Path) -> None:
+        """In MFU, whose first step is not counted."""
+        with open_run(self.on({}), RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
+            train(run, _Nobody())
+            tokens, flops = run.progress.tokens // STEPS, run.config.model.flops_per_token
+            assert run.speed.flops == sum(tokens * flops(length) for length in (4, 8, 16, 16, 16))
+
     def test_the_proof_tells_of_the_stage(self, tmp_path: Path, data: Path) -> None:
         with open_run(self.on({}), RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
             with run.techniques.verified(run):

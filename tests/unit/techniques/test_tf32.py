@@ -54,6 +54,14 @@ class TestTf32(TechniqueSuite):
             ):
                 take_step(run)
 
+    def test_any_block_of_the_model_shows_it(self, tmp_path: Path, data: Path) -> None:
+        """A process of a pipeline may have the last ones only."""
+        with open_run(with_techniques(TINY, {"tf32": {}}), RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
+            run.model.blocks[0].forward = lambda x, *others: x  # type: ignore[method-assign]
+            with run.techniques.verified(run):
+                take_step(run)
+            assert run.techniques.proofs["tf32"].figures["precision"] == "tf32"
+
     def test_the_precision_is_put_back(self, tmp_path: Path, data: Path) -> None:
         """Of all backends, also where it was not set at all."""
         before = [tf32._setting(torch.device(each)) for each in ("cpu", "cuda")]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from holdfast.report.document import Measure, Results
+from holdfast.report.document import Arm, Measure, Results
 from holdfast.report.panels import trio
 from holdfast.report.plots import drawing as d
 from holdfast.report.plots.labels import Spot, place_labels
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _MOST_NAMES = 12
 
 _NOTHING = 0.01
+_NATS = "nats"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class _Point:
 
 def compromises(results: Results) -> Figure:
     """Return a panel of saving against size and one of saving against loading."""
-    chosen, arms = trio(results), d.shown_arms(results)
+    chosen, arms = trio(results), _drawn_arms(results)
     others = [measure for measure in (chosen.size, chosen.load) if measure is not None]
     many = len(arms) > _MOST_NAMES
     figure = d.new_figure(max(5.2, 0.17 * len(arms) + 0.6) if many else 5.2)
@@ -59,11 +60,16 @@ def compromises(results: Results) -> Figure:
     return figure
 
 
+def _drawn_arms(results: Results) -> list[Arm]:
+    """Return the arms that a figure has room for, and that have points."""
+    return [arm for arm in d.shown_arms(results) if any(cell.status == "ok" for cell in results.cells_by_arm[arm.name])]
+
+
 def _key(axes: Axes, results: Results) -> None:
     """List the numbers and the names that they stand for."""
     axes.set_axis_off()
     axes.set_title("arms")
-    arms = d.shown_arms(results)
+    arms = _drawn_arms(results)
     for place, arm in enumerate(arms):
         y = 1 - (place + 0.5) / len(arms)
         axes.text(0.08, y, str(place + 1), transform=axes.transAxes, ha="right", va="center", fontsize=8, color=d.FAINT)
@@ -74,8 +80,8 @@ def _panel(axes: Axes, results: Results, across: Measure, up: Measure) -> list[_
     """Draw the points of two measures and return them, those that nothing beats first."""
     points = _points(results, across, up)
     xs, ys = [point.x for point in points], [point.y for point in points]
-    _limits(axes, xs, "x")
-    _limits(axes, ys, "y")
+    _limits(axes, xs, "x", across)
+    _limits(axes, ys, "y", up)
     axes.grid(color=d.GRID, linewidth=0.7)
     axes.set_xlabel(scale_of(results, across).label + _log_words(xs))
     axes.set_ylabel(scale_of(results, up).label + _log_words(ys))
@@ -101,7 +107,7 @@ def _front_lines(points: list[_Point]) -> list[tuple[Spot, Spot]]:
 
 def _points(results: Results, across: Measure, up: Measure) -> list[_Point]:
     found = []
-    for arm in d.shown_arms(results):
+    for arm in _drawn_arms(results):
         x = scale_of(results, across).samples(results, arm.name)
         y = scale_of(results, up).samples(results, arm.name)
         if x and y:
@@ -128,11 +134,14 @@ def _log_words(values: list[float]) -> str:
     return ", log scale" if d.wants_log(values) else ""
 
 
-def _limits(axes: Axes, values: list[float], which: str) -> None:
-    """Leave room for labels: more at the right than elsewhere."""
+def _limits(axes: Axes, values: list[float], which: str, measure: Measure) -> None:
+    """Leave room for labels: more at the right than elsewhere. Losses begin where they are: none is near 0."""
     if d.wants_log(values):
         room = (max(values) / min(values)) ** 0.1
         d.log_axis(axes, min(values) / room, max(values) * room ** (2.2 if which == "x" else 1.0), which=which)
         return
     high = max(values, default=1.0) or 1.0
-    (axes.set_xlim if which == "x" else axes.set_ylim)(0, high * (1.3 if which == "x" else 1.12))
+    low = min(values, default=0.0) if measure.unit == _NATS else 0.0
+    room = (high - low) or high
+    limits = low - room * 0.12 * bool(low), low + room * (1.3 if which == "x" else 1.12)
+    (axes.set_xlim if which == "x" else axes.set_ylim)(*limits)

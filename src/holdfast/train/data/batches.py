@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 import torch
@@ -20,6 +20,32 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 _ORDERS: dict[str, type[RandomOffsets | ShuffledOffsets]] = {"random": RandomOffsets, "shuffled": ShuffledOffsets}
 
 
+class BatchSource(Protocol):
+    """Where a run draws its batches: `Batches`, or what techniques make of them.
+
+    Attributes
+    ----------
+    position : int
+        The number of the next batch, from 0.
+    context_length : int
+        Tokens in a window of the batches that are drawn now.
+    """
+
+    @property
+    def position(self) -> int: ...
+
+    @property
+    def context_length(self) -> int: ...
+
+    def __next__(self) -> Batch: ...
+
+    def state_dict(self) -> dict[str, int]:
+        """Return all that has to be saved to go on with the next batch."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another one was saved."""
+
+
 class Batches:
     """An endless iterator of batches; each is a function of the seed and its number alone.
 
@@ -30,14 +56,11 @@ class Batches:
     context_length : int
         Tokens in a window.
     batch_size : int
-        Windows in a batch of this rank.
+        Windows in a batch.
     seed : int
         From 0 to 2**64 - 1.
     order : str
         ``"random"``: each window begins anywhere, as in nanoGPT. ``"shuffled"``: each window of an epoch comes once.
-    rank, world_size : int
-        Which of how many processes this is: together they draw what one alone draws with ``world_size`` times the
-        batch size, the first rows going to rank 0.
 
     Attributes
     ----------
@@ -58,29 +81,22 @@ class Batches:
         batch_size: int,
         seed: int,
         order: Order = "random",
-        rank: int = 0,
-        world_size: int = 1,
     ) -> None:
         _check_window(tokens, context_length, batch_size)
         if order not in _ORDERS:
             raise UsageError(f"there is no order {order!r}", remedy=f"known: {', '.join(_ORDERS)}")
         if not 0 <= seed < 1 << 64:
             raise UsageError(f"the seed is {seed}", remedy="give 0 or more, below 2**64")
-        if not 0 <= rank < world_size:
-            raise UsageError(f"the rank is {rank} of {world_size}", remedy="count ranks from 0")
         self.context_length = context_length
         self.batch_size = batch_size
         self.position = 0
         # A view that takes no memory; picking its rows beats slicing in a loop and indexing token by token.
         self._windows = np.lib.stride_tricks.sliding_window_view(tokens, context_length)
-        self._rank = rank
-        self._world_size = world_size
         self._offsets: Sequence = _ORDERS[order](len(tokens), context_length, seed)
 
     def at(self, position: int) -> Batch:
         """Return the batch of a number, whatever was drawn before."""
-        first = (position * self._world_size + self._rank) * self.batch_size
-        begins = self._offsets.take(first, self.batch_size)
+        begins = self._offsets.take(position * self.batch_size, self.batch_size)
         inputs, targets = (torch.from_numpy(self._windows[each].astype(np.int64)) for each in (begins, begins + 1))
         return inputs, targets
 

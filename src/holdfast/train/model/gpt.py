@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from holdfast.errors import UsageError
+from holdfast.train.model.attention import Attention
 from holdfast.train.model.block import Block
 from holdfast.train.model.cache import Cache
 from holdfast.train.model.config import ModelConfig
@@ -106,6 +107,11 @@ class GPT(nn.Module):
             parameter.copy_(drawn.normal_(0.0, self.config.init_std / scale, generator=generator))
         if isinstance(self.positions, RotaryPositions):
             self.positions.fill()
+
+    @property
+    def attentions(self) -> list[Attention]:
+        """The attention of each block."""
+        return [block.attention for block in self.blocks]  # type: ignore[misc]
 
     def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         """Return the logits of the next token after each position.

@@ -58,6 +58,7 @@ class ActivationFunction(Technique):
     effect: ClassVar = "often a slightly lower loss with ReLU^2 or a gated activation, at equal parameters and time"
     reference: ClassVar = "arXiv 2002.05202, arXiv 2109.08668"
     Settings: ClassVar = ActivationSettings
+    conflicts: ClassVar = {"pipeline-parallel": "its proof looks at every block, and a process has some of them"}
 
     def configure(self, config: Config) -> Config:
         """Choose activation and width of the MLPs.
@@ -128,25 +129,28 @@ def _distances(mlps: Iterable[MLP], name: str) -> Iterator[dict[MLP, Tensor]]:
     found: dict[MLP, Tensor] = {}
     with ExitStack() as hooks:
         for mlp in mlps:
-            look = partial(_look, mlp, name, {}, found)
-            for layer in (mlp.up, mlp.gate, mlp.down):
+            results: dict[nn.Module, Tensor] = {}
+            for layer in (mlp.up, mlp.gate):
                 if layer is not None:
-                    hooks.callback(layer.register_forward_hook(look).remove)
+                    hooks.callback(layer.register_forward_hook(partial(_keep, results)).remove)
+            compare = partial(_compare, mlp, name, results, found)
+            # Before other hooks, which may make a divided tensor of what is one here.
+            hooks.callback(mlp.down.register_forward_pre_hook(compare, prepend=True).remove)
         yield found
 
 
-def _look(
+def _keep(results: dict[nn.Module, Tensor], layer: nn.Module, inputs: object, output: Tensor) -> None:
+    results[layer] = output.detach().float()
+
+
+def _compare(
     mlp: MLP,
     name: str,
     results: dict[nn.Module, Tensor],
     found: dict[MLP, Tensor],
     layer: nn.Module,
     inputs: tuple[Any, ...],
-    output: Tensor,
 ) -> None:
-    if layer is not mlp.down:
-        results[layer] = output.detach().float()
-        return
     if (mlp.gate is not None) != (name in GATED):
         return
     up = results.pop(mlp.up)

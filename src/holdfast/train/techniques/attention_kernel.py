@@ -5,11 +5,11 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -19,9 +19,10 @@ from holdfast.train.device import chosen_device
 from holdfast.train.sections import Section
 from holdfast.train.techniques.base import Proof, Technique
 from holdfast.train.techniques.machine import Machine
+from holdfast.train.techniques.watching import seen_inputs
 
 if TYPE_CHECKING:
-    from holdfast.train.model.attention import Attention, Kernel
+    from holdfast.train.model.attention import Kernel
     from holdfast.train.run import Run
 
 _BACKENDS = {
@@ -40,7 +41,8 @@ _NODES = {
 }
 """Which kernel left a node of that name in the graph of gradients."""
 
-_RESHAPING = ("View", "UnsafeView", "Reshape", "Clone", "Transpose", "Permute")
+_PASSED = ("View", "UnsafeView", "Reshape", "Clone", "Transpose", "Permute", "ToCopy")
+"""What does not compute: math gives back in 16 bits what it was given so, and computes in 32."""
 
 
 class AttentionKernelSettings(Section, frozen=True):
@@ -99,23 +101,19 @@ class AttentionKernel(Technique):
     def apply(self, run: Run) -> None:
         """Give each block the kernel."""
         kernel = _flex() if self.settings.kernel == "flex" else _held_to(_BACKENDS[self.settings.kernel])
-        for attention in _attentions(run):
+        for attention in run.model.attentions:
             attention.kernel = kernel
 
     @contextmanager
     def verify(self, run: Run) -> Iterator[Proof]:
         """See, in the graph of gradients, which kernel computed what each attention projects back."""
         proof = Proof()
-        attentions, wanted = _attentions(run), self.settings.kernel
+        projections, wanted = [each.out for each in run.model.attentions], self.settings.kernel
         seen: Counter[str] = Counter()
-
-        def look(projection: nn.Module, inputs: tuple[Any, ...]) -> None:
-            if torch.is_grad_enabled():
-                seen[_kernel_of(inputs[0])] += 1
-
-        with ExitStack() as hooks, self._reasons_said():
-            for attention in attentions:
-                hooks.callback(attention.out.register_forward_pre_hook(look).remove)
+        with (
+            seen_inputs(projections, lambda module, attended: seen.update([_kernel_of(attended)])),
+            self._reasons_said(),
+        ):
             yield proof
         if set(seen) != {wanted}:
             found = ", ".join(f"{kernel} ({count})" for kernel, count in seen.items()) or "none"
@@ -138,10 +136,6 @@ class AttentionKernel(Technique):
                 ) from error
         for each in said:
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
-
-
-def _attentions(run: Run) -> list[Attention]:
-    return [block.attention for block in run.model.blocks]  # type: ignore[misc]
 
 
 def _held_to(backend: SDPBackend) -> Kernel:
@@ -177,9 +171,9 @@ def _sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def _kernel_of(tensor: Tensor) -> str:
-    """Return which kernel computed a tensor that has only been reshaped since."""
+    """Return which kernel computed a tensor that has only been reshaped or cast since."""
     node = tensor.grad_fn
-    while node is not None and node.name().removesuffix("Backward0") in _RESHAPING:
+    while node is not None and node.name().removesuffix("Backward0") in _PASSED:
         node = node.next_functions[0][0]
     name = "nothing" if node is None else node.name()
     return next((kernel for begin, kernel in _NODES.items() if name.startswith(begin)), name)

@@ -119,7 +119,8 @@ class Technique(ABC):
         """Return a context around the first step of the process, which watches the step.
 
         On leaving it says in the proof what was seen. What it installs to watch is gone afterwards, and the step
-        computes what it would compute unwatched.
+        computes what it would compute unwatched. A technique that shows in an update leaves the proof empty where the
+        step made none, as the first ones in float16 may, and watches the next step, too.
 
         Raises
         ------
@@ -140,12 +141,12 @@ class Technique(ABC):
 
 
 class Proof:
-    """What was seen of a technique in the first step.
+    """What was seen of a technique in a step.
 
     Attributes
     ----------
     seen : str
-        A sentence with figures.
+        A sentence with figures; empty where there was nothing to see.
     figures : dict of str to object
         Those, as plain values.
     """

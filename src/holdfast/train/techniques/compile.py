@@ -31,8 +31,9 @@ class CompileSettings(Section, frozen=True):
     ----------
     mode : str
         ``"default"``; ``"reduce-overhead"``: with CUDA graphs, on CUDA only, and not where a step has several batches;
-        ``"max-autotune"``: with kernels chosen by measurement. Another choice may change the last bits, so that a run
-        goes on exactly as long as torch's cache remembers the choice (``TORCHINDUCTOR_CACHE_DIR``).
+        ``"max-autotune"``: with kernels chosen by measurement, and without CUDA graphs. Another choice may change the
+        last bits, so that a run goes on exactly as long as torch's cache remembers the choice
+        (``TORCHINDUCTOR_CACHE_DIR``).
     dynamic : bool, optional
         Whether code is made for any shape. By default for the first one, and for any once there was a second.
     fullgraph : bool
@@ -76,6 +77,7 @@ class Compile(Technique):
         self._first: tuple[int, int, int]
         self._seconds = 0.0
         self._calls = 0
+        self._again = 0
         self._watched = False
 
     def lacks(self, machine: Machine) -> str | None:
@@ -121,8 +123,11 @@ class Compile(Technique):
             if not self._watched:
                 return compiled(inputs, targets)
             compute_and_forget(run, inner, inputs, targets)
+            before = _counts()[0]
             with without_modes():
-                return compiled(inputs, targets)
+                value = compiled(inputs, targets)
+            self._again += _counts()[0] - before
+            return value
 
         self._before = _counts()
         run.operations.loss = loss
@@ -133,8 +138,13 @@ class Compile(Technique):
         if settings.backend == "inductor":
             from torch._inductor import list_mode_options
 
-            # Dropout is to draw the numbers that it draws uncompiled.
-            how["options"] = {**list_mode_options(settings.mode), "fallback_random": True}
+            how["options"] = {
+                **list_mode_options(settings.mode),
+                # Torch's "max-autotune" has them, too, and they are wrong where a step has several batches.
+                "triton.cudagraphs": settings.mode == "reduce-overhead",
+                # Dropout is to draw the numbers that it draws uncompiled.
+                "fallback_random": True,
+            }
         return how
 
     def rehearse(self, run: Run) -> None:
@@ -153,7 +163,7 @@ class Compile(Technique):
     def verify(self, run: Run) -> Iterator[Proof]:
         """Count the losses of the step that compiled code computed, the graphs, and what is not in them."""
         proof = Proof()
-        before, self._watched = self._calls, True
+        before, self._again, self._watched = self._calls, 0, True
         try:
             yield proof
         finally:
@@ -166,12 +176,12 @@ class Compile(Technique):
             raise self.not_active("torch compiled nothing", _LOGGED)
         if skips and self.settings.mode == "reduce-overhead":
             raise self.not_active("torch left the CUDA graphs out", _LOGGED)
-        again = _counts()[0] - self._first[0]
         proof.is_that(
-            f"{graphs} graphs were compiled in {self._seconds:.1f} s, with {breaks} breaks; {again} more in the step",
+            f"{graphs} graphs were compiled in {self._seconds:.1f} s, with {breaks} breaks; {self._again} more in the "
+            "step",
             graphs=graphs,
             breaks=breaks,
-            recompiled=again,
+            recompiled=self._again,
             seconds=self._seconds,
         )
 

@@ -104,9 +104,9 @@ class CpuThreads(Technique):
         """Keep all threads, and those that they start, on the cores; set them free at the end."""
         threads, free = torch.get_num_threads(), os.sched_getaffinity(0)
         self._pinned = self._cores(self.settings.threads)
-        _pin(self._pinned)
-        torch.set_num_threads(self.settings.threads)
         try:
+            _pin(self._pinned)
+            torch.set_num_threads(self.settings.threads)
             yield
         finally:
             torch.set_num_threads(threads)

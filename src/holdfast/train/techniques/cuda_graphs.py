@@ -53,11 +53,10 @@ class CudaGraphs(Technique):
 
     def configure(self, config: Config) -> Config:
         """Refuse graphs within a graph."""
-        mode = config.techniques.get("compile", {}).get("mode", "default")
-        if mode != "default":
+        if config.techniques.get("compile", {}).get("mode") == "reduce-overhead":
             raise UsageError(
-                f"cuda-graphs and compile in the mode {mode!r} cannot be combined: each makes graphs of its own",
-                remedy='leave cuda-graphs out, or give compile the mode "default"',
+                'cuda-graphs and compile in the mode "reduce-overhead" cannot be combined: each makes graphs',
+                remedy="leave cuda-graphs out, or give compile another mode",
             )
         return config
 

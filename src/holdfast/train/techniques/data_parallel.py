@@ -8,7 +8,7 @@ import msgspec
 import torch
 
 from holdfast.errors import UsageError
-from holdfast.train.data.batches import Batch, Batches
+from holdfast.train.data.batches import Batch, BatchSource
 from holdfast.train.techniques.drawing import Drawing
 
 if TYPE_CHECKING:
@@ -20,13 +20,13 @@ class Rows(Drawing):
 
     Parameters
     ----------
-    plain : Batches
+    plain : BatchSource
         Those of all processes.
     rank, size : int
         Which of how many processes this is.
     """
 
-    def __init__(self, plain: Batches, rank: int, size: int) -> None:
+    def __init__(self, plain: BatchSource, rank: int, size: int) -> None:
         super().__init__(plain)
         self._rank = rank
         self._size = size
@@ -52,7 +52,7 @@ def share_batches(run: Run) -> None:
             f"a batch of {rows} sequences does not divide among {world.size} processes",
             remedy=f"give a batch size (--loop.batch_size) that is a multiple of {world.size}",
         )
-    run.batches = Rows(run.batches, world.rank, world.size)  # type: ignore[assignment]
+    run.batches = Rows(run.batches, world.rank, world.size)
     run.replicas = world.size
     # Of this run, not of its folder, which may be gone on with by another number of processes.
     loop = msgspec.structs.replace(run.config.loop, batch_size=rows // world.size)

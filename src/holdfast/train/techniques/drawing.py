@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from holdfast.train.data.batches import Batch, Batches
+from holdfast.train.data.batches import Batch, BatchSource
 
 if TYPE_CHECKING:
     from holdfast.train.run import Run
@@ -21,17 +21,22 @@ class Drawing(ABC):
 
     Parameters
     ----------
-    plain : Batches
+    plain : BatchSource
         Those of the run.
     """
 
-    def __init__(self, plain: Batches) -> None:
+    def __init__(self, plain: BatchSource) -> None:
         self.plain = plain
 
     @property
     def position(self) -> int:
         """The number of the next batch of the run."""
         return self.plain.position
+
+    @property
+    def context_length(self) -> int:
+        """Tokens in a window of the batches that are drawn now."""
+        return self.plain.context_length
 
     def __iter__(self) -> Self:
         return self

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from holdfast.errors import UsageError
 from holdfast.train.config import Config
 from holdfast.train.techniques.base import Proof, Technique
-from holdfast.train.techniques.updates import was_skipped
 
 if TYPE_CHECKING:
     from holdfast.train.run import Run
@@ -73,7 +72,6 @@ class FusedOptimizer(Technique):
         finally:
             run.operations.update = update
         if not made:
-            was_skipped(proof)
             return
         missed = [group for group in adamw.param_groups if not watch.saw(group["params"])]
         if missed:
@@ -89,7 +87,10 @@ class FusedOptimizer(Technique):
 
 
 class _FusedKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees each call of the fused AdamW, and where the weights lie that it updates."""
+    """Sees each call of the fused AdamW, and the weights that it updates.
+
+    Those are known by themselves, not by their memory: weights that are divided among processes have none to tell.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -99,8 +100,8 @@ class _FusedKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         if operator.overloadpacket is torch.ops.aten._fused_adamw_:
             self.calls += 1
-            self.weights.update(weight.data_ptr() for weight in arguments[0])
+            self.weights.update(map(id, arguments[0]))
         return operator(*arguments, **(options or {}))
 
     def saw(self, weights: list[torch.Tensor]) -> bool:
-        return {weight.data_ptr() for weight in weights} <= self.weights
+        return set(map(id, weights)) <= self.weights

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from holdfast.errors import UsageError
 from holdfast.train.bounds import check_bounds
-from holdfast.train.data.batches import Batch, Batches
+from holdfast.train.data.batches import Batch, BatchSource
 from holdfast.train.sections import Section
 from holdfast.train.techniques.base import Proof, Technique
 from holdfast.train.techniques.drawing import Drawing
-from holdfast.train.techniques.updates import counted_steps
+from holdfast.train.techniques.updates import seen_updates
 
 if TYPE_CHECKING:
     from holdfast.train.run import Run
@@ -69,7 +69,7 @@ class GradientAccumulation(Technique):
                 "gradient-accumulation.batches",
             )
         self._batches = Parts(run.batches, parts)
-        run.batches = self._batches  # type: ignore[assignment]
+        run.batches = self._batches
         # Of this run, not of its folder: what is asked for stays one batch, in as many parts as may be.
         loop = msgspec.structs.replace(loop, batch_size=loop.batch_size // parts, accumulate=loop.accumulate * parts)
         run.config = msgspec.structs.replace(run.config, loop=loop)
@@ -84,13 +84,13 @@ class GradientAccumulation(Technique):
 
         def loss(inputs: Tensor, targets: Tensor) -> Tensor:
             nonlocal early
-            early = sum(steps.values())
+            early = updates.steps.total()
             rows.append(len(inputs))
             return inner(inputs, targets)
 
         run.operations.loss = loss
         try:
-            with counted_steps(run) as steps:
+            with seen_updates(run) as updates:
                 yield proof
         finally:
             run.operations.loss = inner
@@ -113,7 +113,7 @@ class Parts(Drawing):
 
     Parameters
     ----------
-    plain : Batches
+    plain : BatchSource
         Whole ones.
     parts : int
         Of each batch.
@@ -124,7 +124,7 @@ class Parts(Drawing):
         Sequences of the batch that was divided last.
     """
 
-    def __init__(self, plain: Batches, parts: int) -> None:
+    def __init__(self, plain: BatchSource, parts: int) -> None:
         super().__init__(plain)
         self._parts = parts
         self.whole = 0

@@ -52,14 +52,17 @@ class _Stage:
 
 
 class _ShortFirst(Drawing):
-    def __init__(self, plain: Batches, stages: Sequence[_Stage], now: Callable[[], int]) -> None:
-        super().__init__(plain)
+    """Draws from the stages; the place is that of the last one, which has the whole text."""
+
+    def __init__(self, stages: Sequence[_Stage], now: Callable[[], int]) -> None:
+        self._whole = stages[-1].batches
+        super().__init__(self._whole)
         self.stages = stages
         self.now = now
 
     def __next__(self) -> Batch:
-        batch = self.stages[self.now()].batches.at(self.plain.position)
-        self.plain.position += 1
+        batch = self.stages[self.now()].batches.at(self._whole.position)
+        self._whole.position += 1
         return batch
 
 
@@ -82,6 +85,7 @@ class LengthCurriculum(Technique):
         "loss-curriculum": "each chooses the windows that are trained",
         "ddp": "it draws the batches of one process, and they are not divided",
         "fsdp": "it draws the batches of one process, and they are not divided",
+        "pipeline-parallel": "it draws one batch after the other, and all those of a step are to be one",
     }
 
     def apply(self, run: Run) -> None:
@@ -92,12 +96,12 @@ class LengthCurriculum(Technique):
         UsageError
             If the text has no documents, or the first stage has no room for a window.
         """
-        plain = run.batches
         lengths = _document_lengths(run)
         self._lengths = np.sort(lengths)
-        stages = [*_stages(run, lengths, self.settings.stages), _Stage(plain, len(lengths), int(lengths.sum()))]
-        self._drawing = _ShortFirst(plain, stages, now=lambda: self._stage(run))
-        run.batches = self._drawing  # type: ignore[assignment]
+        whole = _Stage(_batches(run, run.dataset.train), len(lengths), int(lengths.sum()))
+        stages = [*_stages(run, lengths, self.settings.stages), whole]
+        self._drawing = _ShortFirst(stages, now=lambda: self._stage(run))
+        run.batches = self._drawing
 
     def _stage(self, run: Run) -> int:
         # Before the first step a batch may be drawn to rehearse it.
@@ -169,8 +173,8 @@ def _in_a_row(tokens: Tokens, lengths: npt.NDArray[np.int64], order: npt.NDArray
 def _batches(run: Run, text: Tokens) -> Batches:
     return Batches(
         text,
-        context_length=run.batches.context_length,
-        batch_size=run.batches.batch_size,
+        context_length=run.config.model.context_length,
+        batch_size=run.config.loop.batch_size,
         seed=run.config.loop.seed,
         order=run.config.data.order,
     )

@@ -110,7 +110,7 @@ class LossCurriculum(Technique):
     def apply(self, run: Run) -> None:
         """Put batches that are chosen in place of the run's."""
         self._drawing = _ByLoss(run, self.settings.candidates, lambda: self._quantile(run))
-        run.batches = self._drawing  # type: ignore[assignment]
+        run.batches = self._drawing
 
     def _quantile(self, run: Run) -> float:
         # Before the first step a batch may be drawn to rehearse it.

@@ -14,7 +14,7 @@ from holdfast.errors import UsageError
 from holdfast.train.sections import Section
 from holdfast.train.techniques.base import Proof, Technique
 from holdfast.train.techniques.machine import Machine
-from holdfast.train.techniques.updates import counted_steps, was_skipped
+from holdfast.train.techniques.updates import seen_updates
 from holdfast.units import format_bytes
 
 if TYPE_CHECKING:
@@ -95,12 +95,13 @@ class LowBitOptimizer(Technique):
     def verify(self, run: Run) -> Iterator[Proof]:
         """Look at the states after the update: which are quantised, and their share of the bytes."""
         proof = Proof()
-        with counted_steps(run) as steps:
+        with seen_updates(run) as updates:
             yield proof
         optimizer = run.optimizers["adamw"]
-        if not steps["adamw"]:
-            was_skipped(proof)
+        if not updates.made:
             return
+        if not updates.steps["adamw"]:
+            raise self.not_active("the update was made without it", "report it, with the other techniques that are on")
         states = [(weight, optimizer.state[weight]) for weight in _weights(optimizer)]
         plain = [weight for weight, state in states if self._is_large(weight) and not _is_quantised(state)]
         if plain:

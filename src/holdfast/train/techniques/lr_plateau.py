@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, ClassVar
 
 from holdfast.train.bounds import check_bounds
 from holdfast.train.config import Config
 from holdfast.train.sections import Section
+from holdfast.train.techniques.base import Proof
 from holdfast.train.techniques.scheduled import ScheduleTechnique
+
+if TYPE_CHECKING:
+    from holdfast.train.run import Run
 
 
 class PlateauSettings(Section, frozen=True):
@@ -57,3 +65,18 @@ class PlateauTechnique(ScheduleTechnique):
                 "schedule.factor": self.settings.factor,
             }
         )
+
+    @contextmanager
+    def verify(self, run: Run) -> Iterator[Proof]:
+        """See the rates, and what a copy of the schedule makes of evaluations that are no better."""
+        with super().verify(run) as proof:
+            yield proof
+        before, tried = run.plateau.share, copy.deepcopy(run.plateau)
+        for _ in range(self.settings.patience):
+            tried.evaluated(math.inf)
+        if not math.isclose(tried.share, before * self.settings.factor):
+            raise self.not_active(
+                f"{self.settings.patience} evaluations that were no better would bring the learning rate from "
+                f"{before:g} of its peak to {tried.share:g}",
+                "report it, with the other techniques that are on",
+            )

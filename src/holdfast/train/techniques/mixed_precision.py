@@ -17,15 +17,18 @@ from holdfast.train.device import chosen_device
 from holdfast.train.sections import Section
 from holdfast.train.speed import measured_peak
 from holdfast.train.techniques.base import Proof, Technique
-from holdfast.train.techniques.watching import seen_outputs
+from holdfast.train.techniques.watching import seen_inputs, seen_outputs
 
 if TYPE_CHECKING:
+    from holdfast.train.model.attention import Kernel
     from holdfast.train.run import Run
 
 _Precision = Literal["bf16", "fp16"]
 
 _DTYPES: dict[_Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _CLEARLY_FASTER = 1.1
+_SHORT = 256
+"""Tokens of context, from which on attention on a CPU is as fast in 16 bits as in 32."""
 
 
 class MixedPrecisionSettings(Section, frozen=True):
@@ -36,9 +39,13 @@ class MixedPrecisionSettings(Section, frozen=True):
     dtype : str
         ``"bf16"``; ``"fp16"``, whose losses are scaled so that small gradients do not vanish; ``"auto"``: the one whose
         matrix products are measured to be the fastest here, and it is an error if neither is faster than float32's.
+    attention : str
+        Of attention between its projections: ``"same"``; ``"float32"``; ``"auto"``: float32 on CPUs with contexts of
+        less than 256, where the gradient of torch's kernel for 16 bits takes several times as long.
     """
 
     dtype: Literal["auto", "bf16", "fp16"] = "auto"
+    attention: Literal["auto", "same", "float32"] = "auto"
 
 
 class MixedPrecision(Technique):
@@ -59,13 +66,17 @@ class MixedPrecision(Technique):
         self.skipped = 0
 
     def configure(self, config: Config) -> Config:
-        """Choose the precision, once for all processes of the run."""
-        if self.settings.dtype == "auto":
-            chosen = _fastest(chosen_device(config.loop.device))
-            self.settings = MixedPrecisionSettings(dtype=chosen)
-            techniques = {**config.techniques, self.name: {"dtype": chosen}}
-            config = msgspec.structs.replace(config, techniques=techniques)
-        return config
+        """Choose the precisions, once for all processes of the run."""
+        device = chosen_device(config.loop.device)
+        dtype, attention = self.settings.dtype, self.settings.attention
+        if dtype == "auto":
+            dtype = _fastest(device)
+        if attention == "auto":
+            short = config.model.context_length < _SHORT
+            attention = "float32" if device.type == "cpu" and short else "same"
+        self.settings = MixedPrecisionSettings(dtype=dtype, attention=attention)
+        techniques = {**config.techniques, self.name: msgspec.to_builtins(self.settings)}
+        return msgspec.structs.replace(config, techniques=techniques)
 
     def apply(self, run: Run) -> None:
         """Compute losses under autocast; in float16, scale them."""
@@ -77,6 +88,9 @@ class MixedPrecision(Technique):
                 return inner(inputs, targets)
 
         run.operations.loss = loss
+        if self.settings.attention == "float32":
+            for attention in run.model.attentions:
+                attention.kernel = _in_32_bits(attention.kernel)
         # The share of the peak is that of the peak in this precision.
         run.speed.peak = measured_peak(run.device, dtype)
         if dtype is torch.float16:
@@ -96,12 +110,13 @@ class MixedPrecision(Technique):
             return clip()
 
         def accepts_or_backs_off(loss: Tensor, norm: Tensor) -> bool:
-            # Gradients that overflow are how a scale is found; a loss that does is not.
-            if bool(loss.isfinite()) and not bool(norm.isfinite()):
-                self.skipped += 1
+            # Gradients that overflow are how a scale is found. A loss that does is not, nor is what overflows unscaled.
+            too_large = bool(loss.isfinite()) and not bool(norm.isfinite()) and scaler.get_scale() > 1
+            self.skipped += too_large
+            accepted = not too_large and accepts(loss, norm)
+            if not accepted:
                 scaler.update()
-                return False
-            return accepts(loss, norm)
+            return accepted
 
         def update() -> None:
             for optimizer in optimizers:
@@ -113,17 +128,29 @@ class MixedPrecision(Technique):
 
     @contextmanager
     def verify(self, run: Run) -> Iterator[Proof]:
-        """See the dtype of what every linear layer of the blocks returns."""
+        """See the dtype of what every linear layer of the blocks returns, and of what attention gives to the last."""
         proof = Proof()
         wanted = _DTYPES[self.settings.dtype]
         seen: Counter[torch.dtype] = Counter()
+        attended: Counter[torch.dtype] = Counter()
         layers = [each for each in run.model.blocks.modules() if isinstance(each, nn.Linear)]
-        with seen_outputs(layers, lambda module, output: seen.update([output.dtype])):
+        outs = [each.out for each in run.model.attentions]
+        with (
+            seen_outputs(layers, lambda module, output: seen.update([output.dtype])),
+            seen_inputs(outs, lambda module, given: attended.update([given.dtype])),
+        ):
             yield proof
         if set(seen) != {wanted}:
-            found = ", ".join(f"{str(dtype).removeprefix('torch.')} ({count})" for dtype, count in seen.items())
-            raise self.not_active(f"linear layers returned {found or 'nothing'}", "leave it out, or report it")
-        proof.is_that(f"{seen[wanted]} results of linear layers were {wanted}", results=seen[wanted], dtype=str(wanted))
+            raise self.not_active(f"linear layers returned {_counted(seen)}", "leave it out, or report it")
+        of_attention = torch.float32 if self.settings.attention == "float32" else wanted
+        if set(attended) != {of_attention}:
+            raise self.not_active(f"attention returned {_counted(attended)}", "report it")
+        proof.is_that(
+            f"{seen[wanted]} results of linear layers were {wanted}, those of attention {of_attention}",
+            results=seen[wanted],
+            dtype=str(wanted),
+            attention=str(of_attention),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scaler's state, and how many updates it has skipped."""
@@ -134,6 +161,18 @@ class MixedPrecision(Technique):
         if self._scaler is not None:
             self._scaler.load_state_dict(state["scaler"])
             self.skipped = int(state["skipped"])
+
+
+def _in_32_bits(kernel: Kernel) -> Kernel:
+    def attend(query: Tensor, key: Tensor, value: Tensor, /, **how: Any) -> Tensor:
+        with torch.autocast(query.device.type, enabled=False):
+            return kernel(query.float(), key.float(), value.float(), **how)
+
+    return attend
+
+
+def _counted(dtypes: Counter[torch.dtype]) -> str:
+    return ", ".join(f"{str(each).removeprefix('torch.')} ({count})" for each, count in dtypes.items()) or "nothing"
 
 
 def _fastest(device: torch.device) -> _Precision:

@@ -11,7 +11,7 @@ import torch
 from holdfast.train.techniques.base import Proof, Technique
 from holdfast.train.techniques.host_optimizer import HostOptimizer
 from holdfast.train.techniques.machine import Machine
-from holdfast.train.techniques.updates import counted_steps, was_skipped
+from holdfast.train.techniques.updates import seen_updates
 from holdfast.units import format_bytes
 
 if TYPE_CHECKING:
@@ -51,11 +51,10 @@ class OptimizerOffload(Technique):
     def verify(self, run: Run) -> Iterator[Proof]:
         """See the gradients come to the CPU, and where the states lie after the update."""
         proof = Proof()
-        with counted_steps(run) as steps:
+        with seen_updates(run) as updates:
             before = getattr(run.optimizers["adamw"], "fetched_bytes", 0)
             yield proof
-        if not steps["adamw"]:
-            was_skipped(proof)
+        if not updates.made:
             return
         optimizer = run.optimizers["adamw"]
         wanted = sum(weight.nbytes for group in optimizer.param_groups for weight in group["params"])

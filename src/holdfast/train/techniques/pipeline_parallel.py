@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from holdfast.errors import UsageError
 from holdfast.train.bounds import check_bounds
-from holdfast.train.data.batches import Batch, Batches
+from holdfast.train.data.batches import Batch, BatchSource
 from holdfast.train.model.gpt import token_loss
 from holdfast.train.sections import Section
 from holdfast.train.techniques.base import Proof
@@ -67,7 +67,8 @@ class PipelineParallel(Parallel):
     conflicts: ClassVar = {
         **others_than("pipeline-parallel"),
         **dict.fromkeys(("activation-checkpointing", "attention-kernel", "sparse-attention"), _ALL_BLOCKS),
-        **dict.fromkeys(("quantised-forward", "triton-kernel", "activation-swapping"), _ALL_BLOCKS),
+        **dict.fromkeys(("quantised-forward", "triton-kernel"), _ALL_BLOCKS),
+        "activation-swapping": "parts of a batch pass by turns, and it swaps what one loss keeps until its gradient",
         **dict.fromkeys(("fused-optimizer", "low-bit-optimizer", "optimizer-offload"), _ALL_WEIGHTS),
     }
 
@@ -88,7 +89,7 @@ class PipelineParallel(Parallel):
         self._check(run)
         loop = run.config.loop
         rows = loop.batch_size * loop.accumulate
-        run.batches = _Joined(run.batches, loop.accumulate)  # type: ignore[assignment]
+        run.batches = _Joined(run.batches, loop.accumulate)
         run.config = msgspec.structs.replace(
             run.config, loop=msgspec.structs.replace(loop, batch_size=rows, accumulate=1)
         )
@@ -195,7 +196,7 @@ class PipelineParallel(Parallel):
 class _Joined(Drawing):
     """The batches of a step, as one."""
 
-    def __init__(self, plain: Batches, count: int) -> None:
+    def __init__(self, plain: BatchSource, count: int) -> None:
         super().__init__(plain)
         self._count = count
 

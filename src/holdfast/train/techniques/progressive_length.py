@@ -14,7 +14,7 @@ from torch import nn
 from holdfast.errors import UsageError
 from holdfast.train.bounds import check_bounds
 from holdfast.train.config import Config
-from holdfast.train.data.batches import Batch, Batches
+from holdfast.train.data.batches import Batch, BatchSource
 from holdfast.train.sections import Section
 from holdfast.train.techniques.base import Proof, Technique
 from holdfast.train.techniques.drawing import Drawing
@@ -58,13 +58,18 @@ class ProgressiveLengthSettings(Section, frozen=True):
 
 
 class _Pieces(Drawing):
-    def __init__(self, plain: Batches, length: Callable[[], int]) -> None:
+    def __init__(self, plain: BatchSource, length: Callable[[], int]) -> None:
         super().__init__(plain)
         self._length = length
 
+    @property
+    def context_length(self) -> int:
+        """Tokens in a piece."""
+        return self._length()
+
     def __next__(self) -> Batch:
         inputs, targets = next(self.plain)
-        length = self._length()
+        length = self.context_length
         return inputs.reshape(-1, length), targets.reshape(-1, length)
 
 
@@ -109,7 +114,7 @@ class ProgressiveLength(Technique):
 
     def apply(self, run: Run) -> None:
         """Cut the windows of the run's batches."""
-        run.batches = _Pieces(run.batches, lambda: self._length(run))  # type: ignore[assignment]
+        run.batches = _Pieces(run.batches, lambda: self._length(run))
 
     def stage(self, step: int, steps: int) -> int:
         """Return the number of the stage, from 0, that a step belongs to; steps are counted from 1."""

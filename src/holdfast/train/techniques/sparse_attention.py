@@ -80,23 +80,23 @@ class SparseAttention(Technique):
 
     def apply(self, run: Run) -> None:
         """Replace the kernel of each block."""
-        for block in run.model.blocks:
-            block.attention.kernel = TopBlocks(self.settings.block, self.settings.keep)  # type: ignore[union-attr]
+        for attention in run.model.attentions:
+            attention.kernel = TopBlocks(self.settings.block, self.settings.keep)
 
     @contextmanager
     def verify(self, run: Run) -> Iterator[Proof]:
         """Count what the masks of attention let through: exactly what the settings say."""
         proof = Proof()
         length = run.config.model.context_length
-        blocks = run.model.blocks
-        with _watched(block.attention for block in blocks) as masks:  # type: ignore[misc]
+        attentions = run.model.attentions
+        with _watched(attentions) as masks:
             yield proof
         wanted = pairs_kept(length, self.settings.block, self.settings.keep)
         other = sum(pairs is None or int(pairs) != wanted * heads for pairs, heads in masks.seen)
-        if other or len(masks.seen) < len(blocks):
+        if other or len(masks.seen) < len(attentions):
             raise self.not_active(
-                f"of {len(masks.seen)} attentions in {len(blocks)} blocks of the model, {other} looked elsewhere than "
-                f"at {self._choice}",
+                f"of {len(masks.seen)} attentions in {len(attentions)} blocks of the model, {other} looked elsewhere "
+                f"than at {self._choice}",
                 "report it, with the other techniques that are on",
             )
         density = wanted / (length * (length + 1) / 2)

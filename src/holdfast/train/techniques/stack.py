@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import msgspec
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 KIND = "techniques"
 
+MOST_WATCHED = 40
+"""Steps after the last of which a technique must have been seen: no run may skip as many updates in a row."""
+
 
 class Stack:
     """Techniques that are on together, in the order in which they are applied.
@@ -33,6 +36,7 @@ class Stack:
         self.techniques = _in_order(techniques)
         _check_conflicts(self.techniques)
         self.proofs: dict[str, Proof] = {}
+        self._watched = 0
 
     @classmethod
     def of(cls, settings: Mapping[str, Mapping[str, Any]]) -> Stack:
@@ -87,22 +91,32 @@ class Stack:
 
     @contextmanager
     def verified(self, run: Run) -> Iterator[None]:
-        """Watch the step within, unless an earlier one was, and keep each technique's proof.
+        """Watch, in the step within, the techniques that have no proof yet, and keep what is found.
+
+        That is the first step, and later ones for techniques that show in an update, until one is made.
 
         Raises
         ------
         TechniqueNotActiveError
-            If a technique was not seen at work.
+            If a technique was not seen at work, or had nothing to show in `MOST_WATCHED` steps.
         """
-        if self.proofs:
+        unproved = [each for each in self.techniques if each.name not in self.proofs]
+        if not unproved:
             yield
             return
-        for each in self.techniques:
-            each.rehearse(run)
+        if not self._watched:
+            for each in unproved:
+                each.rehearse(run)
+        self._watched += 1
         with ExitStack() as contexts:
-            for each in self.techniques:
-                self.proofs[each.name] = contexts.enter_context(each.verify(run))
+            found = {each.name: contexts.enter_context(each.verify(run)) for each in unproved}
             yield
+        self.proofs.update((name, proof) for name, proof in found.items() if proof.seen)
+        unseen = [each for each in unproved if each.name not in self.proofs]
+        if unseen and self._watched >= MOST_WATCHED:
+            raise unseen[0].not_active(
+                f"none of {self._watched} steps showed it at work", "see why updates are skipped, or leave it out"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint must hold of the techniques that have something."""
@@ -123,9 +137,16 @@ def _build(name: str, given: Mapping[str, Any]) -> Technique:
     except UsageError as error:
         raise UsageError(f"{name}: {error.message}", remedy=error.remedy) from error
     except msgspec.ValidationError as error:
-        known = ", ".join(technique.Settings.__struct_fields__) or "none"
+        known = "; ".join(map(_described, msgspec.structs.fields(technique.Settings))) or "none"
         raise UsageError(f"the settings of {name} are not valid: {error}", remedy=f"its settings: {known}") from error
     return technique(settings)
+
+
+def _described(field: msgspec.structs.FieldInfo) -> str:
+    """Return the name of a setting, and what it may be if that is one of a few."""
+    if get_origin(field.type) is not Literal:
+        return field.name
+    return f"{field.name} (one of {', '.join(map(str, get_args(field.type)))})"
 
 
 def _with_lists(given: Mapping[str, Any], technique: type[Technique]) -> dict[str, Any]:

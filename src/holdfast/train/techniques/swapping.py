@@ -117,7 +117,8 @@ class Swapper:
     """
 
     def __init__(self, device: torch.device, kept: Collection[Tensor], *, least: int, ahead: int) -> None:
-        self._device = device
+        # With the number that its tensors name it by: "cuda" is no tensor's device.
+        self._device = torch.empty(0, device=device).device
         self._kept = kept
         self._least = least
         self._ahead = ahead

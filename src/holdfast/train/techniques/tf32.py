@@ -16,7 +16,6 @@ from holdfast.train.techniques.machine import Machine
 from holdfast.train.techniques.watching import seen_outputs
 
 if TYPE_CHECKING:
-    from holdfast.train.model.block import Block
     from holdfast.train.run import Run
 
 _LEVELS = {"tf32": "high", "bf16": "medium"}
@@ -78,15 +77,14 @@ class Tf32(Technique):
 
     @contextmanager
     def verify(self, run: Run) -> Iterator[Proof]:
-        """Multiply two matrices within the step, whenever the first block does: the result must show the shortening."""
+        """Multiply two matrices within the step, whenever a block does: the result must show the shortening."""
         proof = Proof()
         seen: list[tuple[str, float]] = []
-        first: Block = run.model.blocks[0]  # type: ignore[assignment]
 
         def look(module: nn.Module, output: Tensor) -> None:
             seen.append((_setting(run.device), _error(run.device)))
 
-        with seen_outputs([first.attention.qkv], look):
+        with seen_outputs([each.qkv for each in run.model.attentions], look):
             yield proof
         wanted = self.settings.precision
         settings, errors = {setting for setting, _ in seen}, [error for _, error in seen]

@@ -43,17 +43,14 @@ def seen_outputs(modules: Iterable[nn.Module], see: Callable[[nn.Module, torch.T
 
 
 @contextmanager
-def kept_bytes() -> Iterator[list[int]]:
-    """Note, within, the bytes of each tensor that is kept for the backward pass; the same storage is noted once."""
-    sizes: list[int] = []
-    seen: set[int] = set()
+def seen_inputs(modules: Iterable[nn.Module], see: Callable[[nn.Module, torch.Tensor], Any]) -> Iterator[None]:
+    """Call a function, within, with the first tensor that a module is given, before other hooks make anything of it."""
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
-            sizes.append(storage.nbytes())
-        return tensor
+    def look(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if torch.is_grad_enabled():
+            see(module, inputs[0])
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield sizes
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.callback(module.register_forward_pre_hook(look, prepend=True).remove)
+        yield

@@ -1,0 +1,127 @@
+"""Techniques on the command line: what is listed, and what is said of each slip, before anything is written."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast import plugins
+from holdfast.cli import techniques
+from holdfast.cli.main import main
+from holdfast.train.techniques.combinations import COMBINATIONS
+from holdfast.train.techniques.machine import Machine
+
+TRAIN = ["train", "shakespeare-char-cpu", "--loop.device", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--technique", "compil"], 7, "there is no technique named 'compil'\ndid you mean 'compile'?"),
+        (["--technique", "fused_optimizer"], 7, "did you mean 'fused-optimizer'?"),
+        (["--technique", "b"], 7, "there is no technique named 'b'\ndid you mean the combination? --technique B"),
+        (["--techniques.A", "on"], 7, "did you mean the combination? --technique A"),
+        (["--techniques.compil", "off"], 7, "there is no technique named 'compil'\ndid you mean 'compile'?"),
+        (["--techniques.compil.mode", "default"], 7, "there is no technique named 'compil'"),
+        (["--technique", ""], 2, "--technique '' names no technique\nleave it out, or give it a name"),
+        (["--technique", " , "], 2, "--technique ' , ' names no technique"),
+        (["--technique", "A", "--technique", "B"], 2, "--technique specified multiple times"),
+        (
+            ["--technique", "fused-optimizer,low-bit-optimizer"],
+            2,
+            "fused-optimizer and low-bit-optimizer cannot be combined: ",
+        ),
+        (["--technique", "C,activation-swapping"], 2, "cannot be combined: checkpointed blocks save nothing"),
+        (["--technique", "cuda-graphs"], 7, "cuda-graphs needs a CUDA device; the run is on cpu"),
+        (["--technique", "ddp"], 7, "ddp needs torchrun: torchrun --nproc-per-node 2 -m holdfast train"),
+        (["--techniques.gradient-accumulation.batches", "0"], 2, "gradient-accumulation: batches is 0"),
+        (["--techniques.gradient-accumulation.batches", "two"], 2, "the settings of gradient-accumulation are not"),
+        (["--techniques.gradient-accumulation.parts", "2"], 2, "unknown field `parts`\nits settings: batches"),
+        (["--techniques.compile.mode", "fast"], 2, "the settings of compile are not valid"),
+        (["--techniques.compile", "yes"], 2, 'techniques.compile is \'yes\'\ngive "on", "off", or a setting'),
+    ],
+)
+def test_a_slip_is_told_in_a_line_and_a_remedy_and_nothing_is_written(
+    words: list[str], code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog; " * 60)
+    assert main([*TRAIN, "--data", str(text), "--out", str(tmp_path / "run"), *words]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
+    assert len(err.splitlines()) == 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_package_is_told_with_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("holdfast.train.techniques.machine.find_spec", lambda _: None)
+    assert main([*TRAIN, "--out", str(tmp_path / "run"), "--technique", "low-bit-optimizer"]) == 7
+    assert "low-bit-optimizer needs the package 'torchao', which is missing: pip install" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "on"),
+    [
+        (["--technique", "fused-optimizer,fused-optimizer"], {"fused-optimizer": {}}),
+        (["--technique", "C"], {name: {} for name in COMBINATIONS["C"]}),
+        (["--technique", "compile", "--techniques.compile", "off"], {}),
+        (
+            ["--techniques.mixed-precision.dtype", "bf16", "--technique", "mixed-precision"],
+            {"mixed-precision": {"dtype": "bf16"}},
+        ),
+    ],
+)
+def test_what_is_on_is_what_was_named(
+    words: list[str], on: dict[str, Any], run_json: Callable[..., tuple[int, Any]]
+) -> None:
+    code, settings = run_json(*TRAIN, *words, "--list-settings")
+    assert code == 0
+    assert settings["techniques"] == on
+
+
+def test_a_slip_in_a_file_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.toml").write_text('[train.techniques]\ncompil = "off"\n')
+    assert main([*TRAIN, "-C", str(tmp_path / "mine.toml"), "--out", str(tmp_path / "run")]) == 7
+    assert "there is no technique named 'compil'" in capsys.readouterr().err
+
+
+def test_the_list_says_what_each_needs_takes_and_gives(
+    run_json: Callable[..., tuple[int, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found = run_json("train", "--list-techniques", "--loop.device", "cpu")
+    assert code == 0
+    assert [each["name"] for each in found["techniques"]] == plugins.names("techniques")
+    assert found["combinations"] == json.loads(json.dumps(COMBINATIONS))
+    assert main(["train", "--list-techniques", "--loop.device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    here, elsewhere = lines.index("Can run here"), lines.index("Cannot run here")
+    for each in found["techniques"]:
+        at = lines.index(f"{each['name']} ({each['kind']})")
+        assert (here < at < elsewhere) is (each["lacks"] is None)
+        own = lines[at : lines.index("", at)]
+        assert f"    to expect: {each['effect']}" in own
+        assert each["lacks"] is None or f"    {each['lacks']}" in own
+        assert all(any(f"{name} = " in line for line in own) for name in each["settings"])
+
+
+def test_the_list_fits_a_narrow_terminal_and_breaks_no_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: os.terminal_size((60, 24)))
+    import torch
+
+    for each in techniques._listed(Machine(torch.device("cpu"))):
+        techniques._print_one(each)
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0] == f"{each.name} ({each.kind})"
+        assert all(len(line) <= 60 for line in lines)
