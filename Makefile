@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# A thread for each of two workers: more would wait for each other on two cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
+# A thread for each of two workers: more would wait for each other on two cores. What a class sets up, one worker does.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadscope
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 

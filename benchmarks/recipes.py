@@ -49,7 +49,7 @@ def main() -> int:
         for seed in range(1, options.seeds + 1):
             # By turns, so that what slows the machine for a while slows each of them.
             for name in list(ARMS)[:: 1 if seed % 2 else -1]:
-                samples[name].append(_trained(name, seed, data, Path(folder), options.steps))
+                samples[name].append(_trained(name, seed, data, Path(folder)))
     _print(samples)
     if options.out:
         options.out.write_text(json.dumps(_document(options, samples), indent=1) + "\n")
@@ -60,7 +60,6 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--data", required=True, help="the text of tiny Shakespeare")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--out", type=Path, help="a JSON file for the samples")
     options = parser.parse_args()
     if options.seeds < 2:
@@ -68,9 +67,9 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _trained(name: str, seed: int, data: Path, folder: Path, steps: int) -> dict[str, Any]:
+def _trained(name: str, seed: int, data: Path, folder: Path) -> dict[str, Any]:
     words = [*ARMS[name], "--data", str(data), "--out", str(folder / f"{name}-{seed}")]
-    words += ["--loop.seed", str(seed), "--loop.steps", str(steps), "--loop.device", "cpu", "--json"]
+    words += ["--loop.seed", str(seed), "--loop.device", "cpu", "--json"]
     ended = subprocess.run([sys.executable, "-m", "holdfast", "train", *words], capture_output=True, text=True)
     if ended.returncode:
         raise RuntimeError(f"{name} ended with {ended.returncode}:\n{ended.stderr}")
@@ -104,8 +103,7 @@ def _print(samples: Samples) -> None:
 
 def _document(options: argparse.Namespace, samples: Samples) -> dict[str, Any]:
     return {
-        "command": f"benchmarks/recipes.py --data {Path(options.data).name} --seeds {options.seeds} "
-        f"--steps {options.steps}",
+        "command": f"benchmarks/recipes.py --data {Path(options.data).name} --seeds {options.seeds}",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "environment": {
             "versions": environment.versions(),

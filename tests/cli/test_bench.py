@@ -75,7 +75,7 @@ def test_an_optimizer_takes_twice_the_weights_more(tmp_path):
     assert {"bfloat16", "float32"} == set(found["dtypes"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interrupt_keeps_what_was_measured_and_resume_goes_on(number, tmp_path):
     out = tmp_path / "out"
     command = [sys.executable, "-m", "holdfast", *RUN, "--runs", "40", "--out", str(out)]

@@ -272,7 +272,7 @@ def wait_for_steps(run: Path, process: subprocess.Popen[str], count: int) -> Non
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_ctrl_c_saves_and_the_run_goes_on_exactly(tmp_path: Path, text: Path, number: signal.Signals) -> None:
     command = [RECIPE, "--data", text, *TINY, "--loop.steps", "3000", "--eval.every", "0", "--sample.every", "0"]
     process = start(*command, "--out", tmp_path / "parts")

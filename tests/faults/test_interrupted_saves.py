@@ -150,7 +150,7 @@ def test_killed_at_every_operation(
 
 @needs_tensorstore
 @pytest.mark.parametrize("replace", [False, True], ids=["fresh", "replacing"])
-@pytest.mark.parametrize("kind", THREADED)
+@pytest.mark.parametrize("kind", [pytest.param("t5x", marks=pytest.mark.slow), "tensorstore"])
 def test_killed_at_every_operation_beside_threads(
     tmp_path: Path, kind: str, replace: bool, record_property: Any
 ) -> None:

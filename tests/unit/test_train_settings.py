@@ -62,6 +62,7 @@ def test_one_setting_changes_one_thing() -> None:
         ("optim.lr", "fast", r"optim\.lr is 'fast': expected"),
         ("optim.lr", -1, r"optim\.lr is -1"),
         ("optim.beta1", 1.0, r"optim\.beta1 is 1\.0.*below 1"),
+        ("optim.muon_steps", 0, r"optim\.muon_steps is 0"),
         ("loop.steps", 0, r"loop\.steps is 0.*1 or more"),
         ("loop.steps", 1.5, r"loop\.steps is 1\.5: expected"),
         ("schedule.name", "spiral", r"schedule\.name is 'spiral': invalid enum"),
@@ -236,7 +237,7 @@ def test_every_parameter_has_one_optimizer_and_vectors_do_not_decay(name: str) -
 
 
 def test_the_learning_rate_is_a_share_of_each_groups_peak() -> None:
-    config = BASE.changed({"optim.name": "muon", "model.vocab_size": 30})
+    config = BASE.changed({"optim.name": "muon", "optim.muon_steps": 3, "model.vocab_size": 30})
     optimizers = build_optimizers(GPT(config.model), config.optim)
     set_learning_rate(optimizers, 0.5)
     set_learning_rate(optimizers, 0.25)

@@ -40,6 +40,7 @@ def build_optimizers(model: nn.Module, config: OptimConfig) -> Optimizers:
         lr=config.muon_lr,
         weight_decay=config.weight_decay,
         momentum=config.muon_momentum,
+        ns_steps=config.muon_steps,
     )
     rest = (each for name, each in parameters.items() if name not in hidden)
     return {"muon": muon, "adamw": _adamw(rest, config)}

@@ -48,6 +48,8 @@ class OptimConfig(Section, frozen=True):
         The peak learning rate of AdamW.
     muon_lr, muon_momentum : float
         Muon's.
+    muon_steps : int
+        Newton-Schulz steps, by which Muon makes an update orthogonal: fewer take less time, and come less close.
     weight_decay : float
         Of matrices; vectors have none.
     beta1, beta2, eps : float
@@ -62,6 +64,7 @@ class OptimConfig(Section, frozen=True):
     lr: float = 1e-3
     muon_lr: float = 0.02
     muon_momentum: float = 0.95
+    muon_steps: int = 5
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
@@ -76,6 +79,8 @@ class OptimConfig(Section, frozen=True):
             check_bounds(f"optim.{name}", getattr(self, name), least=0, below=1)
         for name in ("weight_decay", "clip"):
             check_bounds(f"optim.{name}", getattr(self, name), least=0)
+        # torch takes no more.
+        check_bounds("optim.muon_steps", self.muon_steps, least=1, most=99)
 
 
 class ScheduleConfig(Section, frozen=True):

@@ -17,9 +17,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from several_processes import EXACT, TAMPER
 from together_suite import TogetherSuite, Two
 
-# One worker starts the processes, once for all.
-pytestmark = pytest.mark.xdist_group("ddp")
-
 
 class TestDdp(TogetherSuite):
     technique = Ddp

@@ -15,9 +15,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from several_processes import TAMPER
 from together_suite import TogetherSuite, Two
 
-# One worker starts the processes, once for all.
-pytestmark = pytest.mark.xdist_group("pipeline_parallel")
-
 
 class TestPipelineParallel(TogetherSuite):
     technique = PipelineParallel

@@ -23,9 +23,6 @@ from holdfast.train.techniques.stack import Stack
 sys.path.insert(0, str(Path(__file__).parent))
 from several_processes import done_by, started, task
 
-# One worker starts the processes, once for all.
-pytestmark = pytest.mark.xdist_group("world")
-
 TEXT = "the quick brown fox jumps over the lazy dog; " * 60
 DDP = TINY.changed({"techniques.ddp": "on"})
 
