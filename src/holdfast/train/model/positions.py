@@ -65,6 +65,8 @@ def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
         Of these positions.
     """
     cosines, sines = rotation
+    # Cast at once: on a CPU products of 16 and 32 bits take half as long again.
+    wide = heads.to(cosines.dtype)
     # Rolled by half, each element meets its partner; the sines carry the sign.
-    rotated = torch.addcmul(heads * cosines, heads.roll(heads.shape[-1] // 2, -1), sines)
+    rotated = torch.addcmul(wide * cosines, wide.roll(wide.shape[-1] // 2, -1), sines)
     return rotated.to(heads.dtype)
