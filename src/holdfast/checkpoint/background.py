@@ -88,7 +88,11 @@ def save_async(
         memory.close()
         pending.announce()
 
-    pending.start(work)
+    try:
+        pending.start(work)
+    except BaseException:
+        memory.close()
+        raise
     return pending
 
 

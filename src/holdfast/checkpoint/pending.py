@@ -48,9 +48,13 @@ class PendingSave:
     def start(self, work: Callback) -> None:
         """Let ``work``, which calls `execute`, begin in a thread of its own; copy the state, which may change then."""
         write = self._unfinished()
+        if self.fits:
+            # While nothing else takes memory and cores from the copying, for which the caller waits.
+            self.stage()
         try:
             self.spawn(work)
-            self._stage(write)
+            if not self.fits:
+                self._stage(write)
         except BaseException:
             # The caller has the error; the background only ends.
             write.cancel()

@@ -6,6 +6,7 @@ from their closing quote to the end.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -59,6 +60,11 @@ def read(directory: Directory, name: str) -> dict[str, Any]:
     CorruptCheckpointError
         If it is damaged, or none of ours.
     """
+    return body_of(read_content(directory, name), directory.path / name)
+
+
+def read_content(directory: Directory, name: str) -> bytes:
+    """Return all bytes of a file whose checksum is right; the errors are those of `read`."""
     path = directory.path / name
     with directory.open(name, follow_links=False) as file:
         if file.size > MAX_BYTES:
@@ -69,6 +75,11 @@ def read(directory: Directory, name: str) -> dict[str, Any]:
         raise CorruptCheckpointError(
             "its checksum is wrong: the file is damaged", path=path, remedy="take another checkpoint or copy"
         )
+    return content
+
+
+def body_of(content: bytes, path: Path) -> dict[str, Any]:
+    """Return the body that is in the bytes of a file; CorruptCheckpointError, with its path, if there is none."""
     try:
         body = msgspec.json.decode(content, type=dict[str, Any]).get("body")
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:

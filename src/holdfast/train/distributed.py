@@ -93,10 +93,13 @@ class World:
         self.any(False)
 
     def collect(self, state: object) -> Any:
-        """Return a state as plain containers and tensors, to be saved by the first process.
+        """Return a state that the first process can save.
 
-        Where a process has a part of a tensor, the first gets the whole; in the others it is empty.
+        Where a process has a part of a tensor, the first gets the whole; in the others it is empty. One process that is
+        alone has all of it.
         """
+        if self.size == 1:
+            return state
         self._collecting = not self.leads
         try:
             return expand(state)

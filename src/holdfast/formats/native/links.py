@@ -13,7 +13,7 @@ from pathlib import Path
 
 from holdfast.errors import CorruptCheckpointError
 from holdfast.formats.native import manifest as manifests
-from holdfast.formats.native.reader import NativeReader
+from holdfast.formats.native.open_files import OpenFiles
 from holdfast.formats.native.records import FileRecord
 from holdfast.io.files import store_error
 
@@ -26,7 +26,7 @@ class Links:
 
     Parameters
     ----------
-    reader : NativeReader
+    opened : OpenFiles
         The earlier checkpoint.
     directory : Path
         Of the new one.
@@ -37,22 +37,22 @@ class Links:
         What the files are called in the new directory, by their numbers in the earlier manifest.
     """
 
-    def __init__(self, reader: NativeReader, directory: Path) -> None:
+    def __init__(self, opened: OpenFiles, directory: Path) -> None:
         self.names: dict[int, str] = {}
-        self._reader = reader
+        self._opened = opened
         self._directory = directory
-        self._origin = _origin(reader.path)
+        self._origin = _origin(opened.path)
         self._taken: set[str] = set()
 
     def add(self, number: int) -> str | None:
         """Link a file; return what prevents it, if something does, in a sentence."""
-        record = self._reader.manifest.files[number]
+        record = self._opened.manifest.files[number]
         name = self._name(record)
         if not manifests.is_file_name(name):
             return f"{record.name} cannot be linked: its new name would be too long"
         link = self._directory / name
         try:
-            os.link(f"{self._reader.directory.held_path}/{record.name}", link)
+            os.link(f"{self._opened.directory.held_path}/{record.name}", link)
         except OSError as error:
             return f"{record.name} cannot be linked: {error.strerror}"
         if not self._is_the_open_file(link, number):
@@ -62,7 +62,7 @@ class Links:
         return None
 
     def _is_the_open_file(self, link: Path, number: int) -> bool:
-        opened, found = self._reader.statuses[number], _status(link)
+        opened, found = self._opened.statuses[number], _status(link)
         return (found.st_dev, found.st_ino, found.st_size) == (opened.st_dev, opened.st_ino, opened.st_size)
 
     def _name(self, record: FileRecord) -> str:
@@ -104,7 +104,7 @@ class Links:
             if number not in used:
                 _remove(self._directory / name)
                 continue
-            old = self._reader.manifest.files[number]
+            old = self._opened.manifest.files[number]
             _make_durable(self._directory / name, old.bytes)
             numbers[number] = first + len(records)
             records.append(FileRecord(name, old.bytes, old.head_bytes, old.head, old.origin or self._origin))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +55,32 @@ def read(directory: Directory) -> Manifest:
     """
     path = directory.path / FILE_NAME
     try:
-        body = sealed.read(directory, FILE_NAME)
+        content = sealed.read_content(directory, FILE_NAME)
     except NotACheckpointError as error:
         raise NotACheckpointError("holds no manifest, so it is no checkpoint", path=directory.path) from error
+    return _parsed(content, path) if len(content) > _SMALL else _recalled(_Content(content, path))
+
+
+_SMALL = 256 * 1024
+"""Bytes of a manifest, up to which it is remembered; how long a larger one takes is nothing beside its tensors."""
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What a manifest holds; where it lies matters to errors only, which nobody remembers."""
+
+    content: bytes
+    path: Path = field(compare=False)
+
+
+@lru_cache(maxsize=8)
+def _recalled(content: _Content) -> Manifest:
+    # A manager looks at the same few steps with every save, while a run trains and wants the cores.
+    return _parsed(content.content, content.path)
+
+
+def _parsed(content: bytes, path: Path) -> Manifest:
+    body = sealed.body_of(content, path)
     _check_version(body, path)
     try:
         manifest = msgspec.convert(body, Manifest)

@@ -17,8 +17,8 @@ from holdfast.formats.base import BLOCK_BYTES, OpenSettings
 from holdfast.formats.native.blocks import StoredBlock, digest_as, scratch_bytes
 from holdfast.formats.native.coded_tensors import SMALLEST_DIFFERENCE
 from holdfast.formats.native.links import Links
+from holdfast.formats.native.open_files import OpenFiles
 from holdfast.formats.native.pack import Block
-from holdfast.formats.native.reader import NativeReader
 from holdfast.formats.native.records import (
     WIDE_DIGESTS,
     BaseRecord,
@@ -89,9 +89,9 @@ class Previous:
 
     def __init__(self, path: Path, settings: OpenSettings, *, delta: bool) -> None:
         self.path = path
-        self._reader = NativeReader(path, settings)
+        self._opened = OpenFiles(path, settings)
         self.delta = delta
-        manifest = self._reader.manifest
+        manifest = self._opened.manifest
         self._leaves = {leaf.name: (leaf, leaf.located()) for leaf in manifest.leaves}
         self._foreign_codecs = self._codecs() - set(plugins.names("codecs"))
         self._links: Links | None = None
@@ -113,8 +113,8 @@ class Previous:
         """
         if self.obstacle is not None:
             return
-        links = self._links = Links(self._reader, directory)
-        records, live = self._reader.manifest.files, self._live_bytes()
+        links = self._links = Links(self._opened, directory)
+        records, live = self._opened.manifest.files, self._live_bytes()
         worthy = _worth_keeping(records, live)
         kept = worthy[: max(MOST_FILES, 2 * own_files)]
         for number in sorted(kept):
@@ -189,7 +189,7 @@ class Previous:
         """Fill ``out`` with the raw bytes of a base; False if that fails: its files are then not used any further."""
         expected = base.records[0].raw
         try:
-            self._reader.blocks.decode(base.stored, block.leaf.source.dtype, out, scratch)
+            self._opened.blocks.decode(base.stored, block.leaf.source.dtype, out, scratch)
             if digest_as(expected, out) != expected:
                 raise CorruptCheckpointError("the checksum of a block is wrong", path=base.stored.file.path)
         except (CorruptCheckpointError, StoreError, UnsupportedError) as error:
@@ -215,7 +215,7 @@ class Previous:
             return None
         if not self._foreign_codecs.isdisjoint((record.codec, *(base.codec for base in place.bases))):
             return None  # whoever saves must be able to read what is saved
-        return Found(record, place, self._reader.tensors[source.name].blocks[block.index])
+        return Found(record, place, self._opened.tensors[source.name].blocks[block.index])
 
     def _use(self, numbers: Iterable[int]) -> None:
         self._used.update(numbers)
@@ -226,7 +226,7 @@ class Previous:
 
     def close(self) -> None:
         """Close its files; a second call does nothing."""
-        self._reader.close()
+        self._opened.close()
 
 
 def _worth_keeping(records: list[FileRecord], live: dict[int, int]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator
 from math import prod
@@ -10,21 +11,19 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from holdfast.errors import CorruptCheckpointError, DestinationExistsError, NotACheckpointError, UnsupportedError
+from holdfast.errors import CorruptCheckpointError, DestinationExistsError, UnsupportedError
 from holdfast.formats import sealed
 from holdfast.formats.base import Entry, OpenSettings, Problem, Reader, StepRecord, StoredLeaf
 from holdfast.formats.first_bytes import first_bytes
 from holdfast.formats.native import manifest as manifests
-from holdfast.formats.native.blocks import BlockReader, StoredBlock, StoredTensor
 from holdfast.formats.native.details import about
-from holdfast.formats.native.records import WIDE_DIGESTS, BlockRecord, FileRecord, LeafRecord, PlaceRecord
+from holdfast.formats.native.open_files import OpenFiles, missing, wrong_size
+from holdfast.formats.native.records import WIDE_DIGESTS
 from holdfast.formats.native.space import occupied_bytes
 from holdfast.formats.structure import check_structure
 from holdfast.io.directory import Directory, Readable, hold
 from holdfast.io.files import Bytes, store_error
-from holdfast.io.source_file import SourceFile
 from holdfast.state.aliases import Alias
-from holdfast.state.dtypes import BY_NAME
 from holdfast.state.source import Source
 from holdfast.state.tree import Flat, leaf_specs
 
@@ -33,108 +32,54 @@ _OUR_NAMES = (manifests.FILE_NAME, ".safetensors", ".safetensors.index.json")
 
 
 class NativeReader(Reader):
-    """An open native checkpoint.
-
-    Its directory is held, and all files are opened at once unless they are very many, so that a checkpoint which is
-    replaced meanwhile is read to the end as it was; a file that is gone before it was opened is an error.
-
-    Attributes
-    ----------
-    manifest : Manifest
-    statuses : list of os.stat_result
-        Of its files, as they were when they were opened.
-    """
+    """An open native checkpoint; what it opens is described in `OpenFiles`."""
 
     format = "native"
     verifiable = "xxh3-64 of every block"
 
     def __init__(self, path: Path, settings: OpenSettings) -> None:
         self.path = path
-        self.blocks = BlockReader(settings.pool, verify=settings.verify)
-        self._files: list[Readable] = []
-        self.statuses: list[os.stat_result] = []
-        hold(path, lambda directory: self._open(directory, settings))
-        self.entries = dict(self._entries())
-        self.metadata = self.manifest.metadata
-        if WIDE_DIGESTS in self.manifest.features:
-            self.verifiable = "xxh3-128 of every block"
-        if any(block.bases for tensor in self.tensors.values() for block in tensor.blocks):
-            self.buffers = 3
-        self.step = self.manifest.step
-        self.details = about(self.manifest, [*self.statuses, self._manifest_status])
-
-    def _open(self, directory: Directory, settings: OpenSettings) -> None:
-        self.directory = directory
+        self._opened = OpenFiles(path, settings)
+        manifest = self._manifest = self._opened.manifest
+        self._tensors = self._opened.tensors
         try:
-            self.manifest = manifests.read(directory)
-            for record in self.manifest.files:
-                self._files.append(self._open_file(record, page_cache=settings.page_cache))
-                self.statuses.append(self._status(record.name, self._files[-1]))
-            self._manifest_status = self._status(manifests.FILE_NAME)
-            self.tensors = {leaf.name: self._tensor(leaf) for leaf in self.manifest.leaves}
             self.flat = self._flat()
         except BaseException:
-            for file in self._files:
-                file.close()
-            self._files.clear()
-            self.statuses.clear()
+            self._opened.close()
             raise
-
-    def _open_file(self, record: FileRecord, *, page_cache: bool) -> Readable:
-        count = len(self.manifest.files)
-        try:
-            file = self.directory.open_one_of(count, record.name, follow_links=False, page_cache=page_cache)
-        except NotACheckpointError as error:
-            raise _missing(self.path / record.name) from error
-        if file.size != record.bytes:
-            file.close()
-            raise _wrong_size(file.path, file.size, record.bytes)
-        return file
-
-    def _status(self, name: str, file: Readable | None = None) -> os.stat_result:
-        """Return what the system says of a file: of the one that is open, whatever its name stands for by now."""
-        try:
-            return os.stat(file.held_path if isinstance(file, SourceFile) else f"{self.directory.held_path}/{name}")
-        except OSError as error:
-            raise store_error(error, self.path / name, "look at the file") from error
-
-    def _tensor(self, leaf: LeafRecord) -> StoredTensor:
-        blocks = tuple(self._block(block, place) for block, place in leaf.located())
-        file = blocks[0].file if blocks else self._files[leaf.file]
-        dtype = BY_NAME[leaf.dtype]
-        return StoredTensor(leaf.name, dtype, leaf.shape, leaf.nbytes, file, self.manifest.block_bytes, blocks)
-
-    def _block(self, block: BlockRecord, place: PlaceRecord) -> StoredBlock:
-        bases = tuple(
-            StoredBlock(self._files[base.file], base.codec, base.offset, base.length, base.raw, base.stored)
-            for base in place.bases
-        )
-        file = self._files[place.file]
-        return StoredBlock(file, block.codec, place.offset, block.length, block.raw, block.stored, bases)
+        self.entries = dict(self._entries())
+        # Manifests are remembered, and this is the caller's.
+        self.metadata = copy.deepcopy(manifest.metadata)
+        if WIDE_DIGESTS in manifest.features:
+            self.verifiable = "xxh3-128 of every block"
+        if any(block.bases for tensor in self._tensors.values() for block in tensor.blocks):
+            self.buffers = 3
+        self.step = manifest.step
+        self.details = about(manifest, [*self._opened.statuses, self._opened.manifest_status])
 
     def _flat(self) -> Flat[Source]:
-        manifest = self.manifest
+        manifest = self._manifest
         aliases = {
             name: Alias(record.of, record.offset, record.shape, record.strides)
             for name, record in manifest.aliases.items()
         }
         parts = manifest.parts()
         try:
-            check_structure(manifest.skeleton, self.tensors, aliases, parts)
+            check_structure(manifest.skeleton, self._tensors, aliases, parts)
         except ValueError as error:
             raise CorruptCheckpointError(str(error), path=self.path / manifests.FILE_NAME) from error
         return Flat(
             skeleton=manifest.skeleton,
-            leaves={t.name: StoredLeaf(self, t.name, t.dtype, t.shape, t.nbytes) for t in self.tensors.values()},
+            leaves={t.name: StoredLeaf(self, t.name, t.dtype, t.shape, t.nbytes) for t in self._tensors.values()},
             aliases=aliases,
             parts=parts,
         )
 
     def _entries(self) -> Iterator[tuple[str, Entry]]:
-        for name in leaf_specs(self.manifest.skeleton):
+        for name in leaf_specs(self._manifest.skeleton):
             part, _ = self.flat.parts[name]
-            alias = self.manifest.aliases.get(name)
-            tensor = self.tensors[alias.of if alias else name]
+            alias = self._manifest.aliases.get(name)
+            tensor = self._tensors[alias.of if alias else name]
             file = tensor.file.path.name
             if alias is None:
                 entry = Entry(
@@ -146,21 +91,19 @@ class NativeReader(Reader):
             yield name, entry
 
     def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
-        self.blocks.read(self.tensors[name], start, stop, out)
+        self._opened.blocks.read(self._tensors[name], start, stop, out)
 
     def block_bytes(self, name: str) -> int:
-        return self.manifest.block_bytes
+        return self._manifest.block_bytes
 
     def audit(self) -> Iterator[Problem]:
-        for record, file in zip(self.manifest.files, self._files, strict=True):
+        for record, file in zip(self._manifest.files, self._opened.files, strict=True):
             if _head_digest(file, record.head_bytes) != record.head:
                 whole = record.head_bytes == record.bytes
                 yield Problem(f"the checksum of its {'content' if whole else 'header'} is wrong", file=record.name)
 
     def close(self) -> None:
-        for file in self._files:
-            file.close()
-        self.directory.close()
+        self._opened.close()
 
 
 def _head_digest(file: Readable, count: int) -> str:
@@ -247,21 +190,12 @@ def _look_at(directory: Directory) -> tuple[StepRecord | None, int, int]:
         try:
             status = os.stat(f"{directory.held_path}/{name}", follow_symlinks=False)
         except FileNotFoundError as error:
-            raise _missing(path) from error
+            raise missing(path) from error
         except OSError as error:
             raise store_error(error, path, "look at the file") from error
         if size not in (None, status.st_size):
-            raise _wrong_size(path, status.st_size, size or 0)
+            raise wrong_size(path, status.st_size, size or 0)
         nbytes += status.st_size
         own += occupied_bytes(status) if status.st_nlink == 1 else 0
     directory.close()
     return manifest.step, nbytes, own
-
-
-def _missing(path: Path) -> CorruptCheckpointError:
-    return CorruptCheckpointError("the manifest lists this file, but it is missing", path=path)
-
-
-def _wrong_size(path: Path, size: int, expected: int) -> CorruptCheckpointError:
-    problem = "was cut short" if size < expected else "has grown"
-    return CorruptCheckpointError(f"the file {problem}: it holds {size:,} bytes, {expected:,} were written", path=path)
