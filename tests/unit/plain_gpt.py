@@ -19,6 +19,9 @@ def logits(config: ModelConfig, weights: Weights, tokens: Tensor) -> Tensor:
 
 def _of_one_sequence(config: ModelConfig, weights: Weights, tokens: list[int]) -> Tensor:
     stream = [weights["tokens.weight"][token] for token in tokens]
+    if config.token_shift:
+        before = [torch.zeros(config.d_model), *stream[:-1]]
+        stream = [x + weights["shift.share"] * y for x, y in zip(stream, before, strict=True)]
     if config.positions == "learned":
         stream = [x + weights["positions.weight"][position] for position, x in enumerate(stream)]
     for number in range(config.n_layers):

@@ -201,6 +201,13 @@ def test_what_transformers_has_no_architecture_for_is_refused_with_what_it_would
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("parts", [{}, LLAMA], ids=["gpt2", "llama"])
+def test_a_token_shift_is_not_left_out(tmp_path: Path, parts: dict[str, Any]) -> None:
+    model = build(**parts, token_shift=True)
+    with pytest.raises(UnsupportedError, match=r"needs token_shift=False \(it is True\)"):
+        export(model, model.config, tmp_path / "out")
+
+
 def test_tensors_of_another_model_are_refused(tmp_path: Path) -> None:
     model = build(**GPT2)
     state = model.state_dict()

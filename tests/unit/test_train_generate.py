@@ -17,7 +17,11 @@ from holdfast.train.generate import Sampling, generate
 from holdfast.train.model.config import ModelConfig
 from holdfast.train.model.gpt import GPT
 
-LAYOUTS = [{"positions": "learned"}, {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu"}]
+LAYOUTS = [
+    pytest.param({"positions": "learned"}, id="learned"),
+    pytest.param({"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu"}, id="rotary"),
+    pytest.param({"positions": "rotary", "token_shift": True}, id="shifted"),
+]
 
 
 def build(**parts: Any) -> GPT:
@@ -40,7 +44,7 @@ def constant(model: GPT, logits: list[float]) -> GPT:
     return model
 
 
-@pytest.mark.parametrize("parts", LAYOUTS, ids=["learned", "rotary"])
+@pytest.mark.parametrize("parts", LAYOUTS)
 @pytest.mark.parametrize("prompt", [[3], [[1, 2, 3], [4, 5, 6]], list(range(11))], ids=["one", "two", "long"])
 def test_with_and_without_cache_the_same_comes_out(parts: dict[str, Any], prompt: list[Any]) -> None:
     model = build(**parts)

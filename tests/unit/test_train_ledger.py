@@ -28,6 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "plain": {},
     "dropout": {"dropout": 0.1},
     "rotary": {"positions": "rotary"},
+    "token shift": {"token_shift": True},
     "swiglu": {"activation": "swiglu"},
     "relu2": {"activation": "relu2"},
     "llama": {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "tied": False},

@@ -25,13 +25,18 @@ import plain_gpt
 
 CHOICES = {
     "positions": ("learned", "rotary"),
+    "token_shift": (False, True),
     "norm": ("layernorm", "rmsnorm"),
     "activation": ("gelu", "gelu_tanh", "relu2", "swiglu", "geglu"),
     "bias": (False, True),
     "tied": (False, True),
 }
 COMBINATIONS = [dict(zip(CHOICES, values, strict=True)) for values in itertools.product(*CHOICES.values())]
-LAYOUTS = [{"positions": "learned"}, {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu"}]
+LAYOUTS = [
+    pytest.param({"positions": "learned"}, id="learned"),
+    pytest.param({"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu"}, id="rotary"),
+    pytest.param({"positions": "rotary", "token_shift": True}, id="shifted"),
+]
 
 
 def build(*, seed: int = 0, **parts: Any) -> GPT:
@@ -67,7 +72,7 @@ def test_logits_and_gradients_are_those_of_the_plain_model(parts: dict[str, Any]
         )
 
 
-@pytest.mark.parametrize("parts", LAYOUTS, ids=["learned", "rotary"])
+@pytest.mark.parametrize("parts", LAYOUTS)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_a_later_token_changes_no_earlier_logits(parts: dict[str, Any], data: st.DataObject) -> None:
@@ -131,9 +136,11 @@ def test_a_tied_head_is_the_embedding() -> None:
 
 
 def test_the_names_that_checkpoints_hold() -> None:
-    model = GPT(ModelConfig(vocab_size=5, context_length=4, n_layers=1, n_heads=1, d_model=4, activation="geglu"))
+    parts: dict[str, Any] = {"activation": "geglu", "token_shift": True}
+    model = GPT(ModelConfig(vocab_size=5, context_length=4, n_layers=1, n_heads=1, d_model=4, **parts))
     assert list(model.state_dict()) == [
         "tokens.weight",
+        "shift.share",
         "positions.weight",
         "blocks.0.norm1.weight",
         "blocks.0.attention.qkv.weight",
@@ -156,7 +163,8 @@ def test_the_names_that_checkpoints_hold() -> None:
 
 
 def test_initial_weights_are_gpt2s() -> None:
-    config = ModelConfig(vocab_size=500, context_length=64, n_layers=8, n_heads=2, d_model=64, bias=True, tied=False)
+    sizes = {"vocab_size": 500, "context_length": 64, "n_layers": 8, "n_heads": 2, "d_model": 64}
+    config = ModelConfig(**sizes, token_shift=True, bias=True, tied=False)
     model = GPT(config, generator=torch.Generator().manual_seed(0))
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
@@ -181,7 +189,7 @@ def test_a_generator_makes_the_initial_weights_and_nothing_else_does() -> None:
     assert torch.equal(GPT(config).tokens.weight, first.tokens.weight)
 
 
-@pytest.mark.parametrize("parts", LAYOUTS, ids=["learned", "rotary"])
+@pytest.mark.parametrize("parts", LAYOUTS)
 def test_a_model_on_meta_gets_its_values_later(parts: dict[str, Any]) -> None:
     config = ModelConfig(vocab_size=11, context_length=8, n_layers=2, n_heads=2, d_model=8, **parts)
     late = GPT(config, device="meta")
@@ -254,7 +262,7 @@ def test_a_kernel_and_a_block_can_be_replaced_from_outside() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("parts", LAYOUTS, ids=["learned", "rotary"])
+@pytest.mark.parametrize("parts", LAYOUTS)
 def test_token_by_token_gives_what_all_at_once_gives(parts: dict[str, Any], batch: int) -> None:
     model = build(**parts)
     tokens = some_tokens(batch, 8)
@@ -268,7 +276,7 @@ def test_token_by_token_gives_what_all_at_once_gives(parts: dict[str, Any], batc
             assert cache.length == position + 1
 
 
-@pytest.mark.parametrize("parts", LAYOUTS, ids=["learned", "rotary"])
+@pytest.mark.parametrize("parts", LAYOUTS)
 @settings(max_examples=25, deadline=None)
 @given(pieces=st.lists(st.integers(1, 4), min_size=1, max_size=4).filter(lambda pieces: sum(pieces) <= 8))
 def test_pieces_of_any_length_give_what_all_at_once_gives(parts: dict[str, Any], pieces: list[int]) -> None:
@@ -292,7 +300,7 @@ def test_a_cache_is_of_the_weights_dtype() -> None:
     torch.testing.assert_close(cached.float(), model(tokens).float(), rtol=0.05, atol=0.2)
 
 
-@pytest.mark.parametrize("parts", LAYOUTS, ids=["learned", "rotary"])
+@pytest.mark.parametrize("parts", LAYOUTS)
 def test_autocast_works(parts: dict[str, Any]) -> None:
     model, given_to_kernel = build(**parts), set()
     tokens = some_tokens(2, 6)

@@ -73,15 +73,11 @@ def test_the_hidden_width_follows_from_d_model_unless_it_is_given(d_model: int, 
 
 @pytest.mark.parametrize(
     "parts",
-    list(
-        itertools.product(
-            ("learned", "rotary"), ("layernorm", "rmsnorm"), ("gelu", "swiglu"), (False, True), (False, True)
-        )
-    ),
+    list(itertools.product(("learned", "rotary"), ("layernorm", "rmsnorm"), ("gelu", "swiglu"), *[(False, True)] * 3)),
     ids=lambda parts: "-".join(map(str, parts)),
 )
 def test_parameters_are_counted_as_they_are(parts: Any) -> None:
-    fields = ("positions", "norm", "activation", "bias", "tied")
+    fields = ("positions", "norm", "activation", "bias", "tied", "token_shift")
     model = GPT(ModelConfig(**SIZES, **dict(zip(fields, parts, strict=True))), device="meta")
     counted = {name: parameter.numel() for name, parameter in model.named_parameters()}
     assert model.config.parameter_count() == sum(counted.values())

@@ -63,6 +63,8 @@ class Activations:
         """Return what is kept from the forward pass to the backward pass, but for the logits."""
         model, tokens = self.shape.model, self.shape.tokens
         ends = _INDEX * tokens + self._norm() + self.shape.width * tokens * model.d_model + self._dropout(_FLOAT)
+        # What is shifted is a copy.
+        ends += _FLOAT * tokens * model.d_model if model.token_shift else 0
         every = self._checkpointed_every()
         if every is None:
             return ends + model.n_layers * self.block()

@@ -178,7 +178,7 @@ def _compute_all_at_once(run: Run) -> None:
     stages = run.techniques.techniques[0].stages  # type: ignore[attr-defined]
 
     def loss(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return token_loss(stages.leave(stages.compute(stages.enter(inputs, 0), 0)), targets)
+        return token_loss(stages.leave(stages.compute(stages.model.embed(inputs), 0)), targets)
 
     run.model.loss = loss  # type: ignore[method-assign]
 

@@ -52,7 +52,11 @@ class Cache:
     Attributes
     ----------
     layers : list of LayerCache
+    embedded : Tensor or None
+        The embedding of the last token of each sequence, [batch, 1, d_model], where the model has a token shift.
     """
+
+    embedded: Tensor | None = None
 
     def __init__(self, config: ModelConfig, batch_size: int, *, device: torch.device, dtype: torch.dtype) -> None:
         shape = (2, config.n_layers, batch_size, config.n_heads, config.context_length, config.head_size)
@@ -66,5 +70,6 @@ class Cache:
 
     def clear(self) -> None:
         """Forget all tokens."""
+        self.embedded = None
         for layer in self.layers:
             layer.length = 0

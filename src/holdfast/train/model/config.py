@@ -22,7 +22,7 @@ _CHOICES = {
     "activation": ("gelu", "gelu_tanh", "relu2", "swiglu", "geglu"),
 }
 _SIZES = ("vocab_size", "context_length", "n_layers", "n_heads", "d_model")
-_FLAGS = ("bias", "tied")
+_FLAGS = ("token_shift", "bias", "tied")
 _NUMBERS = ("rope_base", "norm_eps", "init_std")
 
 
@@ -46,6 +46,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         size.
     rope_base : float
         Of rotary positions: the wavelengths reach from 2 pi almost to 2 pi times it, in tokens.
+    token_shift : bool
+        Whether a learned share of the embedding of the token before is added to each; see `TokenShift`.
     norm : str
         ``"layernorm"`` or ``"rmsnorm"`` (Zhang and Sennrich, arXiv 1910.07467).
     norm_eps : float
@@ -77,6 +79,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     d_ff: int | None = None
     positions: Positions = "learned"
     rope_base: float = 10000.0
+    token_shift: bool = False
     norm: Norm = "layernorm"
     norm_eps: float = 1e-5
     activation: Activation = "gelu"
@@ -144,7 +147,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         head = 0 if self.tied else self.vocab_size * d
         positions = self.context_length * d if self.positions == "learned" else 0
         tables = self.vocab_size * d + positions if embeddings else 0
-        return self.n_layers * self._block_products() + norms + biases + head + tables
+        shift = d if self.token_shift else 0
+        return self.n_layers * self._block_products() + norms + biases + shift + head + tables
 
     def _block_products(self) -> int:
         """Return the weights of one block that enter matrix products."""

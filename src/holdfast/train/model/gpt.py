@@ -15,6 +15,7 @@ from holdfast.train.model.cache import Cache
 from holdfast.train.model.config import ModelConfig
 from holdfast.train.model.norms import build_norm
 from holdfast.train.model.positions import LearnedPositions, RotaryPositions
+from holdfast.train.model.shift import TokenShift
 
 IGNORED = -1
 """The target that the loss leaves out."""
@@ -28,6 +29,7 @@ class GPT(nn.Module):
     Checkpoints hold its tensors under these names; N counts the blocks from 0::
 
         tokens.weight                    [vocab_size, d_model]
+        shift.share                      [d_model]                  token shift only
         positions.weight                 [context_length, d_model]  learned positions only
         blocks.N.norm1.weight            [d_model]
         blocks.N.attention.qkv.weight    [3 d_model, d_model]
@@ -58,6 +60,7 @@ class GPT(nn.Module):
     ----------
     config : ModelConfig
     tokens, positions, blocks, norm, head : nn.Module
+    shift : TokenShift or None
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class GPT(nn.Module):
         # On meta nothing is drawn that `initialise` would overwrite.
         with torch.device("meta"):
             self.tokens = nn.Embedding(config.vocab_size, config.d_model)
+            self.shift = TokenShift(config) if config.token_shift else None
             self.positions: LearnedPositions | RotaryPositions = (
                 LearnedPositions(config) if config.positions == "learned" else RotaryPositions(config)
             )
@@ -94,7 +98,8 @@ class GPT(nn.Module):
         """Draw new weights as GPT-2 does.
 
         Matrices are normal with ``init_std``; those that write to the residual stream have ``init_std`` divided by
-        sqrt(2 n_layers), so that its variance does not grow with depth. Biases are 0, the weights of norms 1.
+        sqrt(2 n_layers), so that its variance does not grow with depth. Biases and the shares of a token shift are 0,
+        the weights of norms 1.
         """
         self._tie()
         place = generator.device if generator is not None else "cpu"
@@ -141,17 +146,23 @@ class GPT(nn.Module):
         start = 0 if cache is None else cache.length
         stop = start + tokens.shape[-1]
         self._check(tokens, stop)
-        x = self.tokens(tokens)
-        rotation = None
-        if isinstance(self.positions, RotaryPositions):
-            rotation = self.positions(start, stop)
-        else:
-            x = x + self.positions(start, stop)
-        x = self.dropout(x)
+        x = self.embed(tokens, cache)
+        rotation = self.positions(start, stop) if isinstance(self.positions, RotaryPositions) else None
         for index, block in enumerate(self.blocks):
             x = block(x, rotation, None if cache is None else cache.layers[index])
         features: Tensor = self.norm(x)
         return features
+
+    def embed(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+        """Return what the first block is given, of shape [batch, positions, d_model]; see `forward`."""
+        start = 0 if cache is None else cache.length
+        x: Tensor = self.tokens(tokens)
+        if self.shift is not None:
+            x = self.shift(x, cache)
+        if isinstance(self.positions, LearnedPositions):
+            x = x + self.positions(start, start + tokens.shape[-1])
+        embedded: Tensor = self.dropout(x)
+        return embedded
 
     def last_logits(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         """Return the logits of the token after the last one, of shape [batch, vocab_size]; see `forward`."""

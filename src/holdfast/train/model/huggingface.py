@@ -153,14 +153,25 @@ _ARCHITECTURES = (
     Architecture(
         "GPT2LMHeadModel",
         "a GPT-2",
-        {"positions": ("learned",), "norm": ("layernorm",), "activation": ("gelu", "gelu_tanh")},
+        {
+            "positions": ("learned",),
+            "token_shift": (False,),
+            "norm": ("layernorm",),
+            "activation": ("gelu", "gelu_tanh"),
+        },
         _gpt2_settings,
         _gpt2_tensors,
     ),
     Architecture(
         "LlamaForCausalLM",
         "a LLaMA",
-        {"positions": ("rotary",), "norm": ("rmsnorm",), "activation": ("swiglu",), "bias": (False,)},
+        {
+            "positions": ("rotary",),
+            "token_shift": (False,),
+            "norm": ("rmsnorm",),
+            "activation": ("swiglu",),
+            "bias": (False,),
+        },
         _llama_settings,
         _llama_tensors,
     ),

@@ -81,14 +81,6 @@ class Stages:
         like = {key: torch.empty(shape, dtype=getattr(torch, dtype)) for key, (shape, dtype) in told.items()}
         return {key: self.from_owner(name, mine.get(key, each).cpu()) for key, each in like.items()}
 
-    def enter(self, tokens: Tensor, start: int) -> Tensor:
-        """Return what the first block is given."""
-        x = self.model.tokens(tokens)
-        if not isinstance(self.model.positions, RotaryPositions):
-            x = x + self.model.positions(start, start + tokens.shape[-1])
-        entered: Tensor = self.model.dropout(x)
-        return entered
-
     def compute(self, x: Tensor, start: int, cache: Cache | None = None) -> Tensor:
         """Return what comes out of this process's blocks."""
         positions, rotation = self.model.positions, None
@@ -115,7 +107,7 @@ class Stages:
         """Pass through one stage after the other; return what comes out of the last one in every process."""
         start = 0 if cache is None else cache.length
         shape = (*tokens.shape, self.model.config.d_model)
-        x = self.enter(tokens, start) if self.first else self.model.tokens.weight.new_empty(shape)
+        x = self.model.embed(tokens, cache) if self.first else self.model.tokens.weight.new_empty(shape)
         for rank in range(self.world.size):
             if rank == self.world.rank:
                 x = self.compute(x, start, cache)
@@ -148,7 +140,7 @@ class Stage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return what the next stage is given, or the logits."""
         stages = self._stages
-        x = stages.compute(stages.enter(x, 0) if stages.first else x, 0)
+        x = stages.compute(stages.model.embed(x) if stages.first else x, 0)
         return stages.leave(x) if stages.last else x
 
 

@@ -81,8 +81,9 @@ class TensorParallel(Parallel):
             block.attention.n_heads //= size  # type: ignore[union-attr, operator]
             for norm in (block.norm1, block.norm2):
                 _replicate(norm, mesh)  # type: ignore[arg-type]
-        for module in (model.tokens, model.positions, model.norm, model.head):
-            _replicate(module, mesh)
+        for module in (model.tokens, model.shift, model.positions, model.norm, model.head):
+            if module is not None:
+                _replicate(module, mesh)
         if model.config.tied:
             model.head.weight = model.tokens.weight
         _shrink_cache(model, size)

@@ -1,0 +1,70 @@
+"""Manifests that are read more than once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.errors import CorruptCheckpointError
+from holdfast.formats import sealed
+from holdfast.formats.native import manifest as manifests
+from holdfast.io.directory import Directory
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "saved"
+    holdfast.save({"w": torch.ones(3)}, path, metadata={"tags": ["first"]})
+    return path
+
+
+def read(path: Path) -> Any:
+    with Directory(path) as directory:
+        return manifests.read(directory)
+
+
+def change(path: Path, **fields: Any) -> None:
+    with Directory(path) as directory:
+        body = sealed.read(directory, manifests.FILE_NAME)
+    (path / manifests.FILE_NAME).write_bytes(sealed.seal({**body, **fields}))
+
+
+def test_a_manifest_of_the_same_bytes_is_checked_once(saved: Path) -> None:
+    first = read(saved)
+    with mock.patch.object(manifests, "check", side_effect=AssertionError):
+        assert read(saved) == first
+
+
+def test_a_manifest_that_was_changed_is_read_as_it_is_now(saved: Path) -> None:
+    read(saved)
+    change(saved, metadata={"tags": ["second"]})
+    assert read(saved).metadata == {"tags": ["second"]}
+
+
+def test_a_manifest_that_breaks_a_rule_is_refused_each_time_and_where_it_lies(saved: Path, tmp_path: Path) -> None:
+    change(saved, block_bytes=7)
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / manifests.FILE_NAME).write_bytes((saved / manifests.FILE_NAME).read_bytes())
+    for path in (saved, saved, tmp_path / "copy"):
+        with pytest.raises(CorruptCheckpointError, match="block_bytes is 7") as caught:
+            read(path)
+        assert caught.value.path == str(path / manifests.FILE_NAME)
+
+
+def test_what_a_caller_does_to_metadata_is_not_seen_by_the_next_one(saved: Path) -> None:
+    with holdfast.open(saved) as checkpoint:
+        checkpoint.metadata["tags"].append("mine")
+    with holdfast.open(saved) as checkpoint:
+        assert checkpoint.metadata == {"tags": ["first"]}
+
+
+def test_a_large_manifest_is_not_kept(saved: Path) -> None:
+    with mock.patch.object(manifests, "_SMALL", 10), mock.patch.object(manifests, "check") as check:
+        read(saved)
+        read(saved)
+    assert check.call_count == 2
