@@ -35,7 +35,7 @@ SECTIONS = {
 
 _HEAD = """# What was measured
 
-One machine, a 2-core virtual one whose host is shared; what it is exactly stands in each result file. `make bench`,
+One machine, a 2-core virtual one whose host is shared; what it is exactly stands in each result file.
 `holdfast bench checkpoint` and [`benchmarks/measure.sh`](../benchmarks/measure.sh) measure the same on yours. This page
 is made from the files in [`benchmarks/results/`](../benchmarks/results) by `python benchmarks/page.py`.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import sys
@@ -115,11 +114,10 @@ def main() -> int:
         shutil.rmtree(folder)
     lines = list(_lines(*results))
     _print(spec, nbytes, results[0], lines)
-    out = options.out or _default_out()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    document = _document(options, spec, nbytes, results, lines)
-    out.write_text(json.dumps(document, indent=1) + "\n")
-    print(f"\nraw samples and environment: {out}")
+    if options.out:
+        document = _document(options, spec, nbytes, results, lines)
+        options.out.write_text(json.dumps(document, indent=1) + "\n")
+        print(f"\nraw samples and environment: {options.out}")
     return 0 if all(line.reached for line in lines) else 1
 
 
@@ -136,11 +134,6 @@ def _options() -> argparse.Namespace:
     if options.rounds < 1:
         parser.error("--rounds takes 1 or more")
     return options
-
-
-def _default_out() -> Path:
-    cores = len(os.sched_getaffinity(0))
-    return Path(__file__).parent / "results" / f"ratios-{cores}-cores.json"
 
 
 def _measure(spec: str, rounds: int, folder: Path) -> Results:

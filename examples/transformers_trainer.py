@@ -33,9 +33,11 @@ class HoldfastTrainer(Trainer):
 
     def train_on(self) -> Any:
         """Train from the last whole step, or from the beginning where there is none."""
-        step = self.manager.latest()
+        # The last one whose every byte is right: two things are read of it, and both must be of the same step.
+        step = next((each for each in reversed(self.manager.steps()) if holdfast.verify(each.path).ok), None)
         if step is None:
             return self.train()
+        self._step = step
         # Where training stood is asked for as a file, before there is an optimizer to restore the rest into.
         folder = Path(self.args.output_dir) / "resumed-from"
         folder.mkdir(parents=True, exist_ok=True)
@@ -64,7 +66,7 @@ class HoldfastTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             kept = {"rng": _Kept(), "trainer": ""}
-            self._restored = self.manager.restore(into={**self._stateful(), **kept})
+            self._restored = self.manager.restore(self._step, into={**self._stateful(), **kept})
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:

@@ -206,3 +206,12 @@ class MissingExtraError(UnsupportedError):
     """An optional dependency is not installed; the remedy is the ``pip install`` line."""
 
     kind = "missing-extra"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Say whether an exception is what Python or torch raises where memory is not to be had."""
+    # torch's is a RuntimeError, on the CPU without a name of its own.
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError)
+        and (type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error))
+    )

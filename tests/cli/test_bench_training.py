@@ -118,3 +118,16 @@ def test_slips_are_told_before_anything_runs(
     assert main(["bench", *words, "--out", str(tmp_path / "out")]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_data_that_is_not_there_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "training", "--data", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")]
+    assert main(words) != 0
+    assert "nowhere" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_folder_that_was_there_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").mkdir()
+    assert main(["bench", "training", "--data", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")]) != 0
+    assert (tmp_path / "out").is_dir()

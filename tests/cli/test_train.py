@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import holdfast
 from holdfast.cli.main import main
@@ -149,6 +150,25 @@ def test_bad_input_is_one_clear_line(
     assert len(errors.splitlines()) <= 2
     # A context that is longer than the data is known once the data is prepared, in the run's folder.
     assert (tmp_path / "run").exists() == ("a context of" in message)
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), MemoryError()],
+    ids=["cuda", "cpu"],
+)
+def test_memory_that_a_step_does_not_get_is_no_bug(
+    tmp_path: Path, text: Path, raised: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def loss(*_: object) -> None:
+        raise raised
+
+    monkeypatch.setattr("holdfast.train.model.gpt.token_loss", loss)
+    assert main(["train", RECIPE, "--data", str(text), "--out", str(tmp_path / "run"), *TINY]) == 3
+    said = capsys.readouterr().err
+    assert "the memory does not hold what the run computes" in said
+    assert "--loop.batch_size" in said
+    assert f"holdfast tune training --run {tmp_path / 'run'} --memory SIZE" in said
 
 
 def test_a_run_is_not_started_twice(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -207,7 +207,7 @@ def test_other_json_is_refused(checkpoint: Path, body: object) -> None:
 @pytest.mark.parametrize("later", [{"version": 2}, {"features": ["delta"]}])
 def test_a_later_format_is_not_guessed_at(checkpoint: Path, later: Body) -> None:
     seal(body_of(checkpoint) | later, checkpoint)
-    with pytest.raises(holdfast.UnsupportedError, match="upgrade"):
+    with pytest.raises(holdfast.UnsupportedError, match="install a later Holdfast"):
         holdfast.load(checkpoint)
 
 

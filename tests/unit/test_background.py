@@ -207,3 +207,13 @@ def test_progress_is_told(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     holdfast.save_async(state_of(4), tmp_path / "c", progress=lambda done, total: seen.append((done, total))).wait()
     assert seen[-1][0] == seen[-1][1] == 4 * 1024**2
+
+
+def test_metadata_is_what_it_was_at_the_call(tmp_path: Path) -> None:
+    about = {"step": 1, "tags": ["first"]}
+    pending = holdfast.save_async({"w": torch.ones(3)}, tmp_path / "x", metadata=about)
+    about["step"] = 2
+    about["tags"].append("second")  # type: ignore[attr-defined]
+    pending.wait()
+    with holdfast.open(tmp_path / "x") as checkpoint:
+        assert checkpoint.metadata == {"step": 1, "tags": ["first"]}

@@ -444,3 +444,28 @@ def test_nothing_is_said_without_a_reason(tmp_path: Path) -> None:
             assert latest is not None
             assert latest.number == 1
             assert same(manager.restore(), state(1))
+
+
+def test_a_step_that_was_passed_over_is_saved_again(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        for number in (1, 2, 3):
+            manager.save(number, {"w": torch.full((1000,), float(number))}).wait()
+    flip(next((tmp_path / "step-000003").glob("*.safetensors")), -1)
+    cut = next((tmp_path / "step-000002").glob("*.safetensors"))
+    cut.write_bytes(cut.read_bytes()[:-1])
+    with CheckpointManager(tmp_path) as manager:
+        with pytest.warns(UserWarning, match="is passed over"):
+            assert manager.restore()["w"][0] == 1
+        for number in (3, 2):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # step 3 is later than step 2
+                manager.save(number, {"w": torch.full((1000,), 10.0 + number)}).wait()
+            assert manager.restore(number)["w"][0] == 10 + number
+        with pytest.raises(holdfast.DestinationExistsError):
+            manager.save(3, {"w": torch.zeros(1)})
+
+
+def flip(file: Path, place: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)

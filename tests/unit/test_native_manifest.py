@@ -68,3 +68,17 @@ def test_a_large_manifest_is_not_kept(saved: Path) -> None:
         read(saved)
         read(saved)
     assert check.call_count == 2
+
+
+@pytest.mark.parametrize("depth", [100, 300, 450, 600, 900])
+def test_metadata_of_any_depth_that_is_saved_is_loaded(tmp_path: Path, depth: int) -> None:
+    nested: Any = "end"
+    for _ in range(depth):
+        nested = [nested]
+    try:
+        holdfast.save({"w": torch.ones(3)}, tmp_path / "deep", metadata={"x": nested})
+    except holdfast.UsageError:
+        assert not (tmp_path / "deep").exists()
+        return
+    with holdfast.open(tmp_path / "deep") as checkpoint:
+        assert checkpoint.metadata == {"x": nested}

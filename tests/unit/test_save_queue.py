@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from linecache import getline
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ import torch
 
 import holdfast
 from holdfast import CheckpointManager, KeepBest
+from holdfast.checkpoint import pending, queue
 from holdfast.checkpoint.queue import SaveQueue
+from holdfast.checkpoint.save_memory import SaveMemory
 from holdfast.state.leaf import Leaf
 from holdfast.testing.equality import same
 
@@ -386,3 +390,74 @@ def test_where_all_are_kept_the_steps_are_not_looked_at(tmp_path: Path, monkeypa
     monkeypatch.setattr("holdfast.checkpoint.step_folder.survey", lambda root: pytest.fail("looked"))
     manager.save(2, {"w": zeros(1)}).wait()
     manager.close()
+
+
+def interrupted_at(count: int, call: Callable[[], object]) -> bool:
+    """Call; raise KeyboardInterrupt before a line with which a save begins; say whether there was one."""
+    files = {pending.__file__, queue.__file__}
+    left = count
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename not in files:
+            return None
+        # A lock is left in its own line, where no Ctrl-C comes before it is.
+        if event == "line" and not getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
+            left -= 1
+            if left == -1:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return left < 0
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_ctrl_c_before_any_line_of_a_save_hangs_nothing(
+    tmp_path: Path, gate: threading.Event, queued: bool, record_property: Any
+) -> None:
+    state, other = many(9, 2), many(9, 2, 3)
+    gate.set()
+    for count in itertools.count():
+        with CheckpointManager(
+            tmp_path / str(count), when_busy="replace" if queued else "wait", keep_last=1
+        ) as manager:
+            if queued:
+                gate.clear()
+                manager.save(1, state)
+                manager.save(2, state)
+            came = interrupted_at(count, lambda manager=manager: manager.save(3, state))  # type: ignore[misc]
+            gate.set()
+            manager.save(4, other).wait()
+            manager.save(5, other).wait()
+            assert same(manager.restore(5), other)
+        if not came:
+            break
+    assert count > 20
+    record_property("cases", count)
+
+
+def test_a_state_larger_than_half_of_the_memory_keeps_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = SaveMemory()
+    pools = []
+
+    def available() -> int:
+        return 600 * MIB - sum(pool.allocated_bytes for pool in pools)
+
+    monkeypatch.setattr("holdfast.checkpoint.save_memory.available_bytes", available)
+    for _ in range(4):
+        memory.working(1, delta=False)
+        pool = memory.staging(500 * MIB, from_cuda=False)
+        pools[:] = [pool]
+        loans = [pool.acquire(96 * MIB) for _ in range(3)]
+        for loan in loans:
+            loan.release()
+        assert pool.budget == 300 * MIB
+    memory.close()

@@ -87,3 +87,21 @@ def test_a_run_that_stops_at_once_names_the_last_checkpoint(tmp_path: Path, data
     with pytest.raises(DivergedError, match="step 8: ") as raised:
         run(config, tmp_path / "run", data, arrange=partial(poison, steps=[8]))
     assert (raised.value.remedy or "").startswith("go on from step 6 by --resume --loop.on_divergence skip")
+
+
+@pytest.mark.parametrize(
+    ("changes", "batches"),
+    [
+        ({"loop.accumulate": 3}, "12 to 14"),
+        ({"techniques.gradient-accumulation.batches": 3}, "4 to 4"),
+        ({"techniques.loss-curriculum.candidates": 2}, "8 to 9"),
+    ],
+    ids=["accumulated", "in parts", "chosen"],
+)
+def test_the_batches_that_a_step_came_from_are_named(
+    tmp_path: Path, data: Path, changes: dict[str, object], batches: str
+) -> None:
+    config = CONFIG.changed({"loop.steps": 60, **changes})
+    with pytest.raises(DivergedError, match=f"on batches {batches} of the data") as raised:
+        run(config, tmp_path / "run", data, arrange=partial(poison, steps=range(5, 6)))
+    assert "--resume --loop.on_divergence skip" in (raised.value.remedy or "")

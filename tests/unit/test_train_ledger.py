@@ -203,3 +203,16 @@ def test_what_is_not_predicted_is_told() -> None:
 def test_a_technique_that_changes_the_model_is_counted() -> None:
     gated = CONFIG.changed({"techniques.activation-function.activation": "swiglu"})
     assert predict(gated, device="cpu").activations > predict(CONFIG, device="cpu").activations
+
+
+@pytest.mark.parametrize("changes", [{}, {"model.activation": "swiglu", "model.d_ff": 200}])
+def test_what_an_update_by_muon_takes_is_predicted_within_a_tenth(changes: dict[str, Any]) -> None:
+    config = CONFIG.changed({"optim.name": "muon", "optim.implementation": "fused", **changes})
+    model = GPT(config.model)
+    optimizers = build_optimizers(model, config.optim)
+    tokens = torch.randint(config.model.vocab_size, (2, 2, config.model.context_length))
+    model.loss(tokens[0], tokens[1]).backward()
+    optimizers["muon"].step()
+    with Held(model) as held:
+        optimizers["muon"].step()
+    assert predict(config, device="cpu").update == pytest.approx(held.most, rel=0.1)

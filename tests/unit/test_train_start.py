@@ -152,6 +152,17 @@ def test_data_that_is_prepared_for_a_run_keeps_what_was_asked_for(tmp_path: Path
     assert run(config, folder.path, again, resume=True).progress.step == 4
 
 
+def test_of_a_vocabulary_the_most_to_have_may_be_asked_for(tmp_path: Path, text: Path) -> None:
+    prepared = Dataset.open(prepare(text, tmp_path / "bpe", tokenizer="bpe", vocab_size=5000).path)
+    config = CONFIG.changed({"data.source": str(prepared.path), "data.tokenizer": "bpe"})
+    folder, given = RunFolder(tmp_path / "run"), ["data.vocab_size"]
+    for size in (prepared.vocab_size, 5000):
+        found = open_data(config.changed({"data.vocab_size": size}), folder, given=given)
+        assert found.vocab_size == prepared.vocab_size
+    with pytest.raises(holdfast.UsageError, match=rf"is {prepared.vocab_size - 1}, and .* with {prepared.vocab_size}"):
+        open_data(config.changed({"data.vocab_size": prepared.vocab_size - 1}), folder, given=given)
+
+
 def move(data: Path, folder: Path) -> Path:
     shutil.move(data, folder)
     return folder

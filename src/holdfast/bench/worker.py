@@ -23,7 +23,7 @@ import msgspec
 from holdfast.bench import workload
 from holdfast.bench.gate import GateError
 from holdfast.bench.workload import DoesNotApplyError
-from holdfast.errors import HoldfastError, MissingExtraError
+from holdfast.errors import HoldfastError, MissingExtraError, is_out_of_memory
 
 MARK = "holdfast-cell "
 """What the last line of its output begins with; libraries print too."""
@@ -64,7 +64,7 @@ def _status(error: Exception) -> str:
         return "gate"
     if any(_is_full(each) for each in _causes(error)):
         return "disk"
-    if any(_is_out_of_memory(each) for each in _causes(error)):
+    if any(is_out_of_memory(each) for each in _causes(error)):
         return "memory"
     return "not-run" if isinstance(error, MissingExtraError | DoesNotApplyError) else "failed"
 
@@ -72,14 +72,6 @@ def _status(error: Exception) -> str:
 def _is_full(error: BaseException) -> bool:
     # TensorStore and torch say it in words only.
     return (isinstance(error, OSError) and error.errno in _FULL) or "no space left" in str(error).lower()
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    # torch's is a RuntimeError, on the CPU without a name of its own.
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError)
-        and (type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error))
-    )
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

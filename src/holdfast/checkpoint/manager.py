@@ -22,9 +22,16 @@ from holdfast.checkpoint.retention import Keep, KeepAll, KeepBest, keep_rule, to
 from holdfast.checkpoint.save_memory import SaveMemory, checked_budget
 from holdfast.checkpoint.stateful import expand
 from holdfast.checkpoint.step_folder import StepFolder
-from holdfast.checkpoint.steps import Step, numbers_in, remove_step, step_number, step_path
+from holdfast.checkpoint.steps import Step, numbers_in, read_step, remove_step, step_number, step_path
 from holdfast.checkpoint.triggers import SaveWhen
-from holdfast.errors import DestinationExistsError, HoldfastError, NotACheckpointError, PathLike, UsageError
+from holdfast.errors import (
+    CorruptCheckpointError,
+    DestinationExistsError,
+    HoldfastError,
+    NotACheckpointError,
+    PathLike,
+    UsageError,
+)
 from holdfast.formats.base import StepRecord
 from holdfast.io.ownership import Ownership
 from holdfast.io.parallel import Progress
@@ -112,6 +119,7 @@ class CheckpointManager(StepFolder):
         self._threads = threads
         self._progress = progress
         self._base: Path | None = None
+        self._damaged: set[Path] = set()
         self._begin()
         _all.add(self)
 
@@ -153,7 +161,8 @@ class CheckpointManager(StepFolder):
         metrics : mapping of str to float, optional
             Kept with the step, for `best` and the rules.
         overwrite : bool
-            Replace a step of that number.
+            Replace a step of that number. One that is damaged, as its files show or `restore` has found, is replaced
+            in any case: a run that has gone on from an earlier one makes it again.
 
         Returns
         -------
@@ -176,6 +185,7 @@ class CheckpointManager(StepFolder):
             self._queue.make_room()
             self._queue.raise_failure()
             self._say_what_was_not_deleted(stacklevel=3)
+            overwrite = overwrite or (os.path.lexists(path) and self._is_damaged(step, path))
             self._check_number(step, path, overwrite=overwrite)
             plain = expand(state)
 
@@ -220,6 +230,17 @@ class CheckpointManager(StepFolder):
             finally:
                 self._inside = False
 
+    def _is_damaged(self, step: int, path: Path) -> bool:
+        if path in self._damaged:
+            return True
+        try:
+            read_step(self.root, step)
+        except CorruptCheckpointError:
+            return True
+        except HoldfastError:
+            return False  # what is there, if anything, is none of ours, or of a later version
+        return False
+
     def _check_number(self, step: int, path: Path, *, overwrite: bool) -> None:
         if not overwrite and os.path.lexists(path):
             raise DestinationExistsError(
@@ -230,7 +251,7 @@ class CheckpointManager(StepFolder):
             warnings.warn(
                 f"step {step} is saved while later ones are there, up to step {later[-1]}, from which latest() and "
                 "restore() go on: delete() them if this run shall take their place",
-                stacklevel=4,
+                stacklevel=3,
             )
 
     def _options(self) -> dict[str, Any]:
@@ -248,6 +269,7 @@ class CheckpointManager(StepFolder):
     def _saved(self, path: Path, step: int) -> None:
         """What is left to do in the background once a step is durable."""
         self._base = path
+        self._damaged.discard(path)
         try:
             self._delete_unwanted(protect=(step,))
         except HoldfastError as error:
@@ -271,6 +293,9 @@ class CheckpointManager(StepFolder):
 
     def _restored(self, step: Path) -> None:
         self._base = step
+
+    def _passed_over(self, step: Path) -> None:
+        self._damaged.add(step)
 
     def _say_what_was_not_deleted(self, *, stacklevel: int) -> None:
         error, self._not_deleted = self._not_deleted, None

@@ -41,6 +41,7 @@ class PendingSave:
         self._error: BaseException | None = None
         self._staged = threading.Event()
         self._done = threading.Event()
+        self._thread: threading.Thread | None = None
         self._process = os.getpid()
 
     # Beginning: whoever saves calls one of these
@@ -48,15 +49,16 @@ class PendingSave:
     def start(self, work: Callback) -> None:
         """Let ``work``, which calls `execute`, begin in a thread of its own; copy the state, which may change then."""
         write = self._unfinished()
-        if self.fits:
-            # While nothing else takes memory and cores from the copying, for which the caller waits.
-            self.stage()
         try:
+            if self.fits:
+                # While nothing else takes memory and cores from the copying, for which the caller waits.
+                self._stage(write)
             self.spawn(work)
             if not self.fits:
                 self._stage(write)
-        except BaseException:
-            # The caller has the error; the background only ends.
+        except BaseException as error:
+            # The caller has the error; the background, if there is one yet, only ends.
+            self.give_up(error)
             write.cancel()
             self._staged.set()
             self._done.wait()
@@ -66,27 +68,32 @@ class PendingSave:
     def spawn(self, work: Callback) -> None:
         """Let ``work`` begin in a thread of its own; if it cannot, this is over."""
         # Not a daemon: an interpreter that ends waits for it.
-        thread = threading.Thread(target=work, name="holdfast-save")
+        thread = self._thread = threading.Thread(target=work, name="holdfast-save")
         try:
             thread.start()
         except BaseException as error:
-            if not _begins(thread):
-                self.abandon(error)
+            self.give_up(error)
             raise
+
+    def give_up(self, error: BaseException) -> None:
+        """End what was begun and interrupted, unless a thread has it, or it is over; `wait` raises the error."""
+        if not self.done() and (self._thread is None or not _begins(self._thread)):
+            self.abandon(error)
 
     def stage(self) -> None:
         """Copy the state before anything is written; return when it may change."""
         try:
             self._stage(self._unfinished())
         except BaseException as error:
-            self.abandon(error)
+            self.give_up(error)
             raise
 
     def abandon(self, error: BaseException) -> None:
-        """End what was never written; the error comes out of `wait`."""
-        self._unfinished().abandon()
-        self._write = None
+        """End what was never written; the error comes out of `wait`. A call that was interrupted is made once more."""
         self._error = error
+        if self._write is not None:
+            self._write.abandon()
+        self._write = None
         self._done.set()
 
     def supersede(self) -> None:

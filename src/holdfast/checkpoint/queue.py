@@ -41,7 +41,9 @@ class SaveQueue:
         self._running: PendingSave | None = None
         self._queued: _Job | None = None
         self._ended: list[PendingSave] = []
-        self._changed = threading.Condition()
+        # Entered and left in one step each, which Ctrl-C does not divide; a condition is entered by Python's code.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
 
     def make_room(self) -> None:
         """Wait until a save can be added, if it has to wait."""
@@ -76,24 +78,30 @@ class SaveQueue:
         return pending
 
     def _enqueue(self, job: _Job) -> None:
-        with self._changed:
-            replaced, self._queued = self._queued, None
-        if replaced is not None:
-            replaced.pending.supersede()
-        job.pending.stage()
-        with self._changed:
-            if self._running is not None:
-                self._queued = job
-                return
+        try:
+            with self._lock:
+                if self._queued is not None:
+                    self._queued.pending.supersede()
+                    self._queued = None
+            job.pending.stage()
+            with self._lock:
+                if self._running is not None:
+                    self._queued = job
+                    return
+        except BaseException as error:
+            if self._queued is not job:
+                job.pending.give_up(error)
+            raise
         self._begin(job, job.pending.spawn)
 
     def _begin(self, job: _Job, start: Callable[[Callback], None]) -> None:
-        with self._changed:
-            self._running = job.pending
         try:
+            with self._lock:
+                self._running = job.pending
             start(partial(self._work, job))
-        except BaseException:
-            with self._changed:
+        except BaseException as error:
+            job.pending.give_up(error)
+            with self._lock:
                 if self._running is job.pending and job.pending.done():
                     self._running = None
                 self._changed.notify_all()
@@ -109,16 +117,18 @@ class SaveQueue:
             pending.announce()
 
     def _advance(self, over: PendingSave) -> _Job | None:
-        with self._changed:
+        with self._lock:
             self._ended.append(over)
             job, self._queued = self._queued, None
+            if job is not None and job.pending.done():
+                job = None  # it was superseded, and what came in its place was interrupted
             self._running = job.pending if job else None
             self._changed.notify_all()
             return job
 
     def drain(self) -> None:
         """Wait until nothing is running or queued, whether it failed or not."""
-        with self._changed:
+        with self._lock:
             while self._running is not None:
                 self._changed.wait()
             ended = list(self._ended)
@@ -127,12 +137,12 @@ class SaveQueue:
 
     def raise_failure(self) -> None:
         """Raise the error of a save that is over, if nobody has seen it."""
-        with self._changed:
+        with self._lock:
             ended, self._ended = self._ended, []
         for position, pending in enumerate(ended):
             pending.settled()
             if pending.failed():
-                with self._changed:
+                with self._lock:
                     self._ended = ended[position + 1 :] + self._ended
                 pending.wait()
 

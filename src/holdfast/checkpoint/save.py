@@ -45,7 +45,7 @@ class SaveReport:
     durable_seconds : float
         Until the checkpoint was on the disk and visible.
     peak_buffer_bytes : int
-        The most that all host buffers took at one moment.
+        The most that the host buffers of this save took at one moment.
     direct_io : bool
         Whether the page cache was bypassed; some file systems refuse that.
     tensors : int
@@ -231,9 +231,10 @@ def format_of(path: PathLike) -> str:
 
 
 def checked_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata if JSON gives back what it is, so that nothing is changed on the way."""
+    """Return a copy of the metadata, which JSON must give back as it is: the caller may change it meanwhile."""
     try:
-        same = isinstance(metadata, dict) and msgspec.json.decode(msgspec.json.encode(metadata)) == metadata
+        copied: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(metadata))
+        same = isinstance(metadata, dict) and copied == metadata
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"the metadata cannot be stored as JSON ({error})", remedy="give plain values") from error
     if not same:
@@ -241,4 +242,4 @@ def checked_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
             "the metadata would come back changed: JSON has no tuples, bytes, NaN or keys that are no strings",
             remedy="give a dict of strings, numbers, booleans, None, lists and such dicts, or put it into the state",
         )
-    return metadata
+    return copied

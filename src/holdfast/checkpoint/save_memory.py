@@ -11,6 +11,8 @@ from holdfast.io.buffers import DEFAULT_BUDGET, MINIMUM_BUDGET, BufferPool
 from holdfast.io.page_lock import CudaPageLock, PageLock
 from holdfast.units import format_bytes, parse_bytes
 
+_LITTLE_MORE = 1.25
+
 
 class SaveMemory:
     """Two pools of buffers, kept from one save to the next: memory that was touched before is filled much faster.
@@ -47,9 +49,17 @@ class SaveMemory:
         elif self._staging is not None and needed <= self._staging.budget <= 2 * max(needed, MINIMUM_BUDGET):
             room = self._staging.budget
         else:
-            room = max(MINIMUM_BUDGET, min(needed, available_bytes() // 2))
+            room = self._half_of_what_there_is(needed)
         self._staging = _fitting(self._staging, room, exact=True, page_lock=self._page_lock if from_cuda else None)
         return self._staging
+
+    def _half_of_what_there_is(self, needed: int) -> int:
+        kept = 0 if self._staging is None else self._staging.allocated_bytes
+        room = max(MINIMUM_BUDGET, min(needed, (available_bytes() + kept) // 2))
+        # Memory that is kept is warm: a little more of it is worth less.
+        if self._staging is not None and room < needed and room <= _LITTLE_MORE * self._staging.budget:
+            return self._staging.budget
+        return room
 
     def whole(self) -> BufferPool:
         """Return one pool of all of the budget, for a save that copies nothing."""

@@ -36,6 +36,9 @@ class StepFolder:
     def _restored(self, step: Path) -> None:
         """Learn which step was restored."""
 
+    def _passed_over(self, step: Path) -> None:
+        """Learn which step turned out to be damaged."""
+
     def survey(self) -> Survey:
         """Look at all steps: those that are whole, and what is wrong with the others."""
         return survey(self.root)
@@ -134,6 +137,7 @@ class StepFolder:
                 return restored(path)
             except CorruptCheckpointError as error:
                 damaged = damaged or error
+                self._passed_over(path)
                 warnings.warn(f"{path.name} is passed over: {error}", stacklevel=2)
             except NotACheckpointError:
                 continue  # its writer has deleted it since

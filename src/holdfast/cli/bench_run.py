@@ -6,7 +6,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -137,7 +137,18 @@ def _place(document: dict[str, Any], folder: Path) -> Path:
 
 
 def _run(document: dict[str, Any], folder: Path, output: Output) -> int:
+    made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return _measured(document, folder, output)
+    finally:
+        if made:
+            # What was refused before anything came of it leaves nothing behind; a folder that holds something stays.
+            with suppress(OSError):
+                folder.rmdir()
+
+
+def _measured(document: dict[str, Any], folder: Path, output: Output) -> int:
     results = folder / documents.FILE_NAME
     try:
         with _ended_cleanly(), _listener(document, output) as listener:

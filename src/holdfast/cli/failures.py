@@ -31,7 +31,7 @@ from cyclopts.exceptions import CycloptsError, UnknownCommandError
 
 from holdfast.cli.streams import finish_stdout
 from holdfast.cli.text import printable
-from holdfast.errors import HoldfastError, StoreError, UsageError
+from holdfast.errors import HoldfastError, StoreError, UsageError, is_out_of_memory
 
 BROKEN_PIPE = 141
 
@@ -67,8 +67,12 @@ def as_failure(error: BaseException) -> HoldfastError:
         return _usage_error(error)
     if isinstance(error, KeyboardInterrupt):
         return Interrupted("interrupted")
-    if isinstance(error, MemoryError):
-        return StoreError("out of memory", remedy="give a smaller --memory-budget or fewer --threads")
+    if is_out_of_memory(error):
+        reason = str(error).splitlines()[:1]
+        return StoreError(
+            ": ".join(["out of memory", *reason]),
+            remedy="give a smaller --memory-budget or fewer --threads, where the command has them, or something smaller",
+        )
     if isinstance(error, OSError):
         full = errno.ENOSPC, errno.EDQUOT
         remedy = "free some space, or write elsewhere" if error.errno in full else None

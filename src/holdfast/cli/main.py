@@ -53,7 +53,7 @@ Options also come from the environment (HOLDFAST_MEMORY_BUDGET=1GiB) and from a 
 command; a flag wins over the environment, the environment over the file.
 
 Exit codes: 0 ok, 1 difference or failed check, 2 usage, 3 I/O or store error, 4 corrupt, 5 not found or not a \
-checkpoint, 6 destination exists, 7 unsupported, 130 interrupted."""
+checkpoint, 6 destination exists, 7 unsupported, 70 internal error, 130 interrupted."""
 
 
 def build_app() -> App:

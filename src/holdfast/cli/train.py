@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +18,7 @@ from holdfast.cli.options import Switch
 from holdfast.cli.output import DEFAULT, Output
 from holdfast.cli.text import Table
 from holdfast.cli.training_progress import document, listener, print_summary, say_beginning
-from holdfast.errors import NotACheckpointError, UsageError
+from holdfast.errors import NotACheckpointError, StoreError, UsageError, is_out_of_memory
 from holdfast.train.config import TECHNIQUES, Config, flat
 from holdfast.train.data.dataset import Dataset
 from holdfast.train.distributed import World, joined
@@ -101,12 +102,29 @@ def _train(
         say_beginning(run, output)
         for note in run.notes:
             output.note(note)
-        with listener(run, output) as shown:
+        with listener(run, output) as shown, _memory_told(folder):
             summary = run_loop(run, shown, stop=stop)
     if summary.reason == "stopped":
         remedy = f"go on: {again(folder, processes=world.size)}"
         raise Interrupted(f"stopped after step {summary.step}, which is saved", remedy=remedy)
     output.show(document(run, summary), lambda: print_summary(run, summary))
+
+
+@contextmanager
+def _memory_told(folder: RunFolder) -> Iterator[None]:
+    """Say of memory that is not to be had what helps."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        tune = f"holdfast tune training --run {shlex.quote(str(folder.path))} --memory SIZE"
+        raise StoreError(
+            f"the memory does not hold what the run computes: {(str(error).splitlines() or ['out of memory'])[0]}",
+            path=folder.path,
+            remedy="start anew with smaller batches (--loop.batch_size), more of them a step (--loop.accumulate); "
+            f"{tune} finds what fits",
+        ) from error
 
 
 def _data(

@@ -133,7 +133,7 @@ def _print(what: str, command: str, tuned: Tuned, out: Path | None) -> None:
         if line:
             print(printable(line))
     if out is not None:
-        print(printable(f"Written to {out}: holdfast train -C {out}"))
+        print(printable(f"Written to {out}: {command} -C {shlex.quote(str(out))}"))
 
 
 def _verdict(tuned: Tuned) -> str:

@@ -142,7 +142,7 @@ def read(directory: Directory, format: str) -> Sidecar:
 def _convert(body: dict[str, Any], path: Path) -> Sidecar:
     version = body.get("version")
     if version != VERSION:
-        raise UnsupportedError(f"is of version {version}", path=path, remedy="pip install --upgrade holdfast")
+        raise UnsupportedError(f"is of version {version}", path=path, remedy="install a later Holdfast")
     try:
         sidecar = msgspec.convert(body, Sidecar)
         _check(sidecar)

@@ -119,6 +119,11 @@ class BufferPool:
             # Memory that is unmapped while it is locked is lost to the system. At exit all of it goes anyway.
             weakref.finalize(self, _unlock_all, page_lock, self._free).atexit = False
 
+    @property
+    def allocated_bytes(self) -> int:
+        """What the buffers take now, those that are kept for the next use included."""
+        return self._allocated
+
     def threads(self, wanted: int, bytes_each: int) -> int:
         """Return how many threads, at most ``wanted``, can have that much memory each.
 

@@ -67,7 +67,7 @@ def read_results(path: str | os.PathLike[str]) -> Results:
         raise UnsupportedError(
             f"has schema {head.schema}, this Holdfast reads up to {SCHEMA}",
             path=file,
-            remedy="install a later Holdfast: pip install -U holdfast",
+            remedy="install a later Holdfast",
         )
     if _depth(content) > MAX_DEPTH:
         raise CorruptCheckpointError("is no valid results file: it is nested too deeply", path=file, remedy=_AGAIN)

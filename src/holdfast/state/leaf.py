@@ -12,7 +12,7 @@ import math
 import mmap
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
@@ -63,6 +63,10 @@ class Leaf:
         The data, detached from autograd, sharing the value's memory (a numpy scalar's is a copy).
     requires_grad : bool
         Whether the value tracks gradients.
+    shape : tuple of int
+        The lengths of its dimensions.
+    nbytes : int
+        The bytes of its stream: elements times item size, whatever the memory layout.
     """
 
     name: str
@@ -70,6 +74,13 @@ class Leaf:
     dtype: DType
     array: Array
     requires_grad: bool = False
+    # A save asks for them many times.
+    shape: tuple[int, ...] = field(init=False)
+    nbytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shape = tuple(self.array.shape)
+        self.nbytes = math.prod(self.shape) * self.dtype.itemsize
 
     @classmethod
     def of(cls, name: str, value: object) -> Leaf | None:
@@ -94,16 +105,6 @@ class Leaf:
         dtype = torch_dtype(name, value.dtype)
         kind: LeafKind = "parameter" if type(value) is torch.nn.Parameter else "tensor"
         return cls(name, kind, dtype, value.detach(), value.requires_grad)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The lengths of its dimensions."""
-        return tuple(self.array.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of its stream: elements times item size, whatever the memory layout."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def is_torch(self) -> bool:

@@ -48,12 +48,11 @@ def check_finite(run: Run, loss: Tensor, norm: Tensor) -> bool:
 def _stopped(run: Run, figures: str) -> DivergedError:
     notes = _settle(run)
     last = run.manager.latest()
-    back = f"go on from step {last.number} by --resume" if last else "start again with"
-    first = run.batches.position - run.config.loop.accumulate
+    back = f"go on from step {last.number}" if last else "go on from the beginning"
     return _error(
         run,
-        f"{figures}, on batches {first} to {run.batches.position - 1} of the data",
-        f"{back} --loop.on_divergence skip, or start a new run with a lower learning rate",
+        f"{figures}, on batches {run.drawn.start} to {run.drawn.stop - 1} of the data",
+        f"{back} by --resume --loop.on_divergence skip, or start a new run with a lower learning rate",
         notes,
     )
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from holdfast import plugins
 from holdfast.train.activations import Activations, Shape
@@ -18,6 +18,7 @@ from holdfast.train.config import Config
 from holdfast.train.evaluate import evaluated_at_once
 from holdfast.train.model.config import ModelConfig
 from holdfast.train.model.gpt import GPT
+from holdfast.train.muon import update_bytes
 from holdfast.train.techniques.stack import KIND, Stack
 
 FLOAT = 4
@@ -109,8 +110,7 @@ def predict(config: Config, *, device: str) -> Ledger:
     """
     config = _with_its_model(config)
     model = GPT(config.model, device="meta")
-    sizes = {name: each.numel() for name, each in model.named_parameters()}
-    nbytes = FLOAT * sum(sizes.values())
+    nbytes = FLOAT * sum(each.numel() for each in model.parameters())
     on = config.techniques
     parts = int(on.get("gradient-accumulation", {}).get("batches", 2)) if "gradient-accumulation" in on else 1
     shape = Shape(config.model, rows=-(-config.loop.batch_size // parts), on_cuda=device == "cuda", techniques=on)
@@ -127,7 +127,7 @@ def predict(config: Config, *, device: str) -> Ledger:
         activations=kept,
         recomputed=found.recomputed(),
         logits=found.logits(),
-        update=_update(config, sizes, device),
+        update=_update(config, model, device),
         evaluation=_evaluation(config.model),
         accumulated=config.loop.accumulate * parts > 1,
         unknown=tuple(name for name in on if name not in _KNOWN),
@@ -163,10 +163,14 @@ def _states(config: Config, model: GPT, device: str) -> Iterator[int]:
     """Yield the bytes of the optimizers' states of each parameter, on the device."""
     offloaded = device == "cuda" and "optimizer-offload" in config.techniques
     for name, each in model.named_parameters():
-        if config.optim.name == "muon" and name.startswith("blocks.") and each.ndim == 2:
+        if _is_muons(config, name, each):
             yield _MUON * each.numel()
         elif not offloaded:
             yield _adamw(config, each.numel())
+
+
+def _is_muons(config: Config, name: str, parameter: Tensor) -> bool:
+    return config.optim.name == "muon" and name.startswith("blocks.") and parameter.ndim == 2
 
 
 def _adamw(config: Config, count: int) -> int:
@@ -180,11 +184,17 @@ def _adamw(config: Config, count: int) -> int:
     return round(2 * (element * count + FLOAT * (count / shared + table)))
 
 
-def _update(config: Config, sizes: dict[str, int], device: str) -> int:
-    """Return what the update takes for a while: on CUDA of all weights at once, unless one kernel makes it."""
+def _update(config: Config, model: GPT, device: str) -> int:
+    """Return what the updates take for a while: those of AdamW, and then those of Muon."""
+    parameters = dict(model.named_parameters())
+    muons = [each for name, each in parameters.items() if _is_muons(config, name, each)]
+    rest = [each.numel() for name, each in parameters.items() if not _is_muons(config, name, each)]
+    return max(_adamw_update(config, rest, device), update_bytes(muons))
+
+
+def _adamw_update(config: Config, sizes: list[int], device: str) -> int:
+    """Return what an update by AdamW takes: on CUDA of all weights at once, unless one kernel makes it."""
     if config.optim.implementation == "fused" or "fused-optimizer" in config.techniques:
         return 0
     together = device == "cuda" and not {"low-bit-optimizer", "optimizer-offload"} & set(config.techniques)
-    return FLOAT * (
-        sum(sizes.values()) if together or config.optim.implementation == "foreach" else max(sizes.values())
-    )
+    return FLOAT * (sum(sizes) if together or config.optim.implementation == "foreach" else max(sizes))

@@ -129,7 +129,9 @@ def take_step(run: Run) -> dict[str, float]:
     rate = share(run.config.schedule, run.progress.step, settings.steps) * run.plateau.share
     set_learning_rate(run.optimizers, rate)
     total = torch.zeros((), device=run.device)
+    before = run.batches.state_dict()["position"]
     batches = [next(run.batches) for _ in range(settings.accumulate)]
+    run.drawn = range(before, run.batches.state_dict()["position"])
     counts = [int((targets != IGNORED).sum()) for _, targets in batches]
     for (inputs, targets), count in zip(batches, counts, strict=True):
         if count:

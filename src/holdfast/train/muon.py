@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ def _update(group: dict[str, Any], parameters: list[Tensor], gradients: list[Ten
             parameter.add_(update.mT if _is_tall(parameter) else update, alpha=-rate)
 
 
-def _together(parameters: list[Tensor]) -> Iterator[list[int]]:
+def _together(parameters: Sequence[Tensor]) -> Iterator[list[int]]:
     """Return the positions of those that are orthogonalised at once."""
     by_shape: dict[tuple[Any, ...], list[int]] = {}
     for position, each in enumerate(parameters):
@@ -58,6 +58,16 @@ def _together(parameters: list[Tensor]) -> Iterator[list[int]]:
         most = max(1, _AT_ONCE // parameters[same[0]].numel())
         for begin in range(0, len(same), most):
             yield same[begin : begin + most]
+
+
+def update_bytes(parameters: Sequence[Tensor]) -> int:
+    """Return the most bytes that an update of some matrices takes for a while, as it follows from their shapes."""
+    # The stack, in 32 bits, with what goes into a product and what comes out of it in 16; and two of the short sides.
+    stacks = (
+        sum(8 * parameters[each].numel() + 4 * min(parameters[each].shape) ** 2 for each in chosen)
+        for chosen in _together(parameters)
+    )
+    return 4 * sum(each.numel() for each in parameters) + max(stacks, default=0)
 
 
 def _is_tall(matrix: Tensor) -> bool:

@@ -44,7 +44,7 @@ def shakespeare_char_cpu() -> Config:
 
 
 def shakespeare_char_cpu_best() -> Config:
-    """A much lower loss than shakespeare-char-cpu's, in about its time, with about as many weights.
+    """A much lower loss than shakespeare-char-cpu's, in less time, with about as many weights.
 
     Muon for the matrices of the blocks, a token shift, rotary positions, ReLU^2, and products of matrices in bfloat16.
     """
@@ -63,7 +63,7 @@ def shakespeare_char_cpu_best() -> Config:
             "schedule.name": "linear",
             "schedule.warmup_steps": 50,
             "schedule.final": 0.0,
-            # As many as take about the time of the other's 2,000.
+            # No more than take the time of the other's 2,000.
             "loop.steps": 1700,
             "techniques.mixed-precision.dtype": "bf16",
         }

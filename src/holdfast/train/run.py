@@ -73,6 +73,8 @@ class Run:
         Those that are on.
     notes : tuple of str
         What a person is to be told before it goes on.
+    drawn : range
+        The batches of the data from which the last step was made.
     """
 
     config: Config
@@ -94,6 +96,7 @@ class Run:
     world: World = field(default_factory=World)
     replicas: int = 1
     notes: tuple[str, ...] = ()
+    drawn: range = field(default=range(0), init=False)
 
     def __post_init__(self) -> None:
         self.operations = plain_operations(

@@ -67,7 +67,7 @@ def open_data(
     elif _is_prepared(config.data.source):
         place = Path(config.data.source)
         dataset = Dataset.open(place)
-        _check_given(config, given, _preparation(dataset), dataset.path)
+        _check_given(config, given, _preparation(dataset, asked=config.data.vocab_size), dataset.path)
     else:
         place = _prepared(config, folder, meter, overwrite=True)
     with meter(f"checking {place}") as progress:
@@ -102,15 +102,18 @@ def _is_prepared(source: PathLike) -> bool:
     return source not in (STDIN, STDLIB) and os.path.exists(os.path.join(source, FILE))
 
 
-def _preparation(described: Config | Dataset) -> dict[str, Any]:
-    """Return the settings by which data was prepared."""
+def _preparation(described: Config | Dataset, *, asked: int | None = None) -> dict[str, Any]:
+    """Return the settings by which data was prepared.
+
+    Of a vocabulary the most to have is asked for, and a short text gives less: what was asked for may have been it.
+    """
     if isinstance(described, Config):
         names = ("data.tokenizer", "data.vocab_size", "data.validation")
         return {name: flat(described.as_dict())[name] for name in names}
     tokenizer = described.about["tokenizer"]
     return {
         "data.tokenizer": tokenizer,
-        "data.vocab_size": described.vocab_size if tokenizer == "bpe" else None,
+        "data.vocab_size": max(described.vocab_size, asked or 0) if tokenizer == "bpe" else None,
         "data.validation": described.about["validation"],
     }
 

@@ -239,5 +239,5 @@ def _codec(block: StoredBlock) -> Codec:
         raise UnsupportedError(
             f"holds blocks of codec {block.codec!r}, which is not installed",
             path=block.file.path,
-            remedy="install the package that brings it, or upgrade holdfast",
+            remedy="install the package that brings it, or a later Holdfast",
         ) from error

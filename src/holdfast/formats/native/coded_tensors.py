@@ -186,7 +186,7 @@ def parse(header: Header, path: Path) -> Notes:
         raise CorruptCheckpointError(f"the note on coded tensors is malformed ({error})", path=path) from error
     if notes.version not in (VERSION, CHANGES_VERSION):
         raise UnsupportedError(
-            f"has coded tensors of version {notes.version}", path=path, remedy="pip install --upgrade holdfast"
+            f"has coded tensors of version {notes.version}", path=path, remedy="install a later Holdfast"
         )
     for name, note in notes.tensors.items():
         _check(name, note, notes.block_bytes, header, path)

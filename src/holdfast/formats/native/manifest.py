@@ -117,7 +117,7 @@ def _check_version(body: dict[str, Any], path: Path) -> None:
         raise UnsupportedError(
             f"was written in {what} of the format, this release reads version {VERSION}",
             path=path,
-            remedy="pip install --upgrade holdfast",
+            remedy="install a later Holdfast",
         )
 
 

@@ -37,7 +37,6 @@ class OpenFiles:
     statuses : list of os.stat_result
         Of these files, as they were when they were opened.
     manifest_status : os.stat_result
-    tensors : dict of str to StoredTensor
     blocks : BlockReader
 
     Raises
@@ -61,7 +60,6 @@ class OpenFiles:
                 self.files.append(self._open_file(record, page_cache=settings.page_cache))
                 self.statuses.append(self._status(record.name, self.files[-1]))
             self.manifest_status = self._status(manifests.FILE_NAME)
-            self.tensors = {leaf.name: self._tensor(leaf) for leaf in self.manifest.leaves}
         except BaseException:
             self._close_files()
             raise
@@ -84,13 +82,15 @@ class OpenFiles:
         except OSError as error:
             raise store_error(error, self.path / name, "look at the file") from error
 
-    def _tensor(self, leaf: LeafRecord) -> StoredTensor:
-        blocks = tuple(self._block(block, place) for block, place in leaf.located())
+    def tensor(self, leaf: LeafRecord) -> StoredTensor:
+        """Return where a tensor lies."""
+        blocks = tuple(self.block(block, place) for block, place in leaf.located())
         file = blocks[0].file if blocks else self.files[leaf.file]
         dtype = BY_NAME[leaf.dtype]
         return StoredTensor(leaf.name, dtype, leaf.shape, leaf.nbytes, file, self.manifest.block_bytes, blocks)
 
-    def _block(self, block: BlockRecord, place: PlaceRecord) -> StoredBlock:
+    def block(self, block: BlockRecord, place: PlaceRecord) -> StoredBlock:
+        """Return where a block lies, and what it is made from."""
         bases = tuple(
             StoredBlock(self.files[base.file], base.codec, base.offset, base.length, base.raw, base.stored)
             for base in place.bases

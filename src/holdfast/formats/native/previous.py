@@ -215,7 +215,7 @@ class Previous:
             return None
         if not self._foreign_codecs.isdisjoint((record.codec, *(base.codec for base in place.bases))):
             return None  # whoever saves must be able to read what is saved
-        return Found(record, place, self._opened.tensors[source.name].blocks[block.index])
+        return Found(record, place, self._opened.block(record, place))
 
     def _use(self, numbers: Iterable[int]) -> None:
         self._used.update(numbers)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import xxhash
 
@@ -41,18 +41,20 @@ class NativeReader(Reader):
         self.path = path
         self._opened = OpenFiles(path, settings)
         manifest = self._manifest = self._opened.manifest
-        self._tensors = self._opened.tensors
         try:
+            self.tensors = {leaf.name: self._opened.tensor(leaf) for leaf in manifest.leaves}
             self.flat = self._flat()
-        except BaseException:
+            self.entries = dict(self._entries())
+            # Manifests are remembered, and this is the caller's.
+            self.metadata = msgspec.json.decode(msgspec.json.encode(manifest.metadata))
+        except BaseException as error:
             self._opened.close()
+            if isinstance(error, RecursionError):
+                raise CorruptCheckpointError("is nested too deeply", path=path / manifests.FILE_NAME) from error
             raise
-        self.entries = dict(self._entries())
-        # Manifests are remembered, and this is the caller's.
-        self.metadata = copy.deepcopy(manifest.metadata)
         if WIDE_DIGESTS in manifest.features:
             self.verifiable = "xxh3-128 of every block"
-        if any(block.bases for tensor in self._tensors.values() for block in tensor.blocks):
+        if any(block.bases for tensor in self.tensors.values() for block in tensor.blocks):
             self.buffers = 3
         self.step = manifest.step
         self.details = about(manifest, [*self._opened.statuses, self._opened.manifest_status])
@@ -65,12 +67,12 @@ class NativeReader(Reader):
         }
         parts = manifest.parts()
         try:
-            check_structure(manifest.skeleton, self._tensors, aliases, parts)
+            check_structure(manifest.skeleton, self.tensors, aliases, parts)
         except ValueError as error:
             raise CorruptCheckpointError(str(error), path=self.path / manifests.FILE_NAME) from error
         return Flat(
             skeleton=manifest.skeleton,
-            leaves={t.name: StoredLeaf(self, t.name, t.dtype, t.shape, t.nbytes) for t in self._tensors.values()},
+            leaves={t.name: StoredLeaf(self, t.name, t.dtype, t.shape, t.nbytes) for t in self.tensors.values()},
             aliases=aliases,
             parts=parts,
         )
@@ -79,7 +81,7 @@ class NativeReader(Reader):
         for name in leaf_specs(self._manifest.skeleton):
             part, _ = self.flat.parts[name]
             alias = self._manifest.aliases.get(name)
-            tensor = self._tensors[alias.of if alias else name]
+            tensor = self.tensors[alias.of if alias else name]
             file = tensor.file.path.name
             if alias is None:
                 entry = Entry(
@@ -91,7 +93,7 @@ class NativeReader(Reader):
             yield name, entry
 
     def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
-        self._opened.blocks.read(self._tensors[name], start, stop, out)
+        self._opened.blocks.read(self.tensors[name], start, stop, out)
 
     def block_bytes(self, name: str) -> int:
         return self._manifest.block_bytes

@@ -53,10 +53,10 @@ class NativeWrite(Write):
         self._staging: Staging | None = None
 
     def staging_bytes(self) -> int:
-        return memory_for(self._groups())
+        return memory_for(self._groups)
 
     def prepare(self, pool: BufferPool) -> None:
-        self._staging = Staging(self._groups(), pool, self._cancellation)
+        self._staging = Staging(self._groups, pool, self._cancellation)
 
     def stage(self, threads: int) -> None:
         if self._staging is None:
@@ -127,6 +127,7 @@ class NativeWrite(Write):
         buffers = buffers_each(staged=self._staging is not None, delta=self._history.delta)
         return thread_bytes(BLOCK_BYTES, buffers=buffers)
 
+    @functools.cached_property
     def _groups(self) -> list[list[Block]]:
         return [group for plan in self._plans for group in tasks_of(plan, BLOCK_BYTES)]
 

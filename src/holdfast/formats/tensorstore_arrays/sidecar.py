@@ -139,7 +139,7 @@ def _convert(body: dict[str, Any], path: Path) -> Sidecar:
         raise UnsupportedError(
             f"was written in version {body.get('version')} of the format, this release reads version {VERSION}",
             path=path,
-            remedy="pip install --upgrade holdfast",
+            remedy="install a later Holdfast",
         )
     try:
         return msgspec.convert(body, Sidecar)
