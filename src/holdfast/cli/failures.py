@@ -71,7 +71,7 @@ def as_failure(error: BaseException) -> HoldfastError:
         reason = str(error).splitlines()[:1]
         return StoreError(
             ": ".join(["out of memory", *reason]),
-            remedy="give a smaller --memory-budget or fewer --threads, where the command has them, or something smaller",
+            remedy="give a smaller --memory-budget or fewer --threads, where the command has them, or a smaller state",
         )
     if isinstance(error, OSError):
         full = errno.ENOSPC, errno.EDQUOT
