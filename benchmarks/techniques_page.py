@@ -59,7 +59,7 @@ def page() -> str:
 
 def _about_results(results: Results) -> str:
     subject = results.subject.description if results.subject else ""
-    blocks = len({cell.block for cell in results.cells})
+    blocks = len({cell.block for cell in results.cells if cell.status == "ok"})
     return f"Measured on {_machine(results)}: {clean(subject)}; {blocks} blocks; {(results.started or '')[:10]}.\n"
 
 
@@ -111,7 +111,7 @@ def _label(arm: Arm) -> str:
 
 def _figure(found: Statistics) -> str:
     if found.verdict in _UNSETTLED:
-        return f"{found.verdict} ({gain(found.gain)})"
+        return f"{found.verdict} ({gain(found.gain)}, {interval(found.gain_low, found.gain_high)})"
     return f"{gain(found.gain)} ({interval(found.gain_low, found.gain_high)})"
 
 
