@@ -286,7 +286,7 @@ def test_lines_about_steps_come_now_and_then_and_all_others_at_once(capsys: pyte
 
 def test_the_bar_shows_steps_and_what_else_happens_stands_above_it() -> None:
     file = io.StringIO()
-    console = Console(file=file, force_terminal=True, width=120, color_system=None)
+    console = Console(file=file, force_terminal=True, width=120, color_system=None, _environ={"TERM": "xterm"})
     with bar(console, 2000, done=500) as shown:
         shown.happened(510, "train", {name: TRAINED[name] for name in ("loss", "peak_memory_bytes")})
         shown.happened(520, "train", TRAINED)
