@@ -23,8 +23,8 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)  ## train a small GPT, kill it, go on exactly; then its checkpoint saved in six ways (a few minutes)
 	@rm -rf demo-run
-	@$(BIN)/holdfast demo --training --out demo-run $(DEMO_ARGS)
-	@$(BIN)/holdfast bench checkpoint --experiment six-way --from demo-run/checkpoints/step-001200 --runs 3 \
+	@$(BIN)/tensorkeep demo --training --out demo-run $(DEMO_ARGS)
+	@$(BIN)/tensorkeep bench checkpoint --experiment six-way --from demo-run/checkpoints/step-001200 --runs 3 \
 		--out bench-demo --overwrite
 
 test: $(STAMP)  ## every test but the slow ones (a few minutes)

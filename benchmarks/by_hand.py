@@ -18,24 +18,24 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from holdfast import environment
-from holdfast.bench.cell import run_cell
-from holdfast.bench.checkpoint_workload import SEED
-from holdfast.bench.experiment import Limits
-from holdfast.bench.models import build
-from holdfast.bench.scratch import Scratch
-from holdfast.bench.statistics import compare
-from holdfast.bench.workload import Task
-from holdfast.checkpoint.save import save
-from holdfast.units import format_seconds
+from tensorkeep import environment
+from tensorkeep.bench.cell import run_cell
+from tensorkeep.bench.checkpoint_workload import SEED
+from tensorkeep.bench.experiment import Limits
+from tensorkeep.bench.models import build
+from tensorkeep.bench.scratch import Scratch
+from tensorkeep.bench.statistics import compare
+from tensorkeep.bench.workload import Task
+from tensorkeep.checkpoint.save import save
+from tensorkeep.units import format_seconds
 
 _BY_HAND = "by hand"
 _HOWS = ("bench", "bench again", _BY_HAND)
 
 SCRIPT = """
-import os, sys, time, torch, holdfast
+import os, sys, time, torch, tensorkeep
 source, path, tool = sys.argv[1:]
-state = holdfast.load(source)
+state = tensorkeep.load(source)
 for attempt in ("rehearsal", "counts"):
     if attempt == "counts":
         os.system("rm -r " + path)
@@ -49,7 +49,7 @@ for attempt in ("rehearsal", "counts"):
         os.fsync(folder)
         os.close(file)
     else:
-        holdfast.save(state, path, compression="none")
+        tensorkeep.save(state, path, compression="none")
     seconds = time.perf_counter() - begin
 print(seconds)
 """
@@ -69,7 +69,7 @@ def main() -> int:
         save(build(options.model, seed=SEED), source, compression="none")
         draw = random.Random(SEED)
         for number in range(options.rounds):
-            visits = [(tool, how) for tool in ("torch", "holdfast") for how in _HOWS]
+            visits = [(tool, how) for tool in ("torch", "tensorkeep") for how in _HOWS]
             for tool, how in draw.sample(visits, len(visits)):
                 measure = _by_hand if how == _BY_HAND else _bench
                 seconds = measure(tool, source, scratch.path / "cell")

@@ -17,9 +17,9 @@ run() {
 	if [ "${#wanted[@]}" -gt 0 ] && ! printf '%s\n' "${wanted[@]}" | grep -qx -- "$name"; then return; fi
 	echo "$(date +%H:%M:%S) $name"
 	if [ -e "$name/results.json" ]; then
-		holdfast bench checkpoint --resume --out "$name" >"$name.txt"
+		tensorkeep bench checkpoint --resume --out "$name" >"$name.txt"
 	else
-		holdfast bench checkpoint --out "$name" "$@" >"$name.txt"
+		tensorkeep bench checkpoint --out "$name" "$@" >"$name.txt"
 	fi
 	cp "$name/results.json" "$here/results/$name.json"
 }
@@ -34,6 +34,6 @@ run six-way-float16 --experiment six-way --model $part:float16 --slow-model $sma
 run six-way-bfloat16 --experiment six-way --model $part:bfloat16 --slow-model $small:bfloat16 --runs 3
 run isolated-float16 --experiment isolated --model $part:float16 --slow-model $small:float16 --runs 3
 run isolated-bfloat16 --experiment isolated --model $part:bfloat16 --slow-model $small:bfloat16 --runs 3
-run from-baseline-to-holdfast --experiment from-baseline-to-holdfast --model $small:float16 --runs 3
+run from-baseline-to-tensorkeep --experiment from-baseline-to-tensorkeep --model $small:float16 --runs 3
 run claims --experiment claims --runs 5
 run full --experiment full.json --model openllama-3b:float16 --runs 3

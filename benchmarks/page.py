@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.report.design_tables import claims_table, steps_tables
-from holdfast.report.document import Arm, Measure, Results
-from holdfast.report.headline import headlines
-from holdfast.report.results import read_results
-from holdfast.report.sheet import Sheet
-from holdfast.report.tables import noise_lines, verdict_table
+from tensorkeep.report.design_tables import claims_table, steps_tables
+from tensorkeep.report.document import Arm, Measure, Results
+from tensorkeep.report.headline import headlines
+from tensorkeep.report.results import read_results
+from tensorkeep.report.sheet import Sheet
+from tensorkeep.report.tables import noise_lines, verdict_table
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "measured.md"
@@ -24,7 +24,7 @@ SECTIONS = {
     "peers-bfloat16": "Tools, bfloat16",
     "peers-float16": "Tools, float16",
     "full": "The whole model",
-    "from-baseline-to-holdfast": "From T5X's TensorStore to Holdfast, one change at a time",
+    "from-baseline-to-tensorkeep": "From T5X's TensorStore to Tensorkeep, one change at a time",
     "six-way-float16": "Six ways, float16",
     "six-way-bfloat16": "Six ways, bfloat16",
     "isolated-float16": "Each optimisation isolated, float16",
@@ -36,8 +36,8 @@ SECTIONS = {
 _HEAD = """# What was measured
 
 One machine, a 2-core virtual one whose host is shared; what it is exactly stands in each result file.
-`holdfast bench checkpoint` and [`benchmarks/measure.sh`](../benchmarks/measure.sh) measure the same on yours. This page
-is made from the files in [`benchmarks/results/`](../benchmarks/results) by `python benchmarks/page.py`.
+`tensorkeep bench checkpoint` and [`benchmarks/measure.sh`](../benchmarks/measure.sh) measure the same on yours. This
+page is made from the files in [`benchmarks/results/`](../benchmarks/results) by `python benchmarks/page.py`.
 
 Every arm runs in a process of its own, in randomised blocks; every load is compared with what was saved, bit for bit;
 *durable* means on the disk when the clock stops, for all alike; *cold* was proved with `mincore`. A gain is how many

@@ -4,7 +4,7 @@
 float32 and in one process, in rounds of as many steps each and in alternating order:
 
 * *plain*: what a person would write by hand, without anything that training does not need;
-* *trainer*: `holdfast.train.loop.train` with its log, no evaluation and no checkpoint;
+* *trainer*: `tensorkeep.train.loop.train` with its log, no evaluation and no checkpoint;
 * *saving*: the same with a checkpoint every 50 steps, incremental and in the background as the recipe has it, until the
   last of them is durable.
 
@@ -35,14 +35,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from holdfast import environment
-from holdfast.bench.statistics import Comparison, compare, describe
-from holdfast.train.data.dataset import Dataset
-from holdfast.train.data.prepare import prepare
-from holdfast.train.loop import train
-from holdfast.train.recipes import get_recipe
-from holdfast.train.run import Run, open_run
-from holdfast.train.run_folder import RunFolder
+from tensorkeep import environment
+from tensorkeep.bench.statistics import Comparison, compare, describe
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.data.prepare import prepare
+from tensorkeep.train.loop import train
+from tensorkeep.train.recipes import get_recipe
+from tensorkeep.train.run import Run, open_run
+from tensorkeep.train.run_folder import RunFolder
 
 LAYERS, HEADS, WIDTH, CONTEXT, BATCH = 4, 4, 128, 64, 12
 SAVE_EVERY = 50
@@ -61,7 +61,7 @@ Samples = dict[str, list[float]]
 def main() -> int:
     """Measure, print, write; return the exit code."""
     options = _options()
-    with tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir=options.dir) as folder:
+    with tempfile.TemporaryDirectory(prefix="tensorkeep-bench-", dir=options.dir) as folder:
         samples = measure(options, Path(folder))
     ratios = {
         FASTER: _compared(samples["plain"], samples["trainer"]),

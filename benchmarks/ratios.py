@@ -20,17 +20,17 @@ from typing import Any
 
 import numpy as np
 
-from holdfast import environment
-from holdfast.bench.checkpoint_workload import MEASURES
-from holdfast.bench.codec_rates import CodecRate, measure_codecs
-from holdfast.bench.models import build, parse, spec_of_size
-from holdfast.bench.peak_memory import COMPRESSIONS, INTERPRETER_ALLOWANCE, LAYOUTS, PeakMemory, measure_peak
-from holdfast.bench.probes import check_room, durable_seconds
-from holdfast.bench.rounds import Ratio, Rounds, Visit, run_rounds, visitor
-from holdfast.bench.startup import COMMANDS, Startup, measure_startup
-from holdfast.bench.subject import COPIES_IN_MEMORY, Subject
-from holdfast.bench.tools.known import USUAL
-from holdfast.bench.visit import (
+from tensorkeep import environment
+from tensorkeep.bench.checkpoint_workload import MEASURES
+from tensorkeep.bench.codec_rates import CodecRate, measure_codecs
+from tensorkeep.bench.models import build, parse, spec_of_size
+from tensorkeep.bench.peak_memory import COMPRESSIONS, INTERPRETER_ALLOWANCE, LAYOUTS, PeakMemory, measure_peak
+from tensorkeep.bench.probes import check_room, durable_seconds
+from tensorkeep.bench.rounds import Ratio, Rounds, Visit, run_rounds, visitor
+from tensorkeep.bench.startup import COMMANDS, Startup, measure_startup
+from tensorkeep.bench.subject import COPIES_IN_MEMORY, Subject
+from tensorkeep.bench.tools.known import USUAL
+from tensorkeep.bench.visit import (
     COLD,
     INTO_COLD,
     INTO_WARM,
@@ -40,17 +40,17 @@ from holdfast.bench.visit import (
     WARM,
     remove,
 )
-from holdfast.bench.yardstick import DirectWriter
-from holdfast.cli.text import Table
-from holdfast.errors import HoldfastError
-from holdfast.io.buffers import DEFAULT_BUDGET
-from holdfast.io.parallel import default_threads
-from holdfast.units import format_bytes, format_rate, format_seconds, parse_bytes
+from tensorkeep.bench.yardstick import DirectWriter
+from tensorkeep.cli.text import Table
+from tensorkeep.errors import TensorkeepError
+from tensorkeep.io.buffers import DEFAULT_BUDGET
+from tensorkeep.io.parallel import default_threads
+from tensorkeep.units import format_bytes, format_rate, format_seconds, parse_bytes
 
 SCHEMA = 1
 SEED = 20_240_601
 DIRECT = "O_DIRECT write"
-RAW, LOSSLESS = "holdfast", "holdfast-lossless"
+RAW, LOSSLESS = "tensorkeep", "tensorkeep-lossless"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +102,12 @@ def main() -> int:
     options = _options()
     spec = spec_of_size(options.size)
     options.dir.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="holdfast-bench-", dir=options.dir))
+    folder = Path(tempfile.mkdtemp(prefix="tensorkeep-bench-", dir=options.dir))
     try:
         nbytes = parse(spec).nbytes
         check_room(folder, disk=2 * nbytes, memory=COPIES_IN_MEMORY * nbytes + 2 * DEFAULT_BUDGET)
         results = _measure(spec, options.rounds, folder)
-    except HoldfastError as error:
+    except TensorkeepError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     finally:

@@ -1,6 +1,6 @@
 """What recipes reach, and in which time: ``python benchmarks/recipes.py --data FILE``.
 
-Each arm is trained from several seeds by ``holdfast train``, in a process of its own, the arms by turns:
+Each arm is trained from several seeds by ``tensorkeep train``, in a process of its own, the arms by turns:
 
 * *reference*: the recipe ``shakespeare-char-cpu``;
 * *stack*: the same with techniques that only make it faster;
@@ -24,9 +24,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from holdfast import environment
-from holdfast.bench.statistics import Comparison, compare
-from holdfast.train.data.prepare import prepare
+from tensorkeep import environment
+from tensorkeep.bench.statistics import Comparison, compare
+from tensorkeep.train.data.prepare import prepare
 
 _BF16 = ("--techniques.mixed-precision.dtype", "bf16")
 ARMS: dict[str, tuple[str, ...]] = {
@@ -43,7 +43,7 @@ def main() -> int:
     """Train, print, write."""
     options = _options()
     samples: Samples = {name: [] for name in ARMS}
-    with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="tensorkeep-bench-") as folder:
         data = Path(folder) / "data"
         prepare(options.data, data, tokenizer="char")
         for seed in range(1, options.seeds + 1):
@@ -70,7 +70,7 @@ def _options() -> argparse.Namespace:
 def _trained(name: str, seed: int, data: Path, folder: Path) -> dict[str, Any]:
     words = [*ARMS[name], "--data", str(data), "--out", str(folder / f"{name}-{seed}")]
     words += ["--loop.seed", str(seed), "--loop.device", "cpu", "--json"]
-    ended = subprocess.run([sys.executable, "-m", "holdfast", "train", *words], capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-m", "tensorkeep", "train", *words], capture_output=True, text=True)
     if ended.returncode:
         raise RuntimeError(f"{name} ended with {ended.returncode}:\n{ended.stderr}")
     summary: dict[str, Any] = json.loads(ended.stdout)

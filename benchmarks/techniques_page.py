@@ -1,7 +1,7 @@
 """Write ``docs/reference/techniques.md`` from the registry and the results: ``python benchmarks/techniques_page.py``.
 
 What a technique is comes from its class, what it did from each ``benchmarks/results/techniques*.json``, which
-``holdfast bench training`` wrote; a test holds that the page is up to date.
+``tensorkeep bench training`` wrote; a test holds that the page is up to date.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 import msgspec
 
-from holdfast import plugins
-from holdfast.report.document import Arm, Results, Statistics
-from holdfast.report.plain import clean
-from holdfast.report.results import read_results
-from holdfast.report.wording import gain, interval, not_run
-from holdfast.train.techniques.base import Technique
-from holdfast.train.techniques.combinations import COMBINATIONS
+from tensorkeep import plugins
+from tensorkeep.report.document import Arm, Results, Statistics
+from tensorkeep.report.plain import clean
+from tensorkeep.report.results import read_results
+from tensorkeep.report.wording import gain, interval, not_run
+from tensorkeep.train.techniques.base import Technique
+from tensorkeep.train.techniques.combinations import COMBINATIONS
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "techniques.md"
@@ -34,11 +34,12 @@ _UNSETTLED = ("within noise", "too few runs")
 
 _HEAD = """# Techniques
 
-Each is a switch of `holdfast train` (`--technique NAME`, or a setting of it: `--techniques.NAME.SETTING VALUE`), which
-proves in the first step that it is at work, or ends the run. *Systems*: the losses must not move by more than what is
-stated. *Algorithmic*: they may. `holdfast train --list-techniques` says which of them can run on your machine, and
-[`holdfast bench training`](../how-to/bench-training.md) what they do there. This page is made from the classes and from
-[`benchmarks/results/`](../../benchmarks/results) by `python benchmarks/techniques_page.py`.
+Each is a switch of `tensorkeep train` (`--technique NAME`, or a setting of it: `--techniques.NAME.SETTING VALUE`),
+which proves in the first step that it is at work, or ends the run. *Systems*: the losses must not move by more
+than what is stated. *Algorithmic*: they may. `tensorkeep train --list-techniques` says which of them can run
+on your machine, and [`tensorkeep bench training`](../how-to/bench-training.md) what they do there. This
+page is made from the classes and from [`benchmarks/results/`](../../benchmarks/results) by
+`python benchmarks/techniques_page.py`.
 
 A figure is how many times better than the plain loop, with its 95% interval: more tokens in a second, less memory, a
 lower loss. What is within the noise of the machine says so.

@@ -31,12 +31,12 @@ import numpy as np
 import torch
 from ratios import Line
 
-import holdfast
-from holdfast import environment
-from holdfast.bench.models import build, spec_of_size
-from holdfast.bench.probes import make_cold, warm
-from holdfast.cli.text import Table
-from holdfast.units import parse_bytes
+import tensorkeep
+from tensorkeep import environment
+from tensorkeep.bench.models import build, spec_of_size
+from tensorkeep.bench.probes import make_cold, warm
+from tensorkeep.cli.text import Table
+from tensorkeep.units import parse_bytes
 
 SEED = 20_241_121
 
@@ -50,7 +50,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="holdfast-bench-", dir=options.dir))
+    folder = Path(tempfile.mkdtemp(prefix="tensorkeep-bench-", dir=options.dir))
     samples: dict[str, Any] = {}
     lines: list[Line] = []
     try:
@@ -106,8 +106,8 @@ def stall(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]:
     target = {name: torch.empty_like(tensor) for name, tensor in state.items()}
     # The second keeps its memory from save to save, as we do; its other options need a GPU.
     stagers = {"dcp": None, "dcp, kept memory": DefaultStager(StagingOptions(False, False, False, False))}
-    samples: dict[str, list[float]] = {name: [] for name in ("copy", "one thread", "holdfast", *stagers)}
-    manager = holdfast.CheckpointManager(folder / "run", keep_last=1)
+    samples: dict[str, list[float]] = {name: [] for name in ("copy", "one thread", "tensorkeep", *stagers)}
+    manager = tensorkeep.CheckpointManager(folder / "run", keep_last=1)
 
     def plain() -> float:
         return _seconds(lambda: [target[name].copy_(tensor) for name, tensor in state.items()])
@@ -135,7 +135,7 @@ def stall(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]:
         return held
 
     for number in range(options.rounds + 1):
-        found = {"copy": plain(), "one thread": one_thread(), "holdfast": ours(number)}
+        found = {"copy": plain(), "one thread": one_thread(), "tensorkeep": ours(number)}
         found |= {name: theirs(number, name) for name in stagers}
         if number:
             for name, seconds in found.items():
@@ -145,8 +145,8 @@ def stall(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def stall_lines(samples: dict[str, list[float]]) -> Iterator[Line]:
-    yield Line("stall / plain copy", 1.3, *_ratios(samples, "holdfast", "copy"), at_most=True)
-    yield Line("stall / DCP async_save", 0.7, *_ratios(samples, "holdfast", "dcp"), at_most=True)
+    yield Line("stall / plain copy", 1.3, *_ratios(samples, "tensorkeep", "copy"), at_most=True)
+    yield Line("stall / DCP async_save", 0.7, *_ratios(samples, "tensorkeep", "dcp"), at_most=True)
 
 
 # How much slower steps are
@@ -159,7 +159,7 @@ def slowdown(folder: Path, options: argparse.Namespace) -> dict[str, list[float]
     optimizer = torch.optim.AdamW(model.parameters())
     inputs = torch.randn(256, 512)
     source = folder / "source"
-    holdfast.save(state, source)
+    tensorkeep.save(state, source)
 
     def step() -> float:
         def work() -> None:
@@ -175,7 +175,7 @@ def slowdown(folder: Path, options: argparse.Namespace) -> dict[str, list[float]
             found.append(step())
         return statistics.median(found)
 
-    manager = holdfast.CheckpointManager(folder / "run", keep_last=1)
+    manager = tensorkeep.CheckpointManager(folder / "run", keep_last=1)
     manager.save(0, state).wait()
     other = subprocess.Popen(
         [sys.executable, "-c", _OUTSIDE, str(source), str(folder / "outside")],
@@ -206,9 +206,9 @@ def slowdown(folder: Path, options: argparse.Namespace) -> dict[str, list[float]
 
 
 _OUTSIDE = """
-import sys, shutil, holdfast
-state = holdfast.load(sys.argv[1])
-manager = holdfast.CheckpointManager(sys.argv[2], keep_last=1, asynchronous=False)
+import sys, shutil, tensorkeep
+state = tensorkeep.load(sys.argv[1])
+manager = tensorkeep.CheckpointManager(sys.argv[2], keep_last=1, asynchronous=False)
 manager.save(0, state)
 print(flush=True)
 for number, _ in enumerate(sys.stdin, start=1):
@@ -237,14 +237,14 @@ def incremental(folder: Path, options: argparse.Namespace) -> dict[str, list[flo
     samples: dict[str, list[float]] = {"full bytes": [], "bytes": [], "full": [], "seconds": []}
     draw = np.random.default_rng(SEED)
     for number in range(options.rounds + 1):
-        report = holdfast.save(pieces, folder / "full", incremental=True)
+        report = tensorkeep.save(pieces, folder / "full", incremental=True)
         budget = 0.05 * report.state_bytes
         for name in draw.permutation(names):
             budget -= pieces[name].nbytes
             if budget < 0:
                 break
             pieces[name] = pieces[name] + 1
-        changed = holdfast.save(pieces, folder / "step", base=folder / "full")
+        changed = tensorkeep.save(pieces, folder / "step", base=folder / "full")
         for path in ("full", "step"):
             shutil.rmtree(folder / path)
         if number:
@@ -302,7 +302,7 @@ def delta(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     samples: dict[str, Any] = {name: [] for name in _PARTS}
     samples |= {f"{name}, {how}": [] for name in _PARTS for how in ("in a chain", "planes alone")} | {"deepest": []}
     kept: list[dict[str, Any]] = []
-    manager = holdfast.CheckpointManager(folder / "run", incremental="delta")
+    manager = tensorkeep.CheckpointManager(folder / "run", incremental="delta")
 
     def train(steps: int) -> None:
         for _ in range(steps):
@@ -330,23 +330,23 @@ def delta(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         found = state()
         manager.save(number, found).wait()
         plain, before = folder / f"plain-{number}", folder / f"plain-{number - 1}"
-        holdfast.save(found, plain, compression="lossless", incremental=True)
+        tensorkeep.save(found, plain, compression="lossless", incremental=True)
         if number:
             apart = folder / "apart"
-            holdfast.save(found, apart, compression="lossless", base=before, delta=True, overwrite=True)
+            tensorkeep.save(found, apart, compression="lossless", base=before, delta=True, overwrite=True)
             _add_shares(samples, "", apart)
         _add_shares(samples, ", planes alone", plain)
         path = manager.steps()[-1].path
         _add_shares(samples, ", in a chain", path)
         if number in (0, _LONGEST):
             kept.append(copy.deepcopy(found))
-        samples["deepest"].append(holdfast.info(path).details.get("history", {}).get("deepest_chain", 0))
+        samples["deepest"].append(tensorkeep.info(path).details.get("history", {}).get("deepest_chain", 0))
     manager.close()
     return samples | _restore(folder, *kept, options.rounds)
 
 
 def _add_shares(samples: dict[str, Any], how: str, path: Path) -> None:
-    about = holdfast.info(path)
+    about = tensorkeep.info(path)
     for name in _PARTS:
         samples[name + how].append(about.by_part[name].stored_bytes / about.by_part[name].nbytes)
 
@@ -360,16 +360,16 @@ _COPIES = 20
 def _restore(folder: Path, first: dict[str, Any], last: dict[str, Any], rounds: int) -> dict[str, list[float]]:
     """Return the seconds of filling a large state from differences, and from whole blocks."""
     first, last = ({str(k): copy.deepcopy(state) for k in range(_COPIES)} for state in (first, last))
-    holdfast.save(first, folder / "first", compression="lossless", incremental=True)
-    holdfast.save(last, folder / "chain", compression="lossless", base=folder / "first", delta=True)
-    holdfast.save(last, folder / "whole", compression="lossless")
+    tensorkeep.save(first, folder / "first", compression="lossless", incremental=True)
+    tensorkeep.save(last, folder / "chain", compression="lossless", base=folder / "first", delta=True)
+    tensorkeep.save(last, folder / "whole", compression="lossless")
     samples: dict[str, list[float]] = {}
     for _ in range(rounds):
         for kind in ("warm", "cold"):
             for name in ("whole", "chain"):
                 path = folder / name
                 (warm if kind == "warm" else make_cold)(path)
-                seconds = _seconds(lambda path=path: holdfast.load(path, into=first))
+                seconds = _seconds(lambda path=path: tensorkeep.load(path, into=first))
                 samples.setdefault(f"load {name}, {kind}", []).append(seconds)
     return samples
 
@@ -402,18 +402,18 @@ def delta_lines(samples: dict[str, Any]) -> Iterator[Line]:
 
 
 _MEMORY = """
-import sys, json, holdfast
-from holdfast.bench.models import build, spec_of_size
-from holdfast.bench.probes import peak_resident_bytes, reset_peak, resident_bytes
+import sys, json, tensorkeep
+from tensorkeep.bench.models import build, spec_of_size
+from tensorkeep.bench.probes import peak_resident_bytes, reset_peak, resident_bytes
 size, path, budget = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 state = build(spec_of_size(size), seed=1)
 found = {}
 for name, options in {"none": {}, "lossless": {"compression": "lossless"}, "delta": {"incremental": "delta"}}.items():
-    manager = holdfast.CheckpointManager(f"{path}/{name}", memory_budget=budget, keep_last=1, **options)
+    manager = tensorkeep.CheckpointManager(f"{path}/{name}", memory_budget=budget, keep_last=1, **options)
     manager.save(0, state).wait()
     before = resident_bytes()
     manager.close()
-    manager = holdfast.CheckpointManager(f"{path}/{name}", memory_budget=budget, keep_last=1, **options)
+    manager = tensorkeep.CheckpointManager(f"{path}/{name}", memory_budget=budget, keep_last=1, **options)
     before = resident_bytes()
     reset_peak()
     manager.save(1, state)
@@ -422,7 +422,7 @@ for name, options in {"none": {}, "lossless": {"compression": "lossless"}, "delt
     manager.close()
     before = resident_bytes()
     reset_peak()
-    holdfast.load(f"{path}/{name}/step-000001", into=state)
+    tensorkeep.load(f"{path}/{name}/step-000001", into=state)
     found[f"load, {name}"] = peak_resident_bytes() - before
 print(json.dumps(found))
 """

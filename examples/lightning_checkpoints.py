@@ -1,6 +1,6 @@
-"""Lightning with Holdfast's checkpoints: run it, kill it, run it again.
+"""Lightning with Tensorkeep's checkpoints: run it, kill it, run it again.
 
-`HoldfastIO` is a plug-in that every ``Trainer`` takes; ``ModelCheckpoint`` and ``ckpt_path`` work as ever. What goes
+`TensorkeepIO` is a plug-in that every ``Trainer`` takes; ``ModelCheckpoint`` and ``ckpt_path`` work as ever. What goes
 into a checkpoint, and where in an epoch a run goes on, is Lightning's affair: it saves no random states.
 """
 
@@ -16,25 +16,25 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-import holdfast
+import tensorkeep
 
 
-class HoldfastIO(CheckpointIO):
+class TensorkeepIO(CheckpointIO):
     """Saves in the background: training waits only while the state is copied."""
 
     def __init__(self, **options: Any) -> None:
         self._options = options
-        self._pending: holdfast.PendingSave | None = None
+        self._pending: tensorkeep.PendingSave | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Save, once the save before is durable."""
         self.teardown()
-        self._pending = holdfast.save_async(checkpoint, path, overwrite=True, **self._options)
+        self._pending = tensorkeep.save_async(checkpoint, path, overwrite=True, **self._options)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Load, every block checked; nothing is ever unpickled, whatever ``weights_only`` says."""
         self.teardown()
-        return holdfast.load(path, device=None if callable(map_location) else map_location)
+        return tensorkeep.load(path, device=None if callable(map_location) else map_location)
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a checkpoint, once its successor is durable."""
@@ -82,7 +82,7 @@ def main() -> None:
     trainer = Trainer(
         max_steps=options.steps,
         accelerator="cpu",
-        plugins=[HoldfastIO(compression="lossless")],
+        plugins=[TensorkeepIO(compression="lossless")],
         callbacks=[
             ModelCheckpoint(
                 options.out, filename="{step}", save_top_k=2, monitor="step", mode="max", save_on_train_epoch_end=True

@@ -12,7 +12,7 @@ import time
 
 import torch
 
-import holdfast
+import tensorkeep
 
 
 def main() -> None:
@@ -29,12 +29,15 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
     # Everything that a step depends on: what is drawn next, too.
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "rng": holdfast.RandomState(), "step": 0}
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "rng": tensorkeep.RandomState(), "step": 0}
 
-    on_signal = holdfast.OnSignal()
-    rules = holdfast.EverySteps(20) | on_signal
+    on_signal = tensorkeep.OnSignal()
+    rules = tensorkeep.EverySteps(20) | on_signal
     # The manager ends first and waits for its last save; a second SIGTERM meanwhile ends the process at once.
-    with on_signal, holdfast.CheckpointManager(options.out, save_when=rules, keep_last=2, incremental=True) as manager:
+    with (
+        on_signal,
+        tensorkeep.CheckpointManager(options.out, save_when=rules, keep_last=2, incremental=True) as manager,
+    ):
         first = 1
         if manager.latest() is not None:
             first = manager.restore(into=state)["step"] + 1

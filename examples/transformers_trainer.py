@@ -1,7 +1,7 @@
 """``transformers.Trainer`` with a `CheckpointManager`: run it, kill it, run it again.
 
-`HoldfastTrainer` saves the whole training state in the background, incrementally, without pickle, and resumes from it:
-the weights at the end are those of a run that was never interrupted.
+`TensorkeepTrainer` saves the whole training state in the background, incrementally, without pickle, and resumes from
+it: the weights at the end are those of a run that was never interrupted.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from typing import Any
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-import holdfast
+import tensorkeep
 
 
-class HoldfastTrainer(Trainer):
+class TensorkeepTrainer(Trainer):
     """A ``Trainer`` whose checkpoints are steps of a manager; for one process.
 
     Parameters
     ----------
-    manager : holdfast.CheckpointManager
+    manager : tensorkeep.CheckpointManager
         It also says which steps are kept; ``save_strategy`` and ``save_steps`` say when to save.
     """
 
-    def __init__(self, *args: Any, manager: holdfast.CheckpointManager, **options: Any) -> None:
+    def __init__(self, *args: Any, manager: tensorkeep.CheckpointManager, **options: Any) -> None:
         super().__init__(*args, **options)
         self.manager = manager
 
     def train_on(self) -> Any:
         """Train from the last whole step, or from the beginning where there is none."""
         # The last one whose every byte is right: two things are read of it, and both must be of the same step.
-        step = next((each for each in reversed(self.manager.steps()) if holdfast.verify(each.path).ok), None)
+        step = next((each for each in reversed(self.manager.steps()) if tensorkeep.verify(each.path).ok), None)
         if step is None:
             return self.train()
         self._step = step
         # Where training stood is asked for as a file, before there is an optimizer to restore the rest into.
         folder = Path(self.args.output_dir) / "resumed-from"
         folder.mkdir(parents=True, exist_ok=True)
-        where = holdfast.load(step.path, select=[])["trainer"]
+        where = tensorkeep.load(step.path, select=[])["trainer"]
         (folder / "trainer_state.json").write_text(where)
         return self.train(resume_from_checkpoint=str(folder))
 
@@ -51,7 +51,7 @@ class HoldfastTrainer(Trainer):
             self.state.global_step,
             {
                 **self._stateful(),
-                "rng": holdfast.RandomState(),
+                "rng": tensorkeep.RandomState(),
                 "trainer": json.dumps(dataclasses.asdict(self.state)),
             },
             metrics={"loss": losses[-1]} if losses else None,
@@ -70,10 +70,10 @@ class HoldfastTrainer(Trainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            holdfast.RandomState().load_state_dict(self._restored["rng"].state)
+            tensorkeep.RandomState().load_state_dict(self._restored["rng"].state)
 
 
-class _Kept(holdfast.RandomState):
+class _Kept(tensorkeep.RandomState):
     """Random states that are loaded now and set later, when the data loader is where it was."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -100,8 +100,8 @@ def main() -> None:
         use_cpu=True,
         disable_tqdm=True,
     )
-    with holdfast.CheckpointManager(options.out, keep_last=2, incremental=True) as manager:
-        trainer = HoldfastTrainer(model, arguments, train_dataset=rows, manager=manager)
+    with tensorkeep.CheckpointManager(options.out, keep_last=2, incremental=True) as manager:
+        trainer = TensorkeepTrainer(model, arguments, train_dataset=rows, manager=manager)
         trainer.train_on()
     total = sum(parameter.detach().double().abs().sum() for parameter in model.parameters())
     print(f"step {trainer.state.global_step}: |w| = {total:.12f}")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast.cli.main import main
+import tensorkeep
+from tensorkeep.cli.main import main
 
 
 @pytest.fixture(scope="session")
@@ -21,18 +21,18 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     embedding = torch.arange(4096, dtype=torch.float32).reshape(64, 64).bfloat16()
     model = {"wte.weight": embedding, "lm_head.weight": embedding, "bias": torch.zeros(7)}
     state = {"model": model, "optimizer": {"exp_avg": torch.ones(64, 64), "lr": 3e-4}}
-    holdfast.save(state, path, metadata={"run": "unit"})
+    tensorkeep.save(state, path, metadata={"run": "unit"})
     return path
 
 
 @pytest.fixture(scope="session")
 def second(first: Path) -> Path:
     """The first with one changed element, one tensor more and another learning rate."""
-    state = holdfast.load(first)
+    state = tensorkeep.load(first)
     state["model"]["bias"][3] = 0.5
     state["model"]["extra"] = torch.ones(2)
     state["optimizer"]["lr"] = 1e-4
-    holdfast.save(state, first.with_name("second"))
+    tensorkeep.save(state, first.with_name("second"))
     return first.with_name("second")
 
 
@@ -40,7 +40,7 @@ def second(first: Path) -> Path:
 def damaged(tmp_path: Path) -> Path:
     """A checkpoint with one flipped byte in the middle of its only tensor."""
     path = tmp_path / "damaged"
-    holdfast.save({"model": {"w": torch.ones(100_000)}}, path)
+    tensorkeep.save({"model": {"w": torch.ones(100_000)}}, path)
     file = path / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1

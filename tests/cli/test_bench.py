@@ -1,4 +1,4 @@
-"""``holdfast bench`` as a person uses it: run, look, interrupt, go on, mistype."""
+"""``tensorkeep bench`` as a person uses it: run, look, interrupt, go on, mistype."""
 
 import json
 import re
@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-import holdfast
-from holdfast.bench.models import parse
-from holdfast.bench.scratch import NAME
-from holdfast.cli.main import main
+import tensorkeep
+from tensorkeep.bench.models import parse
+from tensorkeep.bench.scratch import NAME
+from tensorkeep.cli.main import main
 
 SMALL = "openllama-3b:scale=0.0005:layers=1"
-ARMS = ["pytorch", "pytorch (again)", "safetensors", "holdfast"]
-RUN = ["bench", "checkpoint", "--model", SMALL, "--arms", "safetensors", "--arms", "holdfast", "--no-progress"]
+ARMS = ["pytorch", "pytorch (again)", "safetensors", "tensorkeep"]
+RUN = ["bench", "checkpoint", "--model", SMALL, "--arms", "safetensors", "--arms", "tensorkeep", "--no-progress"]
 
 
 def results(folder: Path) -> dict:
@@ -54,14 +54,14 @@ def test_own_checkpoint_and_json(tmp_path, capsys):
     import torch
 
     own, out = tmp_path / "own", tmp_path / "out"
-    holdfast.save({"model": {"w": torch.randn(300, 200)}, "step": 3}, own)
-    arguments = ["bench", "checkpoint", "--from", str(own), "--arms", "holdfast", "--runs", "1", "--out", str(out)]
+    tensorkeep.save({"model": {"w": torch.randn(300, 200)}, "step": 3}, own)
+    arguments = ["bench", "checkpoint", "--from", str(own), "--arms", "tensorkeep", "--runs", "1", "--out", str(out)]
     assert main([*arguments, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["experiment"] == "peers"
-    assert document["summary"]["arms"]["holdfast"]["save"]["n"] == 1
+    assert document["summary"]["arms"]["tensorkeep"]["save"]["n"] == 1
     assert results(out)["subject"]["bytes"] == 300 * 200 * 4
-    assert holdfast.verify(own).ok
+    assert tensorkeep.verify(own).ok
 
 
 def test_an_optimizer_takes_twice_the_weights_more(tmp_path):
@@ -78,7 +78,7 @@ def test_an_optimizer_takes_twice_the_weights_more(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interrupt_keeps_what_was_measured_and_resume_goes_on(number, tmp_path):
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "holdfast", *RUN, "--runs", "40", "--out", str(out)]
+    command = [sys.executable, "-m", "tensorkeep", *RUN, "--runs", "40", "--out", str(out)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 120
@@ -202,5 +202,5 @@ def test_results_are_not_overwritten_unasked(tmp_path, capsys):
 def test_the_experiments_are_listed(capsys):
     assert main(["bench", "checkpoint", "--list", "--json"]) == 0
     assert set(json.loads(capsys.readouterr().out)["experiments"]) == {
-        *("three-way", "six-way", "isolated", "from-baseline-to-holdfast", "factorial", "peers", "claims"),
+        *("three-way", "six-way", "isolated", "from-baseline-to-tensorkeep", "factorial", "peers", "claims"),
     }

@@ -1,4 +1,4 @@
-"""``holdfast bench training`` as a person uses it: run, look, go on, rebuild, mistype."""
+"""``tensorkeep bench training`` as a person uses it: run, look, go on, rebuild, mistype."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli.main import main
+from tensorkeep.cli.main import main
 
 SMALL = {
     "model.n_layers": 1,
@@ -105,7 +105,7 @@ def test_the_list_shows_the_experiments_of_training_alone(capsys: pytest.Capture
     ("words", "said"),
     [
         (["training", "--experiment", "peers"], "the experiment 'peers' is one of the workload 'checkpoint'"),
-        (["checkpoint", "--experiment", "techniques"], "holdfast bench training --experiment techniques"),
+        (["checkpoint", "--experiment", "techniques"], "tensorkeep bench training --experiment techniques"),
         (["training", "--experiment", "techniqes"], "did you mean 'techniques'?"),
         (["training", "--recipe", "gpt2"], "there is no recipe 'gpt2'"),
         (["training", "--steps", "5"], "of which the first and 5 of warm-up are not timed"),

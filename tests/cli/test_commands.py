@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-import holdfast
-from holdfast.checkpoint import verify as verify_module
-from holdfast.cli import verify as verify_command
-from holdfast.cli.main import main
-from holdfast.cli.text import Table, printable
+import tensorkeep
+from tensorkeep.checkpoint import verify as verify_module
+from tensorkeep.cli import verify as verify_command
+from tensorkeep.cli.main import main
+from tensorkeep.cli.text import Table, printable
 
 Run = Callable[..., tuple[int, Any]]
 
@@ -111,9 +111,9 @@ def test_diff_within_a_tolerance(first: Path, second: Path, capsys: pytest.Captu
 
 
 def test_json_has_no_infinity(first: Path, run_json: Run, tmp_path: Path) -> None:
-    state = holdfast.load(first)
+    state = tensorkeep.load(first)
     state["model"]["bias"][0] = float("nan")
-    holdfast.save(state, tmp_path / "nan")
+    tensorkeep.save(state, tmp_path / "nan")
     code, document = run_json("diff", first, tmp_path / "nan")
     assert (code, document["changed"][0]["largest"]) == (1, None)
 
@@ -124,7 +124,7 @@ def test_convert(first: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     said = capsys.readouterr()
     assert said.out.startswith(f"converted {first} to {new} (native, lossless): 3 tensors, ")
     assert said.err == ""
-    assert holdfast.diff(first, new).equal
+    assert tensorkeep.diff(first, new).equal
     code, report = run_json("convert", first, new, "--to", "native", "--overwrite", "--select", "optimizer.*")
     assert (code, report["tensors"]) == (0, 1)
 
@@ -137,7 +137,7 @@ def test_convert_passes_the_shard_size_on(first: Path, tmp_path: Path) -> None:
 def test_env(tmp_path: Path, capsys: pytest.CaptureFixture[str], run_json: Run) -> None:
     code, document = run_json("env", "--path", tmp_path)
     assert code == 0
-    assert document["versions"]["holdfast"] == holdfast.__version__
+    assert document["versions"]["tensorkeep"] == tensorkeep.__version__
     assert document["processor"]["usable_cores"] >= 1
     assert document["storage"]["path"] == str(tmp_path.resolve())
     assert document["storage"]["direct_io"] in (True, False)

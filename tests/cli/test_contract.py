@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint import convert as convert_module
-from holdfast.cli import failures
-from holdfast.cli.main import build_app, main
-from holdfast.errors import StoreError
+from tensorkeep.checkpoint import convert as convert_module
+from tensorkeep.cli import failures
+from tensorkeep.cli.main import build_app, main
+from tensorkeep.errors import StoreError
 
 EVERYWHERE = {"--json", "--quiet", "-q", "--verbose", "-v", "--progress", "--no-progress", "--config", "-C"}
 RUN = {"--runs", "--dir", "--out", "--resume", "--overwrite"}
@@ -81,7 +81,7 @@ FLAGS = {
 
 
 def program(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "holdfast", *map(str, arguments)]
+    command = [sys.executable, "-m", "tensorkeep", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=120)
 
 
@@ -123,8 +123,8 @@ def test_the_list_of_commands_says_what_each_command_says(command: str) -> None:
 
 def test_help_imports_neither_torch_nor_numpy() -> None:
     script = (
-        "import sys, holdfast.cli.main as cli; cli.main(['--help']); cli.main(['--version']); "
-        "sys.exit(bool({'torch', 'numpy', 'holdfast.cli.contents'} & set(sys.modules)))"
+        "import sys, tensorkeep.cli.main as cli; cli.main(['--help']); cli.main(['--version']); "
+        "sys.exit(bool({'torch', 'numpy', 'tensorkeep.cli.contents'} & set(sys.modules)))"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
@@ -152,7 +152,7 @@ def test_the_program_returns_the_exit_code(first: Path, second: Path) -> None:
 def test_a_broken_pipe_ends_quietly(first: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "holdfast", "ls", str(first)]
+    command = [sys.executable, "-m", "tensorkeep", "ls", str(first)]
     with os.fdopen(writing, "wb") as pipe:
         result = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, timeout=120)
     assert (result.returncode, result.stderr) == (failures.BROKEN_PIPE, b"")
@@ -227,7 +227,7 @@ def test_what_escapes_a_command_becomes_a_line_and_a_code(
     def fail(*_: object, **__: object) -> None:
         raise raised
 
-    monkeypatch.setattr("holdfast.cli.contents.look", fail)
+    monkeypatch.setattr("tensorkeep.cli.contents.look", fail)
     assert main(["info", "x"]) == code
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith(line)

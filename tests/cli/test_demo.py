@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli.main import main
+from tensorkeep.cli.main import main
 
-ARMS = {"torch", "safetensors", "holdfast", "holdfast-lossless"}
+ARMS = {"torch", "safetensors", "tensorkeep", "tensorkeep-lossless"}
 SMALL = ["demo", "--scale", "0.001", "--rounds", "1", "--no-progress"]
 
 
@@ -27,7 +27,7 @@ def test_demo_measures_verifies_damages_and_cleans_up(tmp_path, capsys):
     assert set(header) == ARMS
     row = next(line for line in out.splitlines() if line.startswith("durable save "))
     assert len(re.findall(r"\d+\.\d\dx", row)) == len(ARMS - {"torch"})
-    assert re.search(r"`holdfast verify` finds it: \S+: tensor '\S+': block \d", " ".join(out.split()))
+    assert re.search(r"`tensorkeep verify` finds it: \S+: tensor '\S+': block \d", " ".join(out.split()))
     assert "did not notice" not in out
 
 
@@ -38,7 +38,7 @@ def test_json_is_one_document(tmp_path, capsys):
     assert document["tensors"] == 237
     assert document["verify"]["ok"] is True
     assert set(document["measures"]["save"]) == ARMS
-    assert document["measures"]["stored"]["holdfast-lossless"]["against_torch"]["median"] < 0.9
+    assert document["measures"]["stored"]["tensorkeep-lossless"]["against_torch"]["median"] < 0.9
     assert {sample["arm"] for sample in document["rounds"]["samples"]} == ARMS
     flip = document["damage"]["flip"]
     [problem] = document["damage"]["verify"]["problems"]
@@ -53,18 +53,18 @@ def test_quiet_says_nothing(tmp_path, capsys):
 def test_own_checkpoint(tmp_path, capsys):
     import torch
 
-    import holdfast
+    import tensorkeep
 
     own, place = tmp_path / "own", tmp_path / "place"
     place.mkdir()
-    holdfast.save({"model": {"w": torch.randn(300, 200)}, "optimizer": [torch.ones(4)], "step": 3}, own)
+    tensorkeep.save({"model": {"w": torch.randn(300, 200)}, "optimizer": [torch.ones(4)], "step": 3}, own)
     assert main(["demo", "--from", str(own), "--rounds", "1", "--json", "--dir", str(place)]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["tensors"] == 2
     assert document["state_bytes"] == 300 * 200 * 4 + 16
     assert set(document["measures"]["load_warm"]) == ARMS
     assert list(place.iterdir()) == []
-    assert holdfast.verify(own).ok
+    assert tensorkeep.verify(own).ok
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_what_cannot_be_is_said_at_once(arguments, code, said, tmp_path, monkeyp
 
 
 def test_interrupt_cleans_up(tmp_path):
-    command = [sys.executable, "-c", "import sys; from holdfast.cli.main import main; sys.exit(main())"]
+    command = [sys.executable, "-c", "import sys; from tensorkeep.cli.main import main; sys.exit(main())"]
     demo = subprocess.Popen(
         [*command, "demo", "--scale", "0.02", "--rounds", "1000", "--dir", str(tmp_path)],
         stdout=subprocess.PIPE,
@@ -110,9 +110,9 @@ def test_interrupt_cleans_up(tmp_path):
 
 
 def test_the_training_story_is_true(tmp_path, capsys):
-    from holdfast.cli.output import Output
-    from holdfast.cli.talk import Talk
-    from holdfast.cli.training_demo import tell
+    from tensorkeep.cli.output import Output
+    from tensorkeep.cli.talk import Talk
+    from tensorkeep.cli.training_demo import tell
 
     text = tmp_path / "text.txt"
     text.write_text("def add(first, second):\n    return first + second\n" * 200)
@@ -131,8 +131,8 @@ def test_the_training_story_is_true(tmp_path, capsys):
 
 
 def test_the_training_story_would_tell_of_a_difference(tmp_path):
-    from holdfast.bench.training_story import Killed, TrainingStory
-    from holdfast.checkpoint.steps import Step
+    from tensorkeep.bench.training_story import Killed, TrainingStory
+    from tensorkeep.checkpoint.steps import Step
 
     story = TrainingStory(tmp_path, steps=10, every=2)
     lines = [{"step": step, "kind": "train", "loss": float(step)} for step in range(1, 11)]
@@ -145,8 +145,8 @@ def test_the_training_story_would_tell_of_a_difference(tmp_path):
 
 
 def test_the_training_story_proves_nothing_by_nothing(tmp_path):
-    from holdfast.bench.training_story import Killed, TrainingStory
-    from holdfast.checkpoint.steps import Step
+    from tensorkeep.bench.training_story import Killed, TrainingStory
+    from tensorkeep.checkpoint.steps import Step
 
     story = TrainingStory(tmp_path, steps=10, every=2)
     (tmp_path / "log.jsonl").write_text(json.dumps({"step": 4, "kind": "train", "loss": 1.0}) + "\n")
@@ -156,8 +156,8 @@ def test_the_training_story_proves_nothing_by_nothing(tmp_path):
 
 
 def test_the_training_story_kills_only_some_steps_after_a_checkpoint(tmp_path, monkeypatch):
-    from holdfast.bench import training_story
-    from holdfast.checkpoint.steps import Step
+    from tensorkeep.bench import training_story
+    from tensorkeep.checkpoint.steps import Step
 
     monkeypatch.setattr(training_story, "_LOOK_AGAIN", 0.0)
     logged, looks = [], []
@@ -195,8 +195,8 @@ def test_the_training_story_kills_only_some_steps_after_a_checkpoint(tmp_path, m
 
 
 def test_the_training_story_tells_of_a_run_that_ends_too_early(tmp_path):
-    from holdfast.bench.training_story import TrainingStory
-    from holdfast.errors import StoreError
+    from tensorkeep.bench.training_story import TrainingStory
+    from tensorkeep.errors import StoreError
 
     class Short(TrainingStory):
         def _start(self, *more):

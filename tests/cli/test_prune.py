@@ -1,4 +1,4 @@
-"""``holdfast prune`` deletes what is a step and damaged or unwanted, and nothing else."""
+"""``tensorkeep prune`` deletes what is a step and damaged or unwanted, and nothing else."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from unittest import mock
 import pytest
 import torch
 
-from holdfast import CheckpointManager, StoreError
-from holdfast.cli.main import main
-from holdfast.formats import sealed
-from holdfast.formats.native import reader
-from holdfast.io.directory import Directory
-from holdfast.testing.disk import content, names_in
+from tensorkeep import CheckpointManager, StoreError
+from tensorkeep.cli.main import main
+from tensorkeep.formats import sealed
+from tensorkeep.formats.native import reader
+from tensorkeep.io.directory import Directory
+from tensorkeep.testing.disk import content, names_in
 
 RunJson = Callable[..., tuple[int, Any]]
 

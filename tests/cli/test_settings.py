@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli.main import main
+from tensorkeep.cli.main import main
 
 Run = Callable[..., tuple[int, Any]]
 
 
 @pytest.fixture
 def configuration(tmp_path: Path) -> Path:
-    path = tmp_path / "holdfast.toml"
+    path = tmp_path / "tensorkeep.toml"
     path.write_text("[info]\nlargest = 1\n\n[convert]\nto = 'native'\nmemory-budget = '128MiB'\n")
     return path
 
@@ -31,7 +31,7 @@ def test_a_flag_wins_over_the_environment_over_the_file(
 ) -> None:
     assert shown(run_json, first) == 4
     assert shown(run_json, first, "-C", configuration) == 1
-    monkeypatch.setenv("HOLDFAST_LARGEST", "2")
+    monkeypatch.setenv("TENSORKEEP_LARGEST", "2")
     assert shown(run_json, first, "-C", configuration) == 2
     assert shown(run_json, first, "-C", configuration, "--largest", "3") == 3
 
@@ -39,7 +39,7 @@ def test_a_flag_wins_over_the_environment_over_the_file(
 def test_the_environment_names_the_file(
     first: Path, configuration: Path, run_json: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HOLDFAST_CONFIG", str(configuration))
+    monkeypatch.setenv("TENSORKEEP_CONFIG", str(configuration))
     assert shown(run_json, first) == 1
 
 
@@ -49,14 +49,14 @@ def test_the_file_gives_required_options_and_sizes(first: Path, configuration: P
 
 
 def test_the_environment_gives_no_positional_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOLDFAST_PATH", "somewhere")
+    monkeypatch.setenv("TENSORKEEP_PATH", "somewhere")
     assert main(["info"]) == 2
 
 
 def test_the_environment_asks_for_json(
     first: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("HOLDFAST_JSON", "1")
+    monkeypatch.setenv("TENSORKEEP_JSON", "1")
     assert main(["info", "--nonsense"]) == 2
     assert capsys.readouterr().out.startswith("{")
     assert main(["info", str(first), "--json=false"]) == 0

@@ -1,4 +1,4 @@
-"""``holdfast info`` of steps that share files."""
+"""``tensorkeep info`` of steps that share files."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast import CheckpointManager
-from holdfast.cli.main import main
-from holdfast.units import format_bytes
+from tensorkeep import CheckpointManager
+from tensorkeep.cli.main import main
+from tensorkeep.units import format_bytes
 
 Run = Callable[..., tuple[int, Any]]
 

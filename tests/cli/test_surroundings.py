@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast.cli.main import main
+import tensorkeep
+from tensorkeep.cli.main import main
 
 Run = Callable[..., tuple[int, Any]]
 
 
 def shell(command: str, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a shell command in which ``holdfast`` is the program and ``$1``... are the arguments."""
-    script = command.replace("holdfast", f"{sys.executable} -m holdfast")
+    """Run a shell command in which ``tensorkeep`` is the program and ``$1``... are the arguments."""
+    script = command.replace("tensorkeep", f"{sys.executable} -m tensorkeep")
     return subprocess.run(
         ["bash", "-c", script, "bash", *map(str, arguments)],
         capture_output=True,
@@ -37,26 +37,26 @@ def shell(command: str, *arguments: str | Path, **environment: str) -> subproces
 class TestStreams:
     @pytest.mark.parametrize("command", ["ls", "--json info"])
     def test_a_full_disk_is_an_error(self, command: str, first: Path) -> None:
-        result = shell(f'holdfast {command} "$1" >/dev/full', first)
+        result = shell(f'tensorkeep {command} "$1" >/dev/full', first)
         assert result.returncode == 3
         lines = result.stderr.splitlines()
         assert "No space left on device" in lines[0]
         assert len(lines) == 2
 
     def test_an_error_keeps_its_code_where_stdout_is_full(self, tmp_path: Path) -> None:
-        result = shell('holdfast info "$1" --json >/dev/full', tmp_path / "absent")
+        result = shell('tensorkeep info "$1" --json >/dev/full', tmp_path / "absent")
         assert (result.returncode, len(result.stderr.splitlines())) == (5, 2)
 
     def test_closed_streams_are_no_error(self, first: Path, tmp_path: Path) -> None:
-        assert shell('holdfast ls "$1" >&-', first).returncode == 0
-        assert shell('holdfast ls "$1" >&- 2>&-', tmp_path / "absent").returncode == 5
+        assert shell('tensorkeep ls "$1" >&-', first).returncode == 0
+        assert shell('tensorkeep ls "$1" >&- 2>&-', tmp_path / "absent").returncode == 5
         # What is printed must not end up in the file that got the number of stdout.
-        assert shell('holdfast convert "$1" "$2" --to native >&- 2>&- <&-', first, tmp_path / "new").returncode == 0
-        assert holdfast.diff(first, tmp_path / "new").equal
+        assert shell('tensorkeep convert "$1" "$2" --to native >&- 2>&- <&-', first, tmp_path / "new").returncode == 0
+        assert tensorkeep.diff(first, tmp_path / "new").equal
 
     def test_what_an_encoding_cannot_hold_is_escaped(self, tmp_path: Path) -> None:
-        holdfast.save({"ünï大": torch.ones(2)}, tmp_path / "x")
-        result = shell('holdfast ls "$1"', tmp_path / "x", PYTHONIOENCODING="ascii")
+        tensorkeep.save({"ünï大": torch.ones(2)}, tmp_path / "x")
+        result = shell('tensorkeep ls "$1"', tmp_path / "x", PYTHONIOENCODING="ascii")
         assert result.returncode == 0
         assert r"\xfcn\xef\u5927" in result.stdout
 
@@ -90,7 +90,7 @@ class TestFlagsBeforeTheCommand:
 
     def test_help_comes_whatever_stands_before(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["--json", "--help"]) == 0
-        assert "Usage: holdfast" in capsys.readouterr().out
+        assert "Usage: tensorkeep" in capsys.readouterr().out
 
 
 class TestPaths:
@@ -149,7 +149,7 @@ class TestFolders:
     ) -> None:
         formats = {".safetensors": "safetensors", ".bin": "torch"}
         for name in names:
-            holdfast.save({"w": torch.ones(3)}, tmp_path / name, format=formats.get(Path(name).suffix, "native"))
+            tensorkeep.save({"w": torch.ones(3)}, tmp_path / name, format=formats.get(Path(name).suffix, "native"))
         (tmp_path / "config.json").write_text("{}")
         (tmp_path / "empty").mkdir()
         assert main(["info", str(tmp_path)]) == 5
@@ -199,7 +199,7 @@ class TestPermissions:
     ) -> None:
         state = {"w": torch.ones(3)}
         for name, format in (("folder", "native"), ("x.pt", "torch"), ("x.safetensors", "safetensors")):
-            holdfast.save(state, public / name, format=format)
+            tensorkeep.save(state, public / name, format=format)
         shutil.copy(public / "x.pt", public / "plain")
         (public / locked).chmod(0)
         try:

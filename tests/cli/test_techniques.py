@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from holdfast import plugins
-from holdfast.cli import techniques
-from holdfast.cli.main import main
-from holdfast.train.techniques.combinations import COMBINATIONS
-from holdfast.train.techniques.machine import Machine
+from tensorkeep import plugins
+from tensorkeep.cli import techniques
+from tensorkeep.cli.main import main
+from tensorkeep.train.techniques.combinations import COMBINATIONS
+from tensorkeep.train.techniques.machine import Machine
 
 TRAIN = ["train", "shakespeare-char-cpu", "--loop.device", "cpu"]
 
@@ -38,7 +38,7 @@ TRAIN = ["train", "shakespeare-char-cpu", "--loop.device", "cpu"]
         ),
         (["--technique", "C,activation-swapping"], 2, "cannot be combined: checkpointed blocks save nothing"),
         (["--technique", "cuda-graphs"], 7, "cuda-graphs needs a CUDA device; the run is on cpu"),
-        (["--technique", "ddp"], 7, "ddp needs torchrun: torchrun --nproc-per-node 2 -m holdfast train"),
+        (["--technique", "ddp"], 7, "ddp needs torchrun: torchrun --nproc-per-node 2 -m tensorkeep train"),
         (["--techniques.gradient-accumulation.batches", "0"], 2, "gradient-accumulation: batches is 0"),
         (["--techniques.gradient-accumulation.batches", "two"], 2, "the settings of gradient-accumulation are not"),
         (["--techniques.gradient-accumulation.parts", "2"], 2, "unknown field `parts`\nits settings: batches"),
@@ -62,7 +62,7 @@ def test_a_slip_is_told_in_a_line_and_a_remedy_and_nothing_is_written(
 def test_a_missing_package_is_told_with_the_command_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("holdfast.train.techniques.machine.find_spec", lambda _: None)
+    monkeypatch.setattr("tensorkeep.train.techniques.machine.find_spec", lambda _: None)
     assert main([*TRAIN, "--out", str(tmp_path / "run"), "--technique", "low-bit-optimizer"]) == 7
     assert "low-bit-optimizer needs the package 'torchao', which is missing: pip install" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

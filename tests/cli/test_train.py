@@ -1,4 +1,4 @@
-"""``holdfast data``, ``train``, ``generate`` and ``export`` on the command line."""
+"""``tensorkeep data``, ``train``, ``generate`` and ``export`` on the command line."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast.cli.main import main
-from holdfast.cli.train import again
-from holdfast.train.run_folder import RunFolder
+import tensorkeep
+from tensorkeep.cli.main import main
+from tensorkeep.cli.train import again
+from tensorkeep.train.run_folder import RunFolder
 
 TINY = [
     *("--model.n_layers", "1", "--model.n_heads", "2", "--model.d_model", "16", "--model.context_length", "16"),
@@ -33,7 +33,7 @@ RECIPE = "shakespeare-char-cpu"
 
 @pytest.fixture(autouse=True)
 def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.train.run.measured_peak", lambda device: 1e9)
+    monkeypatch.setattr("tensorkeep.train.run.measured_peak", lambda device: 1e9)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "text.txt").write_text("she sells sea shells on the sea shore; " * 60)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("holdfast.train.run.measured_peak", lambda device: 1e9)
+        patch.setattr("tensorkeep.train.run.measured_peak", lambda device: 1e9)
         command = ["train", RECIPE, "--data", folder / "text.txt", "--out", folder / "run", *TINY, "--loop.steps", "1"]
         assert main([*map(str, command), "-q"]) == 0
     return folder / "run"
@@ -163,12 +163,12 @@ def test_memory_that_a_step_does_not_get_is_no_bug(
     def loss(*_: object) -> None:
         raise raised
 
-    monkeypatch.setattr("holdfast.train.model.gpt.token_loss", loss)
+    monkeypatch.setattr("tensorkeep.train.model.gpt.token_loss", loss)
     assert main(["train", RECIPE, "--data", str(text), "--out", str(tmp_path / "run"), *TINY]) == 3
     said = capsys.readouterr().err
     assert "the memory does not hold what the run computes" in said
     assert "--loop.batch_size" in said
-    assert f"holdfast tune training --run {tmp_path / 'run'} --memory SIZE" in said
+    assert f"tensorkeep tune training --run {tmp_path / 'run'} --memory SIZE" in said
 
 
 def test_a_run_is_not_started_twice(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -252,7 +252,7 @@ def test_a_run_that_goes_on_elsewhere_is_told_of(
 
 def test_the_line_that_goes_on_can_be_given_to_a_shell(tmp_path: Path) -> None:
     words = shlex.split(again(RunFolder(tmp_path / "it's a run; really")))
-    assert words == ["holdfast", "train", "--out", str(tmp_path / "it's a run; really"), "--resume"]
+    assert words == ["tensorkeep", "train", "--out", str(tmp_path / "it's a run; really"), "--resume"]
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_generating_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def start(*arguments: str | Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "holdfast", "train", *map(str, arguments)]
+    command = [sys.executable, "-m", "tensorkeep", "train", *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
@@ -302,7 +302,7 @@ def test_ctrl_c_saves_and_the_run_goes_on_exactly(tmp_path: Path, text: Path, nu
     assert process.returncode == 130, errors
     assert "stopped after step" in errors
     assert "--resume" in errors
-    stopped = holdfast.CheckpointManager(tmp_path / "parts" / "checkpoints").latest()
+    stopped = tensorkeep.CheckpointManager(tmp_path / "parts" / "checkpoints").latest()
     assert stopped is not None
     assert losses(tmp_path / "parts")[-1][0] == stopped.number
     resumed = start(RECIPE, "--out", tmp_path / "parts", "--resume")
@@ -323,7 +323,7 @@ def test_a_terminal_that_closes_lets_the_run_save(tmp_path: Path, text: Path) ->
     ours, theirs = os.openpty()
     os.set_blocking(ours, False)
     process = subprocess.Popen(
-        [sys.executable, "-m", "holdfast", "train", *map(str, command)],
+        [sys.executable, "-m", "tensorkeep", "train", *map(str, command)],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
@@ -340,7 +340,7 @@ def test_a_terminal_that_closes_lets_the_run_save(tmp_path: Path, text: Path) ->
         time.sleep(0.02)
     os.close(ours)
     assert process.wait(timeout=60) == 130
-    saved = holdfast.CheckpointManager(run / "checkpoints").latest()
+    saved = tensorkeep.CheckpointManager(run / "checkpoints").latest()
     assert saved is not None
     assert losses(run)[-1][0] == saved.number
 

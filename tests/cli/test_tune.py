@@ -1,4 +1,4 @@
-"""``holdfast tune checkpoint``: what it measures, what it concludes, and what it leaves of a file that is there."""
+"""``tensorkeep tune checkpoint``: what it measures, what it concludes, and what it leaves of a file that is there."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast.bench import rounds as rounds_module
-from holdfast.bench import tune_checkpoint
-from holdfast.bench.contest import Contest, Setting, default, fewest_rounds
-from holdfast.bench.rounds import Rounds, Sample
-from holdfast.bench.tune_checkpoint import Tuned, tune
-from holdfast.bench.tuned_file import check_writable, with_table, write_tuned
-from holdfast.checkpoint import tuning
-from holdfast.cli.main import build_app
-from holdfast.errors import HoldfastError
-from holdfast.state.tree import flatten
-from holdfast.testing.disk import FailingDisk, names_in
+import tensorkeep
+from tensorkeep.bench import rounds as rounds_module
+from tensorkeep.bench import tune_checkpoint
+from tensorkeep.bench.contest import Contest, Setting, default, fewest_rounds
+from tensorkeep.bench.rounds import Rounds, Sample
+from tensorkeep.bench.tune_checkpoint import Tuned, tune
+from tensorkeep.bench.tuned_file import check_writable, with_table, write_tuned
+from tensorkeep.checkpoint import tuning
+from tensorkeep.cli.main import build_app
+from tensorkeep.errors import TensorkeepError
+from tensorkeep.state.tree import flatten
+from tensorkeep.testing.disk import FailingDisk, names_in
 
 A, B, C = default(), Setting("lossless", default().threads, True), Setting("none", default().threads, False)
 
@@ -113,8 +113,8 @@ def test_only_what_differs_from_the_default_is_written() -> None:
         "memory_budget": many.memory_budget,
     }
     # The budget lets all these threads work.
-    text = with_table("", many.table(), [], Path("holdfast.toml"))
-    assert tuning.parse(tomllib.loads(text), Path("holdfast.toml")).memory_budget == many.memory_budget
+    text = with_table("", many.table(), [], Path("tensorkeep.toml"))
+    assert tuning.parse(tomllib.loads(text), Path("tensorkeep.toml")).memory_budget == many.memory_budget
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_only_what_differs_from_the_default_is_written() -> None:
     ],
 )
 def test_what_else_stands_in_the_file_stays(before: str, tmp_path: Path) -> None:
-    path = tmp_path / "holdfast.toml"
+    path = tmp_path / "tensorkeep.toml"
     values = {"compression": "lossless", "threads": 3}
     after = with_table(before, values, ["measured"], path)
     assert tomllib.loads(after) == {**tomllib.loads(before), "save": values}
@@ -153,34 +153,34 @@ def test_what_else_stands_in_the_file_stays(before: str, tmp_path: Path) -> None
     ],
 )
 def test_what_cannot_be_changed_without_loss_is_refused(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "holdfast.toml"
+    path = tmp_path / "tensorkeep.toml"
     path.write_text(text)
-    with pytest.raises(holdfast.UsageError) as caught:
+    with pytest.raises(tensorkeep.UsageError) as caught:
         write_tuned(path, {"compression": "none"}, [])
     assert caught.value.path == str(path)
     assert path.read_text() == text
-    assert names_in(tmp_path) == ["holdfast.toml"]
+    assert names_in(tmp_path) == ["tensorkeep.toml"]
 
 
 def test_writing_is_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "holdfast.toml"
+    path = tmp_path / "tensorkeep.toml"
     path.write_text("[info]\nlargest = 3\n")
     path.chmod(0o640)
     disk = FailingDisk(os.fsync)
     disk.fail_at(1)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", disk)
-        with pytest.raises(holdfast.StoreError):
+        with pytest.raises(tensorkeep.StoreError):
             write_tuned(path, {"compression": "none"}, [])
     assert path.read_text() == "[info]\nlargest = 3\n"
-    assert names_in(tmp_path) == ["holdfast.toml"]
+    assert names_in(tmp_path) == ["tensorkeep.toml"]
     write_tuned(path, {"compression": "none"}, [])
     assert tuning.read(path).compression == "none"
     assert path.stat().st_mode & 0o777 == 0o640
 
 
 def test_a_link_to_another_file_system_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mounted, path = tmp_path / "mounted", tmp_path / "holdfast.toml"
+    mounted, path = tmp_path / "mounted", tmp_path / "tensorkeep.toml"
     mounted.mkdir()
     path.symlink_to("mounted/real.toml")
     honest = os.replace
@@ -195,7 +195,7 @@ def test_a_link_to_another_file_system_is_followed(tmp_path: Path, monkeypatch: 
     assert path.is_symlink()
     assert tuning.read(mounted / "real.toml").compression == "none"
     assert names_in(mounted) == ["real.toml"]
-    assert names_in(tmp_path) == ["holdfast.toml", "mounted"]
+    assert names_in(tmp_path) == ["tensorkeep.toml", "mounted"]
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Setting, int]]:
     monkeypatch.setattr(tune_checkpoint, "_save", save)
     monkeypatch.setattr(tune_checkpoint, "FEWEST_BYTES", 10**6)
     monkeypatch.setattr(tune_checkpoint, "MOST_ROUNDS", 9)
-    monkeypatch.setattr("holdfast.cli.tune.FEWEST_BYTES", 10**6)
+    monkeypatch.setattr("tensorkeep.cli.tune.FEWEST_BYTES", 10**6)
     return saved
 
 
@@ -222,13 +222,13 @@ def test_the_recommendation_is_written_and_followed(
     said = capsys.readouterr().out
     assert "Save with lossless" in said
     assert "2.00x" in said
-    text = (tmp_path / "holdfast.toml").read_text()
-    assert tuning.read(tmp_path / "holdfast.toml") == tuning.SaveTable(compression="lossless")
+    text = (tmp_path / "tensorkeep.toml").read_text()
+    assert tuning.read(tmp_path / "tensorkeep.toml") == tuning.SaveTable(compression="lossless")
     assert "#: Save with lossless" in text
     assert all(line.startswith("#: ") for line in text.splitlines()[1:-1])
-    report = holdfast.save({"w": torch.zeros(1000)}, tmp_path / "runs" / "step-1")
-    assert (report.compression, report.settings_from) == ("lossless", str(tmp_path / "holdfast.toml"))
-    assert names_in(tmp_path) == ["holdfast.toml", "runs"]
+    report = tensorkeep.save({"w": torch.zeros(1000)}, tmp_path / "runs" / "step-1")
+    assert (report.compression, report.settings_from) == ("lossless", str(tmp_path / "tensorkeep.toml"))
+    assert names_in(tmp_path) == ["tensorkeep.toml", "runs"]
 
 
 def test_json_holds_the_figures_and_a_dry_run_writes_nothing(
@@ -245,7 +245,7 @@ def test_json_holds_the_figures_and_a_dry_run_writes_nothing(
 
 
 def test_a_checkpoint_of_ones_own(tmp_path: Path, quick: list[tuple[Setting, int]]) -> None:
-    holdfast.save({"w": torch.zeros(1000)}, tmp_path / "own")
+    tensorkeep.save({"w": torch.zeros(1000)}, tmp_path / "own")
     assert run("checkpoint", tmp_path, "--from", tmp_path / "own", "--out", tmp_path / "x.toml", "--quiet") == 0
     assert {nbytes for _, nbytes in quick} == {4000}
     assert str(tmp_path / "own") in (tmp_path / "x.toml").read_text()
@@ -255,8 +255,8 @@ def test_a_checkpoint_of_ones_own(tmp_path: Path, quick: list[tuple[Setting, int
     ("prepare", "kind"),
     [
         (lambda folder: folder.rmdir(), "not-a-checkpoint"),
-        (lambda folder: (folder / "holdfast.toml").write_text("[save]\nthread = 1"), "usage"),
-        (lambda folder: (folder / "holdfast.toml").mkdir(), "usage"),
+        (lambda folder: (folder / "tensorkeep.toml").write_text("[save]\nthread = 1"), "usage"),
+        (lambda folder: (folder / "tensorkeep.toml").mkdir(), "usage"),
     ],
     ids=["no folder", "a wrong file", "no file"],
 )
@@ -266,7 +266,7 @@ def test_what_cannot_end_well_is_told_before_the_measuring(
     folder = tmp_path / "folder"
     folder.mkdir()
     prepare(folder)
-    with pytest.raises(HoldfastError) as caught:
+    with pytest.raises(TensorkeepError) as caught:
         run("checkpoint", folder)
     assert caught.value.kind == kind
     assert quick == []
@@ -276,13 +276,13 @@ def test_what_cannot_end_well_is_told_before_the_measuring(
 def test_a_file_that_cannot_be_written_is_told_before_the_measuring(
     tmp_path: Path, quick: list[Any], monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
-    out = tmp_path / ("absent" if reason == "no folder" else "place") / "holdfast.toml"
+    out = tmp_path / ("absent" if reason == "no folder" else "place") / "tensorkeep.toml"
     if reason == "a file":
         out.parent.touch()
     elif reason != "no folder":
         out.parent.mkdir()
     if reason == "a link to no folder":
-        out.symlink_to("absent/holdfast.toml")
+        out.symlink_to("absent/tensorkeep.toml")
     if reason == "read-only":
         honest = os.open
 
@@ -293,7 +293,7 @@ def test_a_file_that_cannot_be_written_is_told_before_the_measuring(
             return honest(path, flags, *rest, **more)
 
         monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(HoldfastError) as caught:
+    with pytest.raises(TensorkeepError) as caught:
         run("checkpoint", tmp_path, "--out", out, "--size", "1MB")
     assert caught.value.kind in ("usage", "store")
     assert str(tmp_path) in str(caught.value)
@@ -306,7 +306,7 @@ def test_a_dry_run_asks_for_no_place_to_write_to(tmp_path: Path, quick: Any) -> 
 
 
 def test_the_check_leaves_nothing_behind(tmp_path: Path) -> None:
-    check_writable(tmp_path / "holdfast.toml")
+    check_writable(tmp_path / "tensorkeep.toml")
     assert names_in(tmp_path) == []
 
 
@@ -378,7 +378,7 @@ def test_a_made_up_state_is_small_enough_for_enough_rounds(tmp_path: Path, monke
 
 
 def test_it_really_saves(tmp_path: Path) -> None:
-    holdfast.save({"w": torch.zeros(10**6)}, tmp_path / "own")
+    tensorkeep.save({"w": torch.zeros(10**6)}, tmp_path / "own")
     before = names_in(tmp_path)
     names: list[str] = []
     tuned = tune(tmp_path, seconds=0.01, source=tmp_path / "own", on_visit=names.append)
@@ -388,6 +388,6 @@ def test_it_really_saves(tmp_path: Path) -> None:
     stored = {row["name"]: row["stored_bytes"] for row in rows}
     assert stored[B.name] < 100_000 < 4 * 10**6 < stored[A.name]
     assert all(row["rate_low"] <= row["rate"] <= row["rate_high"] for row in rows)
-    with pytest.raises(holdfast.UsageError, match="no tensor"):
-        holdfast.save({"n": 1}, tmp_path / "empty")
+    with pytest.raises(tensorkeep.UsageError, match="no tensor"):
+        tensorkeep.save({"n": 1}, tmp_path / "empty")
         tune(tmp_path, source=tmp_path / "empty")

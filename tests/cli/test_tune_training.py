@@ -1,4 +1,4 @@
-"""``holdfast tune training``: the ledger, the cheapest choice that fits, and the batch that was seen to fit."""
+"""``tensorkeep tune training``: the ledger, the cheapest choice that fits, and the batch that was seen to fit."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.bench import memory_choices, tune_training
-from holdfast.bench.batch_trial import largest_batch
-from holdfast.bench.cell import CellResult
-from holdfast.bench.memory_choices import choices, with_batch_size
-from holdfast.bench.training_cell import MEMORY
-from holdfast.cli.main import main
-from holdfast.errors import UsageError
-from holdfast.train.config import Config
-from holdfast.train.data.prepare import prepare
-from holdfast.train.ledger import predict
-from holdfast.train.recipes import get_recipe
-from holdfast.train.settings import given_settings
+from tensorkeep.bench import memory_choices, tune_training
+from tensorkeep.bench.batch_trial import largest_batch
+from tensorkeep.bench.cell import CellResult
+from tensorkeep.bench.memory_choices import choices, with_batch_size
+from tensorkeep.bench.training_cell import MEMORY
+from tensorkeep.cli.main import main
+from tensorkeep.errors import UsageError
+from tensorkeep.train.config import Config
+from tensorkeep.train.data.prepare import prepare
+from tensorkeep.train.ledger import predict
+from tensorkeep.train.recipes import get_recipe
+from tensorkeep.train.settings import given_settings
 
 MB = 1000**2
 
@@ -42,7 +42,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def small_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the steps of so small a model need more memory than its evaluation."""
-    monkeypatch.setattr("holdfast.train.evaluate._TOKENS_AT_ONCE", 64)
+    monkeypatch.setattr("tensorkeep.train.evaluate._TOKENS_AT_ONCE", 64)
 
 
 def chosen_for(memory: int) -> tune_training.Tuned:
@@ -147,7 +147,7 @@ def test_the_ledger_is_shown_and_nothing_is_written(
     said = capsys.readouterr().out
     for text in ("parameters", "activations, kept", "at the worst moment", "It is predicted to fit as it is."):
         assert text in said
-    assert f"holdfast train shakespeare-char-cpu --data {data} --loop.batch_size 12 --loop.accumulate 1" in said
+    assert f"tensorkeep train shakespeare-char-cpu --data {data} --loop.batch_size 12 --loop.accumulate 1" in said
     assert main([*words, "--memory", "1MB"]) == 1
     assert "Nothing is predicted to fit." in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.codecs import gzip, planes, raw, zstd
-from holdfast.testing.codec_suite import CodecSuite
+from tensorkeep.codecs import gzip, planes, raw, zstd
+from tensorkeep.testing.codec_suite import CodecSuite
 
 
 class TestRaw(CodecSuite):

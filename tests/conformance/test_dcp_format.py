@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.formats import dcp
-from holdfast.testing.format_suite import FormatSuite
+from tensorkeep.formats import dcp
+from tensorkeep.testing.format_suite import FormatSuite
 
 
 class TestDcp(FormatSuite):

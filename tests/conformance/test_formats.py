@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from holdfast.formats import native, safetensors_file, torch_file
-from holdfast.testing.format_suite import FormatSuite
+from tensorkeep.formats import native, safetensors_file, torch_file
+from tensorkeep.testing.format_suite import FormatSuite
 
 
 class TestNative(FormatSuite):

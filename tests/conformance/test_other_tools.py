@@ -10,9 +10,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-import holdfast
-from holdfast.state.dtypes import BY_SAFETENSORS
-from holdfast.testing.equality import same
+import tensorkeep
+from tensorkeep.state.dtypes import BY_SAFETENSORS
+from tensorkeep.testing.equality import same
 
 # What the library's torch binding can read; the others are covered by our own reader's tests.
 KNOWN = [tag for tag in BY_SAFETENSORS if tag != "F8_E8M0"]
@@ -30,7 +30,7 @@ def model() -> dict[str, torch.Tensor]:
 
 
 def test_safe_open_reads_every_dtype(tmp_path: Path, model: dict[str, torch.Tensor]) -> None:
-    holdfast.save(model, tmp_path / "ckpt")
+    tensorkeep.save(model, tmp_path / "ckpt")
     with safe_open(tmp_path / "ckpt" / "model.safetensors", framework="pt") as file:
         assert set(file.keys()) == set(model)
         assert file.metadata() == {"format": "pt"}
@@ -39,14 +39,14 @@ def test_safe_open_reads_every_dtype(tmp_path: Path, model: dict[str, torch.Tens
 
 
 def test_each_part_is_a_set_of_weights_of_its_own(tmp_path: Path, model: dict[str, torch.Tensor]) -> None:
-    holdfast.save({"model": model, "ema": {"w": torch.ones(3)}, "step": 1}, tmp_path / "ckpt")
+    tensorkeep.save({"model": model, "ema": {"w": torch.ones(3)}, "step": 1}, tmp_path / "ckpt")
     assert same(load_file(tmp_path / "ckpt" / "ema.safetensors"), {"w": torch.ones(3)})
     found = load_file(tmp_path / "ckpt" / "model.safetensors")
     assert same({name: found[name] for name in model}, model)
 
 
 def test_a_sharded_index_as_transformers_reads_it(tmp_path: Path, model: dict[str, torch.Tensor]) -> None:
-    holdfast.save({"model": model}, tmp_path / "ckpt", shard_bytes=200)
+    tensorkeep.save({"model": model}, tmp_path / "ckpt", shard_bytes=200)
     index = json.loads((tmp_path / "ckpt" / "model.safetensors.index.json").read_text())
     shards = sorted(set(index["weight_map"].values()))
     assert len(shards) > 2
@@ -63,26 +63,26 @@ def test_a_sharded_index_as_transformers_reads_it(tmp_path: Path, model: dict[st
 
 def test_a_compressed_file_is_still_a_safetensors_file(tmp_path: Path) -> None:
     weights = torch.randn(300, 200, generator=torch.Generator().manual_seed(0)).bfloat16()
-    holdfast.save(
+    tensorkeep.save(
         {"w": weights, "noise": torch.randint(0, 255, (999,), dtype=torch.uint8)},
         tmp_path / "c",
         compression="lossless",
     )
     with safe_open(tmp_path / "c" / "model.safetensors", framework="pt") as file:
         stored = file.get_tensor("w")
-        note = json.loads(file.metadata()["holdfast"])["tensors"]["w"]
+        note = json.loads(file.metadata()["tensorkeep"])["tensors"]["w"]
     assert stored.dtype == torch.uint8
     assert len(stored) < 0.7 * weights.nbytes
     assert (note["dtype"], note["shape"]) == ("bfloat16", [300, 200])
     # The file alone is enough to decode it.
-    assert torch.equal(holdfast.load(tmp_path / "c" / "model.safetensors")["w"], weights)
+    assert torch.equal(tensorkeep.load(tmp_path / "c" / "model.safetensors")["w"], weights)
 
 
 def test_dtypes_that_safetensors_lacks(tmp_path: Path) -> None:
     state = {"c": torch.randn(3, dtype=torch.complex128), "w": torch.ones(2)}
-    holdfast.save(state, tmp_path / "ckpt")
-    assert same(holdfast.load(tmp_path / "ckpt"), state)
+    tensorkeep.save(state, tmp_path / "ckpt")
+    assert same(tensorkeep.load(tmp_path / "ckpt"), state)
     found = load_file(tmp_path / "ckpt" / "model.safetensors")
     assert found["c"].dtype == torch.uint8
     assert same(found["c"].view(torch.complex128), state["c"])
-    assert same(holdfast.load(tmp_path / "ckpt" / "model.safetensors"), state)
+    assert same(tensorkeep.load(tmp_path / "ckpt" / "model.safetensors"), state)

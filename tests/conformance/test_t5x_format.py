@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.formats import t5x
-from holdfast.testing.format_suite import FormatSuite
+from tensorkeep.formats import t5x
+from tensorkeep.testing.format_suite import FormatSuite
 
 
 class TestT5X(FormatSuite):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.formats import tensorstore_arrays
-from holdfast.testing.format_suite import FormatSuite
+from tensorkeep.formats import tensorstore_arrays
+from tensorkeep.testing.format_suite import FormatSuite
 
 pytest.importorskip("tensorstore")
 

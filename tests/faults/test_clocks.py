@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast import CheckpointManager, KeepThinned
+from tensorkeep import CheckpointManager, KeepThinned
 
 STEPS = 20
 INTERVAL = 600.0

@@ -10,13 +10,13 @@ from unittest import mock
 import pytest
 import torch
 
-import holdfast
-from holdfast.checkpoint.finding import get_format
-from holdfast.io import commit as commit_module
-from holdfast.io import temporaries
-from holdfast.io.commit import Commit
-from holdfast.io.temporaries import SUFFIX
-from holdfast.testing.equality import same
+import tensorkeep
+from tensorkeep.checkpoint.finding import get_format
+from tensorkeep.io import commit as commit_module
+from tensorkeep.io import temporaries
+from tensorkeep.io.commit import Commit
+from tensorkeep.io.temporaries import SUFFIX
+from tensorkeep.testing.equality import same
 
 STATE = {"w": torch.arange(1000.0)}
 
@@ -34,7 +34,7 @@ def test_new_parents_are_made_durable_one_by_one(tmp_path: Path) -> None:
         real(fd)
 
     with mock.patch.object(os, "fsync", fsync):
-        holdfast.save(STATE, tmp_path / "runs" / "exp" / "ckpt")
+        tensorkeep.save(STATE, tmp_path / "runs" / "exp" / "ckpt")
     assert synced[:2] == [str(tmp_path), str(tmp_path / "runs")]
     assert synced[-1] == str(tmp_path / "runs" / "exp")
 
@@ -42,19 +42,19 @@ def test_new_parents_are_made_durable_one_by_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("format", "name"), [("native", "latest"), ("safetensors", "latest.safetensors")])
 def test_a_link_is_not_replaced(tmp_path: Path, format: str, name: str) -> None:
     old = tmp_path / f"a{name}"
-    holdfast.save(STATE, old, format=format)
+    tensorkeep.save(STATE, old, format=format)
     (tmp_path / name).symlink_to(old)
-    with pytest.raises(holdfast.DestinationExistsError, match="symbolic link"):
-        holdfast.save({"w": torch.zeros(1)}, tmp_path / name, format=format, overwrite=True)
+    with pytest.raises(tensorkeep.DestinationExistsError, match="symbolic link"):
+        tensorkeep.save({"w": torch.zeros(1)}, tmp_path / name, format=format, overwrite=True)
     assert names(tmp_path) == [old.name, name]
-    assert same(holdfast.load(tmp_path / name), STATE)
+    assert same(tensorkeep.load(tmp_path / name), STATE)
 
 
 def test_a_link_left_by_an_exchange_is_removed(tmp_path: Path) -> None:
     with Commit(tmp_path / "ckpt", directory=True, overwrite=False, replaceable=lambda path: True) as commit:
         left = commit.path.with_name(commit.path.name.replace(SUFFIX, "0" + SUFFIX))
     left.symlink_to(tmp_path)
-    holdfast.save(STATE, tmp_path / "ckpt")
+    tensorkeep.save(STATE, tmp_path / "ckpt")
     assert names(tmp_path) == ["ckpt"]
 
 
@@ -63,14 +63,14 @@ def test_dots_after_a_link_mean_what_the_kernel_says(tmp_path: Path, monkeypatch
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "link").symlink_to(tmp_path / "far" / "away")
     monkeypatch.chdir(tmp_path / "here")
-    holdfast.save(STATE, "link/../ckpt")
-    assert same(holdfast.load("link/../ckpt"), STATE)
+    tensorkeep.save(STATE, "link/../ckpt")
+    assert same(tensorkeep.load("link/../ckpt"), STATE)
     assert names(tmp_path / "far") == ["away", "ckpt"]
 
 
 def test_a_name_too_long_is_found_before_anything_is_written(tmp_path: Path) -> None:
-    with mock.patch.object(os, "pwrite", side_effect=AssertionError), pytest.raises(holdfast.StoreError) as caught:
-        holdfast.save(STATE, tmp_path / ("a" * 300))
+    with mock.patch.object(os, "pwrite", side_effect=AssertionError), pytest.raises(tensorkeep.StoreError) as caught:
+        tensorkeep.save(STATE, tmp_path / ("a" * 300))
     assert "too long" in caught.value.message
     assert caught.value.remedy == "choose a shorter name"
     assert names(tmp_path) == []
@@ -78,8 +78,8 @@ def test_a_name_too_long_is_found_before_anything_is_written(tmp_path: Path) -> 
 
 def test_a_name_that_is_no_text(tmp_path: Path) -> None:
     place = tmp_path / os.fsdecode(b"out\xff")
-    holdfast.save(STATE, place)
-    assert same(holdfast.load(place), STATE)
+    tensorkeep.save(STATE, place)
+    assert same(tensorkeep.load(place), STATE)
 
 
 def test_writers_that_begin_at_the_same_time(tmp_path: Path) -> None:
@@ -95,8 +95,8 @@ def test_writers_that_begin_at_the_same_time(tmp_path: Path) -> None:
             rivals[0].__enter__()
         return removed
 
-    with mock.patch.object(commit_module, "remove_stale", look), pytest.raises(holdfast.BusyError):
-        holdfast.save(STATE, place)
+    with mock.patch.object(commit_module, "remove_stale", look), pytest.raises(tensorkeep.BusyError):
+        tensorkeep.save(STATE, place)
     rivals[0].__exit__(None, None, None)
     assert names(tmp_path) == []
 
@@ -112,7 +112,7 @@ def test_a_temporary_that_is_taken_for_a_dead_one_is_made_anew(tmp_path: Path) -
             os.rmdir(path)
 
     with mock.patch.object(os, "mkdir", mkdir):
-        holdfast.save(STATE, tmp_path / "ckpt")
+        tensorkeep.save(STATE, tmp_path / "ckpt")
     assert len(made) == 2
     assert names(tmp_path) == ["ckpt"]
 
@@ -121,8 +121,8 @@ def test_a_temporary_that_is_taken_for_a_dead_one_is_made_anew(tmp_path: Path) -
 def test_a_file_system_without_links(tmp_path: Path, number: int) -> None:
     place = tmp_path / "w.safetensors"
     with mock.patch.object(os, "link", side_effect=OSError(number, "no links")):
-        holdfast.save(STATE, place, format="safetensors")
-    assert same(holdfast.load(place), STATE)
+        tensorkeep.save(STATE, place, format="safetensors")
+    assert same(tensorkeep.load(place), STATE)
 
 
 def test_without_flags_a_rename_replaces_nothing(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_forked_child_neither_keeps_the_lock_nor_removes_anything(tmp_path: Pa
         left = commit.path.rename(commit.path.with_name(commit.path.name.replace(SUFFIX, "0" + SUFFIX)))
     # The writer is gone, its child is not.
     assert left.exists()
-    holdfast.save(STATE, tmp_path / "ckpt")
+    tensorkeep.save(STATE, tmp_path / "ckpt")
     os.write(go[1], b"x")
     os.waitpid(child, 0)
     assert names(tmp_path) == ["ckpt"]
@@ -156,35 +156,35 @@ def test_a_forked_child_neither_keeps_the_lock_nor_removes_anything(tmp_path: Pa
 @pytest.mark.parametrize("damaged", [False, True])
 def test_foreign_files_in_a_checkpoint_are_kept(tmp_path: Path, damaged: bool) -> None:
     place = tmp_path / "ckpt"
-    holdfast.save(STATE, place)
+    tensorkeep.save(STATE, place)
     if damaged:
         content = (place / "manifest.json").read_bytes()
         (place / "manifest.json").write_bytes(content[:-9])
     (place / "notes.txt").write_text("important")
-    with pytest.raises(holdfast.DestinationExistsError, match=r"notes\.txt"):
-        holdfast.save({"w": torch.zeros(2)}, place, overwrite=True)
+    with pytest.raises(tensorkeep.DestinationExistsError, match=r"notes\.txt"):
+        tensorkeep.save({"w": torch.zeros(2)}, place, overwrite=True)
     (place / "notes.txt").unlink()
-    holdfast.save({"w": torch.zeros(2)}, place, overwrite=True)
-    assert torch.equal(holdfast.load(place)["w"], torch.zeros(2))
+    tensorkeep.save({"w": torch.zeros(2)}, place, overwrite=True)
+    assert torch.equal(tensorkeep.load(place)["w"], torch.zeros(2))
 
 
 def test_what_may_not_be_emptied_is_not_replaced(tmp_path: Path) -> None:
     """As another user's checkpoint: after the exchange it could not be removed."""
-    holdfast.save(STATE, tmp_path / "ckpt")
+    tensorkeep.save(STATE, tmp_path / "ckpt")
     with (
         mock.patch.object(os, "access", return_value=False),
-        pytest.raises(holdfast.StoreError, match="does not let you remove"),
+        pytest.raises(tensorkeep.StoreError, match="does not let you remove"),
     ):
-        holdfast.save({"w": torch.zeros(1)}, tmp_path / "ckpt", overwrite=True)
-    assert same(holdfast.load(tmp_path / "ckpt"), STATE)
+        tensorkeep.save({"w": torch.zeros(1)}, tmp_path / "ckpt", overwrite=True)
+    assert same(tensorkeep.load(tmp_path / "ckpt"), STATE)
     assert names(tmp_path) == ["ckpt"]
 
 
 def test_what_took_the_place_meanwhile_is_looked_at_again(tmp_path: Path) -> None:
     place = tmp_path / "ckpt"
-    holdfast.save(STATE, place)
+    tensorkeep.save(STATE, place)
     with (
-        pytest.raises(holdfast.DestinationExistsError, match="not replaced"),
+        pytest.raises(tensorkeep.DestinationExistsError, match="not replaced"),
         Commit(place, directory=True, overwrite=True, replaceable=get_format("native").recognises) as commit,
     ):
         place.rename(tmp_path / "aside")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast.testing.equality import same
+import tensorkeep
+from tensorkeep.testing.equality import same
 
 STATE = {
     "model": {"w": torch.arange(300, dtype=torch.float32).sin().bfloat16().reshape(10, 30), "tied": None},
@@ -33,7 +33,7 @@ QUICK = ("lossless", "sharded")
 
 @pytest.fixture(params=WRITERS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    holdfast.save(STATE, tmp_path / "ckpt", **WRITERS[request.param])
+    tensorkeep.save(STATE, tmp_path / "ckpt", **WRITERS[request.param])
     return tmp_path / "ckpt"
 
 
@@ -41,8 +41,8 @@ def load_is_right_or_refused(path: Path) -> bool:
     """Load; say whether it was refused. Anything but the right state or an error of ours fails the test."""
     try:
         # One thread: thousands of loads take half as long where no others have to be started and waited for.
-        found = holdfast.load(path, threads=1)
-    except holdfast.HoldfastError:
+        found = tensorkeep.load(path, threads=1)
+    except tensorkeep.TensorkeepError:
         return True
     assert same(found, STATE)
     return False
@@ -52,7 +52,7 @@ def load_is_right_or_refused(path: Path) -> bool:
     "checkpoint", [pytest.param(w, marks=[] if w in QUICK else pytest.mark.slow) for w in WRITERS], indirect=True
 )
 def test_every_flipped_byte_of_every_file(checkpoint: Path, record_property: Any) -> None:
-    assert holdfast.verify(checkpoint).ok
+    assert tensorkeep.verify(checkpoint).ok
     refused = cases = 0
     for file in sorted(checkpoint.iterdir()):
         content = file.read_bytes()
@@ -63,7 +63,7 @@ def test_every_flipped_byte_of_every_file(checkpoint: Path, record_property: Any
             with file.open("r+b") as target:
                 target.seek(position)
                 target.write(bytes([flipped]))
-            report = holdfast.verify(checkpoint, threads=1)
+            report = tensorkeep.verify(checkpoint, threads=1)
             assert not report.ok, f"byte {position} of {file.name} was flipped and not found"
             assert report.problems[0].message
             refused += load_is_right_or_refused(checkpoint)
@@ -71,24 +71,24 @@ def test_every_flipped_byte_of_every_file(checkpoint: Path, record_property: Any
                 target.seek(position)
                 target.write(content[position : position + 1])
     # Loading needs no byte of the headers and indexes, which other tools read; it does need all others.
-    data = sum(entry.stored_bytes for entry in holdfast.info(checkpoint).entries)
+    data = sum(entry.stored_bytes for entry in tensorkeep.info(checkpoint).entries)
     assert refused == data + (checkpoint / "manifest.json").stat().st_size
-    assert holdfast.verify(checkpoint).ok
+    assert tensorkeep.verify(checkpoint).ok
     record_property("cases", cases)
 
 
 def test_a_problem_names_file_tensor_and_block(checkpoint: Path) -> None:
-    entry = holdfast.info(checkpoint).entries[0]
+    entry = tensorkeep.info(checkpoint).entries[0]
     file = checkpoint / entry.file
     content = bytearray(file.read_bytes())
-    with holdfast.open(checkpoint) as opened:
+    with tensorkeep.open(checkpoint) as opened:
         offset = opened._reader.tensors[entry.name].blocks[0].offset
     content[offset + 3] ^= 1
     file.write_bytes(content)
-    (problem,) = holdfast.verify(checkpoint).problems
+    (problem,) = tensorkeep.verify(checkpoint).problems
     assert (problem.file, problem.name, problem.block) == (entry.file, entry.name, 0)
-    with pytest.raises(holdfast.CorruptCheckpointError) as caught:
-        holdfast.load(checkpoint)
+    with pytest.raises(tensorkeep.CorruptCheckpointError) as caught:
+        tensorkeep.load(checkpoint)
     assert (caught.value.path, caught.value.name, caught.value.block) == (str(file), entry.name, 0)
     assert caught.value.remedy
 
@@ -100,23 +100,23 @@ def test_every_truncation_of_every_file(checkpoint: Path, record_property: Any) 
         for length in {0, 1, 7, 8, 100, len(content) // 2, len(content) - 1}:
             cases += 1
             file.write_bytes(content[:length])
-            with pytest.raises((holdfast.CorruptCheckpointError, holdfast.NotACheckpointError)):
-                holdfast.load(checkpoint)
+            with pytest.raises((tensorkeep.CorruptCheckpointError, tensorkeep.NotACheckpointError)):
+                tensorkeep.load(checkpoint)
         file.write_bytes(content + b"x")
-        with pytest.raises(holdfast.CorruptCheckpointError):
-            holdfast.load(checkpoint)
+        with pytest.raises(tensorkeep.CorruptCheckpointError):
+            tensorkeep.load(checkpoint)
         file.write_bytes(content)
-    assert same(holdfast.load(checkpoint), STATE)
+    assert same(tensorkeep.load(checkpoint), STATE)
     record_property("cases", cases)
 
 
 def test_a_missing_file_is_named(checkpoint: Path) -> None:
     for file in sorted(checkpoint.glob("*.safetensors")):
         aside = file.rename(file.with_suffix(".aside"))
-        with pytest.raises(holdfast.CorruptCheckpointError, match="missing") as caught:
-            holdfast.load(checkpoint)
+        with pytest.raises(tensorkeep.CorruptCheckpointError, match="missing") as caught:
+            tensorkeep.load(checkpoint)
         assert caught.value.path == str(file)
-        assert not holdfast.verify(checkpoint).ok
+        assert not tensorkeep.verify(checkpoint).ok
         aside.rename(file)
 
 
@@ -125,28 +125,28 @@ def test_links_out_of_the_checkpoint_are_refused(checkpoint: Path, tmp_path: Pat
     outside = tmp_path / "outside"
     shutil.move(file, outside)
     file.symlink_to(outside)
-    with pytest.raises(holdfast.CorruptCheckpointError, match="symbolic link"):
-        holdfast.load(checkpoint)
+    with pytest.raises(tensorkeep.CorruptCheckpointError, match="symbolic link"):
+        tensorkeep.load(checkpoint)
 
 
 def test_a_pipe_in_the_place_of_a_file_does_not_hang(checkpoint: Path) -> None:
     file = min(checkpoint.glob("*.safetensors"))
     file.unlink()
     os.mkfifo(file)
-    with pytest.raises(holdfast.CorruptCheckpointError, match="not a regular file"):
-        holdfast.load(checkpoint)
+    with pytest.raises(tensorkeep.CorruptCheckpointError, match="not a regular file"):
+        tensorkeep.load(checkpoint)
 
 
 def test_without_a_manifest_it_is_no_native_checkpoint(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").unlink()
-    with pytest.raises(holdfast.NotACheckpointError, match="no manifest"):
-        holdfast.load(checkpoint, format="native")
+    with pytest.raises(tensorkeep.NotACheckpointError, match="no manifest"):
+        tensorkeep.load(checkpoint, format="native")
 
 
 @pytest.mark.parametrize("name", ["missing", "missing/deep"])
 def test_nothing_there(tmp_path: Path, name: str) -> None:
-    for act in (holdfast.load, holdfast.open, holdfast.verify, holdfast.info):
-        with pytest.raises(holdfast.NotACheckpointError, match="nothing here"):
+    for act in (tensorkeep.load, tensorkeep.open, tensorkeep.verify, tensorkeep.info):
+        with pytest.raises(tensorkeep.NotACheckpointError, match="nothing here"):
             act(tmp_path / name)
 
 
@@ -156,16 +156,16 @@ def test_foreign_files(tmp_path: Path) -> None:
     text.write_text("not a checkpoint")
     folder.mkdir()
     for path in (empty, text, folder):
-        with pytest.raises(holdfast.NotACheckpointError):
-            holdfast.load(path)
+        with pytest.raises(tensorkeep.NotACheckpointError):
+            tensorkeep.load(path)
 
 
 def test_unverified_loading_is_only_on_request(checkpoint: Path) -> None:
-    entry = next(entry for entry in holdfast.info(checkpoint).entries if entry.codec == "raw")
+    entry = next(entry for entry in tensorkeep.info(checkpoint).entries if entry.codec == "raw")
     file = checkpoint / entry.file
-    with holdfast.open(checkpoint) as opened:
+    with tensorkeep.open(checkpoint) as opened:
         offset = opened._reader.tensors[entry.name].blocks[0].offset
     content = bytearray(file.read_bytes())
     content[offset] ^= 1
     file.write_bytes(content)
-    assert not same(holdfast.load(checkpoint, verify=False), STATE)
+    assert not same(tensorkeep.load(checkpoint, verify=False), STATE)

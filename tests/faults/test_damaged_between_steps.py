@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast import CheckpointManager
-from holdfast.testing.equality import same
+import tensorkeep
+from tensorkeep import CheckpointManager
+from tensorkeep.testing.equality import same
 
 LINKED = "step-000002/from-step-000001-model.safetensors"
 CHANGES = "step-000002/changes-model.safetensors"
@@ -65,12 +65,12 @@ def test_a_file_that_is_gone_or_cut_short(
         if whole:
             assert same(manager.restore(), state(last))
         else:
-            with pytest.raises(holdfast.NotACheckpointError, match="holds no step"):
+            with pytest.raises(tensorkeep.NotACheckpointError, match="holds no step"):
                 manager.restore()
     passed_over = [f"step {number} is passed over" for number in broken if number > last]
     assert [str(warning.message).partition(":")[0] for warning in said] == 2 * passed_over
     for number in broken:
-        with pytest.raises(holdfast.CorruptCheckpointError, match=r"model\.safetensors"):
+        with pytest.raises(tensorkeep.CorruptCheckpointError, match=r"model\.safetensors"):
             manager.restore(number)
 
     report = manager.save(3, state(3)).wait()
@@ -80,6 +80,6 @@ def test_a_file_that_is_gone_or_cut_short(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert same(manager.restore(), state(3))
-    assert holdfast.verify(tmp_path / "step-000003").ok
+    assert tensorkeep.verify(tmp_path / "step-000003").ok
     manager.close()
     record_property("cases", 1)

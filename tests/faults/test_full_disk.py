@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast import CheckpointManager
-from holdfast.testing.disk import names_in
-from holdfast.testing.equality import same
+import tensorkeep
+from tensorkeep import CheckpointManager
+from tensorkeep.testing.disk import names_in
+from tensorkeep.testing.equality import same
 
 KIB = 1024
 
@@ -36,7 +36,7 @@ def fill_up(manager: CheckpointManager) -> int:
     for number in range(1, 100):
         try:
             manager.save(number, state(number)).wait()
-        except holdfast.StoreError as error:
+        except tensorkeep.StoreError as error:
             assert "No space left" in str(error)
             assert "free some space" in str(error)
             return number
@@ -54,7 +54,7 @@ def test_steps_until_the_disk_is_full(
         assert failed > least
         assert names_in(root) == step_names(range(1, failed))
         for number in range(1, failed):
-            assert holdfast.verify(root / f"step-{number:06d}").ok
+            assert tensorkeep.verify(root / f"step-{number:06d}").ok
             assert same(manager.restore(number), state(number))
         for number in range(1, failed - 1):
             manager.delete(number)
@@ -68,7 +68,7 @@ def test_a_step_that_cannot_be_replaced_stays(small_disk: Path, record_property:
     root = small_disk / "run"
     with CheckpointManager(root) as manager:
         manager.save(1, state(1, frozen_kib=1200)).wait()
-        with pytest.raises(holdfast.StoreError, match="No space left"):
+        with pytest.raises(tensorkeep.StoreError, match="No space left"):
             manager.save(1, state(2, frozen_kib=1200), overwrite=True).wait()
         assert names_in(root) == step_names([1])
         assert same(manager.restore(), state(1, frozen_kib=1200))
@@ -86,7 +86,7 @@ def test_pruning_makes_room_on_a_disk_without_a_free_byte(small_disk: Path, reco
         while True:
             filler.write(bytes(4 * KIB))
     with CheckpointManager(root, keep_last=1) as manager:
-        with pytest.raises(holdfast.StoreError, match="No space left"):
+        with pytest.raises(tensorkeep.StoreError, match="No space left"):
             manager.save(4, state(4)).wait()
         # What the rule does not want goes only after its successor is there.
         assert names_in(root) == step_names([1, 2, 3])

@@ -15,10 +15,10 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import holdfast
-from holdfast.formats.native.manifest import FILE_NAME
-from holdfast.formats.sealed import digest
-from holdfast.testing.equality import leaf_bytes
+import tensorkeep
+from tensorkeep.formats.native.manifest import FILE_NAME
+from tensorkeep.formats.sealed import digest
+from tensorkeep.testing.equality import leaf_bytes
 
 STATE = {"model": {"a": torch.arange(100.0), "b": torch.arange(50.0)}, "n": 5}
 Body = dict[str, Any]
@@ -37,7 +37,7 @@ def body_of(folder: Path) -> Body:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    holdfast.save(STATE, tmp_path / "ckpt")
+    tensorkeep.save(STATE, tmp_path / "ckpt")
     return tmp_path / "ckpt"
 
 
@@ -162,8 +162,8 @@ def test_every_lie_is_refused(checkpoint: Path, edit: Callable[[Body], None]) ->
     body = body_of(checkpoint)
     edit(body)
     seal(body, checkpoint)
-    with pytest.raises((holdfast.CorruptCheckpointError, holdfast.UnsupportedError)) as caught:
-        holdfast.open(checkpoint)  # seen before a tensor is read, so that verify, ls and convert see it, too
+    with pytest.raises((tensorkeep.CorruptCheckpointError, tensorkeep.UnsupportedError)) as caught:
+        tensorkeep.open(checkpoint)  # seen before a tensor is read, so that verify, ls and convert see it, too
     assert caught.value.path is not None
     assert caught.value.path.startswith(str(checkpoint))
     assert "Traceback" not in str(caught.value)
@@ -171,12 +171,12 @@ def test_every_lie_is_refused(checkpoint: Path, edit: Callable[[Body], None]) ->
 
 @pytest.mark.parametrize("shape", [[2**63, 0], [2**40, 2**40, 0]])
 def test_an_empty_tensor_that_no_library_can_make(tmp_path: Path, shape: list[int]) -> None:
-    holdfast.save({"w": torch.empty(0, 3)}, tmp_path / "ckpt")
+    tensorkeep.save({"w": torch.empty(0, 3)}, tmp_path / "ckpt")
     body = body_of(tmp_path / "ckpt")
     leaf(body)["shape"] = shape
     seal(body, tmp_path / "ckpt")
-    with pytest.raises(holdfast.CorruptCheckpointError, match="impossible shape"):
-        holdfast.open(tmp_path / "ckpt")
+    with pytest.raises(tensorkeep.CorruptCheckpointError, match="impossible shape"):
+        tensorkeep.open(tmp_path / "ckpt")
 
 
 def test_a_sparse_file_is_hashed_in_pieces(checkpoint: Path) -> None:
@@ -187,12 +187,14 @@ def test_a_sparse_file_is_hashed_in_pieces(checkpoint: Path) -> None:
     with (checkpoint / "x.json").open("wb") as file:
         file.truncate(size)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    problems = holdfast.verify(checkpoint).problems
+    problems = tensorkeep.verify(checkpoint).problems
     assert [problem.file for problem in problems] == ["x.json"]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB
 
 
-@pytest.mark.parametrize("body", [None, 5, [], {}, {"format": "holdfast", "version": 1, "features": []}, nested(5000)])
+@pytest.mark.parametrize(
+    "body", [None, 5, [], {}, {"format": "tensorkeep", "version": 1, "features": []}, nested(5000)]
+)
 def test_other_json_is_refused(checkpoint: Path, body: object) -> None:
     try:
         seal(body, checkpoint)
@@ -200,27 +202,27 @@ def test_other_json_is_refused(checkpoint: Path, body: object) -> None:
         text = "[" * 5000 + "]" * 5000
         rest = b',"body":' + text.encode() + b"}\n"
         (checkpoint / FILE_NAME).write_bytes(b'{"xxh3_64":"' + digest(b'"' + rest).encode() + b'"' + rest)
-    with pytest.raises(holdfast.CorruptCheckpointError):
-        holdfast.load(checkpoint)
+    with pytest.raises(tensorkeep.CorruptCheckpointError):
+        tensorkeep.load(checkpoint)
 
 
 @pytest.mark.parametrize("later", [{"version": 2}, {"features": ["delta"]}])
 def test_a_later_format_is_not_guessed_at(checkpoint: Path, later: Body) -> None:
     seal(body_of(checkpoint) | later, checkpoint)
-    with pytest.raises(holdfast.UnsupportedError, match="install a later Holdfast"):
-        holdfast.load(checkpoint)
+    with pytest.raises(tensorkeep.UnsupportedError, match="install a later Tensorkeep"):
+        tensorkeep.load(checkpoint)
 
 
 def test_an_unknown_codec_is_named(checkpoint: Path) -> None:
     body = body_of(checkpoint)
     leaf(body)["blocks"][0] = ["quantum", 400, "0" * 16, "0" * 16]
     seal(body, checkpoint)
-    with pytest.raises(holdfast.UnsupportedError, match="quantum"):
-        holdfast.load(checkpoint)
+    with pytest.raises(tensorkeep.UnsupportedError, match="quantum"):
+        tensorkeep.load(checkpoint)
 
 
 def test_a_decompression_bomb_is_refused_before_it_unfolds(tmp_path: Path) -> None:
-    holdfast.save({"w": torch.arange(4096.0)}, tmp_path / "ckpt", compression="zstd")
+    tensorkeep.save({"w": torch.arange(4096.0)}, tmp_path / "ckpt", compression="zstd")
     bomb = zstandard.ZstdCompressor(level=19).compress(bytes(2 * 1024**3 // 8))
     body = body_of(tmp_path / "ckpt")
     file = tmp_path / "ckpt" / "model.safetensors"
@@ -230,13 +232,13 @@ def test_a_decompression_bomb_is_refused_before_it_unfolds(tmp_path: Path) -> No
     body["files"][0]["bytes"] = len(head + bomb)
     seal(body, tmp_path / "ckpt")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(holdfast.CorruptCheckpointError):
-        holdfast.load(tmp_path / "ckpt")
+    with pytest.raises(tensorkeep.CorruptCheckpointError):
+        tensorkeep.load(tmp_path / "ckpt")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB
 
 
 def test_a_state_larger_than_the_machine_is_refused_before_it_is_allocated(tmp_path: Path) -> None:
-    holdfast.save({"w": torch.zeros(1024, dtype=torch.uint8)}, tmp_path / "ckpt", compression="zstd")
+    tensorkeep.save({"w": torch.zeros(1024, dtype=torch.uint8)}, tmp_path / "ckpt", compression="zstd")
     body = body_of(tmp_path / "ckpt")
     blocks = 200_000  # of 16 MiB: 3 TB
     leaf(body)["blocks"] = [["zstd", 1, "0" * 16, "0" * 16]] * blocks
@@ -246,8 +248,8 @@ def test_a_state_larger_than_the_machine_is_refused_before_it_is_allocated(tmp_p
         target.truncate(leaf(body)["offset"] + blocks)
     body["files"][0]["bytes"] = file.stat().st_size
     seal(body, tmp_path / "ckpt")
-    with pytest.raises(holdfast.StoreError, match="of memory"):
-        holdfast.load(tmp_path / "ckpt")
+    with pytest.raises(tensorkeep.StoreError, match="of memory"):
+        tensorkeep.load(tmp_path / "ckpt")
 
 
 json_values = st.recursive(
@@ -276,11 +278,11 @@ def test_fuzzed_manifests_give_an_error_of_ours_or_the_right_state(checkpoint: P
         sets(*path, to=data.draw(json_values))(body)
     seal(body, checkpoint)
     try:
-        loaded = holdfast.load(checkpoint)
+        loaded = tensorkeep.load(checkpoint)
         # Whoever can write the manifest can rename and reshape; the bytes are still those that were saved.
         saved = [leaf_bytes(tensor) for tensor in STATE["model"].values()]
         assert all(leaf_bytes(tensor) in saved for tensor in tensors_in(loaded))
-    except holdfast.HoldfastError:
+    except tensorkeep.TensorkeepError:
         pass
     finally:
         (checkpoint / FILE_NAME).write_bytes(original)

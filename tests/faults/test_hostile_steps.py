@@ -10,8 +10,8 @@ import pytest
 import torch
 from tests.faults.test_hostile_manifests import Body, body_of, both, seal, sets
 
-import holdfast
-from holdfast.testing.equality import same
+import tensorkeep
+from tensorkeep.testing.equality import same
 
 FIRST = {"a": torch.arange(3000.0), "gone": torch.ones(700), "b": torch.linspace(0, 1, 5000)}
 SECOND = {"a": FIRST["a"] * (1 + 2.0**-18), "b": FIRST["b"]}
@@ -26,8 +26,8 @@ LINKED: Path_ = ("leaves", 1, "places", 0)
 @pytest.fixture
 def step(tmp_path: Path) -> Path:
     """A step of one difference, and one block in the file of the step before, which holds a third."""
-    holdfast.save(FIRST, tmp_path / "1", incremental=True, compression="lossless")
-    holdfast.save(SECOND, tmp_path / "2", base=tmp_path / "1", delta=True, compression="lossless")
+    tensorkeep.save(FIRST, tmp_path / "1", incremental=True, compression="lossless")
+    tensorkeep.save(SECOND, tmp_path / "2", base=tmp_path / "1", delta=True, compression="lossless")
     return tmp_path / "2"
 
 
@@ -92,8 +92,8 @@ def test_every_lie_about_places_is_refused(step: Path, name: str) -> None:
     assert at(body, *LINKED)[0] == 1
     EDITS[name](body)
     seal(body, step)
-    with pytest.raises(holdfast.CorruptCheckpointError) as caught:
-        (holdfast.load if name in SEEN_WHEN_READ else holdfast.open)(step)
+    with pytest.raises(tensorkeep.CorruptCheckpointError) as caught:
+        (tensorkeep.load if name in SEEN_WHEN_READ else tensorkeep.open)(step)
     assert caught.value.path is not None
     assert caught.value.path.startswith(str(step))
 
@@ -101,7 +101,7 @@ def test_every_lie_about_places_is_refused(step: Path, name: str) -> None:
 def test_what_is_not_edited_is_read(step: Path) -> None:
     """Else nothing above would be told from a test that always passes."""
     seal(body_of(step), step)
-    assert same(holdfast.load(step), SECOND)
+    assert same(tensorkeep.load(step), SECOND)
 
 
 @pytest.mark.parametrize("name", EDITS)
@@ -110,13 +110,13 @@ def test_a_lying_base_harms_no_later_save(step: Path, name: str) -> None:
     EDITS[name](body)
     seal(body, step)
     third = {"a": SECOND["a"] * (1 + 2.0**-18), "b": FIRST["b"]}
-    holdfast.save(third, step.with_name("3"), base=step, delta=True, compression="lossless")
-    assert same(holdfast.load(step.with_name("3")), third)
+    tensorkeep.save(third, step.with_name("3"), base=step, delta=True, compression="lossless")
+    assert same(tensorkeep.load(step.with_name("3")), third)
 
 
 def test_a_linked_file_that_is_a_symbolic_link_is_refused(step: Path) -> None:
     linked = step / "from-1-model.safetensors"
     linked.unlink()
     linked.symlink_to(step.with_name("1") / "model.safetensors")
-    with pytest.raises(holdfast.CorruptCheckpointError, match="symbolic link"):
-        holdfast.open(step)
+    with pytest.raises(tensorkeep.CorruptCheckpointError, match="symbolic link"):
+        tensorkeep.open(step)

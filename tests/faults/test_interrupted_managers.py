@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast import CheckpointManager
-from holdfast.testing import faults
-from holdfast.testing.equality import same
+import tensorkeep
+from tensorkeep import CheckpointManager
+from tensorkeep.testing import faults
+from tensorkeep.testing.equality import same
 
 
 def state(number: int) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def prepare(root: Path, work: Work) -> None:
                 manager.save(4, state(4))
 
         assert faults.in_child(die) == signal.SIGKILL
-        assert any(path.name.endswith(".holdfast-tmp") for path in root.iterdir())
+        assert any(path.name.endswith(".tensorkeep-tmp") for path in root.iterdir())
 
 
 def operations(work: Work, root: Path) -> int:
@@ -131,8 +131,8 @@ def check(root: Path, allowed: States) -> None:
             assert 0 in states, f"step {number} is gone"
             continue
         path = root / f"step-{number:06d}"
-        assert holdfast.verify(path).ok
-        assert any(same(holdfast.load(path), state(each)) for each in states - {0})
+        assert tensorkeep.verify(path).ok
+        assert any(same(tensorkeep.load(path), state(each)) for each in states - {0})
     if latest is not None:
         assert latest.number == max(there)
     with start(root) as manager:
@@ -176,7 +176,7 @@ def fail_at_every_operation(tmp_path: Path, work: Work, allowed: States, done: S
             warnings.simplefilter("always")
             try:
                 work(root)
-            except holdfast.StoreError as error:
+            except tensorkeep.StoreError as error:
                 heard = str(error)
         heard += "".join(str(warning.message) for warning in said)
         assert not heard or os.strerror(number) in heard

@@ -17,54 +17,54 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast.testing import faults
-from holdfast.testing.equality import same
+import tensorkeep
+from tensorkeep.testing import faults
+from tensorkeep.testing.equality import same
 
 OLD = {"model": {"w": torch.arange(3000.0), "b": torch.zeros(7)}, "step": 1}
 NEW = {"model": {"w": torch.arange(3000.0) * 2, "b": torch.ones(7)}, "step": 2}
 
 
 def native(path: Path, state: object) -> None:
-    holdfast.save(state, path, overwrite=True, threads=2)
+    tensorkeep.save(state, path, overwrite=True, threads=2)
 
 
 def lossless(path: Path, state: object) -> None:
-    holdfast.save(state, path, overwrite=True, compression="lossless", threads=2)
+    tensorkeep.save(state, path, overwrite=True, compression="lossless", threads=2)
 
 
 def background(path: Path, state: object) -> None:
-    holdfast.save_async(state, path, overwrite=True, threads=2).wait()
+    tensorkeep.save_async(state, path, overwrite=True, threads=2).wait()
 
 
 def incremental(path: Path, state: object) -> None:
     base = path if path.exists() else None
     options = {"incremental": True, "base": base, "delta": True}
-    holdfast.save(state, path, overwrite=True, compression="lossless", threads=2, **options)
+    tensorkeep.save(state, path, overwrite=True, compression="lossless", threads=2, **options)
 
 
 def sharded(path: Path, state: object) -> None:
-    holdfast.save(state, path, overwrite=True, shard_bytes=4096, threads=2)
+    tensorkeep.save(state, path, overwrite=True, shard_bytes=4096, threads=2)
 
 
 def safetensors(path: Path, state: object) -> None:
-    holdfast.save(state, path, format="safetensors", overwrite=True, threads=2)
+    tensorkeep.save(state, path, format="safetensors", overwrite=True, threads=2)
 
 
 def torch_file(path: Path, state: object) -> None:
-    holdfast.save(state, path, format="torch", overwrite=True)
+    tensorkeep.save(state, path, format="torch", overwrite=True)
 
 
 def dcp(path: Path, state: object) -> None:
-    holdfast.save(state, path, format="dcp", overwrite=True, thread_count=2)
+    tensorkeep.save(state, path, format="dcp", overwrite=True, thread_count=2)
 
 
 def t5x(path: Path, state: object) -> None:
-    holdfast.save(state, path, format="t5x", overwrite=True)
+    tensorkeep.save(state, path, format="t5x", overwrite=True)
 
 
 def tensorstore(path: Path, state: object) -> None:
-    holdfast.save(state, path, format="tensorstore", overwrite=True)
+    tensorkeep.save(state, path, format="tensorstore", overwrite=True)
 
 
 Save = Callable[[Path, object], None]
@@ -101,8 +101,8 @@ def holds(path: Path) -> str:
     """Say which state a path holds, having verified it: nothing, old or new. Anything else fails."""
     if not os.path.lexists(path):
         return "nothing"
-    assert holdfast.verify(path).ok
-    found = holdfast.load(path)
+    assert tensorkeep.verify(path).ok
+    found = tensorkeep.load(path)
     if same(found, OLD):
         return "old"
     assert same(found, NEW)
@@ -207,7 +207,7 @@ def test_an_error_at_every_operation_is_heard(
         with faults.broken(fail_at=index, action=faults.raise_error(number)):
             try:
                 save(folder / name, NEW)
-            except holdfast.StoreError as error:
+            except tensorkeep.StoreError as error:
                 heard += 1
                 assert os.strerror(number) in error.message
                 assert error.path is not None and error.path.startswith(str(folder))

@@ -12,10 +12,10 @@ from unittest import mock
 import pytest
 import torch
 
-import holdfast
-from holdfast.io.commit import Commit
-from holdfast.io.temporaries import SUFFIX
-from holdfast.testing.equality import same
+import tensorkeep
+from tensorkeep.io.commit import Commit
+from tensorkeep.io.temporaries import SUFFIX
+from tensorkeep.testing.equality import same
 
 STATE = {"w": torch.arange(100_000.0)}
 
@@ -26,19 +26,19 @@ def names(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("compression", ["none", "lossless"])
 def test_a_full_disk_is_said_and_loses_nothing(small_disk: Path, compression: str) -> None:
-    holdfast.save(STATE, small_disk / "ckpt")
+    tensorkeep.save(STATE, small_disk / "ckpt")
     big = {"w": torch.randint(0, 255, (4_000_000,), dtype=torch.uint8)}
-    with pytest.raises(holdfast.StoreError, match="No space left") as caught:
-        holdfast.save(big, small_disk / "ckpt", overwrite=True, compression=compression)
+    with pytest.raises(tensorkeep.StoreError, match="No space left") as caught:
+        tensorkeep.save(big, small_disk / "ckpt", overwrite=True, compression=compression)
     assert "free some space" in str(caught.value)
     assert names(small_disk) == ["ckpt"]
-    assert same(holdfast.load(small_disk / "ckpt"), STATE)
+    assert same(tensorkeep.load(small_disk / "ckpt"), STATE)
 
 
 def test_a_read_only_folder(small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    with pytest.raises(holdfast.StoreError, match="Read-only file system"):
-        holdfast.save(STATE, small_disk / "ckpt")
+    with pytest.raises(tensorkeep.StoreError, match="Read-only file system"):
+        tensorkeep.save(STATE, small_disk / "ckpt")
     assert names(small_disk) == []
 
 
@@ -57,17 +57,17 @@ def test_without_direct_io_the_page_cache_serves(tmp_path: Path, refuses: str) -
         return real["pwrite"](fd, data, offset)
 
     with mock.patch.object(os, "open", open_), mock.patch.object(os, "pwrite", pwrite):
-        report = holdfast.save(STATE, tmp_path / "ckpt")
+        report = tensorkeep.save(STATE, tmp_path / "ckpt")
     assert not report.direct_io
-    assert same(holdfast.load(tmp_path / "ckpt"), STATE)
-    assert holdfast.save(STATE, tmp_path / "direct").direct_io
+    assert same(tensorkeep.load(tmp_path / "ckpt"), STATE)
+    assert tensorkeep.save(STATE, tmp_path / "direct").direct_io
 
 
 def test_an_existing_checkpoint_is_not_replaced_unasked(tmp_path: Path) -> None:
-    holdfast.save(STATE, tmp_path / "ckpt")
-    with pytest.raises(holdfast.DestinationExistsError, match="exists already"):
-        holdfast.save({"w": torch.zeros(3)}, tmp_path / "ckpt")
-    assert same(holdfast.load(tmp_path / "ckpt"), STATE)
+    tensorkeep.save(STATE, tmp_path / "ckpt")
+    with pytest.raises(tensorkeep.DestinationExistsError, match="exists already"):
+        tensorkeep.save({"w": torch.zeros(3)}, tmp_path / "ckpt")
+    assert same(tensorkeep.load(tmp_path / "ckpt"), STATE)
 
 
 def test_only_a_checkpoint_is_ever_replaced(tmp_path: Path) -> None:
@@ -77,8 +77,8 @@ def test_only_a_checkpoint_is_ever_replaced(tmp_path: Path) -> None:
     note = tmp_path / "note.txt"
     note.write_text("hello")
     for place in (home, note):
-        with pytest.raises(holdfast.DestinationExistsError, match="not replaced"):
-            holdfast.save(STATE, place, overwrite=True)
+        with pytest.raises(tensorkeep.DestinationExistsError, match="not replaced"):
+            tensorkeep.save(STATE, place, overwrite=True)
     assert (home / "thesis.txt").read_text() == "years of work"
     assert note.read_text() == "hello"
 
@@ -86,7 +86,7 @@ def test_only_a_checkpoint_is_ever_replaced(tmp_path: Path) -> None:
 def test_what_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     place = tmp_path / "ckpt"
     with (
-        pytest.raises(holdfast.DestinationExistsError, match="appeared"),
+        pytest.raises(tensorkeep.DestinationExistsError, match="appeared"),
         Commit(place, directory=True, overwrite=False, replaceable=lambda path: True) as commit,
     ):
         place.mkdir()
@@ -97,10 +97,10 @@ def test_what_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
 def test_a_second_writer_is_told(tmp_path: Path) -> None:
     place = tmp_path / "ckpt"
     with Commit(place, directory=True, overwrite=False, replaceable=lambda path: True):
-        with pytest.raises(holdfast.BusyError, match="another process is saving here"):
-            holdfast.save(STATE, place)
+        with pytest.raises(tensorkeep.BusyError, match="another process is saving here"):
+            tensorkeep.save(STATE, place)
         # Another checkpoint in the same folder, of a name that begins alike, is no one's concern.
-        holdfast.save(STATE, tmp_path / "ckpt.2")
+        tensorkeep.save(STATE, tmp_path / "ckpt.2")
     assert names(tmp_path) == ["ckpt.2"]
 
 
@@ -113,20 +113,20 @@ def test_only_temporaries_of_the_dead_are_removed(tmp_path: Path) -> None:
         commit.path.rename(left)
     # The lock went with the writer; what it left goes with the next save.
     assert left.exists()
-    holdfast.save(STATE, tmp_path / "ckpt")
+    tensorkeep.save(STATE, tmp_path / "ckpt")
     assert names(tmp_path) == ["ckpt"]
 
 
 def test_a_file_where_a_folder_should_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(holdfast.StoreError):
-        holdfast.save(STATE, tmp_path / "file" / "ckpt")
+    with pytest.raises(tensorkeep.StoreError):
+        tensorkeep.save(STATE, tmp_path / "file" / "ckpt")
 
 
 def test_a_base_on_another_file_system(small_disk: Path, tmp_path: Path) -> None:
-    holdfast.save(STATE, small_disk / "base", incremental=True)
-    report = holdfast.save(STATE, tmp_path / "ckpt", base=small_disk / "base")
+    tensorkeep.save(STATE, small_disk / "base", incremental=True)
+    report = tensorkeep.save(STATE, tmp_path / "ckpt", base=small_disk / "base")
     assert report.base is None
     assert f"cannot be linked: {os.strerror(errno.EXDEV)}" in (report.base_refused or "")
     assert names(tmp_path / "ckpt") == ["manifest.json", "model.safetensors"]
-    assert same(holdfast.load(tmp_path / "ckpt"), STATE)
+    assert same(tensorkeep.load(tmp_path / "ckpt"), STATE)

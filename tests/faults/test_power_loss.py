@@ -11,9 +11,9 @@ import pytest
 import torch
 from tests.faults.test_interrupted_managers import PARAMETERS, States, Work, check, prepare
 
-import holdfast
-from holdfast.testing import power_loss
-from holdfast.testing.equality import same
+import tensorkeep
+from tensorkeep.testing import power_loss
+from tensorkeep.testing.equality import same
 
 
 @pytest.mark.parametrize(("work", "allowed", "done"), PARAMETERS)
@@ -44,27 +44,27 @@ def test_a_durable_step_survives(tmp_path: Path) -> None:
     root = tmp_path / "run"
     root.mkdir()
     with power_loss.recorded(root) as recording:
-        holdfast.save({"w": torch.arange(3000.0)}, root / "c")
+        tensorkeep.save({"w": torch.arange(3000.0)}, root / "c")
     last = [case for case in recording.crashes() if f"after {len(recording.events)} of" in case[0]]
     assert len(last) == 7
     for number, (_, write_out) in enumerate(last):
         write_out(tmp_path / str(number))
-        assert torch.equal(holdfast.load(tmp_path / str(number) / "c")["w"], torch.arange(3000.0))
+        assert torch.equal(tensorkeep.load(tmp_path / str(number) / "c")["w"], torch.arange(3000.0))
 
 
 def test_a_base_that_was_copied_a_moment_ago_is_as_durable_as_the_step_that_shares_its_files(tmp_path: Path) -> None:
     root = tmp_path / "run"
     state = {"frozen": torch.arange(3000.0), "w": torch.zeros(1000)}
-    holdfast.save(state, root / "a", incremental=True)
+    tensorkeep.save(state, root / "a", incremental=True)
     state["w"] = torch.ones(1000)
     with power_loss.recorded(root) as recording:
         copy_without_syncing(root / "a", root / "copy")
-        holdfast.save(state, root / "b", base=root / "copy")
+        tensorkeep.save(state, root / "b", base=root / "copy")
     assert (root / "b" / "from-copy-model.safetensors").exists()
     last = [case for case in recording.crashes() if f"after {len(recording.events)} of" in case[0]]
     for number, (_, write_out) in enumerate(last):
         write_out(tmp_path / str(number))
-        assert same(holdfast.load(tmp_path / str(number) / "b"), state)
+        assert same(tensorkeep.load(tmp_path / str(number) / "b"), state)
 
 
 def copy_without_syncing(source: Path, target: Path) -> None:

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast import CheckpointManager
-from holdfast.testing.equality import same
+import tensorkeep
+from tensorkeep import CheckpointManager
+from tensorkeep.testing.equality import same
 
 ROUNDS = 200
 
@@ -60,11 +60,11 @@ def test_killed_two_hundred_times(tmp_path: Path, record_property: Any) -> None:
             latest = manager.latest()
         assert not manager.survey().broken
         for step in manager.steps():
-            assert holdfast.verify(step.path).ok
-            found = holdfast.load(step.path)
+            assert tensorkeep.verify(step.path).ok
+            found = tensorkeep.load(step.path)
             assert same(found, state(found["step"]))
         if latest is not None:
-            reached = holdfast.load(latest.path)["step"]
+            reached = tensorkeep.load(latest.path)["step"]
             assert reached >= first - 1, "a step that was durable is gone"
             saved += reached >= first
             first = reached + 1

@@ -13,10 +13,10 @@ from unittest import mock
 import pytest
 import torch
 
-from holdfast import CheckpointManager
-from holdfast.formats.native import reader
-from holdfast.io.directory import Directory
-from holdfast.testing.equality import same
+from tensorkeep import CheckpointManager
+from tensorkeep.formats.native import reader
+from tensorkeep.io.directory import Directory
+from tensorkeep.testing.equality import same
 
 
 def state(number: int) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def test_a_step_is_deleted_while_a_reader_looks(tmp_path: Path) -> None:
 
 READER = """
 import sys, warnings
-from holdfast import CheckpointManager
+from tensorkeep import CheckpointManager
 warnings.simplefilter("error")
 manager, seen = CheckpointManager(sys.argv[1]), -1
 while seen < int(sys.argv[2]):

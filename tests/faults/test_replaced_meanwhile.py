@@ -10,11 +10,11 @@ from unittest import mock
 import pytest
 import torch
 
-import holdfast
-from holdfast.io import directory
-from holdfast.io.directory import Directory
-from holdfast.io.source_file import SourceFile
-from holdfast.testing.equality import same
+import tensorkeep
+from tensorkeep.io import directory
+from tensorkeep.io.directory import Directory
+from tensorkeep.io.source_file import SourceFile
+from tensorkeep.testing.equality import same
 
 FORMATS = {"native": {}, "safetensors": {"format": "safetensors", "shard_bytes": 32}}
 
@@ -30,27 +30,27 @@ def test_replaced_between_any_two_files(tmp_path: Path, options: dict[str, objec
     met = set()
     for index in range(8):
         place = tmp_path / str(index)
-        holdfast.save(state(1), place, **options)
+        tensorkeep.save(state(1), place, **options)
         opened = []
 
         def open_(self: Directory, name: str, place: Path = place, index: int = index, **how: bool) -> SourceFile:
             opened.append(name)  # noqa: B023
             if len(opened) == index + 1:  # noqa: B023
-                holdfast.save(state(2), place, overwrite=True, **options)
+                tensorkeep.save(state(2), place, overwrite=True, **options)
             return real(self, name, **how)
 
         with mock.patch.object(Directory, "open", open_):
-            found = holdfast.load(place, verify=verify)
+            found = tensorkeep.load(place, verify=verify)
         assert same(found, state(1)) or same(found, state(2))
         met.add(found["part0"]["w"][0].item())
-        assert same(holdfast.load(place), state(2 if len(opened) > index else 1))
+        assert same(tensorkeep.load(place), state(2 if len(opened) > index else 1))
     assert 2.0 in met
 
 
 def test_an_open_checkpoint_is_read_as_it_was(tmp_path: Path) -> None:
-    holdfast.save(state(1), tmp_path / "ckpt")
-    with holdfast.open(tmp_path / "ckpt") as opened:
-        holdfast.save(state(2), tmp_path / "ckpt", overwrite=True)
+    tensorkeep.save(state(1), tmp_path / "ckpt")
+    with tensorkeep.open(tmp_path / "ckpt") as opened:
+        tensorkeep.save(state(2), tmp_path / "ckpt", overwrite=True)
         assert all(torch.equal(opened[name].load(), torch.ones(8)) for name in opened)
 
 
@@ -67,20 +67,23 @@ def few_descriptors() -> Iterator[None]:
 def test_more_files_than_descriptors(tmp_path: Path, compression: str) -> None:
     wide = {f"part{i}": {"w": torch.full((8,), float(i)), "none": torch.empty(0)} for i in range(300)}
     wide["empty"] = {"w": torch.empty(0)}
-    holdfast.save(wide, tmp_path / "ckpt", compression=compression)
-    assert holdfast.verify(tmp_path / "ckpt").ok
-    assert same(holdfast.load(tmp_path / "ckpt"), wide)
-    holdfast.save(wide, tmp_path / "st", format="safetensors", shard_bytes=32, compression=compression)
-    assert same(holdfast.load(tmp_path / "st"), wide)
+    tensorkeep.save(wide, tmp_path / "ckpt", compression=compression)
+    assert tensorkeep.verify(tmp_path / "ckpt").ok
+    assert same(tensorkeep.load(tmp_path / "ckpt"), wide)
+    tensorkeep.save(wide, tmp_path / "st", format="safetensors", shard_bytes=32, compression=compression)
+    assert same(tensorkeep.load(tmp_path / "st"), wide)
 
 
 def test_files_that_were_not_open_yet_are_said_to_be_replaced(tmp_path: Path) -> None:
-    holdfast.save(state(1), tmp_path / "ckpt")
-    with mock.patch.object(directory, "MOST_OPEN", 3), holdfast.open(tmp_path / "ckpt") as opened:
-        holdfast.save(state(2), tmp_path / "ckpt", overwrite=True)
-        with pytest.raises(holdfast.StoreError, match="was replaced while it was read"):
+    tensorkeep.save(state(1), tmp_path / "ckpt")
+    with mock.patch.object(directory, "MOST_OPEN", 3), tensorkeep.open(tmp_path / "ckpt") as opened:
+        tensorkeep.save(state(2), tmp_path / "ckpt", overwrite=True)
+        with pytest.raises(tensorkeep.StoreError, match="was replaced while it was read"):
             opened["part0.w"].load()
-        assert same(holdfast.load(tmp_path / "ckpt"), state(2))
+        assert same(tensorkeep.load(tmp_path / "ckpt"), state(2))
         (tmp_path / "ckpt" / "part0.safetensors").unlink()
-    with mock.patch.object(directory, "MOST_OPEN", 3), pytest.raises(holdfast.CorruptCheckpointError, match="missing"):
-        holdfast.open(tmp_path / "ckpt")
+    with (
+        mock.patch.object(directory, "MOST_OPEN", 3),
+        pytest.raises(tensorkeep.CorruptCheckpointError, match="missing"),
+    ):
+        tensorkeep.open(tmp_path / "ckpt")

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from holdfast import CheckpointManager
-from holdfast.testing.equality import difference
+from tensorkeep import CheckpointManager
+from tensorkeep.testing.equality import difference
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plain_loop.py"
 STEPS = 1000

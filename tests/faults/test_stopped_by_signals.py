@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from holdfast import CheckpointManager
+from tensorkeep import CheckpointManager
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plain_loop.py"
 STEPS = 400

@@ -11,11 +11,11 @@ from unittest import mock
 import pytest
 import torch
 
-import holdfast
-from holdfast.io import temporaries
-from holdfast.io.commit import Commit
-from holdfast.io.temporaries import SUFFIX, prefix, remove_abandoned
-from holdfast.testing.disk import names_in
+import tensorkeep
+from tensorkeep.io import temporaries
+from tensorkeep.io.commit import Commit
+from tensorkeep.io.temporaries import SUFFIX, prefix, remove_abandoned
+from tensorkeep.testing.disk import names_in
 
 STATE = {"w": torch.arange(1000.0)}
 
@@ -30,7 +30,7 @@ def locks_that_nobody_sees() -> Iterator[None]:
 @pytest.mark.usefixtures("locks_that_nobody_sees")
 def test_a_writer_whose_temporary_was_taken_hears_of_it(tmp_path: Path) -> None:
     with (
-        pytest.raises(holdfast.StoreError, match="cannot make the checkpoint visible"),
+        pytest.raises(tensorkeep.StoreError, match="cannot make the checkpoint visible"),
         Commit(tmp_path / "ckpt", directory=True, overwrite=False, replaceable=lambda path: True) as commit,
     ):
         remove_abandoned(tmp_path)
@@ -58,15 +58,15 @@ def left_behind(destination: Path) -> Path:
 
 def test_a_file_that_was_left_under_a_temporary_name_goes(tmp_path: Path) -> None:
     left_behind(tmp_path / "ckpt").write_text("hidden")
-    holdfast.save(STATE, tmp_path / "ckpt")
+    tensorkeep.save(STATE, tmp_path / "ckpt")
     assert names_in(tmp_path) == ["ckpt"]
 
 
 def test_what_only_looks_like_a_temporary_stays(tmp_path: Path) -> None:
-    (tmp_path / ".notes.holdfast-tmp").write_text("mine")
-    with holdfast.CheckpointManager(tmp_path) as manager:
+    (tmp_path / ".notes.tensorkeep-tmp").write_text("mine")
+    with tensorkeep.CheckpointManager(tmp_path) as manager:
         manager.save(1, STATE)
-    assert names_in(tmp_path) == [".notes.holdfast-tmp", "step-000001"]
+    assert names_in(tmp_path) == [".notes.tensorkeep-tmp", "step-000001"]
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def another_users() -> Iterator[None]:
 def test_what_another_user_left_is_in_nobodys_way(tmp_path: Path) -> None:
     left = left_behind(tmp_path / "step-000001")
     left.mkdir()
-    with holdfast.CheckpointManager(tmp_path) as manager:
+    with tensorkeep.CheckpointManager(tmp_path) as manager:
         manager.save(2, STATE)
     assert names_in(tmp_path) == [left.name, "step-000002"]
 
@@ -97,6 +97,6 @@ def test_what_another_user_left_is_in_nobodys_way(tmp_path: Path) -> None:
 def test_what_another_user_left_in_the_same_place_is_said(tmp_path: Path) -> None:
     left = left_behind(tmp_path / "ckpt")
     left.mkdir()
-    with pytest.raises(holdfast.StoreError, match="another save left here: Permission denied") as said:
-        holdfast.save(STATE, tmp_path / "ckpt")
+    with pytest.raises(tensorkeep.StoreError, match="another save left here: Permission denied") as said:
+        tensorkeep.save(STATE, tmp_path / "ckpt")
     assert said.value.path == str(left)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-import holdfast
-from holdfast.testing.equality import difference
-from holdfast.train.run import Run
+import tensorkeep
+from tensorkeep.testing.equality import difference
+from tensorkeep.train.run import Run
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from tiny_training import CONFIG, Witness, last_state, lines, prepared, run
@@ -22,7 +22,7 @@ PAGE = 4096
 
 @pytest.fixture(autouse=True)
 def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.train.run.measured_peak", lambda device: 1e9)
+    monkeypatch.setattr("tensorkeep.train.run.measured_peak", lambda device: 1e9)
 
 
 def fill(disk: Path) -> None:
@@ -63,7 +63,7 @@ class Waits(Witness):
         super().happened(step, kind, values)
         if (step, kind) == (self._step, "train"):
             for thread in threading.enumerate():
-                if thread.name == "holdfast-save":
+                if thread.name == "tensorkeep-save":
                     thread.join()
 
 
@@ -82,7 +82,7 @@ def test_a_save_that_failed_in_the_background_is_told_before_the_next_one(
     config = CONFIG.changed({"loop.steps": 40, "checkpoint.every": 10})
     elsewhere(folder / "checkpoints", small_disk / "checkpoints")
     witness = Waits(22)
-    with pytest.raises(holdfast.StoreError, match="No space left") as raised:
+    with pytest.raises(tensorkeep.StoreError, match="No space left") as raised:
         run(config, folder, data, listener=witness, arrange=partial(fill_in_step, step=15, disk=small_disk))
     assert 20 <= witness.of("train")[-1] <= 22
     assert witness.of("save") == [10]
@@ -97,7 +97,7 @@ def test_a_log_without_room_ends_the_run(tmp_path: Path, small_disk: Path, recor
     config = CONFIG.changed({"loop.steps": 60, "checkpoint.every": 5})
     elsewhere(folder / "checkpoints", tmp_path / "checkpoints")
     witness = Witness()
-    with pytest.raises(holdfast.StoreError, match=r"log\.jsonl: cannot write the log: No space left"):
+    with pytest.raises(tensorkeep.StoreError, match=r"log\.jsonl: cannot write the log: No space left"):
         run(config, folder, data, listener=witness, arrange=partial(fill_in_step, step=7, disk=small_disk))
     assert witness.of("train")[-1] < 60, "the last page has room for some lines only"
     (small_disk / "filler").unlink()

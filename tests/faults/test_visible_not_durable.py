@@ -11,18 +11,18 @@ from unittest import mock
 import pytest
 import torch
 
-import holdfast
-from holdfast.io import commit as commit_module
-from holdfast.io.temporaries import SUFFIX
-from holdfast.testing import faults
-from holdfast.testing.disk import names_in
-from holdfast.testing.equality import same
+import tensorkeep
+from tensorkeep.io import commit as commit_module
+from tensorkeep.io.temporaries import SUFFIX
+from tensorkeep.testing import faults
+from tensorkeep.testing.disk import names_in
+from tensorkeep.testing.equality import same
 
 STATE = {"w": torch.arange(1000.0)}
 OTHER = {"w": torch.zeros(2)}
 
 
-def make_name_not_durable(save: Callable[[], object], place: Path) -> holdfast.StoreError:
+def make_name_not_durable(save: Callable[[], object], place: Path) -> tensorkeep.StoreError:
     """Let the last step of a save fail, which makes the new name durable; return what it says."""
     seen: list[str] = []
     real = commit_module.sync_directory
@@ -37,51 +37,54 @@ def make_name_not_durable(save: Callable[[], object], place: Path) -> holdfast.S
     def commit_was_written() -> bool:
         return any(name.endswith(SUFFIX) for name in seen) or place.is_file()
 
-    with mock.patch.object(commit_module, "sync_directory", sync_directory), pytest.raises(holdfast.StoreError) as said:
+    with (
+        mock.patch.object(commit_module, "sync_directory", sync_directory),
+        pytest.raises(tensorkeep.StoreError) as said,
+    ):
         save()
     return said.value
 
 
 def test_a_name_that_may_not_be_durable_is_said_and_the_checkpoint_is_there(tmp_path: Path) -> None:
     place = tmp_path / "ckpt"
-    error = make_name_not_durable(lambda: holdfast.save(STATE, place), place)
+    error = make_name_not_durable(lambda: tensorkeep.save(STATE, place), place)
     assert "is visible and can be read, but perhaps not durable" in error.message
     assert "Input/output error" in error.message
     assert "overwrite=True" in str(error.remedy)
     assert names_in(tmp_path) == ["ckpt"]
-    assert same(holdfast.load(place), STATE)
+    assert same(tensorkeep.load(place), STATE)
 
 
 def test_what_was_replaced_stays_until_the_new_name_is_durable(tmp_path: Path) -> None:
     place = tmp_path / "ckpt"
-    holdfast.save(STATE, place)
-    make_name_not_durable(lambda: holdfast.save(OTHER, place, overwrite=True), place)
-    assert same(holdfast.load(place), OTHER)
+    tensorkeep.save(STATE, place)
+    make_name_not_durable(lambda: tensorkeep.save(OTHER, place, overwrite=True), place)
+    assert same(tensorkeep.load(place), OTHER)
     kept = next(path for path in tmp_path.iterdir() if path != place)
-    assert same(holdfast.load(kept), STATE)
+    assert same(tensorkeep.load(kept), STATE)
     with faults.broken() as operations:
-        holdfast.save(STATE, place, overwrite=True)
+        tensorkeep.save(STATE, place, overwrite=True)
     assert operations.seen[:2] == ["fsync", "rename"]  # durable, before anything of the old one goes
     assert names_in(tmp_path) == ["ckpt"]
 
 
 def test_a_single_file_whose_name_may_not_be_durable_is_there(tmp_path: Path) -> None:
     place = tmp_path / "w.safetensors"
-    error = make_name_not_durable(lambda: holdfast.save(STATE, place), place)
+    error = make_name_not_durable(lambda: tensorkeep.save(STATE, place), place)
     assert "perhaps not durable" in error.message
-    assert same(holdfast.load(place), STATE)
+    assert same(tensorkeep.load(place), STATE)
     assert names_in(tmp_path) == ["w.safetensors"]
 
 
 def test_a_step_whose_name_may_not_be_durable_is_saved_again_when_asked(tmp_path: Path) -> None:
-    with holdfast.CheckpointManager(tmp_path / "run") as manager:
+    with tensorkeep.CheckpointManager(tmp_path / "run") as manager:
         manager.save(1, STATE).wait()
         place = tmp_path / "run" / "step-000002"
         make_name_not_durable(lambda: manager.save(2, OTHER).wait(), place)
         latest = manager.latest()
         assert latest is not None
         assert latest.number == 2
-        with pytest.raises(holdfast.DestinationExistsError, match="saved already"):
+        with pytest.raises(tensorkeep.DestinationExistsError, match="saved already"):
             manager.save(2, OTHER)
         manager.save(2, OTHER, overwrite=True).wait()
         assert same(manager.restore(), OTHER)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from states import later, state
 
-import holdfast
+import tensorkeep
 
 HERE = Path(__file__).parent
 
@@ -24,7 +24,7 @@ def whole(place: Path) -> None:
         "zstd": {"compression": "zstd"},
         "gzip": {"compression": "gzip"},
     }.items():
-        print(holdfast.save(state(), place / name, metadata={"note": "golden"}, **options))
+        print(tensorkeep.save(state(), place / name, metadata={"note": "golden"}, **options))
 
 
 def changes(place: Path) -> None:
@@ -32,8 +32,8 @@ def changes(place: Path) -> None:
     for kind, options in {"raw": {}, "delta": {"compression": "lossless", "delta": True}}.items():
         first = place / f"{kind}-first"
         about = {"metadata": {"note": "golden"}, "incremental": True}
-        print(holdfast.save(state(), first, compression=options.get("compression", "none"), **about))
-        print(holdfast.save(later(), place / f"{kind}-later", base=first, **about, **options))
+        print(tensorkeep.save(state(), first, compression=options.get("compression", "none"), **about))
+        print(tensorkeep.save(later(), place / f"{kind}-later", base=first, **about, **options))
 
 
 if __name__ == "__main__":

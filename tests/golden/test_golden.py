@@ -12,8 +12,8 @@ import torch
 import xxhash
 import zstandard
 
-import holdfast
-from holdfast.testing.equality import difference
+import tensorkeep
+from tensorkeep.testing.equality import difference
 
 HERE = Path(__file__).parent
 _spec = importlib.util.spec_from_file_location("states", HERE / "states.py")
@@ -32,19 +32,19 @@ def test_there_are_golden_checkpoints() -> None:
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_golden(path: Path) -> None:
-    assert holdfast.verify(path).ok
-    found = holdfast.load(path)
+    assert tensorkeep.verify(path).ok
+    found = tensorkeep.load(path)
     expected = states.later() if path.name.endswith("-later") else states.state()
     assert difference(found, expected) is None
     assert found["model"]["tied"] is found["model"]["layers.0.weight"]
     assert found["model"]["row"].untyped_storage().data_ptr() == found["model"]["tied"].untyped_storage().data_ptr()
-    with holdfast.open(path) as opened:
+    with tensorkeep.open(path) as opened:
         assert opened.metadata == {"note": "golden"}
 
 
 def test_golden_steps_hold_what_they_are_there_for() -> None:
     """Else they would be whole ones under another name."""
-    histories = {path.name: holdfast.info(path).details.get("history", {}) for path in GOLDEN if path.name in CHANGES}
+    histories = {path.name: tensorkeep.info(path).details.get("history", {}) for path in GOLDEN if path.name in CHANGES}
     assert histories["delta-later"]["deepest_chain"] == 1
     assert histories["raw-later"]["deepest_chain"] == 0
     for kind in ("raw", "delta"):
@@ -58,7 +58,7 @@ def test_a_checkpoint_spelled_out_by_hand(tmp_path: Path) -> None:
     entry = b'{"w":{"dtype":"F32","shape":[3],"data_offsets":[0,12]}}'
     header = struct.pack("<Q", len(entry)) + entry
     body = {
-        "format": "holdfast",
+        "format": "tensorkeep",
         "version": 1,
         "writer": "a person",
         "features": [],
@@ -93,8 +93,8 @@ def test_a_checkpoint_spelled_out_by_hand(tmp_path: Path) -> None:
     place.mkdir()
     (place / "model.safetensors").write_bytes(header + data)
     (place / "manifest.json").write_bytes(b'{"xxh3_64":"' + xxhash.xxh3_64_hexdigest(rest).encode() + rest)
-    assert holdfast.verify(place).ok
-    found = holdfast.load(place)
+    assert tensorkeep.verify(place).ok
+    found = tensorkeep.load(place)
     assert found["lr"] == 0.1
     assert torch.equal(found["w"], torch.tensor([1.0, -2.0, 0.5]))
 
@@ -102,7 +102,7 @@ def test_a_checkpoint_spelled_out_by_hand(tmp_path: Path) -> None:
 def test_a_written_checkpoint_read_without_any_code_of_ours(tmp_path: Path) -> None:
     """What we write is what the specification says, down to a zstd block that a plain decoder reads."""
     weights = torch.arange(4096, dtype=torch.int32)
-    holdfast.save({"w": weights, "n": 5}, tmp_path / "ckpt", compression="zstd")
+    tensorkeep.save({"w": weights, "n": 5}, tmp_path / "ckpt", compression="zstd")
     text = (tmp_path / "ckpt" / "manifest.json").read_bytes()
     assert text[:12] == b'{"xxh3_64":"'
     assert xxhash.xxh3_64_hexdigest(text[28:]).encode() == text[12:28]
@@ -122,16 +122,16 @@ def test_a_written_checkpoint_read_without_any_code_of_ours(tmp_path: Path) -> N
 def test_views_of_the_first_manifests_have_keys_of_their_own(tmp_path: Path) -> None:
     """They did not say what a view is called within its part."""
     tensor = torch.arange(6.0)
-    holdfast.save({"m": {"m.b": tensor, "b": tensor, "c": tensor[:2]}}, tmp_path / "ckpt")
+    tensorkeep.save({"m": {"m.b": tensor, "b": tensor, "c": tensor[:2]}}, tmp_path / "ckpt")
     manifest = tmp_path / "ckpt" / "manifest.json"
     body = json.loads(manifest.read_bytes())["body"]
     keys = {name: alias.pop("key") for name, alias in body["aliases"].items()}
     assert keys == {"m.b": "b", "m.c": "c"}
-    with holdfast.open(tmp_path / "ckpt") as opened:
+    with tensorkeep.open(tmp_path / "ckpt") as opened:
         parts = opened._reader.flat.parts
     rest = b'","body":' + json.dumps(body).encode() + b"}\n"
     manifest.write_bytes(b'{"xxh3_64":"' + xxhash.xxh3_64_hexdigest(rest).encode() + rest)
-    with holdfast.open(tmp_path / "ckpt") as opened:
+    with tensorkeep.open(tmp_path / "ckpt") as opened:
         assert opened._reader.flat.parts == parts
-    holdfast.convert(tmp_path / "ckpt", tmp_path / "out.safetensors", to="safetensors")
-    assert torch.equal(holdfast.load(tmp_path / "out.safetensors")["m"]["b"], tensor)
+    tensorkeep.convert(tmp_path / "ckpt", tmp_path / "out.safetensors", to="safetensors")
+    assert torch.equal(tensorkeep.load(tmp_path / "out.safetensors")["m"]["b"], tensor)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from holdfast.testing.technique_suite import TINY, TechniqueSuite
-from holdfast.train.run import Run
-from holdfast.train.techniques.activation_swapping import ActivationSwapping
-from holdfast.train.techniques.swapping import Swapper
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite
+from tensorkeep.train.run import Run
+from tensorkeep.train.techniques.activation_swapping import ActivationSwapping
+from tensorkeep.train.techniques.swapping import Swapper
 
 pytestmark = [
     pytest.mark.gpu,

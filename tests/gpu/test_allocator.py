@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.train.data.prepare import prepare
+from tensorkeep.train.data.prepare import prepare
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,11 +22,11 @@ import os, sys, torch
 torch.ones(1, device="cuda")
 os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 from pathlib import Path
-from holdfast.testing.technique_suite import TINY, with_techniques
-from holdfast.train.data.dataset import Dataset
-from holdfast.train.loop import take_step
-from holdfast.train.run import open_run
-from holdfast.train.run_folder import RunFolder
+from tensorkeep.testing.technique_suite import TINY, with_techniques
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.loop import take_step
+from tensorkeep.train.run import open_run
+from tensorkeep.train.run_folder import RunFolder
 config = with_techniques(TINY.changed({"loop.device": "cuda"}), {"allocator": {}})
 with open_run(config, RunFolder(Path(sys.argv[2])), Dataset.open(Path(sys.argv[1]))) as run:
     with run.techniques.verified(run):

@@ -7,11 +7,11 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from holdfast.testing.technique_suite import TINY, TechniqueSuite
-from holdfast.train.config import Config
-from holdfast.train.model.attention import Attention
-from holdfast.train.run import Run
-from holdfast.train.techniques.attention_kernel import AttentionKernel
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite
+from tensorkeep.train.config import Config
+from tensorkeep.train.model.attention import Attention
+from tensorkeep.train.run import Run
+from tensorkeep.train.techniques.attention_kernel import AttentionKernel
 
 pytestmark = [
     pytest.mark.gpu,

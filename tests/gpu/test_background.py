@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import holdfast
-from holdfast.io.buffers import BufferPool
-from holdfast.io.page_lock import CudaPageLock
+import tensorkeep
+from tensorkeep.io.buffers import BufferPool
+from tensorkeep.io.page_lock import CudaPageLock
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,7 +32,7 @@ def test_staging_buffers_are_page_locked_and_let_go() -> None:
 def test_what_is_saved_is_what_was_there_at_the_call(tmp_path: Path) -> None:
     weights = {f"w{n}": torch.full((4096, 1024), float(n), device="cuda") for n in range(16)}
     weights["strided"] = weights["w3"].T[::2]
-    with holdfast.CheckpointManager(tmp_path / "run") as manager:
+    with tensorkeep.CheckpointManager(tmp_path / "run") as manager:
         for step in (1, 2):
             with torch.cuda.stream(torch.cuda.Stream()):
                 torch.cuda._sleep(200_000_000)
@@ -52,7 +52,7 @@ def test_copying_does_not_wait_for_kernels_queued_meanwhile(tmp_path: Path) -> N
     """The copies run on streams of their own, beside whatever else the device does."""
     weight = torch.ones(4096, 1024, device="cuda")
     busy = torch.cuda.Stream()
-    with holdfast.CheckpointManager(tmp_path / "run") as manager:
+    with tensorkeep.CheckpointManager(tmp_path / "run") as manager:
         manager.save(1, {"w": weight}).wait()  # memory is there, kernels are loaded
         torch.cuda.synchronize()
         with torch.cuda.stream(busy):
@@ -70,7 +70,7 @@ def test_copying_does_not_wait_for_kernels_queued_meanwhile(tmp_path: Path) -> N
 def test_a_state_larger_than_the_budget_streams_through(tmp_path: Path) -> None:
     weights = {f"w{n}": torch.randn(2048, 2048, device="cuda") for n in range(24)}
     expected = {name: tensor.cpu() for name, tensor in weights.items()}
-    report = holdfast.save_async(weights, tmp_path / "c", memory_budget="192MiB").wait()
+    report = tensorkeep.save_async(weights, tmp_path / "c", memory_budget="192MiB").wait()
     assert report.peak_buffer_bytes <= 192 * MIB
-    found = holdfast.load(tmp_path / "c", device="cpu")
+    found = tensorkeep.load(tmp_path / "c", device="cpu")
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from holdfast.testing.technique_suite import TINY, TechniqueSuite
-from holdfast.train.run import Run
-from holdfast.train.techniques.compile import Compile
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite
+from tensorkeep.train.run import Run
+from tensorkeep.train.techniques.compile import Compile
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.testing.technique_suite import TINY, TechniqueSuite, with_techniques
-from holdfast.train.config import Config
-from holdfast.train.data.dataset import Dataset
-from holdfast.train.loop import take_step
-from holdfast.train.run import Run, open_run
-from holdfast.train.run_folder import RunFolder
-from holdfast.train.techniques.cuda_graphs import CudaGraphs
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, with_techniques
+from tensorkeep.train.config import Config
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.loop import take_step
+from tensorkeep.train.run import Run, open_run
+from tensorkeep.train.run_folder import RunFolder
+from tensorkeep.train.techniques.cuda_graphs import CudaGraphs
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.testing.equality import difference
-from holdfast.testing.technique_suite import STEPS, last_state, losses, train_run
-from holdfast.train.config import Config
-from holdfast.train.data.prepare import prepare
-from holdfast.train.techniques.parallel import TOGETHER
+from tensorkeep.testing.equality import difference
+from tensorkeep.testing.technique_suite import STEPS, last_state, losses, train_run
+from tensorkeep.train.config import Config
+from tensorkeep.train.data.prepare import prepare
+from tensorkeep.train.techniques.parallel import TOGETHER
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "techniques"))
 from several_processes import EXACT, task, trained_by

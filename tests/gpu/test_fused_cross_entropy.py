@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from holdfast.testing.technique_suite import TINY, TechniqueSuite
-from holdfast.train.model.gpt import token_loss
-from holdfast.train.run import Run
-from holdfast.train.techniques.fused_cross_entropy import FusedCrossEntropy, linear_cross_entropy
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite
+from tensorkeep.train.model.gpt import token_loss
+from tensorkeep.train.run import Run
+from tensorkeep.train.techniques.fused_cross_entropy import FusedCrossEntropy, linear_cross_entropy
 
 pytestmark = [
     pytest.mark.gpu,

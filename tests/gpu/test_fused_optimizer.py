@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.testing.technique_suite import TINY, TechniqueSuite, losses, train_run, with_techniques
-from holdfast.train.run import Run
-from holdfast.train.techniques.fused_optimizer import FusedOptimizer
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, losses, train_run, with_techniques
+from tensorkeep.train.run import Run
+from tensorkeep.train.techniques.fused_optimizer import FusedOptimizer
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from holdfast.testing.technique_suite import TINY, TechniqueSuite
-from holdfast.train.optimizers import build_optimizers
-from holdfast.train.run import Run
-from holdfast.train.techniques.low_bit_optimizer import LowBitOptimizer
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite
+from tensorkeep.train.optimizers import build_optimizers
+from tensorkeep.train.run import Run
+from tensorkeep.train.techniques.low_bit_optimizer import LowBitOptimizer
 
 pytestmark = [
     pytest.mark.gpu,

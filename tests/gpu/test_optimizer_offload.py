@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from holdfast.testing.technique_suite import TINY, TechniqueSuite
-from holdfast.train.optimizers import build_optimizers
-from holdfast.train.run import Run
-from holdfast.train.techniques.host_optimizer import HostOptimizer
-from holdfast.train.techniques.optimizer_offload import OptimizerOffload
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite
+from tensorkeep.train.optimizers import build_optimizers
+from tensorkeep.train.run import Run
+from tensorkeep.train.techniques.host_optimizer import HostOptimizer
+from tensorkeep.train.techniques.optimizer_offload import OptimizerOffload
 
 pytestmark = [
     pytest.mark.gpu,

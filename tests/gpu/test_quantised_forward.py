@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.testing.technique_suite import TINY, TechniqueSuite, losses, train_run, with_techniques
-from holdfast.train.config import Config
-from holdfast.train.run import Run
-from holdfast.train.techniques.quantised_forward import QuantisedForward
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, losses, train_run, with_techniques
+from tensorkeep.train.config import Config
+from tensorkeep.train.run import Run
+from tensorkeep.train.techniques.quantised_forward import QuantisedForward
 
 pytestmark = [
     pytest.mark.gpu,

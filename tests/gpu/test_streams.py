@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import holdfast
+import tensorkeep
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,21 +26,21 @@ def test_saving_on_a_side_stream_sees_the_last_step(tmp_path: Path) -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         busy()
         weight.fill_(3)
-        holdfast.save({"w": weight, "t": weight.T[:7]}, tmp_path / "c")
-    found = holdfast.load(tmp_path / "c")
+        tensorkeep.save({"w": weight, "t": weight.T[:7]}, tmp_path / "c")
+    found = tensorkeep.load(tmp_path / "c")
     assert (found["w"] == 3).all()
     assert (found["t"] == 3).all()
 
 
 def test_loading_waits_for_kernels_that_still_use_the_tensors(tmp_path: Path) -> None:
-    holdfast.save({"w": torch.full((1024, 1024), 5.0)}, tmp_path / "c")
+    tensorkeep.save({"w": torch.full((1024, 1024), 5.0)}, tmp_path / "c")
     weight = torch.ones(1024, 1024, device="cuda")
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         busy()
         before = weight * 2
         weight.zero_()
-        holdfast.load(tmp_path / "c", into={"w": weight})
+        tensorkeep.load(tmp_path / "c", into={"w": weight})
         after = weight + 1
     torch.cuda.synchronize()
     assert (before == 2).all()
@@ -48,10 +48,10 @@ def test_loading_waits_for_kernels_that_still_use_the_tensors(tmp_path: Path) ->
 
 
 def test_strided_tensors_are_there_when_load_returns(tmp_path: Path) -> None:
-    holdfast.save({"w": torch.arange(1024.0 * 1024).reshape(1024, 1024)}, tmp_path / "c")
+    tensorkeep.save({"w": torch.arange(1024.0 * 1024).reshape(1024, 1024)}, tmp_path / "c")
     weight = torch.zeros(1024, 1024, device="cuda").T
     with torch.cuda.stream(torch.cuda.Stream()):
-        holdfast.load(tmp_path / "c", into={"w": weight})
+        tensorkeep.load(tmp_path / "c", into={"w": weight})
         found = weight.clone()
     torch.cuda.synchronize()
     assert torch.equal(found.cpu(), torch.arange(1024.0 * 1024).reshape(1024, 1024))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from holdfast.testing.technique_suite import TINY, TechniqueSuite
-from holdfast.train.run import Run
-from holdfast.train.techniques.tf32 import Tf32
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite
+from tensorkeep.train.run import Run
+from tensorkeep.train.techniques.tf32 import Tf32
 
 pytestmark = [
     pytest.mark.gpu,

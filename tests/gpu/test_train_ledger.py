@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.bench.reference_losses import train_few
-from holdfast.train.config import Config
-from holdfast.train.data.prepare import prepare
-from holdfast.train.ledger import predict
-from holdfast.train.model.config import ModelConfig
+from tensorkeep.bench.reference_losses import train_few
+from tensorkeep.train.config import Config
+from tensorkeep.train.data.prepare import prepare
+from tensorkeep.train.ledger import predict
+from tensorkeep.train.model.config import ModelConfig
 
 pytestmark = [
     pytest.mark.gpu,

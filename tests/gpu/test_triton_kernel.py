@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from holdfast.testing.technique_suite import TINY, TechniqueSuite
-from holdfast.train.run import Run
-from holdfast.train.techniques.triton_kernel import TritonKernel
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite
+from tensorkeep.train.run import Run
+from tensorkeep.train.techniques.triton_kernel import TritonKernel
 
 pytest.importorskip("triton")
 
@@ -38,7 +38,7 @@ class TestTritonKernelOnCuda(TechniqueSuite):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", PLAIN)
 def test_values_and_gradients_are_those_of_torch(kind: str, dtype: torch.dtype) -> None:
-    from holdfast.train.techniques.activation_kernels import activation
+    from tensorkeep.train.techniques.activation_kernels import activation
 
     gate, up, gradient = (
         (4 * torch.randn(37, 1001, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))).to(dtype)

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.codecs import gzip, planes, probe, raw, zstd
-from holdfast.codecs.base import Bytes, Codec, CodecError
-from holdfast.state.dtypes import BY_NAME, DType
+from tensorkeep.codecs import gzip, planes, probe, raw, zstd
+from tensorkeep.codecs.base import Bytes, Codec, CodecError
+from tensorkeep.state.dtypes import BY_NAME, DType
 
 CODECS = {codec.name: codec for codec in (raw.CODEC, zstd.CODEC, gzip.CODEC, planes.CODEC)}
 each_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)

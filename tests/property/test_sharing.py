@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import holdfast
-from holdfast.errors import StateMismatchError
-from holdfast.state.aliases import whole
-from holdfast.state.leaf import Leaf
-from holdfast.state.memory import extent_of, share_elements, sharing_conflict
-from holdfast.state.tree import flatten
-from holdfast.testing.equality import leaf_bytes
+import tensorkeep
+from tensorkeep.errors import StateMismatchError
+from tensorkeep.state.aliases import whole
+from tensorkeep.state.leaf import Leaf
+from tensorkeep.state.memory import extent_of, share_elements, sharing_conflict
+from tensorkeep.state.tree import flatten
+from tensorkeep.testing.equality import leaf_bytes
 
 SHAPES = {"a": (3, 2), "b": (3, 2), "c": (2, 3), "d": (6,), "e": (2,), "f": (2,)}
 LENGTH = 12
@@ -63,13 +63,13 @@ def test_all_is_as_saved_or_nothing_was_touched(saved: Any, given_: Any, names: 
     target, buffers = build(given_ or saved, names, -1.0)
     select = data.draw(st.none() | st.lists(st.sampled_from(sorted(names)), min_size=1))
     with tempfile.TemporaryDirectory() as folder:
-        holdfast.save(state, Path(folder) / "c")
+        tensorkeep.save(state, Path(folder) / "c")
         try:
-            found = holdfast.load(Path(folder) / "c", into=target, select=select)
+            found = tensorkeep.load(Path(folder) / "c", into=target, select=select)
         except StateMismatchError:
             assert all((buffer == -1.0).all() for buffer in buffers)
             return
-        fresh = holdfast.load(Path(folder) / "c", select=select)
+        fresh = tensorkeep.load(Path(folder) / "c", select=select)
     wanted = names if select is None else set(select)
     assert found.keys() == fresh.keys() == wanted
     for name in names:

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.errors import UnsupportedError
-from holdfast.state.aliases import make_view
-from holdfast.state.leaf import Leaf, allocate
-from holdfast.state.tree import flatten, leaf_specs, prune, unflatten
-from holdfast.testing import strategies
-from holdfast.testing.equality import difference, leaf_bytes
+from tensorkeep.errors import UnsupportedError
+from tensorkeep.state.aliases import make_view
+from tensorkeep.state.leaf import Leaf, allocate
+from tensorkeep.state.tree import flatten, leaf_specs, prune, unflatten
+from tensorkeep.testing import strategies
+from tensorkeep.testing.equality import difference, leaf_bytes
 
 slow_data = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 

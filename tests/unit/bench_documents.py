@@ -34,7 +34,7 @@ def cell(arm: str, block: int, figures: Mapping[str, float], *, amount: float = 
         "order": order,
         "status": "ok",
         "reason": None,
-        "command": ["holdfast", "bench", "cell", arm],
+        "command": ["tensorkeep", "bench", "cell", arm],
         "started": "2026-01-01T00:00:00+00:00",
         "seconds": 1.0,
         "amount": amount,
@@ -98,9 +98,9 @@ def document(
     roles = {first: "baseline", **({"placebo": "placebo"} if placebo else {})}
     return {
         "schema": 1,
-        "kind": "holdfast-results",
-        "holdfast": "0",
-        "command": "holdfast bench test",
+        "kind": "tensorkeep-results",
+        "tensorkeep": "0",
+        "command": "tensorkeep bench test",
         "started": "2026-01-01T00:00:00+00:00",
         "finished": "2026-01-01T01:00:00+00:00",
         "complete": True,

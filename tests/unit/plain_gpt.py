@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from holdfast.train.model.config import ModelConfig
+from tensorkeep.train.model.config import ModelConfig
 
 Weights = dict[str, Tensor]
 

@@ -68,9 +68,9 @@ PEERS = {
     "tensorstore-best": (1.75, 1.9, 0.92),
     "orbax": (2.4, 2.6, 0.93),
     "zipnn": (3.9, 2.2, 0.67),
-    "holdfast": (0.82, 0.9, 1.0),
-    "holdfast-lossless": (0.70, 0.8, 0.663),
-    "holdfast-auto": (0.71, 0.82, 0.663),
+    "tensorkeep": (0.82, 0.9, 1.0),
+    "tensorkeep-lossless": (0.70, 0.8, 0.663),
+    "tensorkeep-auto": (0.71, 0.82, 0.663),
 }
 
 
@@ -98,9 +98,9 @@ def document(
     cells = _cells(everyone, runs, noise, missing or {}, slow, random.Random(seed))
     result = {
         "schema": 1,
-        "kind": "holdfast-results",
-        "holdfast": "0.3.0",
-        "command": f"holdfast bench run {name} --runs {runs}",
+        "kind": "tensorkeep-results",
+        "tensorkeep": "0.3.0",
+        "command": f"tensorkeep bench run {name} --runs {runs}",
         "started": "2026-01-02T03:04:05Z",
         "finished": "2026-01-02T03:54:05Z",
         "complete": True,
@@ -155,7 +155,7 @@ def steps() -> dict[str, Any]:
         "raw": 0.25,
         "all-in-flight": 0.6,
         "zarr3": 0.97,
-        "holdfast-format": 0.5,
+        "tensorkeep-format": 0.5,
         "direct-io": 0.62,
         "lossless": 0.9,
     }
@@ -163,7 +163,7 @@ def steps() -> dict[str, Any]:
     for index, (change, factor) in enumerate(changes.items()):
         save *= factor
         arms[f"to {change}"] = (save, 26.0 * save / 61, 1.32 if index == 0 else 1.0 if change != "lossless" else 0.66)
-    result = document(arms, name="from-baseline-to-holdfast", design="steps")
+    result = document(arms, name="from-baseline-to-tensorkeep", design="steps")
     found = []
     for measure in ("save", "load_cold"):
         before = 1.0
@@ -296,7 +296,7 @@ def _cells(
                     "order": len(cells),
                     "status": status,
                     "reason": reason,
-                    "command": ["holdfast", "bench", "cell", "--arm", arm, "--block", str(block)],
+                    "command": ["tensorkeep", "bench", "cell", "--arm", arm, "--block", str(block)],
                     "started": f"2026-01-02T03:{len(cells) // 60 % 60:02d}:{len(cells) % 60:02d}Z",
                     "seconds": sum(figures[key] for key in ("save", "load_cold", "load_warm")) + 4,
                     "amount": amount,

@@ -11,16 +11,16 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-import holdfast
-from holdfast.checkpoint import auto, trial
-from holdfast.checkpoint.trial import Rates
-from holdfast.errors import StoreError
-from holdfast.formats.base import BLOCK_BYTES, WriteSettings
-from holdfast.formats.native.pack import plan_files, tasks_of
-from holdfast.io.buffers import BufferPool
-from holdfast.state.tree import flatten
-from holdfast.testing.disk import FailingDisk, names_in
-from holdfast.testing.equality import same
+import tensorkeep
+from tensorkeep.checkpoint import auto, trial
+from tensorkeep.checkpoint.trial import Rates
+from tensorkeep.errors import StoreError
+from tensorkeep.formats.base import BLOCK_BYTES, WriteSettings
+from tensorkeep.formats.native.pack import plan_files, tasks_of
+from tensorkeep.io.buffers import BufferPool
+from tensorkeep.state.tree import flatten
+from tensorkeep.testing.disk import FailingDisk, names_in
+from tensorkeep.testing.equality import same
 
 GB = 1e9
 SLOW_DISK = Rates(gather=8 * GB, code=1.4 * GB, share=0.66, disk=0.2 * GB)
@@ -146,12 +146,12 @@ def test_a_failure_while_measuring_does_not_stop_the_save(
     failed = FailsOnce(getattr(os, operation), errno.ENOSPC, str(tmp_path))
     monkeypatch.setattr(os, operation, failed)
     state = {"w": torch.arange(100_000)}
-    report = holdfast.save(state, tmp_path / "ckpt", compression="auto")
+    report = tensorkeep.save(state, tmp_path / "ckpt", compression="auto")
     assert failed.done
     assert report.auto is not None
     assert (report.compression, report.auto["rates"]) == ("none", None)
     assert "No space left on device" in report.auto["reason"]
-    assert same(holdfast.load(tmp_path / "ckpt"), state)
+    assert same(tensorkeep.load(tmp_path / "ckpt"), state)
     assert names_in(tmp_path) == ["ckpt"]
 
 
@@ -178,8 +178,8 @@ def test_a_full_disk_is_the_saves_own_error(tmp_path: Path, tiny: None, monkeypa
     disk = FailingDisk(os.posix_fallocate)
     disk.fail_at(1)
     monkeypatch.setattr(os, "posix_fallocate", disk)
-    with pytest.raises(holdfast.StoreError, match="reserve 8,096 bytes: No space left"):
-        holdfast.save({"w": torch.arange(500)}, tmp_path / "ckpt", compression="auto")
+    with pytest.raises(tensorkeep.StoreError, match="reserve 8,096 bytes: No space left"):
+        tensorkeep.save({"w": torch.arange(500)}, tmp_path / "ckpt", compression="auto")
     assert disk.calls == 2
     assert names_in(tmp_path) == []
 
@@ -189,8 +189,8 @@ def test_what_is_there_is_refused_before_anything_is_measured(
 ) -> None:
     (tmp_path / "ckpt").mkdir()
     monkeypatch.setattr(trial, "_disk_rate", None)
-    with pytest.raises(holdfast.DestinationExistsError):
-        holdfast.save({"w": torch.zeros(10)}, tmp_path / "ckpt", compression="auto")
+    with pytest.raises(tensorkeep.DestinationExistsError):
+        tensorkeep.save({"w": torch.zeros(10)}, tmp_path / "ckpt", compression="auto")
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "page cache"])
@@ -246,20 +246,20 @@ def test_a_slow_disk_is_not_written_to_for_long() -> None:
 
 def test_the_report_says_what_was_taken_and_why(tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto.decide, "__kwdefaults__", {"measure": Measured(SLOW_DISK), "clock": Clock()})
-    report = holdfast.save({"w": torch.zeros(1000)}, tmp_path / "ckpt", compression="auto")
+    report = tensorkeep.save({"w": torch.zeros(1000)}, tmp_path / "ckpt", compression="auto")
     assert report.compression == "lossless"
     assert report.auto is not None
     assert report.auto["rates"] == {"gather": 8 * GB, "code": 1.4 * GB, "share": 0.66, "disk": 0.2 * GB}
     assert report.as_dict()["auto"]["seconds"]["lossless"] < report.auto["seconds"]["none"]
-    assert holdfast.info(tmp_path / "ckpt").details["compression"] == "lossless"
-    again = holdfast.convert(tmp_path / "ckpt", tmp_path / "c.safetensors", to="safetensors", compression="auto")
+    assert tensorkeep.info(tmp_path / "ckpt").details["compression"] == "lossless"
+    again = tensorkeep.convert(tmp_path / "ckpt", tmp_path / "c.safetensors", to="safetensors", compression="auto")
     assert (again.compression, again.format) == ("lossless", "safetensors")
-    assert holdfast.save({}, tmp_path / "raw").auto is None
+    assert tensorkeep.save({}, tmp_path / "raw").auto is None
 
 
 def test_a_format_that_cannot_compress_refuses(tmp_path: Path) -> None:
-    with pytest.raises(holdfast.UnsupportedError, match="auto"):
-        holdfast.save({"w": torch.zeros(10)}, tmp_path / "ckpt.pt", compression="auto")
+    with pytest.raises(tensorkeep.UnsupportedError, match="auto"):
+        tensorkeep.save({"w": torch.zeros(10)}, tmp_path / "ckpt.pt", compression="auto")
 
 
 @pytest.mark.parametrize("format", ["native", "safetensors"])
@@ -267,11 +267,11 @@ def test_a_format_that_cannot_compress_refuses(tmp_path: Path) -> None:
 def test_direct_io_can_be_forbidden(tmp_path: Path, format: str, compression: str) -> None:
     state = {"w": torch.arange(100_000)}
     given = {"format": format, "compression": compression}
-    if not holdfast.save(state, tmp_path / "direct", **given).direct_io:
+    if not tensorkeep.save(state, tmp_path / "direct", **given).direct_io:
         pytest.skip("this file system refuses direct I/O")
-    report = holdfast.save(state, tmp_path / "buffered", direct_io=False, **given)
+    report = tensorkeep.save(state, tmp_path / "buffered", direct_io=False, **given)
     assert not report.direct_io
-    assert same(holdfast.load(tmp_path / "buffered"), state)
-    with pytest.raises(holdfast.UsageError, match="direct_io is 'no'"):
-        holdfast.save(state, tmp_path / "other", direct_io="no", **given)
+    assert same(tensorkeep.load(tmp_path / "buffered"), state)
+    with pytest.raises(tensorkeep.UsageError, match="direct_io is 'no'"):
+        tensorkeep.save(state, tmp_path / "other", direct_io="no", **given)
     assert names_in(tmp_path) == ["buffered", "direct"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from holdfast.io.available import available_bytes
+from tensorkeep.io.available import available_bytes
 
 MIB = 1024**2
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.bench import worker
-from holdfast.bench.cell import command_of, run_cell
-from holdfast.bench.experiment import Limits
-from holdfast.bench.gate import GateError
-from holdfast.bench.probes import written_bytes
-from holdfast.bench.workload import Task
-from holdfast.errors import StoreError
+from tensorkeep.bench import worker
+from tensorkeep.bench.cell import command_of, run_cell
+from tensorkeep.bench.experiment import Limits
+from tensorkeep.bench.gate import GateError
+from tensorkeep.bench.probes import written_bytes
+from tensorkeep.bench.workload import Task
+from tensorkeep.errors import StoreError
 
 SMALL = {"model": "openllama-3b:scale=0.0005:layers=1", "with_optimizer": None}
 MEASURES = ["save", "load_cold", "load_warm"]
@@ -76,7 +76,7 @@ def test_a_missing_package_is_not_run(tmp_path, monkeypatch):
 def test_a_process_that_dies_is_told(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys\nif 'holdfast.bench.worker' in sys.orig_argv: os.abort()\n"
+        "import os, sys\nif 'tensorkeep.bench.worker' in sys.orig_argv: os.abort()\n"
     )
     result = run_cell(task(tmp_path), Limits())
     assert result.status == "failed"
@@ -86,7 +86,7 @@ def test_a_process_that_dies_is_told(tmp_path, monkeypatch):
 def test_a_killed_process_is_told_as_out_of_memory(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys\nif 'holdfast.bench.worker' in sys.orig_argv: os.kill(os.getpid(), 9)\n"
+        "import os, sys\nif 'tensorkeep.bench.worker' in sys.orig_argv: os.kill(os.getpid(), 9)\n"
     )
     assert run_cell(task(tmp_path), Limits()).status == "memory"
 
@@ -136,7 +136,7 @@ def test_a_full_disk_is_told_and_cleared(tmp_path):
     if mounted.returncode:
         pytest.skip("mounting is not allowed here")
     try:
-        for settings in ({"tool": "torch"}, {"tool": "holdfast"}, {"tool": "safetensors"}):
+        for settings in ({"tool": "torch"}, {"tool": "tensorkeep"}, {"tool": "safetensors"}):
             result = run_cell(task(small, settings, subject={**SMALL, "model": "openllama-3b:scale=0.002"}), Limits())
             assert result.status == "disk", result
             assert list(small.iterdir()) == []

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.bench.claims import ARMS_NEEDED, check_claims
-from holdfast.bench.claims_made import CLAIMS
-from holdfast.bench.summary import summarise
+from tensorkeep.bench.claims import ARMS_NEEDED, check_claims
+from tensorkeep.bench.claims_made import CLAIMS
+from tensorkeep.bench.summary import summarise
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_documents import broken, document, truth
@@ -169,7 +169,7 @@ def test_arms_that_differ_in_more_are_noticed():
 
 
 def test_training_belongs_elsewhere():
-    assert "holdfast bench training" in claims()["7"]["reason"]
+    assert "tensorkeep bench training" in claims()["7"]["reason"]
 
 
 def test_claims_name_arms_that_are_needed():
@@ -183,7 +183,7 @@ def test_claims_name_arms_that_are_needed():
 
 
 def test_the_experiment_has_the_arms_and_isolates_what_it_should():
-    shipped = json.loads((resources.files("holdfast") / "experiments" / "claims.json").read_text())
+    shipped = json.loads((resources.files("tensorkeep") / "experiments" / "claims.json").read_text())
     arms = {arm["name"]: arm["settings"] for arm in shipped["arms"]}
     assert arms.keys() == ARMS_NEEDED.keys()
     made = document(AS_CLAIMED, noise=0.01, placebo=False, settings=arms)

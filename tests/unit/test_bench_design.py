@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.bench.changes import Base, Change, Combination, places
-from holdfast.bench.design import combinations, factorial, fractional, leave_one_out, one_at_a_time, schedule, steps
-from holdfast.bench.experiment_file import read
-from holdfast.bench.fractional import alias_groups, fraction
-from holdfast.errors import UsageError
+from tensorkeep.bench.changes import Base, Change, Combination, places
+from tensorkeep.bench.design import combinations, factorial, fractional, leave_one_out, one_at_a_time, schedule, steps
+from tensorkeep.bench.experiment_file import read
+from tensorkeep.bench.fractional import alias_groups, fraction
+from tensorkeep.errors import UsageError
 
 BASE = Base({"a": 0, "b": 0, "c": 0}, about="Nothing changed.")
 A, B, C = Change("A", {"a": 1}, about="More a."), Change("B", {"b": 1}), Change("C", {"c": 1}, needs=("B",))

@@ -1,4 +1,4 @@
-"""Experiments: those that come with Holdfast, files of one's own, the configuration of a suite, and what is refused."""
+"""Experiments: the shipped ones, files of one's own, the configuration of a suite, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.bench import models
-from holdfast.bench.checkpoint_workload import DEFAULT_MODEL
-from holdfast.bench.experiment import read_experiment, shipped
-from holdfast.bench.tools.known import make
-from holdfast.errors import UsageError
+from tensorkeep.bench import models
+from tensorkeep.bench.checkpoint_workload import DEFAULT_MODEL
+from tensorkeep.bench.experiment import read_experiment, shipped
+from tensorkeep.bench.tools.known import make
+from tensorkeep.errors import UsageError
 
-NAMES = ["claims", "factorial", "from-baseline-to-holdfast", "isolated", "peers", "six-way", "three-way"]
+NAMES = ["claims", "factorial", "from-baseline-to-tensorkeep", "isolated", "peers", "six-way", "three-way"]
 
 # As people write it, comments included.
 COMMENTED = """{
@@ -82,7 +82,7 @@ def mine(**changes) -> dict:
 def stack(**changes) -> dict:
     content = {
         "design": "steps",
-        "base": {"settings": {"tool": "holdfast", "compression": "none"}},
+        "base": {"settings": {"tool": "tensorkeep", "compression": "none"}},
         "changes": [{"name": "small", "set": {"compression": "lossless"}}],
     }
     return {**content, **changes}
@@ -103,10 +103,10 @@ def written(tmp_path):
     return write
 
 
-# What comes with Holdfast
+# What comes with Tensorkeep
 
 
-def test_the_experiments_that_come_with_holdfast():
+def test_the_experiments_that_come_with_tensorkeep():
     assert list(shipped("checkpoint")) == NAMES
     assert all(shipped().values())
     assert set(shipped()) > set(NAMES)
@@ -196,8 +196,8 @@ def test_claims_has_arms_that_differ_in_one_thing():
     assert difference("t5x") == {"chunk": "64MiB", "concurrency": 128, "compressor": "gzip"}
 
 
-def test_every_step_to_holdfast_changes_one_thing():
-    planned = read_experiment("from-baseline-to-holdfast")
+def test_every_step_to_tensorkeep_changes_one_thing():
+    planned = read_experiment("from-baseline-to-tensorkeep")
     stairs = [arm for arm in planned.arms if arm.place["kind"] in ("base", "step")]
     assert [arm.name for arm in stairs] == [
         "t5x",
@@ -206,24 +206,24 @@ def test_every_step_to_holdfast_changes_one_thing():
         "+all-in-flight",
         "+zarr3",
         "+crc32c",
-        "+holdfast-format",
-        "holdfast",
-        "holdfast-lossless",
+        "+tensorkeep-format",
+        "tensorkeep",
+        "tensorkeep-lossless",
     ]
     assert stairs[0].settings == read_experiment("three-way").arm("t5x").settings
     for before, after in itertools.pairwise(stairs):
         changed = {
             key for key in before.settings | after.settings if before.settings.get(key) != after.settings.get(key)
         }
-        assert len(changed) == 1 or after.name == "+holdfast-format", after.name
-    tools = {name: make(read_experiment("peers").arm(name).settings) for name in ("holdfast", "holdfast-lossless")}
+        assert len(changed) == 1 or after.name == "+tensorkeep-format", after.name
+    tools = {name: make(read_experiment("peers").arm(name).settings) for name in ("tensorkeep", "tensorkeep-lossless")}
     assert {arm.name: make(arm.settings) for arm in stairs[-2:]} == tools
     assert {entry["place"]["kind"] for entry in planned.omitted} == {"alone", "without"}
 
 
 def test_listing_experiments_imports_nothing_heavy():
     code = (
-        "import sys; from holdfast.bench.experiment import read_experiment, shipped; shipped(); "
+        "import sys; from tensorkeep.bench.experiment import read_experiment, shipped; shipped(); "
         "read_experiment('peers'); "
         "print(sorted({'torch', 'matplotlib', 'scipy', 'tensorstore'} & set(sys.modules)))"
     )
@@ -455,7 +455,7 @@ def test_what_a_file_says_is_what_is_planned(written):
 
 
 def test_every_design_can_be_written_down(written):
-    base = {"name": "plain", "settings": {"tool": "holdfast"}}
+    base = {"name": "plain", "settings": {"tool": "tensorkeep"}}
     changes = [{"name": "small", "set": {"compression": "lossless"}}, {"name": "slow", "set": {"direct_io": False}}]
     for kind in ("one-at-a-time", "leave-one-out", "steps"):
         planned = read_experiment(written({"design": kind, "base": base, "changes": changes}), check_settings=make)
@@ -734,9 +734,9 @@ def test_some_of_the_arms():
 
 
 def test_some_arms_of_a_design_are_no_design():
-    planned = read_experiment("from-baseline-to-holdfast")
+    planned = read_experiment("from-baseline-to-tensorkeep")
     assert planned.only([arm.name for arm in planned.arms]) is planned
-    some = planned.only(["+raw", "holdfast"])
+    some = planned.only(["+raw", "tensorkeep"])
     assert (some.design, some.omitted) == ("arms", ())
     assert [arm.place["kind"] for arm in some.arms] == ["arm", "placebo", "arm", "arm"]
 

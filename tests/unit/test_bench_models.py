@@ -2,8 +2,8 @@ import math
 
 import pytest
 
-from holdfast.bench.models import OPENLLAMA_3B, build, parse, spec_of_size
-from holdfast.errors import UsageError
+from tensorkeep.bench.models import OPENLLAMA_3B, build, parse, spec_of_size
+from tensorkeep.errors import UsageError
 
 TINY = "openllama-3b:scale=0.0005:layers=2"
 

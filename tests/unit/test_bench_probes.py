@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast.bench import probes
-from holdfast.environment import storage
-from holdfast.errors import StoreError
+from tensorkeep.bench import probes
+from tensorkeep.environment import storage
+from tensorkeep.errors import StoreError
 
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 SIZE = 8 * 1024**2
@@ -55,7 +55,7 @@ def test_pages_that_cannot_be_dropped_are_seen(checkpoint):
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm")
 def test_a_file_in_memory_is_never_cold():
-    path = Path("/dev/shm") / f"holdfast-test-{os.getpid()}"
+    path = Path("/dev/shm") / f"tensorkeep-test-{os.getpid()}"
     if storage(path.parent)["file_system"] not in MEMORY_FILE_SYSTEMS:
         pytest.skip("/dev/shm is on a disk")
     try:

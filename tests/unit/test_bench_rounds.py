@@ -1,6 +1,6 @@
 import math
 
-from holdfast.bench.rounds import NotRun, Ratio, Rounds, Sample, run_rounds
+from tensorkeep.bench.rounds import NotRun, Ratio, Rounds, Sample, run_rounds
 
 
 def recorded(samples: dict[tuple[str, str], list[float]]) -> Rounds:
@@ -46,8 +46,8 @@ def test_rounds_that_lack_one_of_the_two_do_not_count():
 
 
 def test_ratio_of_two_measures():
-    rounds = recorded({("torch", "load"): [3.0], ("holdfast", "into"): [1.0]})
-    assert rounds.ratio(("torch", "load"), ("holdfast", "into")) == Ratio(3.0, 3.0, 3.0)
+    rounds = recorded({("torch", "load"): [3.0], ("tensorkeep", "into"): [1.0]})
+    assert rounds.ratio(("torch", "load"), ("tensorkeep", "into")) == Ratio(3.0, 3.0, 3.0)
 
 
 def test_an_arm_that_cannot_is_left_out_with_its_reason():

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from holdfast.bench import document as documents
-from holdfast.bench import workload
-from holdfast.bench.cell import CellResult
-from holdfast.bench.experiment import read_experiment
-from holdfast.bench.runner import execute
-from holdfast.bench.scratch import NAME, Scratch
-from holdfast.errors import BusyError, NotACheckpointError, StoreError, UsageError
+from tensorkeep.bench import document as documents
+from tensorkeep.bench import workload
+from tensorkeep.bench.cell import CellResult
+from tensorkeep.bench.experiment import read_experiment
+from tensorkeep.bench.runner import execute
+from tensorkeep.bench.scratch import NAME, Scratch
+from tensorkeep.errors import BusyError, NotACheckpointError, StoreError, UsageError
 
 ARMS = ["one", "one (again)", "two", "three"]
 
@@ -22,13 +22,13 @@ def document(tmp_path):
     arms = [
         {"name": "one", "settings": {"tool": "torch"}},
         {"name": "two", "settings": {"tool": "safetensors"}, "slow": True},
-        {"name": "three", "settings": {"tool": "holdfast"}},
+        {"name": "three", "settings": {"tool": "tensorkeep"}},
     ]
     file.write_text(json.dumps({"name": "small", "runs": 3, "settings": settings, "arms": arms}))
     home = workload.get("checkpoint")
     experiment = read_experiment(file, check_settings=home.check)
     file.unlink()
-    return documents.plan(experiment, home, "holdfast bench")
+    return documents.plan(experiment, home, "tensorkeep bench")
 
 
 class Told:
@@ -192,7 +192,7 @@ def test_what_a_killed_run_left_is_removed(tmp_path):
 def test_results_that_are_none_are_refused(tmp_path):
     with pytest.raises(NotACheckpointError, match="no results to go on with"):
         documents.read(tmp_path / "results.json")
-    for content in ("{", "[]", '{"kind": "holdfast-results", "schema": 99}'):
+    for content in ("{", "[]", '{"kind": "tensorkeep-results", "schema": 99}'):
         (tmp_path / "results.json").write_text(content)
         with pytest.raises(UsageError, match="results"):
             documents.read(tmp_path / "results.json")

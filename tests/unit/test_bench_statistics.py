@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special, stats
 
-from holdfast.bench import distributions, statistics
+from tensorkeep.bench import distributions, statistics
 
 logs = st.lists(st.floats(-5, 5, allow_nan=False), min_size=2, max_size=12)
 

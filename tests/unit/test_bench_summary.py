@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.bench.recommendations import candidates
-from holdfast.bench.samples import read_samples
-from holdfast.bench.summary import summarise
-from holdfast.errors import UsageError
-from holdfast.report.results import read_results
+from tensorkeep.bench.recommendations import candidates
+from tensorkeep.bench.samples import read_samples
+from tensorkeep.bench.summary import summarise
+from tensorkeep.errors import UsageError
+from tensorkeep.report.results import read_results
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_documents import GIB, MEASURES, broken, document, truth
@@ -288,7 +288,7 @@ def test_what_is_no_results_document_is_refused(change, message):
     change(made)
     with pytest.raises(UsageError, match=message) as caught:
         summarise(made)
-    assert "holdfast bench" in caught.value.remedy
+    assert "tensorkeep bench" in caught.value.remedy
 
 
 # Warnings
@@ -414,7 +414,7 @@ def recommended(summary):
 
 
 def test_what_helps_is_recommended():
-    made = document(ARMS, settings={"fast": {"tool": "holdfast"}})
+    made = document(ARMS, settings={"fast": {"tool": "tensorkeep"}})
     summary = summarise(made)
     assert recommended(summary) == {"saving": "fast", "loading": "fast", "size": "small", "all": "fast"}
     saving = summary["recommendations"][0]
@@ -423,7 +423,7 @@ def test_what_helps_is_recommended():
     assert saving["text"] == (
         f"on this machine, saving: fast, {found['gain']:.2f}x torch (95% {spread}), 1.00 of the bytes"
     )
-    assert saving["settings"] == {"tool": "holdfast"}
+    assert saving["settings"] == {"tool": "tensorkeep"}
     assert summary["recommendations"][2]["text"] == "on this machine, size: small, 0.660 of the bytes of torch"
     assert "small is better in some and worse in others" in summary["recommendations"][3]["text"]
 

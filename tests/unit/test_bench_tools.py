@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast.bench.subject import Subject
-from holdfast.bench.tools.arrays import to_arrays, to_tensors
-from holdfast.bench.tools.known import make
-from holdfast.bench.tools.torch_tool import TorchTool
-from holdfast.bench.visit import LOADS, SAVE, STORED, WRITTEN, visit
-from holdfast.errors import UsageError
-from holdfast.testing.equality import difference
+import tensorkeep
+from tensorkeep.bench.subject import Subject
+from tensorkeep.bench.tools.arrays import to_arrays, to_tensors
+from tensorkeep.bench.tools.known import make
+from tensorkeep.bench.tools.torch_tool import TorchTool
+from tensorkeep.bench.visit import LOADS, SAVE, STORED, WRITTEN, visit
+from tensorkeep.errors import UsageError
+from tensorkeep.testing.equality import difference
 
 SETTINGS = [
     {"tool": "torch"},
@@ -33,8 +33,8 @@ SETTINGS = [
     {"tool": "t5x"},
     {"tool": "orbax"},
     {"tool": "zipnn"},
-    {"tool": "holdfast"},
-    {"tool": "holdfast", "compression": "lossless", "direct_io": False, "threads": 1, "verify": False},
+    {"tool": "tensorkeep"},
+    {"tool": "tensorkeep", "compression": "lossless", "direct_io": False, "threads": 1, "verify": False},
 ]
 
 
@@ -69,7 +69,7 @@ def test_every_tool_gives_back_what_it_saved(settings, tmp_path):
         ({"tool": "dcp", "threads": 0}, "tool 'dcp': setting 'threads': Expected `int` >= 1"),
         ({"tool": "dcp", "threads": "two"}, "tool 'dcp': setting 'threads': Expected `int`, got `str`"),
         ({"tool": "safetensors", "x": 1}, "tool 'safetensors' has no setting 'x'\nits settings: none"),
-        ({"tool": "holdfast", "compression": "lossles"}, "there is no compression 'lossles'"),
+        ({"tool": "tensorkeep", "compression": "lossles"}, "there is no compression 'lossles'"),
         ({"tool": "tensorstore", "compressor": "gzipp"}, "gzipp"),
         ({"tool": "tensorstore", "concurrency": -1}, "concurrency"),
         ({"tool": "t5x", "compressor": "gzipp"}, "gzipp"),
@@ -101,6 +101,6 @@ def test_arrays_share_memory_and_keep_the_dtype():
 
 
 def test_torch_saves_a_whole_training_state(tmp_path):
-    state = {"w": torch.ones(3), "rng": holdfast.RandomState().state_dict(), "loss": np.float64(2.5)}
+    state = {"w": torch.ones(3), "rng": tensorkeep.RandomState().state_dict(), "loss": np.float64(2.5)}
     TorchTool().save(state, tmp_path / "a.pt")
     assert difference(TorchTool().load(tmp_path / "a.pt"), state) is None

@@ -13,20 +13,20 @@ from typing import Any, ClassVar
 
 import pytest
 
-from holdfast import plugins
-from holdfast.bench import training_cell as cell
-from holdfast.bench.experiment import read_experiment, shipped
-from holdfast.bench.gate import GateError
-from holdfast.bench.reference_losses import LossGate, reference_losses
-from holdfast.bench.training_arms import check_arm, config_of, tolerance_of, without_systems
-from holdfast.bench.training_workload import WORKLOAD
-from holdfast.bench.workload import DoesNotApplyError, Task
-from holdfast.errors import UsageError
-from holdfast.train import loop
-from holdfast.train.recipes import RECIPES
-from holdfast.train.run import Run
-from holdfast.train.techniques.base import Proof, Technique
-from holdfast.train.techniques.combinations import COMBINATIONS
+from tensorkeep import plugins
+from tensorkeep.bench import training_cell as cell
+from tensorkeep.bench.experiment import read_experiment, shipped
+from tensorkeep.bench.gate import GateError
+from tensorkeep.bench.reference_losses import LossGate, reference_losses
+from tensorkeep.bench.training_arms import check_arm, config_of, tolerance_of, without_systems
+from tensorkeep.bench.training_workload import WORKLOAD
+from tensorkeep.bench.workload import DoesNotApplyError, Task
+from tensorkeep.errors import UsageError
+from tensorkeep.train import loop
+from tensorkeep.train.recipes import RECIPES
+from tensorkeep.train.run import Run
+from tensorkeep.train.techniques.base import Proof, Technique
+from tensorkeep.train.techniques.combinations import COMBINATIONS
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny_training import CONFIG, prepared

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.bench.statistics import Comparison, compare, holm
-from holdfast.bench.verdicts import Noise, judge, noise_of
+from tensorkeep.bench.statistics import Comparison, compare, holm
+from tensorkeep.bench.verdicts import Noise, judge, noise_of
 
 
 def comparison(gain: float, low: float | None, high: float | None, *, p: float = 0.01, n: int = 5) -> Comparison:

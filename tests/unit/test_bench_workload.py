@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.bench.damage import flip_bit
-from holdfast.bench.gate import GateError, check_same
-from holdfast.bench.probes import files_of
-from holdfast.bench.rounds import NotRun, visitor
-from holdfast.bench.subject import Subject
-from holdfast.bench.tools.known import USUAL
-from holdfast.bench.tools.torch_tool import TorchTool
-from holdfast.bench.visit import INTO_WARM, SAVE, STORED, WARM
-from holdfast.checkpoint.save import save
-from holdfast.checkpoint.verify import verify
-from holdfast.errors import UsageError
+from tensorkeep.bench.damage import flip_bit
+from tensorkeep.bench.gate import GateError, check_same
+from tensorkeep.bench.probes import files_of
+from tensorkeep.bench.rounds import NotRun, visitor
+from tensorkeep.bench.subject import Subject
+from tensorkeep.bench.tools.known import USUAL
+from tensorkeep.bench.tools.torch_tool import TorchTool
+from tensorkeep.bench.visit import INTO_WARM, SAVE, STORED, WARM
+from tensorkeep.checkpoint.save import save
+from tensorkeep.checkpoint.verify import verify
+from tensorkeep.errors import UsageError
 
 
 def state():
@@ -104,7 +104,7 @@ def test_a_peer_that_cannot_is_not_run_and_leaves_nothing(tmp_path):
 def test_a_state_that_cannot_be_filled_is_loaded_anew_only(tmp_path):
     subject = Subject({"w": torch.ones(8), "scalar": np.float32(2)})
     assert not subject.fillable
-    figures = visitor(USUAL["holdfast"], "holdfast", subject, tmp_path)()
+    figures = visitor(USUAL["tensorkeep"], "tensorkeep", subject, tmp_path)()
     assert WARM in figures
     assert INTO_WARM not in figures
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import zstandard
 
-from holdfast.codecs import bitplanes
-from holdfast.codecs.base import Bytes, CodecError
-from holdfast.codecs.planes import CODEC, RUN
-from holdfast.state.dtypes import BY_NAME
-from holdfast.testing.codec_suite import as_bytes
+from tensorkeep.codecs import bitplanes
+from tensorkeep.codecs.base import Bytes, CodecError
+from tensorkeep.codecs.planes import CODEC, RUN
+from tensorkeep.state.dtypes import BY_NAME
+from tensorkeep.testing.codec_suite import as_bytes
 
 BF16 = BY_NAME["bfloat16"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from holdfast import plugins
-from holdfast.codecs import planes, probe, raw, zstd
-from holdfast.codecs.base import Bytes
-from holdfast.state.dtypes import BY_NAME
-from holdfast.testing.codec_suite import Block, as_bytes, blocks
+from tensorkeep import plugins
+from tensorkeep.codecs import planes, probe, raw, zstd
+from tensorkeep.codecs.base import Bytes
+from tensorkeep.state.dtypes import BY_NAME
+from tensorkeep.testing.codec_suite import Block, as_bytes, blocks
 
 CODECS = {codec.name: codec for codec in (planes.CODEC, zstd.CODEC, raw.CODEC)}
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import zstandard
 
-from holdfast.codecs import gzip, zstd
-from holdfast.codecs.base import Bytes, Codec, CodecError
-from holdfast.state.dtypes import BY_NAME
-from holdfast.testing.codec_suite import as_bytes
+from tensorkeep.codecs import gzip, zstd
+from tensorkeep.codecs.base import Bytes, Codec, CodecError
+from tensorkeep.state.dtypes import BY_NAME
+from tensorkeep.testing.codec_suite import as_bytes
 
 F32, U8 = BY_NAME["float32"], BY_NAME["uint8"]
 

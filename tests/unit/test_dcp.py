@@ -22,22 +22,22 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, format_utils
 from torch.distributed.checkpoint import metadata as real
 
-import holdfast
-from holdfast.errors import (
+import tensorkeep
+from tensorkeep.errors import (
     CorruptCheckpointError,
-    HoldfastError,
     NotACheckpointError,
     StoreError,
+    TensorkeepError,
     UnsupportedError,
     UsageError,
 )
-from holdfast.formats import sidecar
-from holdfast.formats.base import OpenSettings, WriteSettings
-from holdfast.formats.dcp import FORMAT, inert_pickle, write
-from holdfast.formats.dcp.tiling import check_tiling, copy_common, runs
-from holdfast.state.tree import flatten
-from holdfast.testing.equality import difference
-from holdfast.testing.format_states import load, noise, training_state
+from tensorkeep.formats import sidecar
+from tensorkeep.formats.base import OpenSettings, WriteSettings
+from tensorkeep.formats.dcp import FORMAT, inert_pickle, write
+from tensorkeep.formats.dcp.tiling import check_tiling, copy_common, runs
+from tensorkeep.state.tree import flatten
+from tensorkeep.testing.equality import difference
+from tensorkeep.testing.format_states import load, noise, training_state
 
 
 @pytest.fixture(autouse=True)
@@ -82,8 +82,8 @@ def test_what_dcp_writes_comes_back_nested(threads: int, tmp_path: Path) -> None
         "param_groups": state["optimizer"]["param_groups"],
     }
     assert difference(expected, read(tmp_path / "ours")) is None
-    assert holdfast.info(tmp_path / "ours").format == "dcp"
-    assert holdfast.verify(tmp_path / "ours").ok
+    assert tensorkeep.info(tmp_path / "ours").format == "dcp"
+    assert tensorkeep.verify(tmp_path / "ours").ok
 
 
 def test_any_layout_and_dtype_that_dcp_writes_is_read(tmp_path: Path) -> None:
@@ -238,8 +238,8 @@ def test_two_real_ranks(tmp_path: Path) -> None:
 
 def test_dcp_reads_what_we_write_into_a_nested_state(tmp_path: Path) -> None:
     state = trained()
-    holdfast.save(state, tmp_path / "c", format="dcp", thread_count=2)
-    assert difference(state, holdfast.load(tmp_path / "c")) is None
+    tensorkeep.save(state, tmp_path / "c", format="dcp", thread_count=2)
+    assert difference(state, tensorkeep.load(tmp_path / "c")) is None
     target: dict[str, Any] = {
         "model": {name: torch.zeros_like(tensor) for name, tensor in state["model"].items()},
         "optimizer": {"state": {0: {"exp_avg": torch.zeros(7, 5)}}, "param_groups": [{"lr": 0.0, "betas": None}]},
@@ -255,7 +255,7 @@ def test_dcp_reads_what_we_write_into_a_nested_state(tmp_path: Path) -> None:
 def test_torchs_own_converter_gives_the_same_nesting_as_from_dcp(tmp_path: Path) -> None:
     state = {**trained(), "list": [torch.ones(2), {"x": torch.zeros(1)}], "text": "ü", "empty": {}}
     real_save(state, tmp_path / "theirs")
-    holdfast.save(state, tmp_path / "ours", format="dcp")
+    tensorkeep.save(state, tmp_path / "ours", format="dcp")
     found = []
     for name in ("theirs", "ours"):
         format_utils.dcp_to_torch_save(tmp_path / name, tmp_path / f"{name}.pt")
@@ -266,12 +266,12 @@ def test_torchs_own_converter_gives_the_same_nesting_as_from_dcp(tmp_path: Path)
 def test_tied_weights_stand_under_both_names(tmp_path: Path) -> None:
     weight = noise("float32", 6, 4)
     state = {"embed": weight, "head": weight, "turned": weight.t(), "rows": weight[2:4], "huge": weight[0].expand(9, 4)}
-    holdfast.save(state, tmp_path / "c", format="dcp")
+    tensorkeep.save(state, tmp_path / "c", format="dcp")
     target = {name: torch.zeros(tensor.shape) for name, tensor in state.items() if name != "huge"}
     dcp.load(target, checkpoint_id=tmp_path / "c", no_dist=True)
     for name, tensor in target.items():
         assert torch.equal(tensor, state[name]), name
-    found = holdfast.load(tmp_path / "c")
+    found = tensorkeep.load(tmp_path / "c")
     assert found["embed"] is found["head"]
     assert difference(state, found) is None
 
@@ -281,8 +281,8 @@ def test_arrays_that_torch_lacks_and_odd_names_are_kept(tmp_path: Path) -> None:
 
     array = np.arange(12).astype(ml_dtypes.float8_e3m4).reshape(3, 4)
     state = OrderedDict({"": array, "of": array[1:], "a.b": {"c": torch.ones(1)}, "a": {"b.c": torch.zeros(1)}, 3: {4}})
-    holdfast.save(state, tmp_path / "c", format="dcp")
-    assert difference(state, holdfast.load(tmp_path / "c")) is None
+    tensorkeep.save(state, tmp_path / "c", format="dcp")
+    assert difference(state, tensorkeep.load(tmp_path / "c")) is None
 
 
 def test_converting_holds_one_tensor_for_each_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,8 +295,8 @@ def test_converting_holds_one_tensor_for_each_thread(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(write._Tensors, "get", get)
     state = {f"t{number}": torch.full((300_000,), float(number)) for number in range(12)}
-    holdfast.save(state, tmp_path / "native")
-    with holdfast.open(tmp_path / "native") as source:
+    tensorkeep.save(state, tmp_path / "native")
+    with tensorkeep.open(tmp_path / "native") as source:
         flat = source._reader.flat
         written = FORMAT.write(flat, tmp_path / "c", WriteSettings(threads=2))
     assert 1_200_000 <= written.peak_buffer_bytes <= 2 * 1_200_000
@@ -315,7 +315,7 @@ def test_progress_counts_every_byte(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [0, -1, 257, "2", True])
 def test_a_senseless_thread_count_is_refused(count: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="thread_count"):
-        holdfast.save({"a": torch.ones(1)}, tmp_path / "c", format="dcp", thread_count=count)
+        tensorkeep.save({"a": torch.ones(1)}, tmp_path / "c", format="dcp", thread_count=count)
 
 
 def test_an_error_in_any_thread_is_heard_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +329,7 @@ def test_an_error_in_any_thread_is_heard_and_nothing_is_left(tmp_path: Path, mon
 
     monkeypatch.setattr(os, "pwrite", failing)
     with pytest.raises(StoreError, match="Input/output error"):
-        holdfast.save({f"t{n}": torch.ones(9) for n in range(9)}, tmp_path / "c", format="dcp", thread_count=3)
+        tensorkeep.save({f"t{n}": torch.ones(9) for n in range(9)}, tmp_path / "c", format="dcp", thread_count=3)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -344,7 +344,7 @@ def in_dcps_own_thread() -> bool:
 def test_memory_that_runs_out_in_any_thread_is_heard_and_the_old_checkpoint_stays(
     state: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    holdfast.save({"old": torch.zeros(2)}, tmp_path / "c", format="dcp")
+    tensorkeep.save({"old": torch.zeros(2)}, tmp_path / "c", format="dcp")
     real_torch_save, met = torch.save, threading.Event()
 
     def failing(*args: Any, **options: Any) -> None:
@@ -356,17 +356,17 @@ def test_memory_that_runs_out_in_any_thread_is_heard_and_the_old_checkpoint_stay
 
     monkeypatch.setattr(torch, "save", failing)
     with pytest.raises(StoreError, match="not enough memory"):
-        holdfast.save(state, tmp_path / "c", format="dcp", thread_count=2, overwrite=True)
+        tensorkeep.save(state, tmp_path / "c", format="dcp", thread_count=2, overwrite=True)
     assert met.is_set()
     assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
-    assert difference({"old": torch.zeros(2)}, holdfast.load(tmp_path / "c")) is None
+    assert difference({"old": torch.zeros(2)}, tensorkeep.load(tmp_path / "c")) is None
 
 
 def test_entries_that_dcp_loses_are_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real_split = filesystem._split_by_size_and_type
     monkeypatch.setattr(filesystem, "_split_by_size_and_type", lambda bins, items: real_split(bins, items)[1:])
     with pytest.raises(StoreError, match="3 of 6 entries were not written"):
-        holdfast.save({f"t{n}": torch.ones(9) for n in range(6)}, tmp_path / "c", format="dcp", thread_count=2)
+        tensorkeep.save({f"t{n}": torch.ones(9) for n in range(6)}, tmp_path / "c", format="dcp", thread_count=2)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -391,7 +391,7 @@ def test_no_thread_goes_on_after_one_could_not_be_started(tmp_path: Path, monkey
     monkeypatch.setattr(threading.Thread, "start", start)
     monkeypatch.setattr(torch, "save", slow)
     with pytest.raises(RuntimeError, match="new thread"):
-        holdfast.save({f"t{n}": torch.ones(9) for n in range(9)}, tmp_path / "c", format="dcp", thread_count=3)
+        tensorkeep.save({f"t{n}": torch.ones(9) for n in range(9)}, tmp_path / "c", format="dcp", thread_count=3)
     assert len(started) == 1 and not started[0].is_alive()
     assert list(tmp_path.iterdir()) == []
 
@@ -415,7 +415,7 @@ def test_no_tensor_is_fetched_for_a_file_that_cannot_be_written(
     monkeypatch.setattr(write._Tensors, "get", get)
     monkeypatch.setattr(os, function, failing)
     with pytest.raises(StoreError, match="No space left"):
-        holdfast.save({f"t{n}": torch.ones(500_000) for n in range(5)}, tmp_path / "c", format="dcp", thread_count=1)
+        tensorkeep.save({f"t{n}": torch.ones(500_000) for n in range(5)}, tmp_path / "c", format="dcp", thread_count=1)
     assert len(fetched) <= most
 
 
@@ -433,22 +433,22 @@ def test_more_threads_than_dcp_is_given_are_capped(tmp_path: Path, monkeypatch: 
 
 
 def test_a_source_that_fails_is_heard(tmp_path: Path) -> None:
-    holdfast.save(training_state(), tmp_path / "native")
+    tensorkeep.save(training_state(), tmp_path / "native")
     file = next((tmp_path / "native").glob("model*.safetensors"))
     data = bytearray(file.read_bytes())
     data[-20] ^= 1
     file.write_bytes(data)
     with pytest.raises(CorruptCheckpointError):
-        holdfast.convert(tmp_path / "native", tmp_path / "c", to="dcp")
+        tensorkeep.convert(tmp_path / "native", tmp_path / "c", to="dcp")
     assert not (tmp_path / "c").exists()
 
 
 # ---- what is not to be trusted
 
 
-def hostile(path: Path, change: Callable[[real.Metadata], None]) -> HoldfastError:
+def hostile(path: Path, change: Callable[[real.Metadata], None]) -> TensorkeepError:
     write_chunks(path, {"w": torch.ones(11, 9)}, cut=grid, change=change)
-    with pytest.raises(HoldfastError) as caught, FORMAT.open(path, OpenSettings()) as reader:
+    with pytest.raises(TensorkeepError) as caught, FORMAT.open(path, OpenSettings()) as reader:
         load(reader)
     return caught.value
 
@@ -594,16 +594,16 @@ def test_a_lost_file_is_missed_by_name(tmp_path: Path) -> None:
 
 
 def test_a_lost_sidecar_is_missed_and_a_stale_one_explained(tmp_path: Path) -> None:
-    holdfast.save({"a": torch.ones(1)}, tmp_path / "c", format="dcp")
-    kept = (tmp_path / "c" / "holdfast.json").read_bytes()
-    (tmp_path / "c" / "holdfast.json").unlink()
-    with pytest.raises(CorruptCheckpointError, match=r"holdfast\.json"):
+    tensorkeep.save({"a": torch.ones(1)}, tmp_path / "c", format="dcp")
+    kept = (tmp_path / "c" / "tensorkeep.json").read_bytes()
+    (tmp_path / "c" / "tensorkeep.json").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"tensorkeep\.json"):
         FORMAT.open(tmp_path / "c", OpenSettings())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         real_save({"b": torch.zeros(2)}, tmp_path / "c")
     assert difference({"b": torch.zeros(2)}, read(tmp_path / "c")) is None
-    (tmp_path / "c" / "holdfast.json").write_bytes(kept)
+    (tmp_path / "c" / "tensorkeep.json").write_bytes(kept)
     with pytest.raises(CorruptCheckpointError, match="if another tool wrote here since, remove"):
         FORMAT.open(tmp_path / "c", OpenSettings())
 
@@ -642,8 +642,8 @@ def test_the_gaps_of_all_lists_together_are_bounded(tmp_path: Path) -> None:
     assert list(read(tmp_path / "c")) == ["a"]
 
 
-def opened(path: Path) -> HoldfastError:
-    with pytest.raises(HoldfastError) as caught:
+def opened(path: Path) -> TensorkeepError:
+    with pytest.raises(TensorkeepError) as caught:
         FORMAT.open(path, OpenSettings()).close()
     return caught.value
 

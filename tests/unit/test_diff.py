@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast.state.dtypes import BY_NAME
-from holdfast.testing.equality import same
+import tensorkeep
+from tensorkeep.state.dtypes import BY_NAME
+from tensorkeep.testing.equality import same
 
 
 def base() -> dict[str, Any]:
     return {"model": {"w": torch.arange(100.0), "b": torch.zeros(3)}, "step": 1, "lr": 0.1}
 
 
-def compare(tmp_path: Path, a: Any, b: Any, **options: Any) -> holdfast.DiffReport:
-    holdfast.save(a, tmp_path / "a")
-    holdfast.save(b, tmp_path / "b", compression="lossless")
-    return holdfast.diff(tmp_path / "a", tmp_path / "b", **options)
+def compare(tmp_path: Path, a: Any, b: Any, **options: Any) -> tensorkeep.DiffReport:
+    tensorkeep.save(a, tmp_path / "a")
+    tensorkeep.save(b, tmp_path / "b", compression="lossless")
+    return tensorkeep.diff(tmp_path / "a", tmp_path / "b", **options)
 
 
 def test_equal(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_tolerance(tmp_path: Path) -> None:
     assert compare(tmp_path / "2", base(), b, rtol=1e-5).equal
     assert compare(tmp_path / "3", base(), b, atol=1e-3).equal
     assert not compare(tmp_path / "4", base(), b, atol=1e-5).equal
-    with pytest.raises(holdfast.UsageError, match="tolerance"):
+    with pytest.raises(tensorkeep.UsageError, match="tolerance"):
         compare(tmp_path / "5", base(), b, atol=-1.0)
 
 
@@ -115,9 +115,9 @@ def test_select_compares_only_those(tmp_path: Path) -> None:
 
 
 def test_across_formats(tmp_path: Path) -> None:
-    holdfast.save(base(), tmp_path / "native")
+    tensorkeep.save(base(), tmp_path / "native")
     torch.save(base(), tmp_path / "x.pt")
-    assert holdfast.diff(tmp_path / "native", tmp_path / "x.pt").equal
+    assert tensorkeep.diff(tmp_path / "native", tmp_path / "x.pt").equal
 
 
 @pytest.mark.parametrize("to", ["native", "safetensors", "torch"])
@@ -126,38 +126,38 @@ def test_convert_keeps_everything(tmp_path: Path, source: str, to: str) -> None:
     state = base() | {"tied": None, "nested": [torch.ones(3).bfloat16(), (1, "x")]}
     state["tied"] = state["model"]["w"]
     how = {"compression": "lossless"} if source == "lossless" else {"format": source}
-    holdfast.save(state, tmp_path / "source", **how)
-    report = holdfast.convert(tmp_path / "source", tmp_path / "target", to=to)
+    tensorkeep.save(state, tmp_path / "source", **how)
+    report = tensorkeep.convert(tmp_path / "source", tmp_path / "target", to=to)
     assert report.format == to
-    found = holdfast.load(tmp_path / "target")
+    found = tensorkeep.load(tmp_path / "target")
     assert same(found, state)
     assert found["tied"].data_ptr() == found["model"]["w"].data_ptr()
-    assert holdfast.diff(tmp_path / "source", tmp_path / "target").equal
+    assert tensorkeep.diff(tmp_path / "source", tmp_path / "target").equal
 
 
 def test_convert_some(tmp_path: Path) -> None:
-    holdfast.save(base(), tmp_path / "a", metadata={"run": 3})
-    holdfast.convert(tmp_path / "a", tmp_path / "b", select="model.w", compression="lossless")
-    assert same(holdfast.load(tmp_path / "b"), {"model": {"w": torch.arange(100.0)}, "step": 1, "lr": 0.1})
-    with holdfast.open(tmp_path / "b") as opened:
+    tensorkeep.save(base(), tmp_path / "a", metadata={"run": 3})
+    tensorkeep.convert(tmp_path / "a", tmp_path / "b", select="model.w", compression="lossless")
+    assert same(tensorkeep.load(tmp_path / "b"), {"model": {"w": torch.arange(100.0)}, "step": 1, "lr": 0.1})
+    with tensorkeep.open(tmp_path / "b") as opened:
         assert opened.metadata == {"run": 3}
-    with pytest.raises(holdfast.UnsupportedError, match="no place for metadata"):
-        holdfast.convert(tmp_path / "a", tmp_path / "a.pt", to="torch")
-    holdfast.convert(tmp_path / "a", tmp_path / "a.pt", to="torch", drop_metadata=True)
-    assert same(holdfast.load(tmp_path / "a.pt"), base())
+    with pytest.raises(tensorkeep.UnsupportedError, match="no place for metadata"):
+        tensorkeep.convert(tmp_path / "a", tmp_path / "a.pt", to="torch")
+    tensorkeep.convert(tmp_path / "a", tmp_path / "a.pt", to="torch", drop_metadata=True)
+    assert same(tensorkeep.load(tmp_path / "a.pt"), base())
     w = torch.ones(3)
-    holdfast.save({"x": w, "y": w}, tmp_path / "tied")
-    with pytest.raises(holdfast.UsageError, match="view of 'x'"):
-        holdfast.convert(tmp_path / "tied", tmp_path / "c", select="y")
+    tensorkeep.save({"x": w, "y": w}, tmp_path / "tied")
+    with pytest.raises(tensorkeep.UsageError, match="view of 'x'"):
+        tensorkeep.convert(tmp_path / "tied", tmp_path / "c", select="y")
 
 
 def test_convert_refuses_a_damaged_source_and_leaves_nothing(tmp_path: Path) -> None:
-    holdfast.save({"w": torch.arange(3000.0)}, tmp_path / "a")
+    tensorkeep.save({"w": torch.arange(3000.0)}, tmp_path / "a")
     with (tmp_path / "a" / "model.safetensors").open("r+b") as file:
         file.seek(5000)
         file.write(b"\xff")
-    with pytest.raises(holdfast.CorruptCheckpointError, match="block 0"):
-        holdfast.convert(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(tensorkeep.CorruptCheckpointError, match="block 0"):
+        tensorkeep.convert(tmp_path / "a", tmp_path / "b")
     assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
 
 
@@ -211,15 +211,15 @@ def test_a_selected_view_is_compared(tmp_path: Path) -> None:
 def test_diff_keeps_to_its_budget(tmp_path: Path) -> None:
     """The memory of a fresh process grows by the budget at most, tied tensors and differences included."""
     w = torch.arange(16 * 2**20, dtype=torch.int32)
-    holdfast.save({"w": w, "v": w}, tmp_path / "a")
-    holdfast.save({"w": w + 1, "v": w + 2}, tmp_path / "b")
+    tensorkeep.save({"w": w, "v": w}, tmp_path / "a")
+    tensorkeep.save({"w": w + 1, "v": w + 2}, tmp_path / "b")
     code = """
-import pathlib, re, sys, holdfast, torch
-from holdfast.checkpoint import diff
+import pathlib, re, sys, tensorkeep, torch
+from tensorkeep.checkpoint import diff
 def peak():
     return int(re.search(r"VmHWM:\\s*(\\d+)", pathlib.Path("/proc/self/status").read_text())[1])
 before = peak()
-report = holdfast.diff(sys.argv[1], sys.argv[2], memory_budget="64MiB")
+report = tensorkeep.diff(sys.argv[1], sys.argv[2], memory_budget="64MiB")
 assert [found.different for found in report.changed] == [2**24, 2**24], report
 print(peak() - before)
 """

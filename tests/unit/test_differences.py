@@ -14,9 +14,9 @@ import torch
 from safetensors import safe_open
 from tests.faults.test_hostile_manifests import body_of, seal
 
-import holdfast
-from holdfast.formats.native import previous
-from holdfast.testing.equality import same
+import tensorkeep
+from tensorkeep.formats.native import previous
+from tensorkeep.testing.equality import same
 
 LOSSLESS: dict[str, Any] = {"compression": "lossless"}
 DELTA: dict[str, Any] = {"delta": True, **LOSSLESS}
@@ -35,7 +35,7 @@ def trained(state: dict[str, torch.Tensor], seed: int = 1) -> dict[str, torch.Te
 
 
 def codecs(path: Path) -> str:
-    return " ".join(holdfast.info(path).by_codec)
+    return " ".join(tensorkeep.info(path).by_codec)
 
 
 def flip(file: Path, at: int) -> None:
@@ -61,35 +61,35 @@ class OldNotes(msgspec.Struct):
 
 def notes(file: Path) -> OldNotes:
     with safe_open(file, "pt") as opened:
-        return msgspec.json.decode(opened.metadata()["holdfast"], type=OldNotes)
+        return msgspec.json.decode(opened.metadata()["tensorkeep"], type=OldNotes)
 
 
 def test_a_reader_that_knows_no_differences_is_told_by_the_version(tmp_path: Path) -> None:
     state = weights(2)
-    holdfast.save(state, tmp_path / "a", incremental=True, **LOSSLESS)
-    holdfast.save(trained(state), tmp_path / "b", base=tmp_path / "a", **DELTA)
+    tensorkeep.save(state, tmp_path / "a", incremental=True, **LOSSLESS)
+    tensorkeep.save(trained(state), tmp_path / "b", base=tmp_path / "a", **DELTA)
     assert "delta" in codecs(tmp_path / "b")
     # All that such a reader looks for is there, so only the version keeps it from taking it for the weights.
     found = notes(tmp_path / "b" / "changes-model.safetensors")
     assert found.tensors["w0"].blocks
     assert found.version == 2
-    with pytest.raises(holdfast.UnsupportedError, match="blocks in other files"):
-        holdfast.load(tmp_path / "b" / "changes-model.safetensors")
+    with pytest.raises(tensorkeep.UnsupportedError, match="blocks in other files"):
+        tensorkeep.load(tmp_path / "b" / "changes-model.safetensors")
 
 
 def test_tensors_that_are_whole_are_read_from_a_file_of_changes_by_any_reader(tmp_path: Path) -> None:
     state = weights(2)
-    holdfast.save(state, tmp_path / "a", incremental=True, **LOSSLESS)
+    tensorkeep.save(state, tmp_path / "a", incremental=True, **LOSSLESS)
     state["w1"] = weights(2, seed=9)["w1"]
-    holdfast.save(state, tmp_path / "b", base=tmp_path / "a", **LOSSLESS)
+    tensorkeep.save(state, tmp_path / "b", base=tmp_path / "a", **LOSSLESS)
     alone = tmp_path / "b" / "changes-model.safetensors"
     assert notes(alone).version == 1
-    assert same(holdfast.load(alone), {"w1": state["w1"]})
+    assert same(tensorkeep.load(alone), {"w1": state["w1"]})
 
 
 def test_a_bad_sector_in_an_earlier_step_stops_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = weights()
-    holdfast.save(state, tmp_path / "a", incremental=True, **LOSSLESS)
+    tensorkeep.save(state, tmp_path / "a", incremental=True, **LOSSLESS)
     bad = (tmp_path / "a" / "model.safetensors").stat().st_ino
     real, failures = os.preadv, []
 
@@ -101,61 +101,61 @@ def test_a_bad_sector_in_an_earlier_step_stops_no_save(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(os, "preadv", preadv)
     state = trained(state)
-    report = holdfast.save(state, tmp_path / "b", base=tmp_path / "a", threads=1, **DELTA)
+    report = tensorkeep.save(state, tmp_path / "b", base=tmp_path / "a", threads=1, **DELTA)
     assert len(failures) == 1  # a failing disk may take seconds over each
     assert os.strerror(errno.EIO) in (report.base_refused or "")
-    assert same(holdfast.load(tmp_path / "b"), state)
+    assert same(tensorkeep.load(tmp_path / "b"), state)
 
 
 @pytest.mark.parametrize("options", [LOSSLESS, DELTA], ids=["whole", "delta"])
 def test_blocks_in_a_codec_that_is_not_installed_are_not_taken(tmp_path: Path, options: dict[str, Any]) -> None:
     state = weights(2)
-    holdfast.save(state, tmp_path / "a", incremental=True, **LOSSLESS)
+    tensorkeep.save(state, tmp_path / "a", incremental=True, **LOSSLESS)
     body = body_of(tmp_path / "a")
     for leaf in body["leaves"]:
         leaf["blocks"][0][0] = "theirs"
     seal(body, tmp_path / "a")
     state["w1"] = trained(state)["w1"]
-    report = holdfast.save(state, tmp_path / "b", base=tmp_path / "a", **options)
+    report = tensorkeep.save(state, tmp_path / "b", base=tmp_path / "a", **options)
     assert "'theirs', which is not installed" in (report.base_refused or "")
-    assert same(holdfast.load(tmp_path / "b"), state)
+    assert same(tensorkeep.load(tmp_path / "b"), state)
 
 
 def test_a_damaged_block_that_is_stored_as_it_is_is_no_base(tmp_path: Path) -> None:
     state = weights(1)
-    holdfast.save(state, tmp_path / "a", incremental=True)
+    tensorkeep.save(state, tmp_path / "a", incremental=True)
     file = tmp_path / "a" / "model.safetensors"
     flip(file, -1000)
-    report = holdfast.save(trained(state), tmp_path / "b", base=tmp_path / "a", **DELTA)
+    report = tensorkeep.save(trained(state), tmp_path / "b", base=tmp_path / "a", **DELTA)
     assert "the checksum of a block is wrong" in (report.base_refused or "")
     assert "delta" not in codecs(tmp_path / "b")
     flip(file, -1000)
-    assert same(holdfast.load(tmp_path / "b"), trained(state))
+    assert same(tensorkeep.load(tmp_path / "b"), trained(state))
 
 
 def test_damage_in_a_base_is_said_of_the_file_that_holds_it(tmp_path: Path) -> None:
     state = weights(1)
-    holdfast.save(state, tmp_path / "a", incremental=True)
-    holdfast.save(trained(state), tmp_path / "b", base=tmp_path / "a", **DELTA)
+    tensorkeep.save(state, tmp_path / "a", incremental=True)
+    tensorkeep.save(trained(state), tmp_path / "b", base=tmp_path / "a", **DELTA)
     assert "delta" in codecs(tmp_path / "b")
     flip(tmp_path / "a" / "model.safetensors", -1000)
-    assert [problem.file for problem in holdfast.verify(tmp_path / "b").problems] == ["from-a-model.safetensors"]
-    with pytest.raises(holdfast.CorruptCheckpointError) as caught:
-        holdfast.load(tmp_path / "b")
+    assert [problem.file for problem in tensorkeep.verify(tmp_path / "b").problems] == ["from-a-model.safetensors"]
+    with pytest.raises(tensorkeep.CorruptCheckpointError) as caught:
+        tensorkeep.load(tmp_path / "b")
     assert caught.value.path == str(tmp_path / "b" / "from-a-model.safetensors")
 
 
 def test_chains_of_several_differences_are_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(previous, "DEEPEST", 3)
     state = weights(1)
-    holdfast.save(state, tmp_path / "0", incremental=True)
+    tensorkeep.save(state, tmp_path / "0", incremental=True)
     for number in (1, 2, 3):
         state = trained(state, seed=number)
-        holdfast.save(state, tmp_path / str(number), base=tmp_path / str(number - 1), **DELTA)
-        assert holdfast.info(tmp_path / str(number)).details["history"]["deepest_chain"] == number
-        assert same(holdfast.load(tmp_path / str(number)), state)
+        tensorkeep.save(state, tmp_path / str(number), base=tmp_path / str(number - 1), **DELTA)
+        assert tensorkeep.info(tmp_path / str(number)).details["history"]["deepest_chain"] == number
+        assert same(tensorkeep.load(tmp_path / str(number)), state)
     flip(tmp_path / "0" / "model.safetensors", -1000)
-    assert [problem.file for problem in holdfast.verify(tmp_path / "3").problems] == ["from-0-model.safetensors"]
+    assert [problem.file for problem in tensorkeep.verify(tmp_path / "3").problems] == ["from-0-model.safetensors"]
 
 
 def patched(size: int, patches: list[int], length: int, *, noise: slice) -> tuple[np.ndarray, np.ndarray]:
@@ -184,32 +184,32 @@ def test_a_difference_is_never_stored_at_a_loss(
     tmp_path: Path, pair: tuple[np.ndarray, np.ndarray], dtype: torch.dtype
 ) -> None:
     base, block = (torch.from_numpy(array.copy()).view(dtype) for array in pair)
-    holdfast.save({"w": base}, tmp_path / "a", incremental=True, **LOSSLESS)
-    report = holdfast.save({"w": block}, tmp_path / "b", base=tmp_path / "a", **DELTA)
-    plain = holdfast.save({"w": block}, tmp_path / "c", **LOSSLESS)
+    tensorkeep.save({"w": base}, tmp_path / "a", incremental=True, **LOSSLESS)
+    report = tensorkeep.save({"w": block}, tmp_path / "b", base=tmp_path / "a", **DELTA)
+    plain = tensorkeep.save({"w": block}, tmp_path / "c", **LOSSLESS)
     assert report.new_bytes <= 1.01 * plain.new_bytes + 200
-    assert same(holdfast.load(tmp_path / "b"), {"w": block})
+    assert same(tensorkeep.load(tmp_path / "b"), {"w": block})
 
 
 def test_many_small_tensors_take_no_more_than_in_a_whole_checkpoint(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     state = {f"layers.{n}.bias": torch.randn(24, generator=generator) for n in range(300)}
-    holdfast.save(state, tmp_path / "a", incremental=True, **LOSSLESS)
+    tensorkeep.save(state, tmp_path / "a", incremental=True, **LOSSLESS)
     state = trained(state)
-    report = holdfast.save(state, tmp_path / "b", base=tmp_path / "a", **DELTA)
-    plain = holdfast.save(state, tmp_path / "c", incremental=True, **LOSSLESS)
+    report = tensorkeep.save(state, tmp_path / "b", base=tmp_path / "a", **DELTA)
+    plain = tensorkeep.save(state, tmp_path / "c", incremental=True, **LOSSLESS)
     assert report.new_bytes <= 1.01 * plain.new_bytes
-    assert same(holdfast.load(tmp_path / "b"), state)
+    assert same(tensorkeep.load(tmp_path / "b"), state)
 
 
 def test_a_budget_that_is_too_small_for_differences_is_refused_from_the_first_save_on(tmp_path: Path) -> None:
-    with pytest.raises(holdfast.UsageError, match="too small"):
-        holdfast.save(weights(1), tmp_path / "a", incremental=True, memory_budget="64MiB", **DELTA)
+    with pytest.raises(tensorkeep.UsageError, match="too small"):
+        tensorkeep.save(weights(1), tmp_path / "a", incremental=True, memory_budget="64MiB", **DELTA)
     assert not (tmp_path / "a").exists()
 
 
 def test_with_differences_auto_means_lossless(tmp_path: Path) -> None:
-    report = holdfast.save(weights(1), tmp_path / "a", incremental=True, delta=True, compression="auto")
+    report = tensorkeep.save(weights(1), tmp_path / "a", incremental=True, delta=True, compression="auto")
     assert report.compression == "lossless"
     assert report.auto is not None
     assert "differences" in report.auto["reason"]

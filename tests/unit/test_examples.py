@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import CheckpointManager
+from tensorkeep import CheckpointManager
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -59,7 +59,7 @@ import runpy, sys
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 sys.argv = sys.argv[1:]
 example = runpy.run_path(sys.argv[0])
-example["main"].__globals__["HoldfastIO"] = lambda **options: TorchCheckpointIO()
+example["main"].__globals__["TensorkeepIO"] = lambda **options: TorchCheckpointIO()
 example["main"]()
 """
 

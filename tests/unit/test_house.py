@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-import holdfast
-from holdfast import errors
+import tensorkeep
+from tensorkeep import errors
 
 ROOT = Path(__file__).parents[2]
-SOURCE = ROOT / "src" / "holdfast"
+SOURCE = ROOT / "src" / "tensorkeep"
 
 # Who may import whom: a layer imports those before it. `codecs` and `io` are blind to each other.
 LAYERS = {
@@ -52,12 +52,14 @@ def imported_rooms(path: Path) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module] if node.module != "holdfast" else [f"holdfast.{alias.name}" for alias in node.names]
+            names = (
+                [node.module] if node.module != "tensorkeep" else [f"tensorkeep.{alias.name}" for alias in node.names]
+            )
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         else:
             continue
-        found |= {name.split(".")[1] for name in names if name.startswith("holdfast.")}
+        found |= {name.split(".")[1] for name in names if name.startswith("tensorkeep.")}
     return found
 
 
@@ -74,7 +76,7 @@ def test_imports_point_one_way(path: Path) -> None:
 
 def test_the_import_rule_can_fail(tmp_path: Path) -> None:
     bad = tmp_path / "bad.py"
-    bad.write_text("from holdfast.checkpoint.save import save\nimport holdfast.cli.main\n")
+    bad.write_text("from tensorkeep.checkpoint.save import save\nimport tensorkeep.cli.main\n")
     assert imported_rooms(bad) == {"checkpoint", "cli"}
 
 
@@ -103,7 +105,7 @@ def test_every_module_says_what_it_is_for() -> None:
 
 
 def test_public_names() -> None:
-    assert sorted(holdfast.__all__) == [
+    assert sorted(tensorkeep.__all__) == [
         "BusyError",
         "Checkpoint",
         "CheckpointManager",
@@ -113,7 +115,6 @@ def test_public_names() -> None:
         "DivergedError",
         "EverySteps",
         "EveryTime",
-        "HoldfastError",
         "InfoReport",
         "Keep",
         "KeepBest",
@@ -132,6 +133,7 @@ def test_public_names() -> None:
         "Step",
         "StoreError",
         "TechniqueNotActiveError",
+        "TensorkeepError",
         "UnsupportedError",
         "UnsupportedLeafError",
         "UsageError",
@@ -147,17 +149,17 @@ def test_public_names() -> None:
         "save_async",
         "verify",
     ]
-    for name in holdfast.__all__:
-        assert getattr(holdfast, name) is not None
+    for name in tensorkeep.__all__:
+        assert getattr(tensorkeep, name) is not None
     with pytest.raises(AttributeError, match="nothing_like_it"):
-        holdfast.nothing_like_it
+        tensorkeep.nothing_like_it
 
 
 def test_error_kinds_and_exit_codes() -> None:
     kinds = {
         error.kind: error.exit_code
         for error in vars(errors).values()
-        if isinstance(error, type) and issubclass(error, errors.HoldfastError)
+        if isinstance(error, type) and issubclass(error, errors.TensorkeepError)
     }
     assert kinds == {
         "error": 1,
@@ -176,8 +178,8 @@ def test_error_kinds_and_exit_codes() -> None:
     }
 
 
-def test_importing_holdfast_imports_neither_torch_nor_numpy() -> None:
-    code = "import holdfast, sys; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+def test_importing_tensorkeep_imports_neither_torch_nor_numpy() -> None:
+    code = "import tensorkeep, sys; print([m for m in ('torch', 'numpy') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
 

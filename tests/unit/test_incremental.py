@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
-import holdfast
-from holdfast.formats.base import BLOCK_BYTES
-from holdfast.formats.native import previous
-from holdfast.testing.equality import same
+import tensorkeep
+from tensorkeep.formats.base import BLOCK_BYTES
+from tensorkeep.formats.native import previous
+from tensorkeep.testing.equality import same
 
 MB = 1024**2
 
@@ -42,84 +42,84 @@ def compression(request: pytest.FixtureRequest) -> Iterator[str]:
 def test_only_what_has_changed_is_written(tmp_path: Path, compression: str) -> None:
     first = weights()
     second = changed(first, ["w3"])
-    full = holdfast.save(first, tmp_path / "1", incremental=True, compression=compression)
-    report = holdfast.save(second, tmp_path / "2", base=tmp_path / "1", compression=compression)
+    full = tensorkeep.save(first, tmp_path / "1", incremental=True, compression=compression)
+    report = tensorkeep.save(second, tmp_path / "2", base=tmp_path / "1", compression=compression)
     assert report.base == str(tmp_path / "1")
     assert report.base_refused is None
     assert report.new_bytes < 0.08 * full.stored_bytes
-    assert same(holdfast.load(tmp_path / "2"), second)
-    assert holdfast.verify(tmp_path / "2").ok
+    assert same(tensorkeep.load(tmp_path / "2"), second)
+    assert tensorkeep.verify(tmp_path / "2").ok
     linked = files(tmp_path / "2")["from-1-model.safetensors"]
     assert linked.st_ino == files(tmp_path / "1")["model.safetensors"].st_ino
 
 
 def test_each_step_stands_alone(tmp_path: Path, compression: str) -> None:
     states = [weights()]
-    holdfast.save(states[0], tmp_path / "0", incremental=True, compression=compression)
+    tensorkeep.save(states[0], tmp_path / "0", incremental=True, compression=compression)
     for number in range(1, 6):
         states.append(changed(states[-1], [f"w{number}", f"w{number + 7}"]))
-        holdfast.save(states[-1], tmp_path / str(number), base=tmp_path / str(number - 1), compression=compression)
+        tensorkeep.save(states[-1], tmp_path / str(number), base=tmp_path / str(number - 1), compression=compression)
     for number in (0, 2, 3, 4):
         shutil.rmtree(tmp_path / str(number))
-    assert same(holdfast.load(tmp_path / "5"), states[5])
-    assert same(holdfast.load(tmp_path / "1"), states[1])
+    assert same(tensorkeep.load(tmp_path / "5"), states[5])
+    assert same(tensorkeep.load(tmp_path / "1"), states[1])
     shutil.copytree(tmp_path / "5", tmp_path / "copy")
-    assert same(holdfast.load(tmp_path / "copy"), states[5])
-    holdfast.convert(tmp_path / "5", tmp_path / "plain.safetensors", to="safetensors")
-    assert same(holdfast.load(tmp_path / "plain.safetensors"), states[5])
+    assert same(tensorkeep.load(tmp_path / "copy"), states[5])
+    tensorkeep.convert(tmp_path / "5", tmp_path / "plain.safetensors", to="safetensors")
+    assert same(tensorkeep.load(tmp_path / "plain.safetensors"), states[5])
 
 
 def test_nothing_changed(tmp_path: Path, compression: str) -> None:
     state = weights()
-    holdfast.save(state, tmp_path / "1", incremental=True, compression=compression)
-    report = holdfast.save(state, tmp_path / "2", base=tmp_path / "1", compression=compression)
+    tensorkeep.save(state, tmp_path / "1", incremental=True, compression=compression)
+    report = tensorkeep.save(state, tmp_path / "2", base=tmp_path / "1", compression=compression)
     assert report.new_bytes < 100_000
-    assert same(holdfast.load(tmp_path / "2"), state)
+    assert same(tensorkeep.load(tmp_path / "2"), state)
 
 
 def test_blocks_of_one_tensor_are_told_apart(tmp_path: Path) -> None:
     tensor = torch.arange(5 * BLOCK_BYTES // 4 + 1000, dtype=torch.int32)
-    holdfast.save({"t": tensor}, tmp_path / "1", incremental=True)
+    tensorkeep.save({"t": tensor}, tmp_path / "1", incremental=True)
     other = tensor.clone()
     other[3 * BLOCK_BYTES // 4] = -1
-    report = holdfast.save({"t": other}, tmp_path / "2", base=tmp_path / "1")
+    report = tensorkeep.save({"t": other}, tmp_path / "2", base=tmp_path / "1")
     assert BLOCK_BYTES <= report.new_bytes < 1.1 * BLOCK_BYTES
-    assert same(holdfast.load(tmp_path / "2"), {"t": other})
-    with holdfast.open(tmp_path / "2") as checkpoint:
+    assert same(tensorkeep.load(tmp_path / "2"), {"t": other})
+    with tensorkeep.open(tmp_path / "2") as checkpoint:
         rows = slice(3 * BLOCK_BYTES // 4 - 5, 3 * BLOCK_BYTES // 4 + 5)
         assert torch.equal(checkpoint["t"][rows], other[rows])
 
 
 def test_new_removed_and_reshaped_tensors(tmp_path: Path, compression: str) -> None:
     first = weights()
-    holdfast.save(first, tmp_path / "1", incremental=True, compression=compression)
+    tensorkeep.save(first, tmp_path / "1", incremental=True, compression=compression)
     second = {name: tensor for name, tensor in first.items() if name != "w0"}
     second["w1"] = first["w1"].reshape(1024, 512)
     second["w2"] = first["w2"].float()
     second["added"] = torch.ones(700_000)
-    holdfast.save(second, tmp_path / "2", base=tmp_path / "1", compression=compression)
-    assert same(holdfast.load(tmp_path / "2"), second)
+    tensorkeep.save(second, tmp_path / "2", base=tmp_path / "1", compression=compression)
+    assert same(tensorkeep.load(tmp_path / "2"), second)
 
 
 def test_tied_tensors_and_scalars(tmp_path: Path) -> None:
     shared = torch.randn(600, 600)
     state = {"model": {"a": shared, "b": shared.t(), "n": torch.tensor(1)}, "step": 1}
-    holdfast.save(state, tmp_path / "1", incremental=True)
+    tensorkeep.save(state, tmp_path / "1", incremental=True)
     state = {"model": {"a": shared, "b": shared.t(), "n": torch.tensor(2)}, "step": 2}
-    holdfast.save(state, tmp_path / "2", base=tmp_path / "1")
-    loaded = holdfast.load(tmp_path / "2")
+    tensorkeep.save(state, tmp_path / "2", base=tmp_path / "1")
+    loaded = tensorkeep.load(tmp_path / "2")
     assert same(loaded, state)
     assert loaded["model"]["a"].data_ptr() == loaded["model"]["b"].data_ptr()
 
 
 def test_what_is_left_of_a_file_is_written_anew_when_it_is_little(tmp_path: Path) -> None:
     state = weights()
-    holdfast.save(state, tmp_path / "0", incremental=True)
+    tensorkeep.save(state, tmp_path / "0", incremental=True)
     occupied = []
     for number in range(1, 21):
         state = changed(state, [f"w{number % 20}"])
-        holdfast.save(state, tmp_path / str(number), base=tmp_path / str(number - 1))
-        assert same(holdfast.load(tmp_path / str(number)), state)
+        tensorkeep.save(state, tmp_path / str(number), base=tmp_path / str(number - 1))
+        assert same(tensorkeep.load(tmp_path / str(number)), state)
         shutil.rmtree(tmp_path / str(number - 1))
         occupied.append(sum(found.st_size for found in files(tmp_path / str(number)).values()))
     assert max(occupied) < 2.2 * 20 * MB
@@ -127,8 +127,8 @@ def test_what_is_left_of_a_file_is_written_anew_when_it_is_little(tmp_path: Path
 
 def test_a_base_that_was_not_saved_for_it_is_refused_and_all_is_written(tmp_path: Path) -> None:
     state = weights(4)
-    holdfast.save(state, tmp_path / "1")
-    report = holdfast.save(state, tmp_path / "2", base=tmp_path / "1")
+    tensorkeep.save(state, tmp_path / "1")
+    report = tensorkeep.save(state, tmp_path / "2", base=tmp_path / "1")
     assert report.base is None
     assert "incremental=True" in (report.base_refused or "")
     assert report.new_bytes == report.stored_bytes > 4 * MB
@@ -139,7 +139,7 @@ def test_a_base_that_was_not_saved_for_it_is_refused_and_all_is_written(tmp_path
 @pytest.mark.parametrize("damage", ["gone", "short", "manifest"])
 def test_a_damaged_base_costs_nothing_but_time(tmp_path: Path, damage: str) -> None:
     state = weights(4)
-    holdfast.save(state, tmp_path / "1", incremental=True)
+    tensorkeep.save(state, tmp_path / "1", incremental=True)
     data = tmp_path / "1" / "model.safetensors"
     if damage == "gone":
         data.unlink()
@@ -147,33 +147,33 @@ def test_a_damaged_base_costs_nothing_but_time(tmp_path: Path, damage: str) -> N
         os.truncate(data, 5000)
     else:
         (tmp_path / "1" / "manifest.json").write_text("{}")
-    report = holdfast.save(state, tmp_path / "2", base=tmp_path / "1")
+    report = tensorkeep.save(state, tmp_path / "2", base=tmp_path / "1")
     assert report.base is None
     assert report.base_refused
-    assert same(holdfast.load(tmp_path / "2"), state)
+    assert same(tensorkeep.load(tmp_path / "2"), state)
 
 
 def test_replacing_the_base_itself(tmp_path: Path) -> None:
     state = weights(6)
-    holdfast.save(state, tmp_path / "c", incremental=True)
+    tensorkeep.save(state, tmp_path / "c", incremental=True)
     for number in range(5):
         state = changed(state, [f"w{number}"])
-        report = holdfast.save(state, tmp_path / "c", base=tmp_path / "c", overwrite=True)
+        report = tensorkeep.save(state, tmp_path / "c", base=tmp_path / "c", overwrite=True)
         assert report.base is not None
-        assert same(holdfast.load(tmp_path / "c"), state)
+        assert same(tensorkeep.load(tmp_path / "c"), state)
     assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
 
 
 def test_a_file_of_changes_is_refused_alone(tmp_path: Path) -> None:
     tensor = torch.arange(3 * BLOCK_BYTES // 4, dtype=torch.int32)
-    holdfast.save({"t": tensor}, tmp_path / "1", incremental=True)
+    tensorkeep.save({"t": tensor}, tmp_path / "1", incremental=True)
     tensor[0] = 7
-    holdfast.save({"t": tensor}, tmp_path / "2", base=tmp_path / "1")
+    tensorkeep.save({"t": tensor}, tmp_path / "2", base=tmp_path / "1")
     alone = tmp_path / "2" / "changes-model.safetensors"
     with safe_open(alone, "pt") as file:  # still a safetensors file
         assert file.get_tensor("t").dtype == torch.uint8
-    with pytest.raises(holdfast.UnsupportedError, match="blocks in other files"):
-        holdfast.load(alone)
+    with pytest.raises(tensorkeep.UnsupportedError, match="blocks in other files"):
+        tensorkeep.load(alone)
 
 
 @pytest.mark.parametrize(
@@ -186,8 +186,8 @@ def test_a_file_of_changes_is_refused_alone(tmp_path: Path) -> None:
     ],
 )
 def test_options_that_make_no_sense(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(holdfast.UsageError, match=message):
-        holdfast.save({"a": torch.ones(1)}, tmp_path / "c", **options)
+    with pytest.raises(tensorkeep.UsageError, match=message):
+        tensorkeep.save({"a": torch.ones(1)}, tmp_path / "c", **options)
 
 
 def trained(state: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
@@ -204,73 +204,74 @@ def small_weights(count: int = 8) -> dict[str, torch.Tensor]:
 
 def test_differences_are_smaller_and_come_back(tmp_path: Path) -> None:
     states = [small_weights()]
-    whole = holdfast.save(states[0], tmp_path / "0", incremental=True, compression="lossless")
+    whole = tensorkeep.save(states[0], tmp_path / "0", incremental=True, compression="lossless")
     for number in range(1, 12):
         states.append(trained(states[-1], number))
-        report = holdfast.save(
+        report = tensorkeep.save(
             states[-1], tmp_path / str(number), base=tmp_path / str(number - 1), delta=True, compression="lossless"
         )
         assert report.new_bytes <= 1.01 * whole.stored_bytes
         if number == 1:
             assert report.new_bytes < 0.7 * whole.stored_bytes
-            assert "delta" in holdfast.info(tmp_path / "1").by_codec.popitem()[0]
+            assert "delta" in tensorkeep.info(tmp_path / "1").by_codec.popitem()[0]
     for number, state in enumerate(states):
-        assert same(holdfast.load(tmp_path / str(number)), state)
-        assert holdfast.verify(tmp_path / str(number)).ok
+        assert same(tensorkeep.load(tmp_path / str(number)), state)
+        assert tensorkeep.verify(tmp_path / str(number)).ok
         assert (
-            holdfast.info(tmp_path / str(number)).details.get("history", {}).get("deepest_chain", 0) <= previous.DEEPEST
+            tensorkeep.info(tmp_path / str(number)).details.get("history", {}).get("deepest_chain", 0)
+            <= previous.DEEPEST
         )
 
 
 def test_a_whole_block_comes_at_least_every_eight_steps(tmp_path: Path) -> None:
     state = small_weights(2)
-    holdfast.save(state, tmp_path / "0", incremental=True, compression="lossless")
+    tensorkeep.save(state, tmp_path / "0", incremental=True, compression="lossless")
     chains = []
     for number in range(1, 18):
         state = trained(state, number)
         base = tmp_path / str(number - 1)
-        holdfast.save(state, tmp_path / str(number), base=base, delta=True, compression="lossless")
-        chains.append(holdfast.info(tmp_path / str(number)).details.get("history", {}).get("deepest_chain", 0))
+        tensorkeep.save(state, tmp_path / str(number), base=base, delta=True, compression="lossless")
+        chains.append(tensorkeep.info(tmp_path / str(number)).details.get("history", {}).get("deepest_chain", 0))
     whole = [number for number, chain in enumerate(chains) if chain == 0]
     assert whole == [7, 15]
 
 
 def test_noise_is_not_stored_as_a_difference(tmp_path: Path) -> None:
-    holdfast.save(weights(4, seed=1), tmp_path / "1", incremental=True, compression="lossless")
+    tensorkeep.save(weights(4, seed=1), tmp_path / "1", incremental=True, compression="lossless")
     state = weights(4, seed=2)
-    report = holdfast.save(state, tmp_path / "2", base=tmp_path / "1", delta=True, compression="lossless")
-    plain = holdfast.save(state, tmp_path / "3", compression="lossless")
+    report = tensorkeep.save(state, tmp_path / "2", base=tmp_path / "1", delta=True, compression="lossless")
+    plain = tensorkeep.save(state, tmp_path / "3", compression="lossless")
     assert report.new_bytes <= 1.01 * plain.stored_bytes
-    assert "delta" not in "".join(holdfast.info(tmp_path / "2").by_codec)
+    assert "delta" not in "".join(tensorkeep.info(tmp_path / "2").by_codec)
 
 
 def test_a_damaged_block_is_no_base_for_a_difference(tmp_path: Path) -> None:
     state = small_weights(2)
-    holdfast.save(state, tmp_path / "1", incremental=True, compression="lossless")
+    tensorkeep.save(state, tmp_path / "1", incremental=True, compression="lossless")
     data = tmp_path / "1" / "model.safetensors"
     content = bytearray(data.read_bytes())
     content[len(content) // 4] ^= 1
     data.write_bytes(content)
     state = trained(state, 1)
-    holdfast.save(state, tmp_path / "2", base=tmp_path / "1", delta=True, compression="lossless")
-    assert same(holdfast.load(tmp_path / "2"), state)
+    tensorkeep.save(state, tmp_path / "2", base=tmp_path / "1", delta=True, compression="lossless")
+    assert same(tensorkeep.load(tmp_path / "2"), state)
 
 
 def test_every_flipped_byte_of_a_chain_is_found(tmp_path: Path) -> None:
     first = {"w": torch.randn(100, 100).bfloat16() * 0.02, "v": torch.zeros(3000)}
-    holdfast.save(first, tmp_path / "1", incremental=True, compression="lossless")
-    holdfast.save(trained(first, 1), tmp_path / "2", base=tmp_path / "1", delta=True, compression="lossless")
-    assert "delta" in "".join(holdfast.info(tmp_path / "2").by_codec)
+    tensorkeep.save(first, tmp_path / "1", incremental=True, compression="lossless")
+    tensorkeep.save(trained(first, 1), tmp_path / "2", base=tmp_path / "1", delta=True, compression="lossless")
+    assert "delta" in "".join(tensorkeep.info(tmp_path / "2").by_codec)
     for file in sorted((tmp_path / "2").iterdir()):
         content = file.read_bytes()
         for at in range(0, len(content), 13):
             file.write_bytes(content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :])
             try:
-                found = not holdfast.verify(tmp_path / "2").ok
-            except holdfast.HoldfastError:
+                found = not tensorkeep.verify(tmp_path / "2").ok
+            except tensorkeep.TensorkeepError:
                 found = True
             # What lies in the first step's file and is of no use to the second may be damaged unheard.
             if not found:
                 assert file.name.startswith("from-")
-                holdfast.load(tmp_path / "2")
+                tensorkeep.load(tmp_path / "2")
         file.write_bytes(content)

@@ -15,11 +15,11 @@ from unittest import mock
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.io.buffers import ALIGNMENT, BufferPool, aligned_copy
-from holdfast.io.files import DirectFile
-from holdfast.io.parallel import Cancellation, run
-from holdfast.io.source_file import SourceFile
+import tensorkeep
+from tensorkeep.io.buffers import ALIGNMENT, BufferPool, aligned_copy
+from tensorkeep.io.files import DirectFile
+from tensorkeep.io.parallel import Cancellation, run
+from tensorkeep.io.source_file import SourceFile
 
 MIB = 1024**2
 
@@ -33,7 +33,7 @@ def test_the_pool_never_holds_more_than_its_budget() -> None:
         with pool.acquire(64 * MIB):
             pass
         assert pool.peak_bytes <= 64 * MIB
-        with pytest.raises(holdfast.UsageError, match="more than the memory budget"), pool.acquire(65 * MIB):
+        with pytest.raises(tensorkeep.UsageError, match="more than the memory budget"), pool.acquire(65 * MIB):
             pass
 
 
@@ -68,7 +68,7 @@ def test_threads_are_as_many_as_memory_is_there_for() -> None:
     pool = BufferPool(100 * MIB)
     assert pool.threads(8, 30 * MIB) == 3
     assert pool.threads(2, 30 * MIB) == 2
-    with pytest.raises(holdfast.UsageError, match="at least"):
+    with pytest.raises(tensorkeep.UsageError, match="at least"):
         pool.threads(2, 101 * MIB)
 
 
@@ -82,7 +82,7 @@ def test_the_first_failure_stops_the_rest_and_is_raised() -> None:
     with pytest.raises(ValueError, match="broken"):
         run(tasks, 2)
     assert len(done) < 1000
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("holdfast")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("tensorkeep")]
 
 
 def test_ctrl_c_twice_still_waits_for_the_tasks_that_run() -> None:
@@ -118,7 +118,7 @@ def test_a_thread_that_cannot_start_leaves_none_behind() -> None:
 
     with mock.patch.object(threading.Thread, "start", start), pytest.raises(RuntimeError, match="new thread"):
         run([lambda: time.sleep(0.1)] * 10, 4)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("holdfast")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("tensorkeep")]
 
 
 def test_many_threads_fall_back_together(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_file_that_ends_too_early_is_said(tmp_path: Path, page_cache: bool) ->
     path.write_bytes(bytes(2 * MIB))
     with SourceFile(path, page_cache=page_cache) as file, BufferPool().acquire(3 * MIB) as scratch:
         os.truncate(path, MIB + 5)
-        with pytest.raises(holdfast.CorruptCheckpointError, match="ends at byte 1,048,581"):
+        with pytest.raises(tensorkeep.CorruptCheckpointError, match="ends at byte 1,048,581"):
             file.fetch(MIB - 100, MIB, scratch)
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast import CheckpointManager, EverySteps, KeepBest
-from holdfast.testing import faults
-from holdfast.testing.equality import same
+import tensorkeep
+from tensorkeep import CheckpointManager, EverySteps, KeepBest
+from tensorkeep.testing import faults
+from tensorkeep.testing.equality import same
 
 
 def state(number: int) -> dict[str, Any]:
@@ -55,21 +55,21 @@ def test_steps_are_saved_and_found(tmp_path: Path, asynchronous: bool, increment
 def test_a_step_is_a_checkpoint(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(7, state(7), metrics={"loss": float("nan"), "best": float("-inf")})
-    assert same(holdfast.load(tmp_path / "step-000007"), state(7))
-    assert holdfast.info(tmp_path / "step-000007").details["step"]["number"] == 7
+    assert same(tensorkeep.load(tmp_path / "step-000007"), state(7))
+    assert tensorkeep.info(tmp_path / "step-000007").details["step"]["number"] == 7
     assert str(CheckpointManager(tmp_path).steps()[0].metrics["best"]) == "-inf"
 
 
 def test_what_no_rule_wants_is_deleted_after_its_successor_is_durable(tmp_path: Path) -> None:
     seen: list[list[str]] = []
-    real = holdfast.io.commit.Commit.publish
+    real = tensorkeep.io.commit.Commit.publish
 
     def look(self: Any) -> None:
         seen.append(names(tmp_path))
         real(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("holdfast.io.commit.Commit.publish", look)
+        patch.setattr("tensorkeep.io.commit.Commit.publish", look)
         with CheckpointManager(tmp_path, keep_last=2, keep_every=30) as manager:
             for number in range(10, 90, 10):
                 manager.save(number, state(number))
@@ -98,7 +98,7 @@ def test_the_best_are_kept_and_found(tmp_path: Path) -> None:
 def test_a_saved_step_is_not_saved_again_unless_asked(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, state(1)).wait()
-        with pytest.raises(holdfast.DestinationExistsError, match="saved already"):
+        with pytest.raises(tensorkeep.DestinationExistsError, match="saved already"):
             manager.save(1, state(2))
         manager.save(1, state(2), overwrite=True).wait()
         assert same(manager.restore(1), state(2))
@@ -106,13 +106,13 @@ def test_a_saved_step_is_not_saved_again_unless_asked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [-1, 1.0, True, "1", 10**18])
 def test_numbers_that_are_none(tmp_path: Path, number: Any) -> None:
-    with CheckpointManager(tmp_path) as manager, pytest.raises(holdfast.UsageError, match="no number of a step"):
+    with CheckpointManager(tmp_path) as manager, pytest.raises(tensorkeep.UsageError, match="no number of a step"):
         manager.save(number, state(1))
 
 
 def test_a_metric_must_be_a_number(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
-        with pytest.raises(holdfast.UsageError, match="metric 'loss' is 'low'"):
+        with pytest.raises(tensorkeep.UsageError, match="metric 'loss' is 'low'"):
             manager.save(1, state(1), metrics={"loss": "low"})  # type: ignore[dict-item]
         manager.save(1, state(1), metrics={"loss": torch.tensor(0.5)}).wait()  # type: ignore[dict-item]
         assert manager.steps()[0].metrics == {"loss": 0.5}
@@ -123,7 +123,7 @@ def test_only_one_manager_writes(tmp_path: Path) -> None:
     first.save(1, state(1)).wait()
     second = CheckpointManager(tmp_path)
     assert numbers(second) == [1]  # reading is free
-    with pytest.raises(holdfast.BusyError, match=f"process {os.getpid()}"):
+    with pytest.raises(tensorkeep.BusyError, match=f"process {os.getpid()}"):
         second.save(2, state(2))
     first.close()
     second.save(2, state(2)).wait()
@@ -197,7 +197,7 @@ def test_a_step_whose_bytes_are_damaged_is_passed_over_when_it_is_read(tmp_path:
         restored = CheckpointManager(tmp_path).restore(into=target)
     assert same(restored, state(1))
     assert restored["model"]["w"] is target["model"]["w"]
-    with pytest.raises(holdfast.CorruptCheckpointError):
+    with pytest.raises(tensorkeep.CorruptCheckpointError):
         CheckpointManager(tmp_path).restore(2)
 
 
@@ -207,9 +207,9 @@ def test_an_empty_folder_and_none(tmp_path: Path) -> None:
         assert manager.steps() == []
         assert manager.latest() is None
         assert manager.best() is None
-        with pytest.raises(holdfast.NotACheckpointError, match="holds no step"):
+        with pytest.raises(tensorkeep.NotACheckpointError, match="holds no step"):
             manager.restore()
-    with pytest.raises(holdfast.NotACheckpointError):
+    with pytest.raises(tensorkeep.NotACheckpointError):
         CheckpointManager(tmp_path).restore(5)
 
 
@@ -221,7 +221,7 @@ def test_deleting(tmp_path: Path) -> None:
         manager.delete(manager.steps()[0])
         assert numbers(manager) == [3]
         assert same(manager.restore(), state(3))
-        with pytest.raises(holdfast.NotACheckpointError, match="no such step"):
+        with pytest.raises(tensorkeep.NotACheckpointError, match="no such step"):
             manager.delete(2)
         manager.delete(3)
         assert names(tmp_path) == []
@@ -244,7 +244,7 @@ def test_a_failed_save_is_heard_in_the_next_one(tmp_path: Path) -> None:
     manager.save(1, state(1)).wait()
     with faults.broken(fail_at=4, action=faults.raise_error(errno.ENOSPC)):
         manager.save(2, state(2))
-        with pytest.raises(holdfast.StoreError, match="No space left"):
+        with pytest.raises(tensorkeep.StoreError, match="No space left"):
             manager.save(3, state(3))
     manager.save(3, state(3)).wait()
     assert numbers(manager) == [1, 3]
@@ -255,11 +255,11 @@ def test_a_failed_save_is_heard_in_wait_and_at_the_end(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     with faults.broken(fail_at=6, action=faults.raise_error(errno.EIO)):
         manager.save(2, state(2))
-        with pytest.raises(holdfast.StoreError):
+        with pytest.raises(tensorkeep.StoreError):
             manager.wait()
     manager.wait()  # it has been told
     broken = faults.broken(fail_at=4, action=faults.raise_error(errno.EIO))
-    with broken, pytest.raises(holdfast.StoreError), manager:
+    with broken, pytest.raises(tensorkeep.StoreError), manager:
         manager.save(3, state(3))
     broken = faults.broken(fail_at=4, action=faults.raise_error(errno.EIO))
     with broken, pytest.raises(ZeroDivisionError) as raised, manager:
@@ -273,13 +273,13 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
-        real = holdfast.io.commit.Commit.publish
+        real = tensorkeep.io.commit.Commit.publish
 
         def publish(commit: Any) -> None:
             self.open.wait(20)
             real(commit)
 
-        monkeypatch.setattr("holdfast.io.commit.Commit.publish", publish)
+        monkeypatch.setattr("tensorkeep.io.commit.Commit.publish", publish)
 
 
 def test_a_save_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +303,7 @@ def test_a_queued_save_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert numbers(manager) == [1, 4]
     assert same(manager.restore(), state(4))
     for number in (1, 2):
-        with pytest.raises(holdfast.BusyError, match="took its place"):
+        with pytest.raises(tensorkeep.BusyError, match="took its place"):
             pending[number].wait()
     assert pending[3].wait().base == str(tmp_path / "step-000001")
     manager.close()
@@ -345,7 +345,7 @@ def test_nothing_is_built_on_a_step_that_was_not_read(tmp_path: Path) -> None:
 def test_due_asks_the_rule(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, save_when=EverySteps(5)) as manager:
         assert [number for number in range(12) if manager.due(number)] == [5, 10]
-    with pytest.raises(holdfast.UsageError, match="no rule for when to save"):
+    with pytest.raises(tensorkeep.UsageError, match="no rule for when to save"):
         CheckpointManager(tmp_path).due(1)
 
 
@@ -361,7 +361,7 @@ def test_due_asks_the_rule(tmp_path: Path) -> None:
     ],
 )
 def test_arguments_that_make_no_sense(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    with pytest.raises(holdfast.UsageError):
+    with pytest.raises(tensorkeep.UsageError):
         CheckpointManager(tmp_path, **arguments)
 
 
@@ -391,7 +391,7 @@ def test_abandoned_temporaries_go_when_a_manager_starts(tmp_path: Path) -> None:
 def test_many_readers_beside_a_writer(tmp_path: Path) -> None:
     code = (
         "import sys, torch, warnings\n"
-        "from holdfast import CheckpointManager, NotACheckpointError\n"
+        "from tensorkeep import CheckpointManager, NotACheckpointError\n"
         "warnings.simplefilter('error')\n"
         "manager, seen = CheckpointManager(sys.argv[1]), set()\n"
         "while 39 not in seen:\n"
@@ -413,7 +413,7 @@ def test_many_readers_beside_a_writer(tmp_path: Path) -> None:
 
 
 def test_the_command_line_prunes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from holdfast.cli.main import main
+    from tensorkeep.cli.main import main
 
     with CheckpointManager(tmp_path) as manager:
         for number in range(6):
@@ -461,7 +461,7 @@ def test_a_step_that_was_passed_over_is_saved_again(tmp_path: Path) -> None:
                 warnings.simplefilter("ignore")  # step 3 is later than step 2
                 manager.save(number, {"w": torch.full((1000,), 10.0 + number)}).wait()
             assert manager.restore(number)["w"][0] == 10 + number
-        with pytest.raises(holdfast.DestinationExistsError):
+        with pytest.raises(tensorkeep.DestinationExistsError):
             manager.save(3, {"w": torch.zeros(1)})
 
 

@@ -9,17 +9,17 @@ from unittest import mock
 import pytest
 import torch
 
-import holdfast
-from holdfast.errors import CorruptCheckpointError
-from holdfast.formats import sealed
-from holdfast.formats.native import manifest as manifests
-from holdfast.io.directory import Directory
+import tensorkeep
+from tensorkeep.errors import CorruptCheckpointError
+from tensorkeep.formats import sealed
+from tensorkeep.formats.native import manifest as manifests
+from tensorkeep.io.directory import Directory
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     path = tmp_path / "saved"
-    holdfast.save({"w": torch.ones(3)}, path, metadata={"tags": ["first"]})
+    tensorkeep.save({"w": torch.ones(3)}, path, metadata={"tags": ["first"]})
     return path
 
 
@@ -57,9 +57,9 @@ def test_a_manifest_that_breaks_a_rule_is_refused_each_time_and_where_it_lies(sa
 
 
 def test_what_a_caller_does_to_metadata_is_not_seen_by_the_next_one(saved: Path) -> None:
-    with holdfast.open(saved) as checkpoint:
+    with tensorkeep.open(saved) as checkpoint:
         checkpoint.metadata["tags"].append("mine")
-    with holdfast.open(saved) as checkpoint:
+    with tensorkeep.open(saved) as checkpoint:
         assert checkpoint.metadata == {"tags": ["first"]}
 
 
@@ -76,9 +76,9 @@ def test_metadata_of_any_depth_that_is_saved_is_loaded(tmp_path: Path, depth: in
     for _ in range(depth):
         nested = [nested]
     try:
-        holdfast.save({"w": torch.ones(3)}, tmp_path / "deep", metadata={"x": nested})
-    except holdfast.UsageError:
+        tensorkeep.save({"w": torch.ones(3)}, tmp_path / "deep", metadata={"x": nested})
+    except tensorkeep.UsageError:
         assert not (tmp_path / "deep").exists()
         return
-    with holdfast.open(tmp_path / "deep") as checkpoint:
+    with tensorkeep.open(tmp_path / "deep") as checkpoint:
         assert checkpoint.metadata == {"x": nested}

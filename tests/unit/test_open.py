@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast.testing.equality import same
+import tensorkeep
+from tensorkeep.testing.equality import same
 
 WHOLE = torch.arange(7 * 300 * 2, dtype=torch.float32).reshape(7, 300, 2)
 INDEXES: list[Any] = [
@@ -48,30 +48,30 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         # Three blocks, the last of them short.
         "big": torch.arange(9 * 2**20, dtype=torch.int32).reshape(9, -1),
     }
-    holdfast.save(state, place, compression=request.param, metadata={"run": 7})
+    tensorkeep.save(state, place, compression=request.param, metadata={"run": 7})
     return place
 
 
 @pytest.mark.parametrize("index", INDEXES, ids=str)
 def test_indexing(path: Path, index: Any) -> None:
-    with holdfast.open(path) as ckpt:
+    with tensorkeep.open(path) as ckpt:
         assert same(ckpt["w"][index].clone(), WHOLE[index].clone())
 
 
 @pytest.mark.parametrize("index", [slice(None, None, -1), slice(5, 1, -2), -2, (slice(6, 2, -1), 3)], ids=str)
 def test_numpy_indexing(path: Path, index: Any) -> None:
-    with holdfast.open(path) as ckpt:
+    with tensorkeep.open(path) as ckpt:
         assert np.array_equal(ckpt["a"][index], WHOLE.numpy().astype(np.float64)[index])
 
 
 @pytest.mark.parametrize("index", [7, -8, (0, 300)])
 def test_out_of_range(path: Path, index: Any) -> None:
-    with holdfast.open(path) as ckpt, pytest.raises(IndexError):
+    with tensorkeep.open(path) as ckpt, pytest.raises(IndexError):
         ckpt["w"][index]
 
 
 def test_mapping(path: Path) -> None:
-    with holdfast.open(path) as ckpt:
+    with tensorkeep.open(path) as ckpt:
         assert list(ckpt) == ["w", "view", "a", "s", "e", "big"]
         assert ckpt.metadata == {"run": 7}
         assert ckpt.nbytes == 3 * WHOLE.nbytes + 4 + 9 * 2**22
@@ -87,7 +87,7 @@ def test_mapping(path: Path) -> None:
 
 
 def test_a_slice_reads_only_its_blocks(path: Path) -> None:
-    with holdfast.open(path) as ckpt:
+    with tensorkeep.open(path) as ckpt:
         read = []
         real = ckpt._reader.read
         ckpt._reader.read = lambda name, start, stop, out: (read.append((start, stop)), real(name, start, stop, out))
@@ -97,26 +97,26 @@ def test_a_slice_reads_only_its_blocks(path: Path) -> None:
 
 
 def test_load_into_a_given_tensor(path: Path) -> None:
-    with holdfast.open(path) as ckpt:
+    with tensorkeep.open(path) as ckpt:
         out = torch.zeros(2, 300, 7).permute(2, 1, 0)
         assert ckpt["w"].load(out=out) is out
         assert torch.equal(out, WHOLE)
-        with pytest.raises(holdfast.UsageError, match="float32"):
+        with pytest.raises(tensorkeep.UsageError, match="float32"):
             ckpt["w"].load(out=torch.zeros(7, 300, 2, dtype=torch.float64))
 
 
 def test_a_replaced_checkpoint_is_read_as_it_was(tmp_path: Path) -> None:
-    holdfast.save({"w": torch.zeros(10)}, tmp_path / "c")
-    with holdfast.open(tmp_path / "c") as ckpt:
-        holdfast.save({"w": torch.ones(20)}, tmp_path / "c", overwrite=True)
+    tensorkeep.save({"w": torch.zeros(10)}, tmp_path / "c")
+    with tensorkeep.open(tmp_path / "c") as ckpt:
+        tensorkeep.save({"w": torch.ones(20)}, tmp_path / "c", overwrite=True)
         assert torch.equal(ckpt["w"].load(), torch.zeros(10))
-    assert torch.equal(holdfast.load(tmp_path / "c")["w"], torch.ones(20))
+    assert torch.equal(tensorkeep.load(tmp_path / "c")["w"], torch.ones(20))
 
 
 def test_views_load_into_a_given_tensor(tmp_path: Path) -> None:
     w = torch.arange(12.0).reshape(3, 4)
-    holdfast.save({"w": w, "tied": w, "row": w[1], "t": w.T}, tmp_path / "c")
-    with holdfast.open(tmp_path / "c") as ckpt:
+    tensorkeep.save({"w": w, "tied": w, "row": w[1], "t": w.T}, tmp_path / "c")
+    with tensorkeep.open(tmp_path / "c") as ckpt:
         for name, expected in {"tied": w, "row": w[1], "t": w.T}.items():
             out = torch.zeros(expected.shape)
             assert ckpt[name].load(out=out) is out
@@ -127,20 +127,20 @@ def test_views_load_into_a_given_tensor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", ["native", "torch", "safetensors"])
 def test_after_close(tmp_path: Path, format: str) -> None:
-    holdfast.save({"w": torch.ones(3)}, tmp_path / "c", format=format)
-    with holdfast.open(tmp_path / "c") as ckpt:
+    tensorkeep.save({"w": torch.ones(3)}, tmp_path / "c", format=format)
+    with tensorkeep.open(tmp_path / "c") as ckpt:
         lazy = ckpt["w"]
     ckpt.close()
     for read in (lazy.load, lambda: lazy[0], lambda: lazy.load(out=torch.zeros(3)), ckpt.load, ckpt.verify):
-        with pytest.raises(holdfast.UsageError, match="is closed"):
+        with pytest.raises(tensorkeep.UsageError, match="is closed"):
             read()
 
 
 def test_load_and_verify_read_what_was_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    holdfast.save({"w": torch.zeros(10)}, "c")
-    with holdfast.open("c") as ckpt:
-        holdfast.save({"w": torch.ones(20)}, "c", overwrite=True)
+    tensorkeep.save({"w": torch.zeros(10)}, "c")
+    with tensorkeep.open("c") as ckpt:
+        tensorkeep.save({"w": torch.ones(20)}, "c", overwrite=True)
         (tmp_path / "elsewhere").mkdir()
         monkeypatch.chdir(tmp_path / "elsewhere")
         assert torch.equal(ckpt.load()["w"], torch.zeros(10))
@@ -150,12 +150,12 @@ def test_load_and_verify_read_what_was_opened(tmp_path: Path, monkeypatch: pytes
 
 
 def test_what_is_not_checked_is_not_called_verified(path: Path) -> None:
-    with holdfast.open(path, verify=False) as ckpt, pytest.raises(holdfast.UsageError, match="verify=False"):
+    with tensorkeep.open(path, verify=False) as ckpt, pytest.raises(tensorkeep.UsageError, match="verify=False"):
         ckpt.verify()
 
 
 def test_reading_stays_within_the_budget(path: Path) -> None:
-    with holdfast.open(path, memory_budget="64MiB") as ckpt:
+    with tensorkeep.open(path, memory_budget="64MiB") as ckpt:
         out = torch.zeros(2**20, 9, dtype=torch.int32).T
         ckpt["big"].load(out=out)
         assert 0 < ckpt._settings.pool.peak_bytes <= 64 * 2**20

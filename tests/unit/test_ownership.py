@@ -12,10 +12,10 @@ from unittest import mock
 import pytest
 import torch
 
-from holdfast import BusyError, CheckpointManager
-from holdfast.io import ownership
-from holdfast.io.ownership import Ownership
-from holdfast.testing import faults
+from tensorkeep import BusyError, CheckpointManager
+from tensorkeep.io import ownership
+from tensorkeep.io.ownership import Ownership
+from tensorkeep.testing import faults
 
 
 def test_an_owner_that_is_dropped_lets_go(tmp_path: Path) -> None:

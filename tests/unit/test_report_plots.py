@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.report.html import report_page, themed
-from holdfast.report.plots import draw_plots, wanted
-from holdfast.report.plots.drawing import PALETTE, Plot, drawn, log_ticks, shown_arms
-from holdfast.report.results import read_results
+from tensorkeep.report.html import report_page, themed
+from tensorkeep.report.plots import draw_plots, wanted
+from tensorkeep.report.plots.drawing import PALETTE, Plot, drawn, log_ticks, shown_arms
+from tensorkeep.report.results import read_results
 
 _spec = importlib.util.spec_from_file_location("report_documents", Path(__file__).parent / "report_documents.py")
 assert _spec is not None and _spec.loader is not None
@@ -78,7 +78,7 @@ def test_six_arms_get_four_and_six_panels(draw: Draw) -> None:
 
 def test_the_forest_shows_gains_and_noise(draw: Draw) -> None:
     document = documents.document(documents.PEERS)
-    gain = document["summary"]["arms"]["holdfast"]["save"]["gain"]
+    gain = document["summary"]["arms"]["tensorkeep"]["save"]["gain"]
     found = words(draw(document, "gains")["gains"])
     assert f"{gain:.2f}x" in found
     assert "noise: the baseline against itself" in found

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from holdfast import errors
-from holdfast.report import results as module
-from holdfast.report.html import report_page
-from holdfast.report.results import read_results
+from tensorkeep import errors
+from tensorkeep.report import results as module
+from tensorkeep.report.html import report_page
+from tensorkeep.report.results import read_results
 
 _spec = importlib.util.spec_from_file_location("report_documents", Path(__file__).parent / "report_documents.py")
 assert _spec is not None and _spec.loader is not None
@@ -53,18 +53,20 @@ def test_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("content", "error", "said"),
     [
         (b"", errors.CorruptCheckpointError, "no valid results file"),
-        (b'{"kind": "holdfast-results", "sch', errors.CorruptCheckpointError, "no valid results file"),
+        (b'{"kind": "tensorkeep-results", "sch', errors.CorruptCheckpointError, "no valid results file"),
         (b"\xff\xfe", errors.CorruptCheckpointError, "no valid results file"),
         (b"[" * 200_000, errors.CorruptCheckpointError, "no valid results file"),
-        (b'{"kind": "holdfast-results", "x": ' + b"[" * 200_000, errors.CorruptCheckpointError, "nested too deeply"),
-        (b"{}", errors.UsageError, "no results file of Holdfast"),
-        (b'{"kind": "something", "schema": 1}', errors.UsageError, "no results file of Holdfast"),
-        (b'{"kind": "holdfast-results", "schema": 2}', errors.UnsupportedError, "has schema 2"),
-        (b'{"kind": "holdfast-results"}', errors.UnsupportedError, "schema"),
-        (b'{"kind": "holdfast-results", "schema": 1}', errors.CorruptCheckpointError, "experiment"),
+        (b'{"kind": "tensorkeep-results", "x": ' + b"[" * 200_000, errors.CorruptCheckpointError, "nested too deeply"),
+        (b"{}", errors.UsageError, "no results file of Tensorkeep"),
+        (b'{"kind": "something", "schema": 1}', errors.UsageError, "no results file of Tensorkeep"),
+        (b'{"kind": "tensorkeep-results", "schema": 2}', errors.UnsupportedError, "has schema 2"),
+        (b'{"kind": "tensorkeep-results"}', errors.UnsupportedError, "schema"),
+        (b'{"kind": "tensorkeep-results", "schema": 1}', errors.CorruptCheckpointError, "experiment"),
     ],
 )
-def test_other_files_are_refused(content: bytes, error: type[errors.HoldfastError], said: str, tmp_path: Path) -> None:
+def test_other_files_are_refused(
+    content: bytes, error: type[errors.TensorkeepError], said: str, tmp_path: Path
+) -> None:
     (tmp_path / "results.json").write_bytes(content)
     with pytest.raises(error, match=said) as caught:
         read_results(tmp_path)
@@ -147,8 +149,8 @@ def test_no_number_is_infinite(number: str, tmp_path: Path) -> None:
     ],
 )
 def test_what_may_be_missing_may_be_missing(changes: list[Callable[[dict[str, Any]], None]], tmp_path: Path) -> None:
-    from holdfast.cli.report import print_tables
-    from holdfast.report.plots import draw_plots
+    from tensorkeep.cli.report import print_tables
+    from tensorkeep.report.plots import draw_plots
 
     document = documents.document(documents.THREE_WAY, runs=2)
     for change in changes:

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.report import design_tables, origin_tables, tables, wording
-from holdfast.report.csv_files import samples_csv, summary_csv
-from holdfast.report.document import Results
-from holdfast.report.headline import completeness, headlines
-from holdfast.report.results import read_results
+from tensorkeep.report import design_tables, origin_tables, tables, wording
+from tensorkeep.report.csv_files import samples_csv, summary_csv
+from tensorkeep.report.document import Results
+from tensorkeep.report.headline import completeness, headlines
+from tensorkeep.report.results import read_results
 
 _spec = importlib.util.spec_from_file_location("report_documents", Path(__file__).parent / "report_documents.py")
 assert _spec is not None and _spec.loader is not None
@@ -85,9 +85,9 @@ def test_small_states_get_more_decimals(tmp_path: Path) -> None:
 def test_means_of_the_samples_are_those_of_the_summary(tmp_path: Path) -> None:
     document = documents.document(documents.PEERS)
     sheet = tables.verdict_table(read(document, tmp_path), read(document, tmp_path).primary()[0])
-    holdfast = next(row for row in sheet.rows if row[0].text == "holdfast")
-    assert holdfast[2].order == pytest.approx(document["summary"]["arms"]["holdfast"]["save"]["median"])
-    assert holdfast[3].order == pytest.approx(document["summary"]["arms"]["holdfast"]["save"]["mean"])
+    tensorkeep = next(row for row in sheet.rows if row[0].text == "tensorkeep")
+    assert tensorkeep[2].order == pytest.approx(document["summary"]["arms"]["tensorkeep"]["save"]["median"])
+    assert tensorkeep[3].order == pytest.approx(document["summary"]["arms"]["tensorkeep"]["save"]["mean"])
 
 
 def test_arms_on_a_smaller_state_are_compared_per_byte(tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.bench import training_cell as cell
-from holdfast.bench.summary import summarise
-from holdfast.bench.training_workload import WORKLOAD
-from holdfast.report.document import Results
-from holdfast.report.panels import compared
-from holdfast.report.plots import pareto
-from holdfast.report.tables import noise_lines
+from tensorkeep.bench import training_cell as cell
+from tensorkeep.bench.summary import summarise
+from tensorkeep.bench.training_workload import WORKLOAD
+from tensorkeep.report.document import Results
+from tensorkeep.report.panels import compared
+from tensorkeep.report.plots import pareto
+from tensorkeep.report.tables import noise_lines
 
 
 def test_more_tokens_in_a_second_are_better() -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import errors
-from holdfast.cli import report as command
-from holdfast.cli.output import Output
-from holdfast.report import write as module
-from holdfast.report.write import write_report
+from tensorkeep import errors
+from tensorkeep.cli import report as command
+from tensorkeep.cli.output import Output
+from tensorkeep.report import write as module
+from tensorkeep.report.write import write_report
 
 _spec = importlib.util.spec_from_file_location("report_documents", Path(__file__).parent / "report_documents.py")
 assert _spec is not None and _spec.loader is not None
@@ -114,7 +114,7 @@ def test_missing_packages_are_named(plain: Path, monkeypatch: pytest.MonkeyPatch
             patched.setitem(sys.modules, package, None)
             with pytest.raises(errors.MissingExtraError, match=package) as caught:
                 module.write_report(plain, plain / "report.html")
-            assert caught.value.remedy == "pip install 'holdfast[bench]'"
+            assert caught.value.remedy == "pip install 'tensorkeep[bench]'"
 
 
 def test_the_page_asks_for_nothing_and_holds_every_command(run: Path) -> None:
@@ -126,7 +126,7 @@ def test_the_page_asks_for_nothing_and_holds_every_command(run: Path) -> None:
     assert "&#34;runs&#34;: 2" in page  # the experiment as JSON
     for cell in json.loads((run / "results.json").read_text())["cells"]:
         if cell["arm"] != "pytorch (again)":
-            assert f"holdfast bench cell --arm {cell['arm']} --block {cell['block']}" in page
+            assert f"tensorkeep bench cell --arm {cell['arm']} --block {cell['block']}" in page
 
 
 def test_claims_are_printed_one_below_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-import holdfast
-from holdfast import CheckpointManager, RandomState
-from holdfast.checkpoint.restore import restore_state
-from holdfast.checkpoint.stateful import expand
-from holdfast.testing.equality import same
+import tensorkeep
+from tensorkeep import CheckpointManager, RandomState
+from tensorkeep.checkpoint.restore import restore_state
+from tensorkeep.checkpoint.stateful import expand
+from tensorkeep.testing.equality import same
 
 
 def saved(state: Any, path: Path) -> Path:
-    holdfast.save(expand(state), path / "saved")
+    tensorkeep.save(expand(state), path / "saved")
     return path / "saved"
 
 
@@ -28,10 +28,10 @@ def restore(path: Path, into: Any, **options: Any) -> Any:
     return restore_state(path, into=into, **{"device": None, "threads": None, "progress": None, **options})
 
 
-def refusal(path: Path, into: Any, model: nn.Module, **options: Any) -> holdfast.StateMismatchError:
+def refusal(path: Path, into: Any, model: nn.Module, **options: Any) -> tensorkeep.StateMismatchError:
     """Return the error, once it is certain that the model is what it was."""
     before = [tensor.clone() for tensor in model.state_dict().values()]
-    with pytest.raises(holdfast.StateMismatchError, match="nothing was touched") as raised:
+    with pytest.raises(tensorkeep.StateMismatchError, match="nothing was touched") as raised:
         restore(path, into, **options)
     assert same(list(model.state_dict().values()), before)
     return raised.value
@@ -131,7 +131,7 @@ def test_an_object_that_refuses_last_is_told_apart(tmp_path: Path) -> None:
             raise ValueError("never")
 
     path = saved({"model": linear(1), "average": Average(3)}, tmp_path)
-    with pytest.raises(holdfast.StateMismatchError, match="never; the tensors of the state are overwritten already"):
+    with pytest.raises(tensorkeep.StateMismatchError, match="never; the tensors of the state are overwritten already"):
         restore(path, {"model": linear(0), "average": Late(3)})
 
 
@@ -154,7 +154,7 @@ def test_random_states_of_other_devices_are_refused_first_and_can_be_left_out(tm
 
 
 def test_random_states_that_are_set_by_hand_are_checked_too() -> None:
-    with pytest.raises(holdfast.UnsupportedError, match="CUDA devices"):
+    with pytest.raises(tensorkeep.UnsupportedError, match="CUDA devices"):
         RandomState().load_state_dict(OtherDevices().state_dict())
 
 
@@ -262,7 +262,7 @@ def test_a_tensor_where_a_plain_value_was_saved_is_named(tmp_path: Path) -> None
 Pair = namedtuple("Pair", ["model", "average"])
 
 
-@holdfast.register
+@tensorkeep.register
 @dataclass(frozen=True)
 class Run:
     model: Any
@@ -334,12 +334,12 @@ def test_an_object_that_contains_itself_is_refused(tmp_path: Path) -> None:
         def state_dict(self) -> dict[str, Any]:
             return {"self": self}
 
-    with pytest.raises(holdfast.UnsupportedLeafError, match="nested deeper than 128 levels"):
+    with pytest.raises(tensorkeep.UnsupportedLeafError, match="nested deeper than 128 levels"):
         expand({"endless": Endless(1)})
 
 
 def test_a_class_is_no_object(tmp_path: Path) -> None:
-    with pytest.raises(holdfast.UnsupportedLeafError, match="a value of type type cannot be saved"):
+    with pytest.raises(tensorkeep.UnsupportedLeafError, match="a value of type type cannot be saved"):
         saved({"model": nn.Linear}, tmp_path)
 
 
@@ -480,7 +480,7 @@ def test_some_tensors_of_a_module_can_be_selected_but_not_of_another_object(tmp_
     restore(path, {"model": model, "average": Average(3)}, select="model.bias")
     assert not model.weight.any()
     assert bool((model.bias == 1).all())
-    with pytest.raises(holdfast.UsageError, match="only some tensors of the Average at 'average' are selected"):
+    with pytest.raises(tensorkeep.UsageError, match="only some tensors of the Average at 'average' are selected"):
         restore(path, {"model": model, "average": Average(3)}, select="average.w")
 
 
@@ -532,7 +532,7 @@ def test_a_step_that_was_begun_before_it_was_found_damaged_leaves_nothing_behind
     content[-5] ^= 1
     file.write_bytes(content)
     into = training(3, 1 if used else 0)
-    with pytest.raises(holdfast.CorruptCheckpointError):
+    with pytest.raises(tensorkeep.CorruptCheckpointError):
         restore(tmp_path / "step-000002", into)
     assert into["scheduler"].last_epoch == 5, "it found the damage before it began"
     with pytest.warns(UserWarning, match="step-000002 is passed over"):

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-import holdfast
-from holdfast.checkpoint.restore import restore_state
-from holdfast.checkpoint.stateful import expand
-from holdfast.testing.equality import same
+import tensorkeep
+from tensorkeep.checkpoint.restore import restore_state
+from tensorkeep.checkpoint.stateful import expand
+from tensorkeep.testing.equality import same
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -67,7 +67,7 @@ def train(state: dict[str, Any], steps: int) -> None:
 
 
 def saved(state: Any, path: Path) -> Path:
-    holdfast.save(expand(state), path)
+    tensorkeep.save(expand(state), path)
     return path
 
 
@@ -97,7 +97,7 @@ def test_every_optimizer_of_torch_is_among_them() -> None:
 def refusal(path: Path, into: Any) -> str:
     before = {key: [tensor.clone() for tensor in into[key].state_dict().values()] for key in into if key != "optimizer"}
     states = len(into["optimizer"].state)
-    with pytest.raises(holdfast.StateMismatchError, match="nothing was touched") as raised:
+    with pytest.raises(tensorkeep.StateMismatchError, match="nothing was touched") as raised:
         restore(path, into)
     assert all(same(list(into[key].state_dict().values()), tensors) for key, tensors in before.items())
     assert len(into["optimizer"].state) == states

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast import (
+from tensorkeep import (
     EverySteps,
     EveryTime,
     KeepBest,
@@ -24,7 +24,7 @@ from holdfast import (
     Step,
     UsageError,
 )
-from holdfast.checkpoint.retention import Keep, KeepAll, keep_rule, run_times, to_delete
+from tensorkeep.checkpoint.retention import Keep, KeepAll, keep_rule, run_times, to_delete
 
 
 def step(number: int, saved_at: float = 0.0, metrics: Mapping[str, float] | None = None) -> Step:

@@ -12,20 +12,20 @@ import safetensors.torch
 import torch
 from safetensors import safe_open
 
-from holdfast.errors import (
+from tensorkeep.errors import (
     CorruptCheckpointError,
     DestinationExistsError,
     NotACheckpointError,
     UnsupportedError,
     UsageError,
 )
-from holdfast.formats import native
-from holdfast.formats.base import OpenSettings, WriteSettings
-from holdfast.formats.safetensors_file import FORMAT
-from holdfast.state.dtypes import BY_SAFETENSORS
-from holdfast.state.tree import flatten
-from holdfast.testing.equality import difference, leaf_bytes, same
-from holdfast.testing.format_states import load, noise, training_state
+from tensorkeep.formats import native
+from tensorkeep.formats.base import OpenSettings, WriteSettings
+from tensorkeep.formats.safetensors_file import FORMAT
+from tensorkeep.state.dtypes import BY_SAFETENSORS
+from tensorkeep.state.tree import flatten
+from tensorkeep.testing.equality import difference, leaf_bytes, same
+from tensorkeep.testing.format_states import load, noise, training_state
 
 KNOWN = [dtype.name for dtype in BY_SAFETENSORS.values()]
 
@@ -243,7 +243,7 @@ class TestSettings:
         with pytest.raises(UsageError):
             save({}, tmp_path / "x", options={"shard_bytes": size})
 
-    @pytest.mark.parametrize("metadata", [{"a": 1}, {"a": {"b": "c"}}, {"a": None}, {"holdfast": "x"}])
+    @pytest.mark.parametrize("metadata", [{"a": 1}, {"a": {"b": "c"}}, {"a": None}, {"tensorkeep": "x"}])
     def test_metadata_is_strings(self, tmp_path: Path, metadata: dict[str, Any]) -> None:
         with pytest.raises(UnsupportedError):
             save({}, tmp_path / "x.safetensors", metadata=metadata)

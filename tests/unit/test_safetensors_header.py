@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from holdfast.errors import CorruptCheckpointError, UnsupportedError
-from holdfast.formats import safetensors_header
-from holdfast.formats.safetensors_header import Header, TensorRecord
-from holdfast.io.source_file import SourceFile
+from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
+from tensorkeep.formats import safetensors_header
+from tensorkeep.formats.safetensors_header import Header, TensorRecord
+from tensorkeep.io.source_file import SourceFile
 
 
 def write(path: Path, header: bytes | dict[str, Any], data: bytes = b"", length: int | None = None) -> Path:

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.errors import CorruptCheckpointError, HoldfastError, UnsupportedError
-from holdfast.formats.base import OpenSettings, WriteSettings
-from holdfast.formats.safetensors_file import FORMAT
-from holdfast.io.source_file import SourceFile
-from holdfast.state.tree import flatten
-from holdfast.testing.equality import leaf_bytes
-from holdfast.testing.format_states import load, noise, training_state
+from tensorkeep.errors import CorruptCheckpointError, TensorkeepError, UnsupportedError
+from tensorkeep.formats.base import OpenSettings, WriteSettings
+from tensorkeep.formats.safetensors_file import FORMAT
+from tensorkeep.io.source_file import SourceFile
+from tensorkeep.state.tree import flatten
+from tensorkeep.testing.equality import leaf_bytes
+from tensorkeep.testing.format_states import load, noise, training_state
 
 
 def save(state: Any, path: Path, **settings: Any) -> None:
@@ -57,7 +57,7 @@ def changed(base: dict[str, Any], *path: Any, to: Any) -> dict[str, Any]:
 class TestHostileNotes:
     def write(self, path: Path, note: Any, tag: str = "U8", shape: Any = (24,)) -> Path:
         text = note if isinstance(note, str) else json.dumps(note)
-        header = {"__metadata__": {"holdfast": text}, "w": {"dtype": tag, "shape": shape, "data_offsets": [0, 24]}}
+        header = {"__metadata__": {"tensorkeep": text}, "w": {"dtype": tag, "shape": shape, "data_offsets": [0, 24]}}
         return raw(path / "x.safetensors", header, bytes(range(24)))
 
     def test_the_honest_ones_are_read(self, tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_random_bytes_raise_nothing_but_our_errors(tmp_path: Path) -> None:
         (tmp_path / "x.safetensors").write_bytes(damaged)
         try:
             read(tmp_path / "x.safetensors")
-        except HoldfastError:
+        except TensorkeepError:
             refused += 1
     # Most damage is met, so that this walks through the checks and not past them.
     assert refused > 150

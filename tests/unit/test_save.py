@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast.state.tree import flatten
-from holdfast.testing.equality import same
+import tensorkeep
+from tensorkeep.state.tree import flatten
+from tensorkeep.testing.equality import same
 
 
 def test_the_report(tmp_path: Path) -> None:
-    report = holdfast.save({"w": torch.zeros(10_000)}, tmp_path / "deep" / "er" / "ckpt", compression="lossless")
+    report = tensorkeep.save({"w": torch.zeros(10_000)}, tmp_path / "deep" / "er" / "ckpt", compression="lossless")
     stored = sum(file.stat().st_size for file in (tmp_path / "deep" / "er" / "ckpt").iterdir())
     assert report.stored_bytes == stored < 40_000 == report.state_bytes
     assert report.path == str(tmp_path / "deep" / "er" / "ckpt")
@@ -40,8 +40,8 @@ def test_the_report(tmp_path: Path) -> None:
     ids=["function", "object", "sparse", "meta", "object array", "module"],
 )
 def test_what_cannot_be_saved_is_named_before_a_byte_is_written(tmp_path: Path, state: Any, key: str) -> None:
-    with pytest.raises(holdfast.UnsupportedLeafError) as caught:
-        holdfast.save({"fine": torch.ones(3), **state}, tmp_path / "folder" / "ckpt")
+    with pytest.raises(tensorkeep.UnsupportedLeafError) as caught:
+        tensorkeep.save({"fine": torch.ones(3), **state}, tmp_path / "folder" / "ckpt")
     assert caught.value.name == key
     assert caught.value.remedy
     assert not (tmp_path / "folder").exists()
@@ -63,15 +63,15 @@ def test_what_cannot_be_saved_is_named_before_a_byte_is_written(tmp_path: Path, 
     ids=str,
 )
 def test_wrong_calls(tmp_path: Path, options: Any, said: str) -> None:
-    with pytest.raises(holdfast.UsageError, match=said) as caught:
-        holdfast.save({"w": torch.ones(3)}, tmp_path / "ckpt", **options)
+    with pytest.raises(tensorkeep.UsageError, match=said) as caught:
+        tensorkeep.save({"w": torch.ones(3)}, tmp_path / "ckpt", **options)
     assert caught.value.remedy
     assert not (tmp_path / "ckpt").exists()
 
 
 def test_an_unknown_format_names_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(holdfast.UnsupportedError, match="did you mean 'safetensors'"):
-        holdfast.save({}, tmp_path / "ckpt", format="safetensor")
+    with pytest.raises(tensorkeep.UnsupportedError, match="did you mean 'safetensors'"):
+        tensorkeep.save({}, tmp_path / "ckpt", format="safetensor")
 
 
 @pytest.mark.parametrize("compression", ["none", "lossless"])
@@ -79,9 +79,9 @@ def test_an_unknown_format_names_the_nearest(tmp_path: Path) -> None:
     "state", [{}, {"n": 1}, [], torch.ones(3), {"e": torch.empty(0)}, [torch.zeros(2), None]], ids=str
 )
 def test_odd_states(tmp_path: Path, state: Any, compression: str) -> None:
-    holdfast.save(state, tmp_path / "ckpt", compression=compression)
-    assert holdfast.verify(tmp_path / "ckpt").ok
-    assert same(holdfast.load(tmp_path / "ckpt"), state)
+    tensorkeep.save(state, tmp_path / "ckpt", compression=compression)
+    assert tensorkeep.verify(tmp_path / "ckpt").ok
+    assert same(tensorkeep.load(tmp_path / "ckpt"), state)
 
 
 def test_parts_and_shards_become_files(tmp_path: Path) -> None:
@@ -91,11 +91,11 @@ def test_parts_and_shards_become_files(tmp_path: Path) -> None:
         "MODEL": {"x": torch.ones(2)},
         "loose": torch.ones(3),
     }
-    holdfast.save(state, tmp_path / "ckpt", shard_bytes="500")
+    tensorkeep.save(state, tmp_path / "ckpt", shard_bytes="500")
     names = sorted(file.name for file in (tmp_path / "ckpt").iterdir())
     assert "%2E%2E%2Fevil.safetensors" in names
     assert len([name for name in names if name.startswith("model-") and "-of-00002" in name]) == 2
-    assert same(holdfast.load(tmp_path / "ckpt"), state)
+    assert same(tensorkeep.load(tmp_path / "ckpt"), state)
 
 
 def test_many_small_tensors_share_pages(tmp_path: Path) -> None:
@@ -106,13 +106,13 @@ def test_many_small_tensors_share_pages(tmp_path: Path) -> None:
     }
     state["big"] = torch.randint(0, 255, (40 * 1024**2 + 1,), dtype=torch.uint8, generator=generator)
     for compression in ("none", "lossless"):
-        holdfast.save(state, tmp_path / compression, compression=compression)
-        assert same(holdfast.load(tmp_path / compression), state)
+        tensorkeep.save(state, tmp_path / compression, compression=compression)
+        assert same(tensorkeep.load(tmp_path / compression), state)
 
 
 def test_lossless_never_ends_larger_than_raw_and_its_headers(tmp_path: Path) -> None:
     noise = torch.randint(0, 255, (40 * 1024**2,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    report = holdfast.save({"w": noise}, tmp_path / "ckpt", compression="lossless")
+    report = tensorkeep.save({"w": noise}, tmp_path / "ckpt", compression="lossless")
     assert report.stored_bytes < noise.nbytes + 16 * 1024
     # What does not shrink is stored as it is, for other tools to read.
     from safetensors.torch import load_file
@@ -125,22 +125,22 @@ def test_lossless_never_ends_larger_than_raw_and_its_headers(tmp_path: Path) -> 
     [("m.safetensors", "safetensors"), ("m.pt", "torch"), ("m.PTH", "torch"), ("m", "native"), ("step-1.5", "native")],
 )
 def test_the_suffix_decides_the_format(tmp_path: Path, name: str, format: str) -> None:
-    report = holdfast.save({"w": torch.ones(3)}, tmp_path / name)
+    report = tensorkeep.save({"w": torch.ones(3)}, tmp_path / name)
     assert report.format == format
     assert (tmp_path / name).is_dir() == (format == "native")
-    assert same(holdfast.load(tmp_path / name), {"w": torch.ones(3)})
-    assert holdfast.save({"w": torch.ones(3)}, tmp_path / "x.pt", format="native").format == "native"
+    assert same(tensorkeep.load(tmp_path / name), {"w": torch.ones(3)})
+    assert tensorkeep.save({"w": torch.ones(3)}, tmp_path / "x.pt", format="native").format == "native"
 
 
 def test_the_time_counts_from_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from holdfast.checkpoint import save as module
+    from tensorkeep.checkpoint import save as module
 
     def slow(state: object) -> Any:
         time.sleep(0.2)
         return flatten(state)
 
     monkeypatch.setattr(module, "flatten", slow)
-    report = holdfast.save({"w": torch.ones(3)}, tmp_path / "c", memory_budget="64MiB")
+    report = tensorkeep.save({"w": torch.ones(3)}, tmp_path / "c", memory_budget="64MiB")
     assert report.seconds >= report.stall_seconds >= 0.2
 
 
@@ -148,7 +148,7 @@ def test_a_schedulers_state(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     state = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5, 5]).state_dict()
     assert type(state["milestones"]) is Counter
-    holdfast.save(state, tmp_path / "c")
-    assert same(holdfast.load(tmp_path / "c"), state)
+    tensorkeep.save(state, tmp_path / "c")
+    assert same(tensorkeep.load(tmp_path / "c"), state)
     torch.save(state, tmp_path / "s.pt")
-    assert same(holdfast.load(tmp_path / "s.pt"), state)
+    assert same(tensorkeep.load(tmp_path / "s.pt"), state)

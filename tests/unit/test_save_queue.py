@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast import CheckpointManager, KeepBest
-from holdfast.checkpoint import pending, queue
-from holdfast.checkpoint.queue import SaveQueue
-from holdfast.checkpoint.save_memory import SaveMemory
-from holdfast.state.leaf import Leaf
-from holdfast.testing.equality import same
+import tensorkeep
+from tensorkeep import CheckpointManager, KeepBest
+from tensorkeep.checkpoint import pending, queue
+from tensorkeep.checkpoint.queue import SaveQueue
+from tensorkeep.checkpoint.save_memory import SaveMemory
+from tensorkeep.state.leaf import Leaf
+from tensorkeep.testing.equality import same
 
 MIB = 1024**2
 
@@ -48,13 +48,13 @@ def gathered(value: int = 0) -> dict[str, torch.Tensor]:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Hold every save before it becomes visible, until the event is set."""
     event = threading.Event()
-    real = holdfast.io.commit.Commit.publish
+    real = tensorkeep.io.commit.Commit.publish
 
     def publish(commit: Any) -> None:
         event.wait(30)
         real(commit)
 
-    monkeypatch.setattr("holdfast.io.commit.Commit.publish", publish)
+    monkeypatch.setattr("tensorkeep.io.commit.Commit.publish", publish)
     yield event
     event.set()
 
@@ -80,11 +80,11 @@ def fail() -> None:
 
 @pytest.mark.parametrize("name", ["x.safetensors", "x.pt"])
 def test_buffers_of_another_layout_do_not_use_up_the_budget(tmp_path: Path, name: str) -> None:
-    holdfast.save({"w": zeros(120)}, tmp_path / "first")
-    holdfast.load(tmp_path / "first")  # leaves large buffers behind for the next call
+    tensorkeep.save({"w": zeros(120)}, tmp_path / "first")
+    tensorkeep.load(tmp_path / "first")  # leaves large buffers behind for the next call
     state = many(9, 12)
-    holdfast.save_async(state, tmp_path / name).wait()
-    assert same(holdfast.load(tmp_path / name), state)
+    tensorkeep.save_async(state, tmp_path / name).wait()
+    assert same(tensorkeep.load(tmp_path / name), state)
 
 
 def test_a_kept_pool_holds_a_state_of_another_layout(tmp_path: Path, gate: threading.Event) -> None:
@@ -143,7 +143,7 @@ def test_a_save_that_is_refused_replaces_nothing(tmp_path: Path, gate: threading
     manager = CheckpointManager(tmp_path, when_busy="replace")
     manager.save(1, {"w": zeros(1)})
     queued = manager.save(2, {"w": zeros(1)})
-    with pytest.raises(holdfast.UnsupportedLeafError):
+    with pytest.raises(tensorkeep.UnsupportedLeafError):
         manager.save(3, {"w": object()})
     gate.set()
     manager.close()
@@ -152,15 +152,15 @@ def test_a_save_that_is_refused_replaces_nothing(tmp_path: Path, gate: threading
 
 
 INTERRUPTED_START = """
-import sys, threading, torch, holdfast
+import sys, threading, torch, tensorkeep
 real = threading.Thread.start
 def start(thread):
     real(thread)
-    if thread.name == "holdfast-save":
+    if thread.name == "tensorkeep-save":
         raise KeyboardInterrupt
 threading.Thread.start = start
 try:
-    holdfast.save_async({"w": torch.zeros(5_000_000)}, sys.argv[1])
+    tensorkeep.save_async({"w": torch.zeros(5_000_000)}, sys.argv[1])
 except KeyboardInterrupt:
     print("interrupted")
 """
@@ -179,7 +179,7 @@ def test_no_thread_to_be_had_is_heard_and_leaves_nothing(tmp_path: Path, monkeyp
 
     manager = CheckpointManager(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr("holdfast.checkpoint.pending.PATIENCE", 0.1)
+        patched.setattr("tensorkeep.checkpoint.pending.PATIENCE", 0.1)
         patched.setattr(threading.Thread, "start", start)
         with pytest.raises(RuntimeError, match="can't start new thread"):
             manager.save(1, {"w": zeros(1)})
@@ -192,7 +192,7 @@ def test_a_queued_save_needs_no_new_thread(tmp_path: Path, gate: threading.Event
     manager = CheckpointManager(tmp_path, when_busy="replace")
     manager.save(1, {"w": zeros(1)})
     manager.save(2, {"w": zeros(1)})
-    before = {thread.ident for thread in threading.enumerate() if thread.name == "holdfast-save"}
+    before = {thread.ident for thread in threading.enumerate() if thread.name == "tensorkeep-save"}
     assert len(before) == 1
     gate.set()
     manager.close()
@@ -231,7 +231,7 @@ def test_a_save_within_a_save_is_refused(tmp_path: Path, gathering: list[Callabl
         def load_state_dict(self, state: object) -> None: ...
 
     with CheckpointManager(tmp_path) as manager:
-        with pytest.raises(holdfast.UsageError, match="while this thread is in save"):
+        with pytest.raises(tensorkeep.UsageError, match="while this thread is in save"):
             manager.save(1, {"again": Reenters()})
         manager.save(3, {"w": zeros(1)})
 
@@ -244,7 +244,7 @@ def in_child(work: Callable[[], None]) -> int:
         try:
             work()
             os._exit(0)
-        except holdfast.BusyError:
+        except tensorkeep.BusyError:
             os._exit(33)
         finally:
             os._exit(1)
@@ -283,7 +283,7 @@ def test_ctrl_c_in_close_keeps_others_out_until_the_save_is_over(tmp_path: Path,
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         manager.close()
-    with pytest.raises(holdfast.BusyError):
+    with pytest.raises(tensorkeep.BusyError):
         CheckpointManager(tmp_path).save(2, {"w": zeros(1)})
     gate.set()
     manager.close()
@@ -305,14 +305,14 @@ def test_after_going_back_a_step_that_was_saved_stays(tmp_path: Path) -> None:
 def test_steps_that_cannot_be_deleted_are_said_and_cost_no_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = holdfast.checkpoint.steps.withdraw
+    real = tensorkeep.checkpoint.steps.withdraw
 
     def withdraw(path: Path) -> None:
         if path.name == "step-000001":
             raise PermissionError(13, "Permission denied")
         real(path)
 
-    monkeypatch.setattr("holdfast.checkpoint.steps.withdraw", withdraw)
+    monkeypatch.setattr("tensorkeep.checkpoint.steps.withdraw", withdraw)
     manager = CheckpointManager(tmp_path, keep_last=1)
     manager.save(1, {"w": zeros(1)}).wait()
     assert manager.save(2, {"w": zeros(1)}).wait().state_bytes == MIB
@@ -325,7 +325,7 @@ def test_steps_that_cannot_be_deleted_are_said_and_cost_no_save(
 
 def test_a_rule_that_is_not_clear_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, keep_best=1)
-    with pytest.raises(holdfast.UsageError, match="accuracy, loss"):
+    with pytest.raises(tensorkeep.UsageError, match="accuracy, loss"):
         manager.save(1, {"w": zeros(1)}, metrics={"loss": 1.0, "accuracy": 0.5})
     manager.close()
     with CheckpointManager(tmp_path, keep_best=KeepBest(1, "loss")) as clear:
@@ -336,7 +336,7 @@ def test_a_rule_that_is_not_clear_is_refused_before_anything_is_written(tmp_path
 @pytest.mark.parametrize("metrics", [{"loss": 10**400}, {"\ud800": 1.0}, {"loss": "many"}])
 def test_metrics_that_are_none(tmp_path: Path, metrics: dict[str, Any]) -> None:
     manager = CheckpointManager(tmp_path)
-    with pytest.raises(holdfast.UsageError, match="the metric"):
+    with pytest.raises(tensorkeep.UsageError, match="the metric"):
         manager.save(1, {"w": zeros(1)}, metrics=metrics)
 
 
@@ -352,7 +352,7 @@ def test_metrics_that_are_none(tmp_path: Path, metrics: dict[str, Any]) -> None:
     ],
 )
 def test_the_least_budget_is_said_at_once_and_is_enough(tmp_path: Path, options: dict[str, Any], least: int) -> None:
-    with pytest.raises(holdfast.UsageError, match=r"memory budget .* is too small") as refused:
+    with pytest.raises(tensorkeep.UsageError, match=r"memory budget .* is too small") as refused:
         CheckpointManager(tmp_path, memory_budget=least * MIB - 1, **options)
     assert "give at least" in str(refused.value)
     state = {"w": torch.arange(60 * MIB // 4, dtype=torch.int32)}
@@ -387,7 +387,7 @@ def test_an_error_that_is_not_ours_does_not_hide_the_users(tmp_path: Path, monke
 def test_where_all_are_kept_the_steps_are_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = CheckpointManager(tmp_path)
     manager.save(1, {"w": zeros(1)}).wait()
-    monkeypatch.setattr("holdfast.checkpoint.step_folder.survey", lambda root: pytest.fail("looked"))
+    monkeypatch.setattr("tensorkeep.checkpoint.step_folder.survey", lambda root: pytest.fail("looked"))
     manager.save(2, {"w": zeros(1)}).wait()
     manager.close()
 
@@ -451,7 +451,7 @@ def test_a_state_larger_than_half_of_the_memory_keeps_its_buffers(monkeypatch: p
     def available() -> int:
         return 600 * MIB - sum(pool.allocated_bytes for pool in pools)
 
-    monkeypatch.setattr("holdfast.checkpoint.save_memory.available_bytes", available)
+    monkeypatch.setattr("tensorkeep.checkpoint.save_memory.available_bytes", available)
     for _ in range(4):
         memory.working(1, delta=False)
         pool = memory.staging(500 * MIB, from_cuda=False)

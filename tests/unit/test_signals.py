@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from holdfast import EverySteps, OnSignal, UsageError
-from holdfast.testing import faults
+from tensorkeep import EverySteps, OnSignal, UsageError
+from tensorkeep.testing import faults
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import holdfast
-from holdfast import CheckpointManager, SaveReport
-from holdfast.formats.native.space import freed_bytes
+import tensorkeep
+from tensorkeep import CheckpointManager, SaveReport
+from tensorkeep.formats.native.space import freed_bytes
 
 
 @pytest.fixture
@@ -35,13 +35,13 @@ def occupied(*folders: Path) -> int:
 
 def test_info_tells_what_a_step_occupies(reports: list[SaveReport]) -> None:
     path = Path(reports[-1].path)
-    space = holdfast.info(path).details["space"]
+    space = tensorkeep.info(path).details["space"]
     shared = path / "from-step-000001-model.safetensors"
     assert space["shared_bytes"] == shared.stat().st_blocks * 512 > 0
     assert space["own_bytes"] + space["shared_bytes"] == space["occupied_bytes"] == occupied(path)
     for report in reports[:-1]:
         shutil.rmtree(report.path)
-    space = holdfast.info(path).details["space"]
+    space = tensorkeep.info(path).details["space"]
     assert (space["own_bytes"], space["shared_bytes"]) == (occupied(path), 0)
 
 
@@ -50,7 +50,7 @@ def test_the_report_and_info_count_the_same_bytes_as_new(reports: list[SaveRepor
         new = [entry.stat().st_size for entry in Path(report.path).iterdir() if not entry.name.startswith("from-")]
         assert report.new_bytes == sum(new)
     for report in reports[1:]:
-        assert holdfast.info(report.path).details["history"]["new_bytes"] == report.new_bytes
+        assert tensorkeep.info(report.path).details["history"]["new_bytes"] == report.new_bytes
 
 
 def test_what_removing_a_step_frees_is_told(reports: list[SaveReport]) -> None:
@@ -72,7 +72,7 @@ def test_what_removing_several_steps_frees_is_told(reports: list[SaveReport], go
 
 
 def test_a_folder_that_is_gone_is_an_error_of_ours(tmp_path: Path) -> None:
-    with pytest.raises(holdfast.StoreError) as caught:
+    with pytest.raises(tensorkeep.StoreError) as caught:
         freed_bytes([tmp_path / "gone"])
     assert caught.value.path == os.fspath(tmp_path / "gone")
 
@@ -83,7 +83,7 @@ def test_a_converted_step_is_the_same_step(tmp_path: Path) -> None:
             manager.save(number, {"w": torch.full((9000,), number)}, metrics={"loss": 1 / number}).wait()
     for number in (1, 2):
         name = f"step-{number:06d}"
-        holdfast.convert(tmp_path / "run" / name, tmp_path / "other" / name)
+        tensorkeep.convert(tmp_path / "run" / name, tmp_path / "other" / name)
     before, after = (CheckpointManager(tmp_path / run).steps() for run in ("run", "other"))
     assert [(s.number, s.saved_at, s.metrics) for s in before] == [(s.number, s.saved_at, s.metrics) for s in after]
     best = CheckpointManager(tmp_path / "other").best("loss")

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.state.aliases import Alias, make_view
-from holdfast.state.leaf import allocate
-from holdfast.state.tree import Flat, flatten, leaf_specs, unflatten
-from holdfast.testing.equality import difference
+from tensorkeep.state.aliases import Alias, make_view
+from tensorkeep.state.leaf import allocate
+from tensorkeep.state.tree import Flat, flatten, leaf_specs, unflatten
+from tensorkeep.testing.equality import difference
 
 
 def reload(flat: Flat) -> Any:

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.errors import StoreError, UnsupportedError, UnsupportedLeafError, UsageError
-from holdfast.state.dtypes import BY_NAME
-from holdfast.state.leaf import Leaf, allocate
-from holdfast.testing.equality import leaf_bytes
-from holdfast.testing.strategies import NUMPY_DTYPES, TORCH_DTYPES
+from tensorkeep.errors import StoreError, UnsupportedError, UnsupportedLeafError, UsageError
+from tensorkeep.state.dtypes import BY_NAME
+from tensorkeep.state.leaf import Leaf, allocate
+from tensorkeep.testing.equality import leaf_bytes
+from tensorkeep.testing.strategies import NUMPY_DTYPES, TORCH_DTYPES
 
 
 def leaf_of(value: object) -> Leaf:

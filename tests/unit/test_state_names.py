@@ -7,10 +7,10 @@ import time
 import pytest
 import torch
 
-from holdfast.errors import UsageError
-from holdfast.state.names import part_file_stem, part_file_stems, select
-from holdfast.state.tree import flatten, unflatten
-from holdfast.testing.equality import difference
+from tensorkeep.errors import UsageError
+from tensorkeep.state.names import part_file_stem, part_file_stems, select
+from tensorkeep.state.tree import flatten, unflatten
+from tensorkeep.testing.equality import difference
 
 
 def t() -> torch.Tensor:

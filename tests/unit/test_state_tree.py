@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.errors import UnsupportedError, UnsupportedLeafError, UsageError
-from holdfast.state import registry
-from holdfast.state.registry import register
-from holdfast.state.tree import MAX_DEPTH, LeafSpec, flatten, leaf_specs, prune, unflatten
-from holdfast.testing.equality import difference
+from tensorkeep.errors import UnsupportedError, UnsupportedLeafError, UsageError
+from tensorkeep.state import registry
+from tensorkeep.state.registry import register
+from tensorkeep.state.tree import MAX_DEPTH, LeafSpec, flatten, leaf_specs, prune, unflatten
+from tensorkeep.testing.equality import difference
 
 
 def round_trip(state: Any) -> Any:
@@ -260,9 +260,9 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "defaultdict": (defaultdict(list), "type defaultdict", "dict(x)"),
     "dict subclass": (Hooked(), "type Hooked", "dict(x)"),
     "OrderedDict attribute": (with_attribute(), "note", "dict(x)"),
-    "str subclass": (enum.StrEnum("S", ["A"]).A, "type S", "holdfast.register(S)"),
-    "dataclass": (Unregistered(1), "type Unregistered", "holdfast.register(Unregistered)"),
-    "enum": (Shade.DARK, "type Shade", "holdfast.register(Shade)"),
+    "str subclass": (enum.StrEnum("S", ["A"]).A, "type S", "tensorkeep.register(S)"),
+    "dataclass": (Unregistered(1), "type Unregistered", "tensorkeep.register(Unregistered)"),
+    "enum": (Shade.DARK, "type Shade", "tensorkeep.register(Shade)"),
     "module": (torch.nn.Linear(1, 1), "type Linear", "state_dict()"),
     "optimizer": (torch.optim.SGD([torch.zeros(1)]), "type SGD", "state_dict()"),
     "lambda": (lambda: None, "type function", "code"),
@@ -270,7 +270,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "object": (object(), "type object", "leave it out"),
     "generator": ((x for x in ()), "type generator", "leave it out"),
     "torch result": (torch.max(torch.zeros(1, 1), 0), "type max", "tuple(x)"),
-    "renamed tuple": (namedtuple("R", ["def"], rename=True)(1), "named tuple R", "holdfast.register(R)"),
+    "renamed tuple": (namedtuple("R", ["def"], rename=True)(1), "named tuple R", "tensorkeep.register(R)"),
     "surrogate": ("a\ud800", "surrogate", "bytes"),
     "surrogate key": ({"a\ud800": 1}, "surrogate", "bytes"),
     "tuple key": ({(1, 2): 1}, "key or set element of type tuple", "list of pairs"),
@@ -444,7 +444,7 @@ def test_classes_that_this_process_does_not_know(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(UnsupportedError) as caught:
         unflatten(skeleton, {"s.weight": torch.ones(1)}, path="ckpt/step-1")
     assert str(caught.value).startswith(f"ckpt/step-1: the state holds a {__name__}:Settings")
-    assert "holdfast.register(Settings)" in str(caught.value.remedy)
+    assert "tensorkeep.register(Settings)" in str(caught.value.remedy)
 
 
 @pytest.mark.parametrize(
@@ -533,7 +533,7 @@ def test_pruning_a_bare_tensor() -> None:
 def test_a_state_of_arrays_does_not_import_torch() -> None:
     code = (
         "import sys, numpy as np\n"
-        "from holdfast.state.tree import flatten, unflatten\n"
+        "from tensorkeep.state.tree import flatten, unflatten\n"
         "flat = flatten({'a': np.zeros(2), 'b': [1.5, np.float32(1)]})\n"
         "unflatten(flat.skeleton, {n: leaf.array for n, leaf in flat.leaves.items()})\n"
         "sys.exit('torch' in sys.modules)"

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast.checkpoint.steps import check_removable, numbers_in, read_step, remove_step, step_number, step_path
-from holdfast.io import commit
-from holdfast.testing.disk import names_in
+import tensorkeep
+from tensorkeep.checkpoint.steps import check_removable, numbers_in, read_step, remove_step, step_number, step_path
+from tensorkeep.io import commit
+from tensorkeep.testing.disk import names_in
 
 
 @pytest.fixture
 def step(tmp_path: Path) -> Path:
     place = step_path(tmp_path, 1)
-    holdfast.save({"w": torch.arange(10.0)}, place)
+    tensorkeep.save({"w": torch.arange(10.0)}, place)
     return place
 
 
@@ -38,7 +38,7 @@ def test_integers_of_every_library_are_numbers(tmp_path: Path, number: Any) -> N
 
 @pytest.mark.parametrize("number", [-1, np.int64(-1), 1.0, np.float32(1), True, np.True_, "1", None, 10**18])
 def test_what_is_no_number(tmp_path: Path, number: Any) -> None:
-    with pytest.raises(holdfast.UsageError, match="no number of a step") as said:
+    with pytest.raises(tensorkeep.UsageError, match="no number of a step") as said:
         step_path(tmp_path, number)
     assert said.value.path == str(tmp_path)
 
@@ -46,7 +46,7 @@ def test_what_is_no_number(tmp_path: Path, number: Any) -> None:
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
 def test_a_folder_that_cannot_be_looked_into_is_said(tmp_path: Path, number: int) -> None:
     refused = OSError(number, os.strerror(number))
-    with mock.patch.object(Path, "iterdir", side_effect=refused), pytest.raises(holdfast.StoreError) as said:
+    with mock.patch.object(Path, "iterdir", side_effect=refused), pytest.raises(tensorkeep.StoreError) as said:
         numbers_in(tmp_path)
     assert os.strerror(number) in said.value.message
     assert numbers_in(tmp_path / "none") == []
@@ -54,7 +54,7 @@ def test_a_folder_that_cannot_be_looked_into_is_said(tmp_path: Path, number: int
 
 def test_a_step_that_goes_while_its_date_is_asked_for_is_none(step: Path, tmp_path: Path) -> None:
     gone = FileNotFoundError(errno.ENOENT, "gone")
-    with mock.patch.object(Path, "stat", side_effect=gone), pytest.raises(holdfast.NotACheckpointError):
+    with mock.patch.object(Path, "stat", side_effect=gone), pytest.raises(tensorkeep.NotACheckpointError):
         read_step(tmp_path, 1)
 
 
@@ -77,7 +77,7 @@ def test_a_step_with_more_in_it_stays(step: Path, damaged: bool, name: str) -> N
     else:
         (step / name).write_text("{}")
     before = names_in(step)
-    with pytest.raises(holdfast.UsageError, match=f"holds '{name}', which is no part of the step"):
+    with pytest.raises(tensorkeep.UsageError, match=f"holds '{name}', which is no part of the step"):
         remove_step(step)
     assert names_in(step) == before
 
@@ -100,7 +100,7 @@ def a_link(place: Path, step: Path) -> None:
 
 
 def weights_of_others(place: Path, step: Path) -> None:
-    holdfast.save({"w": torch.ones(3)}, place, format="safetensors")
+    tensorkeep.save({"w": torch.ones(3)}, place, format="safetensors")
 
 
 @pytest.mark.parametrize("make", [a_folder, an_empty_folder, a_file, a_link, weights_of_others])
@@ -108,7 +108,7 @@ def test_what_is_no_step_of_ours_stays(step: Path, tmp_path: Path, make: Any) ->
     place = step_path(tmp_path, 2)
     make(place, step)
     for call in (check_removable, remove_step):
-        with pytest.raises(holdfast.NotACheckpointError, match="is not deleted"):
+        with pytest.raises(tensorkeep.NotACheckpointError, match="is not deleted"):
             call(place)
     assert os.path.lexists(place)
     assert names_in(tmp_path) == ["step-000001", "step-000002"]
@@ -116,7 +116,7 @@ def test_what_is_no_step_of_ours_stays(step: Path, tmp_path: Path, make: Any) ->
 
 def test_a_removal_that_is_refused_is_said(step: Path, tmp_path: Path) -> None:
     refused = PermissionError(errno.EACCES, "Permission denied")
-    with mock.patch.object(commit.os, "rename", side_effect=refused), pytest.raises(holdfast.StoreError) as said:
+    with mock.patch.object(commit.os, "rename", side_effect=refused), pytest.raises(tensorkeep.StoreError) as said:
         remove_step(step)
     assert "cannot delete the step: Permission denied" in said.value.message
     assert names_in(tmp_path) == ["step-000001"]

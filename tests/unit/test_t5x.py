@@ -17,24 +17,24 @@ import pytest
 import tensorstore
 import torch
 
-import holdfast
-from holdfast.errors import (
+import tensorkeep
+from tensorkeep.errors import (
     CorruptCheckpointError,
-    HoldfastError,
     NotACheckpointError,
     StoreError,
+    TensorkeepError,
     UnsupportedError,
     UsageError,
 )
-from holdfast.formats import sidecar
-from holdfast.formats.base import OpenSettings, WriteSettings
-from holdfast.formats.t5x import FORMAT, flax_msgpack, load_arrays
-from holdfast.io.buffers import BufferPool
-from holdfast.io.directory import Directory
-from holdfast.io.source_file import SourceFile
-from holdfast.state.tree import flatten
-from holdfast.testing.equality import difference
-from holdfast.testing.format_states import load, noise, training_state
+from tensorkeep.formats import sidecar
+from tensorkeep.formats.base import OpenSettings, WriteSettings
+from tensorkeep.formats.t5x import FORMAT, flax_msgpack, load_arrays
+from tensorkeep.io.buffers import BufferPool
+from tensorkeep.io.directory import Directory
+from tensorkeep.io.source_file import SourceFile
+from tensorkeep.state.tree import flatten
+from tensorkeep.testing.equality import difference
+from tensorkeep.testing.format_states import load, noise, training_state
 
 Tree = dict[str, Any]
 
@@ -139,8 +139,10 @@ def test_what_t5x_writes_is_read(tmp_path: Path) -> None:
         },
     }
     assert difference(expected, read(path)) is None
-    assert holdfast.info(path).format == "t5x"
-    assert difference(torch.from_numpy(KERNEL), holdfast.load(path)["target"]["encoder"]["layers_0"]["kernel"]) is None
+    assert tensorkeep.info(path).format == "t5x"
+    assert (
+        difference(torch.from_numpy(KERNEL), tensorkeep.load(path)["target"]["encoder"]["layers_0"]["kernel"]) is None
+    )
     with FORMAT.open(path, OpenSettings()) as reader:
         assert reader.verifiable == "CRC-32 of every chunk"
         assert reader.entries["target.encoder.layers_0.kernel"].codec == "gzip"
@@ -206,7 +208,7 @@ def as_t5x_reads(path: Path, spec: Tree) -> npt.NDArray[Any]:
 def test_t5x_finds_what_we_write(tmp_path: Path) -> None:
     weight = torch.linspace(-1, 1, 60, dtype=torch.float16).reshape(12, 5)
     state = {"model": {"layers": [{"w": weight}], "head": weight, "row": weight[3]}, "step": 7, "lr": 0.1}
-    holdfast.save(state, tmp_path / "c", format="t5x", chunk="100B")
+    tensorkeep.save(state, tmp_path / "c", format="t5x", chunk="100B")
     tree = flax_msgpack.decode((tmp_path / "c" / "checkpoint").read_bytes())
     assert tree["version"] == 3
     optimizer = tree["optimizer"]
@@ -226,27 +228,27 @@ def test_t5x_finds_what_we_write(tmp_path: Path) -> None:
     zarray = json.loads((tmp_path / "c" / "target.model.layers.0.w" / ".zarray").read_text())
     assert zarray["dtype"] == "<f4" and zarray["compressor"]["id"] == "gzip" and zarray["zarr_format"] == 2
     assert (tmp_path / "c" / "target.model.layers.0.w" / "2.0").read_bytes()[:2] == b"\x1f\x8b"
-    found = holdfast.load(tmp_path / "c")
+    found = tensorkeep.load(tmp_path / "c")
     assert difference(state, found) is None and found["model"]["layers"][0]["w"] is found["model"]["head"]
 
 
 def test_the_dtype_that_was_saved_comes_back(tmp_path: Path) -> None:
     state = {name: torch.linspace(-2, 2, 9).to(getattr(torch, name)) for name in ("bfloat16", "float16", "float32")}
     state |= {"ids": torch.arange(5), "mask": torch.tensor([True, False])}
-    holdfast.save(state, tmp_path / "c", format="t5x")
+    tensorkeep.save(state, tmp_path / "c", format="t5x")
     assert json.loads((tmp_path / "c" / "target.bfloat16" / ".zarray").read_text())["dtype"] == "<f4"
-    assert difference(state, holdfast.load(tmp_path / "c")) is None
-    holdfast.save(state, tmp_path / "kept", format="t5x", dtype="keep")
+    assert difference(state, tensorkeep.load(tmp_path / "c")) is None
+    tensorkeep.save(state, tmp_path / "kept", format="t5x", dtype="keep")
     assert json.loads((tmp_path / "kept" / "target.bfloat16" / ".zarray").read_text())["dtype"] == "bfloat16"
-    assert difference(state, holdfast.load(tmp_path / "kept")) is None
+    assert difference(state, tensorkeep.load(tmp_path / "kept")) is None
 
 
 def test_float64_is_not_cut(tmp_path: Path) -> None:
     state = {"wide": torch.full((3,), 0.1, dtype=torch.float64), "narrow": torch.full((3,), 0.1, dtype=torch.float16)}
-    holdfast.save(state, tmp_path / "c", format="t5x")
+    tensorkeep.save(state, tmp_path / "c", format="t5x")
     stored = {name: json.loads((tmp_path / "c" / f"target.{name}" / ".zarray").read_text())["dtype"] for name in state}
     assert stored == {"wide": "<f8", "narrow": "<f4"}
-    assert difference(state, holdfast.load(tmp_path / "c")) is None
+    assert difference(state, tensorkeep.load(tmp_path / "c")) is None
 
 
 @pytest.mark.parametrize(
@@ -263,8 +265,8 @@ def test_float64_is_not_cut(tmp_path: Path) -> None:
     ids=range(7),
 )
 def test_awkward_keys_come_back(state: Any, tmp_path: Path) -> None:
-    holdfast.save(state, tmp_path / "c", format="t5x")
-    assert difference(state, holdfast.load(tmp_path / "c")) is None
+    tensorkeep.save(state, tmp_path / "c", format="t5x")
+    assert difference(state, tensorkeep.load(tmp_path / "c")) is None
     assert all(child.name.startswith("target.") for child in (tmp_path / "c").iterdir() if child.is_dir())
 
 
@@ -283,7 +285,7 @@ def test_memory_is_bounded_whatever_the_state(tmp_path: Path) -> None:
 def test_loading_as_t5x_does(tmp_path: Path) -> None:
     state = {"a": noise("int32", 30, 4), "b": torch.ones(5, dtype=torch.bfloat16), "c": torch.tensor(3.0)}
     state["tied"] = state["a"]
-    holdfast.save(state, tmp_path / "c", format="t5x")
+    tensorkeep.save(state, tmp_path / "c", format="t5x")
     for options in ({}, {"in_flight": "one"}, {"memory": 1}, {"concurrency": 2}):
         found = load_arrays(tmp_path / "c", **options)
         assert difference(state, {name: found[name] for name in state}) is None
@@ -299,18 +301,18 @@ def test_loading_as_t5x_does(tmp_path: Path) -> None:
 )
 def test_senseless_options_are_refused(options: dict[str, Any], word: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=word):
-        holdfast.save({"a": torch.ones(2)}, tmp_path / "c", format="t5x", **options)
+        tensorkeep.save({"a": torch.ones(2)}, tmp_path / "c", format="t5x", **options)
     assert list(tmp_path.iterdir()) == []
 
 
 # ---- what is damaged or not to be trusted
 
 
-def refused(path: Path, change: Callable[[Tree], None]) -> HoldfastError:
+def refused(path: Path, change: Callable[[Tree], None]) -> TensorkeepError:
     tree = t5x_tree()
     change(tree)
     t5x_made(path, tree)
-    with pytest.raises(HoldfastError) as caught:
+    with pytest.raises(TensorkeepError) as caught:
         read(path)
     return caught.value
 
@@ -337,9 +339,9 @@ def test_a_link_out_of_the_checkpoint_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("own", [True, False])
 def test_links_in_arrays_are_refused(where: str, own: bool, tmp_path: Path) -> None:
     path = tmp_path / "c"
-    holdfast.save({"w": torch.ones(3, 3)}, path, format="t5x")
+    tensorkeep.save({"w": torch.ones(3, 3)}, path, format="t5x")
     if not own:
-        (path / "holdfast.json").unlink()
+        (path / "tensorkeep.json").unlink()
         tree = {"version": 3, "optimizer": {"target": {"w": pointer("target.w", (3, 3))}}}
         (path / "checkpoint").write_bytes(msgspec.msgpack.encode(tree))
     (path / where).rename(tmp_path / "elsewhere")
@@ -369,7 +371,7 @@ def test_an_array_larger_than_memory_does_not_end_the_process(tmp_path: Path) ->
 
 def test_listed_files_are_hashed_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"a": torch.ones(3), "b": torch.zeros(2)}
-    holdfast.save(state, tmp_path / "c", format="t5x")
+    tensorkeep.save(state, tmp_path / "c", format="t5x")
     monkeypatch.setattr(sidecar, "_PIECE", 50)
     counts: list[int] = []
     original = SourceFile.read
@@ -387,10 +389,10 @@ def test_listed_files_are_hashed_in_pieces(tmp_path: Path, monkeypatch: pytest.M
 
 def test_listed_files_are_those_of_the_directory_that_is_held(tmp_path: Path) -> None:
     path = tmp_path / "c"
-    holdfast.save({"a": torch.ones(3)}, path, format="t5x")
+    tensorkeep.save({"a": torch.ones(3)}, path, format="t5x")
     with Directory(path) as held:
         path.rename(tmp_path / "old")
-        holdfast.save({"a": torch.ones(7)}, path, format="t5x")
+        tensorkeep.save({"a": torch.ones(7)}, path, format="t5x")
         assert sidecar.read(held, "t5x").tensors["a"].shape == (3,)
         (tmp_path / "old" / "target.a" / ".zarray").unlink()
         (tmp_path / "old" / "target.a" / ".zarray").mkdir()
@@ -492,7 +494,7 @@ def test_a_hostile_msgpack_gives_an_error_of_ours(content: bytes, tmp_path: Path
 
 
 def test_every_lost_chunk_of_ours_is_missed(tmp_path: Path) -> None:
-    holdfast.save({"zeros": torch.zeros(12, 5), "w": torch.ones(12, 5)}, tmp_path / "c", format="t5x", chunk="100B")
+    tensorkeep.save({"zeros": torch.zeros(12, 5), "w": torch.ones(12, 5)}, tmp_path / "c", format="t5x", chunk="100B")
     for chunk in sorted((tmp_path / "c").glob("target.*/*.*")):
         kept = chunk.read_bytes()
         chunk.unlink()
@@ -505,14 +507,14 @@ def test_every_lost_chunk_of_ours_is_missed(tmp_path: Path) -> None:
 
 
 def test_a_lost_sidecar_is_missed_and_a_changed_tree_is_found(tmp_path: Path) -> None:
-    holdfast.save(training_state(), tmp_path / "c", format="t5x", dtype="keep")
+    tensorkeep.save(training_state(), tmp_path / "c", format="t5x", dtype="keep")
     tree = (tmp_path / "c" / "checkpoint").read_bytes()
     (tmp_path / "c" / "checkpoint").write_bytes(tree.replace(b"fused", b"fusee"))
     with pytest.raises(CorruptCheckpointError, match="checksum is wrong"):
         read(tmp_path / "c")
     (tmp_path / "c" / "checkpoint").write_bytes(tree)
-    (tmp_path / "c" / "holdfast.json").unlink()
-    with pytest.raises(CorruptCheckpointError, match=r"holdfast\.json"):
+    (tmp_path / "c" / "tensorkeep.json").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"tensorkeep\.json"):
         read(tmp_path / "c")
 
 
@@ -525,17 +527,17 @@ def test_an_unfinished_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_only_a_t5x_checkpoint_is_replaced(tmp_path: Path) -> None:
     path = t5x_made(tmp_path / "c")
     (path / "notes.txt").write_text("precious")
-    with pytest.raises(HoldfastError, match="not replaced"):
-        holdfast.save({"a": torch.ones(1)}, path, format="t5x", overwrite=True)
+    with pytest.raises(TensorkeepError, match="not replaced"):
+        tensorkeep.save({"a": torch.ones(1)}, path, format="t5x", overwrite=True)
     (path / "notes.txt").unlink()
-    holdfast.save({"a": torch.ones(1)}, path, format="t5x", overwrite=True)
-    assert difference({"a": torch.ones(1)}, holdfast.load(path)) is None
+    tensorkeep.save({"a": torch.ones(1)}, path, format="t5x", overwrite=True)
+    assert difference({"a": torch.ones(1)}, tensorkeep.load(path)) is None
 
 
 def test_without_tensorstore_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = t5x_made(tmp_path / "c")
     monkeypatch.setitem(__import__("sys").modules, "tensorstore", None)
     assert FORMAT.recognises(path)
-    for call in (lambda: read(path), lambda: holdfast.save({"a": torch.ones(1)}, tmp_path / "d", format="t5x")):
-        with pytest.raises(UnsupportedError, match=r"pip install 'holdfast\[tensorstore\]'"):
+    for call in (lambda: read(path), lambda: tensorkeep.save({"a": torch.ones(1)}, tmp_path / "d", format="t5x")):
+        with pytest.raises(UnsupportedError, match=r"pip install 'tensorkeep\[tensorstore\]'"):
             call()

@@ -17,23 +17,23 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast import CorruptCheckpointError, NotACheckpointError, StoreError, UnsupportedError, UsageError
-from holdfast.formats import sealed, tensorstore_arrays
-from holdfast.formats.tensorstore_arrays import load_arrays, saving, specs, walking, writer, zarr_bfloat16
-from holdfast.formats.tensorstore_arrays.keys import array_keys
-from holdfast.formats.tensorstore_arrays.sidecar import is_key
-from holdfast.formats.tensorstore_arrays.stored_types import TENSORSTORE_LACKS
-from holdfast.io.directory import Directory
-from holdfast.state.dtypes import BY_NAME
-from holdfast.testing.equality import difference
-from holdfast.testing.format_states import noise, training_state
+import tensorkeep
+from tensorkeep import CorruptCheckpointError, NotACheckpointError, StoreError, UnsupportedError, UsageError
+from tensorkeep.formats import sealed, tensorstore_arrays
+from tensorkeep.formats.tensorstore_arrays import load_arrays, saving, specs, walking, writer, zarr_bfloat16
+from tensorkeep.formats.tensorstore_arrays.keys import array_keys
+from tensorkeep.formats.tensorstore_arrays.sidecar import is_key
+from tensorkeep.formats.tensorstore_arrays.stored_types import TENSORSTORE_LACKS
+from tensorkeep.io.directory import Directory
+from tensorkeep.state.dtypes import BY_NAME
+from tensorkeep.testing.equality import difference
+from tensorkeep.testing.format_states import noise, training_state
 
 ts = pytest.importorskip("tensorstore")
 
 
-def save(state: Any, path: Path, **options: Any) -> holdfast.SaveReport:
-    return holdfast.save(state, path, format="tensorstore", **options)
+def save(state: Any, path: Path, **options: Any) -> tensorkeep.SaveReport:
+    return tensorkeep.save(state, path, format="tensorstore", **options)
 
 
 def files(path: Path) -> list[str]:
@@ -73,7 +73,7 @@ def test_none_really_is_null_and_raw(given: str | None, tmp_path: Path) -> None:
 )
 def test_compressors_of_zarr_2(given: str, expected: dict[str, Any], tmp_path: Path) -> None:
     assert zarr2_metadata(tmp_path, compressor=given)["compressor"] == expected
-    assert difference({"w": noise("float32", 30, 20)}, holdfast.load(tmp_path / "c")) is None
+    assert difference({"w": noise("float32", 30, 20)}, tensorkeep.load(tmp_path / "c")) is None
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_compressors_of_zarr_3(name: str, weight: torch.Tensor, tmp_path: Path) 
     save({"w": weight}, tmp_path / "c", compressor=name)
     codecs = json.loads((tmp_path / "c" / "w" / "zarr.json").read_text())["codecs"]
     assert [codec["name"] for codec in codecs] == ["bytes", name.split("-")[0].split(":")[0], "crc32c"]
-    assert difference({"w": weight}, holdfast.load(tmp_path / "c")) is None
+    assert difference({"w": weight}, tensorkeep.load(tmp_path / "c")) is None
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_float32_converts_what_floats_and_remembers_what_it_was(tmp_path: Path) 
     dtypes = {name: json.loads((tmp_path / "c" / name / ".zarray").read_text())["dtype"] for name in state}
     assert dtypes == {"half": "<f4", "brain": "<f4", "int": "<i8", "double": "<f4"}
     expected = state | {"double": values.float().double()}
-    for loaded in (holdfast.load(tmp_path / "c"), load_arrays(tmp_path / "c")):
+    for loaded in (tensorkeep.load(tmp_path / "c"), load_arrays(tmp_path / "c")):
         assert difference(expected, loaded) is None
 
 
@@ -124,16 +124,16 @@ def test_float32_converts_what_floats_and_remembers_what_it_was(tmp_path: Path) 
 def test_arrays_larger_than_the_budget_pass_and_nothing_else_exceeds_it(
     kvstore: str, in_flight: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.formats.tensorstore_arrays.saving.ByteBudget", _small_budget)
+    monkeypatch.setattr("tensorkeep.formats.tensorstore_arrays.saving.ByteBudget", _small_budget)
     state = {f"small{i}": noise("float32", 40, 100, seed=i) for i in range(6)}
     state |= {"large": noise("float32", 900, 100), "turned": noise("float32", 100, 900, seed=1).t()}
     report = save(state, tmp_path / "c", kvstore=kvstore, in_flight=in_flight, chunk="10kB")
     assert 0 < report.peak_buffer_bytes <= 100_000
-    assert difference(state, holdfast.load(tmp_path / "c")) is None
+    assert difference(state, tensorkeep.load(tmp_path / "c")) is None
     # A chunk that is larger goes alone.
     report = save(state, tmp_path / "whole", kvstore=kvstore, in_flight=in_flight, chunk=None)
     assert report.peak_buffer_bytes == 2 * 360_000
-    assert difference(state, holdfast.load(tmp_path / "whole")) is None
+    assert difference(state, tensorkeep.load(tmp_path / "whole")) is None
 
 
 def _small_budget(limit: int) -> writer.ByteBudget:
@@ -181,8 +181,8 @@ def test_shards_hold_many_chunks(weight: torch.Tensor, tmp_path: Path) -> None:
     inner = codec["configuration"]["chunk_shape"]
     shard = metadata["chunk_grid"]["configuration"]["chunk_shape"]
     assert int(np.prod(inner)) <= 256 < int(np.prod(shard)) <= 4096
-    assert holdfast.verify(tmp_path / "c").checked == "CRC-32C of every chunk"
-    assert difference({"w": weight}, holdfast.load(tmp_path / "c")) is None
+    assert tensorkeep.verify(tmp_path / "c").checked == "CRC-32C of every chunk"
+    assert difference({"w": weight}, tensorkeep.load(tmp_path / "c")) is None
 
 
 def test_dtypes_that_tensorstore_lacks_are_the_listed_ones() -> None:
@@ -205,7 +205,7 @@ def test_keys_are_safe_and_never_collide() -> None:
         "../up",
         "c",
         "zarr.json",
-        "holdfast.json",
+        "tensorkeep.json",
         "d",
         "x/y",
         "x%2Fy",
@@ -236,13 +236,13 @@ def flip(file: Path) -> None:
 def test_a_flipped_bit_is_found_by_the_crc_and_its_file_is_named(tmp_path: Path) -> None:
     path = damaged(tmp_path, "w/c/1/0", flip)
     with pytest.raises(CorruptCheckpointError, match="Digest mismatch") as caught:
-        holdfast.load(path)
+        tensorkeep.load(path)
     assert caught.value.name == "w"
     assert caught.value.path == str(path / "w" / "c" / "1" / "0")
     assert "[" not in caught.value.message
     with pytest.raises(CorruptCheckpointError, match="Digest mismatch"):
         load_arrays(path)
-    assert not holdfast.verify(path).ok
+    assert not tensorkeep.verify(path).ok
 
 
 @pytest.mark.parametrize("options", [{}, {"zarr": 2}, {"chunk": 10, "shard_bytes": 400}])
@@ -250,7 +250,7 @@ def test_a_lost_chunk_does_not_come_back_as_zeros(options: dict[str, Any], tmp_p
     save({"w": torch.ones(20, 20)}, tmp_path / "c", **{"chunk": 100, **options})
     chunk = next(f for f in files(tmp_path / "c" / "w") if not f.endswith((".zarray", "zarr.json")))
     (tmp_path / "c" / "w" / chunk).unlink()
-    for read in (holdfast.load, load_arrays):
+    for read in (tensorkeep.load, load_arrays):
         with pytest.raises(CorruptCheckpointError, match="missing") as caught:
             read(tmp_path / "c")
         assert caught.value.name == "w"
@@ -260,27 +260,27 @@ def test_a_lost_chunk_does_not_come_back_as_zeros(options: dict[str, Any], tmp_p
 def test_chunks_of_zeros_are_stored(value: float, tmp_path: Path) -> None:
     save({"w": torch.full((4, 4), value)}, tmp_path / "c", chunk=4)
     assert len([file for file in files(tmp_path / "c" / "w") if file.startswith("c/")]) == 4
-    assert torch.equal(torch.signbit(holdfast.load(tmp_path / "c")["w"]), torch.full((4, 4), np.signbit(value)))
+    assert torch.equal(torch.signbit(tensorkeep.load(tmp_path / "c")["w"]), torch.full((4, 4), np.signbit(value)))
 
 
 @pytest.mark.parametrize(
     ("file", "message"),
     [
         ("w/zarr.json", "metadata is not what was written"),
-        ("holdfast.json", "checksum is wrong"),
+        ("tensorkeep.json", "checksum is wrong"),
         ("zarr.json", "not as it was written"),
     ],
 )
 def test_changed_descriptions_are_found_on_opening(file: str, message: str, tmp_path: Path) -> None:
     path = damaged(tmp_path, file, flip)
     with pytest.raises(CorruptCheckpointError, match=message):
-        holdfast.open(path)
+        tensorkeep.open(path)
 
 
 def test_a_lost_description_is_no_foreign_directory(tmp_path: Path) -> None:
-    path = damaged(tmp_path, "holdfast.json", Path.unlink)
-    with pytest.raises(CorruptCheckpointError, match=r"holdfast\.json: is missing"):
-        holdfast.load(path)
+    path = damaged(tmp_path, "tensorkeep.json", Path.unlink)
+    with pytest.raises(CorruptCheckpointError, match=r"tensorkeep\.json: is missing"):
+        tensorkeep.load(path)
 
 
 def test_an_array_that_is_a_link_is_refused(tmp_path: Path) -> None:
@@ -290,15 +290,15 @@ def test_an_array_that_is_a_link_is_refused(tmp_path: Path) -> None:
 
     path = damaged(tmp_path, "w", link)
     with pytest.raises(CorruptCheckpointError, match="symbolic link"):
-        holdfast.load(path)
+        tensorkeep.load(path)
 
 
 def test_a_disk_that_is_full_is_said_so_and_nothing_is_left(tmp_path: Path) -> None:
     code = (
-        "import resource, torch, holdfast\n"
+        "import resource, torch, tensorkeep\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
-        "try: holdfast.save({'w': torch.zeros(100_000)}, 'c', format='tensorstore')\n"
-        "except holdfast.StoreError as error: print(error.message, '|', error.name)\n"
+        "try: tensorkeep.save({'w': torch.zeros(100_000)}, 'c', format='tensorstore')\n"
+        "except tensorkeep.StoreError as error: print(error.message, '|', error.name)\n"
     )
     out = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert out.stdout.startswith("cannot write the arrays: File too large"), out.stdout + out.stderr
@@ -311,13 +311,13 @@ def test_without_tensorstore_recognising_works_and_reading_says_what_to_install(
     save({"w": torch.zeros(2)}, tmp_path / "c")
     monkeypatch.setitem(sys.modules, "tensorstore", None)
     assert tensorstore_arrays.FORMAT.recognises(tmp_path / "c")
-    for call in (holdfast.load, lambda path: save({"w": torch.zeros(2)}, tmp_path / "d"), load_arrays):
-        with pytest.raises(holdfast.MissingExtraError, match=r"pip install 'holdfast\[tensorstore\]'"):
+    for call in (tensorkeep.load, lambda path: save({"w": torch.zeros(2)}, tmp_path / "d"), load_arrays):
+        with pytest.raises(tensorkeep.MissingExtraError, match=r"pip install 'tensorkeep\[tensorstore\]'"):
             call(tmp_path / "c")
 
 
 def test_importing_the_format_imports_neither_tensorstore_nor_zarr() -> None:
-    code = "import sys, holdfast.formats.tensorstore_arrays; print({'tensorstore', 'zarr'} & set(sys.modules))"
+    code = "import sys, tensorkeep.formats.tensorstore_arrays; print({'tensorstore', 'zarr'} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "set()"
 
@@ -351,11 +351,11 @@ def test_load_arrays_gives_views_and_every_dtype(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_is_replaced_while_it_is_read_is_never_mixed(tmp_path: Path) -> None:
     save({"w": torch.zeros(1000)}, tmp_path / "c", chunk=100)
-    with holdfast.open(tmp_path / "c") as opened:
+    with tensorkeep.open(tmp_path / "c") as opened:
         save({"w": torch.ones(1000)}, tmp_path / "c", chunk=100, overwrite=True)
         with pytest.raises(StoreError, match="replaced while it was read"):
             opened["w"][:]
-    assert holdfast.load(tmp_path / "c")["w"].sum() == 1000
+    assert tensorkeep.load(tmp_path / "c")["w"].sum() == 1000
 
 
 # Others' arrays.
@@ -381,19 +381,19 @@ def test_foreign_directories_are_read_by_their_paths(driver: str, tmp_path: Path
         write_array(root / name, array, driver)
     assert tensorstore_arrays.FORMAT.recognises(root)
     expected = {name.replace("/", "."): array for name, array in arrays.items()}
-    for loaded in (holdfast.load(root), load_arrays(root)):
+    for loaded in (tensorkeep.load(root), load_arrays(root)):
         assert set(loaded) == set(expected)
         for name, array in expected.items():
             assert np.array_equal(loaded[name].float().numpy(), array.astype("f4"))
     # One array is a checkpoint, too; what has no chunks is full of its fill value.
-    assert list(holdfast.load(root / "z")) == ["z"]
-    assert holdfast.info(root / "z").format == "tensorstore"
+    assert list(tensorkeep.load(root / "z")) == ["z"]
+    assert tensorkeep.info(root / "z").format == "tensorstore"
 
 
 def test_a_foreign_database_is_read(tmp_path: Path) -> None:
     write_array(Path("a/b"), np.arange(5), base=str(tmp_path / "db"))
     write_array(Path("c"), np.ones((2, 2), "f2"), "zarr", base=str(tmp_path / "db"))
-    loaded = holdfast.load(tmp_path / "db")
+    loaded = tensorkeep.load(tmp_path / "db")
     assert loaded["a.b"].tolist() == [0, 1, 2, 3, 4]
     assert loaded["c"].dtype == torch.float16
 
@@ -417,7 +417,7 @@ def test_groups_that_zarr_python_wrote_are_read(tmp_path: Path) -> None:
         group = zarr.open_group(path, mode="w", zarr_format=version)
         group.create_array("layer/weight", data=np.arange(12.0).reshape(3, 4), chunks=(2, 2))
         group.create_array("bias", data=np.arange(3, dtype="i4"))
-        loaded = holdfast.load(path)
+        loaded = tensorkeep.load(path)
         assert loaded["layer.weight"].tolist() == np.arange(12.0).reshape(3, 4).tolist()
         assert loaded["bias"].dtype == torch.int32
 
@@ -474,7 +474,7 @@ def test_hostile_metadata_is_refused(
     changes: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=message):
-        holdfast.load(hostile(tmp_path / "h", **changes))
+        tensorkeep.load(hostile(tmp_path / "h", **changes))
 
 
 def test_nothing_is_no_directory_of_arrays(tmp_path: Path) -> None:
@@ -486,12 +486,12 @@ def test_nothing_is_no_directory_of_arrays(tmp_path: Path) -> None:
 
 
 def test_chunks_larger_than_a_read_are_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.formats.tensorstore_arrays.opened.BLOCK_BYTES", 4096)
+    monkeypatch.setattr("tensorkeep.formats.tensorstore_arrays.opened.BLOCK_BYTES", 4096)
     state = {"w": noise("float32", 128, 256), "rows": noise("float32", 128, 256, seed=1)}
     save({"w": state["w"]}, tmp_path / "w", chunk=None)
     save({"rows": state["rows"]}, tmp_path / "rows", chunk=1024, chunking="divisors")
-    from holdfast.formats.base import OpenSettings
-    from holdfast.io.buffers import BufferPool
+    from tensorkeep.formats.base import OpenSettings
+    from tensorkeep.io.buffers import BufferPool
 
     class Pool(BufferPool):
         def __init__(self) -> None:
@@ -508,7 +508,7 @@ def test_chunks_larger_than_a_read_are_decoded_once(tmp_path: Path, monkeypatch:
         assert 1 <= _decoded(ts) - before <= 2
     with tensorstore_arrays.FORMAT.open(tmp_path / "rows", OpenSettings()) as reader:
         assert reader.block_bytes("rows") % 1024 == 0
-        assert difference({"rows": state["rows"]}, holdfast.load(tmp_path / "rows")) is None
+        assert difference({"rows": state["rows"]}, tensorkeep.load(tmp_path / "rows")) is None
 
 
 def _decoded(module: Any) -> int:
@@ -520,8 +520,8 @@ def _decoded(module: Any) -> int:
 def test_a_nested_state_comes_back_whole(tmp_path: Path) -> None:
     for options in ({}, {"kvstore": "ocdbt", "compressor": "zstd:1"}, {"zarr": 2, "in_flight": "one"}):
         save(training_state(), tmp_path / "c", overwrite=True, metadata={"run": 7}, **options)
-        assert difference(training_state(), holdfast.load(tmp_path / "c")) is None
-        assert holdfast.info(tmp_path / "c").metadata == {"run": 7}
+        assert difference(training_state(), tensorkeep.load(tmp_path / "c")) is None
+        assert tensorkeep.info(tmp_path / "c").metadata == {"run": 7}
 
 
 # What would be lost without a word, or lead elsewhere.
@@ -538,7 +538,7 @@ def foreign_group(root: Path) -> Path:
 
 
 def readers() -> list[Callable[[Path], Any]]:
-    return [holdfast.load, load_arrays, holdfast.info]
+    return [tensorkeep.load, load_arrays, tensorkeep.info]
 
 
 @pytest.mark.parametrize("content", [b"", b'{"zarr_format": 3, "node_ty', b"[]", b"\xff", b"[" * 100_000, b'{"a": 1}'])
@@ -551,7 +551,7 @@ def test_a_foreign_array_with_broken_metadata_is_not_left_out(content: bytes, fi
         with pytest.raises(CorruptCheckpointError) as caught:
             read(root)
         assert caught.value.name == "deep.b"
-    assert not holdfast.verify(root).ok
+    assert not tensorkeep.verify(root).ok
 
 
 @pytest.fixture
@@ -598,7 +598,7 @@ def test_a_consolidated_group_is_no_array(filling: str, tmp_path: Path) -> None:
         zarr.consolidate_metadata(path)
     assert b'"array"' in (path / "zarr.json").read_bytes()
     assert tensorstore_arrays.FORMAT.recognises(path)
-    for loaded in (holdfast.load(path), load_arrays(path)):
+    for loaded in (tensorkeep.load(path), load_arrays(path)):
         assert sorted(loaded) == ["bias", "layer.weight"]
 
 
@@ -608,7 +608,7 @@ def test_a_consolidated_group_in_a_database_is_no_array(tmp_path: Path) -> None:
     store = ts.KvStore.open(place).result()
     inner = {"w": {"node_type": "array"}}
     store.write("zarr.json", json.dumps({"consolidated_metadata": inner, "node_type": "group"})).result()
-    assert list(holdfast.load(tmp_path / "db")) == ["w"]
+    assert list(tensorkeep.load(tmp_path / "db")) == ["w"]
 
 
 def linked(place: Path, tmp_path: Path) -> None:
@@ -622,7 +622,7 @@ def test_links_in_arrays_are_refused(where: str, own: bool, tmp_path: Path) -> N
     path = tmp_path / "c"
     save({"w": torch.ones(4, 4)}, path)
     if not own:
-        (path / "holdfast.json").unlink()
+        (path / "tensorkeep.json").unlink()
         (path / "zarr.json").write_text('{"zarr_format": 3, "node_type": "group"}')
     linked(path / where, tmp_path)
     for read in readers():
@@ -648,7 +648,7 @@ def test_a_checkpoint_may_itself_be_reached_through_a_link(tmp_path: Path) -> No
     for name, key in (("own", "w"), ("one", "latest-one")):
         link = tmp_path / f"latest-{name}"
         link.symlink_to(tmp_path / name)
-        for read in (holdfast.load, load_arrays):
+        for read in (tensorkeep.load, load_arrays):
             assert read(link)[key].tolist() == [1] * 4
 
 
@@ -681,13 +681,13 @@ def test_databases_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         write_array(Path(name), np.arange(5), base=str(tmp_path / "db"))
     for limit, message in (("_MOST_ARRAYS", "more than 2 arrays"), ("_MOST_DEPTH", "more than 2 deep")):
         with monkeypatch.context() as patched:
-            patched.setattr(f"holdfast.formats.tensorstore_arrays.discovery.{limit}", 2)
+            patched.setattr(f"tensorkeep.formats.tensorstore_arrays.discovery.{limit}", 2)
             for read in readers():
                 with pytest.raises(UnsupportedError, match=message):
                     read(tmp_path / "db")
-    monkeypatch.setattr("holdfast.formats.tensorstore_arrays.walking.MOST_METADATA", 50)
+    monkeypatch.setattr("tensorkeep.formats.tensorstore_arrays.walking.MOST_METADATA", 50)
     with pytest.raises(UnsupportedError, match="bytes of metadata"):
-        holdfast.load(tmp_path / "db")
+        tensorkeep.load(tmp_path / "db")
 
 
 @pytest.mark.parametrize("in_flight", ["one", "all"])
@@ -709,9 +709,9 @@ def test_an_impossible_view_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "c"
     save({"w": base, "v": base[1:]}, path)
     with Directory(path) as directory:
-        found = sealed.read(directory, "holdfast.json")
+        found = sealed.read(directory, "tensorkeep.json")
     found["structure"]["aliases"]["v"]["of"] = "nothing"
-    (path / "holdfast.json").write_bytes(sealed.seal(found))
+    (path / "tensorkeep.json").write_bytes(sealed.seal(found))
     for read in readers():
         with pytest.raises(CorruptCheckpointError, match="what it says of the state is wrong"):
             read(path)
@@ -725,7 +725,7 @@ def test_dtypes_without_torch_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_does_not_wait_for_the_whole_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.formats.tensorstore_arrays.saving.ByteBudget", _small_budget)
+    monkeypatch.setattr("tensorkeep.formats.tensorstore_arrays.saving.ByteBudget", _small_budget)
     submitted: list[Any] = []
     original = writer._Writer.submit
 

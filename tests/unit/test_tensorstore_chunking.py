@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.errors import UsageError
-from holdfast.formats.tensorstore_arrays.budget import ByteBudget
-from holdfast.formats.tensorstore_arrays.chunking import Chunking, dividing, halving
-from holdfast.formats.tensorstore_arrays.divisors import divisors
-from holdfast.formats.tensorstore_arrays.regions import box_shape, boxes, grown, regions, runs
-from holdfast.io.parallel import Cancelled
+from tensorkeep.errors import UsageError
+from tensorkeep.formats.tensorstore_arrays.budget import ByteBudget
+from tensorkeep.formats.tensorstore_arrays.chunking import Chunking, dividing, halving
+from tensorkeep.formats.tensorstore_arrays.divisors import divisors
+from tensorkeep.formats.tensorstore_arrays.regions import box_shape, boxes, grown, regions, runs
+from tensorkeep.io.parallel import Cancelled
 
 shapes = st.lists(st.integers(1, 97), min_size=1, max_size=4)
 

@@ -16,19 +16,19 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast.errors import (
+import tensorkeep
+from tensorkeep.errors import (
     CorruptCheckpointError,
-    HoldfastError,
     NotACheckpointError,
+    TensorkeepError,
     UnsupportedError,
     UnsupportedLeafError,
 )
-from holdfast.formats.base import OpenSettings, WriteSettings
-from holdfast.formats.torch_file import FORMAT
-from holdfast.state.tree import flatten
-from holdfast.testing.equality import difference, same
-from holdfast.testing.format_states import load, noise, training_state
+from tensorkeep.formats.base import OpenSettings, WriteSettings
+from tensorkeep.formats.torch_file import FORMAT
+from tensorkeep.state.tree import flatten
+from tensorkeep.testing.equality import difference, same
+from tensorkeep.testing.format_states import load, noise, training_state
 
 
 def save(state: Any, path: Path, **settings: Any) -> None:
@@ -77,7 +77,7 @@ class TestTorch:
         state = {**training_state(), "view": torch.arange(100)[10:20], "sizes": torch.Size([1, 2])}
         torch.save(state, tmp_path / "x.pt")
         assert difference(state, read(tmp_path / "x.pt")) is None
-        assert holdfast.load(tmp_path / "x.pt")["step"] == 2**70
+        assert tensorkeep.load(tmp_path / "x.pt")["step"] == 2**70
 
     def test_a_row_does_not_take_its_matrix_along(self, tmp_path: Path) -> None:
         save({"row": torch.zeros(1000, 1000)[3]}, tmp_path / "x.pt")
@@ -136,7 +136,7 @@ class TestNeverRun:
         if mapped == "zip":
             assert "system" in caught.value.message
         with pytest.raises(UnsupportedError):
-            holdfast.load(path)
+            tensorkeep.load(path)
         assert not witness.exists()
 
     def test_a_class_of_the_users(self, tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ class TestDamage:
         path = with_pickle(tmp_path / "x.pt", pickled)
         try:
             assert read(path) is None  # b"N." is a pickle of None
-        except HoldfastError as error:
+        except TensorkeepError as error:
             assert error.path == str(path)
 
     def test_a_pickle_that_unfolds_without_end(self, tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ class TestDamage:
                 pickled[place] = random.integers(256)
             try:
                 read(with_pickle(tmp_path / "y.pt", bytes(pickled)))
-            except HoldfastError:
+            except TensorkeepError:
                 refused += 1
         # Most damage is met, so that this walks through the checks and not past them.
         assert refused > 100
@@ -304,6 +304,6 @@ class TestDamage:
 def test_what_torch_itself_could_not_load_is_refused(tmp_path):
     tracked = torch.tensor(30.0).to(torch.float8_e4m3fn).requires_grad_()
     with pytest.raises(UnsupportedError, match=r"torch.load would fail .*in-place operation"):
-        holdfast.save({"a": tracked}, tmp_path / "a.pt")
+        tensorkeep.save({"a": tracked}, tmp_path / "a.pt")
     assert list(tmp_path.iterdir()) == []
-    holdfast.save({"a": tracked.detach()}, tmp_path / "a.pt")
+    tensorkeep.save({"a": tracked.detach()}, tmp_path / "a.pt")

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast.errors import CorruptCheckpointError, NotACheckpointError, StoreError
-from holdfast.formats import torch_file, torch_zip
-from holdfast.formats.base import OpenSettings
-from holdfast.formats.torch_file import FORMAT
-from holdfast.testing.equality import same
-from holdfast.testing.format_states import load, noise
+import tensorkeep
+from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, StoreError
+from tensorkeep.formats import torch_file, torch_zip
+from tensorkeep.formats.base import OpenSettings
+from tensorkeep.formats.torch_file import FORMAT
+from tensorkeep.testing.equality import same
+from tensorkeep.testing.format_states import load, noise
 
 
 def test_a_file_that_is_replaced_meanwhile_is_read_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +35,7 @@ def test_a_file_that_is_replaced_meanwhile_is_read_as_it_was(tmp_path: Path, mon
     with FORMAT.open(path, OpenSettings()) as reader:
         assert load(reader)["w"].sum() == 0
     monkeypatch.undo()
-    assert holdfast.load(path)["w"].sum() == 100
+    assert tensorkeep.load(path)["w"].sum() == 100
 
 
 def open_descriptors() -> int:
@@ -61,9 +61,9 @@ def test_lost_bytes_are_damage(tmp_path: Path, lost: int) -> None:
     for at in (0, 40, 1000, len(content) - lost - 30, len(content) - lost):
         path.write_bytes(content[:at] + content[at + lost :])
         with pytest.raises(CorruptCheckpointError) as caught:
-            holdfast.load(path, format="torch")
+            tensorkeep.load(path, format="torch")
         assert "/proc" not in str(caught.value)
-        assert not holdfast.verify(path, format="torch").ok
+        assert not tensorkeep.verify(path, format="torch").ok
 
 
 def test_a_read_that_fails_is_no_damage(tmp_path: Path) -> None:
@@ -88,13 +88,13 @@ class TestExpanded:
     def test_what_a_tiny_file_unfolds_to_is_never_read(self, tmp_path: Path) -> None:
         path = tmp_path / "x.pt"
         torch.save({"huge": torch.zeros(1).expand(2**50), "w": torch.ones(5)}, path)
-        info = holdfast.info(path)
+        info = tensorkeep.info(path)
         assert info.total.stored_bytes == 24 < path.stat().st_size
-        report = holdfast.verify(path)
+        report = tensorkeep.verify(path)
         assert (report.ok, report.tensors, report.nbytes) == (True, 2, 24)
         with pytest.raises(StoreError, match="memory"):
-            holdfast.load(path)
-        assert holdfast.load(path, select="w")["w"].sum() == 5
+            tensorkeep.load(path)
+        assert tensorkeep.load(path, select="w")["w"].sum() == 5
 
     def test_its_storage_is_checked(self, tmp_path: Path) -> None:
         path = tmp_path / "x.pt"
@@ -103,7 +103,7 @@ class TestExpanded:
         content = bytearray(path.read_bytes())
         content[content.index(bytes(pattern.tolist()))] ^= 1
         path.write_bytes(content)
-        [problem] = holdfast.verify(path).problems
+        [problem] = tensorkeep.verify(path).problems
         assert (problem.name, problem.message) == ("w", "the CRC-32 of its storage is wrong")
 
     def test_a_storage_counts_once(self, tmp_path: Path) -> None:
@@ -111,9 +111,9 @@ class TestExpanded:
         whole = noise("float32", 1000)
         state = {"head": whole[:600], "tail": whole[400:], "none": whole[:0]}
         torch.save(state, path)
-        assert [entry.stored_bytes for entry in holdfast.info(path).entries] == [4000, 0, 0]
-        assert holdfast.verify(path).ok
-        assert same(holdfast.load(path)["tail"], whole[400:])
+        assert [entry.stored_bytes for entry in tensorkeep.info(path).entries] == [4000, 0, 0]
+        assert tensorkeep.verify(path).ok
+        assert same(tensorkeep.load(path)["tail"], whole[400:])
 
     def test_storages_that_overlap_are_refused(self, tmp_path: Path) -> None:
         """Each of many records is said to be as long as the largest, so that checking them would take for ever."""
@@ -132,8 +132,8 @@ def test_a_counter_of_a_schedulers_milestones(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     state = {"scheduler": torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2, 2]).state_dict()}
     torch.save(state, tmp_path / "x.pt")
-    found = holdfast.load(tmp_path / "x.pt")
+    found = tensorkeep.load(tmp_path / "x.pt")
     assert same(found, state)
     assert type(found["scheduler"]["milestones"]) is collections.Counter
-    holdfast.save(found, tmp_path / "y.pt", format="torch")
+    tensorkeep.save(found, tmp_path / "y.pt", format="torch")
     assert torch.load(tmp_path / "y.pt", weights_only=True) == state

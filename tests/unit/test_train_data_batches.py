@@ -11,9 +11,9 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from holdfast.errors import UsageError
-from holdfast.train.data.batches import Batches, windows
-from holdfast.train.data.offsets import RandomOffsets, ShuffledOffsets
+from tensorkeep.errors import UsageError
+from tensorkeep.train.data.batches import Batches, windows
+from tensorkeep.train.data.offsets import RandomOffsets, ShuffledOffsets
 
 TEXT = np.arange(1000, dtype=np.uint16)
 ORDERS = ["random", "shuffled"]

@@ -1,4 +1,4 @@
-"""``holdfast data``: what a person and a program are told."""
+"""``tensorkeep data``: what a person and a program are told."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from cyclopts import App, CycloptsError
 
-from holdfast.cli import data
-from holdfast.cli.output import Output
-from holdfast.errors import CorruptCheckpointError, UsageError
+from tensorkeep.cli import data
+from tensorkeep.cli.output import Output
+from tensorkeep.errors import CorruptCheckpointError, UsageError
 
-TEXT = "Holdfast keeps what was trained.\n" * 40
+TEXT = "Tensorkeep keeps what was trained.\n" * 40
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_what_was_made_is_shown_with_the_next_command(text: Path, capsys: pytest
     assert shown.splitlines()[3].split() == ["split", "tokens"]
     assert shown.splitlines()[4].split() == ["train", "1,188"]
     assert shown.splitlines()[5].split() == ["validation", "132"]
-    assert shown.endswith(f"next: holdfast train shakespeare-char-cpu --data '{out}'\n")
+    assert shown.endswith(f"next: tensorkeep train shakespeare-char-cpu --data '{out}'\n")
 
 
 def test_preparing_as_json(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,7 +40,7 @@ def test_preparing_as_json(text: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert document["path"] == str(out)
     assert document["splits"]["validation"]["tokens"] == 660
     assert document["vocab_size"] == 256
-    assert document["next"].startswith("holdfast train")
+    assert document["next"].startswith("tensorkeep train")
 
 
 def test_documents_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,7 +60,7 @@ def test_info_shows_a_sample(text: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert data.info(out) == 0
     shown = capsys.readouterr().out
     assert "verified" not in shown
-    assert shown.endswith("Holdfast keeps what was trained.\nHo\n")
+    assert shown.endswith("Tensorkeep keeps what was trained.\nHo\n")
     assert data.info(out, verify=True, output=Output(json=True)) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["verified"] is True

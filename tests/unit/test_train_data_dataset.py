@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.errors import CorruptCheckpointError, HoldfastError, NotACheckpointError, UnsupportedError
-from holdfast.formats import sealed
-from holdfast.train.data.dataset import Dataset
-from holdfast.train.data.prepare import prepare
+from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, TensorkeepError, UnsupportedError
+from tensorkeep.formats import sealed
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.data.prepare import prepare
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 20
 
@@ -146,7 +146,7 @@ def test_what_is_no_prepared_data(tmp_path: Path) -> None:
     with pytest.raises(NotACheckpointError, match=r"holds no data\.json") as caught:
         Dataset.open(tmp_path)
     assert caught.value.remedy is not None
-    assert "holdfast data prepare" in caught.value.remedy
+    assert "tensorkeep data prepare" in caught.value.remedy
 
 
 def test_a_later_layout_is_told_from_damage(data: Path) -> None:
@@ -170,7 +170,7 @@ def with_value(value: Any, *keys: str) -> Callable[[dict[str, Any]], None]:
 
 HOSTILE = {
     "no format": without("format"),
-    "another format": with_value("holdfast", "format"),
+    "another format": with_value("tensorkeep", "format"),
     "no version": without("version"),
     "version zero": with_value(0, "version"),
     "a version of text": with_value("1", "version"),
@@ -214,7 +214,7 @@ def test_a_hostile_json_is_refused(data: Path, change: Callable[[dict[str, Any]]
     body = body_of(data)
     change(body)
     put(data, body)
-    with pytest.raises(HoldfastError) as caught:
+    with pytest.raises(TensorkeepError) as caught:
         Dataset.open(data)
     assert type(caught.value) is CorruptCheckpointError
     assert caught.value.path is not None

@@ -17,14 +17,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.errors import DestinationExistsError, NotACheckpointError, StoreError, UsageError
-from holdfast.testing import faults
-from holdfast.train.data import documents, sources
-from holdfast.train.data.dataset import Dataset
-from holdfast.train.data.documents import Reading
-from holdfast.train.data.prepare import prepare
-from holdfast.train.data.splits import SplitRule
-from holdfast.train.data.tokenizers.base import END_OF_DOCUMENT
+from tensorkeep.errors import DestinationExistsError, NotACheckpointError, StoreError, UsageError
+from tensorkeep.testing import faults
+from tensorkeep.train.data import documents, sources
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.data.documents import Reading
+from tensorkeep.train.data.prepare import prepare
+from tensorkeep.train.data.splits import SplitRule
+from tensorkeep.train.data.tokenizers.base import END_OF_DOCUMENT
 
 TEXT = "To be, or not to be:\nthat is the question. Ünïcödé 漢字 🙂\n" * 10
 

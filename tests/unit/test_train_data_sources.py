@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.errors import NotACheckpointError, StoreError, UsageError
-from holdfast.io.parallel import Meter
-from holdfast.train.data import documents
-from holdfast.train.data.documents import PIECE, Reading
-from holdfast.train.data.sources import open_source
+from tensorkeep.errors import NotACheckpointError, StoreError, UsageError
+from tensorkeep.io.parallel import Meter
+from tensorkeep.train.data import documents
+from tensorkeep.train.data.documents import PIECE, Reading
+from tensorkeep.train.data.sources import open_source
 
 
 def read(spec: str | os.PathLike[str], *, encoding: str = "utf-8") -> dict[str, str]:

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.errors import CorruptCheckpointError, MissingExtraError, UnsupportedError, UsageError
-from holdfast.train.data.tokenizers import bpe, from_tiktoken
-from holdfast.train.data.tokenizers.base import END_OF_DOCUMENT, Tokenizer, token_dtype
-from holdfast.train.data.tokenizers.byte import ByteTokenizer
-from holdfast.train.data.tokenizers.known import learner, tokenizer_from_dict
-from holdfast.train.data.tokenizers.line_ends import LONGEST, at_line_ends
+from tensorkeep.errors import CorruptCheckpointError, MissingExtraError, UnsupportedError, UsageError
+from tensorkeep.train.data.tokenizers import bpe, from_tiktoken
+from tensorkeep.train.data.tokenizers.base import END_OF_DOCUMENT, Tokenizer, token_dtype
+from tensorkeep.train.data.tokenizers.byte import ByteTokenizer
+from tensorkeep.train.data.tokenizers.known import learner, tokenizer_from_dict
+from tensorkeep.train.data.tokenizers.line_ends import LONGEST, at_line_ends
 
 PIECES = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12), max_size=12)
 LINES = st.lists(
@@ -232,7 +232,7 @@ def test_vocabularies_that_no_byte_pairs_have(vocab_size: int) -> None:
 @pytest.mark.parametrize(("module", "name"), [("tokenizers", "bpe"), ("tiktoken", "tiktoken:gpt2")])
 def test_a_missing_package_is_named_with_its_pip_line(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> None:
     monkeypatch.setitem(__import__("sys").modules, module, None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'holdfast\[train\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'tensorkeep\[train\]'"):
         learner(name)
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import DivergedError
-from holdfast.testing.equality import difference
-from holdfast.train.guard import MOST_SKIPPED
+from tensorkeep.errors import DivergedError
+from tensorkeep.testing.equality import difference
+from tensorkeep.train.guard import MOST_SKIPPED
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny_training import CONFIG, Witness, last_state, lines, poison, prepared, run
@@ -26,7 +26,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.train.run.measured_peak", lambda device: 1e9)
+    monkeypatch.setattr("tensorkeep.train.run.measured_peak", lambda device: 1e9)
 
 
 def test_a_run_that_makes_no_update_any_more_ends_with_an_error(tmp_path: Path, data: Path) -> None:
@@ -43,7 +43,7 @@ def test_it_names_the_last_checkpoint_before_the_skipped_updates(tmp_path: Path,
     with pytest.raises(DivergedError, match="since step 5") as raised:
         run(config, tmp_path / "my run", data, arrange=partial(poison, steps=range(5, 60)))
     assert (raised.value.remedy or "").endswith(
-        f"go on from step 4, the last checkpoint before them: holdfast train --out '{tmp_path / 'my run'}' --resume"
+        f"go on from step 4, the last checkpoint before them: tensorkeep train --out '{tmp_path / 'my run'}' --resume"
     )
 
 

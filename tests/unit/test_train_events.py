@@ -17,19 +17,19 @@ import pytest
 import torch
 from rich.console import Console
 
-from holdfast import CheckpointManager
-from holdfast.bench.probes import resident_bytes
-from holdfast.checkpoint.pending import PendingSave
-from holdfast.cli.output import Output
-from holdfast.cli.training_progress import Lines, bar, document, print_summary
-from holdfast.errors import StoreError
-from holdfast.train import memory
-from holdfast.train.data.dataset import Dataset
-from holdfast.train.log import RunLog
-from holdfast.train.loop import Summary, train
-from holdfast.train.range_test import RangeTest
-from holdfast.train.run import METRIC, open_run
-from holdfast.train.run_folder import RunFolder
+from tensorkeep import CheckpointManager
+from tensorkeep.bench.probes import resident_bytes
+from tensorkeep.checkpoint.pending import PendingSave
+from tensorkeep.cli.output import Output
+from tensorkeep.cli.training_progress import Lines, bar, document, print_summary
+from tensorkeep.errors import StoreError
+from tensorkeep.train import memory
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.log import RunLog
+from tensorkeep.train.loop import Summary, train
+from tensorkeep.train.range_test import RangeTest
+from tensorkeep.train.run import METRIC, open_run
+from tensorkeep.train.run_folder import RunFolder
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny_training import CONFIG, Witness, lines, poison, prepared, run
@@ -45,7 +45,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.train.run.measured_peak", lambda device: 1e9)
+    monkeypatch.setattr("tensorkeep.train.run.measured_peak", lambda device: 1e9)
 
 
 # Saves
@@ -64,7 +64,7 @@ class LetsThrough(Witness):
         if (step, kind) == (self._step, "train"):
             self._gate.set()
             for thread in threading.enumerate():
-                if thread.name == "holdfast-save":
+                if thread.name == "tensorkeep-save":
                     thread.join()
 
 
@@ -100,7 +100,7 @@ def test_a_new_best_is_saved_at_its_own_step(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, keep_best: int, saved: list[int]
 ) -> None:
     losses = iter([3.0, 2.0, 2.5])
-    monkeypatch.setattr("holdfast.train.loop.evaluate", lambda model, batches: next(losses))
+    monkeypatch.setattr("tensorkeep.train.loop.evaluate", lambda model, batches: next(losses))
     witness = Witness()
     run(
         CONFIG.changed({"eval.every": 4, "checkpoint.keep_last": 1, "checkpoint.keep_best": keep_best}),
@@ -143,7 +143,7 @@ def test_a_run_that_had_ended_says_that_nothing_was_left_to_do(tmp_path: Path, d
     assert "nothing was left" not in shown
     assert "tokens/s" in shown
     assert "peak memory" in shown
-    assert f"next: holdfast generate '{tmp_path / 'my run'}' --prompt TEXT" in shown
+    assert f"next: tensorkeep generate '{tmp_path / 'my run'}' --prompt TEXT" in shown
     again, summary, shown = ended(CONFIG, tmp_path / "my run", data, resume=True)
     assert (again["steps"], again["reason"], again["tokens_per_second"], again["mfu"]) == (0, "done", None, None)
     assert again["loss"] == first["loss"] == summary.loss
@@ -328,7 +328,7 @@ class Refuses:
 def test_tensorboard_that_cannot_write_is_told_and_what_came_first_matters_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.train.log._tensorboard", lambda: Refuses)
+    monkeypatch.setattr("tensorkeep.train.log._tensorboard", lambda: Refuses)
     board = RunLog(tmp_path / "log.jsonl", tensorboard=True)
     with pytest.raises(StoreError, match="cannot write the log: No space left") as raised, board as log:
         log.begin(0)

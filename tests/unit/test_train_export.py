@@ -13,20 +13,20 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast.errors import (
+import tensorkeep
+from tensorkeep.errors import (
     DestinationExistsError,
-    HoldfastError,
     StateMismatchError,
     StoreError,
+    TensorkeepError,
     UnsupportedError,
     UsageError,
 )
-from holdfast.testing import faults
-from holdfast.train.export import export
-from holdfast.train.generate import generate
-from holdfast.train.model.config import ModelConfig
-from holdfast.train.model.gpt import GPT
+from tensorkeep.testing import faults
+from tensorkeep.train.export import export
+from tensorkeep.train.generate import generate
+from tensorkeep.train.model.config import ModelConfig
+from tensorkeep.train.model.gpt import GPT
 
 GPT2: dict[str, Any] = {"positions": "learned", "norm": "layernorm"}
 LLAMA: dict[str, Any] = {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu"}
@@ -135,9 +135,9 @@ def test_transformers_opens_the_tokenizer(transformers: Any, tmp_path: Path) -> 
 
 def test_a_state_is_exported_as_its_model_is(tmp_path: Path) -> None:
     model = build(**GPT2)
-    holdfast.save({"model": model.state_dict()}, tmp_path / "ckpt")
+    tensorkeep.save({"model": model.state_dict()}, tmp_path / "ckpt")
     first = export(model, model.config, tmp_path / "model")
-    second = export(holdfast.load(tmp_path / "ckpt")["model"], model.config, tmp_path / "state")
+    second = export(tensorkeep.load(tmp_path / "ckpt")["model"], model.config, tmp_path / "state")
     assert (tmp_path / "model/model.safetensors").read_bytes() == (tmp_path / "state/model.safetensors").read_bytes()
     assert (first.parameters, first.files) == (second.parameters, ("model.safetensors", "config.json"))
     assert first.parameters == model.config.parameter_count() + model.config.d_model * (5 + 2 * (3 + 1 + 4 + 1))
@@ -165,7 +165,7 @@ def test_the_file_is_plain_safetensors_with_the_names_of_transformers(tmp_path: 
         "model.norm.weight": (12,),
         "lm_head.weight": (13, 12),
     }
-    saved = holdfast.load(tmp_path / "out/model.safetensors")
+    saved = tensorkeep.load(tmp_path / "out/model.safetensors")
     assert torch.equal(saved["model.layers.0.self_attn.k_proj.weight"], model.blocks[0].attention.qkv.weight[12:24])
 
 
@@ -174,7 +174,7 @@ def test_tensors_that_share_memory_are_all_in_the_file(tmp_path: Path) -> None:
     state = model.state_dict()
     state["head.weight"] = state["tokens.weight"]
     export(state, model.config, tmp_path / "out")
-    saved = holdfast.load(tmp_path / "out/model.safetensors")
+    saved = tensorkeep.load(tmp_path / "out/model.safetensors")
     raw = (tmp_path / "out/model.safetensors").read_bytes()
     assert b'"lm_head.weight"' in raw
     assert torch.equal(saved["lm_head.weight"], model.tokens.weight)
@@ -267,7 +267,7 @@ def test_a_failing_disk_leaves_nothing_or_everything(tmp_path: Path) -> None:
         try:
             with faults.broken(fail_at=index, action=faults.raise_error(errno.ENOSPC)):
                 export(model, model.config, folder / "out")
-        except HoldfastError as error:
+        except TensorkeepError as error:
             failures += 1
             assert isinstance(error, StoreError), error
         found = list((folder / "out").iterdir()) if (folder / "out").exists() else []

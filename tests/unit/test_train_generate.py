@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from holdfast.errors import UsageError
-from holdfast.train.generate import Sampling, generate
-from holdfast.train.model.config import ModelConfig
-from holdfast.train.model.gpt import GPT
+from tensorkeep.errors import UsageError
+from tensorkeep.train.generate import Sampling, generate
+from tensorkeep.train.model.config import ModelConfig
+from tensorkeep.train.model.gpt import GPT
 
 LAYOUTS = [
     pytest.param({"positions": "learned"}, id="learned"),

@@ -11,13 +11,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from holdfast.train.activations import Activations, Shape, counted_activations
-from holdfast.train.config import Config
-from holdfast.train.evaluate import evaluate, evaluated_at_once
-from holdfast.train.ledger import Ledger, predict
-from holdfast.train.model.config import ModelConfig
-from holdfast.train.model.gpt import GPT
-from holdfast.train.optimizers import build_optimizers
+from tensorkeep.train.activations import Activations, Shape, counted_activations
+from tensorkeep.train.config import Config
+from tensorkeep.train.evaluate import evaluate, evaluated_at_once
+from tensorkeep.train.ledger import Ledger, predict
+from tensorkeep.train.model.config import ModelConfig
+from tensorkeep.train.model.gpt import GPT
+from tensorkeep.train.optimizers import build_optimizers
 
 CONFIG = Config(
     recipe="ledger",
@@ -107,7 +107,7 @@ def test_states_of_optimizers_are_predicted_byte_for_byte(settings: dict[str, An
 @pytest.mark.parametrize("bits", [8, 4, "fp8"])
 def test_quantised_states_are_predicted_byte_for_byte(bits: int | str) -> None:
     pytest.importorskip("torchao")
-    from holdfast.train.techniques.low_bit_optimizer import low_bit
+    from tensorkeep.train.techniques.low_bit_optimizer import low_bit
 
     config = CONFIG.changed({"techniques.low-bit-optimizer.bits": bits})
     model = GPT(config.model)
@@ -145,7 +145,7 @@ class Held(TorchDispatchMode):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_what_an_evaluation_takes_is_predicted_within_a_tenth(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.train.evaluate._TOKENS_AT_ONCE", 512)
+    monkeypatch.setattr("tensorkeep.train.evaluate._TOKENS_AT_ONCE", 512)
     config = msgspec.structs.replace(CONFIG, model=msgspec.structs.replace(CONFIG.model, **MODELS[model]))
     rows = evaluated_at_once(config.model)
     tokens = torch.randint(config.model.vocab_size, (2, rows, config.model.context_length))

@@ -19,16 +19,16 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast.errors import DivergedError
-from holdfast.testing.equality import difference
-from holdfast.train.config import Config
-from holdfast.train.data.dataset import Dataset
-from holdfast.train.data.prepare import prepare
-from holdfast.train.loop import Summary, train
-from holdfast.train.model.config import ModelConfig
-from holdfast.train.run import METRIC, open_run
-from holdfast.train.run_folder import RunFolder
+import tensorkeep
+from tensorkeep.errors import DivergedError
+from tensorkeep.testing.equality import difference
+from tensorkeep.train.config import Config
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.data.prepare import prepare
+from tensorkeep.train.loop import Summary, train
+from tensorkeep.train.model.config import ModelConfig
+from tensorkeep.train.run import METRIC, open_run
+from tensorkeep.train.run_folder import RunFolder
 
 TEXT = "the quick brown fox jumps over the lazy dog; " * 60
 CONFIG = Config(
@@ -66,7 +66,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.train.run.measured_peak", lambda device: 1e9)
+    monkeypatch.setattr("tensorkeep.train.run.measured_peak", lambda device: 1e9)
 
 
 def run(
@@ -91,7 +91,7 @@ def trace(folder: Path) -> list[dict[str, Any]]:
 
 
 def last_state(folder: Path) -> dict[str, Any]:
-    state: dict[str, Any] = holdfast.CheckpointManager(folder / "checkpoints").restore()
+    state: dict[str, Any] = tensorkeep.CheckpointManager(folder / "checkpoints").restore()
     # numpy's and Python's own generators are neither seeded nor used.
     for unused in ("numpy", "python"):
         del state["rng"][unused]
@@ -159,7 +159,7 @@ def test_a_second_process_leaves_a_live_run_alone(tmp_path: Path, data: Path) ->
     with open_run(CONFIG, RunFolder(tmp_path / "run"), Dataset.open(data)) as opened:
         train(opened, Witness(), stop=lambda: opened.progress.step >= 7)
         before = (tmp_path / "run" / "log.jsonl").read_bytes()
-        with pytest.raises(holdfast.BusyError):
+        with pytest.raises(tensorkeep.BusyError):
             run(CONFIG, tmp_path / "run", data, resume=True)
         assert (tmp_path / "run" / "log.jsonl").read_bytes() == before
 
@@ -168,13 +168,13 @@ def test_checkpoints_of_another_run_are_not_taken(tmp_path: Path, data: Path) ->
     run(CONFIG, tmp_path / "run", data)
     (tmp_path / "run" / "run.json").unlink()
     for resume in (False, True):
-        with pytest.raises(holdfast.DestinationExistsError, match=r"without its run\.json"):
+        with pytest.raises(tensorkeep.DestinationExistsError, match=r"without its run\.json"):
             run(CONFIG, tmp_path / "run", data, resume=resume)
 
 
 def test_a_validation_split_that_is_too_short_is_refused_at_once(tmp_path: Path, data: Path) -> None:
     length = len(Dataset.open(data).validation)
-    with pytest.raises(holdfast.UsageError, match="the validation split has"):
+    with pytest.raises(tensorkeep.UsageError, match="the validation split has"):
         run(CONFIG.changed({"model.context_length": length}), tmp_path / "run", data)
     assert not (tmp_path / "run").exists()
 
@@ -212,7 +212,7 @@ def test_it_stops_early(tmp_path: Path, data: Path) -> None:
     summary, _ = run(config, tmp_path / "run", data)
     assert summary.reason == "early stop"
     assert summary.step < 12
-    assert holdfast.CheckpointManager(tmp_path / "run" / "checkpoints").steps()[-1].number == summary.step
+    assert tensorkeep.CheckpointManager(tmp_path / "run" / "checkpoints").steps()[-1].number == summary.step
 
 
 def poison(opened: Any, at: int) -> None:
@@ -266,14 +266,16 @@ def test_a_run_says_what_it_was_started_with(tmp_path: Path, data: Path) -> None
     assert about["data"]["fingerprint"] == Dataset.open(data).fingerprint
     assert about["environment"]["versions"]["torch"] == metadata.version("torch")
     assert folder.config().model.vocab_size == Dataset.open(data).vocab_size
-    with pytest.raises(holdfast.DestinationExistsError, match="holds a run already"):
+    with pytest.raises(tensorkeep.DestinationExistsError, match="holds a run already"):
         run(CONFIG, tmp_path / "run", data)
 
 
 def test_another_configuration_is_refused_with_the_settings_that_differ(tmp_path: Path, data: Path) -> None:
     run(CONFIG, tmp_path / "run", data, stop_after=4)
     other = CONFIG.changed({"optim.lr": 5e-4, "checkpoint.every": 7})
-    with pytest.raises(holdfast.UsageError, match=r"another configuration: optim\.lr: 0\.001 there, 0\.0005 now") as e:
+    with pytest.raises(
+        tensorkeep.UsageError, match=r"another configuration: optim\.lr: 0\.001 there, 0\.0005 now"
+    ) as e:
         run(other, tmp_path / "run", data, resume=True)
     assert "checkpoint.every" not in str(e.value)
 
@@ -282,12 +284,12 @@ def test_data_that_has_changed_is_refused(tmp_path: Path, data: Path) -> None:
     run(CONFIG, tmp_path / "run", data, stop_after=4)
     (tmp_path / "text").write_text(TEXT.replace("fox", "xof"))
     prepare(tmp_path / "text", tmp_path / "other", tokenizer="char")
-    with pytest.raises(holdfast.UsageError, match="has changed since the run began"):
+    with pytest.raises(tensorkeep.UsageError, match="has changed since the run began"):
         run(CONFIG, tmp_path / "run", tmp_path / "other", resume=True)
 
 
 def test_a_context_longer_than_the_data_is_refused(tmp_path: Path, data: Path) -> None:
-    with pytest.raises(holdfast.UsageError, match="a context of 100,000 needs"):
+    with pytest.raises(tensorkeep.UsageError, match="a context of 100,000 needs"):
         run(CONFIG.changed({"model.context_length": 100_000}), tmp_path / "run", data)
     assert not (tmp_path / "run").exists()
 
@@ -304,13 +306,13 @@ def test_the_log_forgets_what_is_done_again(tmp_path: Path, data: Path) -> None:
 KILLED = """
 import sys, json
 from pathlib import Path
-import holdfast.train.run
-holdfast.train.run.measured_peak = lambda device: 1e9
-from holdfast.train.config import Config
-from holdfast.train.data.dataset import Dataset
-from holdfast.train.loop import train
-from holdfast.train.run import open_run
-from holdfast.train.run_folder import RunFolder
+import tensorkeep.train.run
+tensorkeep.train.run.measured_peak = lambda device: 1e9
+from tensorkeep.train.config import Config
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.loop import train
+from tensorkeep.train.run import open_run
+from tensorkeep.train.run_folder import RunFolder
 class Witness:
     def happened(self, step, kind, values):
         print(step, kind, flush=True)
@@ -352,6 +354,6 @@ def test_a_run_that_is_killed_again_and_again_goes_on_exactly(tmp_path: Path, da
 def test_the_best_step_is_kept_and_found(tmp_path: Path, data: Path) -> None:
     config = CONFIG.changed({"eval.every": 3, "checkpoint.keep_last": 1})
     summary, _ = run(config, tmp_path / "run", data)
-    best = holdfast.CheckpointManager(tmp_path / "run" / "checkpoints").best(METRIC)
+    best = tensorkeep.CheckpointManager(tmp_path / "run" / "checkpoints").best(METRIC)
     assert best is not None
     assert best.metrics[METRIC] == summary.best

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from holdfast.errors import UsageError
-from holdfast.train.model.config import ModelConfig
-from holdfast.train.model.gpt import GPT, token_loss
-from holdfast.train.model.modes import evaluating
+from tensorkeep.errors import UsageError
+from tensorkeep.train.model.config import ModelConfig
+from tensorkeep.train.model.gpt import GPT, token_loss
+from tensorkeep.train.model.modes import evaluating
 
 sys.path.insert(0, str(Path(__file__).parent))
 import plain_gpt

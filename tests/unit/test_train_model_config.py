@@ -11,9 +11,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from holdfast.errors import UsageError
-from holdfast.train.model.config import ModelConfig
-from holdfast.train.model.gpt import GPT
+from tensorkeep.errors import UsageError
+from tensorkeep.train.model.config import ModelConfig
+from tensorkeep.train.model.gpt import GPT
 
 SIZES: dict[str, Any] = {"vocab_size": 11, "context_length": 8, "n_layers": 2, "n_heads": 2, "d_model": 12}
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.train import muon
-from holdfast.train.muon import Muon
+from tensorkeep.train import muon
+from tensorkeep.train.muon import Muon
 
 SHAPES = [(24, 8), (8, 8), (8, 24), (24, 8), (8, 8), (4, 1)]
 

@@ -12,18 +12,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.errors import UsageError
-from holdfast.train.average import WeightAverage
-from holdfast.train.bounds import check_bounds
-from holdfast.train.clock import Clock
-from holdfast.train.config import Config, differences, flat, setting_names
-from holdfast.train.model.gpt import GPT
-from holdfast.train.optimizers import build_optimizers, check_optimizers, set_learning_rate
-from holdfast.train.recipes import RECIPES, get_recipe
-from holdfast.train.schedules import Plateau, share
-from holdfast.train.sections import OptimConfig, ScheduleConfig
-from holdfast.train.settings import given_settings, read_words
-from holdfast.train.speed import Speedometer, measured_peak
+from tensorkeep.errors import UsageError
+from tensorkeep.train.average import WeightAverage
+from tensorkeep.train.bounds import check_bounds
+from tensorkeep.train.clock import Clock
+from tensorkeep.train.config import Config, differences, flat, setting_names
+from tensorkeep.train.model.gpt import GPT
+from tensorkeep.train.optimizers import build_optimizers, check_optimizers, set_learning_rate
+from tensorkeep.train.recipes import RECIPES, get_recipe
+from tensorkeep.train.schedules import Plateau, share
+from tensorkeep.train.sections import OptimConfig, ScheduleConfig
+from tensorkeep.train.settings import given_settings, read_words
+from tensorkeep.train.speed import Speedometer, measured_peak
 
 BASE = get_recipe("shakespeare-char-cpu")
 
@@ -138,7 +138,7 @@ def test_settings_that_only_make_sense_together_come_in_any_order() -> None:
 def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "x.toml"
     file.write_text('[train]\nout = "elsewhere"\n[train.optim]\nlr = 1.0\nclip = 2.0\nweight_decay = 3.0\n')
-    environment = {"HOLDFAST_OPTIM_CLIP": "4", "HOLDFAST_OPTIM_WEIGHT_DECAY": "5"}
+    environment = {"TENSORKEEP_OPTIM_CLIP": "4", "TENSORKEEP_OPTIM_WEIGHT_DECAY": "5"}
     _, words = read_words(["--optim.weight_decay", "6", "--loop.steps=9"])
     found = BASE.changed(given_settings(words, file=file, environment=environment))
     assert (found.optim.lr, found.optim.clip, found.optim.weight_decay, found.loop.steps) == (1.0, 4.0, 6.0, 9)
@@ -282,8 +282,8 @@ def test_a_share_of_the_peak_is_never_above_all_of_it() -> None:
 
 
 def test_the_measured_peak_draws_no_random_numbers_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.train.speed._SIZES", (64,))
-    monkeypatch.setattr("holdfast.train.speed._SECONDS", 0.01)
+    monkeypatch.setattr("tensorkeep.train.speed._SIZES", (64,))
+    monkeypatch.setattr("tensorkeep.train.speed._SECONDS", 0.01)
     before = torch.get_rng_state()
     assert measured_peak(torch.device("cpu")) > 1e6
     assert torch.equal(before, torch.get_rng_state())

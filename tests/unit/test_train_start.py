@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast.checkpoint.stateful import RandomState
-from holdfast.cli.gentle_stop import gentle_stop
-from holdfast.testing.equality import difference
-from holdfast.train.config import Config
-from holdfast.train.data.dataset import Dataset
-from holdfast.train.data.prepare import prepare
-from holdfast.train.device import RunRandomState, chosen_device
-from holdfast.train.loop import train
-from holdfast.train.model.config import ModelConfig
-from holdfast.train.run import Run, open_run
-from holdfast.train.run_data import absolute_source, open_data
-from holdfast.train.run_folder import RunFolder
+import tensorkeep
+from tensorkeep.checkpoint.stateful import RandomState
+from tensorkeep.cli.gentle_stop import gentle_stop
+from tensorkeep.testing.equality import difference
+from tensorkeep.train.config import Config
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.data.prepare import prepare
+from tensorkeep.train.device import RunRandomState, chosen_device
+from tensorkeep.train.loop import train
+from tensorkeep.train.model.config import ModelConfig
+from tensorkeep.train.run import Run, open_run
+from tensorkeep.train.run_data import absolute_source, open_data
+from tensorkeep.train.run_folder import RunFolder
 
 TEXT = "the quick brown fox jumps over the lazy dog; " * 60
 CONFIG = Config(
@@ -40,7 +40,7 @@ class Silence:
 
 @pytest.fixture(autouse=True)
 def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.train.run.measured_peak", lambda device: 1e9)
+    monkeypatch.setattr("tensorkeep.train.run.measured_peak", lambda device: 1e9)
 
 
 @pytest.fixture
@@ -70,19 +70,19 @@ def about(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"checkpoint.compression": "nonsense"}, holdfast.UsageError, "there is no compression 'nonsense'"),
-        ({"checkpoint.memory_budget": "nonsense"}, holdfast.UsageError, "'nonsense' is not a size"),
-        ({"checkpoint.memory_budget": "1KiB"}, holdfast.UsageError, "too small for saving in the background"),
+        ({"checkpoint.compression": "nonsense"}, tensorkeep.UsageError, "there is no compression 'nonsense'"),
+        ({"checkpoint.memory_budget": "nonsense"}, tensorkeep.UsageError, "'nonsense' is not a size"),
+        ({"checkpoint.memory_budget": "1KiB"}, tensorkeep.UsageError, "too small for saving in the background"),
         (
             {"checkpoint.incremental": "delta", "checkpoint.compression": "zstd"},
-            holdfast.UsageError,
+            tensorkeep.UsageError,
             'incremental="delta" needs compression="lossless"',
         ),
-        ({"loop.device": "meta"}, holdfast.UsageError, "the device 'meta' cannot be used"),
-        ({"loop.device": "toaster"}, holdfast.UsageError, "the device 'toaster' cannot be used"),
-        ({"sample.every": 1, "sample.prompt": "%"}, holdfast.UsageError, "'%'"),
-        ({"model.d_model": 2**42}, holdfast.StoreError, r"a model of .* parameters cannot be made"),
-        ({"model.d_model": 10**20}, holdfast.StoreError, r"a model of .* parameters cannot be made"),
+        ({"loop.device": "meta"}, tensorkeep.UsageError, "the device 'meta' cannot be used"),
+        ({"loop.device": "toaster"}, tensorkeep.UsageError, "the device 'toaster' cannot be used"),
+        ({"sample.every": 1, "sample.prompt": "%"}, tensorkeep.UsageError, "'%'"),
+        ({"model.d_model": 2**42}, tensorkeep.StoreError, r"a model of .* parameters cannot be made"),
+        ({"model.d_model": 10**20}, tensorkeep.StoreError, r"a model of .* parameters cannot be made"),
     ],
 )
 def test_what_would_fail_later_is_refused_before_anything_is_written(
@@ -97,14 +97,14 @@ def test_tensorboard_that_is_not_installed_is_missed_before_anything_is_written(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(holdfast.MissingExtraError, match="needs TensorBoard"):
+    with pytest.raises(tensorkeep.MissingExtraError, match="needs TensorBoard"):
         run(CONFIG.changed({"log.tensorboard": True}), tmp_path / "run", Dataset.open(data))
     assert not (tmp_path / "run").exists()
 
 
 def test_a_file_of_settings_for_saves_that_cannot_be_followed_is_refused_at_once(tmp_path: Path, data: Path) -> None:
-    (tmp_path / "holdfast.toml").write_text('[save]\ncompression = "nonsense"\n')
-    with pytest.raises(holdfast.UsageError, match=r"holdfast\.toml: .*compression is 'nonsense'"):
+    (tmp_path / "tensorkeep.toml").write_text('[save]\ncompression = "nonsense"\n')
+    with pytest.raises(tensorkeep.UsageError, match=r"tensorkeep\.toml: .*compression is 'nonsense'"):
         run(CONFIG, tmp_path / "run", Dataset.open(data))
     assert not (tmp_path / "run").exists()
 
@@ -135,7 +135,7 @@ def test_a_setting_without_effect_on_prepared_data_is_refused(
     folder = RunFolder(tmp_path / "run")
     if resume:
         run(config, folder.path, Dataset.open(data))
-    with pytest.raises(holdfast.UsageError, match=message):
+    with pytest.raises(tensorkeep.UsageError, match=message):
         open_data(config.changed({name: value}), folder, resume=resume, given=[name])
     # What a recipe says of preparing, and nobody asked for, is no contradiction.
     assert open_data(config.changed({name: value}), folder, resume=resume).path == data
@@ -159,7 +159,9 @@ def test_of_a_vocabulary_the_most_to_have_may_be_asked_for(tmp_path: Path, text:
     for size in (prepared.vocab_size, 5000):
         found = open_data(config.changed({"data.vocab_size": size}), folder, given=given)
         assert found.vocab_size == prepared.vocab_size
-    with pytest.raises(holdfast.UsageError, match=rf"is {prepared.vocab_size - 1}, and .* with {prepared.vocab_size}"):
+    with pytest.raises(
+        tensorkeep.UsageError, match=rf"is {prepared.vocab_size - 1}, and .* with {prepared.vocab_size}"
+    ):
         open_data(config.changed({"data.vocab_size": prepared.vocab_size - 1}), folder, given=given)
 
 
@@ -173,7 +175,7 @@ def test_data_that_was_moved_is_taken_from_where_it_is_said_to_be(tmp_path: Path
     run(CONFIG, folder.path, Dataset.open(data), steps=2)
     config = folder.config()
     moved = move(data, tmp_path / "elsewhere")
-    with pytest.raises(holdfast.NotACheckpointError, match=r"is not there any more\n.*--data FOLDER"):
+    with pytest.raises(tensorkeep.NotACheckpointError, match=r"is not there any more\n.*--data FOLDER"):
         open_data(config, folder, resume=True)
     config = config.changed({"data.source": str(moved)})
     dataset = open_data(config, folder, resume=True, given=["data.source"])
@@ -209,9 +211,9 @@ def test_data_that_was_lost_is_prepared_again_and_must_be_the_same(tmp_path: Pat
     assert run(config, folder.path, open_data(config, folder, resume=True), resume=True).progress.step == 4
     shutil.rmtree(folder.data)
     text.write_text(TEXT.replace("fox", "xof"))
-    with pytest.raises(holdfast.UsageError, match="has changed since the run began"):
+    with pytest.raises(tensorkeep.UsageError, match="has changed since the run began"):
         run(config, folder.path, open_data(config, folder, resume=True), resume=True)
-    with pytest.raises(holdfast.UsageError, match="has changed since the run began"):
+    with pytest.raises(tensorkeep.UsageError, match="has changed since the run began"):
         open_data(config, folder, resume=True)
 
 
@@ -222,7 +224,7 @@ def test_damaged_data_is_passed_over_where_the_same_lies_elsewhere(tmp_path: Pat
     (folder.data / "train.bin").unlink()
     assert open_data(folder.config(), folder, resume=True).path == data
     shutil.rmtree(data)
-    with pytest.raises(holdfast.CorruptCheckpointError, match=r"train\.bin"):
+    with pytest.raises(tensorkeep.CorruptCheckpointError, match=r"train\.bin"):
         open_data(folder.config(), folder, resume=True)
 
 
@@ -232,16 +234,16 @@ def test_text_is_not_taken_in_place_of_the_data_that_a_run_has(tmp_path: Path, t
     run(config, folder.path, open_data(config, folder), steps=2)
     (tmp_path / "other.txt").write_text(TEXT)
     other = config.changed({"data.source": str(tmp_path / "other.txt")})
-    with pytest.raises(holdfast.UsageError, match=r"other\.txt' is no prepared data"):
+    with pytest.raises(tensorkeep.UsageError, match=r"other\.txt' is no prepared data"):
         open_data(other, folder, resume=True, given=["data.source"])
 
 
 def test_other_data_is_named_before_other_settings(tmp_path: Path, data: Path, text: Path) -> None:
     run(CONFIG, tmp_path / "run", Dataset.open(data), steps=2)
     other = Dataset.open(prepare(text, tmp_path / "other", tokenizer="byte").path)
-    with pytest.raises(holdfast.UsageError, match="has changed since the run began"):
+    with pytest.raises(tensorkeep.UsageError, match="has changed since the run began"):
         run(CONFIG.changed({"optim.lr": 1.0}), tmp_path / "run", other, resume=True)
-    with pytest.raises(holdfast.UsageError, match="has changed since the run began"):
+    with pytest.raises(tensorkeep.UsageError, match="has changed since the run began"):
         open_data(
             CONFIG.changed({"data.source": str(other.path)}),
             RunFolder(tmp_path / "run"),
@@ -291,7 +293,7 @@ def test_what_goes_on_with_other_ways_of_saving_and_logging_ends_the_same(tmp_pa
     other = CONFIG.changed({"checkpoint.every": 1, "log.every": 2, "sample.every": 1, "checkpoint.incremental": False})
     run(other, tmp_path / "parts", dataset, resume=True)
     whole, parts = (
-        holdfast.CheckpointManager(tmp_path / name / "checkpoints").restore(4) for name in ("whole", "parts")
+        tensorkeep.CheckpointManager(tmp_path / name / "checkpoints").restore(4) for name in ("whole", "parts")
     )
     for name in ("model", "average", "optimizers", "batches"):
         assert difference(whole[name], parts[name]) is None, name
@@ -300,7 +302,7 @@ def test_what_goes_on_with_other_ways_of_saving_and_logging_ends_the_same(tmp_pa
 def test_random_states_of_gpus_that_are_not_here_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     state = RandomState().state_dict() | {"cuda": [torch.zeros(16, dtype=torch.uint8)] * 3}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(holdfast.UnsupportedError):
+    with pytest.raises(tensorkeep.UnsupportedError):
         RandomState().check_state_dict(state)
     RunRandomState().check_state_dict(state)
     drawn = torch.rand(3)
@@ -311,7 +313,7 @@ def test_random_states_of_gpus_that_are_not_here_are_left_out(monkeypatch: pytes
 def test_a_device_is_named_as_it_was_asked_for() -> None:
     assert chosen_device("cpu") == torch.device("cpu")
     assert chosen_device("auto").type in ("cpu", "cuda")
-    with pytest.raises(holdfast.UsageError, match=r'^the device \'cuda:99\' cannot be used: .*\ngive "auto"'):
+    with pytest.raises(tensorkeep.UsageError, match=r'^the device \'cuda:99\' cannot be used: .*\ngive "auto"'):
         chosen_device("cuda:99")
 
 

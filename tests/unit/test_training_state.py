@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-import holdfast
-from holdfast import CheckpointManager, RandomState
-from holdfast.testing.equality import same
+import tensorkeep
+from tensorkeep import CheckpointManager, RandomState
+from tensorkeep.testing.equality import same
 
 
 def training(width: int = 16, seed: int = 0) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def test_what_does_not_fit_is_named_before_anything_is_touched(tmp_path: Path) -
         manager.save(1, parts).wait()
     wider = training(width=20)
     before = {name: tensor.clone() for name, tensor in wider["model"].state_dict().items()}
-    with pytest.raises(holdfast.StateMismatchError) as raised:
+    with pytest.raises(tensorkeep.StateMismatchError) as raised:
         CheckpointManager(tmp_path).restore(into=wider)
     assert "model.0.weight" in str(raised.value)
     assert same(dict(wider["model"].state_dict()), before)
@@ -93,7 +93,7 @@ def test_an_optimizer_of_other_groups_is_refused_first(tmp_path: Path) -> None:
     other = training(seed=1)
     before = {name: tensor.clone() for name, tensor in other["model"].state_dict().items()}
     other["optimizer"] = torch.optim.AdamW([{"params": [p]} for p in other["model"].parameters()])
-    with pytest.raises(holdfast.StateMismatchError, match="groups of"):
+    with pytest.raises(tensorkeep.StateMismatchError, match="groups of"):
         CheckpointManager(tmp_path).restore(into=other)
     assert same(dict(other["model"].state_dict()), before)
 
@@ -104,7 +104,7 @@ def test_an_object_that_was_not_saved_is_named(tmp_path: Path) -> None:
         manager.save(1, {"model": parts["model"]}).wait()
     other = training(seed=1)
     before = {name: tensor.clone() for name, tensor in other["model"].state_dict().items()}
-    with pytest.raises(holdfast.StateMismatchError, match="only in the state: optimizer"):
+    with pytest.raises(tensorkeep.StateMismatchError, match="only in the state: optimizer"):
         CheckpointManager(tmp_path).restore(into={"model": other["model"], "optimizer": other["optimizer"]})
     assert same(dict(other["model"].state_dict()), before)
 
@@ -115,9 +115,9 @@ def test_random_numbers_go_on(tmp_path: Path) -> None:
 
     random.gauss(0, 1)
     state = RandomState()
-    holdfast.save(state.state_dict(), tmp_path / "rng")
+    tensorkeep.save(state.state_dict(), tmp_path / "rng")
     expected = [draw() for _ in range(5)]
-    state.load_state_dict(holdfast.load(tmp_path / "rng"))
+    state.load_state_dict(tensorkeep.load(tmp_path / "rng"))
     assert [draw() for _ in range(5)] == expected
 
 

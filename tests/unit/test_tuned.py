@@ -1,4 +1,4 @@
-"""``holdfast.toml``: which one is found, what it may say, and that the call wins over it."""
+"""``tensorkeep.toml``: which one is found, what it may say, and that the call wins over it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast import plugins
-from holdfast.checkpoint import tuning
-from holdfast.checkpoint.tuning import SaveTable
+import tensorkeep
+from tensorkeep import plugins
+from tensorkeep.checkpoint import tuning
+from tensorkeep.checkpoint.tuning import SaveTable
 
 STATE = {"w": torch.zeros(100_000)}
 
 
 def write(folder: Path, text: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "holdfast.toml"
+    path = folder / "tensorkeep.toml"
     path.write_text(text)
     return path
 
@@ -27,11 +27,11 @@ def write(folder: Path, text: str) -> Path:
 def test_a_save_follows_the_nearest_file(tmp_path: Path) -> None:
     write(tmp_path, '[save]\ncompression = "none"\n')
     nearest = write(tmp_path / "runs", '[save]\ncompression = "lossless"\ndirect_io = false\n')
-    report = holdfast.save(STATE, tmp_path / "runs" / "new" / "step-1")
+    report = tensorkeep.save(STATE, tmp_path / "runs" / "new" / "step-1")
     assert (report.compression, report.direct_io) == ("lossless", False)
     assert report.settings_from == str(nearest)
-    assert holdfast.load(tmp_path / "runs" / "new" / "step-1")["w"].sum() == 0
-    assert holdfast.save(STATE, tmp_path / "step-1").compression == "none"
+    assert tensorkeep.load(tmp_path / "runs" / "new" / "step-1")["w"].sum() == 0
+    assert tensorkeep.save(STATE, tmp_path / "step-1").compression == "none"
 
 
 def test_what_the_call_says_wins(tmp_path: Path) -> None:
@@ -43,35 +43,35 @@ def test_what_the_call_says_wins(tmp_path: Path) -> None:
     assert (choice.compression, choice.threads, choice.settings_from) == ("none", 1, str(path))
     said = {"compression": "none", "threads": 1, "memory_budget": "64MiB", "options": {"direct_io": True}}
     assert tuning.choose(tmp_path / "a", "native", **said).settings_from is None
-    assert holdfast.save(STATE, tmp_path / "a", compression="none").compression == "none"
+    assert tensorkeep.save(STATE, tmp_path / "a", compression="none").compression == "none"
 
 
 def test_without_a_file_the_defaults_hold(tmp_path: Path) -> None:
     choice = tuning.choose(tmp_path / "a", "native", compression=None, threads=None, memory_budget=None, options={})
     assert choice == tuning.Choice("none", None, None, {}, None)
-    assert holdfast.save(STATE, tmp_path / "a").settings_from is None
+    assert tensorkeep.save(STATE, tmp_path / "a").settings_from is None
 
 
 def test_files_for_other_tools_are_not_compressed_by_it(tmp_path: Path) -> None:
     path = write(tmp_path, '[save]\ncompression = "lossless"\ndirect_io = false\nthreads = 1\n')
-    report = holdfast.save(STATE, tmp_path / "w.safetensors")
+    report = tensorkeep.save(STATE, tmp_path / "w.safetensors")
     assert (report.compression, report.direct_io, report.settings_from) == ("none", False, str(path))
-    assert holdfast.save(STATE, tmp_path / "w.pt").settings_from == str(path)
+    assert tensorkeep.save(STATE, tmp_path / "w.pt").settings_from == str(path)
     path.write_text('[save]\ncompression = "lossless"\n')
-    assert holdfast.save(STATE, tmp_path / "w2.pt").settings_from is None
+    assert tensorkeep.save(STATE, tmp_path / "w2.pt").settings_from is None
 
 
 def test_convert_follows_it_too(tmp_path: Path) -> None:
     path = write(tmp_path / "to", '[save]\ncompression = "lossless"\n')
-    holdfast.save(STATE, tmp_path / "from")
-    report = holdfast.convert(tmp_path / "from", tmp_path / "to" / "copy")
+    tensorkeep.save(STATE, tmp_path / "from")
+    report = tensorkeep.convert(tmp_path / "from", tmp_path / "to" / "copy")
     assert (report.compression, report.settings_from) == ("lossless", str(path))
-    assert holdfast.convert(tmp_path / "from", tmp_path / "to" / "raw", compression="none").settings_from is None
+    assert tensorkeep.convert(tmp_path / "from", tmp_path / "to" / "raw", compression="none").settings_from is None
 
 
 def test_other_tables_are_not_its_business(tmp_path: Path) -> None:
     assert tuning.read(write(tmp_path, "[convert]\nto = 'native'\n[tune.checkpoint]\nseconds = 3\n")) == SaveTable()
-    holdfast.save(STATE, tmp_path / "a")
+    tensorkeep.save(STATE, tmp_path / "a")
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ def test_other_tables_are_not_its_business(tmp_path: Path) -> None:
 )
 def test_a_slip_is_an_error_that_names_the_file(tmp_path: Path, text: str, said: str, remedy: str) -> None:
     path = write(tmp_path, text)
-    with pytest.raises(holdfast.UsageError) as caught:
-        holdfast.save(STATE, tmp_path / "a", compression="none")
+    with pytest.raises(tensorkeep.UsageError) as caught:
+        tensorkeep.save(STATE, tmp_path / "a", compression="none")
     assert said in caught.value.message
     assert remedy in (caught.value.remedy or "")
     assert caught.value.path == str(path)
@@ -109,27 +109,27 @@ def test_a_slip_is_an_error_that_names_the_file(tmp_path: Path, text: str, said:
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "binary", "huge"])
 def test_what_is_no_text_file_is_refused(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "holdfast.toml"
+    path = tmp_path / "tensorkeep.toml"
     if kind == "folder":
         path.mkdir()
     elif kind == "pipe":
         os.mkfifo(path)
     else:
         path.write_bytes(b"\xff\xfe" if kind == "binary" else b"#" * (1024**2 + 1))
-    with pytest.raises(holdfast.UsageError, match=r"regular|TOML|larger"):
-        holdfast.save(STATE, tmp_path / "a")
+    with pytest.raises(tensorkeep.UsageError, match=r"regular|TOML|larger"):
+        tensorkeep.save(STATE, tmp_path / "a")
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "file"])
 def test_nothing_stays_open(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "holdfast.toml"
+    path = tmp_path / "tensorkeep.toml"
     {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "file": path.touch}[kind]()
     opened = Path("/proc/self/fd")
     before = len(list(opened.iterdir()))
     for _ in range(3):
         try:
             tuning.read(path)
-        except holdfast.UsageError:
+        except tensorkeep.UsageError:
             assert kind != "file"
     assert len(list(opened.iterdir())) == before
 
@@ -149,22 +149,22 @@ def test_a_file_that_is_exchanged_for_somebody_elses_does_not_count(
 
     monkeypatch.setattr(os, "fstat", fstat)
     assert tuning.find(tmp_path / "a") == path
-    with pytest.raises(holdfast.UsageError, match="somebody else"):
-        holdfast.save(STATE, tmp_path / "a")
+    with pytest.raises(tensorkeep.UsageError, match="somebody else"):
+        tensorkeep.save(STATE, tmp_path / "a")
     tmp_path.chmod(0o755)
     assert tuning.read(path) == SaveTable(threads=1)
 
 
 def test_the_docstring_of_save_names_all_formats() -> None:
-    said = " ".join((holdfast.save.__doc__ or "").split())
+    said = " ".join((tensorkeep.save.__doc__ or "").split())
     said = said[said.index("format : str") : said.index("overwrite : bool")]
     assert [name for name in plugins.names("formats") if f'"{name}"' not in said] == []
 
 
 def test_a_link_that_leads_nowhere_is_told(tmp_path: Path) -> None:
-    (tmp_path / "holdfast.toml").symlink_to("absent")
-    with pytest.raises(holdfast.StoreError, match=r"holdfast\.toml"):
-        holdfast.save(STATE, tmp_path / "a")
+    (tmp_path / "tensorkeep.toml").symlink_to("absent")
+    with pytest.raises(tensorkeep.StoreError, match=r"tensorkeep\.toml"):
+        tensorkeep.save(STATE, tmp_path / "a")
 
 
 def test_the_walk_ends_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

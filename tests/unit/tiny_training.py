@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from holdfast import CheckpointManager
-from holdfast.train.config import Config
-from holdfast.train.data.dataset import Dataset
-from holdfast.train.data.prepare import prepare
-from holdfast.train.loop import Listener, Summary, train
-from holdfast.train.model.config import ModelConfig
-from holdfast.train.run import Run, open_run
-from holdfast.train.run_folder import RunFolder
+from tensorkeep import CheckpointManager
+from tensorkeep.train.config import Config
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.data.prepare import prepare
+from tensorkeep.train.loop import Listener, Summary, train
+from tensorkeep.train.model.config import ModelConfig
+from tensorkeep.train.run import Run, open_run
+from tensorkeep.train.run_folder import RunFolder
 
 TEXT = "the quick brown fox jumps over the lazy dog; " * 60
 CONFIG = Config(

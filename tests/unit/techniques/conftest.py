@@ -9,4 +9,4 @@ import pytest
 def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no run measure what the machine can do at most: that takes longer than the run."""
     for module in ("run", "techniques.mixed_precision"):
-        monkeypatch.setattr(f"holdfast.train.{module}.measured_peak", lambda device, dtype=None: 1e9)
+        monkeypatch.setattr(f"tensorkeep.train.{module}.measured_peak", lambda device, dtype=None: 1e9)

@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-import holdfast.train.run
-from holdfast.errors import HoldfastError
-from holdfast.testing.technique_suite import TINY, train_run
-from holdfast.train.config import Config
-from holdfast.train.data.dataset import Dataset
-from holdfast.train.generate import generate
-from holdfast.train.loop import take_step, train
-from holdfast.train.model.gpt import GPT, token_loss
-from holdfast.train.run import Run, open_run
-from holdfast.train.run_folder import RunFolder
-from holdfast.train.techniques import mixed_precision
+import tensorkeep.train.run
+from tensorkeep.errors import TensorkeepError
+from tensorkeep.testing.technique_suite import TINY, train_run
+from tensorkeep.train.config import Config
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.generate import generate
+from tensorkeep.train.loop import take_step, train
+from tensorkeep.train.model.gpt import GPT, token_loss
+from tensorkeep.train.run import Run, open_run
+from tensorkeep.train.run_folder import RunFolder
+from tensorkeep.train.techniques import mixed_precision
 
 Task = dict[str, Any]
 
@@ -119,7 +119,7 @@ def _step(given: Task) -> Any:
                 "tokens": run.progress.tokens,
                 "proofs": {name: proof.figures for name, proof in run.techniques.proofs.items()},
             }
-    except HoldfastError as error:
+    except TensorkeepError as error:
         return {"kind": error.kind, "message": error.message}
 
 
@@ -203,7 +203,7 @@ _DOES: dict[str, Callable[[Task], Any]] = {"train": _train, "step": _step, "gene
 def _main(rank: int, size: int, place: Path, device: str) -> None:
     torch.set_num_threads(1)
     # Measuring takes longer than all tasks.
-    for module in (holdfast.train.run, mixed_precision):
+    for module in (tensorkeep.train.run, mixed_precision):
         module.measured_peak = lambda *arguments: 1e9
     group = {"init_method": f"file://{place / 'meeting'}", "rank": rank, "world_size": size}
     if device == "cuda":

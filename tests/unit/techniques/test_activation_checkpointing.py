@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from holdfast.errors import TechniqueNotActiveError, UsageError
-from holdfast.testing.technique_suite import TINY, TechniqueSuite, with_techniques
-from holdfast.train.data.dataset import Dataset
-from holdfast.train.run import Run, open_run
-from holdfast.train.run_folder import RunFolder
-from holdfast.train.techniques.activation_checkpointing import ActivationCheckpointing
+from tensorkeep.errors import TechniqueNotActiveError, UsageError
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, with_techniques
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.run import Run, open_run
+from tensorkeep.train.run_folder import RunFolder
+from tensorkeep.train.techniques.activation_checkpointing import ActivationCheckpointing
 
 
 def plain_forward(run: Run, block: torch.nn.Module) -> None:

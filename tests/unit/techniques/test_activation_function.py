@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch.nn import functional
 
-from holdfast.errors import TechniqueNotActiveError, UsageError
-from holdfast.testing.technique_suite import TINY, TechniqueSuite
-from holdfast.train.config import Config
-from holdfast.train.data.dataset import Dataset
-from holdfast.train.loop import take_step
-from holdfast.train.run import Run, open_run
-from holdfast.train.run_folder import RunFolder
-from holdfast.train.techniques.activation_function import ActivationFunction, ActivationSettings
-from holdfast.train.techniques.stack import Stack
+from tensorkeep.errors import TechniqueNotActiveError, UsageError
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite
+from tensorkeep.train.config import Config
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.loop import take_step
+from tensorkeep.train.run import Run, open_run
+from tensorkeep.train.run_folder import RunFolder
+from tensorkeep.train.techniques.activation_function import ActivationFunction, ActivationSettings
+from tensorkeep.train.techniques.stack import Stack
 
 
 def configured(wanted: str, /, **model: object) -> Config:

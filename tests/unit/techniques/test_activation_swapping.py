@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from holdfast.errors import TechniqueNotActiveError, UsageError
-from holdfast.testing.technique_suite import TechniqueSuite
-from holdfast.train.data.dataset import Dataset
-from holdfast.train.loop import take_step
-from holdfast.train.run import Run, open_run
-from holdfast.train.run_folder import RunFolder
-from holdfast.train.techniques.activation_swapping import ActivationSwapping, ActivationSwappingSettings
-from holdfast.train.techniques.machine import Machine
-from holdfast.train.techniques.swapping import Swapper
+from tensorkeep.errors import TechniqueNotActiveError, UsageError
+from tensorkeep.testing.technique_suite import TechniqueSuite
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.loop import take_step
+from tensorkeep.train.run import Run, open_run
+from tensorkeep.train.run_folder import RunFolder
+from tensorkeep.train.techniques.activation_swapping import ActivationSwapping, ActivationSwappingSettings
+from tensorkeep.train.techniques.machine import Machine
+from tensorkeep.train.techniques.swapping import Swapper
 
 CPU = torch.device("cpu")
 

@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from holdfast.errors import TechniqueNotActiveError, UsageError
-from holdfast.train.run import Run
-from holdfast.train.techniques.allocator import Allocator, AllocatorSettings
-from holdfast.train.techniques.machine import Machine
+from tensorkeep.errors import TechniqueNotActiveError, UsageError
+from tensorkeep.train.run import Run
+from tensorkeep.train.techniques.allocator import Allocator, AllocatorSettings
+from tensorkeep.train.techniques.machine import Machine
 
 
 class Hopper(Machine):

@@ -9,17 +9,17 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from holdfast.errors import TechniqueNotActiveError, UnsupportedError, UsageError
-from holdfast.testing.technique_suite import TINY, TechniqueSuite, losses, train_run, with_techniques
-from holdfast.train.data.dataset import Dataset
-from holdfast.train.generate import generate
-from holdfast.train.loop import take_step
-from holdfast.train.model.block import Block
-from holdfast.train.run import Run, open_run
-from holdfast.train.run_folder import RunFolder
-from holdfast.train.techniques import attention_kernel
-from holdfast.train.techniques.attention_kernel import AttentionKernel, AttentionKernelSettings
-from holdfast.train.techniques.machine import Machine
+from tensorkeep.errors import TechniqueNotActiveError, UnsupportedError, UsageError
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, losses, train_run, with_techniques
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.generate import generate
+from tensorkeep.train.loop import take_step
+from tensorkeep.train.model.block import Block
+from tensorkeep.train.run import Run, open_run
+from tensorkeep.train.run_folder import RunFolder
+from tensorkeep.train.techniques import attention_kernel
+from tensorkeep.train.techniques.attention_kernel import AttentionKernel, AttentionKernelSettings
+from tensorkeep.train.techniques.machine import Machine
 
 NO_DROPOUT = TINY.changed({"model.dropout": 0})
 
@@ -147,7 +147,7 @@ def test_the_causal_mask_of_flex_looks_back_only() -> None:
 
 
 def test_an_unknown_kernel_is_refused(tmp_path: Path) -> None:
-    from holdfast.train.techniques.stack import Stack
+    from tensorkeep.train.techniques.stack import Stack
 
     with pytest.raises(UsageError, match="the settings of attention-kernel are not valid"):
         Stack.of({"attention-kernel": {"kernel": "fast"}})

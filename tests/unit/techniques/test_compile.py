@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.errors import TechniqueNotActiveError, UsageError
-from holdfast.testing.technique_suite import TINY, TechniqueSuite, losses, train_run, with_techniques
-from holdfast.train.config import Config
-from holdfast.train.data.dataset import Dataset
-from holdfast.train.data.prepare import prepare
-from holdfast.train.generate import generate
-from holdfast.train.loop import take_step
-from holdfast.train.run import Run, open_run
-from holdfast.train.run_folder import RunFolder
-from holdfast.train.techniques.compile import Compile, CompileSettings
-from holdfast.train.techniques.machine import Machine
+from tensorkeep.errors import TechniqueNotActiveError, UsageError
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, losses, train_run, with_techniques
+from tensorkeep.train.config import Config
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.data.prepare import prepare
+from tensorkeep.train.generate import generate
+from tensorkeep.train.loop import take_step
+from tensorkeep.train.run import Run, open_run
+from tensorkeep.train.run_folder import RunFolder
+from tensorkeep.train.techniques.compile import Compile, CompileSettings
+from tensorkeep.train.techniques.machine import Machine
 
 TRACED = with_techniques(TINY, {"compile": {"backend": "aot_eager"}})
 

@@ -10,14 +10,20 @@ import msgspec
 import pytest
 import torch
 
-from holdfast.errors import TechniqueNotActiveError, UnsupportedError, UsageError
-from holdfast.testing.technique_suite import TINY, TechniqueSuite, train_run, with_techniques
-from holdfast.train.data.dataset import Dataset
-from holdfast.train.loop import take_step
-from holdfast.train.run import Run, open_run
-from holdfast.train.run_folder import RunFolder
-from holdfast.train.techniques import cpu_threads
-from holdfast.train.techniques.cpu_threads import CpuThreads, CpuThreadsSettings, _in_words, _one_of_each_core, _parsed
+from tensorkeep.errors import TechniqueNotActiveError, UnsupportedError, UsageError
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, train_run, with_techniques
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.loop import take_step
+from tensorkeep.train.run import Run, open_run
+from tensorkeep.train.run_folder import RunFolder
+from tensorkeep.train.techniques import cpu_threads
+from tensorkeep.train.techniques.cpu_threads import (
+    CpuThreads,
+    CpuThreadsSettings,
+    _in_words,
+    _one_of_each_core,
+    _parsed,
+)
 
 ALLOWED = os.sched_getaffinity(0)
 ONE = str(min(ALLOWED))

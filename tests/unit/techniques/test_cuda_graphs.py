@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from holdfast.errors import TechniqueNotActiveError, UsageError
-from holdfast.testing.technique_suite import TINY, TechniqueSuite, losses, train_run, with_techniques
-from holdfast.train.data.dataset import Dataset
-from holdfast.train.loop import take_step
-from holdfast.train.run import Run, open_run
-from holdfast.train.run_folder import RunFolder
-from holdfast.train.techniques import cuda_graphs
-from holdfast.train.techniques.cuda_graphs import CudaGraphs, LossGraphs
-from holdfast.train.techniques.machine import Machine
+from tensorkeep.errors import TechniqueNotActiveError, UsageError
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, losses, train_run, with_techniques
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.loop import take_step
+from tensorkeep.train.run import Run, open_run
+from tensorkeep.train.run_folder import RunFolder
+from tensorkeep.train.techniques import cuda_graphs
+from tensorkeep.train.techniques.cuda_graphs import CudaGraphs, LossGraphs
+from tensorkeep.train.techniques.machine import Machine
 
 NO_SETTINGS = CudaGraphs.Settings()
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import UsageError
-from holdfast.train.data.dataset import Dataset
-from holdfast.train.run import Run, open_run
-from holdfast.train.run_folder import RunFolder
-from holdfast.train.techniques.ddp import Ddp
+from tensorkeep.errors import UsageError
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.run import Run, open_run
+from tensorkeep.train.run_folder import RunFolder
+from tensorkeep.train.techniques.ddp import Ddp
 
 sys.path.insert(0, str(Path(__file__).parent))
 from several_processes import EXACT, TAMPER

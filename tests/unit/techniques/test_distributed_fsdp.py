@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import UsageError
-from holdfast.testing.technique_suite import TINY
-from holdfast.train.run import Run
-from holdfast.train.techniques.base import NoSettings
-from holdfast.train.techniques.fsdp import Fsdp
+from tensorkeep.errors import UsageError
+from tensorkeep.testing.technique_suite import TINY
+from tensorkeep.train.run import Run
+from tensorkeep.train.techniques.base import NoSettings
+from tensorkeep.train.techniques.fsdp import Fsdp
 
 sys.path.insert(0, str(Path(__file__).parent))
 from several_processes import TAMPER

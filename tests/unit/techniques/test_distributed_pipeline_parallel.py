@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import UsageError
-from holdfast.train.run import Run
-from holdfast.train.techniques.pipeline_parallel import PipelineParallel, PipelineSettings
+from tensorkeep.errors import UsageError
+from tensorkeep.train.run import Run
+from tensorkeep.train.techniques.pipeline_parallel import PipelineParallel, PipelineSettings
 
 sys.path.insert(0, str(Path(__file__).parent))
 from several_processes import TAMPER

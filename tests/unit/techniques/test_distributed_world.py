@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import UnsupportedError, UsageError
-from holdfast.testing.equality import difference
-from holdfast.testing.technique_suite import TINY, last_state, losses
-from holdfast.train.data.prepare import prepare
-from holdfast.train.distributed import joined
-from holdfast.train.run import check_settings
-from holdfast.train.run_folder import RunFolder
-from holdfast.train.techniques.stack import Stack
+from tensorkeep.errors import UnsupportedError, UsageError
+from tensorkeep.testing.equality import difference
+from tensorkeep.testing.technique_suite import TINY, last_state, losses
+from tensorkeep.train.data.prepare import prepare
+from tensorkeep.train.distributed import joined
+from tensorkeep.train.run import check_settings
+from tensorkeep.train.run_folder import RunFolder
+from tensorkeep.train.techniques.stack import Stack
 
 sys.path.insert(0, str(Path(__file__).parent))
 from several_processes import done_by, started, task
@@ -93,7 +93,7 @@ def test_only_techniques_that_share_out_processes_may_change_when_a_run_goes_on(
 
 
 def test_processes_are_started_by_torchrun(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="torchrun --nproc-per-node 2 -m holdfast train"):
+    with pytest.raises(UnsupportedError, match="torchrun --nproc-per-node 2 -m tensorkeep train"):
         check_settings(DDP, RunFolder(tmp_path))
 
 
@@ -122,7 +122,7 @@ def test_the_command_line_prepares_writes_and_speaks_once(tmp_path: Path) -> Non
     )
     place = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "run")]
     ended = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "holdfast"]
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tensorkeep"]
         + ["train", "shakespeare-char-cpu", *place, *words.split()],
         capture_output=True,
         text=True,

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from holdfast.testing.technique_suite import TINY, TechniqueSuite, losses, train_run, with_techniques
-from holdfast.train.data.dataset import Dataset
-from holdfast.train.model.gpt import IGNORED, token_loss
-from holdfast.train.run import Run, open_run
-from holdfast.train.run_folder import RunFolder
-from holdfast.train.techniques.fused_cross_entropy import FusedCrossEntropy, linear_cross_entropy
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, losses, train_run, with_techniques
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.model.gpt import IGNORED, token_loss
+from tensorkeep.train.run import Run, open_run
+from tensorkeep.train.run_folder import RunFolder
+from tensorkeep.train.techniques.fused_cross_entropy import FusedCrossEntropy, linear_cross_entropy
 
 TOKENS, WIDTH, VOCABULARY = 96, 16, 400
 

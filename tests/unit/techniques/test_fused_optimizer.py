@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import TechniqueNotActiveError, UsageError
-from holdfast.testing.technique_suite import TINY, TechniqueSuite, train_run, with_techniques
-from holdfast.train.data.dataset import Dataset
-from holdfast.train.loop import take_step
-from holdfast.train.run import Run, open_run
-from holdfast.train.run_folder import RunFolder
-from holdfast.train.techniques.fused_optimizer import FusedOptimizer
+from tensorkeep.errors import TechniqueNotActiveError, UsageError
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, train_run, with_techniques
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.loop import take_step
+from tensorkeep.train.run import Run, open_run
+from tensorkeep.train.run_folder import RunFolder
+from tensorkeep.train.techniques.fused_optimizer import FusedOptimizer
 
 
 class TestFusedOptimizer(TechniqueSuite):

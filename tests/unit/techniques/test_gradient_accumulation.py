@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.errors import TechniqueNotActiveError, UsageError
-from holdfast.testing.equality import difference
-from holdfast.testing.technique_suite import TINY, TechniqueSuite, last_state, losses, train_run, with_techniques
-from holdfast.train.config import Config
-from holdfast.train.data.dataset import Dataset
-from holdfast.train.loop import take_step
-from holdfast.train.model.gpt import IGNORED
-from holdfast.train.run import Run, open_run
-from holdfast.train.run_folder import RunFolder
-from holdfast.train.techniques.gradient_accumulation import GradientAccumulation, Parts
+from tensorkeep.errors import TechniqueNotActiveError, UsageError
+from tensorkeep.testing.equality import difference
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, last_state, losses, train_run, with_techniques
+from tensorkeep.train.config import Config
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.loop import take_step
+from tensorkeep.train.model.gpt import IGNORED
+from tensorkeep.train.run import Run, open_run
+from tensorkeep.train.run_folder import RunFolder
+from tensorkeep.train.techniques.gradient_accumulation import GradientAccumulation, Parts
 
 WITHOUT_DROPOUT = TINY.changed({"model.dropout": 0.0})
 

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.errors import UsageError
-from holdfast.testing.technique_suite import TechniqueSuite
-from holdfast.train.data.dataset import Dataset
-from holdfast.train.data.prepare import prepare
-from holdfast.train.loop import take_step
-from holdfast.train.run import Run, open_run
-from holdfast.train.run_folder import RunFolder
-from holdfast.train.techniques.length_curriculum import LengthCurriculum
-from holdfast.train.techniques.stack import Stack
+from tensorkeep.errors import UsageError
+from tensorkeep.testing.technique_suite import TechniqueSuite
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.data.prepare import prepare
+from tensorkeep.train.loop import take_step
+from tensorkeep.train.run import Run, open_run
+from tensorkeep.train.run_folder import RunFolder
+from tensorkeep.train.techniques.length_curriculum import LengthCurriculum
+from tensorkeep.train.techniques.stack import Stack
 
 
 def stages_of(run: Run) -> Any:

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.errors import UsageError
-from holdfast.testing.technique_suite import TechniqueSuite
-from holdfast.train.data.dataset import Dataset
-from holdfast.train.loop import take_step
-from holdfast.train.model.config import ModelConfig
-from holdfast.train.model.gpt import GPT
-from holdfast.train.run import Run, open_run
-from holdfast.train.run_folder import RunFolder
-from holdfast.train.techniques.loss_curriculum import (
+from tensorkeep.errors import UsageError
+from tensorkeep.testing.technique_suite import TechniqueSuite
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.loop import take_step
+from tensorkeep.train.model.config import ModelConfig
+from tensorkeep.train.model.gpt import GPT
+from tensorkeep.train.run import Run, open_run
+from tensorkeep.train.run_folder import RunFolder
+from tensorkeep.train.techniques.loss_curriculum import (
     LossCurriculum,
     LossCurriculumSettings,
     at_quantile,

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.errors import UsageError
-from holdfast.testing.technique_suite import TINY, TechniqueSuite, last_state, train_run, with_techniques
-from holdfast.train.data.dataset import Dataset
-from holdfast.train.loop import take_step
-from holdfast.train.optimizers import build_optimizers
-from holdfast.train.run import Run, open_run
-from holdfast.train.run_folder import RunFolder
-from holdfast.train.techniques.low_bit_optimizer import LowBitOptimizer
+from tensorkeep.errors import UsageError
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, last_state, train_run, with_techniques
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.loop import take_step
+from tensorkeep.train.optimizers import build_optimizers
+from tensorkeep.train.run import Run, open_run
+from tensorkeep.train.run_folder import RunFolder
+from tensorkeep.train.techniques.low_bit_optimizer import LowBitOptimizer
 
 LARGE = "an MLP's matrices have 4,096 elements in the exam's model, all others fewer"
 DTYPES = {8: torch.uint8, 4: torch.uint8, "fp8": torch.float8_e4m3fn}

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.errors import TechniqueNotActiveError, UsageError
-from holdfast.testing.technique_suite import TINY, TechniqueSuite
-from holdfast.train.data.dataset import Dataset
-from holdfast.train.loop import take_step
-from holdfast.train.run import Run, open_run
-from holdfast.train.run_folder import RunFolder
-from holdfast.train.schedules import Plateau
-from holdfast.train.techniques.lr_plateau import PlateauSettings, PlateauTechnique
+from tensorkeep.errors import TechniqueNotActiveError, UsageError
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.loop import take_step
+from tensorkeep.train.run import Run, open_run
+from tensorkeep.train.run_folder import RunFolder
+from tensorkeep.train.schedules import Plateau
+from tensorkeep.train.techniques.lr_plateau import PlateauSettings, PlateauTechnique
 
 
 class TestPlateau(TechniqueSuite):

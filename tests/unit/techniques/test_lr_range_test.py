@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.errors import TechniqueNotActiveError, UsageError
-from holdfast.testing.technique_suite import STEPS, TINY, TechniqueSuite, train_run, with_techniques
-from holdfast.train.data.dataset import Dataset
-from holdfast.train.loop import take_step
-from holdfast.train.run import Run, open_run
-from holdfast.train.run_folder import RunFolder
-from holdfast.train.techniques.lr_range_test import RangeTestSettings, RangeTestTechnique
-from holdfast.train.techniques.stack import Stack
+from tensorkeep.errors import TechniqueNotActiveError, UsageError
+from tensorkeep.testing.technique_suite import STEPS, TINY, TechniqueSuite, train_run, with_techniques
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.loop import take_step
+from tensorkeep.train.run import Run, open_run
+from tensorkeep.train.run_folder import RunFolder
+from tensorkeep.train.techniques.lr_range_test import RangeTestSettings, RangeTestTechnique
+from tensorkeep.train.techniques.stack import Stack
 
 
 class TestRangeTest(TechniqueSuite):

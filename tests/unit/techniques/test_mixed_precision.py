@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.errors import DivergedError, TechniqueNotActiveError, UnsupportedError
-from holdfast.testing.technique_suite import STEPS, TechniqueSuite, last_state, with_techniques
-from holdfast.train.data.dataset import Dataset
-from holdfast.train.loop import take_step
-from holdfast.train.run import Run, open_run
-from holdfast.train.run_folder import RunFolder
-from holdfast.train.techniques.mixed_precision import MixedPrecision
+from tensorkeep.errors import DivergedError, TechniqueNotActiveError, UnsupportedError
+from tensorkeep.testing.technique_suite import STEPS, TechniqueSuite, last_state, with_techniques
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.loop import take_step
+from tensorkeep.train.run import Run, open_run
+from tensorkeep.train.run_folder import RunFolder
+from tensorkeep.train.techniques.mixed_precision import MixedPrecision
 
 
 class TestMixedPrecision(TechniqueSuite):
@@ -99,7 +99,7 @@ class TestMixedPrecision(TechniqueSuite):
             assert (run.progress.skipped, run.progress.skipped_in_a_row) == (1, 0)
 
     def test_the_scaler_is_part_of_a_checkpoint(self, tmp_path: Path, data: Path) -> None:
-        from holdfast.testing.technique_suite import train_run
+        from tensorkeep.testing.technique_suite import train_run
 
         train_run(with_techniques(self.config, {"mixed-precision": {"dtype": "fp16"}}), tmp_path / "run", data)
         saved = last_state(tmp_path / "run")["techniques"]["mixed-precision"]
@@ -110,7 +110,7 @@ class TestMixedPrecision(TechniqueSuite):
     ) -> None:
         peaks = {torch.float32: 1e9, torch.bfloat16: 1.5e9, torch.float16: 2e9}
         monkeypatch.setattr(
-            "holdfast.train.techniques.mixed_precision.measured_peak",
+            "tensorkeep.train.techniques.mixed_precision.measured_peak",
             lambda device, dtype=torch.float32: peaks[dtype],
         )
         config = with_techniques(self.config, {"mixed-precision": {}})
@@ -124,7 +124,7 @@ class TestMixedPrecision(TechniqueSuite):
         self, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(
-            "holdfast.train.techniques.mixed_precision.measured_peak", lambda device, dtype=torch.float32: 1e9
+            "tensorkeep.train.techniques.mixed_precision.measured_peak", lambda device, dtype=torch.float32: 1e9
         )
         config = with_techniques(self.config, {"mixed-precision": {}})
         with (

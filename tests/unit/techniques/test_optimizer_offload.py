@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.testing.technique_suite import TINY, TechniqueSuite, losses, train_run
-from holdfast.train.data.dataset import Dataset
-from holdfast.train.loop import take_step
-from holdfast.train.optimizers import build_optimizers
-from holdfast.train.run import Run, open_run
-from holdfast.train.run_folder import RunFolder
-from holdfast.train.techniques.base import NoSettings
-from holdfast.train.techniques.host_optimizer import HostOptimizer
-from holdfast.train.techniques.machine import Machine
-from holdfast.train.techniques.optimizer_offload import OptimizerOffload
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, losses, train_run
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.loop import take_step
+from tensorkeep.train.optimizers import build_optimizers
+from tensorkeep.train.run import Run, open_run
+from tensorkeep.train.run_folder import RunFolder
+from tensorkeep.train.techniques.base import NoSettings
+from tensorkeep.train.techniques.host_optimizer import HostOptimizer
+from tensorkeep.train.techniques.machine import Machine
+from tensorkeep.train.techniques.optimizer_offload import OptimizerOffload
 
 FUSED = TINY.changed({"optim.implementation": "fused"})
 

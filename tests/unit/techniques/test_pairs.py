@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast import plugins
-from holdfast.errors import UsageError
-from holdfast.testing.equality import difference
-from holdfast.testing.technique_suite import TINY, last_state, losses, train_run, with_techniques
-from holdfast.train.data.prepare import prepare
-from holdfast.train.run_folder import RunFolder
-from holdfast.train.techniques.machine import Machine
-from holdfast.train.techniques.stack import Stack
+from tensorkeep import plugins
+from tensorkeep.errors import UsageError
+from tensorkeep.testing.equality import difference
+from tensorkeep.testing.technique_suite import TINY, last_state, losses, train_run, with_techniques
+from tensorkeep.train.data.prepare import prepare
+from tensorkeep.train.run_folder import RunFolder
+from tensorkeep.train.techniques.machine import Machine
+from tensorkeep.train.techniques.stack import Stack
 
 # Wide enough for matrices that low-bit optimizers quantise, and no dropout, which flash attention on CPUs has not.
 CONFIG = TINY.changed({"model.d_model": 64, "model.dropout": 0.0, "loop.steps": 3, "checkpoint.every": 1})
@@ -68,7 +68,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("run", "techniques.mixed_precision"):
-        monkeypatch.setattr(f"holdfast.train.{module}.measured_peak", lambda device, dtype=torch.float32: 1e9)
+        monkeypatch.setattr(f"tensorkeep.train.{module}.measured_peak", lambda device, dtype=torch.float32: 1e9)
 
 
 @pytest.mark.slow  # minutes in all

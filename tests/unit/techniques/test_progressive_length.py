@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.errors import UsageError
-from holdfast.testing.technique_suite import STEPS, TINY, TechniqueSuite
-from holdfast.train.data.dataset import Dataset
-from holdfast.train.loop import take_step, train
-from holdfast.train.run import Run, open_run
-from holdfast.train.run_folder import RunFolder
-from holdfast.train.techniques.progressive_length import ProgressiveLength, ProgressiveLengthSettings
+from tensorkeep.errors import UsageError
+from tensorkeep.testing.technique_suite import STEPS, TINY, TechniqueSuite
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.loop import take_step, train
+from tensorkeep.train.run import Run, open_run
+from tensorkeep.train.run_folder import RunFolder
+from tensorkeep.train.techniques.progressive_length import ProgressiveLength, ProgressiveLengthSettings
 
 
 class _Nobody:

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from holdfast.errors import TechniqueNotActiveError
-from holdfast.testing.technique_suite import TINY, with_techniques
-from holdfast.train.clock import Clock
-from holdfast.train.config import Config
-from holdfast.train.data.dataset import Dataset
-from holdfast.train.data.prepare import prepare
-from holdfast.train.loop import take_step, train
-from holdfast.train.run import Run, open_run
-from holdfast.train.run_folder import RunFolder
-from holdfast.train.techniques import stack
-from holdfast.train.techniques.optimizer_offload import OptimizerOffload
+from tensorkeep.errors import TechniqueNotActiveError
+from tensorkeep.testing.technique_suite import TINY, with_techniques
+from tensorkeep.train.clock import Clock
+from tensorkeep.train.config import Config
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.data.prepare import prepare
+from tensorkeep.train.loop import take_step, train
+from tensorkeep.train.run import Run, open_run
+from tensorkeep.train.run_folder import RunFolder
+from tensorkeep.train.techniques import stack
+from tensorkeep.train.techniques.optimizer_offload import OptimizerOffload
 
 SHOWN_IN_UPDATES: dict[str, dict[str, Any]] = {
     "fused-optimizer": {},

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import TechniqueNotActiveError
-from holdfast.testing.technique_suite import TINY, with_techniques
-from holdfast.train.data.dataset import Dataset
-from holdfast.train.data.prepare import prepare
-from holdfast.train.loop import take_step
-from holdfast.train.run import Run, open_run
-from holdfast.train.run_folder import RunFolder
+from tensorkeep.errors import TechniqueNotActiveError
+from tensorkeep.testing.technique_suite import TINY, with_techniques
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.data.prepare import prepare
+from tensorkeep.train.loop import take_step
+from tensorkeep.train.run import Run, open_run
+from tensorkeep.train.run_folder import RunFolder
 
 sys.path.insert(0, str(Path(__file__).parent))
 from several_processes import group_of_one

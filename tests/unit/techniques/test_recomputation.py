@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.testing.equality import difference
-from holdfast.testing.technique_suite import TINY, last_state, losses, train_run, with_techniques
-from holdfast.train.data.prepare import prepare
+from tensorkeep.testing.equality import difference
+from tensorkeep.testing.technique_suite import TINY, last_state, losses, train_run, with_techniques
+from tensorkeep.train.data.prepare import prepare
 
 
 @pytest.fixture(scope="module")

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch.nn import functional
 
-from holdfast.errors import TechniqueNotActiveError, UsageError
-from holdfast.testing.technique_suite import TINY, TechniqueSuite
-from holdfast.train.data.dataset import Dataset
-from holdfast.train.loop import take_step
-from holdfast.train.model.config import ModelConfig
-from holdfast.train.model.gpt import GPT
-from holdfast.train.run import Run, open_run
-from holdfast.train.run_folder import RunFolder
-from holdfast.train.techniques.sparse_attention import (
+from tensorkeep.errors import TechniqueNotActiveError, UsageError
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.loop import take_step
+from tensorkeep.train.model.config import ModelConfig
+from tensorkeep.train.model.gpt import GPT
+from tensorkeep.train.run import Run, open_run
+from tensorkeep.train.run_folder import RunFolder
+from tensorkeep.train.techniques.sparse_attention import (
     SparseAttention,
     SparseAttentionSettings,
     TopBlocks,

@@ -9,15 +9,15 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from holdfast import plugins
-from holdfast.errors import MissingExtraError, UnsupportedError, UsageError
-from holdfast.train.config import Config
-from holdfast.train.recipes import RECIPES, get_recipe
-from holdfast.train.run import Run
-from holdfast.train.techniques.base import Proof, Technique
-from holdfast.train.techniques.combinations import COMBINATIONS, expanded
-from holdfast.train.techniques.machine import Machine
-from holdfast.train.techniques.stack import Stack
+from tensorkeep import plugins
+from tensorkeep.errors import MissingExtraError, UnsupportedError, UsageError
+from tensorkeep.train.config import Config
+from tensorkeep.train.recipes import RECIPES, get_recipe
+from tensorkeep.train.run import Run
+from tensorkeep.train.techniques.base import Proof, Technique
+from tensorkeep.train.techniques.combinations import COMBINATIONS, expanded
+from tensorkeep.train.techniques.machine import Machine
+from tensorkeep.train.techniques.stack import Stack
 
 
 class Fake(Technique):

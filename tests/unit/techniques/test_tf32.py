@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.errors import TechniqueNotActiveError
-from holdfast.testing.technique_suite import TINY, TechniqueSuite, with_techniques
-from holdfast.train.data.dataset import Dataset
-from holdfast.train.loop import take_step
-from holdfast.train.run import Run, open_run
-from holdfast.train.run_folder import RunFolder
-from holdfast.train.techniques import tf32
-from holdfast.train.techniques.machine import Machine
-from holdfast.train.techniques.tf32 import Tf32, Tf32Settings
+from tensorkeep.errors import TechniqueNotActiveError
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, with_techniques
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.loop import take_step
+from tensorkeep.train.run import Run, open_run
+from tensorkeep.train.run_folder import RunFolder
+from tensorkeep.train.techniques import tf32
+from tensorkeep.train.techniques.machine import Machine
+from tensorkeep.train.techniques.tf32 import Tf32, Tf32Settings
 
 CPU = Machine(torch.device("cpu"))
 _KEPT = {"tf32": ~0x1FFF, "bf16": ~0xFFFF}

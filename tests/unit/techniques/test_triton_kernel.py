@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from holdfast.errors import TechniqueNotActiveError, UsageError
-from holdfast.testing.technique_suite import TINY, TechniqueSuite, with_techniques
-from holdfast.train.data.dataset import Dataset
-from holdfast.train.loop import take_step
-from holdfast.train.run import Run, open_run
-from holdfast.train.run_folder import RunFolder
-from holdfast.train.techniques.base import NoSettings
-from holdfast.train.techniques.machine import Machine
-from holdfast.train.techniques.triton_kernel import TritonKernel
+from tensorkeep.errors import TechniqueNotActiveError, UsageError
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, with_techniques
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.loop import take_step
+from tensorkeep.train.run import Run, open_run
+from tensorkeep.train.run_folder import RunFolder
+from tensorkeep.train.techniques.base import NoSettings
+from tensorkeep.train.techniques.machine import Machine
+from tensorkeep.train.techniques.triton_kernel import TritonKernel
 
 PLAIN = {
     "relu2": lambda gate, up: functional.relu(gate).square(),
@@ -71,7 +71,7 @@ class TestTritonKernel(TechniqueSuite):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", PLAIN)
 def test_values_and_gradients_are_those_of_torch(interpreted: None, kind: str, dtype: torch.dtype) -> None:
-    from holdfast.train.techniques.activation_kernels import activation
+    from tensorkeep.train.techniques.activation_kernels import activation
 
     launched: Counter[str] = Counter()
     # More than one block of the kernel, the last of them not full; and not contiguous.

@@ -10,10 +10,10 @@ import pytest
 import torch
 from several_processes import EXACT, Task, done_by, generated, group_of_one, task
 
-from holdfast.testing.equality import difference
-from holdfast.testing.technique_suite import STEPS, TINY, TechniqueSuite, last_state, losses, train_run
-from holdfast.train.config import Config
-from holdfast.train.run_folder import RunFolder
+from tensorkeep.testing.equality import difference
+from tensorkeep.testing.technique_suite import STEPS, TINY, TechniqueSuite, last_state, losses, train_run
+from tensorkeep.train.config import Config
+from tensorkeep.train.run_folder import RunFolder
 
 HALF = STEPS // 2
 
@@ -52,7 +52,7 @@ class TogetherSuite(TechniqueSuite):
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         with group_of_one(), pytest.MonkeyPatch.context() as patches:
-            patches.setattr("holdfast.train.run.measured_peak", lambda device: 1e9)
+            patches.setattr("tensorkeep.train.run.measured_peak", lambda device: 1e9)
             yield
         torch.set_num_threads(threads)
 

@@ -1,0 +1,7 @@
+"""``python -m tensorkeep`` is the command line."""
+
+import sys
+
+from tensorkeep.cli.main import main
+
+sys.exit(main())

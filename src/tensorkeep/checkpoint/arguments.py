@@ -1,0 +1,67 @@
+"""Checks of the arguments that all calls share."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from tensorkeep.errors import PathLike, UsageError
+from tensorkeep.io.buffers import BufferPool
+from tensorkeep.io.parallel import default_threads
+from tensorkeep.units import parse_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+MemorySize = int | str
+"""Bytes, as a number or as a text such as ``"256MiB"``."""
+
+
+def checked_path(path: PathLike) -> PathLike:
+    """Return a path that the system can be asked for.
+
+    Raises
+    ------
+    UsageError
+        If it holds a NUL.
+    """
+    if "\0" in os.fspath(path):
+        raise UsageError(f"{os.fspath(path)!r} is no path: it holds a NUL", remedy="check the path")
+    return path
+
+
+def budget_pool(memory_budget: MemorySize) -> BufferPool:
+    """Return the pool of buffers that a call may use; UsageError if the budget is no size, or too small."""
+    return BufferPool(parse_bytes(memory_budget))
+
+
+def thread_count(threads: int | None) -> int:
+    """Return how many threads to use, by default `default_threads`; UsageError below 1."""
+    if threads is None:
+        return default_threads()
+    if threads < 1:
+        raise UsageError(f"threads is {threads}", remedy="give 1 or more")
+    return threads
+
+
+def check_count(what: str, count: object) -> None:
+    """Raise UsageError unless a count is an int of 1 or more."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise UsageError(f"{what} is {count!r}", remedy="give an int of 1 or more")
+
+
+def check_device(device: torch.device | str | None) -> None:
+    """Raise UsageError if tensors cannot be made on a device, before anything is read."""
+    if device is None:
+        return
+    import torch
+
+    try:
+        torch.empty(1, device=device)
+    # A build without CUDA fails its own assertion.
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        message = str(error).splitlines()[0]
+        raise UsageError(
+            f"tensors cannot be made on device {str(device)!r}: {message}",
+            remedy='give "cpu", or a device that torch finds here',
+        ) from None

@@ -1,0 +1,95 @@
+"""Finding the format of a checkpoint by looking at its files."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from pathlib import Path
+from typing import cast
+
+from tensorkeep import plugins
+from tensorkeep.errors import NotACheckpointError, PathLike, TensorkeepError, UsageError
+from tensorkeep.formats.base import Format, OpenSettings, Reader
+from tensorkeep.formats.first_bytes import file_mode, names_in
+
+_MOST_LOOKED_AT = 1000
+_MOST_NAMED = 3
+
+
+def get_format(name: str) -> Format:
+    """Return the format of a name.
+
+    Raises
+    ------
+    UnsupportedError
+        If there is none; the remedy names the nearest one.
+    """
+    return cast(Format, plugins.get("formats", name))
+
+
+def find_format(path: PathLike) -> Format:
+    """Return the format of what lies at a path.
+
+    Raises
+    ------
+    NotACheckpointError
+        If there is nothing, or nothing that a format recognises; checkpoints inside a folder are named.
+    StoreError
+        If the operating system does not let one look.
+    """
+    place = _existing(path)
+    found = _recognised(place)
+    if found is not None:
+        return found
+    inside = _checkpoints_in(place) if stat.S_ISDIR(file_mode(place)) else []
+    if inside:
+        raise _a_folder_of(inside, path)
+    known = ", ".join(plugins.names("formats"))
+    raise NotACheckpointError(
+        "is not a checkpoint of any known format",
+        path=path,
+        remedy=f"known formats: {known}",
+    )
+
+
+def open_reader(path: PathLike, settings: OpenSettings, format: str | None = None) -> Reader:
+    """Return a reader of the checkpoint at a path, of the format found there unless one is given."""
+    chosen = find_format(path) if format is None else get_format(format)
+    return chosen.open(_existing(path), settings)
+
+
+def _existing(path: PathLike) -> Path:
+    # To `Path` the empty string is the current folder, which nobody means by it.
+    if not os.fspath(path):
+        raise UsageError("the path is empty", remedy="give the path of a checkpoint")
+    place = Path(path)
+    if not file_mode(place, follow_links=False):
+        raise NotACheckpointError("there is nothing here", path=path, remedy="check the path")
+    return place
+
+
+def _recognised(place: Path) -> Format | None:
+    return next((found for found in map(get_format, plugins.names("formats")) if found.recognises(place)), None)
+
+
+def _checkpoints_in(folder: Path) -> list[str]:
+    names = names_in(folder)[:_MOST_LOOKED_AT]
+    return [name for name in names if _is_checkpoint(folder / name)]
+
+
+def _is_checkpoint(place: Path) -> bool:
+    try:
+        return _recognised(place) is not None
+    # It is no answer to the question that was asked, only left out of what is suggested.
+    except TensorkeepError:
+        return False
+
+
+def _a_folder_of(names: list[str], path: PathLike) -> NotACheckpointError:
+    listed = ", ".join(names[:_MOST_NAMED]) + (f" and {len(names) - _MOST_NAMED} more" if names[_MOST_NAMED:] else "")
+    remedy = f"give the path of one: {Path(path) / names[0]}"
+    shard = next((found for name in names if (found := re.fullmatch(r"(.+)-\d+-of-\d+\.safetensors", name))), None)
+    if shard:
+        remedy += f"; or put their index, {shard[1]}.safetensors.index.json, beside them to read them as one"
+    return NotACheckpointError(f"is a folder, not a checkpoint; it holds {listed}", path=path, remedy=remedy)

@@ -1,0 +1,110 @@
+"""What a checkpoint holds, without reading a tensor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tensorkeep.checkpoint.arguments import checked_path
+from tensorkeep.checkpoint.finding import open_reader
+from tensorkeep.errors import PathLike
+from tensorkeep.formats.base import Entry, OpenSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """A sum over some tensors: how many, their elements, raw and stored bytes."""
+
+    tensors: int
+    elements: int
+    nbytes: int
+    stored_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class InfoReport:
+    """What a checkpoint holds.
+
+    Attributes
+    ----------
+    path, format : str
+    total : Total
+    by_dtype, by_part, by_codec : dict of str to Total
+        Tensors that share another's storage count in ``by_codec`` as ``alias``, with no bytes.
+    entries : list of Entry
+        Every tensor, in the state's order.
+    metadata : dict
+        What was given when it was saved.
+    details : dict
+        What the format adds: version, writer, files... Of a native checkpoint also the ``space`` that it occupies on
+        the disk; of an incremental one its ``history``: the bytes that its save wrote, and those of the files that it
+        took from earlier ones.
+    """
+
+    path: str
+    format: str
+    total: Total
+    by_dtype: dict[str, Total]
+    by_part: dict[str, Total]
+    by_codec: dict[str, Total]
+    entries: list[Entry]
+    metadata: dict[str, Any]
+    details: dict[str, Any]
+
+    def largest(self, count: int) -> list[Entry]:
+        """Return the largest tensors, largest first."""
+        return sorted(self.entries, key=lambda entry: -entry.nbytes)[:count]
+
+    def as_dict(self, *, largest: int = 10) -> dict[str, Any]:
+        """Return the report as plain values, as ``--json`` prints it, with the largest tensors instead of all."""
+        return {
+            **{key: value for key, value in asdict(self).items() if key != "entries"},
+            "largest": [describe(entry) for entry in self.largest(largest)],
+        }
+
+
+def describe(entry: Entry) -> dict[str, Any]:
+    """Return an entry as plain values."""
+    return {**asdict(entry), "dtype": entry.dtype.name, "shape": list(entry.shape)}
+
+
+def info(path: PathLike, *, format: str | None = None) -> InfoReport:
+    """Return what a checkpoint of any format holds; no tensor is read.
+
+    Raises
+    ------
+    NotACheckpointError, CorruptCheckpointError, UnsupportedError, StoreError
+    """
+    with open_reader(checked_path(path), OpenSettings(), format) as reader:
+        entries = list(reader.entries.values())
+        return InfoReport(
+            path=os.fspath(path),
+            format=reader.format,
+            total=_total(entries),
+            by_dtype=_totals(entries, lambda entry: entry.dtype.name),
+            by_part=_totals(entries, lambda entry: entry.part),
+            by_codec=_totals(entries, lambda entry: entry.codec),
+            entries=entries,
+            metadata=reader.metadata,
+            details=reader.details,
+        )
+
+
+def _totals(entries: Iterable[Entry], key: Callable[[Entry], str]) -> dict[str, Total]:
+    groups: dict[str, list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault(key(entry), []).append(entry)
+    return {name: _total(group) for name, group in groups.items()}
+
+
+def _total(entries: list[Entry]) -> Total:
+    # What shares another's storage is there, but takes no bytes.
+    own = [entry for entry in entries if entry.alias_of is None]
+    return Total(
+        tensors=len(entries),
+        elements=sum(entry.nbytes // entry.dtype.itemsize for entry in own),
+        nbytes=sum(entry.nbytes for entry in own),
+        stored_bytes=sum(entry.stored_bytes for entry in own),
+    )

@@ -1,0 +1,170 @@
+"""``tensorkeep info`` and ``tensorkeep ls``: what a checkpoint holds, without reading a tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from tensorkeep.checkpoint.info import InfoReport, Total, describe
+from tensorkeep.checkpoint.info import info as look
+from tensorkeep.cli.options import Switch
+from tensorkeep.cli.output import DEFAULT, Output
+from tensorkeep.cli.text import Table, counted, printable, ratio
+from tensorkeep.formats.base import Entry
+from tensorkeep.state import names
+from tensorkeep.units import format_bytes
+
+
+def info(
+    path: str,
+    /,
+    *,
+    largest: Annotated[int, Parameter(validator=Number(gte=0))] = 10,
+    format: str | None = None,
+    output: Output = DEFAULT,
+) -> int:
+    """Show what a checkpoint holds, without reading a tensor.
+
+    Parameters
+    ----------
+    path
+        The checkpoint.
+    largest
+        How many of the largest tensors to show.
+    format
+        Do not look for the format, take this one.
+    """
+    report = look(path, format=format)
+    output.show(report.as_dict(largest=largest), lambda: _print_info(report, largest))
+    return 0
+
+
+def ls(
+    path: str,
+    /,
+    *globs: str,
+    long: Annotated[bool, Switch, Parameter(name=["--long", "-l"])] = False,
+    format: str | None = None,
+    output: Output = DEFAULT,
+) -> int:
+    """List a checkpoint's tensors.
+
+    Parameters
+    ----------
+    path
+        The checkpoint.
+    globs
+        Only the tensors whose names match one of these, such as 'model.layers.0.*'.
+    long
+        Show each tensor's part of the state, too, and whose storage it shares.
+    format
+        Do not look for the format, take this one.
+    """
+    report = look(path, format=format)
+    by_name = {entry.name: entry for entry in report.entries}
+    entries = [by_name[name] for name in names.select(by_name, globs)] if globs else report.entries
+    document = {"path": path, "format": report.format, "tensors": [describe(entry) for entry in entries]}
+    output.show(document, lambda: _entries(entries, long=long).show())
+    return 0
+
+
+def _print_info(report: InfoReport, largest: int) -> None:
+    total = report.total
+    print(printable(f"{report.path}: {', '.join(_headline(report))}"))
+    summary = f"{counted(total.tensors, 'tensor')}, {counted(total.elements, 'element')}"
+    stored = f"{format_bytes(total.stored_bytes)} stored ({ratio(total.nbytes, total.stored_bytes)})"
+    print(f"{summary}, {format_bytes(total.nbytes)} raw, {stored}")
+    for line in _history(report.details):
+        print(printable(line))
+    for what, totals in (("dtype", report.by_dtype), ("part", report.by_part), ("codec", report.by_codec)):
+        print()
+        _totals(what, totals).show()
+    if largest and report.entries:
+        print("\nlargest:")
+        _entries(report.largest(largest)).show()
+    if report.metadata:
+        print("\nmetadata:")
+        Table(("key", "value"), [(key, _plain(value)) for key, value in report.metadata.items()]).show()
+
+
+def _headline(report: InfoReport) -> list[str]:
+    """Return the format and what it says about itself, each as a phrase."""
+    details = dict(report.details)
+    files = details.pop("files", None)
+    version = details.pop("version", None)
+    details.pop("step", None)
+    details.pop("history", None)
+    details.pop("space", None)
+    phrases = [report.format if version is None else f"{report.format} {version}"]
+    for key, value in details.items():
+        if key.endswith("_bytes") and isinstance(value, int):
+            phrases.append(f"{key.removesuffix('_bytes')} {format_bytes(value)}")
+        else:
+            phrases.append(f"{key.replace('_', ' ')} {_plain(value)}")
+    return phrases + ([counted(len(files), "file")] if files else [])
+
+
+def _history(details: dict[str, Any]) -> Iterator[str]:
+    """Yield which step of a training run it is, what is new in it, and what it occupies if others share its files."""
+    step, history, space = details.get("step"), details.get("history"), details.get("space")
+    if step:
+        moment = datetime.fromtimestamp(step["saved_at"], UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        metrics = "".join(f", {name} {value}" for name, value in step["metrics"].items())
+        yield f"step {step['number']}, saved {moment}{metrics}"
+    if history:
+        linked = [f"{format_bytes(count)} of {origin}" for origin, count in history["linked_bytes"].items()]
+        taken = f"; links files of {counted(len(linked), 'earlier step')}: {', '.join(linked)}" if linked else ""
+        chain = history["deepest_chain"]
+        read = f"; reading a block takes up to {counted(chain, 'difference')} besides a whole one" if chain else ""
+        yield f"wrote {format_bytes(history['new_bytes'])}{taken}{read}"
+    if space and (history or space["shared_bytes"]):
+        own, shared = format_bytes(space["own_bytes"]), format_bytes(space["shared_bytes"])
+        yield f"occupies {format_bytes(space['occupied_bytes'])}: {own} of its own, {shared} that others have links to"
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict) and not any(isinstance(item, dict | list) for item in value.values()):
+        return " ".join(f"{key} {item}" for key, item in value.items())
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _totals(what: str, totals: dict[str, Total]) -> Table:
+    return Table(
+        (what, ">tensors", ">elements", ">raw", ">stored", ">ratio"),
+        [
+            (
+                name,
+                f"{total.tensors:,}",
+                f"{total.elements:,}",
+                format_bytes(total.nbytes),
+                format_bytes(total.stored_bytes),
+                ratio(total.nbytes, total.stored_bytes),
+            )
+            for name, total in sorted(totals.items(), key=lambda item: -item[1].nbytes)
+        ],
+    )
+
+
+def _entries(entries: list[Entry], *, long: bool = False) -> Table:
+    rows: list[tuple[str, ...]] = [
+        (
+            entry.name,
+            entry.dtype.name,
+            str(list(entry.shape)),
+            format_bytes(entry.nbytes),
+            format_bytes(entry.stored_bytes),
+            entry.codec,
+            entry.file,
+        )
+        for entry in entries
+    ]
+    headings: tuple[str, ...] = ("name", "=dtype", "=shape", ">size", ">stored", "=codec", "=file")
+    if long:
+        headings += ("part", "alias of")
+        rows = [(*row, entry.part, entry.alias_of or "") for row, entry in zip(rows, entries, strict=True)]
+    return Table(headings, rows, spare=("codec", "file"))

@@ -1,0 +1,88 @@
+"""``tensorkeep convert``: a checkpoint again, in another format or with another compression."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from tensorkeep.checkpoint.convert import convert as write_again
+from tensorkeep.checkpoint.save import SaveReport
+from tensorkeep.cli.options import SIZE, Globs, Switch, Threads
+from tensorkeep.cli.output import DEFAULT, Output
+from tensorkeep.cli.text import counted, printable, ratio
+from tensorkeep.units import format_bytes, format_rate, format_seconds
+
+
+def convert(
+    source: str,
+    destination: str,
+    /,
+    *,
+    to: str,
+    compression: str | None = None,
+    select: Globs = None,
+    overwrite: Annotated[bool, Switch] = False,
+    drop_metadata: Annotated[bool, Switch] = False,
+    format: str | None = None,
+    shard_bytes: Annotated[int | None, SIZE] = None,
+    threads: Threads = None,
+    memory_budget: Annotated[int | None, SIZE] = None,
+    output: Output = DEFAULT,
+) -> int:
+    """Write a checkpoint again, in another format or with another compression.
+
+    Parameters
+    ----------
+    source
+        The checkpoint to read; it is never changed.
+    destination
+        Where the new one shall appear, whole or not at all.
+    to
+        The format to write: native, torch, safetensors, or a plug-in's.
+    compression
+        none, the default; lossless, about a third smaller for bf16; auto, which measures and takes the faster of the
+        two; or one codec's name.
+    select
+        Convert only the tensors whose names match this glob; may be repeated.
+    overwrite
+        Replace a checkpoint of the same format that is at the destination.
+    drop_metadata
+        Leave out the metadata beside the state; some formats have no place for it.
+    format
+        Do not look for the source's format, take this one.
+    shard_bytes
+        Begin a new file after this many bytes, such as 4GB.
+    threads
+        How many threads work.
+    memory_budget
+        The most memory that all buffers may take; 256MiB by default.
+    """
+    options: dict[str, Any] = {} if shard_bytes is None else {"shard_bytes": shard_bytes}
+    with output.meter("converting") as progress:
+        report = write_again(
+            source,
+            destination,
+            to=to,
+            compression=compression,
+            select=select,
+            overwrite=overwrite,
+            drop_metadata=drop_metadata,
+            format=format,
+            progress=progress,
+            threads=threads,
+            memory_budget=memory_budget,
+            **options,
+        )
+    output.show(report.as_dict(), lambda: _print_report(source, report))
+    return 0
+
+
+def _print_report(source: str, report: SaveReport) -> None:
+    coded = "" if report.compression == "none" else f", {report.compression}"
+    print(
+        printable(
+            f"converted {source} to {report.path} ({report.format}{coded}): {counted(report.tensors, 'tensor')}, "
+            f"{format_bytes(report.state_bytes)} raw, {format_bytes(report.stored_bytes)} stored "
+            f"({ratio(report.state_bytes, report.stored_bytes)}), {format_seconds(report.seconds)} "
+            f"at {format_rate(report.state_bytes, report.seconds)}"
+        )
+    )

@@ -1,0 +1,130 @@
+"""``tensorkeep data``: turn text into tokens for a training run, and show what a folder of them holds."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from tensorkeep.cli.options import Switch
+from tensorkeep.cli.output import DEFAULT, Output
+from tensorkeep.cli.text import Table, counted, printable
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.data.prepare import prepare as make
+from tensorkeep.train.data.splits import SPLITS
+from tensorkeep.units import format_bytes
+
+_SAMPLE = 200
+"""Characters that are shown."""
+
+
+def _no_flag(kind: type, value: str) -> None:
+    # `-` is standard input; anything else that begins like a flag is a slip of the pen.
+    if value.startswith("-") and value != "-":
+        raise ValueError(f"there is no option {value}")
+
+
+def prepare(
+    source: Annotated[str, Parameter(allow_leading_hyphen=True, validator=_no_flag)],
+    /,
+    *,
+    out: Path,
+    tokenizer: Annotated[str, Parameter(metavar="char|byte|bpe|tiktoken:NAME")] = "char",
+    vocab_size: int | None = None,
+    validation: float = 0.1,
+    seed: int = 0,
+    encoding: str = "utf-8",
+    overwrite: Annotated[bool, Switch] = False,
+    output: Output = DEFAULT,
+) -> int:
+    """Turn text into tokens for a training run.
+
+    Parameters
+    ----------
+    source
+        A file, a folder, a pattern in quotes such as 'books/*.txt', - for standard input, or stdlib for the sources of
+        Python's standard library. A .jsonl file has one document on each line, under "text".
+    out
+        The folder to make.
+    tokenizer
+        What a token is: a character, a byte, a byte pair learned from this text, or one of tiktoken's, if its
+        vocabulary is on this machine.
+    vocab_size
+        For bpe: the most tokens to have, 4096 unless given.
+    validation
+        The share of the text, or of its documents, that is kept for validation.
+    seed
+        By which documents are divided.
+    encoding
+        How the text is encoded; every byte must be.
+    overwrite
+        Replace prepared data that is there already.
+    """
+    with output.meter(f"preparing {source}") as progress:
+        made = make(
+            source,
+            out,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            validation=validation,
+            seed=seed,
+            encoding=encoding,
+            overwrite=overwrite,
+            progress=progress,
+        )
+    following = f"tensorkeep train shakespeare-char-cpu --data {shlex.quote(str(out))}"
+    output.show({**made.as_dict(), "next": following}, lambda: _print_made(out, made.about, following))
+    return 0
+
+
+def info(directory: Path, /, *, verify: Annotated[bool, Switch] = False, output: Output = DEFAULT) -> int:
+    """Show what a folder of prepared data holds.
+
+    Parameters
+    ----------
+    directory
+        The folder.
+    verify
+        Read all tokens and check every one.
+    """
+    with output.meter(f"verifying {directory}") as progress:
+        dataset = Dataset.open(directory, verify=verify, progress=progress)
+    # A token stands for no character where several make up one, so some more are decoded than are shown.
+    sample = dataset.tokenizer.decode(dataset.train[: 4 * _SAMPLE])[:_SAMPLE]
+    document = {"path": str(directory), **dataset.about, "verified": verify, "sample": sample}
+    output.show(document, lambda: _print_info(directory, document))
+    return 0
+
+
+def _print_made(out: Path, about: dict[str, Any], following: str) -> None:
+    _print_about(out, about)
+    print()
+    print(printable(f"next: {following}"))
+
+
+def _print_info(directory: Path, document: dict[str, Any]) -> None:
+    _print_about(directory, document)
+    if document["verified"]:
+        print("verified: every token is as it was written, and in the vocabulary")
+    print()
+    for line in document["sample"].splitlines():
+        print(printable(line))
+
+
+def _print_about(folder: Path, about: dict[str, Any]) -> None:
+    source = about["source"]
+    text = f"{format_bytes(source['bytes'])} of {source['encoding']}, {counted(source['characters'], 'character')}"
+    files = f"{counted(source['files'], 'file')}" if source["kind"] != "stdin" else "standard input"
+    print(printable(f"{folder}: {about['tokenizer']} tokens of {source['spec']} ({files}, {text})"))
+    print(f"vocabulary of {about['vocab_size']:,}, {about['dtype']}, fingerprint {about['fingerprint']}")
+    print()
+    documents = source["documents"] is not None
+    rows = [_row(split, about["splits"][split], documents=documents) for split in SPLITS]
+    Table(("split", ">tokens", *([">documents"] if documents else [])), rows).show()
+
+
+def _row(name: str, split: dict[str, Any], *, documents: bool) -> tuple[str, ...]:
+    row = (name, f"{split['tokens']:,}")
+    return (*row, f"{split['documents'] or 0:,}") if documents else row

@@ -1,0 +1,120 @@
+"""``tensorkeep diff``: how two checkpoints differ."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from tensorkeep.checkpoint.diff import DiffReport, Mismatch
+from tensorkeep.checkpoint.diff import diff as compare
+from tensorkeep.cli.options import Globs, Size, Threads
+from tensorkeep.cli.output import DEFAULT, Output
+from tensorkeep.cli.text import Table, counted, printable
+from tensorkeep.io.buffers import DEFAULT_BUDGET
+
+Tolerance = Annotated[float, Parameter(validator=Number(gte=0))]
+
+
+def diff(
+    a: str,
+    b: str,
+    /,
+    *,
+    atol: Tolerance = 0.0,
+    rtol: Tolerance = 0.0,
+    select: Globs = None,
+    threads: Threads = None,
+    memory_budget: Size = DEFAULT_BUDGET,
+    output: Output = DEFAULT,
+) -> int:
+    """Compare two checkpoints of any formats; exit code 1 if they differ.
+
+    Parameters
+    ----------
+    a, b
+        The checkpoints.
+    atol
+        Elements are the same when |a - b| <= atol + rtol * |b|. With neither given, their bits are compared.
+    rtol
+        See --atol.
+    select
+        Compare only the tensors whose names match this glob, and no plain values; may be repeated.
+    threads
+        How many threads read and compare.
+    memory_budget
+        The most memory that all buffers may take.
+    """
+    with output.meter("comparing") as progress:
+        report = compare(
+            a,
+            b,
+            atol=atol,
+            rtol=rtol,
+            select=select,
+            progress=progress,
+            threads=threads,
+            memory_budget=memory_budget,
+        )
+    output.show(report.as_dict(), lambda: _print_report(report))
+    return 0 if report.equal else 1
+
+
+def _print_report(report: DiffReport) -> None:
+    counts = [
+        (len(report.changed), "changed"),
+        (len(report.reshaped), "reshaped"),
+        (len(report.retyped), "of another dtype"),
+        (len(report.added), "added"),
+        (len(report.removed), "removed"),
+        (report.identical, "identical"),
+    ]
+    summary = ", ".join(f"{count:,} {what}" for count, what in counts if count) or "none"
+    values = f"; {counted(len(report.values), 'plain value')} changed" if report.values else ""
+    verdict = "same" if report.equal else "different"
+    print(printable(f"{verdict}: {report.a} and {report.b}: tensors: {summary}{values}"))
+    if report.changed:
+        print("\nchanged:")
+        Table(("name", ">elements", ">different", ">share", ">max |a-b|"), _changed(report)).show()
+    for title, mismatches in (
+        ("reshaped", report.reshaped),
+        ("of another dtype", report.retyped),
+        ("plain values", report.values),
+    ):
+        _print_mismatches(title, mismatches)
+    for title, names in (("added (only in the second)", report.added), ("removed (only in the first)", report.removed)):
+        if names:
+            print(f"\n{title}:")
+            print("\n".join(map(printable, names)))
+
+
+def _changed(report: DiffReport) -> list[tuple[str, ...]]:
+    return [
+        (
+            found.name,
+            f"{found.elements:,}",
+            f"{found.different:,}",
+            _percent(found.share),
+            f"{found.largest:.6g}",
+        )
+        for found in report.changed
+    ]
+
+
+def _percent(share: float) -> str:
+    return f"{share:.2%}" if share >= 0.0001 else "<0.01%"
+
+
+def _print_mismatches(title: str, mismatches: list[Mismatch]) -> None:
+    if mismatches:
+        print(f"\n{title}:")
+        Table(("name", "first", "second"), [(m.name, _text(m.a), _text(m.b)) for m in mismatches]).show()
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict) and len(value) == 1:
+        # A value that JSON cannot hold stands in the file under its type: {"float": "0.1"}.
+        (value,) = value.values()
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

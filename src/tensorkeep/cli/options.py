@@ -1,0 +1,125 @@
+"""Where options come from besides the command line, and the types that several commands share.
+
+A flag wins over the environment (``TENSORKEEP_MEMORY_BUDGET=1GiB``), which wins over the TOML file of ``-C``
+(``[convert]`` / ``memory-budget = "1GiB"``), which wins over the default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, Parameter
+from cyclopts.argument import ArgumentCollection
+from cyclopts.config import Dict, Env
+from cyclopts.token import Token
+from cyclopts.validators import Number
+
+from tensorkeep.cli.output import DEFAULT, Output
+from tensorkeep.errors import UsageError
+from tensorkeep.units import parse_bytes
+
+_PREFIX = "TENSORKEEP_"
+
+SAVE_TABLE = "save"
+
+TRAIN_TABLE = "train"
+"""The tables within it, such as ``[train.optim]``, are settings of a recipe; ``tensorkeep train`` reads them."""
+
+
+def _size(kind: type, tokens: Sequence[Token]) -> int:
+    try:
+        return parse_bytes(tokens[0].value)
+    except UsageError as error:
+        raise ValueError(f"{error.message}: {error.remedy}") from error
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count / 1024**2:g}MiB"
+
+
+SIZE = Parameter(converter=_size, n_tokens=1, metavar="SIZE")
+Size = Annotated[int, SIZE, Parameter(show_default=_mebibytes)]
+"""A number of bytes, such as ``256MiB``."""
+
+Switch = Parameter(negative="", show_default=False)
+"""A flag that is off unless given; ``--flag=false`` takes back what the environment or a file says."""
+
+Threads = Annotated[int | None, Parameter(validator=Number(gte=1))]
+"""How many threads work; None leaves it to the machine."""
+
+Globs = Annotated[list[str] | None, Parameter(negative="", metavar="GLOB")]
+"""Patterns of tensor names, given one by one."""
+
+
+def flags_after_command(tokens: Sequence[str], groups: Collection[str]) -> list[str]:
+    """Return the words of a command line with the flags of every command behind the command they stand before.
+
+    ``tensorkeep --json info x`` means ``tensorkeep info --json x``; a command of one of the groups is two words.
+    """
+    takes_value = _flags_everywhere() if tokens and tokens[0].startswith("-") else {}
+    place = 0
+    while place < len(tokens):
+        flag, given, _ = tokens[place].partition("=")
+        if flag not in takes_value:
+            break
+        place += 2 if takes_value[flag] and not given else 1
+    if place and not tokens[place:]:
+        raise UsageError("no command is given", remedy="see `tensorkeep --help`")
+    end = place + (2 if tokens[place : place + 1] and tokens[place] in groups else 1)
+    return [*tokens[place:end], *tokens[:place], *tokens[end:]]
+
+
+def _flags_everywhere() -> dict[str, bool]:
+    """Return the flags that every command takes, and whether a word follows each."""
+
+    def command(*, output: Output = DEFAULT) -> None: ...
+
+    arguments = App(default_command=command).assemble_argument_collection()
+    return {name: argument.hint is not bool for argument in arguments for name in argument.names}
+
+
+def from_environment(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Take options, never positional arguments, from ``TENSORKEEP_*``."""
+    options = arguments.copy()
+    options[:] = [argument for argument in arguments if argument.name.startswith("-")]
+    Env(_PREFIX, command=False)(app, commands, options)
+
+
+def from_file(known: Collection[str], app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Take options from the TOML file that ``-C`` or ``TENSORKEEP_CONFIG`` names.
+
+    Parameters
+    ----------
+    known : collection of str
+        All commands: a table of another name is a slip of the pen, not something to pass over.
+    """
+    tokens = [argument.tokens for argument in arguments if argument.name == "--config" and argument.tokens]
+    if not tokens:
+        return
+    path = tokens[0][-1].value
+    # The settings of a folder's saves, which `tensorkeep tune` writes, stand in the same kind of file.
+    tables = {key: table for key, table in _read(path).items() if key != SAVE_TABLE or not isinstance(table, dict)}
+    for key, table in tables.items():
+        if key not in known or not isinstance(table, dict):
+            near = difflib.get_close_matches(key, known, n=1)
+            remedy = f"did you mean [{near[0]}]?" if near and key not in known else f"tables: {', '.join(known)}"
+            raise UsageError(f"{key!r} is not a table of options of a command", path=path, remedy=remedy)
+    if TRAIN_TABLE in tables:
+        tables[TRAIN_TABLE] = {
+            name: value for name, value in tables[TRAIN_TABLE].items() if not isinstance(value, dict)
+        }
+    Dict(tables, source=path)(app, commands, arguments)
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        with Path(path).open("rb") as file:
+            return tomllib.load(file)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"is not TOML: {error}", path=path, remedy="correct the file") from error
+    except OSError as error:
+        raise UsageError(f"cannot read the configuration: {error.strerror}", path=path) from error

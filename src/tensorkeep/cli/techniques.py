@@ -1,0 +1,141 @@
+"""``tensorkeep train --list-techniques``: what can be turned on, and whether this machine has what it needs."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import msgspec
+
+from tensorkeep import plugins
+from tensorkeep.cli.output import Output
+from tensorkeep.cli.text import Table, printable
+from tensorkeep.errors import UnsupportedError, UsageError
+from tensorkeep.train.config import TECHNIQUES
+from tensorkeep.train.device import chosen_device
+from tensorkeep.train.techniques.base import Technique
+from tensorkeep.train.techniques.combinations import COMBINATIONS, expanded
+from tensorkeep.train.techniques.machine import Machine
+from tensorkeep.train.techniques.stack import KIND
+
+_INDENT = "    "
+
+
+def names_in(text: str | None) -> list[str]:
+    """Return the techniques that ``--technique`` names, combinations by what they consist of.
+
+    Parameters
+    ----------
+    text : str or None
+        Names, with commas between them; None if the option was not given.
+
+    Raises
+    ------
+    UsageError
+        If it names nothing.
+    UnsupportedError
+        If there is no technique, and no combination, of a name.
+    """
+    if text is None:
+        return []
+    found = expanded(name.strip() for name in text.split(",") if name.strip())
+    if not found:
+        raise UsageError(f"--technique {text!r} names no technique", remedy="leave it out, or give it a name")
+    check_names(found)
+    return found
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise UnsupportedError if one of some names is no technique's, also where it is only to be turned off."""
+    for name in names:
+        if name.upper() in COMBINATIONS:
+            remedy = f"did you mean the combination? --technique {name.upper()}"
+            raise UnsupportedError(f"there is no technique named {name!r}", remedy=remedy)
+        plugins.get(KIND, name)
+
+
+def names_among(settings: Iterable[str]) -> Iterator[str]:
+    """Yield the names of techniques in the names of settings, such as ``techniques.compile.mode``."""
+    for setting in settings:
+        if setting.startswith(TECHNIQUES):
+            yield setting.removeprefix(TECHNIQUES).partition(".")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A technique as it is shown.
+
+    Attributes
+    ----------
+    name, kind, summary, effect, reference : str
+        As the technique declares them.
+    settings : dict of str to object
+        Its defaults.
+    lacks : str or None
+        What this machine does not have; None if it can run here with its defaults.
+    """
+
+    name: str
+    kind: str
+    summary: str
+    effect: str
+    reference: str
+    settings: dict[str, object]
+    lacks: str | None
+
+
+def list_techniques(output: Output, device: str) -> int:
+    """Show every technique that is registered, and the named combinations."""
+    found = list(_listed(Machine(chosen_device(device))))
+    document = {"techniques": [asdict(each) for each in found], "combinations": COMBINATIONS}
+    output.show(document, lambda: _print(found))
+    return 0
+
+
+def _listed(machine: Machine) -> Iterator[Listed]:
+    for name in plugins.names(KIND):
+        technique: type[Technique] = plugins.get(KIND, name)
+        settings = technique.Settings()
+        yield Listed(
+            name=name,
+            kind=technique.kind,
+            summary=technique.summary,
+            effect=technique.effect,
+            reference=technique.reference,
+            settings=msgspec.to_builtins(settings),
+            lacks=technique(settings).lacks(machine),
+        )
+
+
+def _print(found: Sequence[Listed]) -> None:
+    for title, shown in (
+        ("Can run here", [each for each in found if each.lacks is None]),
+        ("Cannot run here", [each for each in found if each.lacks is not None]),
+    ):
+        if shown:
+            print(f"{title}\n")
+            for each in shown:
+                _print_one(each)
+    combinations = [(name, ", ".join(names)) for name, names in COMBINATIONS.items()]
+    Table(("combination", "is"), combinations).show()
+
+
+def _print_one(each: Listed) -> None:
+    """Print a technique: a line of its name, and what is known of it below, wrapped where a terminal is narrow."""
+    print(printable(f"{each.name} ({each.kind})"))
+    settings = ", ".join(f"{name} = {msgspec.json.encode(value).decode()}" for name, value in each.settings.items())
+    for said in (each.lacks, each.summary, f"to expect: {each.effect}", settings and f"settings: {settings}"):
+        if said:
+            _print_indented(said)
+    print()
+
+
+def _print_indented(text: str) -> None:
+    """Print a text under a name: in a pipe on one line."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    lines = textwrap.wrap(text, max(width - len(_INDENT), 20), break_on_hyphens=False) if width else [text]
+    for line in lines:
+        print(printable(f"{_INDENT}{line}"))

@@ -1,0 +1,190 @@
+"""``tensorkeep train``: train a model, or go on with a run; every checkpoint through a `CheckpointManager`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from tensorkeep.cli import techniques
+from tensorkeep.cli.failures import Interrupted
+from tensorkeep.cli.gentle_stop import gentle_stop
+from tensorkeep.cli.options import Switch
+from tensorkeep.cli.output import DEFAULT, Output
+from tensorkeep.cli.text import Table
+from tensorkeep.cli.training_progress import document, listener, print_summary, say_beginning
+from tensorkeep.errors import NotACheckpointError, StoreError, UsageError, is_out_of_memory
+from tensorkeep.train.config import TECHNIQUES, Config, flat
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.distributed import World, joined
+from tensorkeep.train.loop import train as run_loop
+from tensorkeep.train.recipes import RECIPES, get_recipe
+from tensorkeep.train.run import check_settings, open_run
+from tensorkeep.train.run_data import absolute_source, open_data
+from tensorkeep.train.run_folder import RunFolder
+from tensorkeep.train.settings import given_settings, read_words
+
+
+def train(
+    *recipe: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    data: str | None = None,
+    out: Path | None = None,
+    resume: Annotated[bool, Switch] = False,
+    technique: str | None = None,
+    list_recipes: Annotated[bool, Switch] = False,
+    list_techniques: Annotated[bool, Switch] = False,
+    list_settings: Annotated[bool, Switch] = False,
+    output: Output = DEFAULT,
+) -> int:
+    """Train a model, or go on with a run that was stopped or killed.
+
+    It ends where it would have ended without that, bit for bit. Every setting of the recipe is an option: --optim.lr
+    3e-4 --loop.steps 500; in a file of -C they stand in tables, [train.optim] and [train.loop]. Ctrl-C saves and stops,
+    as SIGTERM and the closing of the terminal do; a second one stops at once.
+
+    Parameters
+    ----------
+    recipe
+        What to train, see --list-recipes; and settings of it.
+    data
+        A folder of tensorkeep data prepare, or what that command takes; it is then prepared in the run's folder.
+    out
+        The run's folder; runs/RECIPE unless given.
+    resume
+        Go on with the run in that folder after its last whole checkpoint, with its settings.
+    technique
+        Techniques to turn on, by name, with commas between them; a setting of one is an option of its own:
+        --techniques.compile.mode max-autotune.
+    list_recipes
+        Show the recipes.
+    list_techniques
+        Show the techniques, what to expect of them, and whether they can run here.
+    list_settings
+        Show the recipe's settings.
+    """
+    if list_recipes:
+        return _show_recipes(output)
+    name, words = read_words(recipe, _options())
+    if list_techniques:
+        return techniques.list_techniques(output, words.get("loop.device", "auto"))
+    folder = RunFolder(out or Path("runs") / (name or ""))
+    base = _base(name, folder, resume=resume)
+    words = {f"{TECHNIQUES}{each}": "on" for each in techniques.names_in(technique)} | _with_source(words, data)
+    given = given_settings(words, file=Path(output.config) if output.config else None)
+    techniques.check_names(techniques.names_among(given))
+    config = base.changed(given)
+    if "data.source" in given:
+        config = config.changed({"data.source": absolute_source(config.data.source)})
+    if list_settings:
+        return _show_settings(config, output)
+    with joined(config) as world:
+        # One of several processes speaks for all of them.
+        output = output if world.leads else replace(output, quiet=True, json=False)
+        _train(config, folder, given, world, output, resume=resume)
+    return 0
+
+
+def _train(
+    config: Config, folder: RunFolder, given: Mapping[str, object], world: World, output: Output, *, resume: bool
+) -> None:
+    resume = resume and folder.exists()
+    if not resume:
+        folder.check_new()
+    # Before the data is prepared, which may take long.
+    check_settings(config, folder)
+    dataset = _data(config, folder, given, world, output, resume=resume)
+    with gentle_stop() as stop, open_run(config, folder, dataset, resume=resume) as run:
+        say_beginning(run, output)
+        for note in run.notes:
+            output.note(note)
+        with listener(run, output) as shown, _memory_told(folder):
+            summary = run_loop(run, shown, stop=stop)
+    if summary.reason == "stopped":
+        remedy = f"go on: {again(folder, processes=world.size)}"
+        raise Interrupted(f"stopped after step {summary.step}, which is saved", remedy=remedy)
+    output.show(document(run, summary), lambda: print_summary(run, summary))
+
+
+@contextmanager
+def _memory_told(folder: RunFolder) -> Iterator[None]:
+    """Say of memory that is not to be had what helps."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        tune = f"tensorkeep tune training --run {shlex.quote(str(folder.path))} --memory SIZE"
+        raise StoreError(
+            f"the memory does not hold what the run computes: {(str(error).splitlines() or ['out of memory'])[0]}",
+            path=folder.path,
+            remedy="start anew with smaller batches (--loop.batch_size), more of them a step (--loop.accumulate); "
+            f"{tune} finds what fits",
+        ) from error
+
+
+def _data(
+    config: Config, folder: RunFolder, given: Mapping[str, object], world: World, output: Output, *, resume: bool
+) -> Dataset:
+    """Return the data of a run, which the first process prepares for all."""
+    if not world.leads:
+        return Dataset.open(world.text_of(0, ""))
+    dataset = open_data(config, folder, resume=resume, given=given, meter=output.meter)
+    world.text_of(0, str(dataset.path))
+    return dataset
+
+
+def again(folder: RunFolder, *, processes: int = 1) -> str:
+    """Return the command line that goes on with a run."""
+    start = "tensorkeep" if processes == 1 else f"torchrun --nproc-per-node {processes} -m tensorkeep"
+    return f"{start} train --out {shlex.quote(str(folder.path))} --resume"
+
+
+def _options() -> list[str]:
+    """Return the options of this command."""
+    arguments = App(default_command=train).assemble_argument_collection()
+    return [name for argument in arguments for name in argument.names if name.startswith("--")]
+
+
+def _with_source(words: dict[str, str], data: str | None) -> dict[str, str]:
+    if data is None:
+        return words
+    if words.get("data.source", data) != data:
+        raise UsageError(
+            f"--data is {data!r}, and --data.source {words['data.source']!r}: they are the same setting",
+            remedy="give one of them",
+        )
+    return {**words, "data.source": data}
+
+
+def _base(recipe: str | None, folder: RunFolder, *, resume: bool) -> Config:
+    if resume and folder.exists():
+        config = folder.config()
+        if recipe is not None and recipe != config.recipe:
+            raise UsageError(
+                f"is a run of {config.recipe!r}, not of {recipe!r}",
+                path=folder.path,
+                remedy="leave the recipe out, or choose another --out",
+            )
+        return config
+    if recipe is None and resume:
+        raise NotACheckpointError("holds no run to go on with", path=folder.path, remedy="give its folder as --out")
+    if recipe is None:
+        raise UsageError("no recipe is given", remedy=f"recipes: {', '.join(RECIPES)}")
+    return get_recipe(recipe)
+
+
+def _show_recipes(output: Output) -> int:
+    about = {name: (make.__doc__ or "").split("\n", 1)[0] for name, make in RECIPES.items()}
+    output.show({"recipes": about}, lambda: Table(("recipe", "what it trains"), list(about.items())).show())
+    return 0
+
+
+def _show_settings(config: Config, output: Output) -> int:
+    rows = [(name, "none" if value is None else str(value)) for name, value in flat(config.as_dict()).items()]
+    output.show(config.as_dict(), lambda: Table(("setting", "value"), rows).show())
+    return 0

@@ -1,0 +1,196 @@
+"""What ``tensorkeep train`` shows: lines or a bar while it trains, and a summary at the end."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from tensorkeep.cli.output import Output
+from tensorkeep.cli.text import Table, printable
+from tensorkeep.train.loop import Listener, Summary
+from tensorkeep.train.run import METRIC, Run
+from tensorkeep.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_SECONDS_BETWEEN = 5.0
+"""From one line about a training step to the next, where there is no bar: a file of them shall stay readable."""
+
+
+def say_beginning(run: Run, output: Output) -> None:
+    """Say what is trained, on what, and where."""
+    model, config = run.config.model, run.config
+    output.note(
+        f"{config.recipe}: {model.parameter_count():,} parameters on {run.device}; {len(run.dataset.train):,} tokens "
+        f"in {run.dataset.path}; the run is in {run.folder.path}"
+    )
+    if run.progress.step:
+        output.note(f"goes on after step {run.progress.step}")
+
+
+class Quiet:
+    """Shows nothing."""
+
+    def happened(self, step: int, kind: str, values: dict[str, Any]) -> None:
+        """See `tensorkeep.train.loop.Listener`."""
+
+
+class Lines:
+    """Prints what happens, a line each; of training steps one now and then.
+
+    Parameters
+    ----------
+    steps : int
+        Of the whole run.
+    now : callable
+        Returns seconds; it must not go back.
+    """
+
+    def __init__(self, steps: int, now: Callable[[], float] = time.monotonic) -> None:
+        self._steps = steps
+        self._now = now
+        self._due = -math.inf
+
+    def happened(self, step: int, kind: str, values: dict[str, Any]) -> None:
+        """See `tensorkeep.train.loop.Listener`."""
+        if kind == "train":
+            now = self._now()
+            if now < self._due:
+                return
+            self._due = now + _SECONDS_BETWEEN
+        print(told(step, self._steps, kind, values), file=sys.stderr)
+
+
+class Bar:
+    """Prints what matters above a bar, which shows the rest.
+
+    Parameters
+    ----------
+    steps : int
+        Of the whole run.
+    progress : rich.progress.Progress
+    task : rich.progress.TaskID
+    """
+
+    def __init__(self, steps: int, progress: Any, task: Any) -> None:
+        self._steps = steps
+        self._progress = progress
+        self._task = task
+
+    def happened(self, step: int, kind: str, values: dict[str, Any]) -> None:
+        """See `tensorkeep.train.loop.Listener`."""
+        if kind == "train":
+            self._progress.update(self._task, completed=step, description=_in_words(kind, values))
+        else:
+            # Not as markup: samples have brackets of their own.
+            self._progress.console.print(told(step, self._steps, kind, values), markup=False, highlight=False)
+
+
+def told(step: int, steps: int, kind: str, values: dict[str, Any]) -> str:
+    """Return what happened in words, as `tensorkeep.train.loop.Listener` learns of it."""
+    return f"step {step:>{len(str(steps))}}/{steps}  {_in_words(kind, values)}"
+
+
+def _in_words(kind: str, values: dict[str, Any]) -> str:
+    match kind:
+        case "train":
+            return "  ".join([f"loss {values['loss']:.4f}", *_rates(values), format_bytes(values["peak_memory_bytes"])])
+        case "evaluate":
+            return f"validation loss {values[METRIC]:.4f} (best {values['best']:.4f})"
+        case "sample":
+            return "sample:\n" + "\n".join(f"    {printable(line)}" for line in values["text"].splitlines())
+        case "save":
+            times = [format_seconds(values[name]) for name in ("durable_seconds", "stall_seconds")]
+            return f"saved in {times[0]}, of which training waited {times[1]}; {format_bytes(values['new_bytes'])} new"
+        case "technique":
+            return f"{values['name']}: {values['seen']}"
+        case "suggestion":
+            return _suggestion(values["learning_rate"])
+        case _:
+            raise AssertionError(kind)
+
+
+def _rates(values: dict[str, Any]) -> list[str]:
+    """Return how fast training is; nothing in the first step, which is not timed."""
+    if "tokens_per_second" not in values:
+        return []
+    return [f"{values['tokens_per_second']:,.0f} tokens/s", f"MFU {values['mfu']:.0%}"]
+
+
+def _suggestion(rate: float | None) -> str:
+    if rate is None:
+        return "no learning rate to suggest: the loss never rose, so try a higher one (--optim.lr)"
+    return f"train with a learning rate of about {rate:.1g} (--optim.lr {rate:.1g})"
+
+
+@contextmanager
+def listener(run: Run, output: Output) -> Iterator[Listener]:
+    """Show what happens in a run, as the options and the terminal ask for."""
+    steps = run.config.loop.steps
+    if output.quiet or not output.progress:
+        yield Quiet()
+    elif not sys.stderr.isatty():
+        yield Lines(steps)
+    else:
+        from rich.console import Console
+
+        with bar(Console(stderr=True), steps, done=run.progress.step) as shown:
+            yield shown
+
+
+@contextmanager
+def bar(console: Console, steps: int, *, done: int = 0) -> Iterator[Bar]:
+    """Draw a bar, which goes away in the end, on a console."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    text = TextColumn("{task.description}", markup=False)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), text)
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield Bar(steps, progress, progress.add_task("", total=steps, completed=done))
+
+
+def document(run: Run, summary: Summary) -> dict[str, Any]:
+    """Return how a run ended as plain values."""
+    return {
+        "run": str(run.folder.path),
+        **asdict(summary),
+        "skipped": run.progress.skipped,
+        "peak_flops": run.speed.peak,
+        "techniques": {name: {"seen": proof.seen, **proof.figures} for name, proof in run.techniques.proofs.items()},
+    }
+
+
+def print_summary(run: Run, summary: Summary) -> None:
+    """Print how a run ended, and what to do next."""
+    ended = f"{summary.reason}, after step {summary.step}"
+    rows = [
+        ("ended", ended if summary.steps else f"{ended}; nothing was left to do"),
+        ("validation loss", f"{summary.loss:.4f}, best {summary.best:.4f}"),
+    ]
+    if run.progress.skipped:
+        rows.append(("skipped updates", str(run.progress.skipped)))
+    if run.config.schedule.name == "range":
+        rows.append(("range test", _suggestion(summary.suggested_learning_rate)))
+    if summary.steps:
+        rows += _cost(summary)
+    rows.append(("run", str(run.folder.path)))
+    Table(("", ""), rows).show()
+    print(printable(f"next: tensorkeep generate {shlex.quote(str(run.folder.path))} --prompt TEXT"))
+
+
+def _cost(summary: Summary) -> list[tuple[str, str]]:
+    total = sum(summary.seconds.values())
+    spent = sorted(summary.seconds.items(), key=lambda item: -item[1])
+    rows = [("time", ", ".join(f"{name} {format_seconds(each)} ({each / total:.0%})" for name, each in spent))]
+    rows.append(("peak memory", format_bytes(summary.peak_memory_bytes)))
+    if math.isfinite(summary.tokens_per_second):
+        speed = f"{summary.tokens_per_second:,.0f} tokens/s, MFU {summary.mfu:.0%} of measured peak"
+        rows.insert(0, ("speed", speed))
+    return rows

@@ -1,0 +1,149 @@
+"""``tensorkeep tune``: measure this machine for some seconds, and write the settings that suit it to a file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from tensorkeep import environment
+from tensorkeep.bench.contest import Contest
+from tensorkeep.bench.tune_checkpoint import DEFAULT_BYTES, DEFAULT_SECONDS, FEWEST_BYTES, Tuned, tune
+from tensorkeep.bench.tuned_file import check_writable, read_text, with_table, write_tuned
+from tensorkeep.checkpoint.tuning import FILE_NAME
+from tensorkeep.cli.options import Size, Switch
+from tensorkeep.cli.output import DEFAULT, Output
+from tensorkeep.cli.text import Table, counted, printable, ratio
+from tensorkeep.errors import NotACheckpointError, UsageError
+from tensorkeep.units import format_bytes, format_rate
+from tensorkeep.version import __version__
+
+
+def checkpoint(
+    directory: Path = Path(),
+    /,
+    *,
+    seconds: Annotated[float, Parameter(validator=Number(gt=0))] = DEFAULT_SECONDS,
+    size: Size = DEFAULT_BYTES,
+    source: Annotated[Path | None, Parameter(name="--from", metavar="CHECKPOINT")] = None,
+    out: Path | None = None,
+    dry_run: Annotated[bool, Switch] = False,
+    output: Output = DEFAULT,
+) -> int:
+    """Find the settings that save checkpoints fastest in a folder.
+
+    A state is saved again and again: raw and lossless, around the page cache and through it, then with more and fewer
+    threads. What is faster beyond the noise goes to tensorkeep.toml, which every save in that folder and below follows.
+
+    Parameters
+    ----------
+    directory
+        The folder that checkpoints go to; what is written there is removed, but for tensorkeep.toml.
+    seconds
+        About how long to measure.
+    size
+        How large a state to make up; a slow disk gets a smaller one.
+    source
+        A checkpoint of your own to save instead: how much lossless saves depends on the values.
+    out
+        The file to write; tensorkeep.toml in the folder by default. What else stands in it stays.
+    dry_run
+        Write no file, only show it.
+    """
+    if size < FEWEST_BYTES:
+        raise UsageError(f"--size {format_bytes(size)} is too small", remedy=f"at least {format_bytes(FEWEST_BYTES)}")
+    if not directory.is_dir():
+        raise NotACheckpointError("there is no such folder", path=directory, remedy="give the folder that you save to")
+    path = directory / FILE_NAME if out is None else out
+    # A file that cannot be changed or written is told before the measuring, not after.
+    with_table(read_text(path), {"compression": "none"}, [], path)
+    if not dry_run:
+        check_writable(path)
+    with _busy(output) as note:
+        tuned = tune(directory, seconds=seconds, nbytes=size, source=source, on_visit=note)
+    found = {"processor": environment.processor(), "storage": environment.storage(directory)}
+    table, comments = tuned.choice.table(), _comments(tuned, found)
+    if dry_run:
+        text = with_table(read_text(path), table, comments, path)
+    else:
+        text = write_tuned(path, table, comments)
+    document = {"directory": str(directory), **tuned.as_dict(), "environment": found}
+    output.show(
+        {**document, "file": str(path), "written": not dry_run, "text": text},
+        lambda: _print(tuned, found, path, text if dry_run else None),
+    )
+    return 0
+
+
+@contextmanager
+def _busy(output: Output) -> Iterator[Callable[[str], None] | None]:
+    if not output.progress or output.quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True, markup=False).status("building the state") as status:
+        yield lambda name: status.update(f"measuring: {name}")
+
+
+def _machine(found: dict[str, Any]) -> str:
+    cores = counted(found["processor"]["usable_cores"], "core")
+    return f"{cores} of {found['processor']['model']}, {found['storage']['file_system'] or 'unknown file system'}"
+
+
+def _comments(tuned: Tuned, found: dict[str, Any]) -> list[str]:
+    """Return what the file says of where its values come from."""
+    lines = [
+        f"tensorkeep {__version__} tune checkpoint, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {_machine(found)}",
+        f"{format_bytes(tuned.nbytes)}: {tuned.subject}",
+        "raw bytes per second until durable, median (lowest, highest):",
+    ]
+    for contest in tuned.contests:
+        rows = [contest.row(setting) for setting in contest.settings]
+        width = max(len(row["name"]) for row in rows)
+        lines += [f"  {row['name'].ljust(width)}  {_rates(row)}  {row['verdict']}" for row in rows]
+    return [printable(line) for line in [*lines, tuned.sentence()]]
+
+
+def _rates(row: dict[str, Any]) -> str:
+    if row["rate"] is None:
+        return "-"
+    return f"{format_rate(row['rate'], 1)} ({format_rate(row['rate_low'], 1)}, {format_rate(row['rate_high'], 1)})"
+
+
+def _print(tuned: Tuned, found: dict[str, Any], path: Path, text: str | None) -> None:
+    print(printable(f"{format_bytes(tuned.nbytes)}: {tuned.subject}"))
+    print(printable(f"{_machine(found)}: {found['storage']['path']}"))
+    for contest in tuned.contests:
+        print()
+        _print_contest(contest)
+    print()
+    print(tuned.sentence())
+    if text is None:
+        follows = f"every save in {path.parent.resolve()} and below follows it"
+        other = f"no save follows it before it is named {FILE_NAME}"
+        print(printable(f"Written to {path}: {follows if path.name == FILE_NAME else other}."))
+    else:
+        print(printable(f"Not written; {path} would be:"))
+        print()
+        print("\n".join(map(printable, text.splitlines())))
+
+
+def _print_contest(contest: Contest) -> None:
+    rows = [_cells(contest.row(setting), contest.nbytes) for setting in contest.settings]
+    heads = ("=settings", ">durable save", ">smaller", ">against the first", "=verdict")
+    Table(heads, rows, spare=("smaller",)).show()
+    print(f"{counted(len(contest.rounds.order), 'round')}, each in random order: median (lowest, highest)")
+
+
+def _cells(row: dict[str, Any], nbytes: int) -> tuple[str, ...]:
+    gain = row["gain"]
+    known = gain is not None and row["verdict"] not in ("default", "first")
+    against = f"{gain['median']:.2f}x ({gain['low']:.2f}, {gain['high']:.2f})" if known else "-"
+    return row["name"], _rates(row), ratio(nbytes, int(row["stored_bytes"] or 0)), against, row["verdict"]

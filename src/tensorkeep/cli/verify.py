@@ -1,0 +1,84 @@
+"""``tensorkeep verify``: every byte that can be checked, checked."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from tensorkeep.checkpoint.verify import VerifyReport
+from tensorkeep.checkpoint.verify import verify as check
+from tensorkeep.cli.failures import as_failure, error_lines, most_severe
+from tensorkeep.cli.options import Size, Threads
+from tensorkeep.cli.output import DEFAULT, Output
+from tensorkeep.cli.text import counted, printable
+from tensorkeep.errors import CorruptCheckpointError, TensorkeepError
+from tensorkeep.formats.base import Problem
+from tensorkeep.io.buffers import DEFAULT_BUDGET
+from tensorkeep.units import format_bytes, format_rate, format_seconds
+
+
+def verify(
+    *paths: Annotated[str, Parameter(required=True)],
+    format: str | None = None,
+    threads: Threads = None,
+    memory_budget: Size = DEFAULT_BUDGET,
+    output: Output = DEFAULT,
+) -> int:
+    """Read checkpoints to the end and check every byte that can be checked.
+
+    Parameters
+    ----------
+    paths
+        The checkpoints. Each is checked, whatever is wrong with the others; the exit code is the gravest, in the order
+        4 (corrupt), 3 (I/O), 5 (not a checkpoint), 7 (unsupported).
+    format
+        Do not look for the format, take this one.
+    threads
+        How many threads read and check.
+    memory_budget
+        The most memory that all buffers may take.
+    """
+    documents: list[dict[str, Any]] = []
+    codes: list[int] = []
+    for path in paths:
+        begin = time.perf_counter()
+        try:
+            with output.meter(f"verifying {path}") as progress:
+                report = check(path, format=format, progress=progress, threads=threads, memory_budget=memory_budget)
+        except (TensorkeepError, OSError) as error:
+            if len(paths) == 1:
+                raise
+            failure = as_failure(error)
+            print(*error_lines(failure), sep="\n", file=sys.stderr)
+            documents.append({"path": path, "ok": False, "error": failure.as_dict()})
+            codes.append(failure.exit_code)
+            continue
+        seconds = time.perf_counter() - begin
+        documents.append({**report.as_dict(), "seconds": seconds})
+        codes.append(0 if report.ok else CorruptCheckpointError.exit_code)
+        if not output.json:
+            _print_report(report, seconds, quiet=output.quiet)
+    output.show({"ok": not any(codes), "checkpoints": documents}, lambda: None)
+    return most_severe(codes)
+
+
+def _print_report(report: VerifyReport, seconds: float, *, quiet: bool) -> None:
+    if not report.ok:
+        print(printable(f"corrupt: {report.path}: {counted(len(report.problems), 'problem')}"))
+        for problem in report.problems:
+            print(printable(f"  {_describe(problem)}"))
+    elif not quiet:
+        checked = report.checked or f"structure only: {report.format} stores no checksums, so values cannot be checked"
+        amount = f"{counted(report.tensors, 'tensor')}, {format_bytes(report.nbytes)}"
+        speed = f"{format_seconds(seconds)} at {format_rate(report.nbytes, seconds)}"
+        print(printable(f"ok: {report.path}: {amount}, {checked}, {speed}"))
+
+
+def _describe(problem: Problem) -> str:
+    where = [problem.file, None if problem.name is None else f"tensor {problem.name!r}"]
+    if problem.block is not None:
+        where.append(f"block {problem.block}")
+    return ": ".join([part for part in where if part] + [problem.message])

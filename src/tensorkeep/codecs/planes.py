@@ -1,0 +1,278 @@
+"""Byte planes, each raw or Huffman-coded: what shrinks trained weights at the speed of a disk.
+
+A weight's exponent takes few values; its sign and mantissa are noise. So the elements are split into byte planes
+(``bitplanes``), a small sample tells which planes shrink, and those are coded in frames of 256 KiB by Zstandard, set so
+that it looks for no matches to speak of and only Huffman-codes. The others are stored raw.
+
+The block on disk, version 1
+----------------------------
+All integers are little-endian. Files with such blocks MUST load for ever. The block is a stream of Zstandard frames
+(RFC 8878), so that ``zstd -d`` reads it, and prints the coded planes::
+
+    u32  magic 0x184D2A5A          a skippable frame: the header
+    u32  length of what follows, to the first frame below
+      u8   version = 1
+      u8   layout: 0 = bytes as they are, 1 = exponent on the top plane (see ``bitplanes``)
+      u8   width w of an element in bytes: 1, 2, 4 or 8; layout 1 asks for 2 or more
+      u8   zero
+      u64  n, the raw length of the block, a multiple of w
+      u8   mode of each plane, least significant first: 0 = raw, 1 = coded          (w times)
+      u32  length of each Zstandard frame, in the order in which they follow        (coded planes x runs)
+    u32  magic 0x184D2A5B          a skippable frame: the raw planes; absent if there are none
+    u32  length = (raw planes) x n / w
+      the raw planes whole, one after the other, least significant first
+    the coded planes, as Zstandard frames: for each run of 262,144 elements (the last may be shorter), one frame for
+    each coded plane, least significant first
+
+A run's frames lie together, so a slice of a tensor is read by decoding its runs alone. Each frame MUST declare its
+content size, use no dictionary and a window of at most 256 KiB. Zeros MAY follow the block; a reader MUST refuse
+anything else.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import zstandard
+
+from tensorkeep.codecs import bitplanes
+from tensorkeep.codecs.base import Bytes, CodecError
+from tensorkeep.codecs.zstd import check_frame, zstd_bound
+from tensorkeep.state.dtypes import DType
+
+VERSION = 1
+RUN = 262_144
+"""Elements of a run, and so bytes of a frame of one plane."""
+
+_HEADER_MAGIC = 0x184D2A5A
+_RAW_MAGIC = 0x184D2A5B
+_SKIPPABLE = struct.Struct("<II")
+_FIXED = struct.Struct("<BBBBQ")
+_LENGTH = np.dtype("<u4")
+_RAW, _CODED = 0, 1
+
+# What is tried of a plane: enough that the table of Huffman codes weighs little, and that zstd finds its matches.
+_SAMPLE_PIECES = 4
+_SAMPLE_PIECE = 4096
+_SAMPLE_PIECE_MIN = 1024
+_SAMPLE_SHARE = 64
+_WORTH_CODING = 0.98
+_WORTH_MATCHING = 0.95
+
+
+class PlanesCodec:
+    """The codec of this module's format; the dtype only guides how the elements are split."""
+
+    name = "planes"
+
+    def __init__(self) -> None:
+        self._contexts = _Contexts()
+
+    def bound(self, nbytes: int) -> int:
+        frames = nbytes // RUN + max(bitplanes.WIDTHS)
+        header = 2 * _SKIPPABLE.size + _FIXED.size + max(bitplanes.WIDTHS)
+        return header + nbytes + nbytes // 256 + frames * (_LENGTH.itemsize + zstd_bound(0))
+
+    def shrinks(self, raw: Bytes, dtype: DType) -> bool:
+        """Tell from a small sample whether any plane of the block is worth coding."""
+        layout, width = _layout(raw.size, dtype)
+        return any(_choose_coders(bitplanes.as_words(raw, width), layout, self._contexts))
+
+    def encode(self, raw: Bytes, dtype: DType, out: Bytes) -> int:
+        layout, width = _layout(raw.size, dtype)
+        words = bitplanes.as_words(raw, width)
+        coders = _choose_coders(words, layout, self._contexts)
+        header = _Header(layout, raw.size, tuple(_RAW if coder is None else _CODED for coder in coders))
+        raw_planes = header.raw_planes(out)
+        lengths: list[int] = []
+        end = header.frames_start
+        for start in range(0, words.size, RUN):
+            run = words[start : start + RUN]
+            planes = [
+                self._contexts.plane(k, run.size) if plane is None else plane[start : start + RUN]
+                for k, plane in enumerate(raw_planes)
+            ]
+            bitplanes.split(run, planes, layout, self._contexts.scratch)
+            for plane, coder in zip(planes, coders, strict=True):
+                if coder is not None:
+                    frame = coder.compress(plane.data)
+                    out[end : end + len(frame)] = np.frombuffer(frame, np.uint8)
+                    end += len(frame)
+                    lengths.append(len(frame))
+        header.write(out, lengths)
+        return end
+
+    def decode(self, stored: Bytes, dtype: DType, out: Bytes) -> None:
+        header, frames = _read(stored, out.size)
+        words = bitplanes.as_words(out, header.width)
+        raw_planes = header.raw_planes(stored)
+        for start in range(0, words.size, RUN):
+            run = words[start : start + RUN]
+            planes = [
+                self._decode_frame(next(frames), run.size) if plane is None else plane[start : start + RUN]
+                for plane in raw_planes
+            ]
+            bitplanes.merge(planes, run, header.layout, self._contexts.scratch)
+
+    def _decode_frame(self, frame: Bytes, count: int) -> Bytes:
+        check_frame(frame, count, window=RUN)
+        try:
+            return np.frombuffer(self._contexts.decompressor.decompress(frame.data, allow_extra_data=False), np.uint8)
+        except zstandard.ZstdError as error:
+            raise CodecError(f"a damaged Zstandard frame: {error}") from None
+
+
+class _Contexts(threading.local):
+    """What a thread needs; Zstandard's contexts and the temporaries are not to be shared."""
+
+    def __init__(self) -> None:
+        # Matches of seven bytes and a table of 64 of them: next to none are found, and next to no time is spent on it.
+        huffman = zstandard.ZstdCompressionParameters(
+            strategy=zstandard.STRATEGY_FAST,
+            target_length=0,  # more would stop the coding of literals
+            min_match=7,
+            hash_log=6,
+            chain_log=6,
+            search_log=1,
+            window_log=18,
+        )
+        matching = zstandard.ZstdCompressionParameters.from_level(1, window_log=18)
+        self.huffman = zstandard.ZstdCompressor(compression_params=huffman)
+        self.matching = zstandard.ZstdCompressor(compression_params=matching)
+        self.decompressor = zstandard.ZstdDecompressor(max_window_size=RUN)
+        self.scratch = bitplanes.Scratch(RUN)
+
+    def plane(self, index: int, count: int) -> Bytes:
+        plane: Bytes = self.scratch.words(f"plane {index}", 1, count)
+        return plane
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """Where everything of a block lies."""
+
+    layout: int
+    nbytes: int
+    modes: tuple[int, ...]
+
+    @property
+    def width(self) -> int:
+        return len(self.modes)
+
+    @property
+    def count(self) -> int:
+        return self.nbytes // self.width
+
+    @property
+    def frames(self) -> int:
+        return self.modes.count(_CODED) * -(-self.count // RUN)
+
+    @property
+    def lengths_start(self) -> int:
+        return _SKIPPABLE.size + _FIXED.size + self.width
+
+    @property
+    def raw_start(self) -> int:
+        return self.lengths_start + self.frames * _LENGTH.itemsize
+
+    @property
+    def frames_start(self) -> int:
+        raw = self.modes.count(_RAW)
+        return self.raw_start + (_SKIPPABLE.size + raw * self.count if raw else 0)
+
+    def raw_planes(self, block: Bytes) -> list[Bytes | None]:
+        """Return the raw planes as they lie in the block, None for the coded ones."""
+        planes: list[Bytes | None] = []
+        start = self.raw_start + _SKIPPABLE.size
+        for mode in self.modes:
+            planes.append(block[start : start + self.count] if mode == _RAW else None)
+            start += self.count if mode == _RAW else 0
+        return planes
+
+    def write(self, block: Bytes, lengths: list[int]) -> None:
+        fixed = _FIXED.pack(VERSION, self.layout, self.width, 0, self.nbytes) + bytes(self.modes)
+        payload = fixed + np.array(lengths, _LENGTH).tobytes()
+        start = _SKIPPABLE.pack(_HEADER_MAGIC, len(payload)) + payload
+        if _RAW in self.modes:
+            start += _SKIPPABLE.pack(_RAW_MAGIC, self.modes.count(_RAW) * self.count)
+        block[: len(start)] = np.frombuffer(start, np.uint8)
+
+
+def _layout(nbytes: int, dtype: DType) -> tuple[int, int]:
+    """Return the layout and the width of the elements that a block is split into."""
+    width = dtype.itemsize // 2 if dtype.kind == "complex" else dtype.itemsize
+    if width not in bitplanes.WIDTHS or nbytes % width:
+        return bitplanes.BYTES, 1
+    # float16's exponent already lies within its top byte.
+    return (bitplanes.EXPONENT if width > 1 and dtype.exponent_bits >= 8 else bitplanes.BYTES), width
+
+
+def _choose_coders(words: bitplanes.Words, layout: int, contexts: _Contexts) -> list[zstandard.ZstdCompressor | None]:
+    """Return what codes each plane best, by trying a few pieces; None where nothing shrinks it."""
+    sample = _sample(words)
+    planes = [np.empty(sample.size, np.uint8) for _ in range(words.itemsize)]
+    bitplanes.split(sample, planes, layout, contexts.scratch)
+    coders: list[zstandard.ZstdCompressor | None] = []
+    for plane in planes:
+        huffman, matching = (len(coder.compress(plane.data)) for coder in (contexts.huffman, contexts.matching))
+        best = contexts.matching if matching < _WORTH_MATCHING * huffman else contexts.huffman
+        coders.append(best if min(huffman, matching) < _WORTH_CODING * sample.size else None)
+    return coders
+
+
+def _sample(words: bitplanes.Words) -> bitplanes.Words:
+    piece = min(max(words.size // _SAMPLE_SHARE // _SAMPLE_PIECES, _SAMPLE_PIECE_MIN), _SAMPLE_PIECE)
+    if words.size <= piece * _SAMPLE_PIECES:
+        return words
+    starts = np.linspace(0, words.size - piece, _SAMPLE_PIECES).astype(int)
+    return np.concatenate([words[start : start + piece] for start in starts])
+
+
+def _read(stored: Bytes, nbytes: int) -> tuple[_Header, Iterator[Bytes]]:
+    """Return the header of a block that must decode to ``nbytes``, and its frames in order, all within bounds."""
+    header = _read_header(stored, nbytes)
+    lengths = stored[header.lengths_start : header.raw_start].view(_LENGTH)
+    ends = header.frames_start + np.cumsum(lengths, dtype=np.int64)
+    end = int(ends[-1]) if ends.size else header.frames_start
+    if end > stored.size:
+        raise CodecError(f"{stored.size} bytes are stored where the frames need {end}")
+    if stored[end:].any():
+        raise CodecError("something other than zeros follows the block")
+    starts = (ends - lengths).tolist()
+    return header, (stored[start:stop] for start, stop in zip(starts, ends.tolist(), strict=True))
+
+
+def _read_header(stored: Bytes, nbytes: int) -> _Header:
+    start = _SKIPPABLE.size + _FIXED.size
+    if stored.size < start:
+        raise CodecError(f"{stored.size} bytes cannot hold a header")
+    magic, length = _SKIPPABLE.unpack_from(stored.data)
+    version, layout, width, reserved, declared = _FIXED.unpack_from(stored.data, _SKIPPABLE.size)
+    if magic != _HEADER_MAGIC or reserved:
+        raise CodecError("not a block of byte planes")
+    if version != VERSION:
+        raise CodecError(f"version {version} of the byte planes; this reader knows {VERSION}")
+    if layout not in (bitplanes.BYTES, bitplanes.EXPONENT) or width not in (
+        bitplanes.WIDTHS if layout == bitplanes.BYTES else bitplanes.WIDTHS[1:]
+    ):
+        raise CodecError(f"there is no layout {layout} of {width} bytes")
+    if declared != nbytes or nbytes % width:
+        raise CodecError(f"decodes to {declared} bytes in elements of {width}, the block has {nbytes}")
+    modes = tuple(stored[start : start + width].tolist())
+    header = _Header(layout, nbytes, modes)
+    if len(modes) != width or not set(modes) <= {_RAW, _CODED}:
+        raise CodecError("a plane is neither raw nor coded")
+    if length != header.raw_start - _SKIPPABLE.size or stored.size < header.frames_start:
+        raise CodecError("the header and the stored length do not agree")
+    if _RAW in modes:
+        raw = modes.count(_RAW) * header.count
+        if _SKIPPABLE.unpack_from(stored.data, header.raw_start) != (_RAW_MAGIC, raw):
+            raise CodecError("the raw planes are not where the header says")
+    return header
+
+
+CODEC = PlanesCodec()

@@ -1,0 +1,31 @@
+"""The bytes as they are."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tensorkeep.codecs.base import Bytes, Codec, CodecError
+from tensorkeep.state.dtypes import DType
+
+
+class RawCodec:
+    """Copies; what the writer falls back to when nothing shrinks a block."""
+
+    name = "raw"
+
+    def bound(self, nbytes: int) -> int:
+        return nbytes
+
+    def encode(self, raw: Bytes, dtype: DType, out: Bytes) -> int:
+        np.copyto(out[: raw.size], raw)
+        return raw.size
+
+    def decode(self, stored: Bytes, dtype: DType, out: Bytes) -> None:
+        if stored.size < out.size:
+            raise CodecError(f"{stored.size} bytes are stored where {out.size} are needed")
+        if stored[out.size :].any():
+            raise CodecError("something other than zeros follows the block")
+        np.copyto(out, stored[: out.size])
+
+
+CODEC: Codec = RawCodec()

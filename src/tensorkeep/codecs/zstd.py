@@ -1,0 +1,132 @@
+"""One standard Zstandard frame (RFC 8878), for blocks that repeat themselves: rows, runs of zeros, counters."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import zstandard
+
+from tensorkeep.codecs.base import Bytes, Codec, CodecError
+from tensorkeep.state.dtypes import DType
+
+_MAX_WINDOW_LOG = 24
+# Level 1's own table (2**14) forgets a row of an embedding long before it comes again.
+_HASH_LOG = 17
+_BLOCK_HEADER = 3
+_RLE_BLOCK, _RESERVED_BLOCK = 1, 3
+
+
+class ZstdCodec:
+    """Zstandard with a window that grows with the block, to 16 MiB.
+
+    Parameters
+    ----------
+    level : int
+        Zstandard's, 1 (fast) to 22.
+    """
+
+    name = "zstd"
+
+    def __init__(self, level: int = 1) -> None:
+        self._level = level
+        self._contexts = _Contexts()
+
+    def bound(self, nbytes: int) -> int:
+        return zstd_bound(nbytes)
+
+    def encode(self, raw: Bytes, dtype: DType, out: Bytes) -> int:
+        frame = self._contexts.compressor(self._level, raw.size).compress(raw.data)
+        out[: len(frame)] = np.frombuffer(frame, np.uint8)
+        return len(frame)
+
+    def decode(self, stored: Bytes, dtype: DType, out: Bytes) -> None:
+        check_frame(stored, out.size, window=1 << _MAX_WINDOW_LOG)
+        length = _frame_length(stored)
+        if stored[length:].any():
+            raise CodecError("something other than zeros follows the Zstandard frame")
+        try:
+            # Into `out` without a copy: zstd decodes in one pass where the whole frame and its whole room are given.
+            with self._contexts.decompressor.stream_reader(stored[:length].data) as reader:
+                filled = reader.readinto(out) if out.size else 0
+        except zstandard.ZstdError as error:
+            raise CodecError(f"a damaged Zstandard frame: {error}") from None
+        if filled != out.size:
+            raise CodecError(f"decodes to {filled} bytes, the block has {out.size}")
+
+
+class _Contexts(threading.local):
+    """Zstandard's contexts are not to be shared between threads; making one costs more than a small block."""
+
+    def __init__(self) -> None:
+        self.decompressor = zstandard.ZstdDecompressor(max_window_size=1 << _MAX_WINDOW_LOG)
+        self._compressors: dict[tuple[int, int], zstandard.ZstdCompressor] = {}
+
+    def compressor(self, level: int, nbytes: int) -> zstandard.ZstdCompressor:
+        window_log = min(max(nbytes.bit_length(), zstandard.WINDOWLOG_MIN), _MAX_WINDOW_LOG)
+        if (level, window_log) not in self._compressors:
+            parameters = zstandard.ZstdCompressionParameters.from_level(
+                level, window_log=window_log, hash_log=min(_HASH_LOG, window_log)
+            )
+            self._compressors[level, window_log] = zstandard.ZstdCompressor(compression_params=parameters)
+        return self._compressors[level, window_log]
+
+
+def zstd_bound(nbytes: int) -> int:
+    """Return the most bytes that a frame of that many bytes can take (``ZSTD_COMPRESSBOUND``, rounded up)."""
+    return nbytes + nbytes // 256 + 64
+
+
+def check_frame(frame: Bytes, content: int, *, window: int) -> None:
+    """Check what a frame's header claims, before anything is decoded or allocated.
+
+    Parameters
+    ----------
+    frame : uint8 array, shape (n,)
+        Begins with a Zstandard frame.
+    content : int
+        The bytes that it must declare to decode to.
+    window : int
+        The most bytes of window that it may ask for, unless it is as long as its content.
+
+    Raises
+    ------
+    CodecError
+        If the header is damaged or claims anything else.
+    """
+    # Skippable frames declare a length too, and decode to nothing.
+    if frame[: len(zstandard.FRAME_HEADER)].tobytes() != zstandard.FRAME_HEADER:
+        raise CodecError("not a Zstandard frame")
+    try:
+        header = zstandard.get_frame_parameters(frame.data)
+    except zstandard.ZstdError as error:
+        raise CodecError(f"a damaged Zstandard frame: {error}") from None
+    if header.content_size != content:
+        raise CodecError(f"a frame claims another length than the {content} bytes expected")
+    if header.dict_id:
+        raise CodecError("a frame asks for a dictionary")
+    if header.window_size > max(window, content):
+        raise CodecError(f"a frame asks for a window of {header.window_size} bytes")
+
+
+def _frame_length(stored: Bytes) -> int:
+    """Return where the frame ends; its header must have been checked."""
+    end = zstandard.frame_header_size(stored.data)
+    while True:
+        if end + _BLOCK_HEADER > stored.size:
+            raise CodecError("a Zstandard frame is cut short")
+        header = int.from_bytes(stored[end : end + _BLOCK_HEADER].tobytes(), "little")
+        last, kind, size = header & 1, header >> 1 & 3, header >> 3
+        if kind == _RESERVED_BLOCK:
+            raise CodecError("a Zstandard block of a kind that does not exist")
+        end += _BLOCK_HEADER + (1 if kind == _RLE_BLOCK else size)
+        if last:
+            break
+    if zstandard.get_frame_parameters(stored.data).has_checksum:
+        end += 4
+    if end > stored.size:
+        raise CodecError("a Zstandard frame is cut short")
+    return end
+
+
+CODEC: Codec = ZstdCodec()

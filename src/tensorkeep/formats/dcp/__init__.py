@@ -1,0 +1,54 @@
+"""The format of ``torch.distributed.checkpoint`` (DCP): a directory with ``.metadata`` and files of many tensors.
+
+Written by DCP itself, in one process; read without it and without a process group, whatever number of ranks wrote it.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import ClassVar
+
+from tensorkeep.formats import sidecar
+from tensorkeep.formats.base import Format, OpenSettings, Reader, WriteSettings, Written
+from tensorkeep.formats.dcp.metadata import FILE_NAME
+from tensorkeep.formats.dcp.reader import DcpReader
+from tensorkeep.formats.first_bytes import first_bytes, names_in
+from tensorkeep.formats.torch_zip import begins_like_old_pickle
+from tensorkeep.state.source import Source
+from tensorkeep.state.tree import Flat
+
+__all__ = ["FORMAT", "DcpFormat"]
+
+
+class DcpFormat(Format):
+    """See `tensorkeep.formats.base.Format`; no compression.
+
+    Others find every tensor under its dotted name, and the plain values of dicts and lists under theirs. What DCP has
+    no place for (the kinds of containers, which tensors share storage, metadata) lies in ``tensorkeep.json``. A writer
+    that takes its tensors from another checkpoint holds one for each thread in memory.
+
+    Options: ``thread_count``, DCP's number of files and threads (by default the call's ``threads``).
+    """
+
+    name: ClassVar[str] = "dcp"
+
+    def recognises(self, path: Path) -> bool:
+        start = first_bytes(path / FILE_NAME, 2)
+        return start is not None and begins_like_old_pickle(start)
+
+    def open(self, path: Path, settings: OpenSettings) -> Reader:
+        return DcpReader(path, settings)
+
+    def write(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> Written:
+        # Here, because it imports torch.distributed.
+        from tensorkeep.formats.dcp.write import write
+
+        return write(flat, destination, settings, replaceable=self._is_replaceable)
+
+    def _is_replaceable(self, path: Path) -> bool:
+        known = re.compile(rf"__\d+_\d+\.distcp|{re.escape(FILE_NAME)}|{re.escape(sidecar.FILE_NAME)}")
+        return self.recognises(path) and all(known.fullmatch(name) for name in names_in(path))
+
+
+FORMAT = DcpFormat()

@@ -1,0 +1,243 @@
+"""Reading tensors that lie in files as a run of blocks, raw or coded, with or without checksums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, cast
+
+import numpy as np
+
+from tensorkeep import plugins
+from tensorkeep.codecs.base import Codec, CodecError
+from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
+from tensorkeep.formats.sealed import hasher_for
+from tensorkeep.io.buffers import ALIGNMENT, BufferPool, round_up
+from tensorkeep.io.directory import Readable
+from tensorkeep.io.files import Bytes
+from tensorkeep.state.dtypes import DType
+
+_HASH_BYTES = 1024**2
+"""Bytes that are hashed right after they were read, while they are still in the core's cache."""
+
+_SMALL_BYTES = 1024**2
+"""Below this a read goes through the page cache, whose read-ahead brings the neighbours, too."""
+
+_NO_BYTES = np.empty(0, np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """One block: file, codec, place in the file, and the checksums that it must have ("" where none is known).
+
+    With ``bases`` its bytes are the XOR of what it decodes to and of what all of those decode to.
+    """
+
+    file: Readable
+    codec: str
+    offset: int
+    length: int
+    raw: str = ""
+    stored: str = ""
+    bases: tuple[StoredBlock, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor, whose first block lies in ``file``. Every block covers ``block_bytes`` raw bytes but the last."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    nbytes: int
+    file: Readable
+    block_bytes: int
+    blocks: tuple[StoredBlock, ...]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes in files, without those of bases."""
+        return sum(block.length for block in self.blocks)
+
+    @property
+    def codec(self) -> str:
+        """The codecs of the blocks, each once, joined by ``+``; ``delta`` if one is a difference."""
+        codecs = dict.fromkeys(name for b in self.blocks for name in (["delta"] if b.bases else []) + [b.codec])
+        return "+".join(codecs) or "raw"
+
+
+def lay_out(file: Readable, offset: int, blocks: list[tuple[str, int]]) -> tuple[StoredBlock, ...]:
+    """Return the blocks (codec, length) that follow one another from an offset, with no checksums."""
+    starts = accumulate((length for _, length in blocks), initial=offset)
+    return tuple(
+        StoredBlock(file, codec, start, length) for start, (codec, length) in zip(starts, blocks, strict=False)
+    )
+
+
+class BlockReader:
+    """Reads ranges of stored tensors, from any thread, and checks what it reads.
+
+    A range that covers whole blocks is read or decoded straight into its destination.
+    """
+
+    def __init__(self, pool: BufferPool, *, verify: bool) -> None:
+        self._pool = pool
+        self._verify = verify
+
+    def read(self, tensor: StoredTensor, start: int, stop: int, out: Bytes) -> None:
+        """Fill ``out`` with the raw bytes ``start:stop`` of a tensor.
+
+        Raises
+        ------
+        CorruptCheckpointError
+            Naming file, tensor and block.
+        """
+        done = start
+        while done < stop:
+            index, skip = divmod(done, tensor.block_bytes)
+            begin = index * tensor.block_bytes
+            size = min(tensor.block_bytes, tensor.nbytes - begin)
+            count = min(size - skip, stop - done)
+            target = out[done - start : done - start + count]
+            block = tensor.blocks[index]
+            whole, coded = count == size, _is_coded(block, size)
+            if not (whole or coded or (self._verify and block.raw)):
+                block.file.read_into(block.offset + skip, target)
+            else:
+                # One acquire for all that the block needs: see `tensorkeep.io.buffers`.
+                aside = 0 if whole else round_up(size)
+                with self._scratch(aside + (scratch_bytes(block, size) if coded else 0)) as scratch:
+                    self._read_block(tensor, index, target if whole else scratch[:size], scratch[aside:])
+                    if not whole:
+                        target[:] = scratch[skip : skip + count]
+            done += count
+
+    def _scratch(self, nbytes: int) -> AbstractContextManager[Bytes]:
+        return self._pool.acquire(nbytes) if nbytes else nullcontext(_NO_BYTES)
+
+    def _read_block(self, tensor: StoredTensor, index: int, out: Bytes, scratch: Bytes) -> None:
+        block = tensor.blocks[index]
+        try:
+            if _is_coded(block, len(out)):
+                self.decode(block, tensor.dtype, out, scratch)
+                found = digest_as(block.raw, out) if self._verify and block.raw else ""
+            else:
+                found = self._read_raw(block.file, block, out)
+        except CorruptCheckpointError as error:
+            raise self._corrupt(tensor, index, error) from error
+        if self._verify and block.raw and found != block.raw:
+            wrong = CorruptCheckpointError(f"its checksum is {found}, not {block.raw}")
+            raise self._corrupt(tensor, index, wrong)
+
+    def _read_raw(self, file: Readable, block: StoredBlock, out: Bytes) -> str:
+        if block.length != len(out):
+            raise CorruptCheckpointError(f"{block.length:,} raw bytes stand for {len(out):,}")
+        hasher = hasher_for(block.raw) if self._verify and block.raw else None
+        if len(out) >= _SMALL_BYTES and file.goes_direct(block.offset, len(out)):
+            with self._pool.acquire(_room(len(out))) as scratch:
+                data = file.fetch(block.offset, len(out), scratch)
+                for piece in _pieces(len(out)):
+                    np.copyto(out[piece], data[piece])
+                    _hash(hasher, out[piece])
+        else:
+            for piece in _pieces(len(out)):
+                file.read_into(block.offset + piece.start, out[piece])
+                _hash(hasher, out[piece])
+        return hasher.hexdigest() if hasher else ""
+
+    def decode(self, block: StoredBlock, dtype: DType, out: Bytes, scratch: Bytes) -> None:
+        """Fill ``out`` with a block's raw bytes, whose own checksum is still to be compared.
+
+        Parameters
+        ----------
+        scratch : uint8 array
+            At least `scratch_bytes` of the block.
+
+        Raises
+        ------
+        CorruptCheckpointError
+            Naming the file.
+        """
+        if not block.bases:
+            self._decode_one(block, dtype, out, scratch)
+            return
+        layer, rest = scratch[: len(out)], scratch[round_up(len(out)) :]
+        below = block.bases[-1]
+        self._decode_one(below, dtype, out, rest)
+        for part in (*reversed(block.bases[:-1]), block):
+            self._check_base(below, out)
+            self._decode_one(part, dtype, layer, rest)
+            np.bitwise_xor(out, layer, out=out)
+            below = part
+
+    def _check_base(self, base: StoredBlock, raw: Bytes) -> None:
+        # One that is stored as it is has no checksum of its stored bytes.
+        if self._verify and base.raw and not base.stored and digest_as(base.raw, raw) != base.raw:
+            raise CorruptCheckpointError(
+                "the checksum of the bytes that it is a difference from is wrong", path=base.file.path
+            )
+
+    def _decode_one(self, block: StoredBlock, dtype: DType, out: Bytes, scratch: Bytes) -> None:
+        codec = _codec(block)
+        stored = block.file.fetch(block.offset, block.length, scratch)
+        if self._verify and block.stored and digest_as(block.stored, stored) != block.stored:
+            raise CorruptCheckpointError("the checksum of its stored bytes is wrong", path=block.file.path)
+        try:
+            codec.decode(stored, dtype, out)
+        except CodecError as error:
+            raise CorruptCheckpointError(f"cannot be decoded ({error})", path=block.file.path) from error
+
+    @staticmethod
+    def _corrupt(tensor: StoredTensor, index: int, error: CorruptCheckpointError) -> CorruptCheckpointError:
+        return CorruptCheckpointError(
+            error.message,
+            path=error.path or tensor.blocks[index].file.path,
+            name=tensor.name,
+            block=index,
+            remedy="the bytes on disk are not what was saved: take another checkpoint or copy",
+        )
+
+
+def scratch_bytes(block: StoredBlock, raw_bytes: int) -> int:
+    """Return the memory that decoding a block takes besides its ``raw_bytes``."""
+    room = max(_room(part.length) for part in (block, *block.bases))
+    return room + (round_up(raw_bytes) if block.bases else 0)
+
+
+def digest_as(expected: str, data: Bytes) -> str:
+    """Return the checksum of some bytes, of the kind that an expected one is of."""
+    hasher = hasher_for(expected)
+    hasher.update(data)
+    return str(hasher.hexdigest())
+
+
+def _room(nbytes: int) -> int:
+    # Whole pages around the bytes, wherever they begin.
+    return round_up(nbytes) + 2 * ALIGNMENT
+
+
+def _pieces(count: int) -> Iterator[slice]:
+    return (slice(at, min(at + _HASH_BYTES, count)) for at in range(0, count, _HASH_BYTES))
+
+
+def _hash(hasher: Any, piece: Bytes) -> None:
+    if hasher is not None:
+        hasher.update(piece)
+
+
+def _is_coded(block: StoredBlock, raw_bytes: int) -> bool:
+    # A longer raw block is padded, so it is not just the raw bytes.
+    return block.codec != "raw" or block.length > raw_bytes or bool(block.bases)
+
+
+def _codec(block: StoredBlock) -> Codec:
+    try:
+        return cast(Codec, plugins.get("codecs", block.codec))
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"holds blocks of codec {block.codec!r}, which is not installed",
+            path=block.file.path,
+            remedy="install the package that brings it, or a later Tensorkeep",
+        ) from error

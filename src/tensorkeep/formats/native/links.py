@@ -1,0 +1,148 @@
+"""Hard links to the files of an earlier checkpoint, in the directory of one that is being written.
+
+A link is made by name, and nobody vouches that the name still stands for the file that was opened, or that the file is
+durable: it may have been replaced meanwhile, or copied there a moment ago.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Container
+from pathlib import Path
+
+from tensorkeep.errors import CorruptCheckpointError
+from tensorkeep.formats.native import manifest as manifests
+from tensorkeep.formats.native.open_files import OpenFiles
+from tensorkeep.formats.native.records import FileRecord
+from tensorkeep.io.files import store_error
+
+_PREFIX = "from-"
+_LONGEST_ORIGIN = 100
+
+
+class Links:
+    """The links to files of an open checkpoint.
+
+    Parameters
+    ----------
+    opened : OpenFiles
+        The earlier checkpoint.
+    directory : Path
+        Of the new one.
+
+    Attributes
+    ----------
+    names : dict of int to str
+        What the files are called in the new directory, by their numbers in the earlier manifest.
+    """
+
+    def __init__(self, opened: OpenFiles, directory: Path) -> None:
+        self.names: dict[int, str] = {}
+        self._opened = opened
+        self._directory = directory
+        self._origin = _origin(opened.path)
+        self._taken: set[str] = set()
+
+    def add(self, number: int) -> str | None:
+        """Link a file; return what prevents it, if something does, in a sentence."""
+        record = self._opened.manifest.files[number]
+        name = self._name(record)
+        if not manifests.is_file_name(name):
+            return f"{record.name} cannot be linked: its new name would be too long"
+        link = self._directory / name
+        try:
+            os.link(f"{self._opened.directory.held_path}/{record.name}", link)
+        except OSError as error:
+            return f"{record.name} cannot be linked: {error.strerror}"
+        if not self._is_the_open_file(link, number):
+            _remove(link)
+            return f"{record.name} cannot be linked: it was replaced or changed meanwhile"
+        self.names[number] = name
+        return None
+
+    def _is_the_open_file(self, link: Path, number: int) -> bool:
+        opened, found = self._opened.statuses[number], _status(link)
+        return (found.st_dev, found.st_ino, found.st_size) == (opened.st_dev, opened.st_ino, opened.st_size)
+
+    def _name(self, record: FileRecord) -> str:
+        """Return a name that no other link has, also where the file system ignores case."""
+        name = record.name if record.name.startswith(_PREFIX) else f"{_PREFIX}{self._origin}-{record.name}"
+        stem, _, suffix = name.rpartition(".")
+        tried, count = name, 1
+        while tried.casefold() in self._taken:
+            count += 1
+            tried = f"{stem}-{count}.{suffix}"
+        self._taken.add(tried.casefold())
+        return tried
+
+    def finish(self, used: Container[int], first: int) -> tuple[list[FileRecord], dict[int, int]]:
+        """Remove the links that are not used, and make the files of the others durable.
+
+        Parameters
+        ----------
+        used : container of int
+            Numbers in the earlier manifest.
+        first : int
+            The number of the first of them in the new one.
+
+        Returns
+        -------
+        tuple of (list of FileRecord, dict of int to int)
+            Their records, and their new numbers by the old ones.
+
+        Raises
+        ------
+        CorruptCheckpointError
+            If a file has another size by now.
+        StoreError
+            If the operating system refuses.
+        """
+        records: list[FileRecord] = []
+        numbers: dict[int, int] = {}
+        for number, name in self.names.items():
+            if number not in used:
+                _remove(self._directory / name)
+                continue
+            old = self._opened.manifest.files[number]
+            _make_durable(self._directory / name, old.bytes)
+            numbers[number] = first + len(records)
+            records.append(FileRecord(name, old.bytes, old.head_bytes, old.head, old.origin or self._origin))
+        return records, numbers
+
+
+def _origin(path: Path) -> str:
+    """Return a checkpoint's name as the names of files may hold it; never empty."""
+    return re.sub(r"[^A-Za-z0-9_-]", "_", os.path.basename(os.path.abspath(path)))[:_LONGEST_ORIGIN] or "root"
+
+
+def _status(link: Path) -> os.stat_result:
+    try:
+        return os.lstat(link)
+    except OSError as error:
+        raise store_error(error, link, "look at the link") from error
+
+
+def _remove(link: Path) -> None:
+    try:
+        os.unlink(link)
+    except OSError as error:
+        raise store_error(error, link, "remove the link") from error
+
+
+def _make_durable(link: Path, size: int) -> None:
+    try:
+        fd = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+            found = os.fstat(fd).st_size
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise store_error(error, link, "make the linked file durable") from error
+    if found != size:
+        raise CorruptCheckpointError(
+            f"the file of an earlier checkpoint was changed while it was linked: it has {found:,} bytes, not {size:,}",
+            path=link,
+            remedy="find out what writes into checkpoints, and save again",
+        )

@@ -1,0 +1,86 @@
+"""Copies of a state's blocks, made while the caller waits, and written afterwards while the state changes again."""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+from tensorkeep.formats.native.pack import Block
+from tensorkeep.formats.native.streams import stage, staging_bytes
+from tensorkeep.io import parallel
+from tensorkeep.io.buffers import BufferPool, Loan, buffer_bytes
+from tensorkeep.io.parallel import LOOK_AGAIN, Cancellation, Order
+
+
+class Staging:
+    """The copies of one save, in the order in which they are written.
+
+    Buffers are taken in the order of the tasks, so that a state larger than the pool's budget streams through it: the
+    copying waits for buffers that the writing gives back, and never for one that a later task holds.
+
+    Parameters
+    ----------
+    groups : list of list of Block
+        The tasks of all files, in order.
+    pool : BufferPool
+    cancellation : Cancellation
+        Shared with the writing, so that the end of one ends the other.
+    """
+
+    def __init__(self, groups: list[list[Block]], pool: BufferPool, cancellation: Cancellation) -> None:
+        self._groups = groups
+        self._pool = pool
+        self._cancellation = cancellation
+        self._order = Order(cancellation)
+        self._ready: dict[int, Loan] = {}
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def copy(self, threads: int) -> None:
+        """Copy all blocks; when this returns, the state may change.
+
+        Raises
+        ------
+        Cancelled
+            If the writing has failed meanwhile.
+        """
+        tasks = (functools.partial(self._copy, number) for number in range(len(self._groups)))
+        parallel.run(tasks, threads, self._cancellation)
+        self._cancellation.check()
+
+    def _copy(self, number: int) -> None:
+        blocks = self._groups[number]
+        with self._order.turn(number):
+            loan = self._pool.acquire(staging_bytes(blocks), self._cancellation)
+        try:
+            stage(blocks, loan.array)
+        except BaseException:
+            loan.release()
+            raise
+        with self._changed:
+            if self._closed:
+                loan.release()
+            else:
+                self._ready[number] = loan
+            self._changed.notify_all()
+
+    def take(self, number: int) -> Loan:
+        """Return the copy of a task's blocks, once it is made; the caller gives it back."""
+        with self._changed:
+            while number not in self._ready:
+                self._cancellation.check()
+                self._changed.wait(timeout=LOOK_AGAIN)
+            return self._ready.pop(number)
+
+    def close(self) -> None:
+        """Give back what was not taken."""
+        with self._changed:
+            self._closed = True
+            for loan in self._ready.values():
+                loan.release()
+            self._ready.clear()
+
+
+def memory_for(groups: list[list[Block]]) -> int:
+    """Return the bytes of buffers that hold a copy of all blocks at once."""
+    return sum(buffer_bytes(staging_bytes(blocks)) for blocks in groups)

@@ -1,0 +1,116 @@
+"""What a state is to formats that keep tensors and plain values under paths of keys: DCP and T5X."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from tensorkeep.errors import UnsupportedError
+from tensorkeep.state.names import key_text
+from tensorkeep.state.pruning import layout
+from tensorkeep.state.source import Source
+from tensorkeep.state.tree import Flat, unflatten
+
+Path = tuple[str | int, ...]
+
+_DICTS = frozenset(("dict", "items", "ordered", "ordered_items", "counter"))
+_LISTS = frozenset(("list", "tuple"))
+_PLAIN = (type(None), bool, int, float, str)
+_LONGEST_INTEGER = 2**2000
+"""Beyond which torch's restricted unpickler does not read one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One entry of the checkpoint.
+
+    Attributes
+    ----------
+    name : str
+        What others find it under.
+    path : tuple
+        As DCP keeps it: the keys of dicts as text, places in lists as numbers.
+    leaf : bool
+        Whether it is a tensor, whose name in the state is the same.
+    value : object
+        The plain value, if it is none.
+    """
+
+    name: str
+    path: Path
+    leaf: bool
+    value: Any = None
+
+
+def items_of(flat: Flat[Source]) -> list[Item]:
+    """Return the entries of a state, in its order."""
+    walked = list(_walk(flat.skeleton, (), in_value=False))
+    # A tensor keeps its name whatever a plain value is called.
+    taken = {item.name for item in walked if item.leaf}
+    found: dict[str, Item] = {}
+    for item in walked:
+        if item.leaf and _is_stored(item.name, flat):
+            natural = item.path and ".".join(map(str, item.path)) == item.name
+            found[item.name] = item if natural else Item(item.name, (item.name,), True)
+        elif not item.leaf and item.name not in taken:
+            found.setdefault(item.name, item)
+    return list(found.values())
+
+
+def _is_stored(name: str, flat: Flat[Source]) -> bool:
+    """Say whether a tensor gets an entry: one that is stored already does, too, unless that would blow it up."""
+    alias = flat.aliases.get(name)
+    return alias is None or prod(alias.shape) <= prod(flat.leaves[alias.of].shape)
+
+
+def _walk(node: Any, path: Path, *, in_value: bool) -> Iterator[Item]:
+    """Yield the entries below a node; as DCP does, dicts are entered, and lists if there is something to enter."""
+    shape = layout(node)
+    if shape is not None and shape.leaf_name is not None:
+        yield Item(shape.leaf_name, path, True)
+        return
+    tag = "list" if isinstance(node, list) else next(iter(node)) if shape is not None else ""
+    enters = shape is not None and not in_value and (tag in _DICTS or (tag in _LISTS and _holds_more(node)))
+    if not enters and not in_value and path and (value := _plain(node)) is not _NONE:
+        yield Item(".".join(map(str, path)), path, False, value)
+    if shape is not None:
+        for key, child in shape.items:
+            text = key if tag in _LISTS else _text(key)
+            yield from _walk(child, (*path, text), in_value=in_value or not enters)
+
+
+def _text(key: Any) -> str:
+    # A key that is no string stands in its node's form.
+    return key if isinstance(key, str) else key_text(next(iter(key.values())) if isinstance(key, dict) else key)
+
+
+def _holds_more(node: Any) -> bool:
+    shape = layout(node)
+    if shape is None:
+        return False
+    tag = "list" if isinstance(node, list) else next(iter(node))
+    return shape.leaf_name is not None or tag in _DICTS or any(_holds_more(child) for _, child in shape.items)
+
+
+_NONE = object()
+
+
+def _plain(node: Any) -> Any:
+    """Return the plain value of a node that torch's restricted unpickler gives back, else `_NONE`."""
+    try:
+        value = unflatten(node, {})
+    except (ValueError, UnsupportedError):
+        return _NONE
+    return value if _is_plain(value) else _NONE
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    if type(value) is int:
+        return abs(value) < _LONGEST_INTEGER
+    if type(value) is str:
+        return value.isprintable() or value.encode("utf-8", "ignore").decode() == value
+    return type(value) in _PLAIN

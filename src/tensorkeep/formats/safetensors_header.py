@@ -1,0 +1,189 @@
+"""The header of a safetensors file: building one, and reading one that nobody vouches for.
+
+A file is ``u64 N | N bytes of JSON | data``; the JSON maps each name to its dtype, shape and byte range in the data,
+which the ranges cover without hole or overlap. Source: the format section of the safetensors README.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
+from tensorkeep.io.buffers import ALIGNMENT, round_up
+from tensorkeep.io.directory import Readable
+from tensorkeep.state.dtypes import BY_SAFETENSORS
+
+MAX_HEADER_BYTES = 100_000_000
+"""What the reference implementation accepts."""
+
+MAX_DIMENSIONS = 64
+
+_LENGTH_BYTES = 8
+SUB_BYTE = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+"""Dtypes of less than a byte: bits per element. Their tensors are read as bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """One tensor as the header has it: dtype tag, shape, and byte range relative to the start of the data."""
+
+    name: str
+    tag: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A parsed header.
+
+    Attributes
+    ----------
+    nbytes : int
+        Length of the whole header, its eight length bytes included: the data starts there.
+    records : dict of str to TensorRecord
+        By name, in the order of the header, which need not be that of the data.
+    metadata : dict of str to str
+        The file's ``__metadata__``.
+    """
+
+    nbytes: int
+    records: dict[str, TensorRecord]
+    metadata: dict[str, str]
+
+
+def build(records: Iterable[TensorRecord], metadata: dict[str, str], *, room: int | None = None) -> bytes:
+    """Return the header's bytes, padded with spaces to ``room`` or else to the next multiple of 4096.
+
+    Raises
+    ------
+    UnsupportedError
+        If the header is longer than readers accept.
+    """
+    content: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    for record in records:
+        content[record.name] = {
+            "dtype": record.tag,
+            "shape": record.shape,
+            "data_offsets": (record.start, record.stop),
+        }
+    text = msgspec.json.encode(content)
+    total = round_up(_LENGTH_BYTES + len(text), ALIGNMENT) if room is None else room
+    padded = total - _LENGTH_BYTES
+    if padded > MAX_HEADER_BYTES:
+        raise UnsupportedError(
+            f"{len(content):,} tensors need a safetensors header of more than {MAX_HEADER_BYTES:,} bytes",
+            remedy="give a smaller shard_bytes, so that each file holds fewer tensors",
+        )
+    if len(text) > padded:
+        raise AssertionError(f"the header needs {len(text)} bytes, {padded} were kept for it")
+    return padded.to_bytes(_LENGTH_BYTES, "little") + text.ljust(padded)
+
+
+def read(file: Readable) -> Header:
+    """Read and check the header of a file.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        If it breaks any rule of the format.
+    """
+    if file.size < _LENGTH_BYTES + 2:
+        raise CorruptCheckpointError("too short to be a safetensors file", path=file.path)
+    length = int.from_bytes(file.read(0, _LENGTH_BYTES), "little")
+    if length > min(MAX_HEADER_BYTES, file.size - _LENGTH_BYTES):
+        raise CorruptCheckpointError(
+            f"claims a header of {length:,} bytes, which the file has no room for", path=file.path
+        )
+    content = _parse_json(file.read(_LENGTH_BYTES, length), file.path)
+    metadata = _checked_metadata(content.pop("__metadata__", {}), file.path)
+    nbytes = _LENGTH_BYTES + length
+    records = {name: _record(name, value, file.path) for name, value in content.items()}
+    _check_tiling(sorted(records.values(), key=lambda r: (r.start, r.stop)), file.size - nbytes, file.path)
+    return Header(nbytes, records, metadata)
+
+
+def _parse_json(text: bytes, path: Path) -> dict[str, Any]:
+    if not text.startswith(b"{"):
+        raise CorruptCheckpointError("the header does not begin with '{'", path=path)
+    try:
+        return decode_object(text)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"the header is not valid JSON ({error})", path=path) from error
+
+
+def decode_object(text: bytes) -> dict[str, Any]:
+    """Return a JSON object; ValueError or RecursionError if it is none, or a name stands twice in it."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a name stands twice")
+        for name in found:
+            name.encode()  # a lone surrogate is no text, and could not be printed
+        return found
+
+    # msgspec keeps the last of two equal names without a word; a reader must not choose.
+    content = json.loads(text, object_pairs_hook=unique)
+    if not isinstance(content, dict):
+        raise ValueError("not an object")
+    return content
+
+
+def _checked_metadata(value: object, path: Path) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
+        raise CorruptCheckpointError("__metadata__ does not map strings to strings", path=path)
+    return value
+
+
+class _RawRecord(msgspec.Struct, forbid_unknown_fields=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def _record(name: str, value: object, path: Path) -> TensorRecord:
+    try:
+        raw = msgspec.convert(value, _RawRecord)
+    except msgspec.ValidationError as error:
+        raise CorruptCheckpointError(f"bad header entry ({error})", path=path, name=name) from error
+    start, stop = raw.data_offsets
+    # No array library has more dimensions, and the product of millions of lengths takes hours.
+    if len(raw.shape) > MAX_DIMENSIONS:
+        raise CorruptCheckpointError(f"has {len(raw.shape)} dimensions", path=path, name=name)
+    if any(length < 0 for length in raw.shape):
+        raise CorruptCheckpointError(f"negative length in shape {raw.shape}", path=path, name=name)
+    if raw.dtype not in BY_SAFETENSORS and raw.dtype not in SUB_BYTE:
+        raise UnsupportedError(f"has dtype {raw.dtype}, which is not known here", path=path, name=name)
+    bits = SUB_BYTE.get(raw.dtype) or 8 * BY_SAFETENSORS[raw.dtype].itemsize
+    needed, rest = divmod(prod(raw.shape) * bits, 8)
+    if rest or not 0 <= start <= stop or stop - start != needed:
+        raise CorruptCheckpointError(
+            f"dtype {raw.dtype} and shape {list(raw.shape)} do not fit the byte range {start:,} to {stop:,}",
+            path=path,
+            name=name,
+        )
+    return TensorRecord(name, raw.dtype, raw.shape, start, stop)
+
+
+def _check_tiling(records: list[TensorRecord], data_bytes: int, path: Path) -> None:
+    end = 0
+    for record in records:
+        if record.start != end:
+            problem = "overlaps the tensor before it" if record.start < end else "leaves a hole before it"
+            raise CorruptCheckpointError(f"its byte range {problem}", path=path, name=record.name)
+        end = record.stop
+    if end != data_bytes:
+        raise CorruptCheckpointError(
+            f"the header describes {end:,} bytes of data, the file holds {data_bytes:,}",
+            path=path,
+            remedy="the file was cut short or written over: take another copy" if end > data_bytes else None,
+        )

@@ -1,0 +1,85 @@
+"""What the structure of a stored state must keep, whichever format it was stored in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import prod
+from typing import Protocol
+
+from tensorkeep.state.aliases import Alias
+from tensorkeep.state.dtypes import DType
+from tensorkeep.state.tree import LeafSpec, leaf_specs
+
+_MOST = 2**63
+
+Place = tuple[str, str]
+"""Part, and key within the part."""
+
+
+class Stored(Protocol):
+    """A tensor that is stored."""
+
+    @property
+    def dtype(self) -> DType:
+        """The element type."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The lengths of its dimensions."""
+
+
+def check_structure(
+    skeleton: object, tensors: Mapping[str, Stored], aliases: Mapping[str, Alias], parts: Mapping[str, Place]
+) -> None:
+    """Check that skeleton, stored tensors, views and parts fit each other, so that a state can be made of them.
+
+    Raises
+    ------
+    ValueError
+        Saying which rule is broken.
+    """
+    specs = leaf_specs(skeleton)
+    known = tensors.keys() | aliases.keys()
+    if specs.keys() != known:
+        raise ValueError("the structure and the table of tensors do not name the same tensors")
+    for name, tensor in tensors.items():
+        _check_leaf(name, specs[name], tensor.dtype, tensor.shape)
+    for name, alias in aliases.items():
+        if alias.of not in tensors or name in tensors:
+            raise ValueError(f"{name!r} cannot be a view of {alias.of!r}")
+        alias.validate(tensors[alias.of].shape)
+        _check_alias(name, specs[name], alias, specs[alias.of])
+        _check_leaf(name, specs[name], tensors[alias.of].dtype, alias.shape)
+    _check_parts(known, parts)
+
+
+def _check_leaf(name: str, spec: LeafSpec, dtype: DType, shape: tuple[int, ...]) -> None:
+    numpy = spec.kind in ("ndarray", "npscalar")
+    if not (dtype.has_numpy if numpy else dtype.has_torch):
+        raise ValueError(f"{name!r} cannot be a {spec.kind} of {dtype}")
+    # Libraries multiply the lengths of an empty tensor, too.
+    extent = prod(length for length in shape if length) * (dtype.itemsize if numpy else 1)
+    if extent >= _MOST:
+        raise ValueError(f"{name!r} has the impossible shape {list(shape)}")
+    if spec.kind == "npscalar" and shape:
+        raise ValueError(f"{name!r} is a scalar of shape {list(shape)}")
+    if spec.requires_grad and not (dtype.kind in ("float", "complex") or dtype.name.startswith("float")):
+        raise ValueError(f"{name!r} cannot track gradients in {dtype}")
+
+
+def _check_alias(name: str, spec: LeafSpec, alias: Alias, base: LeafSpec) -> None:
+    torch_kinds = ("tensor", "parameter")
+    if (spec.kind in torch_kinds) != (base.kind in torch_kinds):
+        raise ValueError(f"{name!r}, of kind {spec.kind}, cannot be a view of the {base.kind} {alias.of!r}")
+    if spec.kind in torch_kinds and min(alias.strides, default=0) < 0:
+        raise ValueError(f"{name!r} is a tensor of negative strides")
+
+
+def _check_parts(known: Iterable[str], parts: Mapping[str, Place]) -> None:
+    places = list(parts.values())
+    if parts.keys() != set(known):
+        raise ValueError("the parts and the table of tensors do not name the same tensors")
+    if len(set(places)) != len(places):
+        raise ValueError("two tensors have the same part and key")
+    if any(not part or not key or key == "__metadata__" for part, key in places):
+        raise ValueError("a part or a key has an impossible name")

@@ -1,0 +1,64 @@
+"""The format of T5X: a directory with one msgpack file, ``checkpoint``, and a zarr v2 array for each parameter.
+
+Arrays are written and read by TensorStore, which comes with ``pip install 'tensorkeep[tensorstore]'``.
+"""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+from typing import ClassVar
+
+from tensorkeep.formats import sidecar
+from tensorkeep.formats.base import Format, OpenSettings, Reader, WriteSettings, Written
+from tensorkeep.formats.first_bytes import file_mode, first_bytes, names_in
+from tensorkeep.formats.t5x.loading import load_arrays
+from tensorkeep.formats.t5x.tree import FILE_NAME
+from tensorkeep.state.source import Source
+from tensorkeep.state.tree import Flat
+
+__all__ = ["FORMAT", "T5XFormat", "load_arrays"]
+
+_MAPS = frozenset(bytes((code,)) for code in (*range(0x80, 0x90), 0xDE, 0xDF))
+"""First bytes of a msgpack map."""
+
+
+class T5XFormat(Format):
+    """See `tensorkeep.formats.base.Format`.
+
+    All of a state lies under ``optimizer.target``: T5X finds its parameters there, nested as the state is, and plain
+    values beside them. What T5X has no place for lies in ``tensorkeep.json``.
+
+    Options, with T5X's own choices as defaults: ``dtype="float32"``, ``chunk="64MiB"``, ``chunking="divisors"``,
+    ``compressor="gzip"``, ``concurrency=128``, ``copy_concurrency``, ``in_flight="all"`` and ``sync=True``; they mean
+    what they mean for the format ``tensorstore``. Only narrower floats become float32, so that no value is lost, but
+    not every bit of a NaN is kept; ``dtype="keep"`` keeps all.
+    """
+
+    name: ClassVar[str] = "t5x"
+
+    def recognises(self, path: Path) -> bool:
+        start = first_bytes(path / FILE_NAME, 64)
+        return start is not None and start[:1] in _MAPS and (b"version" in start or b"optimizer" in start)
+
+    def open(self, path: Path, settings: OpenSettings) -> Reader:
+        from tensorkeep.formats.t5x.reader import T5XReader
+
+        return T5XReader(path, settings)
+
+    def write(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> Written:
+        from tensorkeep.formats.t5x.write import write
+
+        return write(flat, destination, settings, replaceable=self._is_replaceable)
+
+    def _is_replaceable(self, path: Path) -> bool:
+        return self.recognises(path) and all(
+            name in (FILE_NAME, sidecar.FILE_NAME) or _is_array(path / name) for name in names_in(path)
+        )
+
+
+def _is_array(path: Path) -> bool:
+    return stat.S_ISDIR(file_mode(path, follow_links=False)) and first_bytes(path / ".zarray", 1) == b"{"
+
+
+FORMAT = T5XFormat()

@@ -1,0 +1,125 @@
+"""Reading T5X checkpoints, trusting nothing in them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+
+from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, StoreError, UnsupportedError
+from tensorkeep.formats.base import Entry, OpenSettings, Reader, StoredLeaf
+from tensorkeep.formats.t5x.contents import look
+from tensorkeep.formats.t5x.tree import FILE_NAME
+from tensorkeep.formats.tensorstore_arrays.compressors import check_of, codec_of
+from tensorkeep.formats.tensorstore_arrays.failures import tensorstore
+from tensorkeep.formats.tensorstore_arrays.opened import ArraySet
+from tensorkeep.formats.tensorstore_arrays.specs import Place
+from tensorkeep.formats.tensorstore_arrays.walking import check_folders, files_below
+from tensorkeep.io.directory import Directory, hold
+from tensorkeep.io.files import Bytes
+from tensorkeep.state.source import Source
+from tensorkeep.state.tree import leaf_specs
+
+
+class T5XReader(Reader):
+    """An open T5X checkpoint.
+
+    What Tensorkeep wrote is the state that was saved, and a chunk that is lost is an error. Others' checkpoints are the
+    dicts under ``optimizer`` (``target``, ``state``); in them zarr takes a chunk that is not there for one of zeros.
+    """
+
+    format = "t5x"
+
+    def __init__(self, path: Path, settings: OpenSettings) -> None:
+        tensorstore()
+        refuse_unfinished(path)
+        self.path = path
+        hold(path, lambda directory: self._open(directory, settings))
+
+    def _open(self, directory: Directory, settings: OpenSettings) -> None:
+        self._directory = directory
+        # By its descriptor: its path may be another directory's by now.
+        self._root = f"{directory.held_path}/"
+        contents = look(directory)
+        check_folders(self._root, (wanted.key for wanted in contents.wanted.values()), self.path)
+        self._inline = contents.inline
+        own = contents.notes is not None
+        self._set = ArraySet(
+            self.path,
+            Place(self._root),
+            contents.wanted,
+            budget=settings.pool.budget,
+            fill_missing=not own,
+        )
+        leaves: dict[str, Source] = {}
+        for name, array in self._set.arrays.items():
+            if not array.types.dtype.has_torch and not own:
+                raise UnsupportedError(f"torch has no dtype {array.types.dtype}", path=self.path, name=name)
+            leaves[name] = StoredLeaf(self, name, array.types.dtype, array.shape, array.nbytes)
+        for name, stored in self._inline.items():
+            nbytes = prod(stored.shape) * stored.dtype.itemsize
+            leaves[name] = StoredLeaf(self, name, stored.dtype, stored.shape, nbytes)
+        self.flat = contents.flat(leaves)
+        self.metadata = contents.notes.metadata if contents.notes is not None else {}
+        self.entries = dict(self._entries())
+        checks = {check_of(array.metadata) for array in self._set.arrays.values()}
+        self.verifiable = checks.pop() if len(checks) == 1 else None
+        self.details = {
+            "t5x_version": contents.version,
+            "arrays": len(self._set.arrays),
+            "missing_chunks": "are errors" if own else "are read as zeros",
+        }
+
+    def _entries(self) -> Iterator[tuple[str, Entry]]:
+        for name in leaf_specs(self.flat.skeleton):
+            part, _ = self.flat.parts[name]
+            alias = self.flat.aliases.get(name)
+            leaf = self.flat.leaves[alias.of if alias else name]
+            array = self._set.arrays.get(leaf.name)
+            file = FILE_NAME if array is None else array.key
+            if alias is not None:
+                nbytes = prod(alias.shape) * leaf.dtype.itemsize
+                yield name, Entry(name, part, leaf.dtype, alias.shape, nbytes, 0, "alias", file, alias.of)
+                continue
+            stored_bytes = (
+                leaf.nbytes if array is None else sum(files_below(Path(self._root, file), self.path / file).values())
+            )
+            codec = "raw" if array is None else codec_of(array.metadata)
+            yield name, Entry(name, part, leaf.dtype, leaf.shape, leaf.nbytes, stored_bytes, codec, file)
+
+    def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
+        stored = self._inline.get(name)
+        if stored is not None:
+            if stored.content is not None:
+                out[:] = stored.content[start:stop]
+            return
+        try:
+            self._set.read(name, start, stop, out)
+        except CorruptCheckpointError as error:
+            if self._directory.was_replaced():
+                raise StoreError(
+                    "the checkpoint was replaced while it was read", path=self.path, remedy="read it again"
+                ) from error
+            raise
+
+    def block_bytes(self, name: str) -> int:
+        return super().block_bytes(name) if name in self._inline else self._set.block_bytes(name)
+
+    def close(self) -> None:
+        self._directory.close()
+
+
+def refuse_unfinished(path: Path) -> None:
+    """Refuse a directory that T5X was still writing.
+
+    Raises
+    ------
+    NotACheckpointError
+    """
+    if re.search(r"\.tmp-\d+$", path.name):
+        raise NotACheckpointError(
+            "was never finished: T5X writes under such a name and renames what is complete",
+            path=path,
+            remedy="take an earlier step",
+        )

@@ -1,0 +1,166 @@
+"""Parallel positional writes of one file, around the page cache.
+
+Writing goes around the page cache (O_DIRECT) where the file system allows it: a buffered write of a checkpoint costs
+a copy, then a flush that the caller waits for in ``fsync``. Where it is refused (tmpfs, some network file systems) the
+same calls go through the page cache, and ``direct`` says so.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from tensorkeep.errors import StoreError
+from tensorkeep.io.buffers import ALIGNMENT, round_down
+from tensorkeep.io.parallel import default_threads
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class _Transfers:
+    """How many transfers may be under way at once: as many as half the threads.
+
+    Threads that wait for one disk fall into step: all transfer, then all copy, hash or code, and the disk idles. With
+    turns, one half transfers while the other computes.
+    """
+
+    def __init__(self) -> None:
+        self.renew()
+        # A child that is forked while all turns are taken would wait for ever.
+        os.register_at_fork(after_in_child=self.renew)
+
+    def renew(self) -> None:
+        self.turn = threading.BoundedSemaphore(max(2, default_threads() // 2))
+
+
+transfers = _Transfers()
+
+
+def store_error(error: OSError, path: str | os.PathLike[str], doing: str) -> StoreError:
+    """Return the error of the operating system as ours, with what to do about it."""
+    remedies = {
+        errno.ENOSPC: "free some space, or save elsewhere",
+        errno.EDQUOT: "free some of your quota, or save elsewhere",
+        errno.EROFS: "the file system is read-only: save elsewhere",
+        errno.EACCES: "check the permissions",
+        errno.EPERM: "check the permissions",
+        errno.EIO: "the device reports an I/O error: check it (dmesg) before you trust it",
+        errno.ENAMETOOLONG: "choose a shorter name",
+    }
+    reason = error.strerror or str(error)
+    return StoreError(f"cannot {doing}: {reason}", path=path, remedy=remedies.get(error.errno or 0))
+
+
+class DirectFile:
+    """A new file that many threads write at once, at offsets and from memory that are multiples of 4096 bytes.
+
+    Attributes
+    ----------
+    direct : bool
+        Whether the page cache is bypassed.
+    """
+
+    def __init__(self, path: Path, *, direct: bool = True) -> None:
+        self.path = path
+        self.direct = direct
+        self._lock = threading.Lock()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            self._fd = self._open(flags)
+        except OSError as error:
+            raise store_error(error, path, "create the file") from error
+
+    def _open(self, flags: int) -> int:
+        if self.direct and hasattr(os, "O_DIRECT"):
+            try:
+                return os.open(self.path, flags | os.O_DIRECT, 0o666)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                # Linux creates the file before the file system gets to refuse the flag.
+                self.path.unlink(missing_ok=True)
+        self.direct = False
+        return os.open(self.path, flags, 0o666)
+
+    def preallocate(self, size: int) -> None:
+        """Reserve ``size`` bytes, so that a full disk is found now and extents are laid out in one go.
+
+        The file is closed if that fails.
+        """
+        try:
+            os.posix_fallocate(self._fd, 0, size)
+        except OSError as error:
+            if error.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                return
+            self.close()
+            raise store_error(error, self.path, f"reserve {size:,} bytes") from error
+
+    def write(self, offset: int, data: Bytes) -> None:
+        """Write all of ``data``; offset, length and address are multiples of 4096."""
+        done = 0
+        view = memoryview(data)
+        while done < len(view):
+            direct = self.direct  # another thread may fall back meanwhile
+            try:
+                with transfers.turn:
+                    written = os.pwrite(self._fd, view[done:], offset + done)
+            except OSError as error:
+                if error.errno == errno.EINVAL and direct:
+                    self._fall_back()
+                    continue
+                raise store_error(error, self.path, "write") from error
+            if written <= 0:
+                raise StoreError("cannot write: the kernel accepted no bytes", path=self.path)
+            # The kernel may write less than asked; a direct write goes on from a page that it still accepts.
+            if direct and written < ALIGNMENT:
+                self._fall_back()
+            done += round_down(written) if direct else written
+
+    def _fall_back(self) -> None:
+        """Write through the page cache from now on: some file systems accept the flag and refuse the first write."""
+        with self._lock:
+            if self.direct:
+                buffered = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+                os.dup2(buffered, self._fd, inheritable=False)
+                os.close(buffered)
+                self.direct = False
+
+    def finish(self, size: int) -> None:
+        """Cut the file to ``size`` bytes, make it durable and close it."""
+        try:
+            os.ftruncate(self._fd, size)
+            os.fsync(self._fd)
+        except OSError as error:
+            raise store_error(error, self.path, "make the file durable") from error
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_small(path: Path, content: bytes) -> None:
+    """Create a small file with this content and make it durable."""
+    file = DirectFile(path, direct=False)
+    try:
+        file.write(0, np.frombuffer(content, np.uint8))
+        file.finish(len(content))
+    finally:
+        file.close()

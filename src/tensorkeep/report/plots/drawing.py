@@ -1,0 +1,245 @@
+"""What all figures share: fonts, colours, axes, and how a figure becomes SVG and PNG.
+
+Colours are those of Okabe and Ito (2008), which people with any kind of colour vision tell apart. `PALETTE` names every
+colour that a figure may use, so that the page can exchange them in the dark.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tensorkeep.report.document import Arm, Results
+from tensorkeep.report.panels import compared
+from tensorkeep.report.wording import clipped, not_run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PALETTE = {
+    "ink": "#1b1f24",
+    "faint": "#5f6872",
+    "grid": "#d8dde2",
+    "band": "#e8ebee",
+    "paper": "#ffffff",
+    "base": "#454d57",
+    "neutral": "#8d959e",
+    "good": "#0072b2",
+    "bad": "#d55e00",
+    "first": "#009e73",
+    "second": "#c46a9b",
+}
+INK, FAINT, GRID, BAND, PAPER, BASE, NEUTRAL, GOOD, BAD, FIRST, SECOND = PALETTE.values()
+
+WIDTH = 11.0
+MOST_ARMS = 40
+LOG_FROM = 20.0
+_NAME_LENGTH = 34
+_DPI = 200
+_TIGHT: dict[str, Any] = {"bbox_inches": "tight", "pad_inches": 0.08}
+_RC: dict[str, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9.0,
+    "axes.titlesize": 10.0,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9.0,
+    "axes.edgecolor": NEUTRAL,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.unicode_minus": False,
+    "xtick.color": FAINT,
+    "ytick.color": INK,
+    "xtick.labelcolor": FAINT,
+    "ytick.labelcolor": INK,
+    "ytick.major.size": 0.0,
+    "text.color": INK,
+    # Names come from files: a dollar sign in one must not start a formula.
+    "text.parse_math": False,
+    "svg.fonttype": "none",
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A figure: its file name without suffix, its title, and its SVG without a ground of its own."""
+
+    name: str
+    title: str
+    svg: str
+    figure: Figure = field(repr=False)
+
+    def file_svg(self) -> str:
+        """Return the SVG for a file, on white ground."""
+        ground = f'<rect width="100%" height="100%" fill="{PAPER}"/>'
+        return re.sub(r"(<svg\b[^>]*>)", rf"\1{ground}", self.svg, count=1)
+
+    def png(self) -> bytes:
+        """Return the PNG, on white ground."""
+        content = io.BytesIO()
+        with _applied(self.name):
+            self.figure.savefig(content, format="png", dpi=_DPI, facecolor=PAPER, **_TIGHT)
+        return content.getvalue()
+
+
+def drawn(name: str, title: str, draw: Callable[[Results], Figure], results: Results) -> Plot:
+    """Return a figure as `Plot`."""
+    content = io.StringIO()
+    with _applied(name):
+        figure = draw(results)
+        nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
+        figure.savefig(content, format="svg", metadata=nothing, **_TIGHT)
+    # Whoever looks at the SVG may lack the font; Verdana is as wide.
+    svg = content.getvalue().replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
+    return Plot(name, title, svg, figure)
+
+
+@contextmanager
+def _applied(name: str) -> Iterator[None]:
+    import matplotlib
+
+    settings: Any = {**_RC, "svg.hashsalt": name}
+    with matplotlib.rc_context(settings), warnings.catch_warnings():
+        # A name may hold characters that the font lacks; the SVG shows them all the same.
+        warnings.filterwarnings("ignore", message=r"Glyph .* missing from font")
+        warnings.filterwarnings("ignore", message=r"Matplotlib currently does not support .* natively")
+        yield
+
+
+def new_figure(height: float, width: float = WIDTH) -> Figure:
+    """Return an empty figure (inches) that lays itself out."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    engine = figure.get_layout_engine()
+    if engine is not None:
+        engine.set(w_pad=0.08, h_pad=0.08, wspace=0.02, hspace=0.04)  # type: ignore[call-arg]
+    return figure
+
+
+def shown_arms(results: Results) -> list[Arm]:
+    """Return the arms that a figure has room for, the baseline first; of too many, those with the largest gains."""
+    arms = compared(results)
+    if len(arms) <= MOST_ARMS:
+        return arms
+
+    def best(arm: Arm) -> float:
+        found = results.computed.arms.get(arm.name, {}).values()
+        return max((one.gain or 0.0 for one in found), default=0.0)
+
+    kept = {arm.name for arm in sorted(arms[1:], key=best, reverse=True)[: MOST_ARMS - 1]}
+    return [arm for arm in arms if arm.name in kept or arm is arms[0]]
+
+
+def left_out(results: Results) -> str:
+    """Return a sentence about the arms that a figure has no room for, or nothing."""
+    count = len(compared(results))
+    return "" if count <= MOST_ARMS else f" {MOST_ARMS} of {count} arms are shown; the tables have all."
+
+
+def label_rows(axes: Axes, names: Sequence[str], *, bold: int | None = 0) -> None:
+    """Write a name at each row, the first at the top, one of them (the baseline) in bold."""
+    axes.set_yticks(range(len(names)), [clipped(name, _NAME_LENGTH) for name in names])
+    axes.set_ylim(len(names) - 0.45, -0.55)
+    axes.spines["left"].set_visible(False)
+    if bold is not None and names:
+        axes.get_yticklabels()[bold].set_fontweight("bold")
+
+
+def why_missing(results: Results, arm: str) -> str:
+    """Return what stands where an arm has no gain, such as ``not run (timed out)``; one that ran lacks a baseline."""
+    if any(cell.status == "ok" for cell in results.cells_by_arm[arm]):
+        return "not compared"
+    status = not_run(results.cells_by_arm[arm])[0]
+    return "not run" if status in ("not run", "-") else f"not run ({status})"
+
+
+def missing(axes: Axes, row: float, text: str, *, at: float | None = None) -> None:
+    """Write into a row why it is empty: at the left edge, or at an x in data coordinates."""
+    axes.annotate(
+        text,
+        (0 if at is None else at, row),
+        (4, 0),
+        xycoords=("axes fraction", "data") if at is None else "data",
+        textcoords="offset points",
+        va="center_baseline",
+        color=FAINT,
+        style="italic",
+        fontsize=8.5,
+        bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1.5},
+    )
+
+
+def write(axes: Axes, text: str, x: float, row: float, *, size: float = 8.5, edge: bool = False) -> None:
+    """Write a figure to the right of a point, or to the right of the axes."""
+    axes.annotate(
+        text,
+        (1.0 if edge else x, row),
+        (5, 0),
+        xycoords=("axes fraction", "data") if edge else "data",
+        textcoords="offset points",
+        va="center_baseline",
+        fontsize=size,
+    )
+
+
+def footnote(figure: Figure, text: str) -> None:
+    """Write a sentence below all panels."""
+    figure.supxlabel(text, fontsize=8.5, color=FAINT, x=0.01, ha="left")
+
+
+def wants_log(values: Sequence[float]) -> bool:
+    """Return whether values span so much that a linear axis would hide the small ones."""
+    return bool(values) and min(values) > 0 and max(values) / min(values) > LOG_FROM
+
+
+def log_axis(axes: Axes, low: float, high: float, *, suffix: str = "", which: str = "x", most: int = 5) -> None:
+    """Make an axis logarithmic, with ticks that people can read."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    (axes.set_xscale if which == "x" else axes.set_yscale)("log")
+    (axes.set_xlim if which == "x" else axes.set_ylim)(low, high)
+    axis.set_major_locator(FixedLocator(log_ticks(low, high, most)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}{suffix}"))
+
+
+def log_ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Return at most so many round numbers between two limits, 1 among them if it lies there."""
+    import math
+
+    from matplotlib.ticker import MaxNLocator
+
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for steps in ((1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,)):
+        ticks = [step * 10.0**power for power in decades for step in steps if low <= step * 10.0**power <= high]
+        if 3 <= len(ticks) <= most:
+            return ticks
+        if len(ticks) < 3:
+            break
+    else:
+        stride = math.ceil(len(ticks) / most)
+        return [10.0**power for power in decades if power % stride == 0 and low <= 10.0**power <= high]
+    if high / low < 4:
+        return [
+            float(tick)
+            for tick in MaxNLocator(nbins=most - 1).tick_values(low, high)
+            if low <= tick <= high and tick > 0
+        ]
+    return [step * 10.0**power for power in decades for step in (1, 2, 5) if low <= step * 10.0**power <= high]

@@ -1,0 +1,141 @@
+"""The only table of dtypes: what each is called in torch, numpy and safetensors, and how its bits lie.
+
+Names are torch's where torch has the dtype, ml_dtypes' otherwise. ``torch`` is imported only when asked for, so that
+reading headers and printing tables stays fast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
+
+import ml_dtypes
+import numpy as np
+
+from tensorkeep.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+
+Kind = Literal["float", "int", "uint", "bool", "complex"]
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """One element type.
+
+    Attributes
+    ----------
+    name : str
+        The name used in manifests and on the command line.
+    itemsize : int
+        Bytes of one element.
+    kind : str
+        ``"float"``, ``"int"``, ``"uint"``, ``"bool"`` or ``"complex"``.
+    safetensors : str or None
+        The tag in a safetensors header; None when that format lacks the dtype (it is then stored as ``U8``).
+    exponent_bits : int
+        Exponent bits of a float, or of each half of a complex number; 0 for the others.
+    has_torch, has_numpy : bool
+        Whether torch, and numpy with ml_dtypes, know the dtype.
+    """
+
+    name: str
+    itemsize: int
+    kind: Kind
+    safetensors: str | None
+    exponent_bits: int = 0
+    has_torch: bool = True
+    has_numpy: bool = True
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def torch(self) -> torch.dtype:
+        """The torch dtype.
+
+        Raises
+        ------
+        UnsupportedError
+            If torch lacks it.
+        """
+        import torch
+
+        found = getattr(torch, self.name, None) if self.has_torch else None
+        if found is None:
+            raise UnsupportedError(f"torch has no dtype {self.name}", remedy="read it as a numpy array instead")
+        assert isinstance(found, torch.dtype)
+        return found
+
+    @property
+    def numpy(self) -> np.dtype[Any]:
+        """The numpy dtype (ml_dtypes' for those that numpy itself lacks).
+
+        Raises
+        ------
+        UnsupportedError
+            If neither has it.
+        """
+        if not self.has_numpy:
+            raise UnsupportedError(f"numpy has no dtype {self.name}", remedy="read it as a torch tensor instead")
+        return np.dtype(getattr(ml_dtypes, self.name, None) or self.name)
+
+
+_TABLE = (
+    DType("float64", 8, "float", "F64", 11),
+    DType("float32", 4, "float", "F32", 8),
+    DType("float16", 2, "float", "F16", 5),
+    DType("bfloat16", 2, "float", "BF16", 8),
+    DType("float8_e4m3fn", 1, "float", "F8_E4M3", 4),
+    DType("float8_e5m2", 1, "float", "F8_E5M2", 5),
+    DType("float8_e4m3fnuz", 1, "float", "F8_E4M3FNUZ", 4),
+    DType("float8_e5m2fnuz", 1, "float", "F8_E5M2FNUZ", 5),
+    DType("float8_e8m0fnu", 1, "float", "F8_E8M0", 8),
+    DType("int64", 8, "int", "I64"),
+    DType("int32", 4, "int", "I32"),
+    DType("int16", 2, "int", "I16"),
+    DType("int8", 1, "int", "I8"),
+    DType("uint64", 8, "uint", "U64"),
+    DType("uint32", 4, "uint", "U32"),
+    DType("uint16", 2, "uint", "U16"),
+    DType("uint8", 1, "uint", "U8"),
+    DType("bool", 1, "bool", "BOOL"),
+    DType("complex64", 8, "complex", "C64", 8),
+    # What safetensors lacks.
+    DType("complex128", 16, "complex", None, 11),
+    DType("complex32", 4, "complex", None, 5, has_numpy=False),
+    # Two four-bit floats in a byte: torch counts the bytes, safetensors the halves, hence U8 there.
+    DType("float4_e2m1fn_x2", 1, "uint", None, has_numpy=False),
+    # Numpy arrays of ml_dtypes: one byte an element, whatever the width.
+    DType("float8_e4m3", 1, "float", None, 4, has_torch=False),
+    DType("float8_e3m4", 1, "float", None, 3, has_torch=False),
+    DType("float8_e4m3b11fnuz", 1, "float", None, 4, has_torch=False),
+    DType("float6_e2m3fn", 1, "float", None, 2, has_torch=False),
+    DType("float6_e3m2fn", 1, "float", None, 3, has_torch=False),
+    DType("float4_e2m1fn", 1, "float", None, 2, has_torch=False),
+    DType("int4", 1, "int", None, has_torch=False),
+    DType("uint4", 1, "uint", None, has_torch=False),
+    DType("int2", 1, "int", None, has_torch=False),
+    DType("uint2", 1, "uint", None, has_torch=False),
+)
+
+BY_NAME = {dtype.name: dtype for dtype in _TABLE}
+BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in _TABLE if dtype.safetensors is not None}
+
+
+def of_torch(dtype: torch.dtype) -> DType | None:
+    """Return the table's entry for a torch dtype, or None when it cannot be stored (quantised, sub-byte)."""
+    found = BY_NAME.get(str(dtype).removeprefix("torch."))
+    return found if found is not None and found.has_torch else None
+
+
+def of_numpy(dtype: np.dtype[Any]) -> DType | None:
+    """Return the table's entry for a numpy dtype, or None for strings, objects, records, foreign byte orders..."""
+    return _numpy_table().get(dtype)
+
+
+@cache
+def _numpy_table() -> dict[np.dtype[Any], DType]:
+    return {dtype.numpy: dtype for dtype in _TABLE if dtype.has_numpy}

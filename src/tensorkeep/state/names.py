@@ -1,0 +1,203 @@
+"""Names: the dotted path of each leaf, the part of the checkpoint that it belongs to, and selection by glob.
+
+Keys are joined with dots as they are, so that a plain ``state_dict`` keeps the names that other tools look for. Only a
+path whose name would be ambiguous (``{"a": {"b": t}, "a.b": u}``, ``{1: t, "1": u}``), empty in a place, or reserved is
+escaped: ``.``, ``%`` and NUL become ``%2E``, ``%25`` and ``%00`` within a key, an empty key ``%``, and keys that are no
+strings ``%i1``, ``%True``, ``%None``, ``%r1%2E5``. The skeleton holds the true keys, so nothing is ever parsed back.
+Names depend on the set of paths only, not on their order.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from fnmatch import fnmatchcase
+
+from tensorkeep.errors import UsageError
+
+Key = str | int | float | None
+"""A key of a dict, a field, or the place in a list (``bool`` is among the ints)."""
+
+Path = tuple[Key, ...]
+
+BARE_NAME = "tensor"
+"""The name of a tensor that is the whole state."""
+
+DEFAULT_PART = "model"
+_RESERVED = "__metadata__"
+_LONGEST_STEM = 100
+_LONG_INTEGER = 2**64
+_MAGIC = re.compile(r"[*?[]")
+
+
+def key_text(key: Key) -> str:
+    """Return a key as it stands in a name that needs no escaping."""
+    if isinstance(key, str):
+        return key
+    # Python refuses to print very long integers in decimal.
+    return hex(key) if isinstance(key, int) and abs(key) >= _LONG_INTEGER else repr(key)
+
+
+def display(path: Path) -> str:
+    """Return a path for an error message, printable whatever the keys hold."""
+    text = ".".join(map(key_text, path)) or "(the whole state)"
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def assign_names(paths: Sequence[Path]) -> list[str]:
+    """Return a unique name for each path.
+
+    Parameters
+    ----------
+    paths : sequence of tuple
+        The keys from the state to each leaf; all different.
+
+    Returns
+    -------
+    list of str
+        In the same order; without NUL, never empty, never ``__metadata__``, and still unique without the first key
+        among those that share it.
+    """
+    if list(paths) == [()]:
+        return [BARE_NAME]
+    escaped = {index for index, path in enumerate(paths) if not _is_natural(path)}
+    while True:
+        names = [_join(path, index in escaped) for index, path in enumerate(paths)]
+        rests = [
+            (_distinct(path[0]), _join(path[1:], index in escaped)) if len(path) > 1 else ((), index)
+            for index, path in enumerate(paths)
+        ]
+        clashing = _repeated(names) | _repeated(rests)
+        # Escaped names are unique among themselves, so this ends at the latest when all are.
+        if clashing <= escaped:
+            return names
+        escaped |= clashing
+
+
+def assign_parts(paths: Sequence[Path], names: Sequence[str], *, is_dict: bool) -> dict[str, tuple[str, str]]:
+    """Return each leaf's part and its name relative to the part.
+
+    The containers at the top of the state are its parts, called by their keys; tensors that lie directly at the top
+    form the part ``model``, or ``top`` where a container of that name has tensors itself. A state that is no dict is
+    one part, ``model``.
+
+    Parameters
+    ----------
+    paths, names : sequence
+        As given to, and returned by, `assign_names`.
+    is_dict : bool
+        Whether the state is a dict.
+
+    Returns
+    -------
+    dict
+        Name to (part, relative name).
+    """
+    if not is_dict:
+        return {name: (DEFAULT_PART, name) for name in names}
+    keys = {_distinct(path[0]): path[0] for path in paths if len(path) > 1}
+    titles = dict(zip(keys, assign_names([(key,) for key in keys.values()]), strict=True))
+    loose = DEFAULT_PART if DEFAULT_PART not in titles.values() else "top"
+    while loose in titles.values():
+        loose += "_"
+    parts = {}
+    for path, name in zip(paths, names, strict=True):
+        if len(path) == 1:
+            parts[name] = (loose, name)
+        else:
+            parts[name] = (titles[_distinct(path[0])], _join(path[1:], name != _join(path, False)))
+    return parts
+
+
+def part_file_stem(part: str) -> str:
+    """Return a safe file name, without suffix, for a part alone; `part_file_stems` for several.
+
+    Letters, digits, ``_`` and ``-`` stay, all else is percent-encoded; at most 100 bytes; never ``manifest``, and
+    never what a numbered file of another part is called.
+    """
+    kept = re.sub(r"[^A-Za-z0-9_-]", lambda match: "".join(f"%{byte:02X}" for byte in match[0].encode()), part)
+    stem = re.sub(r"-(\d+)-of-(\d+)$", r"%2D\1%2Dof%2D\2", kept) or "%"
+    if stem.lower() == "manifest":
+        stem = f"%{ord(stem[0]):02X}{stem[1:]}"
+    return stem if len(stem) <= _LONGEST_STEM else _marked(stem, part)
+
+
+def part_file_stems(parts: Iterable[str]) -> dict[str, str]:
+    """Return the file name of each part, without suffix, unique on file systems that ignore case, too."""
+    stems = {part: part_file_stem(part) for part in parts}
+    counts = Counter(stem.lower() for stem in stems.values())
+    return {part: stem if counts[stem.lower()] == 1 else _marked(stem, part) for part, stem in stems.items()}
+
+
+def select(names: Iterable[str], patterns: str | Iterable[str]) -> list[str]:
+    """Return the names that match at least one glob, in their order.
+
+    Parameters
+    ----------
+    names : iterable of str
+        The names to choose from.
+    patterns : str or iterable of str
+        Globs on the whole name, case-sensitive (``*`` crosses dots), or exact names.
+
+    Raises
+    ------
+    UsageError
+        If a pattern matches nothing.
+    """
+    candidates = list(names)
+    known = set(candidates)
+    chosen: set[str] = set()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        matching = {pattern} & known
+        if not matching or _MAGIC.search(pattern):
+            matching |= {name for name in candidates if fnmatchcase(name, pattern)}
+        if not matching:
+            raise UsageError(f"no tensor matches {pattern!r}", remedy=_nearest(candidates, pattern))
+        chosen |= matching
+    return [name for name in candidates if name in chosen]
+
+
+def _nearest(names: list[str], pattern: str) -> str:
+    if not names:
+        return "the checkpoint has no tensors"
+    if any(name.startswith(f"{pattern}.") for name in names):
+        return f"did you mean {pattern + '.*'!r}?"
+    near = difflib.get_close_matches(pattern, names, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"its names are such as {names[0]!r}"
+
+
+def _is_natural(path: Path) -> bool:
+    texts = [key_text(key) for key in path]
+    reserved = texts[0] == _RESERVED if len(texts) == 1 else texts[1:] == [_RESERVED]
+    return not reserved and all(text and "\0" not in text for text in texts)
+
+
+def _join(path: Path, escaped: bool) -> str:
+    return ".".join(map(_escape if escaped else key_text, path))
+
+
+def _escape(key: Key) -> str:
+    if isinstance(key, str):
+        text = key.replace("%", "%25").replace(".", "%2E").replace("\0", "%00")
+        return "%5F_metadata__" if text == _RESERVED else text or "%"
+    if isinstance(key, bool) or key is None:
+        return f"%{key}"
+    return f"%i{key_text(key)}" if isinstance(key, int) else f"%r{key!r}".replace(".", "%2E")
+
+
+def _distinct(key: Key) -> tuple[type, str]:
+    """Return what tells ``1``, ``"1"``, ``1.0`` and ``True`` apart."""
+    return type(key), key_text(key)
+
+
+def _repeated(items: Sequence[Hashable]) -> set[int]:
+    counts = Counter(items)
+    return {index for index, item in enumerate(items) if counts[item] > 1}
+
+
+def _marked(stem: str, part: str) -> str:
+    digest = hashlib.blake2b(part.encode(), digest_size=8).hexdigest()
+    return f"{stem[: _LONGEST_STEM - 17].rstrip('%')}-{digest}"

@@ -1,0 +1,297 @@
+"""Skeleton -> state: the decoders of each node; ``tree.py`` documents the nodes.
+
+Skeletons come from untrusted files. Whatever they hold, nothing but `ValueError` comes out, and `UnsupportedError` for
+a class that the process does not know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections import Counter, OrderedDict, namedtuple
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from tensorkeep.errors import UnsupportedError
+from tensorkeep.state.leaf import LEAF_KINDS, LeafKind
+from tensorkeep.state.registry import is_namedtuple, registered_class
+from tensorkeep.state.scalars import (
+    brief,
+    check_text,
+    decode_bytes,
+    decode_float,
+    decode_int,
+    decode_key,
+    decode_long_int,
+)
+from tensorkeep.state.strided import Array
+
+MAX_DEPTH = 128
+"""Containers within containers, at most, both when saving and when loading."""
+
+
+class SkeletonReader:
+    """Decodes one skeleton.
+
+    Parameters
+    ----------
+    values : mapping of str to array, or None
+        The leaves' data. None only checks the skeleton: leaves and registered objects decode to None.
+    as_given : bool
+        Take each value as it is, whatever the skeleton says of it.
+
+    Attributes
+    ----------
+    seen : dict of str to (str, bool)
+        Kind and ``requires_grad`` of the leaves met so far.
+    """
+
+    def __init__(self, values: Mapping[str, Array] | None, *, as_given: bool = False) -> None:
+        self.seen: dict[str, tuple[LeafKind, bool]] = {}
+        self._values = values
+        self._as_given = as_given
+        self._made: dict[tuple[int, LeafKind, bool], tuple[Array, Any]] = {}
+
+    def decode(self, node: object, depth: int = 0) -> Any:
+        """Return a node's value.
+
+        Raises
+        ------
+        ValueError
+            If it is malformed.
+        UnsupportedError
+            If it needs a class that is not registered.
+        """
+        if node is None or isinstance(node, bool | int):
+            return node
+        if isinstance(node, str):
+            return check_text(node)
+        if depth > MAX_DEPTH:
+            raise ValueError(f"the state is nested deeper than {MAX_DEPTH} levels")
+        if isinstance(node, list):
+            return [self.decode(child, depth + 1) for child in node]
+        if not isinstance(node, dict) or not node:
+            raise ValueError(f"{brief(node)} is no node")
+        tag = next(iter(node))
+        if tag in LEAF_KINDS:
+            return self._leaf(node, tag)
+        if tag not in _DECODERS or node.keys() - {tag} - _EXTRAS.get(tag, set()):
+            raise ValueError(f"{brief(node)} is no node")
+        value = _DECODERS[tag](self, node[tag], depth)
+        if tag not in _EXTRAS:
+            return value
+        ordered = OrderedDict(value)
+        if "_metadata" in node:
+            ordered._metadata = self.decode(node["_metadata"], depth + 1)  # type: ignore[attr-defined]
+        return ordered
+
+    def _leaf(self, node: dict[str, object], kind: LeafKind) -> Any:
+        name = check_text(node[kind])
+        grad = node.get("requires_grad", kind == "parameter")
+        allowed = {kind, "requires_grad"} if kind in ("tensor", "parameter") else {kind}
+        if not name or not isinstance(grad, bool) or not node.keys() <= allowed:
+            raise ValueError(f"{brief(node)} is no leaf")
+        if name in self.seen:
+            raise ValueError(f"two leaves are called {name!r}")
+        self.seen[name] = (kind, grad)
+        if self._values is None:
+            return None
+        if name not in self._values:
+            raise ValueError(f"there is no data for the leaf {name!r}")
+        value = self._values[name]
+        if self._as_given:
+            return value
+        identity = (id(value), kind, grad)
+        if identity not in self._made:
+            # The value is kept, so that no later one can have its id.
+            self._made[identity] = value, _finish(value, name, kind, grad)
+        return self._made[identity][1]
+
+    def _tuple(self, body: object, depth: int) -> tuple[Any, ...]:
+        return tuple(self.decode(child, depth + 1) for child in _list(body))
+
+    def _dict(self, body: object, depth: int) -> dict[str, Any]:
+        return {check_text(key): self.decode(child, depth + 1) for key, child in _object(body).items()}
+
+    def _items(self, body: object, depth: int) -> dict[Any, Any]:
+        result: dict[Any, Any] = {}
+        for key_node, child in map(_pair, _list(body)):
+            key = decode_key(key_node)
+            if key in result:
+                raise ValueError(f"the key {brief(key_node)} stands twice in one dict")
+            result[key] = self.decode(child, depth + 1)
+        return result
+
+    def _namedtuple(self, body: object, depth: int) -> Any:
+        name, fields = _named(body)
+        return namedtuple_class(name, tuple(fields))._make(self._dict(fields, depth).values())
+
+    def _registered(self, body: object, depth: int) -> Any:
+        name, fields = _named(body)
+        values = self._dict(fields, depth)
+        if self._values is None:
+            return None
+        cls = registered_class(name)
+        if is_namedtuple(cls):
+            known = cls._fields
+        elif dataclasses.is_dataclass(cls):
+            known = tuple(field.name for field in dataclasses.fields(cls))
+        else:
+            raise UnsupportedError(f"{name} is neither a dataclass nor a named tuple any more")
+        if set(values) != set(known):
+            raise UnsupportedError(
+                f"{name} has the fields {', '.join(known)}, but was saved with {', '.join(values)}",
+                remedy="register the class as it was when the state was saved",
+            )
+        if is_namedtuple(cls):
+            return cls._make(values[field] for field in known)
+        made = object.__new__(cls)
+        for field, value in values.items():
+            object.__setattr__(made, field, value)  # Frozen dataclasses, too.
+        return made
+
+    def _enum(self, body: object, depth: int) -> Any:
+        name, member = _pair(body)
+        check_text(name)
+        wanted = check_text(member) if isinstance(member, str) else decode_int(member)
+        if self._values is None:
+            return None
+        cls = registered_class(name)
+        if not issubclass(cls, enum.Enum):
+            raise UnsupportedError(f"{name} is no enum any more")
+        if isinstance(wanted, str):
+            if wanted not in cls.__members__:
+                raise UnsupportedError(f"{name} has no member {wanted!r}", remedy="register the class as it was")
+            return cls.__members__[wanted]
+        try:
+            return cls(wanted)
+        except ValueError:
+            raise UnsupportedError(f"{name} has no value {wanted}", remedy="register the class as it was") from None
+
+
+@lru_cache(maxsize=256)
+def namedtuple_class(name: str, fields: tuple[str, ...]) -> Any:
+    """Return a named tuple class; ValueError if the names are no identifiers.
+
+    Cached, so that the named tuples of one kind in a state, and of two loads, are of one class.
+    """
+    return namedtuple(name, fields)
+
+
+def _finish(value: Array, name: str, kind: LeafKind, grad: bool) -> Any:
+    if kind in ("ndarray", "npscalar"):
+        if not isinstance(value, np.ndarray) or (kind == "npscalar" and value.shape):
+            raise ValueError(f"the leaf {name!r} is no {kind}")
+        return value if kind == "ndarray" else value[()]
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"the leaf {name!r} is no {kind}")
+    wanted = torch.nn.Parameter if kind == "parameter" else torch.Tensor
+    if type(value) is wanted and value.requires_grad == grad:
+        return value
+    try:
+        if kind == "parameter":
+            return torch.nn.Parameter(value.detach(), requires_grad=grad)
+        return value.detach().requires_grad_(grad)
+    except RuntimeError as error:
+        raise ValueError(f"the leaf {name!r} cannot track gradients: {error}") from None
+
+
+def _list(body: object) -> list[Any]:
+    if not isinstance(body, list):
+        raise ValueError(f"{brief(body)} is no array")
+    return body
+
+
+def _object(body: object) -> dict[str, Any]:
+    if not isinstance(body, dict):
+        raise ValueError(f"{brief(body)} is no object")
+    return body
+
+
+def _pair(body: object) -> tuple[Any, Any]:
+    items = _list(body)
+    if len(items) != 2:
+        raise ValueError(f"{brief(body)} is no pair")
+    return items[0], items[1]
+
+
+def _named(body: object) -> tuple[str, dict[str, Any]]:
+    name, fields = _pair(body)
+    return check_text(name), _object(fields)
+
+
+def _complex(body: object) -> complex:
+    real, imaginary = _pair(body)
+    return complex(decode_float(real), decode_float(imaginary))
+
+
+def _range(body: object) -> range:
+    numbers = [decode_int(node) for node in _list(body)]
+    if len(numbers) != 3:
+        raise ValueError("a range has three numbers")
+    return range(*numbers)
+
+
+def _set(body: object) -> set[Any]:
+    keys = [decode_key(node) for node in _list(body)]
+    if len(set(keys)) != len(keys):
+        raise ValueError("an element stands twice in one set")
+    return set(keys)
+
+
+def _size(body: object) -> Any:
+    import torch
+
+    lengths = _list(body)
+    if not all(type(length) is int and -(2**63) <= length < 2**63 for length in lengths):
+        raise ValueError(f"{brief(body)} is no size")
+    return torch.Size(lengths)
+
+
+def _dtype(body: object) -> Any:
+    import torch
+
+    found = getattr(torch, check_text(body), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{brief(body)} is no torch dtype")
+    return found
+
+
+def _device(body: object) -> Any:
+    import torch
+
+    try:
+        return torch.device(check_text(body))
+    except RuntimeError:
+        raise ValueError(f"{brief(body)} is no torch device") from None
+
+
+_EXTRAS = {"ordered": {"_metadata"}, "ordered_items": {"_metadata"}}
+
+_DECODERS: dict[str, Callable[[SkeletonReader, Any, int], Any]] = {
+    "int": lambda reader, body, depth: decode_long_int(body),
+    "float": lambda reader, body, depth: decode_float(body),
+    "complex": lambda reader, body, depth: _complex(body),
+    "bytes": lambda reader, body, depth: decode_bytes(body),
+    "bytearray": lambda reader, body, depth: bytearray(decode_bytes(body)),
+    "range": lambda reader, body, depth: _range(body),
+    "set": lambda reader, body, depth: _set(body),
+    "frozenset": lambda reader, body, depth: frozenset(_set(body)),
+    "size": lambda reader, body, depth: _size(body),
+    "dtype": lambda reader, body, depth: _dtype(body),
+    "device": lambda reader, body, depth: _device(body),
+    "enum": SkeletonReader._enum,
+    "tuple": SkeletonReader._tuple,
+    "dict": SkeletonReader._dict,
+    "items": SkeletonReader._items,
+    "counter": lambda reader, body, depth: Counter(reader._items(body, depth)),
+    "ordered": SkeletonReader._dict,
+    "ordered_items": SkeletonReader._items,
+    "namedtuple": SkeletonReader._namedtuple,
+    "object": SkeletonReader._registered,
+}

@@ -1,0 +1,224 @@
+"""State -> skeleton: the encoders of each type of value; ``tree.py`` documents the nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from tensorkeep.errors import UnsupportedLeafError
+from tensorkeep.state.leaf import Leaf
+from tensorkeep.state.names import Key, Path, display
+from tensorkeep.state.registry import is_namedtuple, registered_name
+from tensorkeep.state.scalars import encode_bytes, encode_float, encode_int, encode_key
+from tensorkeep.state.skeleton_reader import MAX_DEPTH, namedtuple_class
+
+_KEY_TYPES = (str, int, bool, float, type(None))
+
+
+class FoundLeaf(NamedTuple):
+    """A leaf, the value that it was made of, the keys that lead to it, and its node, which waits for the name."""
+
+    path: Path
+    leaf: Leaf
+    value: Any
+    node: dict[str, object]
+
+
+class SkeletonWriter:
+    """Encodes one state.
+
+    Attributes
+    ----------
+    found : list of FoundLeaf
+        The leaves met so far, in traversal order.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[FoundLeaf] = []
+
+    def encode(self, value: Any, path: Path) -> Any:
+        """Return a value's node.
+
+        Raises
+        ------
+        UnsupportedLeafError
+            If it, or a value inside, cannot be saved.
+        """
+        encoder = _ENCODERS.get(type(value))
+        if encoder is not None:
+            return encoder(self, value, path)
+        leaf = Leaf.of(display(path), value)
+        if leaf is not None:
+            return self._leaf(leaf, value, path)
+        node = _torch_node(value)
+        return self._registered(value, path) if node is None else node
+
+    def _leaf(self, leaf: Leaf, value: Any, path: Path) -> dict[str, object]:
+        node: dict[str, object] = {leaf.kind: ""}
+        if leaf.is_torch and leaf.requires_grad != (leaf.kind == "parameter"):
+            node["requires_grad"] = leaf.requires_grad
+        self.found.append(FoundLeaf(path, leaf, value, node))
+        return node
+
+    def _text(self, value: str, path: Path) -> str:
+        _check_text(value, path)
+        return value
+
+    def _list(self, value: Iterable[Any], path: Path) -> list[Any]:
+        _check_depth(path)
+        return [self.encode(item, (*path, index)) for index, item in enumerate(value)]
+
+    def _tuple(self, value: tuple[Any, ...], path: Path) -> dict[str, Any]:
+        return {"tuple": self._list(value, path)}
+
+    def _dict(self, value: dict[Any, Any], path: Path, prefix: str = "") -> dict[str, Any]:
+        _check_depth(path)
+        for key in value:
+            _check_key(key, path)
+        if all(type(key) is str for key in value):
+            return {prefix or "dict": {key: self.encode(item, (*path, key)) for key, item in value.items()}}
+        items = [[encode_key(key), self.encode(item, (*path, key))] for key, item in value.items()]
+        return {f"{prefix}_items" if prefix else "items": items}
+
+    def _ordered(self, value: OrderedDict[Any, Any], path: Path) -> dict[str, Any]:
+        node = self._dict(value, path, "ordered")
+        attributes = dict(vars(value))
+        if "_metadata" in attributes:
+            node["_metadata"] = self.encode(attributes.pop("_metadata"), (*path, "_metadata"))
+        if attributes:
+            raise UnsupportedLeafError(
+                f"an OrderedDict with the attributes {', '.join(attributes)} cannot be saved",
+                name=display(path),
+                remedy="save them as entries of the state, and dict(x)",
+            )
+        return node
+
+    def _counter(self, value: Counter[Any], path: Path) -> dict[str, Any]:
+        _check_depth(path)
+        for key in value:
+            _check_key(key, path)
+        return {"counter": [[encode_key(key), self.encode(count, (*path, key))] for key, count in value.items()]}
+
+    def _set(self, value: set[Any] | frozenset[Any], path: Path) -> dict[str, Any]:
+        for item in value:
+            _check_key(item, path)
+        return {type(value).__name__: [encode_key(item) for item in value]}
+
+    def _fields(self, items: Iterable[tuple[str, Any]], path: Path) -> dict[str, Any]:
+        _check_depth(path)
+        return {field: self.encode(item, (*path, field)) for field, item in items}
+
+    def _registered(self, value: Any, path: Path) -> dict[str, Any]:
+        cls = type(value)
+        name = registered_name(cls)
+        if is_namedtuple(cls):
+            if name is None:
+                _check_remakable(cls, path)
+            fields = self._fields(zip(cls._fields, value, strict=True), path)
+            return {"object": [name, fields]} if name else {"namedtuple": [cls.__name__, fields]}
+        if name is None:
+            raise _unsupported(value, path)
+        if isinstance(value, enum.Enum):
+            # A combination of flags is no member of its own.
+            member: object = value.name if value.name in cls.__members__ else encode_int(value.value)
+            return {"enum": [name, member]}
+        names = [field.name for field in dataclasses.fields(value)]
+        for field in names:
+            if not hasattr(value, field):
+                raise UnsupportedLeafError(f"the field {field} is not set", name=display(path), remedy="set it")
+        return {"object": [name, self._fields(((field, getattr(value, field)) for field in names), path)]}
+
+
+def _torch_node(value: Any) -> dict[str, Any] | None:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    if type(value) is torch.Size:
+        return {"size": list(value)}
+    if type(value) is torch.dtype:
+        return {"dtype": str(value).removeprefix("torch.")}
+    if type(value) is torch.device:
+        return {"device": str(value)}
+    return None
+
+
+_ENCODERS: dict[type, Callable[[SkeletonWriter, Any, Path], Any]] = {
+    type(None): lambda _, value, path: value,
+    bool: lambda _, value, path: value,
+    str: SkeletonWriter._text,
+    int: lambda _, value, path: encode_int(value),
+    float: lambda _, value, path: {"float": encode_float(value)},
+    complex: lambda _, value, path: {"complex": [encode_float(value.real), encode_float(value.imag)]},
+    bytes: lambda _, value, path: {"bytes": encode_bytes(value)},
+    bytearray: lambda _, value, path: {"bytearray": encode_bytes(value)},
+    range: lambda _, value, path: {"range": [encode_int(value.start), encode_int(value.stop), encode_int(value.step)]},
+    list: SkeletonWriter._list,
+    tuple: SkeletonWriter._tuple,
+    dict: SkeletonWriter._dict,
+    OrderedDict: SkeletonWriter._ordered,
+    Counter: SkeletonWriter._counter,
+    set: SkeletonWriter._set,
+    frozenset: SkeletonWriter._set,
+}
+
+
+def _check_depth(path: Path) -> None:
+    if len(path) >= MAX_DEPTH:
+        raise UnsupportedLeafError(
+            f"the state is nested deeper than {MAX_DEPTH} levels",
+            name=display(path[:4]),
+            remedy="look for a container that contains itself",
+        )
+
+
+def _check_text(text: str, path: Path) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UnsupportedLeafError(
+            "a string with a lone surrogate is no valid Unicode",
+            name=display(path),
+            remedy="save x.encode('utf-8', 'surrogateescape'), which is bytes",
+        ) from None
+
+
+def _check_key(key: Key, path: Path) -> None:
+    if type(key) not in _KEY_TYPES:
+        raise UnsupportedLeafError(
+            f"a key or set element of type {type(key).__name__} cannot be saved",
+            name=display(path),
+            remedy="use str, int, float, bool or None, or save a list of pairs",
+        )
+    if isinstance(key, str):
+        _check_text(key, (*path, key))
+
+
+def _check_remakable(cls: Any, path: Path) -> None:
+    try:
+        namedtuple_class(cls.__name__, cls._fields)
+    except ValueError as error:
+        raise UnsupportedLeafError(
+            f"the named tuple {cls.__name__} cannot be made again: {error}",
+            name=display(path),
+            remedy=f"call tensorkeep.register({cls.__name__}) before saving and loading",
+        ) from None
+
+
+def _unsupported(value: Any, path: Path) -> UnsupportedLeafError:
+    name = type(value).__name__
+    builtin = next((base for base in (dict, list, tuple, str, int, float, bytes) if isinstance(value, base)), None)
+    if isinstance(value, enum.Enum) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+        remedy = f"call tensorkeep.register({name}) before saving and loading"
+    elif callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
+        remedy = "pass its state_dict()"
+    elif builtin is not None:
+        remedy = f"save {builtin.__name__}(x)"
+    elif callable(value):
+        remedy = "code cannot be saved: leave it out, or save its name"
+    else:
+        remedy = "leave it out, or save what it holds as plain values, tensors and arrays"
+    return UnsupportedLeafError(f"a value of type {name} cannot be saved", name=display(path), remedy=remedy)

@@ -1,0 +1,177 @@
+"""The exam of a codec.
+
+Subclass it in your tests and say which codec sits it::
+
+    class TestMyCodec(CodecSuite):
+        codec = my_package.my_codec.CODEC
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from tensorkeep.codecs.base import Bytes, Codec, CodecError
+from tensorkeep.state.dtypes import BY_NAME, DType
+
+_GUARD = 0xA5
+_PADDING = 4096
+
+
+class Block(NamedTuple):
+    """A block to code: what it shows, its dtype, its raw bytes."""
+
+    label: str
+    dtype: DType
+    raw: Bytes
+
+
+def blocks() -> Iterator[Block]:
+    """Yield small blocks of every dtype and shape of data that checkpoints hold."""
+    random = np.random.default_rng(20)
+    for dtype in BY_NAME.values():
+        noise = random.integers(0, 256, 24 * dtype.itemsize * 41, np.uint8)
+        yield Block(f"noise-{dtype}", dtype, noise)
+        yield Block(f"one-{dtype}", dtype, noise[: dtype.itemsize].copy())
+        if dtype.kind == "float" and dtype.has_numpy:
+            yield Block(f"normal-{dtype}", dtype, as_bytes(random.standard_normal(9001).astype(dtype.numpy)))
+    weights = (random.standard_normal((40, 600)) * 0.02).astype(np.float32)
+    for name in ("bfloat16", "float32"):
+        dtype = BY_NAME[name]
+        yield Block(f"empty-{name}", dtype, np.empty(0, np.uint8))
+        yield Block(f"zeros-{name}", dtype, np.zeros(30_000 * dtype.itemsize, np.uint8))
+        yield Block(f"constant-{name}", dtype, as_bytes(np.full(30_000, 1.25, dtype.numpy)))
+        mask = random.random(weights.shape) < 0.05
+        mask[-1, -1] = True
+        yield Block(f"sparse-{name}", dtype, as_bytes((weights * mask).astype(dtype.numpy)))
+        yield Block(f"rows-{name}", dtype, as_bytes(weights[random.integers(0, 9, 90)].astype(dtype.numpy)))
+    # Every pattern of sixteen bits: NaN payloads, infinities, both zeros, denormals.
+    patterns = np.arange(1 << 16, dtype="<u2")
+    yield Block("patterns-bfloat16", BY_NAME["bfloat16"], as_bytes(patterns))
+    yield Block("patterns-float16", BY_NAME["float16"], as_bytes(patterns))
+    yield Block("patterns-float32", BY_NAME["float32"], as_bytes(patterns.astype("<u4") << 16 | patterns[::-1]))
+    yield Block("counter-int64", BY_NAME["int64"], as_bytes(np.arange(-30_000, -10_000)))
+    yield Block("tokens-int64", BY_NAME["int64"], as_bytes(random.integers(0, 50_000, 20_000)))
+    yield Block("mask-bool", BY_NAME["bool"], as_bytes(random.random(50_000) < 0.3))
+    yield Block("odd-length-float32", BY_NAME["float32"], as_bytes(weights)[:4099])
+    yield Block("several-frames-bfloat16", BY_NAME["bfloat16"], as_bytes(weights.astype("<f2"))[:20_000].repeat(35))
+
+
+def as_bytes(array: npt.NDArray[Any]) -> Bytes:
+    """Return an array's bytes, in C order, as a one-dimensional uint8 array."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def encode(codec: Codec, block: Block) -> Bytes:
+    """Return the coded block, having checked that the codec kept to its bound and to its own bytes."""
+    bound = codec.bound(block.raw.size)
+    out = np.full(bound + 64, _GUARD, np.uint8)
+    before = block.raw.copy()
+    length = codec.encode(block.raw, block.dtype, out[:bound])
+    assert 0 <= length <= bound
+    assert (out[bound:] == _GUARD).all(), "wrote past the end of `out`"
+    assert np.array_equal(before, block.raw), "changed its input"
+    return out[:length].copy()
+
+
+def decode(codec: Codec, stored: Bytes, dtype: DType, nbytes: int) -> Bytes:
+    """Return the decoded block, having checked that nothing was written around it."""
+    room = np.full(64 + nbytes + 64, _GUARD, np.uint8)
+    out = room[64 : 64 + nbytes]
+    try:
+        codec.decode(stored, dtype, out)
+    finally:
+        assert (room[:64] == _GUARD).all() and (room[64 + nbytes :] == _GUARD).all(), "wrote outside `out`"
+    return out
+
+
+_BLOCKS = list(blocks())
+# None of these ends in a zero, so that even a codec that stores no length tells a short block from a padded one.
+_FEW = [block for block in _BLOCKS if block.label in ("normal-bfloat16", "sparse-float32", "counter-int64")]
+
+
+class CodecSuite:
+    """What every codec must pass; see ``tensorkeep.codecs.base.Codec``."""
+
+    codec: ClassVar[Codec]
+
+    @pytest.mark.parametrize("block", _BLOCKS, ids=lambda block: block.label)
+    def test_bits_come_back(self, block: Block) -> None:
+        stored = encode(self.codec, block)
+        assert np.array_equal(decode(self.codec, stored, block.dtype, block.raw.size), block.raw)
+
+    @pytest.mark.parametrize("block", _BLOCKS, ids=lambda block: block.label)
+    def test_zeros_may_follow(self, block: Block) -> None:
+        padded = np.concatenate([encode(self.codec, block), np.zeros(_PADDING, np.uint8)])
+        assert np.array_equal(decode(self.codec, padded, block.dtype, block.raw.size), block.raw)
+
+    @pytest.mark.parametrize("block", _FEW, ids=lambda block: block.label)
+    def test_the_same_block_gives_the_same_bytes(self, block: Block) -> None:
+        assert np.array_equal(encode(self.codec, block), encode(self.codec, block))
+
+    @pytest.mark.parametrize("block", _FEW, ids=lambda block: block.label)
+    def test_a_wrong_dtype_costs_size_not_bits(self, block: Block) -> None:
+        for dtype in BY_NAME.values():
+            stored = encode(self.codec, block._replace(dtype=dtype))
+            assert np.array_equal(decode(self.codec, stored, dtype, block.raw.size), block.raw)
+
+    @pytest.mark.parametrize("block", _FEW, ids=lambda block: block.label)
+    def test_read_only_and_unaligned_memory_will_do(self, block: Block) -> None:
+        shifted = np.empty(block.raw.size + 1, np.uint8)
+        shifted[1:] = block.raw
+        shifted.flags.writeable = False
+        stored = encode(self.codec, block._replace(raw=shifted[1:]))
+        room = np.empty(stored.size + 1, np.uint8)
+        room[1:] = stored
+        room.flags.writeable = False
+        back = np.empty(block.raw.size + 1, np.uint8)
+        self.codec.decode(room[1:], block.dtype, back[1:])
+        assert np.array_equal(back[1:], block.raw)
+
+    @pytest.mark.parametrize("block", _FEW, ids=lambda block: block.label)
+    def test_many_threads_at_once(self, block: Block) -> None:
+        def there_and_back(_: int) -> bool:
+            stored = encode(self.codec, block)
+            return np.array_equal(decode(self.codec, stored, block.dtype, block.raw.size), block.raw)
+
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(there_and_back, range(16)))
+
+    @pytest.mark.parametrize("block", _FEW, ids=lambda block: block.label)
+    def test_a_block_cut_short_is_refused(self, block: Block) -> None:
+        stored = encode(self.codec, block)
+        for length in {0, 1, 7, stored.size // 3, stored.size // 2, stored.size - 1}:
+            with pytest.raises(CodecError):
+                decode(self.codec, stored[:length], block.dtype, block.raw.size)
+
+    @pytest.mark.parametrize("block", _FEW, ids=lambda block: block.label)
+    def test_another_raw_length_is_refused(self, block: Block) -> None:
+        stored = encode(self.codec, block)
+        for nbytes in (block.raw.size + 1, block.raw.size + 64, block.raw.size - 1, 8, 0):
+            with pytest.raises(CodecError):
+                decode(self.codec, stored, block.dtype, nbytes)
+
+    @pytest.mark.parametrize("block", _FEW, ids=lambda block: block.label)
+    def test_other_bytes_after_the_block_are_refused(self, block: Block) -> None:
+        trailed = np.concatenate([encode(self.codec, block), np.zeros(100, np.uint8), np.ones(1, np.uint8)])
+        with pytest.raises(CodecError):
+            decode(self.codec, trailed, block.dtype, block.raw.size)
+
+    @pytest.mark.parametrize("block", _FEW, ids=lambda block: block.label)
+    def test_damage_raises_nothing_but_codec_errors(self, block: Block) -> None:
+        stored = encode(self.codec, block)
+        random = np.random.default_rng(7)
+        # The front holds the structure; the rest is sampled.
+        places = [*range(min(stored.size, 128)), *random.integers(0, stored.size, 200).tolist()]
+        for place in places:
+            damaged = stored.copy()
+            damaged[place] ^= random.integers(1, 256, dtype=np.uint8)
+            # What decodes to other bits is for the container's checksum to find.
+            with suppress(CodecError):
+                decode(self.codec, damaged, block.dtype, block.raw.size)

@@ -1,0 +1,113 @@
+"""Whether two states are the same: types, structure, order, dtypes, shapes and every bit.
+
+``==`` is of no use for that: NaN differs from itself, 0.0 equals -0.0, ``1 == True`` and tensors have no truth.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+
+from tensorkeep.state.leaf import Leaf
+from tensorkeep.state.names import key_text
+
+
+def same(a: Any, b: Any) -> bool:
+    """Return whether two states are the same in every bit."""
+    return difference(a, b) is None
+
+
+def difference(a: Any, b: Any, path: str = "state") -> str | None:
+    """Return the first difference between two states, in words, or None.
+
+    Named tuples of the same name and fields count as of one type, because unregistered ones are made anew on load.
+    """
+    if _type(a) != _type(b):
+        return f"{path}: {type(a).__name__} and {type(b).__name__}"
+    leaf = Leaf.of(path, a)
+    if leaf is not None:
+        other = Leaf.of(path, b)
+        assert other is not None
+        return _leaf_difference(leaf, other)
+    if isinstance(a, dict):
+        return _dict_difference(a, b, path)
+    if isinstance(a, list | tuple):
+        if len(a) != len(b):
+            return f"{path}: lengths {len(a)} and {len(b)}"
+        return _first(difference(x, y, f"{path}[{index}]") for index, (x, y) in enumerate(zip(a, b, strict=True)))
+    if isinstance(a, set | frozenset):
+        equal = {_scalar(item) for item in a} == {_scalar(item) for item in b}
+        return None if equal else f"{path}: {a!r} and {b!r}"
+    if dataclasses.is_dataclass(a):
+        fields = [field.name for field in dataclasses.fields(a)]
+        return _first(difference(getattr(a, name), getattr(b, name), f"{path}.{name}") for name in fields)
+    return None if _scalar(a) == _scalar(b) else f"{path}: two different values of type {type(a).__name__}"
+
+
+def leaf_bytes(value: Any) -> bytes:
+    """Return the bytes of a tensor or array in C order, gathered element by element without the product's layout code.
+
+    Slow on purpose: it is the oracle that faster code is compared with.
+    """
+    if isinstance(value, np.ndarray | np.generic):
+        array = np.asarray(value)
+        return b"".join(array[index].tobytes() for index in np.ndindex(array.shape))
+    import torch
+
+    tensor = value.detach()
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") if tensor.is_conj() or tensor.is_neg() else None
+    source = tensor.cpu() if whole is None else whole.copy_(tensor)
+    storage = bytes(source.untyped_storage())
+    size = source.element_size()
+    parts = []
+    for index in np.ndindex(tuple(source.shape)):
+        place = source.storage_offset() + sum(i * stride for i, stride in zip(index, source.stride(), strict=True))
+        parts.append(storage[place * size : (place + 1) * size])
+    return b"".join(parts)
+
+
+def _leaf_difference(a: Leaf, b: Leaf) -> str | None:
+    for what in ("kind", "dtype", "shape", "requires_grad"):
+        if getattr(a, what) != getattr(b, what):
+            return f"{a.name}: {what} {getattr(a, what)} and {getattr(b, what)}"
+    return None if _stream(a) == _stream(b) else f"{a.name}: the bits differ"
+
+
+def _stream(leaf: Leaf) -> bytes:
+    out = np.empty(leaf.nbytes, np.uint8)
+    leaf.read(0, leaf.nbytes, out)
+    return out.tobytes()
+
+
+def _dict_difference(a: dict[Any, Any], b: dict[Any, Any], path: str) -> str | None:
+    if [_scalar(key) for key in a] != [_scalar(key) for key in b]:
+        return f"{path}: keys {[*map(key_text, a)]} and {[*map(key_text, b)]}"
+    found = _first(
+        difference(x, y, f"{path}[{key_text(key)}]") for key, x, y in zip(a, a.values(), b.values(), strict=True)
+    )
+    if found is None and isinstance(a, OrderedDict):
+        return difference(dict(vars(a)), dict(vars(b)), f"{path}.__dict__")
+    return found
+
+
+def _first(differences: Any) -> str | None:
+    return next((found for found in differences if found is not None), None)
+
+
+def _type(value: Any) -> object:
+    cls = type(value)
+    fields = getattr(cls, "_fields", None)
+    return (cls.__name__, fields) if isinstance(value, tuple) and fields is not None else cls
+
+
+def _scalar(value: Any) -> object:
+    """Return what tells a scalar apart from every other: its type and its bits."""
+    if isinstance(value, float):
+        return float, struct.pack("<d", value)
+    if isinstance(value, complex):
+        return complex, struct.pack("<dd", value.real, value.imag)
+    return type(value), value

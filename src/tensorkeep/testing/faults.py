@@ -1,0 +1,137 @@
+"""Breaking writes on purpose: an error, a short write, or sudden death at any file-system operation.
+
+A checkpoint's writer changes the file system through the functions of `os` and one rename call. Inside `broken`, those
+are counted, and the one that is asked for fails. Trying every index in turn walks through every instant at which a
+save can be interrupted::
+
+    for index in range(count_operations(save)):
+        with broken(fail_at=index, action=raise_error(errno.ENOSPC)):
+            ...
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from tensorkeep.io import commit
+
+Action = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Takes the operation's name, the real function and its arguments, and does something else."""
+
+_OPERATIONS = (
+    "mkdir",
+    "open",
+    "posix_fallocate",
+    "pwrite",
+    "ftruncate",
+    "fsync",
+    "link",
+    "rename",
+    "replace",
+    "unlink",
+    "rmdir",
+)
+
+
+class Operations:
+    """Counts file-system operations and lets one of them go wrong.
+
+    Attributes
+    ----------
+    seen : list of str
+        Names of the operations so far.
+    """
+
+    def __init__(self, fail_at: int | None, action: Action | None) -> None:
+        self.seen: list[str] = []
+        self._fail_at = fail_at
+        self._action = action
+        self._lock = threading.Lock()
+
+    def wrap(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a stand-in for a function."""
+
+        def operation(*args: Any, **kwargs: Any) -> Any:
+            if name == "open" and not args[1] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                return real(*args, **kwargs)  # reading changes nothing
+            with self._lock:
+                index = len(self.seen)
+                self.seen.append(name)
+            if index == self._fail_at and self._action is not None:
+                return self._action(name, real, args, kwargs)
+            return real(*args, **kwargs)
+
+        return operation
+
+
+@contextmanager
+def broken(*, fail_at: int | None = None, action: Action | None = None) -> Iterator[Operations]:
+    """Count the operations that happen inside, and let the one of index ``fail_at`` do ``action`` instead."""
+    operations = Operations(fail_at, action)
+    with ExitStack() as stack:
+        for name in _OPERATIONS:
+            stack.enter_context(mock.patch.object(os, name, operations.wrap(name, getattr(os, name))))
+        renamed = operations.wrap("renameat2", commit._rename)
+        stack.enter_context(mock.patch.object(commit, "_rename", renamed))
+        yield operations
+
+
+def count_operations(save: Callable[[], object]) -> int:
+    """Return how many operations a save takes; it is run once."""
+    with broken() as operations:
+        save()
+    return len(operations.seen)
+
+
+def raise_error(number: int) -> Action:
+    """Return an action that fails with an error number, such as ``errno.ENOSPC``."""
+
+    def action(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return action
+
+
+def write_short(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Write only half of what was asked for, as the kernel may; other operations go on as they are."""
+    if name == "pwrite":
+        descriptor, data, offset = args
+        return real(descriptor, memoryview(data)[: max(1, len(data) // 2)], offset)
+    return real(*args, **kwargs)
+
+
+def die(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Kill this process before the operation, as the out-of-memory killer or a power button would."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_after(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Kill this process right after the operation, whether it succeeded or not."""
+    try:
+        real(*args, **kwargs)
+    finally:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def interrupt(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Press Ctrl-C just before the operation: the main thread gets a KeyboardInterrupt."""
+    signal.raise_signal(signal.SIGINT)
+    return real(*args, **kwargs)
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """Run something in a forked child and return its wait status: 0 when it returned, 9 when it was killed."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1]

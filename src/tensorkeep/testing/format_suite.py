@@ -1,0 +1,299 @@
+"""The exam of a format.
+
+Subclass it in your tests, say which format sits it and what it claims to be able to do::
+
+    class TestMyFormat(FormatSuite):
+        format = my_package.my_format.FORMAT
+        keeps_metadata = False
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from tensorkeep import plugins
+from tensorkeep.errors import DestinationExistsError, StoreError, TensorkeepError, UnsupportedError, UsageError
+from tensorkeep.formats.base import Format, OpenSettings, Problem, WriteSettings, Written
+from tensorkeep.state.dtypes import BY_NAME
+from tensorkeep.state.tree import flatten, leaf_specs
+from tensorkeep.testing import strategies
+from tensorkeep.testing.disk import FailingDisk, content, names_in
+from tensorkeep.testing.equality import difference, same
+from tensorkeep.testing.format_states import STATES, load, noise, training_state
+
+_MOST_FLIPS = 250
+_MOST_FAILURES = 8
+
+
+class Examined(NamedTuple):
+    """What reading a whole checkpoint came to: the state, or None where an error of ours was raised."""
+
+    state: Any
+    problems: list[Problem]
+    refused: bool
+
+
+class FormatSuite:
+    """What every format must pass; see ``tensorkeep.formats.base.Format``.
+
+    Attributes
+    ----------
+    format : Format
+        The candidate.
+    options : dict
+        Given to every write.
+    compression : str
+        Given to every write.
+    keeps_metadata : bool
+        Whether the user's metadata comes back; a format without a place for it must refuse it.
+    carries_everything : bool
+        Whether every state can be written; otherwise some values (numpy arrays, ranges...) may be refused.
+    detects_damage : bool
+        Whether a changed byte never comes back as a changed value.
+    covers_every_byte : bool
+        Whether a change of any byte of any file is found.
+    """
+
+    format: ClassVar[Format]
+    options: ClassVar[dict[str, Any]] = {}
+    compression: ClassVar[str] = "none"
+    keeps_metadata: ClassVar[bool] = True
+    carries_everything: ClassVar[bool] = True
+    detects_damage: ClassVar[bool] = True
+    covers_every_byte: ClassVar[bool] = False
+
+    def destination(self, folder: Path) -> Path:
+        """Return where a checkpoint of the format goes in a folder."""
+        return folder / "checkpoint"
+
+    def save(self, state: Any, path: Path, *, overwrite: bool = False, **settings: Any) -> Written:
+        """Write a state with the suite's settings."""
+        given = {"compression": self.compression, "options": self.options, "threads": 2, **settings}
+        return self.format.write(flatten(state), path, WriteSettings(overwrite=overwrite, **given))
+
+    def read(self, path: Path) -> Any:
+        """Return the state of a checkpoint."""
+        with self.format.open(path, OpenSettings()) as reader:
+            return load(reader)
+
+    def examine(self, path: Path) -> Examined:
+        """Read and audit a checkpoint that may be damaged; any error that is not ours fails the test."""
+        try:
+            with self.format.open(path, OpenSettings()) as reader:
+                return Examined(load(reader), list(reader.audit()), refused=False)
+        except TensorkeepError:
+            return Examined(None, [], refused=True)
+
+    @pytest.fixture
+    def saved(self, tmp_path: Path) -> Path:
+        """A checkpoint of `training_state`."""
+        path = self.destination(tmp_path)
+        self.save(training_state(), path)
+        return path
+
+    @pytest.mark.parametrize("label", STATES)
+    def test_states_come_back(self, label: str, tmp_path: Path) -> None:
+        state, path = STATES[label](), self.destination(tmp_path)
+        written = self.save(state, path)
+        assert written.stored_bytes == sum(map(len, content(path).values()))
+        with self.format.open(path, OpenSettings()) as reader:
+            assert list(reader.audit()) == []
+            assert difference(state, load(reader)) is None
+
+    @pytest.mark.parametrize("name", [name for name, dtype in BY_NAME.items() if dtype.has_torch])
+    def test_every_torch_dtype_comes_back(self, name: str, tmp_path: Path) -> None:
+        state = {"odd": noise("uint8", 3), "many": noise(name, 5, 7), "one": noise(name), "none": noise(name, 0)}
+        self.save(state, self.destination(tmp_path))
+        assert difference(state, self.read(self.destination(tmp_path))) is None
+
+    @pytest.mark.parametrize("name", [name for name, dtype in BY_NAME.items() if dtype.has_numpy])
+    def test_every_numpy_dtype_comes_back(self, name: str, tmp_path: Path) -> None:
+        if not self.carries_everything:
+            pytest.skip("the format carries no numpy arrays")
+        array: npt.NDArray[Any] = np.array([[0, 1, 1], [1, 0, 1]]).astype(BY_NAME[name].numpy)
+        state = {"array": array, "turned": array.T.copy().T, "scalar": array[0, 1]}
+        self.save(state, self.destination(tmp_path))
+        assert difference(state, self.read(self.destination(tmp_path))) is None
+
+    @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(state=strategies.states)
+    def test_any_state_comes_back_or_is_refused(self, state: Any) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = self.destination(Path(folder))
+            try:
+                self.save(state, path)
+            except UnsupportedError:
+                assert not self.carries_everything
+                assert names_in(Path(folder)) == []
+            else:
+                assert difference(state, self.read(path)) is None
+
+    def test_shared_memory_is_shared_again(self, saved: Path) -> None:
+        model = self.read(saved)["model"]
+        assert model["embed"] is model["head"]
+        assert model["half"].untyped_storage().data_ptr() == model["embed"].untyped_storage().data_ptr()
+        assert model["turned"].untyped_storage().data_ptr() == model["embed"].untyped_storage().data_ptr()
+
+    def test_entries_tell_what_is_there(self, saved: Path) -> None:
+        flat = flatten(training_state())
+        with self.format.open(saved, OpenSettings()) as reader:
+            assert list(reader.entries) == list(leaf_specs(flat.skeleton))
+            for name, entry in reader.entries.items():
+                source = flat.leaves.get(name)
+                assert (entry.alias_of is None) == (source is not None)
+                assert entry.part == flat.parts[name][0]
+                if source is not None:
+                    assert (entry.dtype, entry.shape, entry.nbytes) == (source.dtype, source.shape, source.nbytes)
+            assert reader.format == self.format.name
+
+    def test_it_recognises_its_own_and_nothing_else(self, saved: Path, tmp_path: Path) -> None:
+        assert self.format.recognises(saved)
+        (tmp_path / "empty").mkdir()
+        (tmp_path / "text.txt").write_text("hello")
+        others = [tmp_path / "empty", tmp_path / "text.txt", tmp_path / "missing"]
+        for name in plugins.names("formats"):
+            if name != self.format.name:
+                others.append(tmp_path / f"of-{name}")
+                plugins.get("formats", name).write(flatten(STATES["flat"]()), others[-1], WriteSettings())
+        assert [path.name for path in others if self.format.recognises(path)] == []
+
+    def test_metadata_comes_back_or_is_refused(self, tmp_path: Path) -> None:
+        path = self.destination(tmp_path)
+        if self.keeps_metadata:
+            self.save(STATES["flat"](), path, metadata={"run": "7 ☃"})
+            with self.format.open(path, OpenSettings()) as reader:
+                assert reader.metadata["run"] == "7 ☃"
+        else:
+            with pytest.raises(UnsupportedError):
+                self.save(STATES["flat"](), path, metadata={"run": "7"})
+            assert names_in(tmp_path) == []
+
+    def test_what_is_there_is_not_overwritten(self, saved: Path, tmp_path: Path) -> None:
+        before = content(saved)
+        with pytest.raises(DestinationExistsError):
+            self.save(STATES["flat"](), saved)
+        assert content(saved) == before
+        assert names_in(tmp_path) == [saved.name]
+
+    def test_overwriting_replaces_all_of_it(self, saved: Path, tmp_path: Path) -> None:
+        self.save(STATES["flat"](), saved, overwrite=True)
+        assert difference(STATES["flat"](), self.read(saved)) is None
+        assert names_in(tmp_path) == [saved.name]
+
+    def test_overwriting_spares_what_is_no_checkpoint(self, tmp_path: Path) -> None:
+        (tmp_path / "as a file").mkdir()
+        file = self.destination(tmp_path / "as a file")
+        file.write_text("precious")
+        folder = self.destination(tmp_path / "as a folder")
+        folder.mkdir(parents=True)
+        (folder / "precious.txt").write_text("precious")
+        for path in (file, folder):
+            before = content(path)
+            with pytest.raises(DestinationExistsError):
+                self.save(STATES["flat"](), path, overwrite=True)
+            assert content(path) == before
+
+    def test_unknown_settings_are_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError):
+            self.save(STATES["flat"](), self.destination(tmp_path), options={"no_such_option": 1})
+        with pytest.raises((UsageError, UnsupportedError)):
+            self.save(STATES["flat"](), self.destination(tmp_path), compression="no-such-codec")
+        assert names_in(tmp_path) == []
+
+    def test_a_file_cut_short_never_gives_a_wrong_value(self, saved: Path) -> None:
+        whole = training_state()
+        for file, data in _files(saved):
+            for length in sorted({0, 1, 7, 8, 9, 100, len(data) // 3, len(data) // 2, len(data) - 1}):
+                file.write_bytes(data[:length])
+                found = self.examine(saved)
+                assert found.refused or found.problems or same(whole, found.state), f"{file.name} cut to {length}"
+            file.write_bytes(data)
+        assert same(whole, self.read(saved))
+
+    def test_a_flipped_bit_is_found_or_does_no_harm(self, saved: Path) -> None:
+        whole, random = training_state(), np.random.default_rng(5)
+        for file, data in _files(saved):
+            places = random.permutation(len(data))[:_MOST_FLIPS] if len(data) > _MOST_FLIPS else range(len(data))
+            for place in map(int, places):
+                damaged = bytearray(data)
+                damaged[place] ^= 1 << int(random.integers(8))
+                file.write_bytes(damaged)
+                found = self.examine(saved)
+                noticed = found.refused or bool(found.problems)
+                assert noticed or not self.covers_every_byte, f"{file.name} byte {place}"
+                assert noticed or not self.detects_damage or same(whole, found.state), f"{file.name} byte {place}"
+            file.write_bytes(data)
+
+    def test_a_lost_file_is_missed(self, saved: Path) -> None:
+        for file, data in _files(saved):
+            file.unlink()
+            assert self.examine(saved).refused, file.name
+            file.write_bytes(data)
+
+    def test_any_range_can_be_read_from_any_thread(self, tmp_path: Path) -> None:
+        state, path = STATES["several blocks"](), self.destination(tmp_path)
+        self.save(state, path)
+        expected = state["large"].numpy().view(np.uint8)
+        random = np.random.default_rng(3)
+        ranges = [sorted(random.integers(0, expected.size // 4 + 1, 2) * 4) for _ in range(24)]
+        with self.format.open(path, OpenSettings()) as reader, ThreadPoolExecutor(8) as pool:
+
+            def read(bounds: list[int]) -> bool:
+                start, stop = map(int, bounds)
+                out = np.empty(stop - start, np.uint8)
+                reader.read("large", start, stop, out)
+                return np.array_equal(out, expected[start:stop])
+
+            assert all(pool.map(read, [*ranges, [0, expected.size], [4, 4]]))
+
+    def test_a_checkpoint_is_a_source(self, tmp_path: Path) -> None:
+        """Converting: the leaves come from another checkpoint, never held as a whole state."""
+        native = plugins.get("formats", "native")
+        native.write(flatten(training_state()), tmp_path / "native", WriteSettings())
+        with native.open(tmp_path / "native", OpenSettings()) as reader:
+            given = WriteSettings(compression=self.compression, options=self.options, threads=2)
+            self.format.write(reader.flat, self.destination(tmp_path), given)
+        assert difference(training_state(), self.read(self.destination(tmp_path))) is None
+        with self.format.open(self.destination(tmp_path), OpenSettings()) as reader:
+            native.write(reader.flat, tmp_path / "back", WriteSettings())
+        with native.open(tmp_path / "back", OpenSettings()) as reader:
+            assert difference(training_state(), load(reader)) is None
+
+    @pytest.mark.parametrize("call", ["pwrite", "fsync"])
+    @pytest.mark.parametrize("over", [False, True], ids=["new", "over another"])
+    def test_a_failing_disk_leaves_what_was_there(
+        self, call: str, over: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = self.destination(tmp_path)
+        if over:
+            self.save(training_state(), path)
+        disk = FailingDisk(getattr(os, call))
+        monkeypatch.setattr(os, call, disk)
+        rehearsal = tmp_path / "rehearsal"
+        rehearsal.mkdir()
+        self.save(STATES["flat"](), self.destination(rehearsal))
+        assert disk.calls > 0, f"the format never calls os.{call}, so it cannot be durable"
+        # The last fsync comes after the rename: what fails then is visible already.
+        last = disk.calls - 1 if call == "fsync" else disk.calls
+        for number in np.unique(np.linspace(1, last, _MOST_FAILURES).astype(int)):
+            disk.fail_at(int(number))
+            with pytest.raises(StoreError):
+                self.save(STATES["flat"](), path, overwrite=over)
+            assert names_in(tmp_path) == sorted(["rehearsal", *([path.name] if over else [])])
+            if over:
+                assert same(training_state(), self.read(path))
+
+
+def _files(path: Path) -> Iterator[tuple[Path, bytes]]:
+    for name, data in content(path).items():
+        yield path.parent / name, data

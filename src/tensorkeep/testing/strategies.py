@@ -1,0 +1,134 @@
+"""Hypothesis strategies for plug-in authors: dtypes, shapes, awkward tensors and arrays, nested states."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from tensorkeep.state.dtypes import BY_NAME, DType
+from tensorkeep.state.leaf import Leaf, allocate
+
+Point = namedtuple("Point", ["x", "y"])
+
+TORCH_DTYPES = [dtype for dtype in BY_NAME.values() if dtype.has_torch]
+NUMPY_DTYPES = [dtype for dtype in BY_NAME.values() if dtype.has_numpy]
+
+shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+"""Shapes with 0-d, empty and length-1 dimensions."""
+
+
+@st.composite
+def _filled(draw: st.DrawFn, kind: str, dtype: DType, shape: tuple[int, ...]) -> Any:
+    """A dense array of random bits: NaN payloads, denormals and all."""
+    array = allocate(kind, dtype, shape)
+    leaf = Leaf.of("x", array)
+    assert leaf is not None
+    seed = draw(st.integers(0, 2**32 - 1))
+    bits = np.random.default_rng(seed).integers(0, 256, leaf.nbytes, np.uint8)
+    if dtype.kind == "bool":
+        bits &= 1
+    elif dtype.itemsize == 1 and dtype.kind in ("int", "uint") and not dtype.has_torch:
+        # Numbers of two or four bits lie alone in a byte; the other bits must repeat the sign.
+        width = int(dtype.name[-1])
+        bits &= (1 << width) - 1
+        if dtype.kind == "int":
+            bits[bits >= 1 << (width - 1)] |= 256 - (1 << width)
+    elif dtype.name.startswith(("float4_e2m1fn", "float6")) and not dtype.has_torch:
+        bits &= (1 << int(dtype.name[5])) - 1
+    leaf.write(0, leaf.nbytes, bits)
+    return array
+
+
+@st.composite
+def tensors(draw: st.DrawFn, dtypes: list[DType] | None = None) -> torch.Tensor:
+    """Tensors of every dtype and layout: transposed, sliced with steps, expanded, conjugated, tracking gradients."""
+    dtype = draw(st.sampled_from(dtypes or TORCH_DTYPES))
+    shape = draw(shapes)
+    tensor: torch.Tensor = draw(_filled("tensor", dtype, shape))
+    for dimension, length in enumerate(tensor.shape):
+        change = draw(st.sampled_from(["none", "none", "step", "narrow", "expand"]))
+        if change == "step":
+            tensor = tensor[(slice(None),) * dimension + (slice(None, None, 2),)]
+        elif change == "narrow" and length > 1:
+            tensor = tensor.narrow(dimension, 1, length - 1)
+        elif change == "expand" and length == 1:
+            tensor = tensor.expand(*tensor.shape[:dimension], 3, *tensor.shape[dimension + 1 :])
+    tensor = tensor.permute(draw(st.permutations(range(tensor.ndim))))
+    if dtype.name in ("complex64", "complex128") and draw(st.booleans()):
+        tensor = tensor.conj()
+    if dtype.kind in ("float", "complex") and draw(st.integers(0, 4)) == 0:
+        tensor = tensor.detach().requires_grad_()
+    return tensor
+
+
+@st.composite
+def arrays(draw: st.DrawFn, dtypes: list[DType] | None = None) -> Any:
+    """Numpy arrays of every dtype and layout: transposed, reversed, sliced with steps, broadcast, read-only."""
+    dtype = draw(st.sampled_from(dtypes or NUMPY_DTYPES))
+    array = draw(_filled("ndarray", dtype, draw(shapes)))
+    for dimension in range(array.ndim):
+        step = draw(st.sampled_from([1, 1, 2, -1, -2]))
+        array = array[(slice(None),) * dimension + (slice(None, None, step),)]
+    array = array.transpose(draw(st.permutations(range(array.ndim))))
+    if draw(st.integers(0, 4)) == 0:
+        array = np.broadcast_to(array, (2, *array.shape))
+    return array
+
+
+numpy_scalars = st.sampled_from(NUMPY_DTYPES).flatmap(lambda dtype: _filled("npscalar", dtype, ())).map(lambda a: a[()])
+
+parameters = (
+    tensors([dtype for dtype in TORCH_DTYPES if dtype.kind in ("float", "complex")])
+    .filter(lambda tensor: not tensor.is_conj())
+    .flatmap(lambda tensor: st.booleans().map(lambda grad: torch.nn.Parameter(tensor.detach(), requires_grad=grad)))
+)
+
+leaves = tensors() | arrays() | numpy_scalars | parameters
+"""Everything that becomes a leaf."""
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sampled_from(
+    ["", ".", "a.b", "a", "b", "1", "True", "__metadata__", "a%2Eb", "%", "weight", "model", "a/b", "\0"]
+)
+
+floats = st.integers(0, 2**64 - 1).map(lambda bits: struct.unpack("<d", struct.pack("<Q", bits))[0]) | st.floats()
+"""Floats of any bits."""
+
+keys = texts | st.integers() | st.booleans() | st.none() | floats.filter(lambda value: not math.isnan(value))
+
+plain_values = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(-(2**200), 2**200)
+    | floats
+    | st.builds(complex, floats, floats)
+    | texts
+    | st.binary(max_size=8)
+    | st.binary(max_size=8).map(bytearray)
+    | st.builds(range, st.integers(), st.integers(), st.integers(1, 9) | st.integers(-9, -1))
+    | st.frozensets(keys, max_size=3)
+    | st.sets(keys, max_size=3)
+    | st.lists(st.integers(0, 2**40), max_size=3).map(torch.Size)
+    | st.sampled_from([torch.bfloat16, torch.int64, torch.device("cpu"), torch.device("cuda:1")])
+)
+"""Everything that a state can hold besides containers and leaves."""
+
+
+def _containers(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return (
+        st.lists(values, max_size=4)
+        | st.lists(values, max_size=4).map(tuple)
+        | st.dictionaries(keys, values, max_size=4)
+        | st.dictionaries(texts, values, max_size=4).map(OrderedDict)
+        | st.builds(Point, values, values)
+    )
+
+
+states = st.recursive(plain_values | leaves, _containers, max_leaves=12)
+"""Nested states of everything that can be saved, classes to be registered aside."""

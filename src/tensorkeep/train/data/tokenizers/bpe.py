@@ -1,0 +1,147 @@
+"""Byte-level byte-pair encoding, trained on the corpus by Hugging Face's ``tokenizers``.
+
+The scheme is GPT-2's: text is split into words by its pattern, the bytes of each word are merged pair by pair in the
+order in which the pairs were learned (Sennrich et al., 2016, https://arxiv.org/abs/1508.07909; Radford et al., 2019).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+
+from tensorkeep.errors import MissingExtraError
+from tensorkeep.train.data.tokenizers.base import END_OF_DOCUMENT, Corpus, Ids, Tokenizer, Tokens
+from tensorkeep.train.data.tokenizers.line_ends import at_line_ends
+
+DEFAULT_VOCAB_SIZE = 4096
+SMALLEST_VOCAB_SIZE = 257
+"""Every byte, and the end of a document."""
+
+_LEAST_OFTEN = 2
+"""A pair that occurs once teaches nothing."""
+
+
+class BpeTokenizer(Tokenizer):
+    """Byte pairs that were learned from a corpus.
+
+    Parameters
+    ----------
+    vocabulary : sequence of str
+        The tokens in the order of their ids, their bytes written as GPT-2 does; the single bytes are all among them.
+    merges : sequence of (str, str)
+        The pairs, in the order in which they were learned.
+    documents : bool
+        Whether there is a token more, behind the others, that ends a document.
+
+    Raises
+    ------
+    ValueError
+        If the vocabulary and the merges do not fit together.
+    MissingExtraError
+        If ``tokenizers`` is not installed.
+    """
+
+    name = "bpe"
+
+    def __init__(self, vocabulary: Sequence[str], merges: Sequence[tuple[str, str]], *, documents: bool) -> None:
+        library = hugging_face()
+        ids = {token: id for id, token in enumerate(vocabulary)}
+        if len(ids) != len(vocabulary):
+            raise ValueError("a token occurs twice")
+        if not ids.keys() >= set(library.pre_tokenizers.ByteLevel.alphabet()):
+            raise ValueError("a byte is missing from the vocabulary")
+        try:
+            model = library.models.BPE(ids, [tuple(pair) for pair in merges])
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(str(error)) from error
+        self._vocabulary = tuple(vocabulary)
+        self._merges = tuple(merges)
+        self._pipeline = library.Tokenizer(model)
+        self._pipeline.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._pipeline.decoder = library.decoders.ByteLevel()
+        self.end_of_document = len(vocabulary) if documents else None
+        self.vocab_size = len(vocabulary) + documents
+
+    @classmethod
+    def learn(cls, corpus: Corpus, *, documents: bool, vocab_size: int) -> Self:
+        """Return the tokenizer whose pairs are the most frequent ones of a corpus.
+
+        Parameters
+        ----------
+        vocab_size : int
+            How many tokens to have at most, the end of a document included; a small corpus gives fewer.
+        """
+        library = hugging_face()
+        learner = library.Tokenizer(library.models.BPE())
+        learner.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        trainer = library.trainers.BpeTrainer(
+            vocab_size=vocab_size - documents,
+            min_frequency=_LEAST_OFTEN,
+            show_progress=False,
+            initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
+        )
+        learner.train_from_iterator((text for texts in corpus for text in at_line_ends(texts)), trainer=trainer)
+        model = json.loads(learner.to_str())["model"]
+        vocabulary = sorted(model["vocab"], key=model["vocab"].__getitem__)
+        return cls(vocabulary, [(left, right) for left, right in model["merges"]], documents=documents)
+
+    @classmethod
+    def from_dict(cls, stored: dict[str, Any]) -> Self:
+        """Return the tokenizer of a dict that `as_dict` made; ValueError or ValidationError if it is malformed."""
+        fields = msgspec.convert(stored, _Stored)
+        return cls(fields.vocabulary, fields.merges, documents=fields.end_of_document)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "kind": "bpe",
+            "vocabulary": list(self._vocabulary),
+            "merges": [list(pair) for pair in self._merges],
+            "end_of_document": self.end_of_document is not None,
+        }
+
+    def hugging_face_json(self) -> str:
+        """Return the ``tokenizer.json`` of the same tokens; in it the end of a document is a special token."""
+        library = hugging_face()
+        exported = library.Tokenizer.from_str(self._pipeline.to_str())
+        if self.end_of_document is not None:
+            exported.add_special_tokens([END_OF_DOCUMENT])
+        return str(exported.to_str())
+
+    def encode_stream(self, texts: Iterator[str]) -> Iterator[Tokens]:
+        """Yield the tokens of a text that comes in pieces; it is cut at line ends, see `at_line_ends`."""
+        return map(self.encode, at_line_ends(texts))
+
+    def _encode(self, text: str) -> Tokens:
+        # Of the library's ways this is the one that does not keep track of places in the text.
+        return np.array(self._pipeline.encode_batch_fast([text])[0].ids, self.dtype)
+
+    def _decode(self, ids: Ids) -> str:
+        return str(self._pipeline.decode(ids.tolist(), skip_special_tokens=False))
+
+
+class _Stored(msgspec.Struct):
+    vocabulary: list[str]
+    merges: list[tuple[str, str]]
+    end_of_document: bool
+
+
+def hugging_face() -> Any:
+    """Return the module ``tokenizers``.
+
+    Raises
+    ------
+    MissingExtraError
+        If it is not installed.
+    """
+    try:
+        import tokenizers as module
+    except ImportError as error:
+        raise MissingExtraError(
+            "byte-pair encoding needs the package tokenizers, which is not installed",
+            remedy="pip install 'tensorkeep[train]'",
+        ) from error
+    return module

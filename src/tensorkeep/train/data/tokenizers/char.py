@@ -1,0 +1,88 @@
+"""One token per character: the vocabulary is the sorted set of the characters of the corpus, as in nanoGPT."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tensorkeep.errors import UsageError
+from tensorkeep.train.data.tokenizers.base import Corpus, Ids, Tokenizer, Tokens
+
+
+class CharTokenizer(Tokenizer):
+    """Characters (Unicode code points), numbered in their order.
+
+    Parameters
+    ----------
+    characters : str
+        The vocabulary, in ascending order without repeats.
+    documents : bool
+        Whether there is a token more, behind the characters, that ends a document.
+
+    Raises
+    ------
+    ValueError
+        If the characters are not in order.
+    """
+
+    name = "char"
+
+    def __init__(self, characters: str, *, documents: bool) -> None:
+        codes = _codes(characters)
+        if not codes.size or (np.diff(codes.astype(np.int64)) <= 0).any():
+            raise ValueError("the characters are not in ascending order")
+        self.characters = characters
+        self.end_of_document = len(characters) if documents else None
+        self.vocab_size = len(characters) + documents
+        # A table over all code points up to the largest; the place behind it stands for every larger one.
+        self._ids = np.full(int(codes[-1]) + 2, -1, np.int32)
+        self._ids[codes] = np.arange(len(codes))
+        self._codes = codes
+
+    @classmethod
+    def learn(cls, corpus: Corpus, *, documents: bool) -> Self:
+        """Return the tokenizer of all characters that occur."""
+        seen = np.zeros(sys.maxunicode + 1, bool)
+        for texts in corpus:
+            for text in texts:
+                seen[_codes(text)] = True
+        return cls("".join(map(chr, np.flatnonzero(seen))), documents=documents)
+
+    @classmethod
+    def from_dict(cls, stored: dict[str, Any]) -> Self:
+        """Return the tokenizer of a dict that `as_dict` made; ValueError or ValidationError if it is malformed."""
+        fields = msgspec.convert(stored, _Stored)
+        return cls(fields.characters, documents=fields.end_of_document)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "kind": "char",
+            "characters": self.characters,
+            "end_of_document": self.end_of_document is not None,
+        }
+
+    def _encode(self, text: str) -> Tokens:
+        ids = self._ids[np.minimum(_codes(text), len(self._ids) - 1)]
+        if ids.size and ids.min() < 0:
+            unknown = text[int(np.argmin(ids))]
+            raise UsageError(
+                f"the character {unknown!r} (U+{ord(unknown):04X}) is not in the vocabulary",
+                remedy='leave it out, or prepare the data with the tokenizer "byte" or "bpe", which know them all',
+            )
+        return ids.astype(self.dtype)
+
+    def _decode(self, ids: Ids) -> str:
+        return self._codes[ids].tobytes().decode("utf-32-le")
+
+
+class _Stored(msgspec.Struct):
+    characters: str
+    end_of_document: bool
+
+
+def _codes(text: str) -> npt.NDArray[np.uint32]:
+    return np.frombuffer(text.encode("utf-32-le"), "<u4")

@@ -1,0 +1,174 @@
+"""The vocabularies of OpenAI's ``tiktoken``, where they are at hand: nothing is ever downloaded.
+
+``tiktoken`` keeps what it has downloaded in a cache (``TIKTOKEN_CACHE_DIR``, ``DATA_GYM_CACHE_DIR``, or
+``data-gym-cache`` in the folder for temporary files), and goes to the network for what is missing there. Here it must
+not: what is not in the cache is an error. Prepared data holds the vocabulary itself, so reading it needs no cache.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import difflib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+
+from tensorkeep.errors import MissingExtraError, UnsupportedError, UsageError
+from tensorkeep.train.data.tokenizers.base import END_OF_DOCUMENT, Ids, Tokenizer, Tokens
+from tensorkeep.train.data.tokenizers.line_ends import at_line_ends
+
+_patching = threading.Lock()
+
+
+class TiktokenTokenizer(Tokenizer):
+    """One of tiktoken's encodings.
+
+    Parameters
+    ----------
+    encoding : tiktoken.Encoding
+        It has the special token ``<|endoftext|>``, which ends a document.
+
+    Raises
+    ------
+    ValueError
+        If it has not.
+    """
+
+    def __init__(self, encoding: Any) -> None:
+        if END_OF_DOCUMENT not in encoding._special_tokens:
+            raise ValueError(f"the encoding {encoding.name!r} has no token {END_OF_DOCUMENT}")
+        self.name = f"tiktoken:{encoding.name}"
+        self.vocab_size = int(encoding.n_vocab)
+        self.end_of_document = int(encoding._special_tokens[END_OF_DOCUMENT])
+        self._encoding = encoding
+
+    @classmethod
+    def named(cls, name: str) -> Self:
+        """Return the encoding of a name, such as ``"gpt2"``, from tiktoken's cache.
+
+        Raises
+        ------
+        MissingExtraError
+            If ``tiktoken`` is not installed.
+        UsageError
+            If it knows no such encoding.
+        UnsupportedError
+            If the vocabulary is not on this machine.
+        """
+        library = _tiktoken()
+        known = library.list_encoding_names()
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            remedy = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            raise UsageError(f"tiktoken has no encoding {name!r}", remedy=remedy)
+        try:
+            with _offline():
+                return cls(library.get_encoding(name))
+        except _NotAtHand as error:
+            raise UnsupportedError(
+                f"the vocabulary of {name} is not on this machine ({error}), and nothing is downloaded",
+                remedy=f"copy it into tiktoken's cache (TIKTOKEN_CACHE_DIR); where there is a network, "
+                f"`python -c \"import tiktoken; tiktoken.get_encoding('{name}')\"` fetches it",
+            ) from None
+        except ValueError as error:
+            raise UnsupportedError(f"the encoding {name} cannot be used: {error}") from error
+
+    @classmethod
+    def from_dict(cls, stored: dict[str, Any]) -> Self:
+        """Return the tokenizer of a dict that `as_dict` made; ValueError or ValidationError if it is malformed."""
+        fields = msgspec.convert(stored, _Stored)
+        try:
+            ranks = {base64.b64decode(token, validate=True): rank for token, rank in fields.ranks.items()}
+        except binascii.Error as error:
+            raise ValueError("a token is not base64") from error
+        ids = [*ranks.values(), *fields.special_tokens.values()]
+        if len(ranks) != len(fields.ranks) or len(set(ids)) != len(ids) or not all(0 <= id < _MOST for id in ids):
+            raise ValueError("its ids are not one per token")
+        if not ranks.keys() >= {bytes([value]) for value in range(256)}:
+            raise ValueError("a byte is missing from the vocabulary")
+        try:
+            encoding = _tiktoken().Encoding(
+                fields.name, pat_str=fields.pattern, mergeable_ranks=ranks, special_tokens=fields.special_tokens
+            )
+        except Exception as error:  # the library raises nothing narrower
+            if isinstance(error, MissingExtraError):
+                raise
+            raise ValueError(str(error)) from error
+        return cls(encoding)
+
+    def as_dict(self) -> dict[str, Any]:
+        encoding = self._encoding
+        ranks = sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1])
+        return {
+            "kind": "tiktoken",
+            "name": encoding.name,
+            "pattern": encoding._pat_str,
+            "ranks": {base64.b64encode(token).decode(): rank for token, rank in ranks},
+            "special_tokens": dict(encoding._special_tokens),
+        }
+
+    def encode_stream(self, texts: Iterator[str]) -> Iterator[Tokens]:
+        """Yield the tokens of a text that comes in pieces; it is cut at line ends, see `at_line_ends`."""
+        return map(self.encode, at_line_ends(texts))
+
+    def _encode(self, text: str) -> Tokens:
+        return np.array(self._encoding.encode_ordinary(text), self.dtype)
+
+    def _decode(self, ids: Ids) -> str:
+        return b"".join(map(self._bytes, ids.tolist())).decode(errors="replace")
+
+    def _bytes(self, id: int) -> bytes:
+        try:
+            return bytes(self._encoding.decode_single_token_bytes(id))
+        except KeyError:
+            # Some vocabularies have gaps, and nothing keeps a model from predicting one.
+            return "\ufffd".encode()
+
+
+_MOST = 1 << 24
+
+
+class _Stored(msgspec.Struct):
+    name: str
+    pattern: str
+    ranks: dict[str, int]
+    special_tokens: dict[str, int]
+
+
+class _NotAtHand(Exception):
+    """The library would go to the network; its text is the address."""
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Let the library read what is on this machine, and raise `_NotAtHand` where it would go to the network."""
+    from tiktoken import load
+
+    def read_file(blobpath: str) -> bytes:
+        if "://" in blobpath:
+            raise _NotAtHand(blobpath)
+        return bytes(real(blobpath))
+
+    with _patching:
+        real = load.read_file
+        load.read_file = read_file
+        try:
+            yield
+        finally:
+            load.read_file = real
+
+
+def _tiktoken() -> Any:
+    try:
+        import tiktoken as module
+    except ImportError as error:
+        raise MissingExtraError(
+            "this tokenizer needs the package tiktoken, which is not installed",
+            remedy="pip install 'tensorkeep[train]'",
+        ) from error
+    return module

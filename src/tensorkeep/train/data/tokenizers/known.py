@@ -1,0 +1,102 @@
+"""Which tokenizers there are: by the name that a person gives, and by what was stored of one."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+
+from tensorkeep.errors import CorruptCheckpointError, UsageError
+from tensorkeep.train.data.tokenizers.base import Corpus, Tokenizer
+from tensorkeep.train.data.tokenizers.bpe import DEFAULT_VOCAB_SIZE, SMALLEST_VOCAB_SIZE, BpeTokenizer, hugging_face
+from tensorkeep.train.data.tokenizers.byte import ByteTokenizer
+from tensorkeep.train.data.tokenizers.char import CharTokenizer
+from tensorkeep.train.data.tokenizers.from_tiktoken import TiktokenTokenizer
+
+CHOICES = ("char", "byte", "bpe", "tiktoken:NAME")
+
+_FROM_DICT: dict[object, Callable[[dict[str, Any]], Tokenizer]] = {
+    "char": CharTokenizer.from_dict,
+    "byte": ByteTokenizer.from_dict,
+    "bpe": BpeTokenizer.from_dict,
+    "tiktoken": TiktokenTokenizer.from_dict,
+}
+
+
+class Learn(Protocol):
+    """Makes a tokenizer for a corpus, of which it may read nothing or all."""
+
+    def __call__(self, corpus: Corpus, *, documents: bool) -> Tokenizer: ...
+
+
+def learner(choice: str, vocab_size: int | None = None) -> Learn:
+    """Return what makes the tokenizer of a choice; all that can be refused before a corpus is read is refused here.
+
+    Parameters
+    ----------
+    choice : str
+        ``"char"``, ``"byte"``, ``"bpe"`` or ``"tiktoken:NAME"``.
+    vocab_size : int, optional
+        For ``"bpe"``: the most tokens to have, by default 4096.
+
+    Raises
+    ------
+    UsageError
+        If there is no such tokenizer, or it takes no such vocabulary.
+    MissingExtraError
+        If it needs a package that is not installed.
+    UnsupportedError
+        If it needs a vocabulary that is not on this machine.
+    """
+    kind, colon, name = choice.partition(":")
+    if vocab_size is not None and kind != "bpe":
+        raise UsageError(
+            f"the tokenizer {choice!r} takes no vocabulary size: it has its own", remedy="leave it out, or take bpe"
+        )
+    if kind == "tiktoken" and name:
+        found = TiktokenTokenizer.named(name)
+        return lambda corpus, *, documents: found
+    if choice == "char":
+        return CharTokenizer.learn
+    if choice == "byte":
+        return lambda corpus, *, documents: ByteTokenizer(documents=documents)
+    if choice == "bpe":
+        hugging_face()
+        return partial(BpeTokenizer.learn, vocab_size=_checked(vocab_size))
+    near = difflib.get_close_matches(kind, [each.partition(":")[0] for each in CHOICES], n=1)
+    hint = f"did you mean {near[0]!r}? " if near and not colon else ""
+    raise UsageError(f"there is no tokenizer {choice!r}", remedy=f"{hint}there are {', '.join(CHOICES)}")
+
+
+def _checked(vocab_size: int | None) -> int:
+    if vocab_size is None:
+        return DEFAULT_VOCAB_SIZE
+    if isinstance(vocab_size, bool) or not SMALLEST_VOCAB_SIZE <= vocab_size < 1 << 31:
+        raise UsageError(
+            f"a vocabulary of {vocab_size} is not possible: every byte and the end of a document are in it",
+            remedy=f"give {SMALLEST_VOCAB_SIZE} or more",
+        )
+    return vocab_size
+
+
+def tokenizer_from_dict(stored: dict[str, Any]) -> Tokenizer:
+    """Return the tokenizer of a dict that `Tokenizer.as_dict` made.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        If the dict is malformed.
+    MissingExtraError
+        If the tokenizer needs a package that is not installed.
+    """
+    kind = stored.get("kind")
+    read = _FROM_DICT.get(kind) if isinstance(kind, str) else None
+    if read is None:
+        raise CorruptCheckpointError(f"there is no tokenizer of the kind {kind!r}")
+    try:
+        return read(stored)
+    except (ValueError, msgspec.ValidationError) as error:
+        raise CorruptCheckpointError(f"the {kind} tokenizer is malformed ({error})") from error

@@ -1,0 +1,251 @@
+"""Export: a trained model as a folder that Hugging Face transformers opens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from tensorkeep.checkpoint.arguments import checked_path
+from tensorkeep.checkpoint.save import save
+from tensorkeep.errors import PathLike, StateMismatchError, UsageError
+from tensorkeep.io.commit import Commit
+from tensorkeep.io.files import write_small
+from tensorkeep.io.temporaries import remove_abandoned
+from tensorkeep.train.model.config import ModelConfig
+from tensorkeep.train.model.gpt import GPT
+from tensorkeep.train.model.huggingface import Architecture, architecture_of
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_MOST_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """What an export wrote.
+
+    Attributes
+    ----------
+    path : str
+        The folder.
+    architecture : str
+        The class in transformers: ``"GPT2LMHeadModel"`` or ``"LlamaForCausalLM"``.
+    parameters : int
+        Elements of the tensors that were written; tied weights once.
+    dtype : str
+        Of the tensors.
+    stored_bytes : int
+        Of all files.
+    files : tuple of str
+        Their names.
+    """
+
+    path: str
+    architecture: str
+    parameters: int
+    dtype: str
+    stored_bytes: int
+    files: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain values, as ``--json`` prints it."""
+        return asdict(self)
+
+
+def export(
+    model_or_state: GPT | Mapping[str, Tensor],
+    config: ModelConfig,
+    folder: PathLike,
+    *,
+    tokenizer_json: str | None = None,
+    end_of_document: int | None = None,
+    dtype: torch.dtype | str | None = None,
+    overwrite: bool = False,
+) -> ExportReport:
+    """Write a folder that ``transformers.AutoModelForCausalLM.from_pretrained`` opens; visible whole or not at all.
+
+    Models with learned positions, LayerNorm and GELU become a GPT-2, those with rotary positions, RMSNorm, SwiGLU and
+    no biases a LLaMA. Both give the same logits as here, up to rounding. It takes memory for a copy of the weights.
+
+    Parameters
+    ----------
+    model_or_state : GPT or mapping of str to Tensor
+        The model, or its ``state_dict()``.
+    config : ModelConfig
+        What the model consists of.
+    folder : path-like
+        Where the export shall appear; missing parent folders are created.
+    tokenizer_json : str, optional
+        The text of a ``tokenizer.json`` of Hugging Face's tokenizers, which ``AutoTokenizer`` then opens.
+    end_of_document : int, optional
+        The token at which generation shall end.
+    dtype : torch.dtype or str, optional
+        Round the weights to float32, bfloat16 or float16; by default they are of the dtype of the token embedding.
+    overwrite : bool
+        Replace an earlier export.
+
+    Returns
+    -------
+    ExportReport
+
+    Raises
+    ------
+    UnsupportedError
+        If transformers has no architecture for the configuration, naming the settings in the way.
+    StateMismatchError
+        If the tensors are not those of the configuration.
+    UsageError
+        If another argument makes no sense.
+    DestinationExistsError, BusyError, StoreError
+        If the folder cannot be written.
+    """
+    destination = Path(checked_path(folder))
+    architecture = architecture_of(config)
+    state = _checked_state(model_or_state, config)
+    target = _checked_dtype(state["tokens.weight"].dtype if dtype is None else dtype)
+    documents = {CONFIG: _config_document(architecture, config, target, end_of_document)}
+    if tokenizer_json is not None:
+        documents[TOKENIZER_CONFIG] = _tokenizer_config(tokenizer_json, config, end_of_document)
+    # Copies: of tensors that share memory, the file would hold the first alone.
+    tensors = {
+        name: tensor.detach().to("cpu", _DTYPES[target], copy=True)
+        for name, tensor in architecture.tensors(state, config)
+    }
+    with Commit(destination, directory=True, overwrite=overwrite, replaceable=_is_export) as commit:
+        saved = save(tensors, commit.path / WEIGHTS, format="safetensors", compression="none")
+        # What its own clean-up could not remove would be published with the rest.
+        remove_abandoned(commit.path)
+        contents = {name: msgspec.json.format(msgspec.json.encode(each)) for name, each in documents.items()}
+        if tokenizer_json is not None:
+            contents[TOKENIZER] = tokenizer_json.encode()
+        for name, content in contents.items():
+            write_small(commit.path / name, content)
+        commit.publish()
+    return ExportReport(
+        path=os.fspath(destination),
+        architecture=architecture.name,
+        parameters=sum(tensor.numel() for tensor in tensors.values()),
+        dtype=target,
+        stored_bytes=saved.stored_bytes + sum(map(len, contents.values())),
+        files=(WEIGHTS, *contents),
+    )
+
+
+def _is_export(path: Path) -> bool:
+    names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+    return {CONFIG, WEIGHTS} <= names <= {CONFIG, WEIGHTS, TOKENIZER, TOKENIZER_CONFIG}
+
+
+def _checked_state(model_or_state: GPT | Mapping[str, Tensor], config: ModelConfig) -> Mapping[str, Tensor]:
+    """Return the tensors by our names, after a check that they are those of the configuration."""
+    if isinstance(model_or_state, GPT):
+        if model_or_state.config != config:
+            raise UsageError("the configuration is not the model's", remedy="give model.config")
+        return model_or_state.state_dict()
+    state: dict[str, Any] = dict(model_or_state)
+    wanted = {name: tensor.shape for name, tensor in GPT(config, device="meta").state_dict().items()}
+    if config.tied:
+        state.pop("head.weight", None)
+        wanted.pop("head.weight")
+    missing = tuple(sorted(wanted.keys() - state.keys()))
+    extra = tuple(sorted(state.keys() - wanted.keys()))
+    common = sorted(wanted.keys() & state.keys())
+    different = tuple(name for name in common if getattr(state[name], "shape", None) != wanted[name])
+    if missing or extra or different:
+        parts = {"missing": missing, "not the model's": extra, "of another shape": different}
+        raise StateMismatchError(
+            "the tensors are not those of the configuration: "
+            + "; ".join(f"{what}: {_listed(names)}" for what, names in parts.items() if names),
+            remedy="give the state_dict() of the model, and its configuration",
+            missing=missing,
+            extra=extra,
+            different=different,
+        )
+    return state
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _checked_dtype(dtype: torch.dtype | str) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise UsageError(f"the dtype is {name}", remedy=f"choose one of {', '.join(_DTYPES)}")
+    return name
+
+
+def _config_document(
+    architecture: Architecture, config: ModelConfig, dtype: str, end_of_document: int | None
+) -> dict[str, Any]:
+    if end_of_document is not None and not 0 <= end_of_document < config.vocab_size:
+        raise UsageError(
+            f"the end of document is token {end_of_document}, and the model knows 0 to {config.vocab_size - 1}",
+            remedy="give the tokenizer's, or leave it out",
+        )
+    return {
+        "architectures": [architecture.name],
+        **architecture.settings(config),
+        "vocab_size": config.vocab_size,
+        "initializer_range": float(config.init_std),
+        "tie_word_embeddings": config.tied,
+        "torch_dtype": dtype,
+        # Without these, transformers takes those of the published models.
+        "bos_token_id": end_of_document,
+        "eos_token_id": end_of_document,
+        "pad_token_id": None,
+    }
+
+
+def _tokenizer_config(text: str, config: ModelConfig, end_of_document: int | None) -> dict[str, Any]:
+    """Return what lies beside the tokenizer, after a check that the model knows its tokens."""
+    tokens = _tokens_of(text)
+    largest = max(tokens.values(), default=0)
+    if largest >= config.vocab_size:
+        raise UsageError(
+            f"the tokenizer has the token {largest}, and the model knows 0 to {config.vocab_size - 1}",
+            remedy="give the tokenizer that the model was trained with",
+        )
+    ends = [token for token, number in tokens.items() if number == end_of_document]
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": config.context_length,
+        "clean_up_tokenization_spaces": False,
+        **({"eos_token": ends[0]} if ends else {}),
+    }
+
+
+class _TokenizerModel(msgspec.Struct):
+    vocab: dict[str, int]
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _TokenizerFile(msgspec.Struct):
+    model: _TokenizerModel
+    added_tokens: list[_AddedToken] = []
+
+
+def _tokens_of(text: str) -> dict[str, int]:
+    try:
+        file = msgspec.json.decode(text, type=_TokenizerFile)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise UsageError(
+            f"the tokenizer is not a tokenizer.json ({error})", remedy="give what Tokenizer.to_str() returns"
+        ) from error
+    return file.model.vocab | {token.content: token.id for token in file.added_tokens}

@@ -1,0 +1,75 @@
+"""The keys and values of the tokens seen so far, so that generation computes each of them once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tensorkeep.train.model.config import ModelConfig
+
+
+class LayerCache:
+    """What one attention layer has seen.
+
+    Attributes
+    ----------
+    length : int
+        How many positions are filled.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self._keys = keys
+        self._values = values
+        self.length = 0
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the keys and values of new positions; return those of all positions so far.
+
+        Parameters
+        ----------
+        keys, values : Tensor
+            Of shape [batch, heads, new positions, head size].
+        """
+        start, self.length = self.length, self.length + keys.shape[2]
+        self._keys[:, :, start : self.length] = keys
+        self._values[:, :, start : self.length] = values
+        return self._keys[:, :, : self.length], self._values[:, :, : self.length]
+
+
+class Cache:
+    """The keys and values of all layers, in memory that is taken once; see `GPT.new_cache`.
+
+    It takes 2 n_layers d_model elements for each position of each sequence. Use it where no gradients are recorded.
+
+    Parameters
+    ----------
+    config : ModelConfig
+    batch_size : int
+        Number of sequences.
+    device, dtype
+        Of the tensors.
+
+    Attributes
+    ----------
+    layers : list of LayerCache
+    embedded : Tensor or None
+        The embedding of the last token of each sequence, [batch, 1, d_model], where the model has a token shift.
+    """
+
+    embedded: Tensor | None = None
+
+    def __init__(self, config: ModelConfig, batch_size: int, *, device: torch.device, dtype: torch.dtype) -> None:
+        shape = (2, config.n_layers, batch_size, config.n_heads, config.context_length, config.head_size)
+        keys, values = torch.empty(shape, device=device, dtype=dtype)
+        self.layers = [LayerCache(*pair) for pair in zip(keys, values, strict=True)]
+
+    @property
+    def length(self) -> int:
+        """How many tokens it has seen."""
+        return self.layers[0].length
+
+    def clear(self) -> None:
+        """Forget all tokens."""
+        self.embedded = None
+        for layer in self.layers:
+            layer.length = 0

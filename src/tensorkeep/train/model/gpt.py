@@ -1,0 +1,203 @@
+"""The model: token embedding, blocks, final norm and head."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tensorkeep.errors import UsageError
+from tensorkeep.train.model.attention import Attention
+from tensorkeep.train.model.block import Block
+from tensorkeep.train.model.cache import Cache
+from tensorkeep.train.model.config import ModelConfig
+from tensorkeep.train.model.norms import build_norm
+from tensorkeep.train.model.positions import LearnedPositions, RotaryPositions
+from tensorkeep.train.model.shift import TokenShift
+
+IGNORED = -1
+"""The target that the loss leaves out."""
+
+_RESIDUAL = ("attention.out.weight", "mlp.down.weight")
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer (Radford et al., 2019, GPT-2), with the parts that the configuration chooses.
+
+    Checkpoints hold its tensors under these names; N counts the blocks from 0::
+
+        tokens.weight                    [vocab_size, d_model]
+        shift.share                      [d_model]                  token shift only
+        positions.weight                 [context_length, d_model]  learned positions only
+        blocks.N.norm1.weight            [d_model]
+        blocks.N.attention.qkv.weight    [3 d_model, d_model]
+        blocks.N.attention.out.weight    [d_model, d_model]
+        blocks.N.norm2.weight            [d_model]
+        blocks.N.mlp.up.weight           [mlp_width, d_model]
+        blocks.N.mlp.gate.weight         [mlp_width, d_model]       gated activations only
+        blocks.N.mlp.down.weight         [d_model, mlp_width]
+        norm.weight                      [d_model]
+        head.weight                      [vocab_size, d_model]      the same tensor as tokens.weight where tied
+
+    With ``bias`` each of them within the blocks, and the final norm, has a ``bias`` beside its ``weight``, except
+    RMSNorm.
+
+    A technique may replace ``blocks[i].forward`` (called as ``(x, rotation, past)``) or
+    ``blocks[i].attention.kernel``; neither changes the names.
+
+    Parameters
+    ----------
+    config : ModelConfig
+    generator : torch.Generator, optional
+        Draws the initial weights, on its own device: those of a seeded generator on the CPU are the same wherever the
+        model is. Without it torch's own draws them.
+    device : torch.device or str, optional
+        Where the parameters are. On ``"meta"`` they have no values; after ``to_empty`` call `initialise`.
+
+    Attributes
+    ----------
+    config : ModelConfig
+    tokens, positions, blocks, norm, head : nn.Module
+    shift : TokenShift or None
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        # On meta nothing is drawn that `initialise` would overwrite.
+        with torch.device("meta"):
+            self.tokens = nn.Embedding(config.vocab_size, config.d_model)
+            self.shift = TokenShift(config) if config.token_shift else None
+            self.positions: LearnedPositions | RotaryPositions = (
+                LearnedPositions(config) if config.positions == "learned" else RotaryPositions(config)
+            )
+            self.dropout = nn.Dropout(config.dropout)
+            self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+            self.norm = build_norm(config)
+            self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self._tie()
+        place = torch.get_default_device() if device is None else torch.device(device)
+        if place.type != "meta":
+            self.to_empty(device=place)
+            self.initialise(generator)
+
+    def _tie(self) -> None:
+        if self.config.tied:
+            self.head.weight = self.tokens.weight
+
+    @torch.no_grad()
+    def initialise(self, generator: torch.Generator | None = None) -> None:
+        """Draw new weights as GPT-2 does.
+
+        Matrices are normal with ``init_std``; those that write to the residual stream have ``init_std`` divided by
+        sqrt(2 n_layers), so that its variance does not grow with depth. Biases and the shares of a token shift are 0,
+        the weights of norms 1.
+        """
+        self._tie()
+        place = generator.device if generator is not None else "cpu"
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0 if name.endswith("weight") else 0.0)
+                continue
+            scale = math.sqrt(2 * self.config.n_layers) if name.endswith(_RESIDUAL) else 1.0
+            drawn = torch.empty(parameter.shape, device=place)
+            parameter.copy_(drawn.normal_(0.0, self.config.init_std / scale, generator=generator))
+        if isinstance(self.positions, RotaryPositions):
+            self.positions.fill()
+
+    @property
+    def attentions(self) -> list[Attention]:
+        """The attention of each block."""
+        return [block.attention for block in self.blocks]  # type: ignore[misc]
+
+    def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+        """Return the logits of the next token after each position.
+
+        Parameters
+        ----------
+        tokens : Tensor
+            int64, of shape [batch, positions].
+        cache : Cache, optional
+            What was seen before these tokens; they are added to it.
+
+        Returns
+        -------
+        Tensor
+            Of shape [batch, positions, vocab_size].
+
+        Raises
+        ------
+        UsageError
+            If the tokens, with those in the cache, are more than ``context_length``.
+        """
+        logits: Tensor = self.head(self.features(tokens, cache))
+        return logits
+
+    def features(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+        """Return what `forward` gives to the head, of shape [batch, positions, d_model], for losses that include it."""
+        start = 0 if cache is None else cache.length
+        stop = start + tokens.shape[-1]
+        self._check(tokens, stop)
+        x = self.embed(tokens, cache)
+        rotation = self.positions(start, stop) if isinstance(self.positions, RotaryPositions) else None
+        for index, block in enumerate(self.blocks):
+            x = block(x, rotation, None if cache is None else cache.layers[index])
+        features: Tensor = self.norm(x)
+        return features
+
+    def embed(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+        """Return what the first block is given, of shape [batch, positions, d_model]; see `forward`."""
+        start = 0 if cache is None else cache.length
+        x: Tensor = self.tokens(tokens)
+        if self.shift is not None:
+            x = self.shift(x, cache)
+        if isinstance(self.positions, LearnedPositions):
+            x = x + self.positions(start, start + tokens.shape[-1])
+        embedded: Tensor = self.dropout(x)
+        return embedded
+
+    def last_logits(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+        """Return the logits of the token after the last one, of shape [batch, vocab_size]; see `forward`."""
+        logits: Tensor = self.head(self.features(tokens, cache)[:, -1])
+        return logits
+
+    def _check(self, tokens: Tensor, stop: int) -> None:
+        if tokens.ndim != 2:
+            raise UsageError(
+                f"the tokens have {tokens.ndim} dimensions", remedy="give a tensor of shape [batch, positions]"
+            )
+        if stop > self.config.context_length:
+            raise UsageError(
+                f"{stop} tokens do not fit into the context of {self.config.context_length}",
+                remedy=f"give the last {self.config.context_length}, or train a model with a longer context",
+            )
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross entropy of the targets, in nats; see `token_loss`."""
+        return token_loss(self(tokens), targets)
+
+    def new_cache(self, batch_size: int) -> Cache:
+        """Return an empty cache for sequences of up to ``context_length`` tokens, of the weights' device and dtype."""
+        weight = self.tokens.weight
+        return Cache(self.config, batch_size, device=weight.device, dtype=weight.dtype)
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross entropy, in nats, computed in float32.
+
+    Parameters
+    ----------
+    logits : Tensor
+        Of shape [batch, positions, vocab_size].
+    targets : Tensor
+        int64, of shape [batch, positions]. Those that are -1 are left out; if all are, the mean is NaN.
+    """
+    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)

@@ -1,0 +1,178 @@
+"""What our models are in Hugging Face transformers: the class, its configuration, and its names for our tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from tensorkeep.errors import UnsupportedError
+from tensorkeep.train.model.config import ModelConfig
+
+_GPT2_BLOCK = (
+    # theirs, ours, whether theirs is stored as [inputs, outputs]
+    ("ln_1", "norm1", False),
+    ("attn.c_attn", "attention.qkv", True),
+    ("attn.c_proj", "attention.out", True),
+    ("ln_2", "norm2", False),
+    ("mlp.c_fc", "mlp.up", True),
+    ("mlp.c_proj", "mlp.down", True),
+)
+_LLAMA_BLOCK = (
+    ("input_layernorm", "norm1"),
+    ("self_attn.o_proj", "attention.out"),
+    ("post_attention_layernorm", "norm2"),
+    ("mlp.gate_proj", "mlp.gate"),
+    ("mlp.up_proj", "mlp.up"),
+    ("mlp.down_proj", "mlp.down"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A model class in transformers.
+
+    Attributes
+    ----------
+    name, title : str
+        The class, and what a person calls it.
+    needs : mapping of str to tuple
+        The values that fields of our configuration may have.
+    settings : callable
+        Returns its ``config.json`` but for what all classes share.
+    tensors : callable
+        Yields its names and tensors, made from ours.
+    """
+
+    name: str
+    title: str
+    needs: Mapping[str, tuple[object, ...]]
+    settings: Callable[[ModelConfig], dict[str, Any]]
+    tensors: Callable[[Mapping[str, Tensor], ModelConfig], Iterator[tuple[str, Tensor]]]
+
+    def obstacles(self, config: ModelConfig) -> list[str]:
+        """Return what would have to be otherwise."""
+        return [
+            f"{field}={' or '.join(map(repr, allowed))} (it is {getattr(config, field)!r})"
+            for field, allowed in self.needs.items()
+            if getattr(config, field) not in allowed
+        ]
+
+
+def architecture_of(config: ModelConfig) -> Architecture:
+    """Return the class that the model is in transformers.
+
+    Raises
+    ------
+    UnsupportedError
+        If it is none, naming the settings in the way.
+    """
+    candidates = [(architecture, architecture.obstacles(config)) for architecture in _ARCHITECTURES]
+    for architecture, obstacles in candidates:
+        if not obstacles:
+            return architecture
+    needs = "; ".join(f"{architecture.title} needs {', '.join(obstacles)}" for architecture, obstacles in candidates)
+    raise UnsupportedError(
+        f"transformers has no architecture for this model: {needs}",
+        remedy="train a model with the settings of one of them, or use this one with Tensorkeep",
+    )
+
+
+def _gpt2_settings(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2",
+        "n_positions": config.context_length,
+        "n_embd": config.d_model,
+        "n_layer": config.n_layers,
+        "n_head": config.n_heads,
+        "n_inner": config.mlp_width,
+        "activation_function": {"gelu": "gelu", "gelu_tanh": "gelu_new"}[config.activation],
+        "layer_norm_epsilon": float(config.norm_eps),
+        "embd_pdrop": float(config.dropout),
+        "attn_pdrop": float(config.dropout),
+        "resid_pdrop": float(config.dropout),
+    }
+
+
+def _gpt2_tensors(state: Mapping[str, Tensor], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    yield "transformer.wte.weight", state["tokens.weight"]
+    yield "transformer.wpe.weight", state["positions.weight"]
+    for number in range(config.n_layers):
+        for theirs, ours, transposed in _GPT2_BLOCK:
+            yield from _gpt2_layer(state, f"transformer.h.{number}.{theirs}", f"blocks.{number}.{ours}", transposed)
+    yield from _gpt2_layer(state, "transformer.ln_f", "norm", False)
+    if not config.tied:
+        yield "lm_head.weight", state["head.weight"]
+
+
+def _gpt2_layer(state: Mapping[str, Tensor], theirs: str, ours: str, transposed: bool) -> Iterator[tuple[str, Tensor]]:
+    weight = state[f"{ours}.weight"]
+    yield f"{theirs}.weight", weight.T if transposed else weight
+    # A GPT-2 always has biases.
+    bias = state.get(f"{ours}.bias")
+    yield f"{theirs}.bias", weight.new_zeros(weight.shape[0]) if bias is None else bias
+
+
+def _llama_settings(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "max_position_embeddings": config.context_length,
+        "hidden_size": config.d_model,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_heads,
+        "head_dim": config.head_size,
+        "intermediate_size": config.mlp_width,
+        "hidden_act": "silu",
+        "rms_norm_eps": float(config.norm_eps),
+        # The former is read by transformers before 5 and by others, the latter since.
+        "rope_theta": float(config.rope_base),
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(config.rope_base)},
+        "attention_dropout": float(config.dropout),
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
+
+
+def _llama_tensors(state: Mapping[str, Tensor], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    yield "model.embed_tokens.weight", state["tokens.weight"]
+    for number in range(config.n_layers):
+        ours, theirs = f"blocks.{number}", f"model.layers.{number}"
+        for name, part in zip("qkv", state[f"{ours}.attention.qkv.weight"].chunk(3), strict=True):
+            yield f"{theirs}.self_attn.{name}_proj.weight", part
+        for their_name, our_name in _LLAMA_BLOCK:
+            yield f"{theirs}.{their_name}.weight", state[f"{ours}.{our_name}.weight"]
+    yield "model.norm.weight", state["norm.weight"]
+    if not config.tied:
+        yield "lm_head.weight", state["head.weight"]
+
+
+_ARCHITECTURES = (
+    Architecture(
+        "GPT2LMHeadModel",
+        "a GPT-2",
+        {
+            "positions": ("learned",),
+            "token_shift": (False,),
+            "norm": ("layernorm",),
+            "activation": ("gelu", "gelu_tanh"),
+        },
+        _gpt2_settings,
+        _gpt2_tensors,
+    ),
+    Architecture(
+        "LlamaForCausalLM",
+        "a LLaMA",
+        {
+            "positions": ("rotary",),
+            "token_shift": (False,),
+            "norm": ("rmsnorm",),
+            "activation": ("swiglu",),
+            "bias": (False,),
+        },
+        _llama_settings,
+        _llama_tensors,
+    ),
+)

@@ -1,0 +1,72 @@
+"""How the model tells positions apart: a learned embedding of each, or a rotation of queries and keys."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tensorkeep.train.model.config import ModelConfig
+
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and signed sines for some positions, each of shape [positions, 1, head size]."""
+
+
+class LearnedPositions(nn.Module):
+    """One learned vector for each position, which is added to the embedding of the token there."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.context_length, config.d_model))
+
+    def forward(self, start: int, stop: int) -> Tensor:
+        """Return the vectors of the positions from start to stop, of shape [stop - start, d_model]."""
+        return self.weight[start:stop]
+
+
+class RotaryPositions(nn.Module):
+    """The angles by which queries and keys are rotated (Su et al., arXiv 2104.09864).
+
+    Element i of a head is paired with element i + head size / 2, as LLaMA has it in transformers, and not with its
+    neighbour, as in the paper: weights go from here to there unchanged. The tables follow from the configuration and
+    are not saved.
+    """
+
+    cosines: Tensor
+    sines: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.base = config.rope_base
+        shape = (config.context_length, 1, config.head_size)
+        self.register_buffer("cosines", torch.empty(shape), persistent=False)
+        self.register_buffer("sines", torch.empty(shape), persistent=False)
+
+    def fill(self) -> None:
+        """Compute the tables, in float32 as transformers does."""
+        length, _, size = self.cosines.shape
+        frequencies = 1.0 / self.base ** (torch.arange(0, size, 2).float() / size)
+        angles = torch.outer(torch.arange(length).float(), frequencies)
+        self.cosines.copy_(torch.cat((angles.cos(), angles.cos()), dim=1).unsqueeze(1))
+        self.sines.copy_(torch.cat((-angles.sin(), angles.sin()), dim=1).unsqueeze(1))
+
+    def forward(self, start: int, stop: int) -> Rotation:
+        """Return the rotation of the positions from start to stop."""
+        return self.cosines[start:stop], self.sines[start:stop]
+
+
+def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate each head by its position's angles.
+
+    Parameters
+    ----------
+    heads : Tensor
+        Of shape [batch, positions, heads, head size].
+    rotation : Rotation
+        Of these positions.
+    """
+    cosines, sines = rotation
+    # Cast at once: on a CPU products of 16 and 32 bits take half as long again.
+    wide = heads.to(cosines.dtype)
+    # Rolled by half, each element meets its partner; the sines carry the sign.
+    rotated = torch.addcmul(wide * cosines, wide.roll(wide.shape[-1] // 2, -1), sines)
+    return rotated.to(heads.dtype)

@@ -1,0 +1,204 @@
+"""Stages of a pipeline: which process has which part of a model, and a checkpoint of all of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from tensorkeep.train.average import WeightAverage
+from tensorkeep.train.distributed import World
+from tensorkeep.train.model.cache import Cache
+from tensorkeep.train.model.gpt import GPT
+from tensorkeep.train.model.positions import RotaryPositions
+
+if TYPE_CHECKING:
+    from tensorkeep.train.run import Run
+
+
+class Stages:
+    """How a model is divided by blocks among the processes of a run; the last one has the head.
+
+    Parameters
+    ----------
+    model : GPT
+    world : World
+
+    Attributes
+    ----------
+    blocks : range
+        The numbers of the blocks that this process has.
+    first, last : bool
+        Whether it has the embeddings, and the final norm and the head.
+    """
+
+    def __init__(self, model: GPT, world: World) -> None:
+        self.model = model
+        self.world = world
+        layers, size = model.config.n_layers, world.size
+        self._ends = [layers * stage // size for stage in range(size + 1)]
+        self.blocks = range(self._ends[world.rank], self._ends[world.rank + 1])
+        self.first = world.leads
+        self.last = world.rank == size - 1
+
+    def owner(self, name: str) -> int:
+        """Return the rank of the process that has a parameter; of a tied one, which two have, the first."""
+        section, _, rest = name.partition(".")
+        if section == "blocks":
+            number = int(rest.partition(".")[0])
+            return next(rank for rank, end in enumerate(self._ends[1:]) if number < end)
+        return self.world.size - 1 if section in ("norm", "head") else 0
+
+    def own(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that this process has, by name."""
+        tied = {"tokens.weight"} if self.last and self.model.config.tied else set()
+        found = self.model.named_parameters()
+        return {name: each for name, each in found if self.owner(name) == self.world.rank or name in tied}
+
+    def let_go(self) -> None:
+        """Give the memory back of the parameters that other processes have; their shapes stay."""
+        own = self.own()
+        for name, parameter in self.model.named_parameters():
+            if name not in own:
+                parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
+
+    def from_owner(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a tensor that goes with a parameter as its owner has it, on the CPU; see `World.collect`."""
+        owner = self.owner(name)
+        found = tensor.detach().clone() if self.world.rank == owner else tensor.new_empty(tensor.shape)
+        dist.broadcast(found, src=owner)
+        return self.world.kept(found)
+
+    def state_from_owner(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state that the owner's optimizer has for a parameter."""
+        mine = {key: value.detach() for key, value in state.items()}
+        shapes = {key: (list(value.shape), str(value.dtype).removeprefix("torch.")) for key, value in mine.items()}
+        told: dict[str, Any] = json.loads(self.world.text_of(self.owner(name), json.dumps(shapes)))
+        like = {key: torch.empty(shape, dtype=getattr(torch, dtype)) for key, (shape, dtype) in told.items()}
+        return {key: self.from_owner(name, mine.get(key, each).cpu()) for key, each in like.items()}
+
+    def compute(self, x: Tensor, start: int, cache: Cache | None = None) -> Tensor:
+        """Return what comes out of this process's blocks."""
+        positions, rotation = self.model.positions, None
+        if isinstance(positions, RotaryPositions):
+            rotation = positions(start, start + x.shape[1])
+        for number in self.blocks:
+            x = self.model.blocks[number](x, rotation, None if cache is None else cache.layers[number])
+        return x
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Return the logits, in float32."""
+        logits: Tensor = self.model.head(self.model.norm(x))
+        return logits.float()
+
+    def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+        """Return the logits in every process: for evaluation."""
+        return self._logits(self._features(tokens, cache))
+
+    def last_logits(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+        """Return the logits of the token after the last one in every process: for generation."""
+        return self._logits(self._features(tokens, cache)[:, -1])
+
+    def _features(self, tokens: Tensor, cache: Cache | None) -> Tensor:
+        """Pass through one stage after the other; return what comes out of the last one in every process."""
+        start = 0 if cache is None else cache.length
+        shape = (*tokens.shape, self.model.config.d_model)
+        x = self.model.embed(tokens, cache) if self.first else self.model.tokens.weight.new_empty(shape)
+        for rank in range(self.world.size):
+            if rank == self.world.rank:
+                x = self.compute(x, start, cache)
+            x = x.contiguous()
+            dist.broadcast(x, src=rank)
+        for layer in () if cache is None else cache.layers:
+            # Those of other processes are empty, and as long.
+            layer.length = start + tokens.shape[-1]
+        return x
+
+    def _logits(self, x: Tensor) -> Tensor:
+        logits = self.leave(x) if self.last else x.new_empty((*x.shape[:-1], self.model.config.vocab_size))
+        dist.broadcast(logits, src=self.world.size - 1)
+        return logits
+
+
+class Stage(nn.Module):
+    """What this process computes in a step, as a module for torch's schedules.
+
+    Parameters
+    ----------
+    stages : Stages
+    """
+
+    def __init__(self, stages: Stages) -> None:
+        super().__init__()
+        self._stages = stages
+        self.parameters_of_stage = nn.ParameterList(stages.own().values())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the next stage is given, or the logits."""
+        stages = self._stages
+        x = stages.compute(stages.model.embed(x) if stages.first else x, 0)
+        return stages.leave(x) if stages.last else x
+
+
+def save_all_stages(run: Run, stages: Stages) -> None:
+    """Let checkpoints hold the parameters, averages and optimizer states of all processes, and each take its own."""
+    model = stages.model
+    names = {id(each): name for name, each in model.named_parameters()}
+
+    def gather(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name, parameter in model.named_parameters():
+            state[name] = stages.from_owner(name, parameter.data)
+        if model.config.tied:
+            # Tied weights share their memory in a checkpoint, too.
+            state["head.weight"] = state["tokens.weight"]
+
+    @torch.no_grad()
+    def load(state: Mapping[str, Tensor], **options: Any) -> None:
+        for name, parameter in stages.own().items():
+            parameter.copy_(state[name])
+
+    model.register_state_dict_post_hook(gather)  # type: ignore[no-untyped-call]
+    model.load_state_dict = load  # type: ignore[method-assign, assignment]
+    run.average = _Average(stages, run.config.ema.decay)
+    for optimizer in run.optimizers.values():
+        parameters = [names[id(each)] for group in optimizer.param_groups for each in group["params"]]
+        _save_all_states(optimizer, parameters, stages)
+
+
+def _save_all_states(optimizer: torch.optim.Optimizer, names: list[str], stages: Stages) -> None:
+    def gather(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        found = {
+            index: stages.state_from_owner(name, state["state"].get(index, {})) for index, name in enumerate(names)
+        }
+        return {**state, "state": {index: each for index, each in found.items() if each}}
+
+    def keep_own(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        own = stages.own()
+        return {**state, "state": {index: each for index, each in state["state"].items() if names[index] in own}}
+
+    optimizer.register_state_dict_post_hook(gather)
+    optimizer.register_load_state_dict_pre_hook(keep_own)
+
+
+class _Average(WeightAverage):
+    """An average of the parameters that this process has."""
+
+    def __init__(self, stages: Stages, decay: float) -> None:
+        self._stages = stages
+        self._decay = decay
+        own = stages.own() if decay else {}
+        self._names = list(own)
+        self._live = [each.data for each in own.values()]
+        self._averages = [each.clone() for each in self._live]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the averages of all processes, by parameter."""
+        if not self._decay:
+            return {}
+        own = super().state_dict()
+        found = self._stages.model.named_parameters()
+        return {name: self._stages.from_owner(name, own.get(name, each.data)) for name, each in found}
