@@ -18,15 +18,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tensorkeep import environment
-from tensorkeep.bench.cell import run_cell
-from tensorkeep.bench.checkpoint_workload import SEED
-from tensorkeep.bench.experiment import Limits
-from tensorkeep.bench.models import build
-from tensorkeep.bench.scratch import Scratch
-from tensorkeep.bench.statistics import compare
-from tensorkeep.bench.workload import Task
-from tensorkeep.checkpoint.save import save
+from tensorkeep import machine
+from tensorkeep.bench.analysis.statistics import compare
+from tensorkeep.bench.checkpoint.models import build
+from tensorkeep.bench.checkpoint.workload import SEED
+from tensorkeep.bench.experiment.experiment import Limits
+from tensorkeep.bench.experiment.workload import Task
+from tensorkeep.bench.run.cell import run_cell
+from tensorkeep.bench.run.scratch import Scratch
+from tensorkeep.checkpoint.save.save import save
 from tensorkeep.units import format_seconds
 
 _BY_HAND = "by hand"
@@ -105,7 +105,7 @@ def _document(options: argparse.Namespace, samples: dict[str, dict[str, list[flo
     return {
         "command": f"benchmarks/by_hand.py --model {options.model} --rounds {options.rounds}",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "environment": environment.describe(options.dir),
+        "environment": machine.describe(options.dir),
         "samples": samples,
         "ratios": {
             tool: {how: _ratio(found[_HOWS[0]], found[how]) for how in _HOWS[1:]} for tool, found in samples.items()

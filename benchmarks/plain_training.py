@@ -35,14 +35,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tensorkeep import environment
-from tensorkeep.bench.statistics import Comparison, compare, describe
+from tensorkeep import machine
+from tensorkeep.bench.analysis.statistics import Comparison, compare, describe
+from tensorkeep.train.config.recipes import get_recipe
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.loop import train
-from tensorkeep.train.recipes import get_recipe
-from tensorkeep.train.run import Run, open_run
-from tensorkeep.train.run_folder import RunFolder
+from tensorkeep.train.run.folder import RunFolder
+from tensorkeep.train.run.run import Run, open_run
 
 LAYERS, HEADS, WIDTH, CONTEXT, BATCH = 4, 4, 128, 64, 12
 SAVE_EVERY = 50
@@ -250,15 +250,15 @@ def _print(options: argparse.Namespace, samples: Samples, ratios: dict[str, Comp
 
 
 def _document(options: argparse.Namespace, samples: Samples, ratios: dict[str, Comparison]) -> dict[str, Any]:
-    storage = environment.storage(options.dir)
+    storage = machine.storage(options.dir)
     return {
         "command": f"benchmarks/plain_training.py --data {Path(options.data).name} --rounds {options.rounds} "
         f"--steps {options.steps}",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "environment": {
-            "versions": environment.versions(),
-            "processor": environment.processor(),
-            "memory": environment.memory(),
+            "versions": machine.versions(),
+            "processor": machine.processor(),
+            "memory": machine.memory(),
             "storage": {key: storage[key] for key in ("file_system", "direct_io", "total_bytes", "free_bytes")},
             "threads": torch.get_num_threads(),
         },

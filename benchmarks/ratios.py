@@ -20,32 +20,23 @@ from typing import Any
 
 import numpy as np
 
-from tensorkeep import environment
-from tensorkeep.bench.checkpoint_workload import MEASURES
-from tensorkeep.bench.codec_rates import CodecRate, measure_codecs
-from tensorkeep.bench.models import build, parse, spec_of_size
-from tensorkeep.bench.peak_memory import COMPRESSIONS, INTERPRETER_ALLOWANCE, LAYOUTS, PeakMemory, measure_peak
-from tensorkeep.bench.probes import check_room, durable_seconds
-from tensorkeep.bench.rounds import Ratio, Rounds, Visit, run_rounds, visitor
-from tensorkeep.bench.startup import COMMANDS, Startup, measure_startup
-from tensorkeep.bench.subject import COPIES_IN_MEMORY, Subject
-from tensorkeep.bench.tools.known import USUAL
-from tensorkeep.bench.visit import (
-    COLD,
-    INTO_COLD,
-    INTO_WARM,
-    LOADS,
-    SAVE,
-    STORED,
-    WARM,
-    remove,
-)
-from tensorkeep.bench.yardstick import DirectWriter
+from codec_rates import CodecRate, measure_codecs
+from peak_memory import COMPRESSIONS, INTERPRETER_ALLOWANCE, LAYOUTS, PeakMemory, measure_peak
+from startup import COMMANDS, Startup, measure_startup
+from tensorkeep import machine
+from tensorkeep.bench.checkpoint.measure import COLD, INTO_COLD, INTO_WARM, LOADS, SAVE, STORED, WARM, remove
+from tensorkeep.bench.checkpoint.models import build, parse, spec_of_size
+from tensorkeep.bench.checkpoint.probes import check_room, durable_seconds
+from tensorkeep.bench.checkpoint.subject import COPIES_IN_MEMORY, Subject
+from tensorkeep.bench.checkpoint.tools.known import USUAL
+from tensorkeep.bench.checkpoint.workload import MEASURES
+from tensorkeep.bench.tune.rounds import Ratio, Rounds, Visit, run_rounds, visitor
 from tensorkeep.cli.text import Table
 from tensorkeep.errors import TensorkeepError
 from tensorkeep.io.buffers import DEFAULT_BUDGET
 from tensorkeep.io.parallel import default_threads
 from tensorkeep.units import format_bytes, format_rate, format_seconds, parse_bytes
+from yardstick import DirectWriter
 
 SCHEMA = 1
 SEED = 20_240_601
@@ -246,15 +237,15 @@ def _document(
     options: argparse.Namespace, spec: str, nbytes: int, results: Results, lines: list[Line]
 ) -> dict[str, Any]:
     rounds, codecs, peaks, startups = results
-    storage = environment.storage(options.dir)
+    storage = machine.storage(options.dir)
     return {
         "schema": SCHEMA,
         "command": f"benchmarks/ratios.py --size {options.size} --rounds {options.rounds}",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "environment": {
-            "versions": environment.versions(),
-            "processor": environment.processor(),
-            "memory": environment.memory(),
+            "versions": machine.versions(),
+            "processor": machine.processor(),
+            "memory": machine.memory(),
             "storage": {key: storage[key] for key in ("file_system", "direct_io", "total_bytes", "free_bytes")},
             "threads": default_threads(),
         },

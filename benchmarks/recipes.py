@@ -24,8 +24,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tensorkeep import environment
-from tensorkeep.bench.statistics import Comparison, compare
+from tensorkeep import machine
+from tensorkeep.bench.analysis.statistics import Comparison, compare
 from tensorkeep.train.data.prepare import prepare
 
 _BF16 = ("--techniques.mixed-precision.dtype", "bf16")
@@ -106,9 +106,9 @@ def _document(options: argparse.Namespace, samples: Samples) -> dict[str, Any]:
         "command": f"benchmarks/recipes.py --data {Path(options.data).name} --seeds {options.seeds}",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "environment": {
-            "versions": environment.versions(),
-            "processor": environment.processor(),
-            "memory": environment.memory(),
+            "versions": machine.versions(),
+            "processor": machine.processor(),
+            "memory": machine.memory(),
         },
         "arms": {name: " ".join(words) for name, words in ARMS.items()},
         "runs": samples,

@@ -29,12 +29,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from ratios import Line
 
 import tensorkeep
-from tensorkeep import environment
-from tensorkeep.bench.models import build, spec_of_size
-from tensorkeep.bench.probes import make_cold, warm
+from ratios import Line
+from tensorkeep import machine
+from tensorkeep.bench.checkpoint.models import build, spec_of_size
+from tensorkeep.bench.checkpoint.probes import make_cold, warm
 from tensorkeep.cli.text import Table
 from tensorkeep.units import parse_bytes
 
@@ -61,7 +61,7 @@ def main() -> int:
             samples[name] = PARTS[name](place, options)
             lines += list(LINES[name](samples[name]))
             shutil.rmtree(place)
-        about = environment.describe(folder)
+        about = machine.describe(folder)
         # Where the folder lay says nothing of the disk.
         for place in ("path", "mount_point"):
             del about["storage"][place]
@@ -403,8 +403,8 @@ def delta_lines(samples: dict[str, Any]) -> Iterator[Line]:
 
 _MEMORY = """
 import sys, json, tensorkeep
-from tensorkeep.bench.models import build, spec_of_size
-from tensorkeep.bench.probes import peak_resident_bytes, reset_peak, resident_bytes
+from tensorkeep.bench.checkpoint.models import build, spec_of_size
+from tensorkeep.bench.checkpoint.probes import peak_resident_bytes, reset_peak, resident_bytes
 size, path, budget = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 state = build(spec_of_size(size), seed=1)
 found = {}

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING
 from tensorkeep.version import __version__
 
 if TYPE_CHECKING:
-    from tensorkeep.checkpoint.background import save_async
-    from tensorkeep.checkpoint.convert import convert
-    from tensorkeep.checkpoint.diff import DiffReport, diff
-    from tensorkeep.checkpoint.info import InfoReport, info
-    from tensorkeep.checkpoint.load import load
-    from tensorkeep.checkpoint.manager import CheckpointManager
-    from tensorkeep.checkpoint.opened import Checkpoint, LazyTensor, open
-    from tensorkeep.checkpoint.pending import PendingSave
-    from tensorkeep.checkpoint.retention import Keep, KeepBest, KeepEvery, KeepLast, KeepThinned
-    from tensorkeep.checkpoint.save import SaveReport, save
-    from tensorkeep.checkpoint.stateful import RandomState
-    from tensorkeep.checkpoint.steps import Step
-    from tensorkeep.checkpoint.triggers import EverySteps, EveryTime, OnSignal, SaveWhen
-    from tensorkeep.checkpoint.verify import VerifyReport, verify
+    from tensorkeep.checkpoint.inspect.convert import convert
+    from tensorkeep.checkpoint.inspect.diff import DiffReport, diff
+    from tensorkeep.checkpoint.inspect.info import InfoReport, info
+    from tensorkeep.checkpoint.inspect.verify import VerifyReport, verify
+    from tensorkeep.checkpoint.load.lazy import Checkpoint, LazyTensor, open
+    from tensorkeep.checkpoint.load.load import load
+    from tensorkeep.checkpoint.manager.manager import CheckpointManager
+    from tensorkeep.checkpoint.manager.retention import Keep, KeepBest, KeepEvery, KeepLast, KeepThinned
+    from tensorkeep.checkpoint.manager.steps import Step
+    from tensorkeep.checkpoint.manager.triggers import EverySteps, EveryTime, OnSignal, SaveWhen
+    from tensorkeep.checkpoint.restore.stateful import RandomState
+    from tensorkeep.checkpoint.save.background import save_async
+    from tensorkeep.checkpoint.save.pending import PendingSave
+    from tensorkeep.checkpoint.save.save import SaveReport, save
     from tensorkeep.errors import (
         BusyError,
         CorruptCheckpointError,
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
         DivergedError,
         MissingExtraError,
         NotACheckpointError,
+        NotFoundError,
+        OutOfMemoryError,
+        RanksDisagreeError,
         StateMismatchError,
         StoreError,
         TechniqueNotActiveError,
@@ -44,33 +47,33 @@ if TYPE_CHECKING:
     from tensorkeep.state.registry import register
 
 _HOMES = {
-    "PendingSave": "checkpoint.pending",
-    "save_async": "checkpoint.background",
-    "convert": "checkpoint.convert",
-    "DiffReport": "checkpoint.diff",
-    "diff": "checkpoint.diff",
-    "InfoReport": "checkpoint.info",
-    "info": "checkpoint.info",
-    "load": "checkpoint.load",
-    "CheckpointManager": "checkpoint.manager",
-    "Checkpoint": "checkpoint.opened",
-    "LazyTensor": "checkpoint.opened",
-    "open": "checkpoint.opened",
-    "Keep": "checkpoint.retention",
-    "KeepBest": "checkpoint.retention",
-    "KeepEvery": "checkpoint.retention",
-    "KeepLast": "checkpoint.retention",
-    "KeepThinned": "checkpoint.retention",
-    "SaveReport": "checkpoint.save",
-    "save": "checkpoint.save",
-    "RandomState": "checkpoint.stateful",
-    "Step": "checkpoint.steps",
-    "EverySteps": "checkpoint.triggers",
-    "EveryTime": "checkpoint.triggers",
-    "OnSignal": "checkpoint.triggers",
-    "SaveWhen": "checkpoint.triggers",
-    "VerifyReport": "checkpoint.verify",
-    "verify": "checkpoint.verify",
+    "PendingSave": "checkpoint.save.pending",
+    "save_async": "checkpoint.save.background",
+    "convert": "checkpoint.inspect.convert",
+    "DiffReport": "checkpoint.inspect.diff",
+    "diff": "checkpoint.inspect.diff",
+    "InfoReport": "checkpoint.inspect.info",
+    "info": "checkpoint.inspect.info",
+    "load": "checkpoint.load.load",
+    "CheckpointManager": "checkpoint.manager.manager",
+    "Checkpoint": "checkpoint.load.lazy",
+    "LazyTensor": "checkpoint.load.lazy",
+    "open": "checkpoint.load.lazy",
+    "Keep": "checkpoint.manager.retention",
+    "KeepBest": "checkpoint.manager.retention",
+    "KeepEvery": "checkpoint.manager.retention",
+    "KeepLast": "checkpoint.manager.retention",
+    "KeepThinned": "checkpoint.manager.retention",
+    "SaveReport": "checkpoint.save.save",
+    "save": "checkpoint.save.save",
+    "RandomState": "checkpoint.restore.stateful",
+    "Step": "checkpoint.manager.steps",
+    "EverySteps": "checkpoint.manager.triggers",
+    "EveryTime": "checkpoint.manager.triggers",
+    "OnSignal": "checkpoint.manager.triggers",
+    "SaveWhen": "checkpoint.manager.triggers",
+    "VerifyReport": "checkpoint.inspect.verify",
+    "verify": "checkpoint.inspect.verify",
     "BusyError": "errors",
     "CorruptCheckpointError": "errors",
     "DestinationExistsError": "errors",
@@ -78,6 +81,9 @@ _HOMES = {
     "TensorkeepError": "errors",
     "MissingExtraError": "errors",
     "NotACheckpointError": "errors",
+    "NotFoundError": "errors",
+    "OutOfMemoryError": "errors",
+    "RanksDisagreeError": "errors",
     "StateMismatchError": "errors",
     "StoreError": "errors",
     "UnsupportedError": "errors",
@@ -106,9 +112,12 @@ __all__ = [
     "LazyTensor",
     "MissingExtraError",
     "NotACheckpointError",
+    "NotFoundError",
     "OnSignal",
+    "OutOfMemoryError",
     "PendingSave",
     "RandomState",
+    "RanksDisagreeError",
     "SaveReport",
     "SaveWhen",
     "StateMismatchError",

@@ -1,24 +1,29 @@
 """Every error that Tensorkeep raises on purpose.
 
-Grouped by what the caller does next; each carries a stable ``kind`` and the exit code of the command line::
+Grouped by what the caller does next. Each has a stable ``kind``, the exit code of the command line, and the built-in
+exception that it resembles as a second base, so that ``except FileNotFoundError`` works as expected::
 
     TensorkeepError
-    ├── DivergedError                1  the training ran away; go on from a checkpoint, more gently
-    ├── UsageError                   2  change the call
-    │   └── StateMismatchError       2  the state given to ``into=`` does not fit the checkpoint
-    ├── StoreError                   3  the disk, the network or the memory refused
-    │   └── BusyError                3  another process is writing there; wait or stop it
-    ├── CorruptCheckpointError       4  do not use this checkpoint; take another one
-    ├── NotACheckpointError          5  look elsewhere
-    ├── DestinationExistsError       6  choose another path, or ``overwrite=True``
-    └── UnsupportedError             7  this cannot be saved or read here; the message says what can be done
-        ├── UnsupportedLeafError     7  one value of the state cannot be saved
-        ├── TechniqueNotActiveError  7  a technique of training was asked for, and is not at work
-        └── MissingExtraError        7  a ``pip install`` away
+    ├── DivergedError (ArithmeticError)             1  training diverged; resume from a checkpoint with gentler settings
+    ├── UsageError (ValueError)                     2  change the call
+    │   └── StateMismatchError                      2  the state given to ``into=`` does not fit the checkpoint
+    ├── StoreError (OSError)                        3  the disk or the network failed
+    │   └── BusyError (BlockingIOError)             3  another process is writing there; wait or stop it
+    ├── OutOfMemoryError (MemoryError)              3  an allocation failed, or a memory budget is too small
+    ├── RanksDisagreeError (RuntimeError)           3  the ranks of one job passed different arguments, or one failed
+    ├── CorruptCheckpointError (ValueError)         4  do not use this checkpoint; take another one
+    ├── NotACheckpointError (ValueError)            5  the path holds something else
+    │   └── NotFoundError (FileNotFoundError)       5  nothing is at the path
+    ├── DestinationExistsError (FileExistsError)    6  choose another path, or ``overwrite=True``
+    └── UnsupportedError (NotImplementedError)      7  cannot be saved or read here; the message says what can be done
+        ├── UnsupportedLeafError (TypeError)        7  one value of the state cannot be saved
+        ├── TechniqueNotActiveError                 7  a training technique was requested and is not active
+        └── MissingExtraError (ImportError)         7  a ``pip install`` away
 """
 
 from __future__ import annotations
 
+import errno as codes
 import os
 from typing import ClassVar
 
@@ -55,11 +60,12 @@ class TensorkeepError(Exception):
     def __init__(
         self, message: str, *, path: PathLike | None = None, name: str | None = None, remedy: str | None = None
     ) -> None:
+        # First: the constructors of OSError and ImportError reset attributes of their own, among them `name`.
+        super().__init__(message)
         self.message = message
         self.path = None if path is None else os.fspath(path)
         self.name = name
         self.remedy = remedy
-        super().__init__(str(self))
 
     def __str__(self) -> str:
         where = [part for part in (self.path, self._subject()) if part]
@@ -81,13 +87,13 @@ class TensorkeepError(Exception):
         }
 
 
-class DivergedError(TensorkeepError):
+class DivergedError(TensorkeepError, ArithmeticError):
     """A loss or a gradient of a training run is not finite."""
 
     kind = "diverged"
 
 
-class UsageError(TensorkeepError):
+class UsageError(TensorkeepError, ValueError):
     """The call itself is wrong: an unknown option, a value out of range."""
 
     kind = "usage"
@@ -121,20 +127,34 @@ class StateMismatchError(UsageError):
         super().__init__(message, path=path, remedy=remedy)
 
 
-class StoreError(TensorkeepError):
-    """The disk, the network or the memory refused: no space, no permission, an I/O error."""
+class StoreError(TensorkeepError, OSError):
+    """The disk or the network failed: no space, no permission, an I/O error."""
 
     kind = "store"
     exit_code = 3
 
 
-class BusyError(StoreError):
-    """Another live process is writing to this place."""
+class BusyError(StoreError, BlockingIOError):
+    """Another live process is writing to this path."""
 
     kind = "busy"
 
 
-class CorruptCheckpointError(TensorkeepError):
+class OutOfMemoryError(TensorkeepError, MemoryError):
+    """An allocation failed, or a memory budget is too small for what was asked."""
+
+    kind = "out-of-memory"
+    exit_code = 3
+
+
+class RanksDisagreeError(TensorkeepError, RuntimeError):
+    """The ranks of one job were given different arguments, or another rank failed."""
+
+    kind = "ranks-disagree"
+    exit_code = 3
+
+
+class CorruptCheckpointError(TensorkeepError, ValueError):
     """The checkpoint's bytes are not what was written, or break the rules of the format.
 
     Attributes
@@ -166,28 +186,36 @@ class CorruptCheckpointError(TensorkeepError):
         return {**super().as_dict(), "block": self.block}
 
 
-class NotACheckpointError(TensorkeepError):
-    """There is nothing at the path, or nothing that any format recognises."""
+class NotACheckpointError(TensorkeepError, ValueError):
+    """What is at the path is not a checkpoint in any format."""
 
     kind = "not-a-checkpoint"
     exit_code = 5
 
 
-class DestinationExistsError(TensorkeepError):
-    """Something is at the destination and ``overwrite`` was not asked for."""
+class NotFoundError(NotACheckpointError, FileNotFoundError):
+    """Nothing is at the path."""
+
+    kind = "not-found"
+    errno = codes.ENOENT
+
+
+class DestinationExistsError(TensorkeepError, FileExistsError):
+    """Something is at the destination and ``overwrite`` is not set."""
 
     kind = "destination-exists"
     exit_code = 6
+    errno = codes.EEXIST
 
 
-class UnsupportedError(TensorkeepError):
+class UnsupportedError(TensorkeepError, NotImplementedError):
     """A dtype, codec, format or file that this installation cannot handle."""
 
     kind = "unsupported"
     exit_code = 7
 
 
-class UnsupportedLeafError(UnsupportedError):
+class UnsupportedLeafError(UnsupportedError, TypeError):
     """One value of the state cannot be saved; raised before a byte is written."""
 
     kind = "unsupported-leaf"
@@ -197,20 +225,20 @@ class UnsupportedLeafError(UnsupportedError):
 
 
 class TechniqueNotActiveError(UnsupportedError):
-    """A technique of training was asked for, and was not seen at work in the first step."""
+    """A training technique was requested and is not active in the first step."""
 
     kind = "technique-not-active"
 
 
-class MissingExtraError(UnsupportedError):
+class MissingExtraError(UnsupportedError, ImportError):
     """An optional dependency is not installed; the remedy is the ``pip install`` line."""
 
     kind = "missing-extra"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Say whether an exception is what Python or torch raises where memory is not to be had."""
-    # torch's is a RuntimeError, on the CPU without a name of its own.
+    """Return whether an exception is one that Python or torch raises when an allocation fails."""
+    # torch's is a RuntimeError; the one for the CPU has no class of its own.
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError)
         and (type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error))

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tensorkeep.checkpoint.arguments import checked_path
-from tensorkeep.checkpoint.load import load
-from tensorkeep.checkpoint.save import save
+from tensorkeep.checkpoint.load.load import load
+from tensorkeep.checkpoint.save.save import save
 from tensorkeep.errors import PathLike
-from tensorkeep.formats.safetensors_read import SUFFIX, begins_like_safetensors
+from tensorkeep.formats.safetensors.reader import SUFFIX, begins_like_safetensors
 from tensorkeep.io.commit import Commit
 from tensorkeep.io.files import store_error
 

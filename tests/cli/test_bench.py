@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import tensorkeep
-from tensorkeep.bench.models import parse
-from tensorkeep.bench.scratch import NAME
+from tensorkeep.bench.checkpoint.models import parse
+from tensorkeep.bench.run.scratch import NAME
 from tensorkeep.cli.main import main
 
 SMALL = "openllama-3b:scale=0.0005:layers=1"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tensorkeep.checkpoint import convert as convert_module
+from tensorkeep.checkpoint.inspect import convert as convert_module
 from tensorkeep.cli import failures
 from tensorkeep.cli.main import build_app, main
 from tensorkeep.errors import StoreError

@@ -131,8 +131,8 @@ def test_the_training_story_is_true(tmp_path, capsys):
 
 
 def test_the_training_story_would_tell_of_a_difference(tmp_path):
-    from tensorkeep.bench.training_story import Killed, TrainingStory
-    from tensorkeep.checkpoint.steps import Step
+    from tensorkeep.bench.demo.training import Killed, TrainingStory
+    from tensorkeep.checkpoint.manager.steps import Step
 
     story = TrainingStory(tmp_path, steps=10, every=2)
     lines = [{"step": step, "kind": "train", "loss": float(step)} for step in range(1, 11)]
@@ -145,8 +145,8 @@ def test_the_training_story_would_tell_of_a_difference(tmp_path):
 
 
 def test_the_training_story_proves_nothing_by_nothing(tmp_path):
-    from tensorkeep.bench.training_story import Killed, TrainingStory
-    from tensorkeep.checkpoint.steps import Step
+    from tensorkeep.bench.demo.training import Killed, TrainingStory
+    from tensorkeep.checkpoint.manager.steps import Step
 
     story = TrainingStory(tmp_path, steps=10, every=2)
     (tmp_path / "log.jsonl").write_text(json.dumps({"step": 4, "kind": "train", "loss": 1.0}) + "\n")
@@ -156,13 +156,13 @@ def test_the_training_story_proves_nothing_by_nothing(tmp_path):
 
 
 def test_the_training_story_kills_only_some_steps_after_a_checkpoint(tmp_path, monkeypatch):
-    from tensorkeep.bench import training_story
-    from tensorkeep.checkpoint.steps import Step
+    from tensorkeep.bench.demo import training
+    from tensorkeep.checkpoint.manager.steps import Step
 
-    monkeypatch.setattr(training_story, "_LOOK_AGAIN", 0.0)
+    monkeypatch.setattr(training, "_LOOK_AGAIN", 0.0)
     logged, looks = [], []
 
-    class Acted(training_story.TrainingStory):
+    class Acted(training.TrainingStory):
         """Its run only sleeps; it is saved at step 9, and at step 12 between two looks at it."""
 
         def _start(self, *more):
@@ -195,7 +195,7 @@ def test_the_training_story_kills_only_some_steps_after_a_checkpoint(tmp_path, m
 
 
 def test_the_training_story_tells_of_a_run_that_ends_too_early(tmp_path):
-    from tensorkeep.bench.training_story import TrainingStory
+    from tensorkeep.bench.demo.training import TrainingStory
     from tensorkeep.errors import StoreError
 
     class Short(TrainingStory):

@@ -21,7 +21,7 @@ import torch
 import tensorkeep
 from tensorkeep.cli.main import main
 from tensorkeep.cli.train import again
-from tensorkeep.train.run_folder import RunFolder
+from tensorkeep.train.run.folder import RunFolder
 
 TINY = [
     *("--model.n_layers", "1", "--model.n_heads", "2", "--model.d_model", "16", "--model.context_length", "16"),
@@ -33,7 +33,7 @@ RECIPE = "shakespeare-char-cpu"
 
 @pytest.fixture(autouse=True)
 def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorkeep.train.run.measured_peak", lambda device: 1e9)
+    monkeypatch.setattr("tensorkeep.train.run.run.measured_peak", lambda device: 1e9)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "text.txt").write_text("she sells sea shells on the sea shore; " * 60)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tensorkeep.train.run.measured_peak", lambda device: 1e9)
+        patch.setattr("tensorkeep.train.run.run.measured_peak", lambda device: 1e9)
         command = ["train", RECIPE, "--data", folder / "text.txt", "--out", folder / "run", *TINY, "--loop.steps", "1"]
         assert main([*map(str, command), "-q"]) == 0
     return folder / "run"

@@ -16,13 +16,13 @@ import pytest
 import torch
 
 import tensorkeep
-from tensorkeep.bench import rounds as rounds_module
-from tensorkeep.bench import tune_checkpoint
-from tensorkeep.bench.contest import Contest, Setting, default, fewest_rounds
-from tensorkeep.bench.rounds import Rounds, Sample
-from tensorkeep.bench.tune_checkpoint import Tuned, tune
-from tensorkeep.bench.tuned_file import check_writable, with_table, write_tuned
-from tensorkeep.checkpoint import tuning
+from tensorkeep.bench.tune import checkpoint as tune_checkpoint
+from tensorkeep.bench.tune import rounds as rounds_module
+from tensorkeep.bench.tune.checkpoint import Tuned, tune
+from tensorkeep.bench.tune.contest import Contest, Setting, default, fewest_rounds
+from tensorkeep.bench.tune.rounds import Rounds, Sample
+from tensorkeep.bench.tune.tuned_file import check_writable, with_table, write_tuned
+from tensorkeep.checkpoint import settings
 from tensorkeep.cli.main import build_app
 from tensorkeep.errors import TensorkeepError
 from tensorkeep.state.tree import flatten
@@ -114,7 +114,7 @@ def test_only_what_differs_from_the_default_is_written() -> None:
     }
     # The budget lets all these threads work.
     text = with_table("", many.table(), [], Path("tensorkeep.toml"))
-    assert tuning.parse(tomllib.loads(text), Path("tensorkeep.toml")).memory_budget == many.memory_budget
+    assert settings.parse(tomllib.loads(text), Path("tensorkeep.toml")).memory_budget == many.memory_budget
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_writing_is_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.Monk
     assert path.read_text() == "[info]\nlargest = 3\n"
     assert names_in(tmp_path) == ["tensorkeep.toml"]
     write_tuned(path, {"compression": "none"}, [])
-    assert tuning.read(path).compression == "none"
+    assert settings.read(path).compression == "none"
     assert path.stat().st_mode & 0o777 == 0o640
 
 
@@ -193,9 +193,9 @@ def test_a_link_to_another_file_system_is_followed(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(os, "replace", replace)
     write_tuned(path, {"compression": "none"}, [])
     assert path.is_symlink()
-    assert tuning.read(mounted / "real.toml").compression == "none"
+    assert settings.read(mounted / "real.toml").compression == "none"
     assert names_in(mounted) == ["real.toml"]
-    assert names_in(tmp_path) == ["tensorkeep.toml", "mounted"]
+    assert names_in(tmp_path) == ["mounted", "tensorkeep.toml"]
 
 
 @pytest.fixture
@@ -223,12 +223,12 @@ def test_the_recommendation_is_written_and_followed(
     assert "Save with lossless" in said
     assert "2.00x" in said
     text = (tmp_path / "tensorkeep.toml").read_text()
-    assert tuning.read(tmp_path / "tensorkeep.toml") == tuning.SaveTable(compression="lossless")
+    assert settings.read(tmp_path / "tensorkeep.toml") == settings.SaveTable(compression="lossless")
     assert "#: Save with lossless" in text
     assert all(line.startswith("#: ") for line in text.splitlines()[1:-1])
     report = tensorkeep.save({"w": torch.zeros(1000)}, tmp_path / "runs" / "step-1")
     assert (report.compression, report.settings_from) == ("lossless", str(tmp_path / "tensorkeep.toml"))
-    assert names_in(tmp_path) == ["tensorkeep.toml", "runs"]
+    assert names_in(tmp_path) == ["runs", "tensorkeep.toml"]
 
 
 def test_json_holds_the_figures_and_a_dry_run_writes_nothing(
@@ -254,7 +254,7 @@ def test_a_checkpoint_of_ones_own(tmp_path: Path, quick: list[tuple[Setting, int
 @pytest.mark.parametrize(
     ("prepare", "kind"),
     [
-        (lambda folder: folder.rmdir(), "not-a-checkpoint"),
+        (lambda folder: folder.rmdir(), "not-found"),
         (lambda folder: (folder / "tensorkeep.toml").write_text("[save]\nthread = 1"), "usage"),
         (lambda folder: (folder / "tensorkeep.toml").mkdir(), "usage"),
     ],

@@ -11,18 +11,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from tensorkeep.bench import memory_choices, tune_training
-from tensorkeep.bench.batch_trial import largest_batch
-from tensorkeep.bench.cell import CellResult
-from tensorkeep.bench.memory_choices import choices, with_batch_size
-from tensorkeep.bench.training_cell import MEMORY
+from tensorkeep.bench.run.cell import CellResult
+from tensorkeep.bench.training.cell import MEMORY
+from tensorkeep.bench.tune import memory_choices, training
+from tensorkeep.bench.tune.batch_trial import largest_batch
+from tensorkeep.bench.tune.memory_choices import choices, with_batch_size
 from tensorkeep.cli.main import main
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config import Config
+from tensorkeep.train.config.arguments import given_settings
+from tensorkeep.train.config.config import Config
+from tensorkeep.train.config.recipes import get_recipe
 from tensorkeep.train.data.prepare import prepare
-from tensorkeep.train.ledger import predict
-from tensorkeep.train.recipes import get_recipe
-from tensorkeep.train.settings import given_settings
+from tensorkeep.train.memory.ledger import predict
 
 MB = 1000**2
 
@@ -45,8 +45,8 @@ def small_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tensorkeep.train.evaluate._TOKENS_AT_ONCE", 64)
 
 
-def chosen_for(memory: int) -> tune_training.Tuned:
-    return tune_training.tune(config(), Path("nowhere"), memory, trying=False)
+def chosen_for(memory: int) -> training.Tuned:
+    return training.tune(config(), Path("nowhere"), memory, trying=False)
 
 
 def test_with_room_nothing_is_changed() -> None:
@@ -117,18 +117,18 @@ def test_what_fits_by_prediction_alone_gives_way_to_what_is_seen_to_fit(monkeypa
             seen.append(predict(tried, device="cpu").peak)
             return CellResult("ok", None, 1.0, {MEMORY: 2.0 * seen[-1]})
 
-    monkeypatch.setattr(tune_training, "Trial", Twice)
-    tuned = tune_training.tune(config(), Path("nowhere"), 25 * MB)
+    monkeypatch.setattr(training, "Trial", Twice)
+    tuned = training.tune(config(), Path("nowhere"), 25 * MB)
     assert tuned.fits
     assert tuned.measured == 2 * seen[-1] <= 25 * MB
     assert len(seen) > 1 and seen == sorted(seen, reverse=True)
     least = min(each.ledger.peak for each in choices(config()))
-    assert not tune_training.tune(config(), Path("nowhere"), least).fits
+    assert not training.tune(config(), Path("nowhere"), least).fits
 
 
 def test_an_evaluation_that_does_not_fit_is_told_before_anything_is_tried() -> None:
     """No technique makes it smaller."""
-    tuned = tune_training.tune(config(), Path("nowhere"), 60 * MB)
+    tuned = training.tune(config(), Path("nowhere"), 60 * MB)
     assert tuned.before.ledger.peak_of_steps < 60 * MB < tuned.before.ledger.evaluation
     assert not (tuned.fits or tuned.tried)
 
@@ -173,7 +173,7 @@ def test_what_is_written_is_what_train_reads(
 
 
 def test_a_trial_trains_and_evaluates_and_its_peak_is_told(data: Path) -> None:
-    tuned = tune_training.tune(config().changed({"loop.threads": 1}), data, 2000 * MB)
+    tuned = training.tune(config().changed({"loop.threads": 1}), data, 2000 * MB)
     assert tuned.fits
     assert tuned.measured is not None
     # The process takes more than its tensors: buffers of kernels, a heap that does not shrink.

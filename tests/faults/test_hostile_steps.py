@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.faults.test_hostile_manifests import Body, body_of, both, seal, sets
 
 import tensorkeep
+from faults.test_hostile_manifests import Body, body_of, both, seal, sets
 from tensorkeep.testing.equality import same
 
 FIRST = {"a": torch.arange(3000.0), "gone": torch.ones(700), "b": torch.linspace(0, 1, 5000)}

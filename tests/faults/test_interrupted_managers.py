@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import tensorkeep
+from faults import injection as faults
 from tensorkeep import CheckpointManager
-from tensorkeep.testing import faults
 from tensorkeep.testing.equality import same
 
 

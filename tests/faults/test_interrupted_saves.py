@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import tensorkeep
-from tensorkeep.testing import faults
+from faults import injection as faults
 from tensorkeep.testing.equality import same
 
 OLD = {"model": {"w": torch.arange(3000.0), "b": torch.zeros(7)}, "step": 1}

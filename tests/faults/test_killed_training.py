@@ -22,19 +22,19 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from faults import injection as faults
 from tensorkeep import CheckpointManager
 from tensorkeep.io import commit
 from tensorkeep.io.temporaries import SUFFIX
-from tensorkeep.testing import faults
 from tensorkeep.testing.equality import difference
-from tensorkeep.train.config import Config
+from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.generate import Sampling
 from tensorkeep.train.loop import train
 from tensorkeep.train.model.config import ModelConfig
-from tensorkeep.train.run import METRIC, Run, open_run
-from tensorkeep.train.run_folder import LOG, RunFolder
+from tensorkeep.train.run.folder import LOG, RunFolder
+from tensorkeep.train.run.run import METRIC, Run, open_run
 
 CONFIG = Config(
     recipe="tiny", model=ModelConfig(vocab_size=1, context_length=16, n_layers=2, n_heads=2, d_model=16, dropout=0.1)
@@ -206,9 +206,9 @@ def live(config: dict[str, Any], folder: str, data: str, death: str | None) -> N
 
 def serve() -> None:
     """Fork a process for each run that standard input asks for, and answer with its wait status."""
-    import tensorkeep.train.run
+    import tensorkeep.train.run.run
 
-    tensorkeep.train.run.measured_peak = lambda *args, **kwargs: 1e9
+    tensorkeep.train.run.run.measured_peak = lambda *args, **kwargs: 1e9
     torch.optim.AdamW([torch.zeros(1)])  # the first one imports most of torch's compiler
     for line in sys.stdin:
         print(faults.in_child(partial(live, **json.loads(line))), flush=True)

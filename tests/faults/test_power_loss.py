@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.faults.test_interrupted_managers import PARAMETERS, States, Work, check, prepare
 
 import tensorkeep
-from tensorkeep.testing import power_loss
+from faults import power_loss
+from faults.test_interrupted_managers import PARAMETERS, States, Work, check, prepare
 from tensorkeep.testing.equality import same
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -12,17 +11,15 @@ import pytest
 
 import tensorkeep
 from tensorkeep.testing.equality import difference
-from tensorkeep.train.run import Run
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-from tiny_training import CONFIG, Witness, last_state, lines, prepared, run
+from tensorkeep.train.run.run import Run
+from train.tiny_training import CONFIG, Witness, last_state, lines, prepared, run
 
 PAGE = 4096
 
 
 @pytest.fixture(autouse=True)
 def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorkeep.train.run.measured_peak", lambda device: 1e9)
+    monkeypatch.setattr("tensorkeep.train.run.run.measured_peak", lambda device: 1e9)
 
 
 def fill(disk: Path) -> None:

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import tensorkeep
+from faults import injection as faults
 from tensorkeep.io import commit as commit_module
 from tensorkeep.io.temporaries import SUFFIX
-from tensorkeep.testing import faults
 from tensorkeep.testing.disk import names_in
 from tensorkeep.testing.equality import same
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import cast
 
 from tensorkeep import plugins
-from tensorkeep.errors import NotACheckpointError, PathLike, TensorkeepError, UsageError
+from tensorkeep.errors import NotACheckpointError, NotFoundError, PathLike, TensorkeepError, UsageError
 from tensorkeep.formats.base import Format, OpenSettings, Reader
-from tensorkeep.formats.first_bytes import file_mode, names_in
+from tensorkeep.formats.probe import file_mode, names_in
 
 _MOST_LOOKED_AT = 1000
 _MOST_NAMED = 3
@@ -65,7 +65,7 @@ def _existing(path: PathLike) -> Path:
         raise UsageError("the path is empty", remedy="give the path of a checkpoint")
     place = Path(path)
     if not file_mode(place, follow_links=False):
-        raise NotACheckpointError("there is nothing here", path=path, remedy="check the path")
+        raise NotFoundError("there is nothing here", path=path, remedy="check the path")
     return place
 
 

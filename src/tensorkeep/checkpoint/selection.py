@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from tensorkeep.checkpoint.containers import items
-from tensorkeep.checkpoint.object_checks import is_module
-from tensorkeep.checkpoint.stateful import Held
-from tensorkeep.checkpoint.structure import below
+from tensorkeep.checkpoint.restore.containers import items
+from tensorkeep.checkpoint.restore.object_checks import is_module
+from tensorkeep.checkpoint.restore.stateful import Held
+from tensorkeep.checkpoint.restore.structure import below
 from tensorkeep.errors import UsageError
 from tensorkeep.state import names
 from tensorkeep.state.names import Path, display

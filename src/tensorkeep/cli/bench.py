@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from tensorkeep.bench.experiment import Experiment
+from tensorkeep.bench.experiment.experiment import Experiment
 from tensorkeep.cli.bench_run import (
     Runs,
     Seconds,

@@ -13,10 +13,10 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from tensorkeep.bench import document as documents
-from tensorkeep.bench import workload as workloads
-from tensorkeep.bench.experiment import Experiment, Limits, read_experiment, shipped
-from tensorkeep.bench.runner import Listener, execute
+from tensorkeep.bench import results as documents
+from tensorkeep.bench.experiment import workload as workloads
+from tensorkeep.bench.experiment.experiment import Experiment, Limits, read_experiment, shipped
+from tensorkeep.bench.run.runner import Listener, execute
 from tensorkeep.cli.output import Output
 from tensorkeep.cli.report import deliver
 from tensorkeep.cli.text import Table, printable

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from tensorkeep.checkpoint.info import InfoReport, Total, describe
-from tensorkeep.checkpoint.info import info as look
+from tensorkeep.checkpoint.inspect.info import InfoReport, Total, describe
+from tensorkeep.checkpoint.inspect.info import info as look
 from tensorkeep.cli.options import Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table, counted, printable, ratio

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from tensorkeep.checkpoint.convert import convert as write_again
-from tensorkeep.checkpoint.save import SaveReport
+from tensorkeep.checkpoint.inspect.convert import convert as write_again
+from tensorkeep.checkpoint.save.save import SaveReport
 from tensorkeep.cli.options import SIZE, Globs, Switch, Threads
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import counted, printable, ratio

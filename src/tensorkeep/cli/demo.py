@@ -10,8 +10,11 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from tensorkeep.bench.checkpoint_workload import MEASURES
-from tensorkeep.bench.demonstration import (
+from tensorkeep.bench.checkpoint.measure import STORED
+from tensorkeep.bench.checkpoint.subject import Subject
+from tensorkeep.bench.checkpoint.tools.known import USUAL
+from tensorkeep.bench.checkpoint.workload import MEASURES
+from tensorkeep.bench.demo.checkpoint import (
     DEFAULT_ROUNDS,
     DEFAULT_SCALE,
     PATIENCE,
@@ -20,11 +23,8 @@ from tensorkeep.bench.demonstration import (
     Figure,
     figures,
 )
-from tensorkeep.bench.rounds import Rounds
-from tensorkeep.bench.subject import Subject
-from tensorkeep.bench.tools.known import USUAL
-from tensorkeep.bench.visit import STORED
-from tensorkeep.checkpoint.verify import VerifyReport
+from tensorkeep.bench.tune.rounds import Rounds
+from tensorkeep.checkpoint.inspect.verify import VerifyReport
 from tensorkeep.cli.options import Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.talk import Talk, say

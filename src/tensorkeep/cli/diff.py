@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from tensorkeep.checkpoint.diff import DiffReport, Mismatch
-from tensorkeep.checkpoint.diff import diff as compare
+from tensorkeep.checkpoint.inspect.diff import DiffReport, Mismatch
+from tensorkeep.checkpoint.inspect.diff import diff as compare
 from tensorkeep.cli.options import Globs, Size, Threads
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table, counted, printable

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tensorkeep import environment
+from tensorkeep import machine
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import printable
 from tensorkeep.units import format_bytes
@@ -19,7 +19,7 @@ def env(*, path: Path = Path(), output: Output = DEFAULT) -> int:
     path
         The folder to look at; a small file is written there, and removed.
     """
-    document = environment.describe(path)
+    document = machine.describe(path)
     output.show(document, lambda: _print_environment(document))
     return 0
 

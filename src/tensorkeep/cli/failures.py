@@ -31,7 +31,7 @@ from cyclopts.exceptions import CycloptsError, UnknownCommandError
 
 from tensorkeep.cli.streams import finish_stdout
 from tensorkeep.cli.text import printable
-from tensorkeep.errors import StoreError, TensorkeepError, UsageError, is_out_of_memory
+from tensorkeep.errors import OutOfMemoryError, StoreError, TensorkeepError, UsageError, is_out_of_memory
 
 BROKEN_PIPE = 141
 
@@ -69,7 +69,7 @@ def as_failure(error: BaseException) -> TensorkeepError:
         return Interrupted("interrupted")
     if is_out_of_memory(error):
         reason = str(error).splitlines()[:1]
-        return StoreError(
+        return OutOfMemoryError(
             ": ".join(["out of memory", *reason]),
             remedy="give a smaller --memory-budget or fewer --threads, where the command has them, or a smaller state",
         )

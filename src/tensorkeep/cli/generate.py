@@ -17,8 +17,8 @@ from tensorkeep.cli.text import counted, printable
 from tensorkeep.train.export import export as write_export
 from tensorkeep.train.generate import generate as continue_prompt
 from tensorkeep.train.generate import prompt_ids
-from tensorkeep.train.run_folder import RunFolder
-from tensorkeep.train.trained import load_trained
+from tensorkeep.train.run.folder import RunFolder
+from tensorkeep.train.run.trained import load_trained
 from tensorkeep.units import format_bytes
 
 

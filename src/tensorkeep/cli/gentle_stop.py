@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from tensorkeep.checkpoint.triggers import OnSignal
+from tensorkeep.checkpoint.manager.triggers import OnSignal
 
 
 @contextmanager

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from tensorkeep.checkpoint.manager import CheckpointManager
-from tensorkeep.checkpoint.retention import KeepBest, KeepThinned
-from tensorkeep.checkpoint.steps import Step, check_removable, step_path
+from tensorkeep.checkpoint.manager.manager import CheckpointManager
+from tensorkeep.checkpoint.manager.retention import KeepBest, KeepThinned
+from tensorkeep.checkpoint.manager.steps import Step, check_removable, step_path
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import counted, printable
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, TensorkeepError, UsageError

@@ -14,8 +14,8 @@ from tensorkeep import plugins
 from tensorkeep.cli.output import Output
 from tensorkeep.cli.text import Table, printable
 from tensorkeep.errors import UnsupportedError, UsageError
-from tensorkeep.train.config import TECHNIQUES
-from tensorkeep.train.device import chosen_device
+from tensorkeep.train.config.config import TECHNIQUES
+from tensorkeep.train.run.device import chosen_device
 from tensorkeep.train.techniques.base import Technique
 from tensorkeep.train.techniques.combinations import COMBINATIONS, expanded
 from tensorkeep.train.techniques.machine import Machine

@@ -18,16 +18,16 @@ from tensorkeep.cli.options import Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table
 from tensorkeep.cli.training_progress import document, listener, print_summary, say_beginning
-from tensorkeep.errors import NotACheckpointError, StoreError, UsageError, is_out_of_memory
-from tensorkeep.train.config import TECHNIQUES, Config, flat
+from tensorkeep.errors import NotACheckpointError, OutOfMemoryError, UsageError, is_out_of_memory
+from tensorkeep.train.config.arguments import given_settings, read_words
+from tensorkeep.train.config.config import TECHNIQUES, Config, flat
+from tensorkeep.train.config.recipes import RECIPES, get_recipe
 from tensorkeep.train.data.dataset import Dataset
-from tensorkeep.train.distributed import World, joined
 from tensorkeep.train.loop import train as run_loop
-from tensorkeep.train.recipes import RECIPES, get_recipe
-from tensorkeep.train.run import check_settings, open_run
-from tensorkeep.train.run_data import absolute_source, open_data
-from tensorkeep.train.run_folder import RunFolder
-from tensorkeep.train.settings import given_settings, read_words
+from tensorkeep.train.run.data import absolute_source, open_data
+from tensorkeep.train.run.distributed import World, joined
+from tensorkeep.train.run.folder import RunFolder
+from tensorkeep.train.run.run import check_settings, open_run
 
 
 def train(
@@ -119,7 +119,7 @@ def _memory_told(folder: RunFolder) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         tune = f"tensorkeep tune training --run {shlex.quote(str(folder.path))} --memory SIZE"
-        raise StoreError(
+        raise OutOfMemoryError(
             f"the memory does not hold what the run computes: {(str(error).splitlines() or ['out of memory'])[0]}",
             path=folder.path,
             remedy="start anew with smaller batches (--loop.batch_size), more of them a step (--loop.accumulate); "

@@ -6,12 +6,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tensorkeep.bench.training_story import Killed, Repeated, TrainingStory
-from tensorkeep.checkpoint.info import info
+from tensorkeep.bench.demo.training import Killed, Repeated, TrainingStory
+from tensorkeep.checkpoint.inspect.info import info
 from tensorkeep.cli.talk import Talk, say
 from tensorkeep.cli.text import counted, printable
 from tensorkeep.train.generate import generate, prompt_ids
-from tensorkeep.train.trained import load_trained
+from tensorkeep.train.run.trained import load_trained
 from tensorkeep.units import format_bytes
 
 STEPS = 1200

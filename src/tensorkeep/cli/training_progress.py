@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tensorkeep.cli.output import Output
 from tensorkeep.cli.text import Table, printable
 from tensorkeep.train.loop import Listener, Summary
-from tensorkeep.train.run import METRIC, Run
+from tensorkeep.train.run.run import METRIC, Run
 from tensorkeep.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

@@ -12,15 +12,15 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from tensorkeep import environment
-from tensorkeep.bench.contest import Contest
-from tensorkeep.bench.tune_checkpoint import DEFAULT_BYTES, DEFAULT_SECONDS, FEWEST_BYTES, Tuned, tune
-from tensorkeep.bench.tuned_file import check_writable, read_text, with_table, write_tuned
-from tensorkeep.checkpoint.tuning import FILE_NAME
+from tensorkeep import machine
+from tensorkeep.bench.tune.checkpoint import DEFAULT_BYTES, DEFAULT_SECONDS, FEWEST_BYTES, Tuned, tune
+from tensorkeep.bench.tune.contest import Contest
+from tensorkeep.bench.tune.tuned_file import check_writable, read_text, with_table, write_tuned
+from tensorkeep.checkpoint.settings import FILE_NAME
 from tensorkeep.cli.options import Size, Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table, counted, printable, ratio
-from tensorkeep.errors import NotACheckpointError, UsageError
+from tensorkeep.errors import NotFoundError, UsageError
 from tensorkeep.units import format_bytes, format_rate
 from tensorkeep.version import __version__
 
@@ -59,7 +59,7 @@ def checkpoint(
     if size < FEWEST_BYTES:
         raise UsageError(f"--size {format_bytes(size)} is too small", remedy=f"at least {format_bytes(FEWEST_BYTES)}")
     if not directory.is_dir():
-        raise NotACheckpointError("there is no such folder", path=directory, remedy="give the folder that you save to")
+        raise NotFoundError("there is no such folder", path=directory, remedy="give the folder that you save to")
     path = directory / FILE_NAME if out is None else out
     # A file that cannot be changed or written is told before the measuring, not after.
     with_table(read_text(path), {"compression": "none"}, [], path)
@@ -67,7 +67,7 @@ def checkpoint(
         check_writable(path)
     with _busy(output) as note:
         tuned = tune(directory, seconds=seconds, nbytes=size, source=source, on_visit=note)
-    found = {"processor": environment.processor(), "storage": environment.storage(directory)}
+    found = {"processor": machine.processor(), "storage": machine.storage(directory)}
     table, comments = tuned.choice.table(), _comments(tuned, found)
     if dry_run:
         text = with_table(read_text(path), table, comments, path)

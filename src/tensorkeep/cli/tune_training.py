@@ -10,17 +10,17 @@ from typing import Annotated
 
 import msgspec
 
-from tensorkeep.bench.tune_training import Tuned, tune
+from tensorkeep.bench.tune.training import Tuned, tune
 from tensorkeep.cli.options import SIZE, Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.techniques import names_in
 from tensorkeep.cli.text import Table, printable
 from tensorkeep.errors import DestinationExistsError, StoreError, UsageError
-from tensorkeep.train.config import TECHNIQUES, Config
+from tensorkeep.train.config.config import TECHNIQUES, Config
+from tensorkeep.train.config.recipes import RECIPES, get_recipe
 from tensorkeep.train.data.dataset import Dataset
-from tensorkeep.train.recipes import RECIPES, get_recipe
-from tensorkeep.train.run_data import open_data
-from tensorkeep.train.run_folder import RunFolder
+from tensorkeep.train.run.data import open_data
+from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.units import format_bytes
 
 _ROWS = {

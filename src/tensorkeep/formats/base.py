@@ -3,7 +3,7 @@
 A format is one object with a name, registered under the entry point ``tensorkeep.formats``. It recognises its own
 files, opens them as a `Reader`, and writes a flattened state. Loading, slicing, verifying, comparing and
 converting are built on `Reader.read` alone, so that they work on every format. The exam is
-``tensorkeep.testing.format_suite.FormatSuite``. """
+``tensorkeep.testing.format_suite.FormatSuite``."""
 
 from __future__ import annotations
 
@@ -365,6 +365,6 @@ class Format(ABC):
 
         By default the whole state is copied first.
         """
-        from tensorkeep.formats.whole_copy import WholeCopy
+        from tensorkeep.formats.write import WholeCopy
 
         return WholeCopy(self, flat, destination, settings)

@@ -16,8 +16,8 @@ import xxhash
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, TensorkeepError, UnsupportedError
 from tensorkeep.formats import sealed
-from tensorkeep.formats.native.pack import Structure
-from tensorkeep.formats.native.records import AliasRecord
+from tensorkeep.formats.blockfile.plan import Structure
+from tensorkeep.formats.blockfile.records import AliasRecord
 from tensorkeep.formats.structure import check_structure
 from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import write_small

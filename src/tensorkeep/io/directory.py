@@ -14,7 +14,7 @@ from typing import Protocol, Self, TypeVar
 
 import numpy as np
 
-from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, StoreError, TensorkeepError
+from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, NotFoundError, StoreError, TensorkeepError
 from tensorkeep.io.files import Bytes, store_error
 from tensorkeep.io.source_file import SourceFile
 
@@ -62,7 +62,7 @@ class Directory:
         try:
             self._fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise NotACheckpointError("there is no such directory", path=path) from error
+            raise NotFoundError("there is no such directory", path=path) from error
         except OSError as error:
             raise store_error(error, path, "open the directory") from error
 

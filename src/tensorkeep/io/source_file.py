@@ -11,7 +11,7 @@ from typing import Self
 
 import numpy as np
 
-from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError
+from tensorkeep.errors import CorruptCheckpointError, NotFoundError
 from tensorkeep.io.buffers import ALIGNMENT, round_down, round_up
 from tensorkeep.io.files import Bytes, store_error, transfers
 from tensorkeep.io.residency import Residency
@@ -50,7 +50,7 @@ class SourceFile:
         try:
             self._fd = os.open(path if directory is None else path.name, flags, dir_fd=directory)
         except FileNotFoundError as error:
-            raise NotACheckpointError("there is no such file", path=path) from error
+            raise NotFoundError("there is no such file", path=path) from error
         except OSError as error:
             if error.errno == errno.ELOOP and not follow_links:
                 raise CorruptCheckpointError("is a symbolic link, which a checkpoint never holds", path=path) from error

@@ -11,7 +11,13 @@ from typing import TypeVar
 
 import msgspec
 
-from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, StoreError, UnsupportedError, UsageError
+from tensorkeep.errors import (
+    CorruptCheckpointError,
+    NotFoundError,
+    StoreError,
+    UnsupportedError,
+    UsageError,
+)
 from tensorkeep.report.document import Measure, Results
 from tensorkeep.report.plain import clean
 
@@ -108,7 +114,7 @@ def _read(path: Path) -> tuple[Path, bytes]:
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             remedy = "give the folder that `tensorkeep bench` wrote, or its results.json"
-            raise NotACheckpointError("there is no results file", path=file, remedy=remedy) from None
+            raise NotFoundError("there is no results file", path=file, remedy=remedy) from None
         raise StoreError(f"cannot read the results: {error.strerror}", path=file) from error
     if len(content) > MAX_BYTES:
         raise UnsupportedError(f"is larger than {MAX_BYTES >> 20} MiB", path=file, remedy="this is no results file")

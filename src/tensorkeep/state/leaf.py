@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from tensorkeep.errors import StoreError, UsageError
+from tensorkeep.errors import OutOfMemoryError, UsageError
 from tensorkeep.state.dtypes import DType
 from tensorkeep.state.storable import numpy_dtype, refuse_array, refuse_tensor, torch_dtype
 from tensorkeep.state.strided import (
@@ -255,7 +255,7 @@ def allocate(kind: str, dtype: DType, shape: Sequence[int], *, device: torch.dev
         return tensor.view(target)
     except (MemoryError, RuntimeError, ValueError) as error:
         wanted = format_bytes(math.prod(shape) * dtype.itemsize)
-        raise StoreError(f"cannot allocate {wanted} for a {dtype} of shape {tuple(shape)}: {error}") from error
+        raise OutOfMemoryError(f"cannot allocate {wanted} for a {dtype} of shape {tuple(shape)}: {error}") from error
 
 
 _PAGE_BYTES = mmap.PAGESIZE

@@ -20,17 +20,17 @@ import pytest
 import torch
 
 from tensorkeep import plugins
-from tensorkeep.checkpoint.manager import CheckpointManager
+from tensorkeep.checkpoint.manager.manager import CheckpointManager
 from tensorkeep.errors import TechniqueNotActiveError
 from tensorkeep.testing.equality import difference
-from tensorkeep.train.config import Config
+from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import prepare
-from tensorkeep.train.device import chosen_device
 from tensorkeep.train.loop import take_step, train
 from tensorkeep.train.model.config import ModelConfig
-from tensorkeep.train.run import Run, open_run
-from tensorkeep.train.run_folder import RunFolder
+from tensorkeep.train.run.device import chosen_device
+from tensorkeep.train.run.folder import RunFolder
+from tensorkeep.train.run.run import Run, open_run
 from tensorkeep.train.techniques.base import Changed, Kind, Technique
 from tensorkeep.train.techniques.machine import Machine
 

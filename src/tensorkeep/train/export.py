@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tensorkeep.checkpoint.arguments import checked_path
-from tensorkeep.checkpoint.save import save
+from tensorkeep.checkpoint.save.save import save
 from tensorkeep.errors import PathLike, StateMismatchError, UsageError
 from tensorkeep.io.commit import Commit
 from tensorkeep.io.files import write_small

@@ -10,7 +10,7 @@ from torch import Tensor
 from tensorkeep.errors import DivergedError, TensorkeepError
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run import Run
+    from tensorkeep.train.run.run import Run
 
 MOST_SKIPPED = 20
 """In a row. A skipped update changes no weight: where so many batches fail, the weights are at fault, not the data."""

@@ -14,12 +14,12 @@ import torch
 from tensorkeep.train.data.batches import windows
 from tensorkeep.train.evaluate import evaluate, evaluated_at_once
 from tensorkeep.train.generate import generate, prompt_ids
-from tensorkeep.train.memory import peak_memory
+from tensorkeep.train.memory.limits import peak_memory
 from tensorkeep.train.model.gpt import IGNORED
-from tensorkeep.train.optimizers import set_learning_rate
-from tensorkeep.train.run import METRIC, Run
-from tensorkeep.train.saves import Saves
-from tensorkeep.train.schedules import share
+from tensorkeep.train.optim.optimizers import set_learning_rate
+from tensorkeep.train.optim.schedules import share
+from tensorkeep.train.run.run import METRIC, Run
+from tensorkeep.train.run.saves import Saves
 
 
 class Listener(Protocol):
@@ -50,7 +50,7 @@ class Summary:
     tokens_per_second, mfu : float
         Of training alone; NaN if no step was timed.
     peak_memory_bytes : int
-        See `tensorkeep.train.memory`.
+        See `tensorkeep.train.memory.limits`.
     suggested_learning_rate : float or None
         What a range test found.
     seconds : dict of str to float

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tensorkeep.train.model.gpt import GPT
-from tensorkeep.train.optimizers import Optimizers
+from tensorkeep.train.optim.optimizers import Optimizers
 
 
 @dataclass

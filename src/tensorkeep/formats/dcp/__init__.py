@@ -13,8 +13,8 @@ from tensorkeep.formats import sidecar
 from tensorkeep.formats.base import Format, OpenSettings, Reader, WriteSettings, Written
 from tensorkeep.formats.dcp.metadata import FILE_NAME
 from tensorkeep.formats.dcp.reader import DcpReader
-from tensorkeep.formats.first_bytes import first_bytes, names_in
-from tensorkeep.formats.torch_zip import begins_like_old_pickle
+from tensorkeep.formats.probe import first_bytes, names_in
+from tensorkeep.formats.torch_file.zip_file import begins_like_old_pickle
 from tensorkeep.state.source import Source
 from tensorkeep.state.tree import Flat
 
@@ -42,7 +42,7 @@ class DcpFormat(Format):
 
     def write(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> Written:
         # Here, because it imports torch.distributed.
-        from tensorkeep.formats.dcp.write import write
+        from tensorkeep.formats.dcp.writer import write
 
         return write(flat, destination, settings, replaceable=self._is_replaceable)
 

@@ -15,7 +15,7 @@ from tensorkeep.formats.dcp.metadata import FILE_NAME, Contents, Place, TensorEn
 from tensorkeep.formats.dcp.slice_zip import MappedFile, SliceZip
 from tensorkeep.formats.dcp.slices import TensorSlice
 from tensorkeep.formats.dcp.tiling import copy_common, have_common, runs
-from tensorkeep.formats.first_bytes import names_in
+from tensorkeep.formats.probe import names_in
 from tensorkeep.formats.sidecar import Sidecar
 from tensorkeep.io.directory import Directory, hold
 from tensorkeep.io.files import Bytes

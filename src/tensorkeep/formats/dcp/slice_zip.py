@@ -13,7 +13,7 @@ import numpy as np
 
 from tensorkeep.errors import CorruptCheckpointError, TensorkeepError, UnsupportedError
 from tensorkeep.formats.dcp.metadata import Place
-from tensorkeep.formats.torch_zip import PICKLE, TorchZip, restricted_load
+from tensorkeep.formats.torch_file.zip_file import PICKLE, TorchZip, restricted_load
 from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import Bytes
 

@@ -20,7 +20,7 @@ from tensorkeep.formats.dcp import inert_pickle
 from tensorkeep.formats.dcp.inert_pickle import Global, Made, Persistent
 from tensorkeep.formats.dcp.metadata import Chunk, TensorEntry
 from tensorkeep.formats.dcp.slice_zip import DAMAGED, MappedFile, SliceZip, crc32
-from tensorkeep.formats.torch_zip import PICKLE
+from tensorkeep.formats.torch_file.zip_file import PICKLE
 from tensorkeep.io.files import Bytes
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.state.leaf import Leaf

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tensorkeep.formats.base import BLOCK_BYTES, WriteSettings
-from tensorkeep.formats.native.changes import ChangesStream
-from tensorkeep.formats.native.history import History
-from tensorkeep.formats.native.pack import Placed
-from tensorkeep.formats.native.records import (
+from tensorkeep.formats.blockfile.plan import Placed
+from tensorkeep.formats.blockfile.records import (
     PLACES,
     VERSION,
     WIDE_DIGESTS,
@@ -20,7 +18,9 @@ from tensorkeep.formats.native.records import (
     Manifest,
     PlaceRecord,
 )
-from tensorkeep.formats.native.streams import Stream
+from tensorkeep.formats.blockfile.stream import Stream
+from tensorkeep.formats.native.history import History
+from tensorkeep.formats.native.incremental import ChangesStream
 from tensorkeep.state.source import Source
 from tensorkeep.state.tree import Flat
 from tensorkeep.version import __version__

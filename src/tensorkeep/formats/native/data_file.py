@@ -9,11 +9,10 @@ from pathlib import Path
 
 import msgspec
 
-from tensorkeep.formats import safetensors_header, sealed
+from tensorkeep.formats import sealed
 from tensorkeep.formats.base import BLOCK_BYTES
-from tensorkeep.formats.native.assembly import FinishedStream
-from tensorkeep.formats.native.changes import ChangesStream
-from tensorkeep.formats.native.coded_tensors import (
+from tensorkeep.formats.blockfile import header
+from tensorkeep.formats.blockfile.coded import (
     FRAMEWORK_KEY,
     METADATA_KEY,
     Described,
@@ -21,11 +20,13 @@ from tensorkeep.formats.native.coded_tensors import (
     describe_changes,
     widest,
 )
+from tensorkeep.formats.blockfile.plan import FilePlan, tasks_of
+from tensorkeep.formats.blockfile.records import FileRecord
+from tensorkeep.formats.blockfile.stream import CodedStream, How, RawStream, Stream
+from tensorkeep.formats.native.assembly import FinishedStream
 from tensorkeep.formats.native.history import CHANGES_PREFIX
-from tensorkeep.formats.native.pack import FilePlan, tasks_of
+from tensorkeep.formats.native.incremental import ChangesStream
 from tensorkeep.formats.native.previous import Previous
-from tensorkeep.formats.native.records import FileRecord
-from tensorkeep.formats.native.streams import CodedStream, How, RawStream, Stream
 from tensorkeep.io.buffers import Loan
 
 
@@ -92,7 +93,7 @@ class DataFile:
         if self._plan.header_order:
             by_name = {record.name: record for record in records}
             records = [by_name[name] for name in self._plan.header_order]
-        return safetensors_header.build(records, metadata, room=room or None)
+        return header.build(records, metadata, room=room or None)
 
     def _finish(self) -> FinishedStream:
         stream = self._open()

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from tensorkeep.formats.native.records import PLACES, Manifest
+from tensorkeep.formats.blockfile.records import PLACES, Manifest
 from tensorkeep.formats.native.space import space_of
 
 

@@ -12,9 +12,9 @@ from collections.abc import Container
 from pathlib import Path
 
 from tensorkeep.errors import CorruptCheckpointError
+from tensorkeep.formats.blockfile.records import FileRecord
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.open_files import OpenFiles
-from tensorkeep.formats.native.records import FileRecord
 from tensorkeep.io.files import store_error
 
 _PREFIX = "from-"

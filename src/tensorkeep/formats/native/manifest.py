@@ -17,7 +17,8 @@ import msgspec
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedError
 from tensorkeep.formats import sealed
-from tensorkeep.formats.native.records import (
+from tensorkeep.formats.blockfile.header import MAX_HEADER_BYTES
+from tensorkeep.formats.blockfile.records import (
     FEATURES,
     MAX_BLOCK_BYTES,
     MOST_BASES,
@@ -29,7 +30,6 @@ from tensorkeep.formats.native.records import (
     LeafRecord,
     Manifest,
 )
-from tensorkeep.formats.safetensors_header import MAX_HEADER_BYTES
 from tensorkeep.io.directory import Directory
 from tensorkeep.state.dtypes import BY_NAME
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError
 from tensorkeep.formats.base import OpenSettings
+from tensorkeep.formats.blockfile.read import BlockReader, StoredBlock, StoredTensor
+from tensorkeep.formats.blockfile.records import BlockRecord, FileRecord, LeafRecord, PlaceRecord
 from tensorkeep.formats.native import manifest as manifests
-from tensorkeep.formats.native.blocks import BlockReader, StoredBlock, StoredTensor
-from tensorkeep.formats.native.records import BlockRecord, FileRecord, LeafRecord, PlaceRecord
 from tensorkeep.io.directory import Directory, Readable, hold
 from tensorkeep.io.files import store_error
 from tensorkeep.io.source_file import SourceFile

@@ -14,12 +14,10 @@ from pathlib import Path
 from tensorkeep import plugins
 from tensorkeep.errors import CorruptCheckpointError, StoreError, UnsupportedError
 from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings
-from tensorkeep.formats.native.blocks import StoredBlock, digest_as, scratch_bytes
-from tensorkeep.formats.native.coded_tensors import SMALLEST_DIFFERENCE
-from tensorkeep.formats.native.links import Links
-from tensorkeep.formats.native.open_files import OpenFiles
-from tensorkeep.formats.native.pack import Block
-from tensorkeep.formats.native.records import (
+from tensorkeep.formats.blockfile.coded import SMALLEST_DIFFERENCE
+from tensorkeep.formats.blockfile.plan import Block
+from tensorkeep.formats.blockfile.read import StoredBlock, digest_as, scratch_bytes
+from tensorkeep.formats.blockfile.records import (
     WIDE_DIGESTS,
     BaseRecord,
     BlockRecord,
@@ -27,6 +25,8 @@ from tensorkeep.formats.native.records import (
     LeafRecord,
     PlaceRecord,
 )
+from tensorkeep.formats.native.links import Links
+from tensorkeep.formats.native.open_files import OpenFiles
 from tensorkeep.io.files import Bytes
 
 LEAST_LIVE = 0.5

@@ -14,12 +14,12 @@ import xxhash
 from tensorkeep.errors import CorruptCheckpointError, DestinationExistsError, UnsupportedError
 from tensorkeep.formats import sealed
 from tensorkeep.formats.base import Entry, OpenSettings, Problem, Reader, StepRecord, StoredLeaf
-from tensorkeep.formats.first_bytes import first_bytes
+from tensorkeep.formats.blockfile.records import WIDE_DIGESTS
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.details import about
 from tensorkeep.formats.native.open_files import OpenFiles, missing, wrong_size
-from tensorkeep.formats.native.records import WIDE_DIGESTS
 from tensorkeep.formats.native.space import occupied_bytes
+from tensorkeep.formats.probe import first_bytes
 from tensorkeep.formats.structure import check_structure
 from tensorkeep.io.directory import Directory, Readable, hold
 from tensorkeep.io.files import Bytes, store_error

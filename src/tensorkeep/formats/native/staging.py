@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import threading
 
-from tensorkeep.formats.native.pack import Block
-from tensorkeep.formats.native.streams import stage, staging_bytes
+from tensorkeep.formats.blockfile.plan import Block
+from tensorkeep.formats.blockfile.stream import stage, staging_bytes
 from tensorkeep.io import parallel
 from tensorkeep.io.buffers import BufferPool, Loan, buffer_bytes
 from tensorkeep.io.parallel import LOOK_AGAIN, Cancellation, Order

@@ -15,15 +15,15 @@ from tensorkeep.codecs.base import Codec
 from tensorkeep.errors import UsageError
 from tensorkeep.formats import sealed
 from tensorkeep.formats.base import BLOCK_BYTES, Write, WriteSettings, Written, thread_bytes
+from tensorkeep.formats.blockfile.plan import DEFAULT_SHARD_BYTES, Block, FilePlan, plan_files, tasks_of
+from tensorkeep.formats.blockfile.records import FileRecord
+from tensorkeep.formats.blockfile.stream import How
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.assembly import Assembly, FinishedStream
 from tensorkeep.formats.native.data_file import DataFile
 from tensorkeep.formats.native.history import History
-from tensorkeep.formats.native.pack import DEFAULT_SHARD_BYTES, Block, FilePlan, plan_files, tasks_of
 from tensorkeep.formats.native.previous import Previous
-from tensorkeep.formats.native.records import FileRecord
 from tensorkeep.formats.native.staging import Staging, memory_for
-from tensorkeep.formats.native.streams import How
 from tensorkeep.io import parallel
 from tensorkeep.io.buffers import BufferPool
 from tensorkeep.io.commit import Commit

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from tensorkeep.formats import sidecar
 from tensorkeep.formats.base import Format, OpenSettings, Reader, WriteSettings, Written
-from tensorkeep.formats.first_bytes import file_mode, first_bytes, names_in
+from tensorkeep.formats.probe import file_mode, first_bytes, names_in
 from tensorkeep.formats.t5x.loading import load_arrays
 from tensorkeep.formats.t5x.tree import FILE_NAME
 from tensorkeep.state.source import Source
@@ -47,7 +47,7 @@ class T5XFormat(Format):
         return T5XReader(path, settings)
 
     def write(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> Written:
-        from tensorkeep.formats.t5x.write import write
+        from tensorkeep.formats.t5x.writer import write
 
         return write(flat, destination, settings, replaceable=self._is_replaceable)
 

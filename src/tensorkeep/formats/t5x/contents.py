@@ -12,12 +12,12 @@ import numpy as np
 
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError, UnsupportedLeafError
 from tensorkeep.formats import sidecar
-from tensorkeep.formats.first_bytes import names_in
+from tensorkeep.formats.probe import names_in
 from tensorkeep.formats.sidecar import Sidecar
 from tensorkeep.formats.t5x import flax_msgpack
 from tensorkeep.formats.t5x.tree import FILE_NAME, MARK, is_spec, key_of, leaves, read
-from tensorkeep.formats.tensorstore_arrays.opened import Wanted
-from tensorkeep.formats.tensorstore_arrays.stored_types import StoredType, is_possible
+from tensorkeep.formats.tensorstore.opened import Wanted
+from tensorkeep.formats.tensorstore.stored_types import StoredType, is_possible
 from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import Bytes
 from tensorkeep.state.aliases import Alias

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from tensorkeep.errors import PathLike
 from tensorkeep.formats.t5x.contents import Stored, look
-from tensorkeep.formats.tensorstore_arrays.loading import ReadLimits, read_whole
-from tensorkeep.formats.tensorstore_arrays.specs import Place
-from tensorkeep.formats.tensorstore_arrays.walking import check_folders
+from tensorkeep.formats.tensorstore.loading import ReadLimits, read_whole
+from tensorkeep.formats.tensorstore.specs import Place
+from tensorkeep.formats.tensorstore.walking import check_folders
 from tensorkeep.io.directory import Directory
 from tensorkeep.state.aliases import make_view
 

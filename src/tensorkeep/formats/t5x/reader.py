@@ -11,11 +11,11 @@ from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, Store
 from tensorkeep.formats.base import Entry, OpenSettings, Reader, StoredLeaf
 from tensorkeep.formats.t5x.contents import look
 from tensorkeep.formats.t5x.tree import FILE_NAME
-from tensorkeep.formats.tensorstore_arrays.compressors import check_of, codec_of
-from tensorkeep.formats.tensorstore_arrays.failures import tensorstore
-from tensorkeep.formats.tensorstore_arrays.opened import ArraySet
-from tensorkeep.formats.tensorstore_arrays.specs import Place
-from tensorkeep.formats.tensorstore_arrays.walking import check_folders, files_below
+from tensorkeep.formats.tensorstore.compressors import check_of, codec_of
+from tensorkeep.formats.tensorstore.failures import tensorstore
+from tensorkeep.formats.tensorstore.opened import ArraySet
+from tensorkeep.formats.tensorstore.specs import Place
+from tensorkeep.formats.tensorstore.walking import check_folders, files_below
 from tensorkeep.io.directory import Directory, hold
 from tensorkeep.io.files import Bytes
 from tensorkeep.state.source import Source

@@ -15,7 +15,7 @@ import numpy as np
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedError
 from tensorkeep.formats.t5x import flax_msgpack
-from tensorkeep.formats.tensorstore_arrays.specs import Layout
+from tensorkeep.formats.tensorstore.specs import Layout
 from tensorkeep.io.directory import Directory
 
 FILE_NAME = "checkpoint"

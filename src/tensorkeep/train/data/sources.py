@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import IO, Self
 
 from tensorkeep.checkpoint.arguments import checked_path
-from tensorkeep.errors import NotACheckpointError, PathLike, UsageError
+from tensorkeep.errors import NotFoundError, PathLike, UsageError
 from tensorkeep.io.files import store_error
 from tensorkeep.train.data.text_files import MAGIC, TextFile, in_folder, matching, standard_library, text_file
 
@@ -132,7 +132,7 @@ def _find(text: str) -> tuple[str, list[TextFile]]:
     except FileNotFoundError as error:
         if MAGIC & set(text):
             return "pattern", matching(text)
-        raise NotACheckpointError(
+        raise NotFoundError(
             "there is no such file or folder",
             path=text,
             remedy='give a file, a folder, a pattern, "-" for standard input or "stdlib"',

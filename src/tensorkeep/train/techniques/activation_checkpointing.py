@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tensorkeep.train.bounds import check_bounds
-from tensorkeep.train.sections import Section
+from tensorkeep.train.config.bounds import check_bounds
+from tensorkeep.train.config.sections import Section
 from tensorkeep.train.techniques.base import Proof, Technique
 from tensorkeep.train.techniques.watching import counted_calls
 
 if TYPE_CHECKING:
     from tensorkeep.train.model.block import Block
-    from tensorkeep.train.run import Run
+    from tensorkeep.train.run.run import Run
 
 _COSTLY = {
     torch.ops.aten.mm.default,

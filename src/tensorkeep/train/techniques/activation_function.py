@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config import Config
+from tensorkeep.train.config.config import Config
+from tensorkeep.train.config.sections import Section
 from tensorkeep.train.model.config import GATED, ModelConfig
 from tensorkeep.train.model.mlp import MLP
-from tensorkeep.train.sections import Section
 from tensorkeep.train.techniques.base import Proof, Technique
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run import Run
+    from tensorkeep.train.run.run import Run
 
 _FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 
-from tensorkeep.train.bounds import check_bounds
-from tensorkeep.train.sections import Section
+from tensorkeep.train.config.bounds import check_bounds
+from tensorkeep.train.config.sections import Section
 from tensorkeep.train.techniques.base import Proof, Technique
 from tensorkeep.train.techniques.machine import Machine
 from tensorkeep.train.techniques.swapping import Swapper
 from tensorkeep.units import format_bytes
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run import Run
+    from tensorkeep.train.run.run import Run
 
 
 class ActivationSwappingSettings(Section, frozen=True):

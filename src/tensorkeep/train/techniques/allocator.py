@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from tensorkeep.train.bounds import check_bounds
-from tensorkeep.train.sections import Section
+from tensorkeep.train.config.bounds import check_bounds
+from tensorkeep.train.config.sections import Section
 from tensorkeep.train.techniques.base import Proof, Technique
 from tensorkeep.train.techniques.machine import Machine
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run import Run
+    from tensorkeep.train.run.run import Run
 
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """The second one is the older name, which torch reads where the first one is not set."""

@@ -14,16 +14,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config import Config
-from tensorkeep.train.device import chosen_device
-from tensorkeep.train.sections import Section
+from tensorkeep.train.config.config import Config
+from tensorkeep.train.config.sections import Section
+from tensorkeep.train.run.device import chosen_device
 from tensorkeep.train.techniques.base import Proof, Technique
 from tensorkeep.train.techniques.machine import Machine
 from tensorkeep.train.techniques.watching import seen_inputs
 
 if TYPE_CHECKING:
     from tensorkeep.train.model.attention import Kernel
-    from tensorkeep.train.run import Run
+    from tensorkeep.train.run.run import Run
 
 _BACKENDS = {
     "math": SDPBackend.MATH,

@@ -13,12 +13,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from tensorkeep.errors import TechniqueNotActiveError
-from tensorkeep.train.config import Config
-from tensorkeep.train.sections import Section
+from tensorkeep.train.config.config import Config
+from tensorkeep.train.config.sections import Section
 from tensorkeep.train.techniques.machine import Machine
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run import Run
+    from tensorkeep.train.run.run import Run
 
 Kind = Literal["systems", "algorithmic"]
 Changed = Literal["process", "model", "loss", "optimizer", "processes", "data", "compilation"]

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.sections import Section
+from tensorkeep.train.config.sections import Section
 from tensorkeep.train.techniques.base import Proof, Technique
 from tensorkeep.train.techniques.machine import Machine
 from tensorkeep.train.techniques.rehearsal import compute_and_forget, rehearse_loss, without_modes
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run import Run
+    from tensorkeep.train.run.run import Run
 
 
 _REPORT = "report it, with the other techniques that are on"

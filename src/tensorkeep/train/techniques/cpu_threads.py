@@ -12,14 +12,14 @@ import msgspec
 import torch
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.bounds import check_bounds
-from tensorkeep.train.config import Config
-from tensorkeep.train.sections import Section
+from tensorkeep.train.config.bounds import check_bounds
+from tensorkeep.train.config.config import Config
+from tensorkeep.train.config.sections import Section
 from tensorkeep.train.techniques.base import Proof, Technique
 from tensorkeep.train.techniques.machine import Machine
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run import Run
+    from tensorkeep.train.run.run import Run
 
 _CPUS = Path("/sys/devices/system/cpu")
 _TASKS = Path("/proc/self/task")

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config import Config
+from tensorkeep.train.config.config import Config
 from tensorkeep.train.techniques.base import Proof, Technique
 from tensorkeep.train.techniques.machine import Machine
 from tensorkeep.train.techniques.rehearsal import Loss, compute_and_forget, rehearse_loss
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run import Run
+    from tensorkeep.train.run.run import Run
 
 _WARM_UPS = 3
 _SHAPES = "a graph is of one shape, and the lengths of its windows change"

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from tensorkeep.train.sections import Section
+from tensorkeep.train.config.sections import Section
 from tensorkeep.train.techniques.base import Proof
 from tensorkeep.train.techniques.data_parallel import share_batches
 from tensorkeep.train.techniques.parallel import Parallel, others_than
 from tensorkeep.train.techniques.rehearsal import Loss
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run import Run
+    from tensorkeep.train.run.run import Run
 
 
 class Ddp(Parallel):

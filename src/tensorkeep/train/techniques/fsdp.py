@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config import Config
+from tensorkeep.train.config.config import Config
 from tensorkeep.train.techniques.base import Proof
 from tensorkeep.train.techniques.data_parallel import share_batches
 from tensorkeep.train.techniques.parallel import Parallel, others_than
@@ -20,7 +20,7 @@ from tensorkeep.train.techniques.sharding import Division, divided, replace_para
 from tensorkeep.units import format_bytes
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run import Run
+    from tensorkeep.train.run.run import Run
 
 
 class Fsdp(Parallel):

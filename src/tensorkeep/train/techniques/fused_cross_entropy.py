@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from tensorkeep.train.bounds import check_bounds
+from tensorkeep.train.config.bounds import check_bounds
+from tensorkeep.train.config.sections import Section
 from tensorkeep.train.model.gpt import IGNORED
-from tensorkeep.train.sections import Section
 from tensorkeep.train.techniques.base import Proof, Technique
 from tensorkeep.train.techniques.watching import seen_outputs
 from tensorkeep.units import format_bytes
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run import Run
+    from tensorkeep.train.run.run import Run
 
 
 class FusedCrossEntropySettings(Section, frozen=True):

@@ -11,11 +11,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config import Config
+from tensorkeep.train.config.config import Config
 from tensorkeep.train.techniques.base import Proof, Technique
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run import Run
+    from tensorkeep.train.run.run import Run
 
 
 class FusedOptimizer(Technique):

@@ -11,15 +11,15 @@ import msgspec
 from torch import Tensor
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.bounds import check_bounds
+from tensorkeep.train.config.bounds import check_bounds
+from tensorkeep.train.config.sections import Section
 from tensorkeep.train.data.batches import Batch, BatchSource
-from tensorkeep.train.sections import Section
 from tensorkeep.train.techniques.base import Proof, Technique
 from tensorkeep.train.techniques.drawing import Drawing
 from tensorkeep.train.techniques.updates import seen_updates
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run import Run
+    from tensorkeep.train.run.run import Run
 
 
 class AccumulationSettings(Section, frozen=True):

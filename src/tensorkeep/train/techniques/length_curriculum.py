@@ -11,16 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.bounds import check_bounds
+from tensorkeep.train.config.bounds import check_bounds
+from tensorkeep.train.config.sections import Section
 from tensorkeep.train.data.batches import Batch, Batches
 from tensorkeep.train.data.splits import TRAIN
 from tensorkeep.train.data.tokenizers.base import Tokens
-from tensorkeep.train.sections import Section
 from tensorkeep.train.techniques.base import Proof, Technique
 from tensorkeep.train.techniques.drawing import Drawing, given_inputs, same_tokens
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run import Run
+    from tensorkeep.train.run.run import Run
 
 
 class LengthCurriculumSettings(Section, frozen=True):

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from tensorkeep.train.bounds import check_bounds
+from tensorkeep.train.config.bounds import check_bounds
+from tensorkeep.train.config.sections import Section
 from tensorkeep.train.data.batches import Batch
 from tensorkeep.train.model.gpt import GPT, token_loss
 from tensorkeep.train.model.modes import evaluating
-from tensorkeep.train.sections import Section
 from tensorkeep.train.techniques.base import Proof, Technique
 from tensorkeep.train.techniques.drawing import Drawing, given_inputs, same_tokens
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run import Run
+    from tensorkeep.train.run.run import Run
 
 
 class LossCurriculumSettings(Section, frozen=True):

@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.sections import Section
+from tensorkeep.train.config.sections import Section
 from tensorkeep.train.techniques.base import Proof, Technique
 from tensorkeep.train.techniques.machine import Machine
 from tensorkeep.train.techniques.updates import seen_updates
 from tensorkeep.units import format_bytes
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run import Run
+    from tensorkeep.train.run.run import Run
 
 _CLASSES = {8: "AdamW8bit", 4: "AdamW4bit", "fp8": "AdamWFp8"}
 _SIGNED = {"exp_avg": True, "exp_avg_sq": False}

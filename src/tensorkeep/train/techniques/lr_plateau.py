@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
-from tensorkeep.train.bounds import check_bounds
-from tensorkeep.train.config import Config
-from tensorkeep.train.sections import Section
+from tensorkeep.train.config.bounds import check_bounds
+from tensorkeep.train.config.config import Config
+from tensorkeep.train.config.sections import Section
 from tensorkeep.train.techniques.base import Proof
 from tensorkeep.train.techniques.scheduled import ScheduleTechnique
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run import Run
+    from tensorkeep.train.run.run import Run
 
 
 class PlateauSettings(Section, frozen=True):
@@ -38,7 +38,7 @@ class PlateauSettings(Section, frozen=True):
 
 
 class PlateauTechnique(ScheduleTechnique):
-    """`tensorkeep.train.schedules.Plateau`, as in ``torch.optim.lr_scheduler.ReduceLROnPlateau``."""
+    """`tensorkeep.train.optim.schedules.Plateau`, as in ``torch.optim.lr_scheduler.ReduceLROnPlateau``."""
 
     name: ClassVar = "lr-plateau"
     kind: ClassVar = "algorithmic"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.bounds import check_bounds
-from tensorkeep.train.config import Config
-from tensorkeep.train.sections import Section
+from tensorkeep.train.config.bounds import check_bounds
+from tensorkeep.train.config.config import Config
+from tensorkeep.train.config.sections import Section
 from tensorkeep.train.techniques.scheduled import ScheduleTechnique
 
 
@@ -29,7 +29,7 @@ class RangeTestSettings(Section, frozen=True):
 
 
 class RangeTestTechnique(ScheduleTechnique):
-    """Smith, arXiv 1506.01186, over the schedule ``"range"``; `tensorkeep.train.range_test` makes the suggestion.
+    """Smith, arXiv 1506.01186, over the schedule ``"range"``; `tensorkeep.train.optim.range_test` makes the suggestion.
 
     A run with it is a test and no training: take the rate that it suggests into another run.
     """

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from tensorkeep.errors import UnsupportedError
-from tensorkeep.train.config import Config
-from tensorkeep.train.device import chosen_device
-from tensorkeep.train.sections import Section
-from tensorkeep.train.speed import measured_peak
+from tensorkeep.train.config.config import Config
+from tensorkeep.train.config.sections import Section
+from tensorkeep.train.run.device import chosen_device
+from tensorkeep.train.run.speed import measured_peak
 from tensorkeep.train.techniques.base import Proof, Technique
 from tensorkeep.train.techniques.watching import seen_inputs, seen_outputs
 
 if TYPE_CHECKING:
     from tensorkeep.train.model.attention import Kernel
-    from tensorkeep.train.run import Run
+    from tensorkeep.train.run.run import Run
 
 _Precision = Literal["bf16", "fp16"]
 

@@ -17,7 +17,7 @@ _STARTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Parallel(Technique):
-    """A technique for several processes, which torchrun starts; see `tensorkeep.train.distributed`."""
+    """A technique for several processes, which torchrun starts; see `tensorkeep.train.run.distributed`."""
 
     kind: ClassVar = "systems"
     changes: ClassVar = "processes"

@@ -13,10 +13,10 @@ from torch import distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.bounds import check_bounds
+from tensorkeep.train.config.bounds import check_bounds
+from tensorkeep.train.config.sections import Section
 from tensorkeep.train.data.batches import Batch, BatchSource
 from tensorkeep.train.model.gpt import token_loss
-from tensorkeep.train.sections import Section
 from tensorkeep.train.techniques.base import Proof
 from tensorkeep.train.techniques.drawing import Drawing
 from tensorkeep.train.techniques.parallel import Parallel, others_than
@@ -24,7 +24,7 @@ from tensorkeep.train.techniques.stages import Stage, Stages, save_all_stages
 from tensorkeep.train.techniques.watching import counted_calls
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run import Run
+    from tensorkeep.train.run.run import Run
 
 _SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _ALL_BLOCKS = "its proof looks at every block, and a process has some of them"

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.bounds import check_bounds
-from tensorkeep.train.config import Config
+from tensorkeep.train.config.bounds import check_bounds
+from tensorkeep.train.config.config import Config
+from tensorkeep.train.config.sections import Section
 from tensorkeep.train.data.batches import Batch, BatchSource
-from tensorkeep.train.sections import Section
 from tensorkeep.train.techniques.base import Proof, Technique
 from tensorkeep.train.techniques.drawing import Drawing
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run import Run
+    from tensorkeep.train.run.run import Run
 
 _WHOLE = 1e-6
 

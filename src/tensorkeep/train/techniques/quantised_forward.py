@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config import Config
-from tensorkeep.train.sections import Section
+from tensorkeep.train.config.config import Config
+from tensorkeep.train.config.sections import Section
 from tensorkeep.train.techniques.base import Proof, Technique
 from tensorkeep.train.techniques.machine import Machine
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run import Run
+    from tensorkeep.train.run.run import Run
 
 _LARGEST = 127
 """Levels reach from -127 to 127: 255 of them, as many below 0 as above."""

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from tensorkeep.train.schedules import share
+from tensorkeep.train.optim.schedules import share
 from tensorkeep.train.techniques.base import Proof, Technique
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run import Run
+    from tensorkeep.train.run.run import Run
 
 _SAME = 1e-6
 """Rates that are kept in float32 are this close to what they were set to."""

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from tensorkeep.train.average import WeightAverage
-from tensorkeep.train.distributed import World
+from tensorkeep.train.optim.average import WeightAverage
+from tensorkeep.train.run.distributed import World
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run import Run
+    from tensorkeep.train.run.run import Run
 
 
 class Division:

@@ -12,13 +12,13 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.bounds import check_bounds
-from tensorkeep.train.config import Config
-from tensorkeep.train.sections import Section
+from tensorkeep.train.config.bounds import check_bounds
+from tensorkeep.train.config.config import Config
+from tensorkeep.train.config.sections import Section
 from tensorkeep.train.techniques.base import Proof, Technique
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run import Run
+    from tensorkeep.train.run.run import Run
 
 
 class SparseAttentionSettings(Section, frozen=True):

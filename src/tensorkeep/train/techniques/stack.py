@@ -10,13 +10,13 @@ import msgspec
 
 from tensorkeep import plugins
 from tensorkeep.errors import MissingExtraError, UnsupportedError, UsageError
-from tensorkeep.train.config import Config
-from tensorkeep.train.sections import Section
+from tensorkeep.train.config.config import Config
+from tensorkeep.train.config.sections import Section
 from tensorkeep.train.techniques.base import Changed, Proof, Technique
 from tensorkeep.train.techniques.machine import Machine
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run import Run
+    from tensorkeep.train.run.run import Run
 
 KIND = "techniques"
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from tensorkeep.train.average import WeightAverage
-from tensorkeep.train.distributed import World
 from tensorkeep.train.model.cache import Cache
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.model.positions import RotaryPositions
+from tensorkeep.train.optim.average import WeightAverage
+from tensorkeep.train.run.distributed import World
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run import Run
+    from tensorkeep.train.run.run import Run
 
 
 class Stages:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config import Config
+from tensorkeep.train.config.config import Config
 from tensorkeep.train.model.cache import Cache
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
@@ -24,7 +24,7 @@ from tensorkeep.train.techniques.parallel import Parallel, others_than
 from tensorkeep.train.techniques.sharding import Division, divided, replace_parameters, updated_by
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run import Run
+    from tensorkeep.train.run.run import Run
 
 _BY_ROWS = ("attention.qkv", "mlp.up", "mlp.gate")
 _BY_COLUMNS = ("attention.out", "mlp.down")

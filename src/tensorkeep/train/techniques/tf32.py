@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from tensorkeep.train.sections import Section
-from tensorkeep.train.speed import measured_peak
+from tensorkeep.train.config.sections import Section
+from tensorkeep.train.run.speed import measured_peak
 from tensorkeep.train.techniques.base import Proof, Technique
 from tensorkeep.train.techniques.machine import Machine
 from tensorkeep.train.techniques.watching import seen_outputs
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run import Run
+    from tensorkeep.train.run.run import Run
 
 _LEVELS = {"tf32": "high", "bf16": "medium"}
 _SIZE = 256

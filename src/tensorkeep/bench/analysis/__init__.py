@@ -1,0 +1,1 @@
+"""From samples to verdicts: statistics, effects, warnings, claims and recommendations."""

@@ -1,0 +1,178 @@
+"""Checking the claims of others: does this machine show the same, and do the arms that isolate the cause agree?
+
+The rules, for each figure of a claim:
+
+* A comparison *supports* the claim if its 95% interval overlaps the claimed gain within 25%, lies on the claimed side
+  of 1, and ends at no more than 4 times where it begins. A claimed time within 6% of no change is a claim that nothing
+  much changes: it is supported if the whole interval lies within 25% of 1.
+* **reproduced**: all isolating comparisons support it, and the arms differ in nothing else.
+* **confounded**: the documented comparison supports it, but an isolating one does not; or what supports it changes
+  more than what the claim names.
+* **not reproduced**: neither.
+* **not run**: an arm is missing or has no figures, one block gives no interval, or arms that should differ in one
+  setting differ in others.
+
+Seconds are never compared: other hardware has other seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tensorkeep.bench.analysis.claims_made import ARMS_NEEDED, CLAIMS, NOT_HERE, Claim, Versus
+from tensorkeep.bench.analysis.phrases import difference, interval, listed, number
+from tensorkeep.bench.analysis.samples import Arm, Samples, read_samples
+from tensorkeep.bench.analysis.statistics import Comparison
+from tensorkeep.bench.analysis.verdicts import SMALLEST
+
+__all__ = ["ARMS_NEEDED", "check_claims", "has_claims"]
+
+_TOLERANCE = 1.25
+_NO_CHANGE = 1.06
+_WIDEST = 4.0
+_NAME = "claims"
+_SAME = "what is claimed"
+_NOTHING = "no clear difference"
+_VAGUE = "an interval too wide to say"
+
+
+def has_claims(samples: Samples) -> bool:
+    """Return whether an experiment checks claims: it is called so, or has all arms that they need."""
+    return samples.experiment.get("name") == _NAME or ARMS_NEEDED.keys() <= {arm.name for arm in samples.arms}
+
+
+def check_claims(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what a results document says about each claim, as the results file has it.
+
+    Parameters
+    ----------
+    results : mapping
+        A results document whose arms include those of `ARMS_NEEDED`; claims whose arms it lacks are ``not run``.
+
+    Raises
+    ------
+    UsageError
+        If it is not a results document.
+    """
+    samples = read_samples(results)
+    id, claim, theirs, reason = NOT_HERE
+    not_here = _entry(id, claim, theirs, "", None, "not run", reason)
+    return [*(_check(samples, claim) for claim in CLAIMS), not_here]
+
+
+def _entry(
+    id: str, claim: str, theirs: str, ours: str, found: Comparison | None, verdict: str, reason: str
+) -> dict[str, Any]:
+    return {
+        "id": id,
+        "claim": claim,
+        "theirs": theirs,
+        "ours": ours,
+        "gain": found and found.gain,
+        "gain_low": found and found.low,
+        "gain_high": found and found.high,
+        "verdict": verdict,
+        "reason": reason,
+    }
+
+
+def _check(samples: Samples, claim: Claim) -> dict[str, Any]:
+    needed = (claim.documented, *claim.isolating)
+    found = {versus: _compare(samples, versus) for versus in (*needed, *claim.also)}
+    ours = "; ".join(_told(samples, versus, comparison) for versus, comparison in found.items() if comparison)
+    obstacles = [obstacle for versus in needed if (obstacle := _obstacle(samples, versus, found[versus]))]
+    if obstacles:
+        verdict, reason = "not run", "; ".join(dict.fromkeys(obstacles))
+    else:
+        documented = _reading(found[claim.documented], claim)
+        isolated = [_reading(found[versus], claim) for versus in claim.isolating]
+        verdict, reason = _verdict(claim, documented, isolated)
+    return _entry(claim.id, claim.claim, claim.theirs, ours, found[claim.documented], verdict, reason)
+
+
+def _compare(samples: Samples, versus: Versus) -> Comparison | None:
+    measure = samples.measure(versus.measure)
+    return None if measure is None else samples.compare(versus.arm, versus.over, measure)
+
+
+def _obstacle(samples: Samples, versus: Versus, found: Comparison | None) -> str | None:
+    """Return why a comparison cannot be judged; None if it can."""
+    arms = {arm.name: arm for arm in samples.arms}
+    missing = [name for name in (versus.over, versus.arm) if name not in arms]
+    if missing:
+        return f"the experiment has no {listed(missing)}"
+    if found is None:
+        return _why_no_figures(samples, versus)
+    others = _other_differences(arms[versus.over], arms[versus.arm], versus.changed)
+    if others:
+        return f"{versus.over} and {versus.arm} differ in {listed(others)}, too: the cause is not isolated"
+    return None if found.low is not None else "one block gives no interval: use --runs 5"
+
+
+def _why_no_figures(samples: Samples, versus: Versus) -> str:
+    for name in (versus.over, versus.arm):
+        failures = samples.failures(name)
+        if failures:
+            return f"{name}: {failures[0].reason or failures[0].status}"
+    return f"{versus.over} and {versus.arm} have no block with {versus.measure} of both"
+
+
+def _other_differences(one: Arm, other: Arm, changed: frozenset[str] | None) -> Sequence[str]:
+    if changed is None:
+        return []
+    keys = sorted(one.settings.keys() | other.settings.keys())
+    return [key for key in keys if key not in changed and one.settings.get(key) != other.settings.get(key)]
+
+
+def _reading(found: Comparison | None, claim: Claim) -> str:
+    """Return what a comparison says about a claim: `_SAME`, or in which way it differs."""
+    if found is None or found.low is None or found.high is None:
+        raise ValueError("a comparison without an interval says nothing")
+    if _claims_no_change(claim):
+        if found.low >= 1 / _TOLERANCE and found.high <= _TOLERANCE:
+            return _SAME
+        return "a change" if found.low > 1 or found.high < 1 else _NOTHING
+    # Turned so that the claim is of a gain: a slow-down by 2 is a gain of 2 the other way round.
+    better = claim.gain[0] > 1
+    least, most = claim.gain if better else (1 / claim.gain[1], 1 / claim.gain[0])
+    low, high = (found.low, found.high) if better else (1 / found.high, 1 / found.low)
+    if low <= SMALLEST:
+        return "the opposite" if high < 1 / SMALLEST else _NOTHING
+    if high < least / _TOLERANCE:
+        return "less than claimed"
+    if low > most * _TOLERANCE:
+        return "more than claimed"
+    # Nearly every claim overlaps an interval that spans everything.
+    return _SAME if high / low <= _WIDEST else _VAGUE
+
+
+def _claims_no_change(claim: Claim) -> bool:
+    # Sizes have no noise: 2% fewer bytes are a claim that they are fewer.
+    return claim.documented.measure != "stored" and 1 / _NO_CHANGE < claim.gain[0] < _NO_CHANGE
+
+
+def _verdict(claim: Claim, documented: str, isolated: Sequence[str]) -> tuple[str, str]:
+    agree = all(reading == _SAME for reading in (isolated or [documented]))
+    shown = f"the documented arms show {documented}"
+    if isolated:
+        shown += f"; those that isolate the cause show {listed(list(dict.fromkeys(isolated)))}"
+    if _claims_no_change(claim):
+        claimed = difference(claim.gain[0])
+        shown = f"one run each cannot show {claimed}, so this is read as no change of 25% or more: {shown}"
+    if agree and not claim.mixed:
+        return "reproduced", shown
+    reason = "; ".join(text for text in (shown, claim.mixed, claim.wrong) if text)
+    return ("confounded" if agree or documented == _SAME else "not reproduced"), reason
+
+
+def _told(samples: Samples, versus: Versus, found: Comparison) -> str:
+    measure = samples.measure(versus.measure)
+    label = measure.label if measure else versus.measure
+    head = f"{versus.arm} against {versus.over}, {label}: "
+    if measure is not None and measure.unit == "B":
+        return f"{head}{number(1 / found.gain)} of the bytes"
+    if found.gain >= 1:
+        return f"{head}{number(found.gain)} times as fast ({interval(found.low, found.high)})"
+    low, high = (None, None) if found.low is None or found.high is None else (1 / found.high, 1 / found.low)
+    return f"{head}{number(1 / found.gain)} times as long ({interval(low, high)})"

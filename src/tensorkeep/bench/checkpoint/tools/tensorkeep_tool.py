@@ -1,0 +1,64 @@
+"""Tensorkeep's own format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+
+from tensorkeep.bench.checkpoint.tools.base import Tool
+from tensorkeep.checkpoint.load.load import load
+from tensorkeep.checkpoint.save.save import save
+from tensorkeep.io.buffers import DEFAULT_BUDGET
+from tensorkeep.io.parallel import default_threads
+
+
+class TensorkeepTool(Tool, frozen=True, tag="tensorkeep"):
+    """`tensorkeep.save` and `tensorkeep.load`.
+
+    Attributes
+    ----------
+    compression : str
+    direct_io : bool
+        Write around the page cache, where the file system lets one.
+    threads : int or None
+        Writing and reading threads; by default as many as `save` and `load` choose.
+    verify : bool
+        Check every block that is loaded.
+    """
+
+    compression: str = "none"
+    direct_io: bool = True
+    threads: Annotated[int, msgspec.Meta(ge=1, le=256)] | None = None
+    verify: bool = True
+
+    nested: ClassVar[bool] = True
+
+    @property
+    def durable(self) -> bool:
+        return True
+
+    def check(self) -> None:
+        from tensorkeep.formats.native.writer import chosen_codec
+
+        if self.compression != "auto":
+            chosen_codec(self.compression)
+
+    def save(self, state: Any, path: Path) -> None:
+        # All spelled out: a tensorkeep.toml near the folder shall not change what is measured.
+        threads = default_threads() if self.threads is None else self.threads
+        save(
+            state,
+            path,
+            compression=self.compression,
+            threads=threads,
+            memory_budget=DEFAULT_BUDGET,
+            direct_io=self.direct_io,
+        )
+
+    def load(self, path: Path) -> Any:
+        return load(path, verify=self.verify, threads=self.threads)
+
+    def load_into(self, path: Path, state: Any) -> None:
+        load(path, into=state, verify=self.verify, threads=self.threads)

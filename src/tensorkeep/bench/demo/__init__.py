@@ -1,0 +1,1 @@
+"""What `tensorkeep demo` shows."""

@@ -1,0 +1,1 @@
+"""Running an experiment, one process per cell."""

@@ -1,0 +1,1 @@
+"""The workload of training: a recipe with and without each technique."""

@@ -1,0 +1,1 @@
+"""Tuning: measure this machine for some seconds and choose settings."""

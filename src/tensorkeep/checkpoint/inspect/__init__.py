@@ -1,0 +1,1 @@
+"""Looking at checkpoints: info, verify, diff, convert."""

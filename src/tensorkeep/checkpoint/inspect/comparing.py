@@ -1,0 +1,160 @@
+"""Comparing the tensors of two checkpoints, a range at a time, in parallel."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from tensorkeep.checkpoint.inspect.differences import Tolerance, differences
+from tensorkeep.checkpoint.load.filling import run_of, strided_view, structure_of
+from tensorkeep.formats.base import BLOCK_BYTES, Reader, thread_bytes
+from tensorkeep.io import parallel
+from tensorkeep.io.buffers import ALIGNMENT, BufferPool
+from tensorkeep.io.files import Bytes
+from tensorkeep.io.parallel import Meter, Progress
+from tensorkeep.state.dtypes import DType
+from tensorkeep.state.leaf import LeafKind
+
+_CUT_BYTES = 4 * 1024**2
+"""Raw bytes of a range that need not begin where a block does."""
+
+_Reading = Callable[[int, int, Bytes], None]
+"""Reads a range of a tensor's raw bytes."""
+
+
+@dataclass(slots=True)
+class TensorDiff:
+    """How one tensor differs.
+
+    Attributes
+    ----------
+    name : str
+    elements : int
+        Elements of the tensor.
+    different : int
+        Elements beyond the tolerance; with no tolerance given, elements with other bits.
+    largest : float
+        The largest absolute difference; NaN against a number counts as infinite.
+    """
+
+    name: str
+    elements: int
+    different: int = 0
+    largest: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """The share of elements that differ."""
+        return self.different / self.elements if self.elements else 0.0
+
+
+def compare(
+    left: Reader,
+    right: Reader,
+    common: list[str],
+    tolerance: Tolerance,
+    threads: int,
+    pool: BufferPool,
+    progress: Progress | None,
+) -> list[TensorDiff]:
+    """Compare tensors that both checkpoints have, of equal dtypes and shapes."""
+    found = {n: TensorDiff(n, left.entries[n].nbytes // left.entries[n].dtype.itemsize) for n in common}
+    differing = [n for n in common if not _same_view(left, right, n, found)]
+    whole = [n for n in differing if _is_whole(left, n) and _is_whole(right, n)]
+    meter = Meter(sum(left.entries[n].nbytes for n in differing), progress)
+    comparison = _Comparison(tolerance, meter)
+
+    def task(name: str, start: int, stop: int) -> None:
+        one, other = _run(left, name), _run(right, name)
+        with pool.acquire(2 * BLOCK_BYTES) as buffer:
+            comparison.add(found[name], left.entries[name].dtype, one, other, start, stop, buffer)
+
+    tasks = (
+        functools.partial(task, name, start, stop)
+        for name in whole
+        for start, stop in _grid(left.entries[name].nbytes, BLOCK_BYTES)
+    )
+    parallel.run(tasks, _threads(left, right, common, threads, pool))
+    for name in (n for n in differing if not (_is_whole(left, n) and _is_whole(right, n))):
+        # A range that cuts blocks makes the reader hold whole ones beside it, so these are short, and one at a time.
+        buffer = np.empty(2 * _CUT_BYTES, np.uint8)
+        one, other = _reading(left, name, pool), _reading(right, name, pool)
+        for start, stop in _grid(left.entries[name].nbytes, _CUT_BYTES):
+            comparison.add(found[name], left.entries[name].dtype, one, other, start, stop, buffer)
+    return list(found.values())
+
+
+class _Comparison:
+    """Adds up what differs, from any thread."""
+
+    def __init__(self, tolerance: Tolerance, meter: Meter) -> None:
+        self._tolerance = tolerance
+        self._meter = meter
+        self._lock = threading.Lock()
+
+    def add(
+        self, found: TensorDiff, dtype: DType, left: _Reading, right: _Reading, start: int, stop: int, buffer: Bytes
+    ) -> None:
+        """Compare a range of one tensor; the buffer has room for it twice."""
+        half = len(buffer) // 2 // ALIGNMENT * ALIGNMENT
+        one, other = buffer[: stop - start], buffer[half : half + stop - start]
+        left(start, stop, one)
+        right(start, stop, other)
+        count, largest = differences(one, other, dtype, self._tolerance)
+        with self._lock:
+            found.different += count
+            found.largest = max(found.largest, largest)
+        self._meter.add(stop - start)
+
+
+def _same_view(left: Reader, right: Reader, name: str, compared: Container[str]) -> bool:
+    """Say whether both have the same view of a stored tensor that is compared itself."""
+    a, b = left.flat.aliases.get(name), right.flat.aliases.get(name)
+    return a is not None and a == b and a.of in compared
+
+
+def _grid(nbytes: int, step: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + step, nbytes)) for start in range(0, nbytes, step))
+
+
+def _is_whole(reader: Reader, name: str) -> bool:
+    alias = reader.flat.aliases.get(name)
+    return alias is None or alias.is_whole(reader.flat.leaves[alias.of].shape)
+
+
+def _stored(reader: Reader, name: str) -> str:
+    alias = reader.flat.aliases.get(name)
+    return name if alias is None else alias.of
+
+
+def _run(reader: Reader, name: str) -> _Reading:
+    """Return what reads a tensor whose elements follow one another in what is stored."""
+    run = run_of(reader, name)
+    assert run is not None
+    stored, offset = run
+    return lambda start, stop, out: reader.read(stored, offset + start, offset + stop, out)
+
+
+def _reading(reader: Reader, name: str, pool: BufferPool) -> _Reading:
+    """Return what reads any tensor, having loaded what a strided view looks into."""
+    if run_of(reader, name) is not None:
+        return _run(reader, name)
+    kind: LeafKind = "tensor" if reader.entries[name].dtype.has_torch else "ndarray"
+    if min(reader.flat.aliases[name].strides, default=0) < 0:
+        kind = "ndarray"
+    with structure_of(reader.path):
+        return strided_view(reader, name, kind, pool).read
+
+
+def _threads(left: Reader, right: Reader, names: list[str], wanted: int, pool: BufferPool) -> int:
+    # Both ranges, and what a reader needs beside: a whole block and its stored bytes, if its blocks are others.
+    block_bytes = max(
+        (reader.block_bytes(_stored(reader, name)) for reader in (left, right) for name in names), default=BLOCK_BYTES
+    )
+    more = max(left.buffers, right.buffers) - 2
+    beside = thread_bytes(block_bytes, buffers=more + (1 if block_bytes <= BLOCK_BYTES else 2))
+    return pool.threads(wanted, thread_bytes(BLOCK_BYTES, buffers=2) + beside)

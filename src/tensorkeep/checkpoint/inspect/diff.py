@@ -1,0 +1,177 @@
+"""Comparing two checkpoints, of whatever formats, block by block."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, checked_path, thread_count
+from tensorkeep.checkpoint.finding import open_reader
+from tensorkeep.checkpoint.inspect.comparing import TensorDiff, compare
+from tensorkeep.checkpoint.inspect.differences import Tolerance
+from tensorkeep.errors import PathLike
+from tensorkeep.formats.base import OpenSettings, Reader
+from tensorkeep.io.buffers import DEFAULT_BUDGET
+from tensorkeep.io.parallel import Progress
+from tensorkeep.state import names
+from tensorkeep.state.dtypes import DType
+from tensorkeep.state.plain_values import plain_values, same
+
+__all__ = ["DiffReport", "Mismatch", "TensorDiff", "diff"]
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """A tensor or plain value that is something else in each checkpoint: a shape, a dtype, a number."""
+
+    name: str
+    a: Any
+    b: Any
+
+
+@dataclass(frozen=True, slots=True)
+class DiffReport:
+    """How two checkpoints differ.
+
+    Attributes
+    ----------
+    a, b : str
+        The paths.
+    equal : bool
+        Whether nothing differs beyond the tolerance.
+    added, removed : list of str
+        Tensors that only ``b``, or only ``a``, has.
+    reshaped, retyped : list of Mismatch
+        Tensors of another shape, or of the same shape and another dtype.
+    changed : list of TensorDiff
+        Tensors with other values, most changed first.
+    identical : int
+        How many tensors are the same, within the tolerance.
+    values : list of Mismatch
+        Plain values that differ, in type or in a bit; None where a checkpoint does not have it. Where containers or
+        tensors are of different sorts (a list and a tuple, a tensor and an array), their sorts. An OrderedDict counts
+        as a dict, a parameter as a tensor.
+    """
+
+    a: str
+    b: str
+    equal: bool
+    added: list[str]
+    removed: list[str]
+    reshaped: list[Mismatch]
+    retyped: list[Mismatch]
+    changed: list[TensorDiff]
+    identical: int
+    values: list[Mismatch]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain values, as ``--json`` prints it."""
+        changed = [{**asdict(found), "share": found.share} for found in self.changed]
+        return {**asdict(self), "changed": changed}
+
+
+def diff(
+    a: PathLike,
+    b: PathLike,
+    *,
+    atol: float = 0.0,
+    rtol: float = 0.0,
+    select: str | Iterable[str] | None = None,
+    verify: bool = True,
+    progress: Progress | None = None,
+    threads: int | None = None,
+    memory_budget: MemorySize = DEFAULT_BUDGET,
+) -> DiffReport:
+    """Compare two checkpoints of any formats; tensors are matched by name.
+
+    Parameters
+    ----------
+    a, b : path-like
+    atol, rtol : float
+        Elements are the same when ``|a - b| <= atol + rtol * |b|``. With both 0 their bits are compared, so that a NaN
+        equals itself and -0.0 differs from 0.0.
+    select : str or list of str, optional
+        Globs on the names; only these tensors are compared, and no plain values.
+    verify : bool
+        Check what is read against its checksums.
+    progress, threads, memory_budget
+        As for `load`. A view whose elements do not follow one another, such as a transposed one, comes on top with
+        all that it looks into, unless both checkpoints have the same view.
+
+    Returns
+    -------
+    DiffReport
+
+    Raises
+    ------
+    CorruptCheckpointError, NotACheckpointError, UnsupportedError, StoreError, UsageError
+    """
+    tolerance = Tolerance(atol, rtol)
+    count = thread_count(threads)
+    with budget_pool(memory_budget) as pool, _open_both(a, b, OpenSettings(verify=verify, pool=pool)) as (left, right):
+        first, second = _chosen(left, right, select)
+        common = [name for name in first if name in right.entries and name in second]
+        reshaped = [_mismatch(left, right, n, "shape") for n in common if _attribute(left, right, n, "shape")]
+        moved = {mismatch.name for mismatch in reshaped}
+        retyped = [
+            _mismatch(left, right, n, "dtype") for n in common if n not in moved and _attribute(left, right, n, "dtype")
+        ]
+        moved |= {mismatch.name for mismatch in retyped}
+        found = compare(left, right, [n for n in common if n not in moved], tolerance, count, pool, progress)
+        changed = sorted((d for d in found if d.different), key=lambda d: (-d.share, d.name))
+        values = _values(left, right) if select is None else []
+        added = [name for name in second if name not in left.entries]
+        removed = [name for name in first if name not in right.entries]
+        return DiffReport(
+            a=os.fspath(a),
+            b=os.fspath(b),
+            equal=not (added or removed or reshaped or retyped or changed or values),
+            added=added,
+            removed=removed,
+            reshaped=reshaped,
+            retyped=retyped,
+            changed=changed,
+            identical=len(found) - len(changed),
+            values=values,
+        )
+
+
+@contextmanager
+def _open_both(a: PathLike, b: PathLike, settings: OpenSettings) -> Iterator[tuple[Reader, Reader]]:
+    with open_reader(checked_path(a), settings) as left, open_reader(checked_path(b), settings) as right:
+        yield left, right
+
+
+def _chosen(left: Reader, right: Reader, select: str | Iterable[str] | None) -> tuple[dict[str, None], dict[str, None]]:
+    if select is None:
+        return dict.fromkeys(left.entries), dict.fromkeys(right.entries)
+    wanted = set(names.select([*left.entries, *right.entries], select))
+    first, second = (dict.fromkeys(n for n in reader.entries if n in wanted) for reader in (left, right))
+    return first, second
+
+
+def _attribute(left: Reader, right: Reader, name: str, attribute: str) -> bool:
+    return bool(getattr(left.entries[name], attribute) != getattr(right.entries[name], attribute))
+
+
+def _mismatch(left: Reader, right: Reader, name: str, attribute: str) -> Mismatch:
+    shown = [getattr(reader.entries[name], attribute) for reader in (left, right)]
+    return Mismatch(name, *(value.name if isinstance(value, DType) else list(value) for value in shown))
+
+
+def _values(left: Reader, right: Reader) -> list[Mismatch]:
+    first, second = plain_values(left.flat.skeleton), plain_values(right.flat.skeleton)
+    found = []
+    for path in dict.fromkeys([*first, *second]):
+        a, b = first.get(path), second.get(path)
+        if a and b:
+            if not same(a, b):
+                found.append(Mismatch(a.name, a.node, b.node))
+        elif a and a.counts:
+            found.append(Mismatch(a.name, a.node, None))
+        elif b and b.counts:
+            found.append(Mismatch(b.name, None, b.node))
+    return found

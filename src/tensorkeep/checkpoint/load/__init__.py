@@ -1,0 +1,1 @@
+"""Loading and reading: whole states, tensors that exist, lazy slices."""

@@ -1,0 +1,244 @@
+"""An open checkpoint: a mapping of lazy tensors that read only what is asked for."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, checked_path
+from tensorkeep.checkpoint.finding import open_reader
+from tensorkeep.checkpoint.inspect.verify import VerifyReport, verify_open
+from tensorkeep.checkpoint.load.filling import fill, run_of, strided_view, structure_of
+from tensorkeep.checkpoint.load.load import load_open
+from tensorkeep.errors import PathLike, UsageError
+from tensorkeep.formats.base import OpenSettings, Reader
+from tensorkeep.io.buffers import DEFAULT_BUDGET, BufferPool
+from tensorkeep.io.parallel import Progress
+from tensorkeep.state.leaf import Array, Leaf, LeafKind, allocate
+from tensorkeep.state.tree import leaf_specs
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+
+def open(
+    path: PathLike, *, verify: bool = True, format: str | None = None, memory_budget: MemorySize = DEFAULT_BUDGET
+) -> Checkpoint:
+    """Open a checkpoint of any format without reading a tensor.
+
+    Parameters
+    ----------
+    path : path-like
+    verify : bool
+        Check each block that is read against its checksum, where the format has any.
+    format : str, optional
+        Do not look, take this one.
+    memory_budget : int or str
+        Bytes that the buffers for reading may take, also as ``"256MiB"``.
+
+    Returns
+    -------
+    Checkpoint
+        A context manager; ``ckpt["model.wte.weight"][0:10]`` reads the blocks that hold those rows.
+
+    Raises
+    ------
+    NotACheckpointError, CorruptCheckpointError, UnsupportedError, StoreError
+    """
+    pool = budget_pool(memory_budget)
+    settings = OpenSettings(verify=verify, pool=pool, page_cache=True)
+    return Checkpoint(open_reader(checked_path(path), settings, format), settings)
+
+
+class Checkpoint(Mapping[str, "LazyTensor"]):
+    """An open checkpoint: a mapping from name to lazy tensor, in the state's order.
+
+    Attributes
+    ----------
+    path : Path
+    format : str
+    metadata : dict
+        What was given when it was saved.
+    """
+
+    def __init__(self, reader: Reader, settings: OpenSettings) -> None:
+        self.path = reader.path
+        self.format = reader.format
+        self.metadata = reader.metadata
+        self._reader = reader
+        self._settings = settings
+        self._closed = False
+        with structure_of(reader.path):
+            self._specs = leaf_specs(reader.flat.skeleton)
+
+    @property
+    def nbytes(self) -> int:
+        """Raw bytes of all tensors, each storage once."""
+        return sum(leaf.nbytes for leaf in self._reader.flat.leaves.values())
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        return LazyTensor(self, name, self._specs[name].kind)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._reader.entries)
+
+    def __len__(self) -> int:
+        return len(self._reader.entries)
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {str(self.path)!r} ({self.format}): {len(self)} tensors, {self.nbytes:,} bytes>"
+
+    def verify(self, *, progress: Progress | None = None, threads: int | None = None) -> VerifyReport:
+        """Read everything and check it, in the files that are open; see `tensorkeep.verify`.
+
+        Raises
+        ------
+        UsageError
+            If the checkpoint was opened with ``verify=False``, or is closed.
+        """
+        if not self._settings.verify:
+            raise UsageError(
+                "was opened with verify=False, so nothing that is read is checked",
+                path=self.path,
+                remedy="open it with verify=True, or call tensorkeep.verify",
+            )
+        reader, pool = self._open()
+        return verify_open(reader, pool, threads=threads, progress=progress)
+
+    def load(
+        self,
+        *,
+        into: Any = None,
+        select: str | Iterable[str] | None = None,
+        device: torch.device | str | None = None,
+        progress: Progress | None = None,
+        threads: int | None = None,
+    ) -> Any:
+        """Load the state, or some of it, from the files that are open; see `tensorkeep.load`.
+
+        Whether blocks are checked, and how much memory buffers take, was decided by `open`.
+        """
+        reader, pool = self._open()
+        return load_open(reader, pool, into=into, select=select, device=device, progress=progress, threads=threads)
+
+    def close(self) -> None:
+        """Close the files; lazy tensors can no longer be read. A second call does nothing."""
+        self._closed = True
+        self._reader.close()
+        self._settings.pool.close()
+
+    def _open(self) -> tuple[Reader, BufferPool]:
+        if self._closed:
+            raise UsageError("is closed", path=self.path, remedy="read it before close(), or open it again")
+        return self._reader, self._settings.pool
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+class LazyTensor:
+    """A tensor that lies in a checkpoint; indexing it reads the blocks that hold the rows asked for.
+
+    Attributes
+    ----------
+    name : str
+    shape : tuple of int
+    nbytes : int
+        Raw bytes.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, name: str, kind: LeafKind) -> None:
+        entry = checkpoint._reader.entries[name]
+        self.name = name
+        self.shape = entry.shape
+        self.nbytes = entry.nbytes
+        self._dtype = entry.dtype
+        self._kind = kind
+        self._checkpoint = checkpoint
+
+    @property
+    def dtype(self) -> torch.dtype | np.dtype[Any]:
+        """The torch dtype, or the numpy dtype of what was saved as a numpy array."""
+        return self._dtype.numpy if self._kind in ("ndarray", "npscalar") else self._dtype.torch
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"<LazyTensor {self.name!r}: {self._dtype} {list(self.shape)}>"
+
+    def __getitem__(self, index: Any) -> Array:
+        """Return the selected elements as a tensor (an array, if it was saved as one).
+
+        An integer or a slice in the first place limits what is read to those rows; all else is applied in memory.
+
+        Raises
+        ------
+        CorruptCheckpointError
+            If a block that is read is not what was written.
+        IndexError
+            If the index is out of range.
+        UsageError
+            If the checkpoint is closed.
+        """
+        places = index if isinstance(index, tuple) else (index,)
+        reader, pool = self._checkpoint._open()
+        if run_of(reader, self.name) is None:
+            with structure_of(reader.path):
+                view = strided_view(reader, self.name, self._kind, pool)
+            return view.array[places]
+        low, high, first = self._row_range(places)
+        return self._rows(low, high)[(*first, *places[1:])]
+
+    def _row_range(self, places: tuple[Any, ...]) -> tuple[int, int, tuple[Any, ...]]:
+        """Return the rows to read, and what is left of the first index when only they are there."""
+        count = self.shape[0] if self.shape else 1
+        if not places or not self.shape:
+            return 0, count, places[:1]
+        first = places[0]
+        if isinstance(first, slice):
+            picked = range(*first.indices(count))
+            if not picked:
+                return 0, 0, (slice(None),)
+            return min(picked), max(picked) + 1, (slice(None, None, picked.step),)
+        if isinstance(first, bool) or not hasattr(first, "__index__") or getattr(first, "shape", None):
+            return 0, count, (first,)
+        row = operator.index(first)
+        if not -count <= row < count:
+            raise IndexError(f"index {row} is out of range for dimension 0 of size {count}")
+        return row % count, row % count + 1, (0,)
+
+    def load(self, *, out: Array = None) -> Array:
+        """Return the whole tensor, in ``out`` if one of the same dtype and shape is given."""
+        if out is None:
+            return self[...]
+        reader, pool = self._checkpoint._open()
+        leaf = Leaf.of(self.name, out)
+        if leaf is None or (leaf.dtype, leaf.shape) != (self._dtype, self.shape) or not leaf.writable:
+            raise UsageError(
+                f"`out` is no writable {self._dtype} of shape {list(self.shape)}", path=reader.path, name=self.name
+            )
+        with structure_of(reader.path):
+            fill(reader, self.name, leaf, pool)
+        return out
+
+    def _rows(self, low: int, high: int) -> Array:
+        reader, pool = self._checkpoint._open()
+        shape = (high - low, *self.shape[1:]) if self.shape else ()
+        leaf = Leaf(self.name, self._kind, self._dtype, allocate(self._kind, self._dtype, shape))
+        fill(reader, self.name, leaf, pool, start=low * prod(self.shape[1:]) * self._dtype.itemsize)
+        return leaf.array

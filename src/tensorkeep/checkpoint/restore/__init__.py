@@ -1,0 +1,1 @@
+"""Restoring a training state: tensors in place, objects through their `load_state_dict`."""

@@ -1,0 +1,39 @@
+"""Safetensors files: one file, or a directory of shards with the index that Hugging Face tools read.
+
+Read in parallel by our own reader; symbolic links are followed, because the Hugging Face cache consists of them. A flat
+dict of tensors is written as any safetensors file; of every other state the structure stands in the entry
+``tensorkeep`` of the file's ``__metadata__`` (see ``native/coded_tensors.py``), so that other tools see all
+tensors by their dotted names and `tensorkeep.load` gives the nested state.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tensorkeep.formats.base import Format, OpenSettings, Reader, WriteSettings, Written
+from tensorkeep.formats.safetensors.reader import SafetensorsReader, locate
+from tensorkeep.formats.safetensors.writer import write
+from tensorkeep.state.source import Source
+from tensorkeep.state.tree import Flat
+
+
+class SafetensorsFormat(Format):
+    """See `tensorkeep.formats.base.Format`; the options are ``shard_bytes``, for a directory.
+
+    A destination that ends in ``.safetensors`` becomes one file, any other a directory of shards of at most
+    ``shard_bytes`` (4 GiB by default). Metadata is strings only.
+    """
+
+    name = "safetensors"
+
+    def recognises(self, path: Path) -> bool:
+        return locate(path) is not None
+
+    def open(self, path: Path, settings: OpenSettings) -> Reader:
+        return SafetensorsReader(path, settings)
+
+    def write(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> Written:
+        return write(flat, destination, settings)
+
+
+FORMAT = SafetensorsFormat()

@@ -1,0 +1,250 @@
+"""Reading safetensors files and sharded directories, trusting nothing in them."""
+
+from __future__ import annotations
+
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError
+from tensorkeep.formats.base import BLOCK_BYTES, Entry, OpenSettings, Reader, StoredLeaf
+from tensorkeep.formats.blockfile import header
+from tensorkeep.formats.blockfile.coded import FRAMEWORK_KEY, METADATA_KEY, Notes, parse
+from tensorkeep.formats.blockfile.header import MAX_HEADER_BYTES, SUB_BYTE, Header, TensorRecord
+from tensorkeep.formats.blockfile.plan import Structure
+from tensorkeep.formats.blockfile.read import BlockReader, StoredTensor, lay_out
+from tensorkeep.formats.native.manifest import FILE_NAME as MANIFEST_NAME
+from tensorkeep.formats.probe import file_mode, first_bytes, names_in
+from tensorkeep.formats.structure import check_structure
+from tensorkeep.io.directory import Directory, Readable, hold
+from tensorkeep.io.files import Bytes
+from tensorkeep.state.aliases import Alias
+from tensorkeep.state.dtypes import BY_NAME, BY_SAFETENSORS, DType
+from tensorkeep.state.names import DEFAULT_PART, assign_names
+from tensorkeep.state.source import Source
+from tensorkeep.state.tree import Flat, leaf_specs
+
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+
+
+def locate(path: Path) -> Path | None:
+    """Return the file or the index that a path stands for, by names and first bytes; None if it is not safetensors."""
+    mode = file_mode(path)
+    if stat.S_ISDIR(mode):
+        return _locate_in(path)
+    if not stat.S_ISREG(mode):
+        return None
+    if path.name.endswith((SUFFIX, INDEX_SUFFIX)):
+        return path
+    return path if begins_like_safetensors(path) else None
+
+
+def begins_like_safetensors(path: Path) -> bool:
+    """Say whether a file begins with the length of a header, and the header."""
+    start = first_bytes(path, 9)
+    return start is not None and start[8:] == b"{" and int.from_bytes(start[:8], "little") <= MAX_HEADER_BYTES
+
+
+def _locate_in(directory: Path) -> Path | None:
+    if file_mode(directory / MANIFEST_NAME):
+        return None
+    names = names_in(directory)
+    indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    found = indexes or [name for name in names if name.endswith(SUFFIX)]
+    return directory / found[0] if len(found) == 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class _DataFile:
+    file: Readable
+    header: Header
+    notes: Notes
+
+
+class SafetensorsReader(Reader):
+    """An open safetensors file, or set of files with an index; the format has no checksums."""
+
+    format = "safetensors"
+
+    def __init__(self, path: Path, settings: OpenSettings) -> None:
+        self.path = path
+        self._blocks = BlockReader(settings.pool, verify=settings.verify)
+        self._page_cache = settings.page_cache
+        self._files: list[Readable] = []
+        data = hold(path if path.is_dir() else path.parent, self._open)
+        self.entries = dict(self._entries())
+        self.metadata = {}
+        for found in reversed(data):
+            self.metadata |= found.header.metadata
+        self.metadata.pop(METADATA_KEY, None)
+        # Which library wrote the file, by convention; not the user's.
+        framework = self.metadata.pop(FRAMEWORK_KEY, None)
+        self.details = {"files": {file.path.name: file.size for file in self._files}, "framework": framework}
+
+    def _open(self, directory: Directory) -> list[_DataFile]:
+        self._directory = directory
+        place = locate(self.path)
+        if place is None:
+            raise NotACheckpointError(
+                "is no safetensors file, nor a directory with one or with an index", path=self.path
+            )
+        try:
+            index = _read_index(directory, place) if place.name.endswith(INDEX_SUFFIX) else None
+            data = self._open_files(place, index)
+            self._tensors, self.flat = self._state(data, place, index)
+        except BaseException:
+            for file in self._files:
+                file.close()
+            self._files.clear()
+            raise
+        return data
+
+    def _open_files(self, place: Path, index: Mapping[str, str] | None) -> list[_DataFile]:
+        """Open all files at once, so that a checkpoint that is replaced meanwhile is read as it was."""
+        if index is None:
+            self._files.append(self._directory.open(place.name, page_cache=self._page_cache))
+        else:
+            wanted = {file: key for key, file in index.items()}
+            for file, key in wanted.items():
+                self._files.append(self._open_shard(file, key, len(wanted)))
+        headers = [(file, header.read(file)) for file in self._files]
+        data = [_DataFile(file, header, parse(header, file.path)) for file, header in headers]
+        if index is not None:
+            _check_index(index, data)
+        return data
+
+    def _open_shard(self, name: str, key: str, count: int) -> Readable:
+        try:
+            return self._directory.open_one_of(count, name, page_cache=self._page_cache)
+        except NotACheckpointError as error:
+            raise CorruptCheckpointError(
+                "the index lists this file, but it is missing",
+                path=self._directory.path / name,
+                name=key,
+                remedy="fetch the missing file, or take another copy",
+            ) from error
+
+    def _state(
+        self, data: list[_DataFile], place: Path, index: Mapping[str, str] | None
+    ) -> tuple[dict[str, StoredTensor], Flat[Source]]:
+        homes = {key: found for found in data for key in found.header.records}
+        structures = [found for found in data if found.notes.structure is not None]
+        if len(structures) > 1:
+            raise CorruptCheckpointError("a second file says what the state looks like", path=structures[1].file.path)
+        structure = structures[0].notes.structure if structures else None
+        if structure is None:
+            keys = list(index or homes)
+            names = dict(zip(assign_names([(key,) for key in keys]) if keys else [], keys, strict=True))
+            skeleton: Any = {"dict": {key: {"tensor": name} for name, key in names.items()}}
+            structure = Structure(skeleton, {}, {name: (DEFAULT_PART, name) for name in names})
+        else:
+            names = {key: key for key in homes}
+        tensors = {name: _stored(name, key, homes[key]) for name, key in names.items()}
+        aliases = {
+            name: Alias(record.of, record.offset, record.shape, record.strides)
+            for name, record in structure.aliases.items()
+        }
+        try:
+            check_structure(structure.skeleton, tensors, aliases, structure.parts)
+        except ValueError as error:
+            where = structures[0].file.path if structures else place
+            raise CorruptCheckpointError(f"what it says of the state is wrong: {error}", path=where) from error
+        ordered = {name: tensors[name] for name in leaf_specs(structure.skeleton) if name in tensors}
+        leaves = {t.name: StoredLeaf(self, t.name, t.dtype, t.shape, t.nbytes) for t in ordered.values()}
+        return ordered, Flat(structure.skeleton, leaves, aliases, structure.parts)
+
+    def _entries(self) -> Iterator[tuple[str, Entry]]:
+        for name in leaf_specs(self.flat.skeleton):
+            part, _ = self.flat.parts[name]
+            alias = self.flat.aliases.get(name)
+            tensor = self._tensors[alias.of if alias else name]
+            file = tensor.file.path.name
+            if alias is None:
+                yield (
+                    name,
+                    Entry(
+                        name, part, tensor.dtype, tensor.shape, tensor.nbytes, tensor.stored_bytes, tensor.codec, file
+                    ),
+                )
+            else:
+                nbytes = prod(alias.shape) * tensor.dtype.itemsize
+                yield name, Entry(name, part, tensor.dtype, alias.shape, nbytes, 0, "alias", file, alias.of)
+
+    def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
+        self._blocks.read(self._tensors[name], start, stop, out)
+
+    def block_bytes(self, name: str) -> int:
+        return self._tensors[name].block_bytes
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+        self._directory.close()
+
+
+def _read_index(directory: Directory, path: Path) -> dict[str, str]:
+    """Return which file of the index's directory holds each tensor."""
+    with directory.open(path.name) as file:
+        if file.size > MAX_HEADER_BYTES:
+            raise CorruptCheckpointError(f"an index of {file.size:,} bytes is none", path=path)
+        content = file.read(0, file.size)
+    try:
+        weight_map = header.decode_object(content).get("weight_map")
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"the index is not valid JSON ({error})", path=path) from error
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CorruptCheckpointError("the index has no weight_map", path=path)
+    for name, file_name in weight_map.items():
+        # One plain name beside the index: no separator, no parent, no drive.
+        if not isinstance(file_name, str) or not re.fullmatch(r"(?!\.\.?$)[^/\\\0:]{1,255}", file_name):
+            raise CorruptCheckpointError(
+                f"the index names the file {file_name!r}, which does not lie beside it", path=path, name=name
+            )
+    return weight_map
+
+
+def _check_index(index: Mapping[str, str], data: list[_DataFile]) -> None:
+    for found in data:
+        for key in found.header.records:
+            listed = index.get(key)
+            if listed != found.file.path.name:
+                where = "does not list it" if listed is None else f"says that it lies in {listed}"
+                raise CorruptCheckpointError(
+                    f"holds a tensor of which the index {where}", path=found.file.path, name=key
+                )
+    homes = {found.file.path.name: found for found in data}
+    for key, file in index.items():
+        if key not in homes[file].header.records:
+            raise CorruptCheckpointError(
+                "the index says that it lies in this file, but it does not", path=homes[file].file.path, name=key
+            )
+
+
+def _stored(name: str, key: str, home: _DataFile) -> StoredTensor:
+    record = home.header.records[key]
+    offset = home.header.nbytes + record.start
+    note = home.notes.tensors.get(key)
+    if note is not None:
+        dtype = BY_NAME[note.dtype]
+        nbytes = prod(note.shape) * dtype.itemsize
+        blocks = lay_out(home.file, offset, note.blocks)
+        return StoredTensor(name, dtype, note.shape, nbytes, home.file, home.notes.block_bytes, blocks)
+    dtype, shape = _true_type(record)
+    nbytes = record.stop - record.start
+    lengths = [min(BLOCK_BYTES, nbytes - at) for at in range(0, nbytes, BLOCK_BYTES)]
+    blocks = lay_out(home.file, offset, [("raw", length) for length in lengths])
+    return StoredTensor(name, dtype, shape, nbytes, home.file, BLOCK_BYTES, blocks)
+
+
+def _true_type(record: TensorRecord) -> tuple[DType, tuple[int, ...]]:
+    """Return dtype and shape; elements of less than a byte come as torch has them, or else as plain bytes."""
+    if record.tag not in SUB_BYTE:
+        return BY_SAFETENSORS[record.tag], record.shape
+    if record.tag == "F4" and record.shape and record.shape[-1] % 2 == 0:
+        return BY_NAME["float4_e2m1fn_x2"], (*record.shape[:-1], record.shape[-1] // 2)
+    return BY_NAME["uint8"], (record.stop - record.start,)

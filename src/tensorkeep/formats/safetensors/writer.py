@@ -1,0 +1,128 @@
+"""Writing safetensors files: one, or a directory of shards with an index."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tensorkeep.errors import UnsupportedError, UsageError
+from tensorkeep.formats.base import WriteSettings, Written
+from tensorkeep.formats.blockfile.coded import FRAMEWORK_KEY, METADATA_KEY
+from tensorkeep.formats.blockfile.plan import DEFAULT_SHARD_BYTES, FilePlan, Structure, plan_files
+from tensorkeep.formats.blockfile.records import AliasRecord
+from tensorkeep.formats.native.assembly import FinishedStream
+from tensorkeep.formats.native.writer import chosen_codec, chosen_direct_io, write_streams
+from tensorkeep.formats.safetensors.reader import INDEX_SUFFIX, SUFFIX, begins_like_safetensors, locate
+from tensorkeep.io.commit import Commit
+from tensorkeep.io.files import write_small
+from tensorkeep.state.names import DEFAULT_PART
+from tensorkeep.state.source import Source
+from tensorkeep.state.tree import Flat
+from tensorkeep.units import parse_bytes
+
+
+def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Written:
+    """Write a state as safetensors; see `tensorkeep.formats.base.Format.write`."""
+    single = destination.suffix == SUFFIX
+    shard_bytes = settings.only("safetensors", "shard_bytes", "direct_io").get("shard_bytes")
+    if single and shard_bytes is not None:
+        raise UsageError(
+            "shard_bytes needs a directory, and this names one file", path=destination, remedy=f"leave {SUFFIX} out"
+        )
+    codec = chosen_codec(settings.compression)
+    chosen_direct_io(settings.options)
+    metadata = _checked_metadata(settings.metadata, destination)
+    if single:
+        size = sum(leaf.nbytes for leaf in flat.leaves.values()) + 1
+        plans = [replace(plan, name=destination.name) for plan in _plans(flat, size, metadata)]
+    else:
+        plans = _plans(flat, DEFAULT_SHARD_BYTES if shard_bytes is None else parse_bytes(shard_bytes), metadata)
+    with Commit(
+        destination,
+        directory=not single,
+        overwrite=settings.overwrite,
+        replaceable=_is_replaceable_file if single else _is_replaceable_directory,
+    ) as commit:
+        directory = commit.path.parent if single else commit.path
+        streams = write_streams(directory, plans, settings, coded=settings.compression != "none", codec=codec)
+        index = _index(flat, streams) if len(streams) > 1 else b""
+        if index:
+            write_small(directory / f"{DEFAULT_PART}{INDEX_SUFFIX}", index)
+        commit.publish()
+    return Written(
+        stored_bytes=sum(finished.record.bytes for finished in streams) + len(index),
+        peak_buffer_bytes=settings.pool.peak_bytes,
+        direct_io=all(finished.stream.direct for finished in streams),
+    )
+
+
+def _is_replaceable_file(path: Path) -> bool:
+    return path.is_file() and begins_like_safetensors(path)
+
+
+def _is_replaceable_directory(path: Path) -> bool:
+    # A model's directory often holds its tokenizer and configuration, too, which nobody asked to remove.
+    return (
+        locate(path) is not None
+        and path.is_dir()
+        and all(entry.name.endswith((SUFFIX, INDEX_SUFFIX)) for entry in path.iterdir())
+    )
+
+
+def _checked_metadata(metadata: dict[str, Any], destination: Path) -> dict[str, str]:
+    for key, value in metadata.items():
+        if key in (METADATA_KEY, FRAMEWORK_KEY):
+            raise UnsupportedError(f"the metadata key {key!r} is reserved", path=destination, remedy="rename it")
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise UnsupportedError(
+                f"safetensors metadata maps strings to strings, and {key!r} does not fit",
+                path=destination,
+                remedy="give strings (json.dumps makes one of anything), or leave the metadata out (--drop-metadata)",
+            )
+    return metadata
+
+
+def _plans(flat: Flat[Source], shard_bytes: int, metadata: dict[str, str]) -> list[FilePlan]:
+    """Return the files: all tensors by their full names, and in the first one what makes a state of them."""
+    if "__metadata__" in flat.leaves:
+        raise UnsupportedError("safetensors reserves this name", name="__metadata__", remedy="rename the tensor")
+    whole = Flat(flat.skeleton, flat.leaves, {}, {name: (DEFAULT_PART, name) for name in flat.leaves})
+    plans = plan_files(whole, shard_bytes) or [FilePlan(f"{DEFAULT_PART}{SUFFIX}", DEFAULT_PART, ())]
+    plans = [replace(plan, metadata=metadata) for plan in plans]
+    order = _flat_order(flat)
+    if order is None:
+        return [replace(plans[0], structure=_structure(flat)), *plans[1:]]
+    homes = {leaf.key: number for number, plan in enumerate(plans) for leaf in plan.leaves}
+    return [
+        replace(plan, header_order=tuple(name for name in order if homes[name] == number))
+        for number, plan in enumerate(plans)
+    ]
+
+
+def _flat_order(flat: Flat[Source]) -> list[str] | None:
+    """Return the keys of a plain dict of plain tensors, which any safetensors file can say; None for other states."""
+    skeleton: Any = flat.skeleton
+    entries = skeleton.get("dict") if isinstance(skeleton, dict) else None
+    if entries is None or flat.aliases or any(node != {"tensor": name} for name, node in entries.items()):
+        return None
+    return list(entries)
+
+
+def _structure(flat: Flat[Source]) -> Structure:
+    aliases = {
+        name: AliasRecord(alias.of, alias.offset_elements, alias.shape, alias.strides, flat.parts[name][0])
+        for name, alias in flat.aliases.items()
+    }
+    return Structure(flat.skeleton, aliases, flat.parts)
+
+
+def _index(flat: Flat[Source], streams: list[FinishedStream]) -> bytes:
+    """Return the bytes of the index, tensors in the order of the state."""
+    homes = {key: finished.record.name for finished in streams for key in finished.offsets}
+    total = sum(finished.record.bytes - finished.record.head_bytes for finished in streams)
+    weight_map = {name: homes[name] for name in _flat_order(flat) or flat.leaves}
+    content: bytes = msgspec.json.encode({"metadata": {"total_size": total}, "weight_map": weight_map})
+    return content

@@ -1,0 +1,138 @@
+"""Reading directories of TensorStore's arrays, ours and others', trusting nothing in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from tensorkeep.errors import CorruptCheckpointError, StoreError
+from tensorkeep.formats.base import Entry, OpenSettings, Reader, StoredLeaf
+from tensorkeep.formats.structure import check_structure
+from tensorkeep.formats.tensorstore import sidecar as sidecars
+from tensorkeep.formats.tensorstore.compressors import check_of, codec_of
+from tensorkeep.formats.tensorstore.failures import tensorstore
+from tensorkeep.formats.tensorstore.opened import ArraySet, OpenArray
+from tensorkeep.formats.tensorstore.places import foreign_arrays, own_arrays
+from tensorkeep.formats.tensorstore.saving import as_details
+from tensorkeep.formats.tensorstore.sidecar import Sidecar
+from tensorkeep.formats.tensorstore.walking import files_below
+from tensorkeep.io.directory import Directory, hold
+from tensorkeep.io.files import Bytes
+from tensorkeep.state.aliases import Alias
+from tensorkeep.state.dtypes import DType
+from tensorkeep.state.names import DEFAULT_PART
+from tensorkeep.state.source import Source
+from tensorkeep.state.tree import Flat, leaf_specs
+
+
+class TensorStoreReader(Reader):
+    """An open directory of TensorStore's arrays.
+
+    With our own file beside them, the arrays are the state that was saved, and a chunk that is lost is an error.
+    Others' arrays are a dict of tensors under their paths, with dots for slashes; in them zarr takes a chunk that is
+    not there for one full of the fill value. The directory is held, so that a checkpoint that is replaced meanwhile is
+    read as it was, or not at all.
+    """
+
+    format = "tensorstore"
+
+    def __init__(self, path: Path, settings: OpenSettings) -> None:
+        tensorstore()
+        self.path = path
+        hold(path, lambda directory: self._open(directory, settings))
+
+    def _open(self, directory: Directory, settings: OpenSettings) -> None:
+        self._directory = directory
+        # By its descriptor: its path may be another directory's by now.
+        root = f"{directory.held_path}/"
+        budget = settings.pool.budget
+        if sidecars.is_ours(Path(root)):
+            found, self._place, wanted = own_arrays(directory, root)
+            self._set = ArraySet(self.path, self._place, wanted, budget=budget, fill_missing=False)
+            self.flat = _flat_of(found, self)
+            self.metadata = found.metadata
+            self.details = as_details(found)
+            sizes = {name: record.stored_bytes for name, record in found.arrays.items()}
+        else:
+            self._place, wanted = foreign_arrays(self.path, root)
+            self._set = ArraySet(self.path, self._place, wanted, budget=budget, fill_missing=True)
+            self.flat = _flat_of_foreign(self._set, self)
+            self.metadata = {}
+            self.details = {"kvstore": self._place.kvstore, "missing_chunks": "are read as the fill value"}
+            sizes = {
+                name: sum(files_below(Path(root, array.key), self.path / array.key).values())
+                if self._place.kvstore == "file"
+                else 0
+                for name, array in self._set.arrays.items()
+            }
+        self.entries = dict(self._entries(sizes))
+        checks = {check_of(array.metadata) for array in self._set.arrays.values()}
+        self.verifiable = checks.pop() if len(checks) == 1 else None
+
+    def _entries(self, sizes: dict[str, int]) -> Iterator[tuple[str, Entry]]:
+        for name in leaf_specs(self.flat.skeleton):
+            part, _ = self.flat.parts[name]
+            alias = self.flat.aliases.get(name)
+            array = self._set.arrays[alias.of if alias else name]
+            dtype = array.types.dtype
+            file = array.key or "."
+            if alias is None:
+                codec = codec_of(array.metadata)
+                yield name, Entry(name, part, dtype, array.shape, array.nbytes, sizes[name], codec, file)
+            else:
+                nbytes = prod(alias.shape) * dtype.itemsize
+                yield name, Entry(name, part, dtype, alias.shape, nbytes, 0, "alias", file, alias.of)
+
+    def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
+        try:
+            self._set.read(name, start, stop, out)
+        except CorruptCheckpointError as error:
+            if self._directory.was_replaced():
+                raise StoreError(
+                    "the checkpoint was replaced while it was read", path=self.path, remedy="read it again"
+                ) from error
+            raise
+
+    def block_bytes(self, name: str) -> int:
+        return self._set.block_bytes(name)
+
+    def close(self) -> None:
+        self._directory.close()
+
+
+def _flat_of_foreign(found: ArraySet, reader: Reader) -> Flat[Source]:
+    skeleton: Any = {
+        "dict": {name: {_kind(array.types.dtype): name} for name, array in found.arrays.items()},
+    }
+    parts = {name: (DEFAULT_PART, name) for name in found.arrays}
+    flat = _flat(skeleton, found.arrays, {}, parts, reader)
+    try:
+        check_structure(skeleton, flat.leaves, {}, parts)
+    except ValueError as error:
+        raise CorruptCheckpointError(f"what it says of the state is wrong: {error}", path=reader.path) from error
+    return flat
+
+
+def _kind(dtype: DType) -> str:
+    return "tensor" if dtype.has_torch else "ndarray"
+
+
+def _flat_of(found: Sidecar, reader: TensorStoreReader) -> Flat[Source]:
+    structure = found.structure
+    return _flat(structure.skeleton, reader._set.arrays, found.aliases, structure.parts, reader)
+
+
+def _flat(
+    skeleton: Any,
+    arrays: dict[str, OpenArray],
+    aliases: dict[str, Alias],
+    parts: dict[str, tuple[str, str]],
+    reader: Reader,
+) -> Flat[Source]:
+    leaves = {
+        name: StoredLeaf(reader, name, array.types.dtype, array.shape, array.nbytes) for name, array in arrays.items()
+    }
+    ordered: dict[str, Source] = {name: leaves[name] for name in leaf_specs(skeleton) if name in leaves}
+    return Flat(skeleton, ordered, aliases, parts)

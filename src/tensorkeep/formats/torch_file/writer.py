@@ -1,0 +1,189 @@
+"""Writing a ``torch.save`` file: made by torch, then visible whole or not at all."""
+
+from __future__ import annotations
+
+import functools
+import io
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from pickle import PickleError
+from typing import IO, Any, cast
+
+import numpy as np
+
+from tensorkeep.errors import UnsupportedError, UnsupportedLeafError
+from tensorkeep.formats.base import BLOCK_BYTES, WriteSettings, Written
+from tensorkeep.formats.torch_file.zip_file import restricted_load
+from tensorkeep.io import parallel
+from tensorkeep.io.commit import Commit
+from tensorkeep.io.files import DirectFile
+from tensorkeep.state.aliases import make_view
+from tensorkeep.state.leaf import Leaf, allocate
+from tensorkeep.state.source import Source
+from tensorkeep.state.strided import Array, Bytes, is_lazy
+from tensorkeep.state.tree import Flat, LeafSpec, leaf_specs, unflatten
+
+
+def write(
+    flat: Flat[Source], destination: Path, settings: WriteSettings, replaceable: Callable[[Path], bool]
+) -> Written:
+    """Write a state as one file; see `tensorkeep.formats.base.Format.write`."""
+    import torch
+
+    _check_settings(destination, settings)
+    specs = leaf_specs(flat.skeleton)
+    _check_readable(flat, specs)
+    with Commit(destination, directory=False, overwrite=settings.overwrite, replaceable=replaceable) as commit:
+        values, copied = _materialise(flat, specs, settings.threads)
+        meter = parallel.Meter(sum(leaf.nbytes for leaf in flat.leaves.values()), settings.progress)
+        with _Sink(commit.path, meter) as sink:
+            try:
+                torch.save(unflatten(flat.skeleton, values), cast(IO[bytes], sink))
+            except Exception:
+                sink.raise_failure()
+                raise
+            size = sink.finish()
+        commit.publish()
+    return Written(stored_bytes=size, peak_buffer_bytes=copied)
+
+
+def _check_settings(destination: Path, settings: WriteSettings) -> None:
+    settings.only("torch")
+    if settings.compression != "none":
+        raise UnsupportedError(
+            f"torch files cannot be compressed with {settings.compression!r}",
+            path=destination,
+            remedy='use compression="none", or format="native"',
+        )
+    if settings.metadata:
+        raise UnsupportedError(
+            "torch files have no place for metadata",
+            path=destination,
+            remedy="put it into the state, or leave it out (--drop-metadata)",
+        )
+
+
+def _check_readable(flat: Flat[Source], specs: Mapping[str, LeafSpec]) -> None:
+    """Refuse a state that ``torch.load(weights_only=True)`` would refuse, by trying it on one without the data."""
+    import torch
+
+    stand_ins: dict[tuple[str, str], Array] = {}
+    values: dict[str, Array] = {}
+    for name, spec in specs.items():
+        if spec.kind not in ("tensor", "parameter"):
+            raise UnsupportedLeafError(
+                "a numpy array in a torch file cannot be loaded without running code from the file",
+                name=name,
+                remedy='save torch.from_numpy(x), or use format="native"',
+            )
+        source = flat.leaves[flat.aliases[name].of if name in flat.aliases else name]
+        key = (spec.kind, source.dtype.name)
+        if key not in stand_ins:
+            stand_ins[key] = allocate(spec.kind, source.dtype, (0,))
+        values[name] = stand_ins[key]
+    state = unflatten(flat.skeleton, values)
+    file = io.BytesIO()
+    try:
+        torch.save(state, file)
+        file.seek(0)
+        restricted_load(file)
+    except RuntimeError as error:
+        # It cannot make some of its own dtypes, float8 for one, with gradients.
+        reason = str(error).splitlines()[0]
+        raise UnsupportedError(
+            f"torch.load would fail on what torch.save makes of this state ({reason})",
+            remedy='detach its tensors from their gradients, or use format="native"',
+        ) from error
+    # Classes that no module holds are refused with the last two.
+    except (PickleError, AttributeError, TypeError) as error:
+        found = re.search(r"GLOBAL ([^\s,]+)|<class '([^']+)'>", str(error))
+        what = f"a {found[1] or found[2]}" if found else "a value of this state"
+        raise UnsupportedError(
+            f"{what} in a torch file cannot be loaded without running code from the file",
+            remedy='save it as plain values, lists, dicts and tensors, or use format="native"',
+        ) from error
+
+
+def _materialise(flat: Flat[Source], specs: Mapping[str, LeafSpec], threads: int) -> tuple[dict[str, Array], int]:
+    """Return the data of every leaf, aliases included, and the bytes that had to be copied for it."""
+    values: dict[str, Array] = {}
+    tasks: list[Callable[[], None]] = []
+    copied = 0
+    storages: set[int] = set()
+    for name, source in flat.leaves.items():
+        if isinstance(source, Leaf) and _fills_its_storage(source) and source.array.data_ptr() not in storages:
+            values[name] = source.array
+            storages.add(source.array.data_ptr())
+        else:
+            values[name] = allocate(specs[name].kind, source.dtype, source.shape)
+            tasks += _reads(source, values[name])
+            copied += source.nbytes
+    parallel.run(tasks, threads)
+    for name, alias in flat.aliases.items():
+        values[name] = make_view(values[alias.of], alias)
+    return values, copied
+
+
+def _fills_its_storage(leaf: Leaf) -> bool:
+    # Torch saves whole storages: a row of a large matrix would take the matrix with it.
+    tensor = leaf.array
+    return bool(not is_lazy(tensor) and tensor.is_contiguous() and tensor.untyped_storage().nbytes() == leaf.nbytes)
+
+
+def _reads(source: Source, array: Array) -> Iterator[Callable[[], None]]:
+    made = Leaf.of(source.name, array)
+    out = made.host_bytes() if made else None
+    if out is None:
+        raise AssertionError(f"{source.name}: no contiguous memory to read into")
+    for start in range(0, source.nbytes, BLOCK_BYTES):
+        stop = min(start + BLOCK_BYTES, source.nbytes)
+        yield functools.partial(source.read, start, stop, out[start:stop])
+
+
+class _Sink:
+    """The file that torch writes to.
+
+    An error, or an interrupt, is kept until torch is done: its zip writer does not survive one that passes through it.
+    """
+
+    def __init__(self, path: Path, meter: parallel.Meter) -> None:
+        self._file = DirectFile(path, direct=False)
+        self._meter = meter
+        self._left = meter.total
+        self._size = 0
+        self._failure: BaseException | None = None
+
+    def write(self, data: Any) -> int:
+        content: Bytes = np.frombuffer(data, np.uint8) if len(data) else np.empty(0, np.uint8)
+        if self._failure is None:
+            try:
+                for at in range(0, len(content), BLOCK_BYTES):
+                    self._file.write(self._size + at, content[at : at + BLOCK_BYTES])
+            except BaseException as error:
+                self._failure = error
+        self._size += len(content)
+        # The zip's own bytes come on top of the tensors', which is all that the total counts.
+        counted = min(len(content), self._left)
+        self._left -= counted
+        self._meter.add(counted)
+        return len(content)
+
+    def flush(self) -> None:
+        """Do nothing: there is no buffer. Torch calls it."""
+
+    def raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def finish(self) -> int:
+        """Make the file durable and return its size."""
+        self.raise_failure()
+        self._file.finish(self._size)
+        return self._size
+
+    def __enter__(self) -> _Sink:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()

@@ -1,0 +1,214 @@
+"""The container of a ``torch.save`` file: the directory and the checksums of the zip, and the pickle that is in it.
+
+Torch writes a CRC-32 of every record and never looks at it again.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import warnings
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from tensorkeep.errors import (
+    CorruptCheckpointError,
+    NotACheckpointError,
+    NotFoundError,
+    TensorkeepError,
+    UnsupportedError,
+)
+from tensorkeep.formats.probe import first_bytes
+from tensorkeep.io.files import store_error
+
+PICKLE = "data.pkl"
+
+_MAGIC = b"PK\x03\x04"
+_LOCAL_HEADER_BYTES = 30
+_DATA_FOLDER = "data/"
+
+
+class _File(io.FileIO):
+    """A file whose failing reads are told from the `OSError` that a parser of hostile bytes raises, too."""
+
+    def readinto(self, buffer: Any, /) -> int | None:
+        try:
+            return super().readinto(buffer)
+        except OSError as error:
+            raise store_error(error, os.fspath(self.name), "read") from error
+
+    def readall(self) -> bytes:
+        try:
+            return super().readall()
+        except OSError as error:
+            raise store_error(error, os.fspath(self.name), "read") from error
+
+
+def open_file(path: Path) -> io.BufferedReader:
+    """Open a file for `TorchZip`.
+
+    Raises
+    ------
+    NotACheckpointError
+        If there is none.
+    StoreError
+        If the operating system refuses; so do the reads.
+    """
+    # A pipe without a writer would be waited for.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        if path.is_dir():
+            raise NotACheckpointError("is no file, as torch.save writes", path=path)
+        raw = _File(path, opener=lambda name, _: os.open(name, flags))
+    except FileNotFoundError as error:
+        raise NotFoundError("there is no such file", path=path) from error
+    except OSError as error:
+        raise store_error(error, path, "open the file") from error
+    if not stat.S_ISREG(os.fstat(raw.fileno()).st_mode):
+        raw.close()
+        raise NotACheckpointError("is no file, as torch.save writes", path=path)
+    return io.BufferedReader(raw)
+
+
+class TorchZip:
+    """The directory of a ``torch.save`` file, checked, and so are all records but the tensors' storages.
+
+    Parameters
+    ----------
+    file : binary file
+        As `open_file` returns it.
+    size : int
+        Its length in bytes.
+    path : Path
+        What errors call it.
+
+    Attributes
+    ----------
+    checksummed : bool
+        Whether a CRC-32 was written: ``torch.serialization.set_crc32_options(False)`` leaves zeros in its place.
+    storages : set of (int, int)
+        Length in bytes and CRC-32 of each storage.
+    pickle_bytes : int
+        Length of the pickle.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        If the container is damaged or breaks the rules of what torch writes.
+    UnsupportedError
+        If it is a TorchScript archive or comes from a big-endian machine.
+    """
+
+    def __init__(self, file: BinaryIO, size: int, path: Path) -> None:
+        self._path = path
+        try:
+            with zipfile.ZipFile(file) as archive:
+                self._read(archive, size)
+        except TensorkeepError:
+            raise
+        # Whatever `zipfile` stumbles over in hostile bytes (it raises a dozen types), the file is no sound zip.
+        except Exception as error:
+            raise CorruptCheckpointError(
+                f"the zip container is damaged ({error})",
+                path=path,
+                remedy="the file was cut short or written over: take another copy",
+            ) from error
+
+    def _read(self, file: zipfile.ZipFile, size: int) -> None:
+        infos = file.infolist()
+        self._check_directory(infos, size)
+        root = self._root(infos)
+        self.checksummed = any(info.CRC for info in infos)
+        self.storages: set[tuple[int, int]] = set()
+        names = {info.filename.removeprefix(root) for info in infos}
+        if "constants.pkl" in names:
+            raise UnsupportedError(
+                "is a TorchScript archive, which holds code besides tensors",
+                path=self._path,
+                remedy="load it with torch.jit.load where you trust it, and save its state_dict()",
+            )
+        for info in infos:
+            name = info.filename.removeprefix(root)
+            if name.startswith(_DATA_FOLDER):
+                self.storages.add((info.file_size, info.CRC))
+            else:
+                self._check_small(file, info, name)
+
+    def _check_small(self, file: zipfile.ZipFile, info: zipfile.ZipInfo, name: str) -> None:
+        if not self.checksummed:
+            info.CRC = None  # type: ignore[assignment]  # so `zipfile` knows "do not check", and reads it all the same
+        with file.open(info) as record:
+            content = record.read()
+        if name == PICKLE:
+            self.pickle_bytes = len(content)
+        if name == "byteorder" and content != b"little":
+            raise UnsupportedError(
+                "comes from a big-endian machine", path=self._path, remedy="save it again on a little-endian one"
+            )
+
+    def _root(self, infos: Iterable[zipfile.ZipInfo]) -> str:
+        for info in infos:
+            root, slash, name = info.filename.partition("/")
+            if slash and name == PICKLE:
+                return f"{root}/"
+        raise CorruptCheckpointError(f"holds no {PICKLE}, so torch did not save it", path=self._path)
+
+    def _check_directory(self, infos: list[zipfile.ZipInfo], size: int) -> None:
+        """Refuse what torch never writes: two records of a name, compression, more bytes than the file has."""
+        seen: set[str] = set()
+        for info in infos:
+            if info.filename in seen:
+                raise CorruptCheckpointError(f"the record {info.filename!r} stands twice", path=self._path)
+            seen.add(info.filename)
+            if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+                raise CorruptCheckpointError(
+                    f"the record {info.filename!r} is compressed, which torch never does", path=self._path
+                )
+        total = sum(info.file_size + _LOCAL_HEADER_BYTES for info in infos)
+        if total > size:
+            raise CorruptCheckpointError(f"its records claim {total:,} bytes, the file has {size:,}", path=self._path)
+
+
+def restricted_load(file: str | io.BytesIO) -> Any:
+    """Return what a ``torch.save`` file holds, through the unpickler that makes tensors and plain values only.
+
+    The tensors of a file, given by its path, are mapped. Raises whatever torch raises, of almost any type.
+    """
+    import torch
+
+    with warnings.catch_warnings():
+        # Torch warns at the birth of some exotic dtypes, which is no news here.
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, str))
+
+
+def is_torch_zip(path: Path) -> bool:
+    """Say whether a file begins as ``torch.save`` begins, or is a zip file with such a pickle in it."""
+    start = first_bytes(path, 512)
+    if start is None or not start.startswith(_MAGIC):
+        return False
+    name_end = _LOCAL_HEADER_BYTES + int.from_bytes(start[26:28], "little")
+    return start[_LOCAL_HEADER_BYTES:name_end].endswith(b"/data.pkl") or _lists_pickle(path)
+
+
+def _lists_pickle(path: Path) -> bool:
+    try:
+        with zipfile.ZipFile(path) as file:
+            return any(name.endswith("/data.pkl") for name in file.namelist())
+    # A damaged directory can make `zipfile` raise almost anything; the file is then not known as torch's.
+    except Exception:
+        return False
+
+
+def is_old_pickle(path: Path) -> bool:
+    """Say whether a file is a bare pickle: what ``torch.save`` wrote before version 1.6, or ``pickle.dump`` writes."""
+    start = first_bytes(path, 2)
+    return start is not None and begins_like_old_pickle(start)
+
+
+def begins_like_old_pickle(start: bytes) -> bool:
+    """Say whether these are the first bytes of a bare pickle."""
+    return len(start) >= 2 and start[0] == 0x80 and 2 <= start[1] <= 5

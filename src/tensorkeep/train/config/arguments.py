@@ -1,0 +1,108 @@
+"""Where settings come from: the words of a command line, the environment, and a file."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tensorkeep.errors import UsageError
+from tensorkeep.train.config.config import TECHNIQUES, flat, nearest, setting_names
+
+_PREFIX = "TENSORKEEP_"
+
+
+def read_words(words: Sequence[str], options: Collection[str] = ()) -> tuple[str | None, dict[str, str]]:
+    """Return the recipe among some words, None without one, and the settings: ``--optim.lr 3e-4``, ``--optim.lr=3e-4``.
+
+    Parameters
+    ----------
+    words : sequence of str
+        In any order.
+    options : collection of str
+        Other options of the command, such as ``"--resume"``: what a slip of the pen may have meant, too.
+
+    Raises
+    ------
+    UsageError
+        If a setting is unknown or lacks its value, or there is a word too many.
+    """
+    recipe: str | None = None
+    settings: dict[str, str] = {}
+    rest = iter(words)
+    for word in rest:
+        name, given, value = word.partition("=")
+        if name.startswith("-"):
+            _check_option(name, options)
+            found = value if given else next(rest, None)
+            if found is None:
+                raise UsageError(f"{name} has no value", remedy=f"write {name} VALUE")
+            settings[name.removeprefix("--")] = found
+        elif recipe is None:
+            recipe = word
+        else:
+            raise UsageError(f"{word!r} is no setting", remedy="write --optim.lr 3e-4, for example")
+    return recipe, settings
+
+
+def _check_option(name: str, options: Collection[str]) -> None:
+    settings = [f"--{each}" for each in setting_names() if each != "recipe"]
+    if name in settings or name.startswith(f"--{TECHNIQUES}"):
+        return
+    if name == "--recipe":
+        raise UsageError("there is no option --recipe", remedy="give the recipe as a word: tensorkeep train RECIPE")
+    near = ", ".join(f"--{each}" for each in nearest(name.lstrip("-"), [each[2:] for each in (*options, *settings)]))
+    raise UsageError(
+        f"there is no option {name}",
+        remedy=f"did you mean {near}?" if near else "see tensorkeep train --help, and --list-settings",
+    )
+
+
+def given_settings(
+    words: Mapping[str, object] | None = None,
+    *,
+    file: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> dict[str, object]:
+    """Return what was set, by dotted name: a word wins over the environment, that over the file.
+
+    Parameters
+    ----------
+    words : mapping of str to object, optional
+        As `read_words` returns them.
+    file : Path, optional
+        A TOML file, of which the tables within ``[train]`` count: ``[train.optim]``.
+    environment : mapping of str to str, optional
+        ``TENSORKEEP_OPTIM_LR``; that of the process by default.
+
+    Raises
+    ------
+    UsageError
+        If the file cannot be read, or has a setting that there is none of.
+    """
+    variables = os.environ if environment is None else environment
+    found: dict[str, object] = {} if file is None else _from_file(file)
+    for name in setting_names():
+        if "." in name and (variable := _PREFIX + name.replace(".", "_").upper()) in variables:
+            found[name] = variables[variable]
+    return found | dict(words or {})
+
+
+def _from_file(file: Path) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(file.read_text()).get("train", {})
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"is not TOML: {error}", path=file, remedy="correct the file") from error
+    except OSError as error:
+        raise UsageError(f"cannot read the configuration: {error.strerror}", path=file) from error
+    # What stands in no table of its own is an option of the command.
+    settings = flat({name: value for name, value in table.items() if isinstance(value, dict)})
+    known = setting_names()
+    for name in settings:
+        if name not in known and not name.startswith(TECHNIQUES):
+            near = ", ".join(nearest(name, known))
+            remedy = f"did you mean {near}?" if near else "see tensorkeep train --list-settings"
+            raise UsageError(f"there is no setting {name!r}", path=file, remedy=remedy)
+    return settings

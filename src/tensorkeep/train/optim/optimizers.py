@@ -1,0 +1,87 @@
+"""Optimizers: which parameters each of them updates, how fast, and with how much weight decay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensorkeep.errors import UsageError
+from tensorkeep.train.config.sections import OptimConfig
+from tensorkeep.train.optim.muon import Muon
+
+Optimizers = dict[str, torch.optim.Optimizer]
+"""By name; all of them are stepped in each step of training."""
+
+_PEAK = "peak_lr"
+
+
+def build_optimizers(model: nn.Module, config: OptimConfig) -> Optimizers:
+    """Return the optimizers of a model.
+
+    Matrices decay, vectors (biases and the weights of norms) do not, as in GPT-3 (Brown et al., arXiv 2005.14165).
+    ``"muon"`` updates the matrices of the blocks by orthogonalised momentum (Jordan et al., 2024), the rest by AdamW
+    (Loshchilov and Hutter, arXiv 1711.05101).
+
+    Parameters
+    ----------
+    model : Module
+        Its ``blocks`` are the hidden layers.
+    config : OptimConfig
+    """
+    parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    hidden = {name: each for name, each in parameters.items() if name.startswith("blocks.") and each.ndim == 2}
+    if config.name == "adamw":
+        return {"adamw": _adamw(parameters.values(), config)}
+    muon = Muon(
+        [{"params": list(hidden.values()), _PEAK: config.muon_lr}],
+        lr=config.muon_lr,
+        weight_decay=config.weight_decay,
+        momentum=config.muon_momentum,
+        ns_steps=config.muon_steps,
+    )
+    rest = (each for name, each in parameters.items() if name not in hidden)
+    return {"muon": muon, "adamw": _adamw(rest, config)}
+
+
+def _adamw(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
+    matrices: list[nn.Parameter] = []
+    vectors: list[nn.Parameter] = []
+    for each in parameters:
+        (matrices if each.ndim >= 2 else vectors).append(each)
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": config.weight_decay, _PEAK: config.lr},
+        {"params": vectors, "weight_decay": 0.0, _PEAK: config.lr},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        foreach=True if config.implementation == "foreach" else None,
+        fused=True if config.implementation == "fused" else None,
+    )
+
+
+def check_optimizers(config: OptimConfig, device: torch.device) -> None:
+    """Raise UsageError if AdamW is not to be had on a device as it is set."""
+    parameter = nn.Parameter(torch.zeros(1, 1, device=device))
+    parameter.grad = torch.zeros_like(parameter)
+    try:
+        # Torch looks at the device in the first step only.
+        _adamw([parameter], config).step()
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(
+            f"optim.implementation is {config.implementation!r}, which is not to be had on {device}: {reason}",
+            remedy='give "default"',
+        ) from error
+
+
+def set_learning_rate(optimizers: Optimizers, share: float) -> None:
+    """Give every group of parameters a share of its peak learning rate."""
+    for optimizer in optimizers.values():
+        for group in optimizer.param_groups:
+            group["lr"] = share * group[_PEAK]

@@ -1,0 +1,1 @@
+"""A training run: its folder, its data, its state, its log."""

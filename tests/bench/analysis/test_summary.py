@@ -1,0 +1,577 @@
+"""The summary: known truths come out of documents that were made from them."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.documents import GIB, MEASURES, broken, document, truth
+from tensorkeep.bench.analysis.recommendations import candidates
+from tensorkeep.bench.analysis.samples import read_samples
+from tensorkeep.bench.analysis.summary import summarise
+from tensorkeep.errors import UsageError
+from tensorkeep.report.results import read_results
+
+ARMS = {"torch": truth(), "fast": truth(0.4, cold=0.5), "small": truth(1.0, stored=0.66), "slow": truth(3.0)}
+
+
+def words(summary, measure="save"):
+    return {arm: found[measure]["verdict"] for arm, found in summary["arms"].items()}
+
+
+def texts(summary):
+    return [warning["text"] for warning in summary["warnings"]]
+
+
+def test_verdicts_are_the_truth():
+    summary = summarise(document(ARMS))
+    assert words(summary) == {
+        "torch": "baseline",
+        "placebo": "placebo",
+        "fast": "helps",
+        "small": "within noise",
+        "slow": "hurts",
+    }
+    assert words(summary, "stored") == {
+        "torch": "baseline",
+        "placebo": "placebo",
+        "fast": "within noise",
+        "small": "helps",
+        "slow": "within noise",
+    }
+
+
+def test_statistics_by_hand():
+    made = document({"a": truth(), "b": truth()}, runs=2, placebo=False)
+    figures = {"a": [4.0, 9.0], "b": [1.0, 4.0]}
+    for cell in made["cells"]:
+        cell["figures"] = {"save": figures[cell["arm"]][cell["block"]]}
+        cell["amount"] = 100 if cell["arm"] == "a" else 50
+    found = summarise(made)["arms"]["b"]["save"]
+    # Per byte, a takes 0.04 and 0.09 and b 0.02 and 0.08: 2 and 9/8 times better.
+    assert found["gain"] == pytest.approx(math.sqrt(2 * 9 / 8))
+    assert found["change_percent"] == pytest.approx((0.065 - 0.05) / 0.065 * 100)
+    assert (found["n"], found["mean"], found["median"], found["low"], found["high"]) == (2, 2.5, 2.5, 1.0, 4.0)
+    assert found["std"] == pytest.approx(math.sqrt(4.5))
+    assert found["per_byte"] == pytest.approx(0.05)
+    assert found["p"] == found["p_holm"]
+    assert summarise(made)["arms"]["a"]["save"]["gain"] is None
+
+
+def test_true_gains_lie_in_their_intervals():
+    held = 0
+    for seed in range(20):
+        found = summarise(document(ARMS, seed=seed, drift=0.5, noise=0.05))["arms"]["fast"]["save"]
+        held += found["gain_low"] <= 2.5 <= found["gain_high"]
+    assert held >= 17
+
+
+def test_drift_of_the_machine_does_not_reach_the_ratios():
+    found = summarise(document(ARMS, drift=2.0, noise=0.01, runs=6))["arms"]["fast"]["save"]
+    assert found["std"] / found["mean"] > 0.5
+    assert (found["gain_low"], found["gain_high"]) == pytest.approx((2.5, 2.5), rel=0.05)
+
+
+def test_a_summary_is_the_same_whenever_it_is_computed():
+    made = document(ARMS)
+    first = summarise(made)
+    assert json.dumps(summarise({**made, "summary": first})) == json.dumps(first)
+    json.dumps(first, allow_nan=False)
+    assert json.loads(json.dumps(made)) == made, "the document was changed"
+
+
+@given(st.randoms())
+@settings(deadline=None, max_examples=10)
+def test_the_order_of_cells_does_not_matter(draw):
+    made = document(ARMS, runs=3)
+    shuffled = {**made, "cells": draw.sample(made["cells"], len(made["cells"]))}
+    assert summarise(shuffled)["arms"] == summarise(made)["arms"]
+
+
+@given(st.floats(0.01, 100), st.floats(0.01, 100))
+@settings(deadline=None, max_examples=10)
+def test_neither_the_unit_nor_the_amount_matters(seconds, amount):
+    made = document(ARMS, runs=3)
+    scaled = copy.deepcopy(made)
+    for cell in scaled["cells"]:
+        cell["amount"] *= amount
+        cell["figures"] = {name: value * seconds for name, value in cell["figures"].items()}
+    for arm, measures in summarise(made)["arms"].items():
+        other = summarise(scaled)["arms"][arm]["save"]
+        assert (other["gain"] or 1) == pytest.approx(measures["save"]["gain"] or 1, rel=1e-9)
+        assert other["verdict"] == measures["save"]["verdict"]
+
+
+def test_exchanging_baseline_and_arm_inverts_the_gain():
+    arms = {"a": truth(), "b": truth(0.4)}
+    made = document(arms, placebo=False)
+    swapped = copy.deepcopy(made)
+    for arm in swapped["arms"]:
+        arm["role"] = "baseline" if arm["name"] == "b" else "arm"
+    one, other = summarise(made)["arms"]["b"]["save"], summarise(swapped)["arms"]["a"]["save"]
+    assert other["gain"] == pytest.approx(1 / one["gain"])
+    assert (other["gain_low"], other["gain_high"]) == pytest.approx((1 / one["gain_high"], 1 / one["gain_low"]))
+    assert (one["verdict"], other["verdict"]) == ("helps", "hurts")
+
+
+def test_a_rate_is_better_when_it_is_higher_and_is_not_divided_by_bytes():
+    made = document({"a": {"rate": 100.0}, "b": {"rate": 200.0}}, amounts={"b": 10.0}, placebo=False)
+    made["measures"] = [{"name": "rate", "label": "rate", "unit": "1/s", "better": "higher", "primary": True}]
+    for cell in made["cells"]:
+        cell["figures"] = {"rate": 200.0 + cell["block"] if cell["arm"] == "b" else 100.0 + cell["block"]}
+    found = summarise(made)["arms"]["b"]["rate"]
+    assert found["gain"] == pytest.approx(2, rel=0.02)
+    assert found["change_percent"] == pytest.approx(100, rel=0.05)
+    assert found["verdict"] == "helps"
+
+
+def test_one_block_gives_gains_and_no_verdict():
+    summary = summarise(document(ARMS, runs=1))
+    found = summary["arms"]["fast"]["save"]
+    assert found["gain"] == pytest.approx(2.5, rel=0.1)
+    assert [found[key] for key in ("gain_low", "p", "p_holm", "detectable", "std")] == [None] * 5
+    assert found["verdict"] == "too few runs"
+    assert summary["noise"]["save"] is None
+    assert summary["recommendations"] == []
+    assert "durable save: one block gives no verdict on fast, small and slow" in texts(summary)
+
+
+def test_no_variance_at_all():
+    summary = summarise(document(ARMS, noise=0.0))
+    assert words(summary) == {
+        "torch": "baseline",
+        "placebo": "placebo",
+        "fast": "helps",
+        "small": "within noise",
+        "slow": "hurts",
+    }
+    assert summary["noise"]["save"]["floor"] == 1.0
+    assert summary["warnings"] == []
+    json.dumps(summary, allow_nan=False)
+
+
+def test_a_block_without_the_baseline_does_not_count():
+    summary = summarise(document(ARMS, replaced=[broken("torch", 2)]))
+    assert summary["arms"]["fast"]["save"]["n"] == 5
+    whole = document(ARMS)
+    without = {**whole, "cells": [cell for cell in whole["cells"] if cell["block"] != 2]}
+    assert summary["arms"]["fast"]["save"]["gain"] == summarise(without)["arms"]["fast"]["save"]["gain"]
+    assert "torch: failed in 1 of 5 blocks: it broke" in texts(summary)
+
+
+def test_without_a_baseline_nothing_is_compared():
+    made = document(ARMS, replaced=[broken("torch", block, "memory", "128 GB needed") for block in range(5)])
+    summary = summarise(made)
+    assert words(summary)["fast"] == "not run"
+    assert summary["arms"]["fast"]["save"]["reason"] == "the baseline torch was not run: 128 GB needed"
+    assert summary["arms"]["fast"]["save"]["n"] == 5
+    assert summary["arms"]["fast"]["save"]["gain"] is None
+    for arm in made["arms"]:
+        arm["role"] = "arm"
+    assert summarise(made)["arms"]["fast"]["save"]["reason"] == "there is no baseline to compare with"
+    assert summarise(made)["recommendations"] == []
+
+
+def test_an_arm_that_did_not_run_says_why():
+    replaced = [broken("fast", block, "not-run", "zipnn is not installed") for block in range(5)]
+    found = summarise(document(ARMS, replaced=replaced))["arms"]["fast"]["save"]
+    assert (found["n"], found["gain"], found["verdict"], found["reason"]) == (
+        0,
+        None,
+        "not run",
+        "zipnn is not installed",
+    )
+    planned = [broken("fast", block, "planned", None) for block in range(5)]
+    summary = summarise(document(ARMS, replaced=planned))
+    assert summary["arms"]["fast"]["save"]["reason"] == "not reached yet"
+    assert {"text": "5 of 25 cells were not reached", "remedy": "go on with --resume"} in summary["warnings"]
+
+
+def test_one_failed_gate_takes_every_figure_back():
+    replaced = [broken("fast", 3, "gate", "tensor 'w' differs")]
+    summary = summarise(document(ARMS, replaced=replaced))
+    found = summary["arms"]["fast"]["save"]
+    assert (found["verdict"], found["gain"]) == ("not run", None)
+    assert found["reason"] == "what came back was not what was saved, in 1 of 5 blocks: tensor 'w' differs"
+    assert "fast" not in {entry["arm"] for entry in summary["recommendations"]}
+    assert texts(summary)[0] == "fast: what came back was not what was saved in 1 of 5 blocks: tensor 'w' differs"
+
+
+def test_measures_that_are_not_primary_have_no_verdict():
+    found = summarise(document(ARMS))["arms"]["fast"]["returned"]
+    assert found["gain"] == pytest.approx(2.5, rel=0.1)
+    assert not {"verdict", "reason"} & found.keys()
+
+
+def test_the_report_reads_what_was_computed(tmp_path):
+    made = document(ARMS, runs=3, noise=0.1, replaced=[broken("slow", 0, "timeout"), broken("fast", 1, "gate")])
+    (tmp_path / "results.json").write_text(json.dumps({**made, "summary": summarise(made)}))
+    results = read_results(tmp_path)
+    assert results.statistics("small", "save").verdict == "within noise"
+    assert len(results.computed.warnings) == len(summarise(made)["warnings"]) > 0
+
+
+def test_figures_that_are_no_numbers_do_not_count():
+    made = document(ARMS)
+    for cell in made["cells"]:
+        if cell["arm"] == "fast" and cell["block"] < 2:
+            cell["figures"]["save"] = [math.nan, True][cell["block"]]
+    assert summarise(made)["arms"]["fast"]["save"]["n"] == 3
+
+
+def test_a_zero_figure_has_no_ratio():
+    made = document(ARMS)
+    for cell in made["cells"]:
+        cell["figures"]["stored"] = 0.0
+    found = summarise(made)["arms"]["fast"]["stored"]
+    assert (found["n"], found["mean"], found["gain"], found["verdict"]) == (5, 0.0, None, "not run")
+
+
+def test_p_values_are_adjusted_for_the_arms_of_a_measure():
+    found = {arm: measures["save"] for arm, measures in summarise(document(ARMS))["arms"].items()}
+    by_p = sorted(("fast", "small", "slow"), key=lambda arm: found[arm]["p"])
+    # Three tests: the placebo is none.
+    assert found[by_p[0]]["p_holm"] == pytest.approx(3 * found[by_p[0]]["p"])
+    assert found[by_p[1]]["p_holm"] == pytest.approx(2 * found[by_p[1]]["p"])
+    assert found["placebo"]["p"] is not None
+    assert found["placebo"]["p_holm"] is None
+
+
+def test_figures_of_a_cell_that_went_wrong_do_not_count():
+    wrong = {**broken("fast", 1), "figures": {"save": 1e9}}
+    found = summarise(document(ARMS, replaced=[wrong]))["arms"]["fast"]["save"]
+    assert (found["n"], found["high"] < 1) == (4, True)
+    assert found["gain"] == pytest.approx(2.5, rel=0.1)
+
+
+def test_the_placebo_is_the_noise_floor():
+    made = document({"a": truth(), "b": truth(0.9)}, noise=0.0)
+    for cell in made["cells"]:
+        # The same thing once more, and 15% slower on the average: nothing below may be called a difference.
+        if cell["arm"] == "placebo":
+            cell["figures"]["save"] *= 1.15 + 0.001 * cell["block"]
+    summary = summarise(made)
+    found = summary["arms"]["b"]["save"]
+    assert summary["noise"]["save"]["floor"] == pytest.approx(1.155, abs=0.01)
+    assert found["p_holm"] == 0
+    assert (found["verdict"], found["detectable"]) == ("within noise", summary["noise"]["save"]["floor"])
+    assert any("too noisy for differences below 15%" in text for text in texts(summary))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.pop("arms"), "'arms' is missing"),
+        (lambda d: d["cells"][0].pop("block"), "'block' is missing"),
+        (lambda d: d["arms"].append(d["arms"][1]), "two arms are called"),
+        (lambda d: d.update(measures=5), "not a results document"),
+        (lambda d: d["arms"][0].update(place={"kind": "point", "levels": 3}), "not a results document"),
+        (lambda d: d["experiment"].update(aliases=[[5]]), "not a results document"),
+        (lambda d: d["experiment"].update(factors={"a": 5}), "not a results document"),
+        (lambda d: d["experiment"].update(factors={str(n): [1] for n in range(65)}), "65 factors are more than"),
+        (lambda d: d["cells"][0].update(block=math.inf), "not a results document"),
+    ],
+)
+def test_what_is_no_results_document_is_refused(change, message):
+    made = document(ARMS)
+    change(made)
+    with pytest.raises(UsageError, match=message) as caught:
+        summarise(made)
+    assert "tensorkeep bench" in caught.value.remedy
+
+
+# Warnings
+
+
+def test_a_missing_placebo_is_said():
+    assert any("under one name only" in text for text in texts(summarise(document(ARMS, placebo=False))))
+
+
+def test_noisy_runs_are_named_with_what_to_do():
+    summary = summarise(document(ARMS, noise=0.3))
+    noisy = next(w for w in summary["warnings"] if "varies by more than 10%" in w["text"])
+    assert "fast (" in noisy["text"]
+    assert noisy["remedy"] == "close what else runs, or --runs 10"
+    assert not [text for text in texts(summarise(document(ARMS, noise=0.01))) if "varies" in text]
+
+
+def test_where_nothing_can_be_told_the_warning_says_so():
+    made = document({"a": truth(), "b": truth(0.9)}, runs=2, noise=0.0)
+    for cell in made["cells"]:
+        if cell["arm"] == "placebo":
+            cell["figures"]["save"] *= 1 + 4 * cell["block"]
+    summary = summarise(made)
+    noise = summary["noise"]["save"]
+    assert noise["floor"] > 100
+    assert noise["high"] > 100
+    wide = next(w for w in summary["warnings"] if "nothing can be told" in w["text"])
+    assert wide["text"] == (
+        "durable save: after 2 blocks nothing can be told: the baseline against itself spans <0.01 to >100 (95%)"
+    )
+    assert wide["remedy"] == "close what else runs, or --runs 10"
+    assert not [text for text in texts(summary) if "too noisy" in text]
+
+
+def test_noise_of_a_factor_hides_nothing_that_goes_beyond_it():
+    made = document({"a": truth(), "b": truth(0.005)}, runs=5, noise=0.0)
+    for cell in made["cells"]:
+        if cell["arm"] == "placebo":
+            cell["figures"]["save"] *= [1, 20, 1, 20, 20][cell["block"]]
+    summary = summarise(made)
+    assert 10 < summary["noise"]["save"]["floor"] < 200
+    assert words(summary)["b"] == "helps"
+    assert any("too noisy for differences below a factor of" in text for text in texts(summary))
+    assert not [text for text in texts(summary) if "nothing can be told" in text]
+
+
+@pytest.mark.parametrize(("block", "factor", "said"), [(0, 1.15, "the first block was"), (2, 1.6, "block 3 was 1.5")])
+def test_odd_blocks_are_seen(block, factor, said):
+    made = document(ARMS, noise=0.01)
+    assert not [text for text in texts(summarise(made)) if "slower than the rest" in text]
+    for cell in made["cells"]:
+        if cell["block"] == block:
+            cell["figures"]["save"] *= factor
+    found = [text for text in texts(summarise(made)) if "slower than the rest" in text]
+    assert len(found) == 1
+    assert said in found[0]
+
+
+def test_runs_that_would_be_enough_are_computed():
+    made = document({"a": truth(), "b": truth(0.85)}, runs=3, noise=0.08, placebo=False, seed=3)
+    summary = summarise(made)
+    assert words(summary)["b"] == "within noise"
+    warning = next(w for w in summary["warnings"] if "durable save: 3 blocks cannot tell" in w["text"])
+    runs = int(warning["remedy"].split()[1])
+    assert 4 <= runs <= 60
+    enough = [
+        words(summarise(document({"a": truth(), "b": truth(0.85)}, runs=40, noise=0.08, seed=s)))["b"] for s in (1, 2)
+    ]
+    assert enough == ["helps", "helps"]
+
+
+def test_cold_loads_that_are_not_possible_here():
+    made = document(ARMS)
+    for cell in made["cells"]:
+        cell["figures"].pop("load_cold")
+    summary = summarise(made)
+    assert words(summary, "load_cold") == dict.fromkeys([*ARMS, "placebo"], "not run")
+    assert any("cold load: measured for no arm" in text for text in texts(summary))
+    loading = next(entry for entry in summary["recommendations"] if entry["for"] == "loading")
+    assert "warm load" in loading["text"]
+    for cell in (made := document(ARMS))["cells"]:
+        if cell["arm"] == "small":
+            cell["figures"].pop("load_cold")
+    assert any(text.startswith("cold load: not measured for small: ") for text in texts(summarise(made)))
+
+
+def test_smaller_subjects_are_named():
+    summary = summarise(document(ARMS, amounts={"slow": GIB / 64}))
+    assert summary["arms"]["slow"]["save"]["gain"] == pytest.approx(1 / 3, rel=0.1)
+    assert any(text.startswith("slow worked on 16.8 MB, torch on 1.07 GB") for text in texts(summary))
+
+
+def test_times_that_are_too_short_to_mean_much():
+    made = document(ARMS, amounts=dict.fromkeys([*ARMS, "placebo"], GIB / 100))
+    assert any("durable save: takes less than 50.0 ms with" in text for text in texts(summarise(made)))
+
+
+def test_arms_that_could_not_run_for_one_reason_are_named_together():
+    absent = [
+        broken(arm, block, "not-run", why if block == 0 else "not repeated")
+        for block in range(3)
+        for arm, why in (("small", "no GPU"), ("slow", "no GPU"), ("fast", "no compiler"))
+    ]
+    found = texts(summarise(document(ARMS, runs=3, replaced=absent)))
+    assert [text for text in found if "not run" in text] == [
+        "not run: fast: no compiler",
+        "not run: small and slow: no GPU",
+    ]
+
+
+def test_every_warning_says_what_to_do():
+    made = document(ARMS, noise=0.3, runs=3, replaced=[broken("slow", 1, "timeout", None), broken("fast", 0, "odd")])
+    warnings = summarise(made)["warnings"]
+    assert len(warnings) > 4
+    assert all(warning["text"] and warning["remedy"] for warning in warnings)
+
+
+# Recommendations
+
+
+def recommended(summary):
+    return {entry["for"]: entry["arm"] for entry in summary["recommendations"]}
+
+
+def test_what_helps_is_recommended():
+    made = document(ARMS, settings={"fast": {"tool": "tensorkeep"}})
+    summary = summarise(made)
+    assert recommended(summary) == {"saving": "fast", "loading": "fast", "size": "small", "all": "fast"}
+    saving = summary["recommendations"][0]
+    found = summary["arms"]["fast"]["save"]
+    spread = f"{found['gain_low']:.2f}-{found['gain_high']:.2f}"
+    assert saving["text"] == (
+        f"on this machine, saving: fast, {found['gain']:.2f}x torch (95% {spread}), 1.00 of the bytes"
+    )
+    assert saving["settings"] == {"tool": "tensorkeep"}
+    assert summary["recommendations"][2]["text"] == "on this machine, size: small, 0.660 of the bytes of torch"
+    assert "small is better in some and worse in others" in summary["recommendations"][3]["text"]
+
+
+def test_no_placebo_and_nothing_that_is_not_durable_is_recommended():
+    arms = {"torch": truth(), "loose": truth(0.1), "loose too": truth(0.1), "fast": truth(0.5)}
+    unsafe = {"loose": {"sync": False}, "loose too": {"fsync": False}}
+    made = document(arms, settings=unsafe)
+    for cell in made["cells"]:
+        if cell["arm"] == "placebo":
+            cell["figures"]["load_cold"] *= 0.1
+    assert recommended(summarise(made)) == {"saving": "fast", "loading": None, "size": None, "all": "fast"}
+
+
+def test_candidates_are_real_durable_and_right():
+    arms = {"torch": truth(), "loose": truth(0.1), "wrong": truth(0.1), "fast": truth(0.5)}
+    made = document(arms, settings={"loose": {"sync": False}}, replaced=[broken("wrong", 0, "gate")])
+    assert [arm.name for arm in candidates(read_samples(made))] == ["fast"]
+
+
+def test_what_another_arm_beats_everywhere_is_not_on_the_front():
+    arms = {**ARMS, "beaten": truth(0.8, cold=0.8)}
+    text = summarise(document(arms, noise=0.001))["recommendations"][3]["text"]
+    assert text.startswith("on this machine, all round: fast; ")
+    assert text.endswith("; small is better in some and worse in others")
+
+
+def test_where_nothing_helps_it_says_so():
+    summary = summarise(document({"torch": truth(), "same": truth(), "slow": truth(2.0)}))
+    assert recommended(summary) == {"saving": None, "loading": None, "size": None, "all": None}
+    assert summary["recommendations"][0]["text"] == (
+        "on this machine, saving: nothing here is shown to be better than torch"
+    )
+    assert "without hurting in another" in summary["recommendations"][3]["text"]
+
+
+def test_what_is_worse_elsewhere_is_said():
+    summary = summarise(document({"torch": truth(), "b": truth(0.3, cold=4.0)}))
+    assert recommended(summary) == {"saving": "b", "loading": None, "size": None, "all": None}
+    assert "; but worse in cold load (0.2" in summary["recommendations"][0]["text"]
+
+
+def test_what_cannot_be_told_from_the_best_is_said():
+    summary = summarise(document({"torch": truth(), "b": truth(0.300), "c": truth(0.301), "d": truth(0.5)}))
+    assert "not clearly behind" in summary["recommendations"][0]["text"]
+    assert " d " not in summary["recommendations"][0]["text"]
+
+
+# Designs
+
+
+def test_steps_are_the_way_to_the_full_stack():
+    arms = {"base": truth(8.0), "+x": truth(4.0), "+y": truth(1.0), "only y": truth(3.0)}
+    places = {
+        "base": {"kind": "base"},
+        "+x": {"kind": "step", "change": "x", "index": 1, "also": [{"kind": "alone", "change": "x"}]},
+        "+y": {"kind": "step", "change": "y", "index": 2, "also": [{"kind": "full"}]},
+        "only y": {"kind": "alone", "change": "y", "also": [{"kind": "without", "change": "x"}]},
+    }
+    omitted = [{"place": {"kind": "without", "change": "y"}, "reason": "z needs it"}]
+    made = document(arms, noise=0.0, places=places, design="steps", omitted=omitted)
+    x, y = (step for step in summarise(made)["steps"] if step["measure"] == "save")
+    assert (x["change"], x["arm"], x["gain_from_previous"], x["gain_from_base"]) == ("x", "+x", *[pytest.approx(2)] * 2)
+    assert (x["share"], x["alone"], x["without"]) == pytest.approx((1 / 3, 2, 3))
+    assert x["notes"] == []
+    assert (y["gain_from_previous"], y["gain_from_base"]) == pytest.approx((4, 8))
+    assert (y["gain_from_previous_low"], y["gain_from_previous_high"]) == pytest.approx((4, 4))
+    assert (y["share"], y["alone"]) == pytest.approx((2 / 3, 8 / 3))
+    assert (y["without"], y["notes"]) == (None, ["without: z needs it"])
+    noisy = summarise(document({**arms, "+y": truth(7.0)}, noise=0.5, places=places, seed=4))
+    assert noisy["arms"]["+y"]["save"]["gain"] > 1
+    assert noisy["steps"][0]["share"] is None
+    cold = [step for step in summarise(made)["steps"] if step["measure"] == "load_cold"]
+    assert all(step["share"] is None for step in cold)
+    assert "share: the full stack is not shown to be better than the base" in cold[0]["notes"]
+
+
+def points(factors, chosen=None):
+    """Return places of a design's points, by name, the first being the base."""
+    wanted = list(itertools.product(*factors.values())) if chosen is None else chosen
+    return {"/".join(p): {"kind": "point", "levels": dict(zip(factors, p, strict=True))} for p in wanted}
+
+
+def test_effects_of_a_full_factorial():
+    factors = {"chunk": ["64", "1k", "1M"], "codec": ["raw", "gzip"], "dtype": ["32", "16"]}
+    times = {"64": 8.0, "1k": 4.0, "1M": 1.0, "raw": 1.0, "gzip": 3.0, "32": 2.0, "16": 1.0}
+    places = points(factors)
+    # gzip hurts only half as much with chunks of 1M: what both give together is twice the product.
+    arms = {
+        name: truth(math.prod(times[level] for level in name.split("/")) * (0.5 if "1M/gzip" in name else 1))
+        for name in places
+    }
+    replaced = [broken("1k/raw/32", 0)]
+    made = document(arms, noise=0.0, drift=0.5, places=places, factors=factors, design="factorial", replaced=replaced)
+    found = {tuple(e["factors"]): e for e in summarise(made)["effects"] if e["measure"] == "save"}
+    assert found["chunk",]["gain"] == pytest.approx(8 * math.sqrt(2))
+    assert found["codec",]["gain"] == pytest.approx(1 / 3 * 2 ** (1 / 3), rel=0.1)
+    assert found["dtype",]["gain"] == pytest.approx(2)
+    assert found["dtype",]["low"] == pytest.approx(2)
+    assert found["chunk", "codec"]["gain"] == pytest.approx(2)
+    assert found["chunk", "dtype"]["gain"] == pytest.approx(1)
+    assert len(found) == 6
+
+
+def test_effects_of_a_fraction():
+    factors = {name: ["-", "+"] for name in "ABCD"}
+    half = [p for p in itertools.product("-+", repeat=4) if p.count("+") % 2 == 0]  # I = ABCD
+    places = points(factors, half)
+    gains = {"A": 2.0, "B": 3.0, "C": 1.0, "D": 0.5}
+    arms = {}
+    for name in places:
+        levels = dict(zip("ABCD", name.split("/"), strict=True))
+        gain = math.prod(gains[factor] for factor, level in levels.items() if level == "+")
+        arms[name] = truth(1 / (gain * (1.5 if levels["A"] == levels["B"] == "+" else 1)))
+    aliases = [[["A", "B"], ["C", "D"]], [["A", "C"], ["B", "D"]], [["A", "D"], ["B", "C"]]]
+    made = document(arms, noise=0.0, places=places, factors=factors, aliases=aliases, design="fractional")
+    found = {tuple(e["factors"]): e for e in summarise(made)["effects"] if e["measure"] == "save"}
+    # The interaction is spread over A and B, half of it (on a log scale) each, as in the full factorial.
+    assert found["A",]["gain"] == pytest.approx(2 * math.sqrt(1.5))
+    assert found["C",]["gain"] == pytest.approx(1)
+    assert found["D",]["gain"] == pytest.approx(0.5)
+    assert found["A", "B"]["gain"] == pytest.approx(1.5)
+    assert found["A", "B"]["aliases"] == [["C", "D"]]
+    assert found["C", "D"]["gain"] == found["A", "B"]["gain"]
+    assert found["A",]["aliases"] == []
+    broken_block = [broken(next(iter(places)), 0)]
+    partial = document(arms, noise=0.0, places=places, factors=factors, design="fractional", replaced=broken_block)
+    again = {tuple(e["factors"]): e for e in summarise(partial)["effects"] if e["measure"] == "save"}
+    assert again["A",]["gain"] == pytest.approx(2 * math.sqrt(1.5))
+
+
+def test_interactions_of_combinations():
+    arms = {"base": truth(8.0), "only a": truth(4.0), "only b": truth(2.0), "both": truth(2.0)}
+    places = {
+        "base": {"kind": "base"},
+        "only a": {"kind": "alone", "change": "a"},
+        "only b": {"kind": "alone", "change": "b"},
+        "both": {"kind": "combination", "changes": ["a", "b"]},
+    }
+    found = summarise(document(arms, noise=0.02, runs=8, places=places, design="combinations"))["interactions"]
+    save = next(entry for entry in found if entry["measure"] == "save")
+    assert (save["changes"], save["arm"]) == (["a", "b"], "both")
+    assert (save["gain"], save["product"], save["ratio"]) == pytest.approx((4, 8, 0.5), rel=0.05)
+    assert save["low"] < save["ratio"] < save["high"] < 1
+    assert len(found) == sum(measure["primary"] for measure in MEASURES)
+
+
+def test_where_nothing_differs_nothing_is_recommended():
+    """Whole summaries of experiments in which all arms do the same."""
+    draw = random.Random(1)
+    false = 0
+    for _ in range(60):
+        made = document({"torch": truth(), "a": truth(), "b": truth(), "c": truth()}, noise=0.1, seed=draw.random())
+        false += any(word in ("helps", "hurts") for word in words(summarise(made)).values())
+    assert false <= 6

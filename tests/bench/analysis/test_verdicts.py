@@ -1,0 +1,95 @@
+"""Verdicts: a difference is called one only if test, interval and placebo agree."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tensorkeep.bench.analysis.statistics import Comparison, compare, holm
+from tensorkeep.bench.analysis.verdicts import Noise, judge, noise_of
+
+
+def comparison(gain: float, low: float | None, high: float | None, *, p: float = 0.01, n: int = 5) -> Comparison:
+    return Comparison(n, gain, low, high, p, 0.1)
+
+
+QUIET = Noise(0.99, 1.01, 1.0101, 5)
+LOUD = Noise(0.8, 1.1, 1.25, 5)
+
+
+@pytest.mark.parametrize(
+    ("found", "p_holm", "noise", "word"),
+    [
+        (comparison(1.5, 1.3, 1.7), 0.01, QUIET, "helps"),
+        (comparison(0.6, 0.5, 0.7), 0.01, QUIET, "hurts"),
+        (comparison(1.5, 1.3, 1.7), 0.05, QUIET, "within noise"),  # the test does not agree
+        (comparison(1.5, 0.99, 1.7), 0.01, QUIET, "within noise"),  # the interval does not
+        (comparison(1.2, 1.1, 1.3), 0.01, LOUD, "within noise"),  # the placebo does not
+        (comparison(0.81, 0.8, 0.82), 0.01, LOUD, "within noise"),
+        (comparison(1.3, 1.26, 1.4), 0.01, LOUD, "helps"),
+        (comparison(0.79, 0.75, 0.82), 0.01, LOUD, "hurts"),
+        (comparison(1.0005, 1.0004, 1.0006), 0.0, None, "within noise"),  # nobody would notice
+        (comparison(1.01, 1.009, 1.011), 0.0, None, "helps"),
+        (Comparison(1, 3.0, None, None, None, None), None, QUIET, "too few runs"),
+    ],
+)
+def test_words(found, p_holm, noise, word):
+    assert judge(found, p_holm, noise).word == word
+
+
+def test_reasons_carry_the_figures():
+    assert judge(comparison(1.5, 1.3, 1.7), 0.01, LOUD).reason == (
+        "1.50 times better (95% 1.30-1.70, adjusted p 0.01), beyond the noise of 25%"
+    )
+    assert judge(comparison(0.5, 0.4, 0.8), 0.00001, None).reason == (
+        "2.00 times worse (95% 1.25-2.50, adjusted p below 0.0001)"
+    )
+    assert (
+        judge(comparison(1.2, 1.1, 1.3), 0.01, LOUD).reason
+        == "the difference, 20%, is no larger than the placebo's: 25%"
+    )
+    assert "95% 0.990-1.70, adjusted p 0.3" in judge(comparison(1.5, 0.99, 1.7), 0.3, None).reason
+    wild = Noise(0.1, 2.0, 10.0, 3)
+    assert judge(comparison(3.0, 2.0, 4.0), 0.01, wild).reason == (
+        "the difference, a factor of 3.00, is no larger than the placebo's: a factor of 10.0"
+    )
+    assert "0.1%" in judge(comparison(1.0005, 1.0004, 1.0006), 0.0, None).reason
+    assert judge(Comparison(1, 3.0, None, None, None, None), None, None).reason.startswith("1 block cannot")
+
+
+def test_noise_is_the_farther_end_of_the_placebo():
+    assert noise_of([comparison(0.95, 0.8, 1.1)]) == Noise(0.8, 1.1, 1.25, 5)
+    assert noise_of([comparison(1.0, 0.99, 1.2)]).floor == 1.2
+    assert noise_of([comparison(1.0, 0.99, 1.2), comparison(1.0, 0.5, 1.1, n=4)]) == Noise(0.5, 1.2, 2.0, 4)
+    assert noise_of([]) is None
+    assert noise_of([Comparison(1, 1.1, None, None, None, None)]) is None
+
+
+@given(st.lists(st.floats(-1, 1), min_size=2, max_size=8), st.floats(1, 1.5))
+def test_the_other_way_round_the_verdict_is_the_other(values, floor):
+    noise = Noise(1 / floor, floor, floor, 5)
+    opposite = {"helps": "hurts", "hurts": "helps", "within noise": "within noise"}
+    one, other = compare(values), compare([-value for value in values])
+    # At the very edge the last digit decides.
+    if abs(abs(math.log(one.gain)) - math.log(max(floor, 1.001))) > 1e-9 and abs(one.p - 0.05) > 1e-9:
+        assert judge(other, other.p, noise).word == opposite[judge(one, one.p, noise).word]
+
+
+@pytest.mark.parametrize(("blocks", "arms", "placebo"), [(3, 6, True), (5, 6, False), (5, 1, False)])
+def test_where_nothing_differs_a_difference_is_rarely_seen(blocks, arms, placebo):
+    """All arms do the same, and share a baseline: any verdict but "within noise" is an error, allowed 1 in 20 times."""
+    draw = random.Random(2)
+    wrong, experiments = 0, 600
+    for _ in range(experiments):
+        base = [draw.gauss(0, 0.05) for _ in range(blocks)]
+        found = [compare([value - draw.gauss(0, 0.05) for value in base]) for _ in range(arms + 1)]
+        noise = noise_of([found.pop()]) if placebo else None
+        adjusted = holm([comparison.p for comparison in found[:arms]])
+        judged = [judge(c, p, noise).word for c, p in zip(found[:arms], adjusted, strict=True)]
+        wrong += any(word != "within noise" for word in judged)
+    # Two standard errors above 30 (20,000 experiments gave 4.8%); beyond a placebo as well, it is rarer still.
+    assert wrong <= (30 if placebo else 41)

@@ -1,0 +1,215 @@
+"""Blocks stored as differences: from bases that are right, never at a loss, never taken for the blocks themselves."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+import tensorkeep
+from faults.test_hostile_manifests import body_of, seal
+from tensorkeep.formats.native import previous
+from tensorkeep.testing.equality import same
+
+LOSSLESS: dict[str, Any] = {"compression": "lossless"}
+DELTA: dict[str, Any] = {"delta": True, **LOSSLESS}
+
+
+def weights(count: int = 4, seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {f"w{n}": (torch.randn(100, 300, generator=generator) * 0.02).bfloat16() for n in range(count)}
+
+
+def trained(state: dict[str, torch.Tensor], seed: int = 1) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: (t.float() + 1e-4 * torch.randn(t.shape, generator=generator)).to(t.dtype) for name, t in state.items()
+    }
+
+
+def codecs(path: Path) -> str:
+    return " ".join(tensorkeep.info(path).by_codec)
+
+
+def flip(file: Path, at: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    with file.open("r+b") as target:  # the same file, whoever has a link to it
+        target.write(content)
+
+
+class OldNote(msgspec.Struct):
+    """As readers knew it that knew no differences."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    blocks: list[tuple[str, int]]
+
+
+class OldNotes(msgspec.Struct):
+    version: int
+    block_bytes: int
+    tensors: dict[str, OldNote]
+
+
+def notes(file: Path) -> OldNotes:
+    with safe_open(file, "pt") as opened:
+        return msgspec.json.decode(opened.metadata()["tensorkeep"], type=OldNotes)
+
+
+def test_a_reader_that_knows_no_differences_is_told_by_the_version(tmp_path: Path) -> None:
+    state = weights(2)
+    tensorkeep.save(state, tmp_path / "a", incremental=True, **LOSSLESS)
+    tensorkeep.save(trained(state), tmp_path / "b", base=tmp_path / "a", **DELTA)
+    assert "delta" in codecs(tmp_path / "b")
+    # All that such a reader looks for is there, so only the version keeps it from taking it for the weights.
+    found = notes(tmp_path / "b" / "changes-model.safetensors")
+    assert found.tensors["w0"].blocks
+    assert found.version == 2
+    with pytest.raises(tensorkeep.UnsupportedError, match="blocks in other files"):
+        tensorkeep.load(tmp_path / "b" / "changes-model.safetensors")
+
+
+def test_tensors_that_are_whole_are_read_from_a_file_of_changes_by_any_reader(tmp_path: Path) -> None:
+    state = weights(2)
+    tensorkeep.save(state, tmp_path / "a", incremental=True, **LOSSLESS)
+    state["w1"] = weights(2, seed=9)["w1"]
+    tensorkeep.save(state, tmp_path / "b", base=tmp_path / "a", **LOSSLESS)
+    alone = tmp_path / "b" / "changes-model.safetensors"
+    assert notes(alone).version == 1
+    assert same(tensorkeep.load(alone), {"w1": state["w1"]})
+
+
+def test_a_bad_sector_in_an_earlier_step_stops_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = weights()
+    tensorkeep.save(state, tmp_path / "a", incremental=True, **LOSSLESS)
+    bad = (tmp_path / "a" / "model.safetensors").stat().st_ino
+    real, failures = os.preadv, []
+
+    def preadv(fd: int, *arguments: Any) -> int:
+        if os.fstat(fd).st_ino == bad:
+            failures.append(fd)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, *arguments)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    state = trained(state)
+    report = tensorkeep.save(state, tmp_path / "b", base=tmp_path / "a", threads=1, **DELTA)
+    assert len(failures) == 1  # a failing disk may take seconds over each
+    assert os.strerror(errno.EIO) in (report.base_refused or "")
+    assert same(tensorkeep.load(tmp_path / "b"), state)
+
+
+@pytest.mark.parametrize("options", [LOSSLESS, DELTA], ids=["whole", "delta"])
+def test_blocks_in_a_codec_that_is_not_installed_are_not_taken(tmp_path: Path, options: dict[str, Any]) -> None:
+    state = weights(2)
+    tensorkeep.save(state, tmp_path / "a", incremental=True, **LOSSLESS)
+    body = body_of(tmp_path / "a")
+    for leaf in body["leaves"]:
+        leaf["blocks"][0][0] = "theirs"
+    seal(body, tmp_path / "a")
+    state["w1"] = trained(state)["w1"]
+    report = tensorkeep.save(state, tmp_path / "b", base=tmp_path / "a", **options)
+    assert "'theirs', which is not installed" in (report.base_refused or "")
+    assert same(tensorkeep.load(tmp_path / "b"), state)
+
+
+def test_a_damaged_block_that_is_stored_as_it_is_is_no_base(tmp_path: Path) -> None:
+    state = weights(1)
+    tensorkeep.save(state, tmp_path / "a", incremental=True)
+    file = tmp_path / "a" / "model.safetensors"
+    flip(file, -1000)
+    report = tensorkeep.save(trained(state), tmp_path / "b", base=tmp_path / "a", **DELTA)
+    assert "the checksum of a block is wrong" in (report.base_refused or "")
+    assert "delta" not in codecs(tmp_path / "b")
+    flip(file, -1000)
+    assert same(tensorkeep.load(tmp_path / "b"), trained(state))
+
+
+def test_damage_in_a_base_is_said_of_the_file_that_holds_it(tmp_path: Path) -> None:
+    state = weights(1)
+    tensorkeep.save(state, tmp_path / "a", incremental=True)
+    tensorkeep.save(trained(state), tmp_path / "b", base=tmp_path / "a", **DELTA)
+    assert "delta" in codecs(tmp_path / "b")
+    flip(tmp_path / "a" / "model.safetensors", -1000)
+    assert [problem.file for problem in tensorkeep.verify(tmp_path / "b").problems] == ["from-a-model.safetensors"]
+    with pytest.raises(tensorkeep.CorruptCheckpointError) as caught:
+        tensorkeep.load(tmp_path / "b")
+    assert caught.value.path == str(tmp_path / "b" / "from-a-model.safetensors")
+
+
+def test_chains_of_several_differences_are_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(previous, "DEEPEST", 3)
+    state = weights(1)
+    tensorkeep.save(state, tmp_path / "0", incremental=True)
+    for number in (1, 2, 3):
+        state = trained(state, seed=number)
+        tensorkeep.save(state, tmp_path / str(number), base=tmp_path / str(number - 1), **DELTA)
+        assert tensorkeep.info(tmp_path / str(number)).details["history"]["deepest_chain"] == number
+        assert same(tensorkeep.load(tmp_path / str(number)), state)
+    flip(tmp_path / "0" / "model.safetensors", -1000)
+    assert [problem.file for problem in tensorkeep.verify(tmp_path / "3").problems] == ["from-0-model.safetensors"]
+
+
+def patched(size: int, patches: list[int], length: int, *, noise: slice) -> tuple[np.ndarray, np.ndarray]:
+    """Return a base and a block: alike noise in a few places; elsewhere noise in the base only, and zeros."""
+    draw = np.random.default_rng(0)
+    block, base = np.zeros(size, np.uint8), np.zeros(size, np.uint8)
+    base[noise] = draw.integers(0, 256, size, np.uint8)[noise]
+    for start in patches:
+        block[start : start + length] = base[start : start + length] = draw.integers(0, 256, length, np.uint8)
+    return base, block
+
+
+SIZE = 3 * 1024**2
+BLOCKS = {
+    "noise where four samples would lie": patched(
+        SIZE, np.linspace(0, SIZE - 65536, 4).astype(int).tolist(), 65536, noise=slice(0, SIZE * 9 // 10)
+    ),
+    "half of it cleared": patched(SIZE, [0], SIZE // 2, noise=slice(SIZE // 2, SIZE)),
+    "a small block": patched(20_000, [0], 4000, noise=slice(4000, 9000)),
+}
+
+
+@pytest.mark.parametrize("pair", BLOCKS.values(), ids=BLOCKS)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+def test_a_difference_is_never_stored_at_a_loss(
+    tmp_path: Path, pair: tuple[np.ndarray, np.ndarray], dtype: torch.dtype
+) -> None:
+    base, block = (torch.from_numpy(array.copy()).view(dtype) for array in pair)
+    tensorkeep.save({"w": base}, tmp_path / "a", incremental=True, **LOSSLESS)
+    report = tensorkeep.save({"w": block}, tmp_path / "b", base=tmp_path / "a", **DELTA)
+    plain = tensorkeep.save({"w": block}, tmp_path / "c", **LOSSLESS)
+    assert report.new_bytes <= 1.01 * plain.new_bytes + 200
+    assert same(tensorkeep.load(tmp_path / "b"), {"w": block})
+
+
+def test_many_small_tensors_take_no_more_than_in_a_whole_checkpoint(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    state = {f"layers.{n}.bias": torch.randn(24, generator=generator) for n in range(300)}
+    tensorkeep.save(state, tmp_path / "a", incremental=True, **LOSSLESS)
+    state = trained(state)
+    report = tensorkeep.save(state, tmp_path / "b", base=tmp_path / "a", **DELTA)
+    plain = tensorkeep.save(state, tmp_path / "c", incremental=True, **LOSSLESS)
+    assert report.new_bytes <= 1.01 * plain.new_bytes
+    assert same(tensorkeep.load(tmp_path / "b"), state)
+
+
+def test_a_budget_that_is_too_small_for_differences_is_refused_from_the_first_save_on(tmp_path: Path) -> None:
+    with pytest.raises(tensorkeep.UsageError, match="too small"):
+        tensorkeep.save(weights(1), tmp_path / "a", incremental=True, memory_budget="64MiB", **DELTA)
+    assert not (tmp_path / "a").exists()
+
+
+def test_with_differences_auto_means_lossless(tmp_path: Path) -> None:
+    report = tensorkeep.save(weights(1), tmp_path / "a", incremental=True, delta=True, compression="auto")
+    assert report.compression == "lossless"
+    assert report.auto is not None
+    assert "differences" in report.auto["reason"]

@@ -1,0 +1,330 @@
+"""Loading: into new memory, into existing tensors, in part."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tensorkeep
+from tensorkeep.testing.equality import same
+
+
+def model() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {f"layers.{i}.w": torch.randn(64, 33, generator=generator).bfloat16() for i in range(3)}
+
+
+def training_state() -> dict[str, Any]:
+    return {"model": model(), "optimizer": {"m": [torch.ones(5), torch.zeros(2)], "lr": 0.1}, "step": 4}
+
+
+@pytest.fixture(params=["none", "lossless"])
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    tensorkeep.save(training_state(), tmp_path / "ckpt", compression=request.param)
+    return tmp_path / "ckpt"
+
+
+def zeros(state: Any) -> Any:
+    if isinstance(state, torch.Tensor):
+        return torch.zeros_like(state)
+    if isinstance(state, dict):
+        return {key: zeros(value) for key, value in state.items()}
+    return [zeros(value) for value in state] if isinstance(state, list) else state
+
+
+def test_into_fills_the_given_memory(path: Path) -> None:
+    target = zeros(training_state()) | {"step": 0}
+    tensor = target["model"]["layers.1.w"]
+    address = tensor.data_ptr()
+    found = tensorkeep.load(path, into=target)
+    assert same(found, training_state())
+    assert found["model"]["layers.1.w"].data_ptr() == address
+    assert same(tensor, model()["layers.1.w"])
+    assert found["step"] == 4
+
+
+def test_into_a_module_and_its_optimizer(tmp_path: Path) -> None:
+    def build(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        module = torch.nn.Linear(10, 10)
+        optimizer = torch.optim.AdamW(module.parameters())
+        module(torch.randn(2, 10)).sum().backward()
+        optimizer.step()
+        return module, optimizer
+
+    module, optimizer = build(0)
+    tensorkeep.save({"model": module.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c")
+    other, other_optimizer = build(1)
+    found = tensorkeep.load(
+        tmp_path / "c", into={"model": other.state_dict(), "optimizer": other_optimizer.state_dict()}
+    )
+    assert same(dict(other.state_dict()), dict(module.state_dict()))
+    other_optimizer.load_state_dict(found["optimizer"])
+    assert same(other_optimizer.state_dict(), optimizer.state_dict())
+
+
+def test_into_strided_tensors_and_arrays(tmp_path: Path) -> None:
+    state = {"t": torch.arange(5000.0).reshape(50, 100), "a": np.arange(300, dtype=np.int32).reshape(20, 15)}
+    tensorkeep.save(state, tmp_path / "c")
+    target = {"t": torch.zeros(100, 50).T, "a": np.zeros((15, 40), np.int32)[:, ::2].T}
+    tensorkeep.load(tmp_path / "c", into=target)
+    assert torch.equal(target["t"], state["t"])
+    assert np.array_equal(target["a"], state["a"])
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (lambda s: s["model"].pop("layers.1.w"), "only in the checkpoint: model.layers.1.w"),
+        (lambda s: s["model"].update(new=torch.ones(1)), "only in the state: model.new"),
+        (
+            lambda s: s["model"].update({"layers.1.w": torch.zeros(33, 64).bfloat16()}),
+            r"bfloat16 \[33, 64\] in the state",
+        ),
+        (lambda s: s["model"].update({"layers.1.w": torch.zeros(64, 33)}), r"float32 \[64, 33\] in the state"),
+        (
+            lambda s: s["model"].update({"layers.1.w": torch.zeros(33).bfloat16().expand(64, 33)}),
+            "not writable in place: model.layers.1.w",
+        ),
+        (
+            lambda s: s["model"].update({"layers.1.w": s["model"]["layers.0.w"]}),
+            "'model.layers.1.w' shares memory with 'model.layers.0.w'",
+        ),
+    ],
+    ids=["missing", "extra", "shape", "dtype", "overlapping", "tied"],
+)
+def test_what_does_not_fit_is_named_and_nothing_touched(path: Path, edit: Any, said: str) -> None:
+    target = zeros(training_state())
+    edit(target)
+    with pytest.raises(tensorkeep.StateMismatchError, match=said) as caught:
+        tensorkeep.load(path, into=target)
+    assert caught.value.missing or caught.value.extra or caught.value.different or "writable" in said
+    assert not target["model"]["layers.0.w"].any()
+    assert not target["optimizer"]["m"][0].any()
+
+
+def test_select(path: Path) -> None:
+    found = tensorkeep.load(path, select="model.layers.[02].*")
+    assert same(found, {"model": {k: v for k, v in model().items() if "1" not in k}, "step": 4})
+    assert list(tensorkeep.load(path, select=["optimizer.m.1"])["optimizer"]["m"]) == [
+        None,
+        pytest.approx(torch.zeros(2)),
+    ]
+    with pytest.raises(tensorkeep.UsageError, match="no tensor matches"):
+        tensorkeep.load(path, select="nodel.*")
+
+
+def test_select_into_fills_only_those(path: Path) -> None:
+    target = {"model": zeros(model())}
+    tensorkeep.load(path, into=target, select="model.layers.2.w")
+    assert same(target["model"]["layers.2.w"], model()["layers.2.w"])
+    assert not target["model"]["layers.0.w"].any()
+
+
+def test_tied_weights_come_back_tied(tmp_path: Path) -> None:
+    w = torch.arange(12.0).reshape(3, 4)
+    qkv = torch.arange(30.0)
+    tensorkeep.save({"a": w, "b": w, "t": w.T, "qkv": qkv, "k": qkv[10:20]}, tmp_path / "c")
+    assert tensorkeep.info(tmp_path / "c").total.nbytes == w.nbytes + qkv.nbytes
+    found = tensorkeep.load(tmp_path / "c")
+    assert found["a"] is found["b"]
+    found["a"][0, 1] = -1
+    found["qkv"][10] = -2
+    assert found["t"][1, 0] == -1
+    assert found["k"][0] == -2
+    # A view that is asked for without what it looks into brings only itself.
+    assert same(tensorkeep.load(tmp_path / "c", select="k"), {"k": qkv[10:20]})
+
+
+def test_a_view_into_a_tensor_of_its_own(tmp_path: Path) -> None:
+    qkv = torch.arange(30.0)
+    tensorkeep.save({"qkv": qkv, "k": qkv[10:20]}, tmp_path / "c")
+    target = {"qkv": torch.zeros(30), "k": torch.zeros(10)}
+    tensorkeep.load(tmp_path / "c", into=target)
+    assert same(target, {"qkv": qkv, "k": qkv[10:20].clone()})
+
+
+def test_device_and_into_exclude_each_other(path: Path) -> None:
+    with pytest.raises(tensorkeep.UsageError, match="exclude each other"):
+        tensorkeep.load(path, into={}, device="cpu")
+
+
+def test_progress_reaches_the_total(path: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    tensorkeep.load(path, progress=lambda done, total: calls.append((done, total)))
+    total = tensorkeep.info(path).total.nbytes
+    assert calls[-1] == (total, total)
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+
+
+def test_ties_must_be_the_same_on_both_sides(tmp_path: Path) -> None:
+    zero, one = torch.zeros(3), torch.ones(3)
+    tensorkeep.save({"a": zero, "c": one, "b": zero}, tmp_path / "c")
+    first, second = torch.full((3,), 9.0), torch.full((3,), 9.0)
+    with pytest.raises(tensorkeep.StateMismatchError, match="'b' shares memory with 'c'"):
+        tensorkeep.load(tmp_path / "c", into={"a": first, "c": second, "b": second})
+    assert (first == 9).all()
+    assert (second == 9).all()
+    base = torch.arange(10)
+    tensorkeep.save({"a": base, "b": base[:2]}, tmp_path / "v")
+    for start, stop, said in [(4, 6, "shares memory"), (4, 7, r"\[3\] in the state")]:
+        memory = torch.full((10,), -1)
+        with pytest.raises(tensorkeep.StateMismatchError, match=said):
+            tensorkeep.load(tmp_path / "v", into={"a": memory, "b": memory[start:stop]})
+        assert (memory == -1).all()
+
+
+def test_a_tied_name_alone_fills_the_callers_tensor(tmp_path: Path) -> None:
+    w = torch.arange(5.0)
+    tensorkeep.save({"a": w, "b": w}, tmp_path / "c")
+    memory = torch.full((5,), 9.0)
+    found = tensorkeep.load(tmp_path / "c", into={"b": memory, "a": memory}, select="b")
+    assert found["b"] is memory
+    assert torch.equal(memory, w)
+    memory.fill_(9)
+    tensorkeep.load(tmp_path / "c", into={"b": memory, "a": memory})
+    assert torch.equal(memory, w)
+
+
+def test_columns_of_one_buffer_do_not_share(tmp_path: Path) -> None:
+    fused = torch.arange(24.0).reshape(4, 6)
+    tensorkeep.save({"q": fused[:, :2].clone(), "k": fused[:, 2:].clone()}, tmp_path / "c")
+    memory = torch.zeros(4, 6)
+    tensorkeep.load(tmp_path / "c", into={"q": memory[:, :2], "k": memory[:, 2:]})
+    assert torch.equal(memory, fused)
+
+
+def test_tensors_and_arrays_of_one_memory(tmp_path: Path) -> None:
+    tensorkeep.save({"t": torch.ones(3), "a": np.zeros(3, np.float32)}, tmp_path / "c")
+    memory = torch.full((3,), 9.0)
+    with pytest.raises(tensorkeep.StateMismatchError, match="shares memory"):
+        tensorkeep.load(tmp_path / "c", into={"t": memory, "a": memory.numpy()})
+    assert (memory == 9).all()
+
+
+def test_an_array_is_no_tensor(tmp_path: Path) -> None:
+    tensorkeep.save({"w": torch.ones(3), "a": np.zeros(3, np.float32)}, tmp_path / "c")
+    target = {"w": torch.full((3,), 9.0), "a": torch.full((3,), 9.0)}
+    with pytest.raises(tensorkeep.StateMismatchError, match=r"tensor float32.*array float32") as caught:
+        tensorkeep.load(tmp_path / "c", into=target)
+    assert caught.value.different == ("a",)
+    assert (target["w"] == 9).all()
+
+
+def test_given_parameters_are_what_comes_back(tmp_path: Path) -> None:
+    tensorkeep.save({"w": torch.arange(3.0), "v": torch.nn.Parameter(torch.ones(2))}, tmp_path / "c")
+    target = {"w": torch.nn.Parameter(torch.zeros(3)), "v": torch.zeros(2)}
+    found = tensorkeep.load(tmp_path / "c", into=target)
+    assert found["w"] is target["w"]
+    assert found["v"] is target["v"]
+    assert torch.equal(target["w"].detach(), torch.arange(3.0))
+
+
+def test_views_of_strided_tensors_with_memory_of_their_own(tmp_path: Path) -> None:
+    w = torch.arange(12.0).reshape(3, 4)
+    tensorkeep.save({"w": w, "row": w[1], "t": w.T, "same": w}, tmp_path / "c")
+    target = {"w": torch.zeros(4, 3).T, "row": torch.zeros(4), "t": torch.zeros(4, 3), "same": torch.zeros(3, 4)}
+    tensorkeep.load(tmp_path / "c", into=target)
+    assert same(
+        {name: tensor.contiguous() for name, tensor in target.items()},
+        {"w": w} | {"row": w[1].clone(), "t": w.T.contiguous(), "same": w.clone()},
+    )
+    alone = {"t": torch.zeros(4, 3)}
+    tensorkeep.load(tmp_path / "c", into=alone, select="t")
+    assert torch.equal(alone["t"], w.T)
+
+
+def test_a_view_alone_does_not_keep_what_it_looked_into(tmp_path: Path) -> None:
+    w = torch.arange(10_000.0).reshape(100, 100)
+    tensorkeep.save({"w": w, "row": w[7], "column": w[:, 7], "row2": w[8]}, tmp_path / "c")
+    for name in ("row", "column"):
+        found = tensorkeep.load(tmp_path / "c", select=name)[name]
+        assert torch.equal(found, {"row": w[7], "column": w[:, 7]}[name])
+        assert found.untyped_storage().nbytes() == 400
+    both = tensorkeep.load(tmp_path / "c", select="row*")
+    assert both["row"].untyped_storage().data_ptr() == both["row2"].untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"threads": 0}, "threads is 0"),
+        ({"device": "gpu0"}, "gpu0"),
+        ({"memory_budget": "many"}, "is not a size"),
+        ({"memory_budget": "1kB"}, "too small"),
+    ]
+    + ([] if torch.cuda.is_available() else [({"device": "cuda"}, "cannot be made on device 'cuda'")]),
+    ids=str,
+)
+def test_wrong_calls(path: Path, options: Any, said: str) -> None:
+    with pytest.raises(tensorkeep.UsageError, match=said) as caught:
+        tensorkeep.load(path, **options)
+    assert caught.value.remedy
+
+
+def test_budgets_as_people_write_them(path: Path) -> None:
+    assert same(tensorkeep.load(path, memory_budget="64MiB"), training_state())
+    assert tensorkeep.verify(path, memory_budget="64 MiB").ok
+    with tensorkeep.open(path, memory_budget="64MiB") as ckpt:
+        assert ckpt.verify().ok
+
+
+def test_a_nul_in_a_path(tmp_path: Path) -> None:
+    bad = f"{tmp_path}/a\0b"
+    for call in (tensorkeep.load, tensorkeep.open, tensorkeep.info, tensorkeep.verify):
+        with pytest.raises(tensorkeep.UsageError, match="NUL"):
+            call(bad)
+    for call in (
+        lambda: tensorkeep.save({}, bad),
+        lambda: tensorkeep.convert(bad, bad),
+        lambda: tensorkeep.diff(bad, bad),
+    ):
+        with pytest.raises(tensorkeep.UsageError, match="NUL"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda flat: flat.skeleton["dict"].__setitem__("w", {"npscalar": "w"}),
+        lambda flat: flat.skeleton["dict"].__setitem__("w", {"parameter": "w"}),
+        lambda flat: flat.skeleton["dict"].__setitem__("v", {"ndarray": "v"}),
+    ],
+    ids=["scalar of a vector", "integers with gradients", "view of another kind"],
+)
+def test_structures_that_contradict_the_tensors_are_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Any
+) -> None:
+    from tensorkeep.checkpoint.finding import open_reader
+    from tensorkeep.checkpoint.load import load as module
+
+    w = torch.arange(6)
+    tensorkeep.save({"w": w, "v": w[2:]}, tmp_path / "c")
+
+    def hostile(*arguments: Any) -> Any:
+        reader = open_reader(*arguments)
+        damage(reader.flat)
+        return reader
+
+    monkeypatch.setattr(module, "open_reader", hostile)
+    with pytest.raises(tensorkeep.CorruptCheckpointError, match="structure"):
+        tensorkeep.load(tmp_path / "c")
+
+
+def test_a_state_without_tensors_needs_no_torch(tmp_path: Path) -> None:
+    code = """
+import sys, numpy as np, tensorkeep
+tensorkeep.save({"a": np.ones(3), "n": 1}, sys.argv[1])
+target = {"a": np.zeros(3), "n": 0}
+tensorkeep.load(sys.argv[1], into=target)
+assert target["a"].all() and tensorkeep.load(sys.argv[1])["a"].all()
+assert tensorkeep.diff(sys.argv[1], sys.argv[1]).equal
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code, tmp_path / "c"], check=True)

@@ -1,0 +1,250 @@
+"""Rules for what to keep and when to save."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+from collections.abc import Mapping
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tensorkeep import (
+    EverySteps,
+    EveryTime,
+    KeepBest,
+    KeepEvery,
+    KeepLast,
+    KeepThinned,
+    OnSignal,
+    Step,
+    UsageError,
+)
+from tensorkeep.checkpoint.manager.retention import Keep, KeepAll, keep_rule, run_times, to_delete
+
+
+def step(number: int, saved_at: float = 0.0, metrics: Mapping[str, float] | None = None) -> Step:
+    return Step(number, f"step-{number:06d}", saved_at, metrics or {}, 1, 1)
+
+
+HUNDREDS = [step(number, float(number)) for number in range(100, 1100, 100)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "kept"),
+    [
+        (KeepAll(), range(100, 1100, 100)),
+        (KeepLast(3), [800, 900, 1000]),
+        (KeepEvery(300), [300, 600, 900]),
+        (KeepLast(1) | KeepEvery(500), [500, 1000]),
+        (KeepLast(99), range(100, 1100, 100)),
+    ],
+)
+def test_what_is_kept(rule: Keep, kept: list[int]) -> None:
+    assert rule.wanted(HUNDREDS) == set(kept)
+
+
+def test_the_best_are_kept() -> None:
+    steps = [step(number, metrics={"loss": loss}) for number, loss in enumerate([3.0, 1.0, math.nan, 2.0, 1.0])]
+    steps.append(step(9))
+    assert KeepBest(2).wanted(steps) == {1, 4}
+    assert [found.number for found in KeepBest(9, "loss").ranked(steps)] == [4, 1, 3, 0]
+    assert KeepBest(1, "loss", "max").wanted(steps) == {0}
+    assert KeepBest(1, "accuracy").wanted(steps) == set()
+    assert KeepBest(1).wanted([]) == set()
+
+
+def test_a_metric_that_is_not_clear_has_to_be_named() -> None:
+    steps = [step(1, metrics={"loss": 1.0, "accuracy": 0.5})]
+    with pytest.raises(UsageError, match="several metrics: accuracy, loss"):
+        KeepBest(1).wanted(steps)
+
+
+HOUR = 3600.0
+
+
+def test_steps_are_thinned_by_age() -> None:
+    steps = [step(number, number * HOUR / 4) for number in range(400)]
+    kept = KeepThinned((("1h", 0), ("1d", "1h"), ("3d", "1d"))).wanted(steps)
+    days, hours, last_hour = {111, 207}, set(range(303, 395, 4)), set(range(395, 400))
+    assert kept == days | hours | last_hour
+
+
+@given(st.lists(st.integers(10, 19), min_size=2, max_size=120))
+def test_thinning_in_turns_keeps_a_ladder(gaps: list[int]) -> None:
+    """Deleting after each save must not starve the older rungs."""
+    rule = KeepThinned((("100s", 0), ("1000s", "100s"), ("1w", "1000s")))
+    there: list[Step] = []
+    moment = 0.0
+    for number, gap in enumerate(gaps):
+        moment += gap
+        there.append(step(number, moment))
+        gone = {found.number for found in to_delete(rule, there)}
+        there = [found for found in there if found.number not in gone]
+        assert there[-1].number == number
+    ages = [moment - found.saved_at for found in there]
+    passed = [sum(gaps[number + 1 :]) for number in range(len(gaps))]
+    assert [age for age in ages if age <= 100] == [age for age in passed if age <= 100]
+    assert ages[0] == passed[0]  # the first one is younger than a week
+    middle = [age for age in ages if age <= 1000]
+    assert all(older - younger <= 200 + 19 for older, younger in pairwise(middle))
+    old = [age for age in ages if age > 1000]
+    assert all(older - younger >= 1000 - 19 for older, younger in pairwise(old))
+
+
+RIGHT = [600.0 * number for number in range(1, 9)]
+
+
+@pytest.mark.parametrize(
+    "saved_at",
+    [
+        [*RIGHT[:7], RIGHT[7] + 1e9],
+        [*RIGHT[:7], -1e9],
+        [*RIGHT[:3], RIGHT[3] + 1e9, *RIGHT[4:]],
+        [*RIGHT[:3], RIGHT[3] - 1e9, *RIGHT[4:]],
+        [*RIGHT[:4], *(moment + 1e9 for moment in RIGHT[4:])],
+        [*RIGHT[:4], *(moment - 1e9 for moment in RIGHT[4:])],
+        [RIGHT[0] - 1e9, *RIGHT[1:]],
+        [RIGHT[0] + 1e9, *RIGHT[1:]],
+    ],
+)
+def test_the_time_of_a_run_goes_on_whatever_its_clock_does(saved_at: list[float]) -> None:
+    right = run_times([step(number, moment) for number, moment in enumerate(RIGHT)])
+    assert right == [moment - RIGHT[0] for moment in RIGHT]
+    assert run_times([step(number, moment) for number, moment in enumerate(saved_at)]) == right
+
+
+def test_the_time_of_a_run_does_not_depend_on_which_steps_are_left() -> None:
+    steps = [
+        step(number, moment) for number, moment in enumerate([*RIGHT[:4], *(moment + 1e9 for moment in RIGHT[4:])])
+    ]
+    left = [steps[number] for number in (0, 2, 5, 6, 7)]
+    assert run_times(left) == [0, 1200, 3000, 3600, 4200]
+
+
+def test_a_run_that_was_stopped_for_long_loses_nothing() -> None:
+    steps = [step(number, 600.0 * number + 1e7 * (number > 5)) for number in range(8)]
+    assert to_delete(KeepThinned((("2h", 0),)), steps) == []
+
+
+def test_a_slower_run_counts_as_it_is_once_it_is_the_usual() -> None:
+    fast = [100.0 * number for number in range(4)]
+    slow = [fast[-1] + 1000.0 * number for number in range(1, 7)]
+    assert run_times([step(number, moment) for number, moment in enumerate(fast + slow)]) == fast + slow
+
+
+def test_two_steps_alone_do_not_tell_how_much_time_is_usual() -> None:
+    assert to_delete(KeepThinned((("1h", 0),)), [step(1, 0.0), step(2, 1e9)]) == []
+    assert run_times([]) == run_times([step(5)]) == [0.0]
+
+
+def test_a_clock_that_went_back_deletes_no_more_than_it_must() -> None:
+    steps = [step(1, 1000.0), step(2, 2000.0), step(3, 3000.0), step(4, 500.0)]
+    assert KeepThinned((("1h", "10min"),)).wanted(steps) == {1, 2, 3, 4}
+    assert to_delete(KeepThinned((("1500s", 0),)), steps) == steps[:2]
+
+
+def test_a_run_that_went_back_keeps_what_it_saves() -> None:
+    there = [step(number) for number in (400, 500, 900, 1000)]
+    left = []
+    for number in (600, 700, 800, 1100):
+        there = sorted([*there, step(number)], key=lambda found: found.number)
+        gone = to_delete(KeepLast(2), there, protect=(number,))
+        there = [found for found in there if found not in gone]
+        left.append([found.number for found in there])
+    assert left == [[500, 600, 900, 1000], [600, 700, 900, 1000], [700, 800, 900, 1000], [1000, 1100]]
+
+
+def test_what_is_protected_is_kept_whatever_the_rule_says() -> None:
+    steps = [step(number) for number in range(1, 6)]
+    assert [found.number for found in to_delete(KeepEvery(5), steps, protect=[2])] == [1, 3, 4]
+    assert [found.number for found in to_delete(KeepEvery(5), steps, protect={7})] == [1, 2, 3, 4]
+
+
+def test_the_last_step_is_never_deleted() -> None:
+    assert [found.number for found in to_delete(KeepEvery(7), [step(7), step(8), step(9)])] == [8]
+    assert to_delete(KeepEvery(7), []) == []
+
+
+def test_a_step_that_no_rule_could_judge_is_refused_before_it_is_saved() -> None:
+    rule = KeepLast(2) | KeepBest(1)
+    rule.check({"loss": 1.0})
+    rule.check({})
+    with pytest.raises(UsageError, match="several metrics: accuracy, loss"):
+        rule.check({"loss": 1.0, "accuracy": 0.5})
+    KeepBest(1, "loss").check({"loss": 1.0, "accuracy": 0.5})
+
+
+def test_arguments_make_one_rule() -> None:
+    assert keep_rule(None, None, None, None) == KeepAll()
+    rule = keep_rule(2, 500, KeepBest(1, "loss"), KeepLast(1))
+    steps = [step(number, metrics={"loss": -float(number == 200)}) for number in range(100, 1100, 100)]
+    assert rule.wanted(steps) == {200, 500, 900, 1000}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: KeepLast(0),
+        lambda: KeepLast(True),
+        lambda: KeepEvery(-1),
+        lambda: KeepBest(0),
+        lambda: KeepBest(1, "loss", "least"),
+        lambda: KeepThinned((("2h", 0), ("1h", 0))),
+        lambda: KeepThinned((("soon", 0),)),
+        lambda: EverySteps(0),
+        lambda: EveryTime("often"),
+    ],
+)
+def test_rules_that_make_no_sense(make: object) -> None:
+    with pytest.raises(UsageError):
+        make()  # type: ignore[operator]
+
+
+def test_every_so_many_steps() -> None:
+    rule = EverySteps(10)
+    assert [number for number in range(35) if rule.due(number)] == [10, 20, 30]
+
+
+def test_every_so_long() -> None:
+    now = [0.0]
+    rule = EveryTime("10min", clock=lambda: now[0])
+    assert not rule.due(1)
+    now[0] = 600.0
+    assert rule.due(2)
+    assert rule.due(3)
+    rule.saved(3)
+    assert not rule.due(4)
+
+
+def test_on_a_signal() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    rule = OnSignal(signal.SIGUSR1) | EverySteps(100)
+    first = rule.rules[0]  # type: ignore[attr-defined]
+    assert not rule.due(1)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert rule.due(2)
+    rule.saved(2)
+    assert not rule.due(3)
+    assert first.came
+    first.close()
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_signals_are_for_the_main_thread() -> None:
+    said: list[Exception] = []
+
+    def work() -> None:
+        try:
+            OnSignal()
+        except UsageError as error:
+            said.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert len(said) == 1

@@ -1,0 +1,129 @@
+"""The steps of a folder: their numbers, and removing one without removing anything else."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+import tensorkeep
+from tensorkeep.checkpoint.manager.steps import (
+    check_removable,
+    numbers_in,
+    read_step,
+    remove_step,
+    step_number,
+    step_path,
+)
+from tensorkeep.io import commit
+from tensorkeep.testing.disk import names_in
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Path:
+    place = step_path(tmp_path, 1)
+    tensorkeep.save({"w": torch.arange(10.0)}, place)
+    return place
+
+
+def damage(step: Path) -> None:
+    content = (step / "manifest.json").read_bytes()
+    (step / "manifest.json").write_bytes(content[:-9])
+
+
+@pytest.mark.parametrize("number", [7, np.int64(7), np.uint8(7), torch.tensor(7)])
+def test_integers_of_every_library_are_numbers(tmp_path: Path, number: Any) -> None:
+    assert step_path(tmp_path, number).name == "step-000007"
+    assert type(step_number(number)) is int
+
+
+@pytest.mark.parametrize("number", [-1, np.int64(-1), 1.0, np.float32(1), True, np.True_, "1", None, 10**18])
+def test_what_is_no_number(tmp_path: Path, number: Any) -> None:
+    with pytest.raises(tensorkeep.UsageError, match="no number of a step") as said:
+        step_path(tmp_path, number)
+    assert said.value.path == str(tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_a_folder_that_cannot_be_looked_into_is_said(tmp_path: Path, number: int) -> None:
+    refused = OSError(number, os.strerror(number))
+    with mock.patch.object(Path, "iterdir", side_effect=refused), pytest.raises(tensorkeep.StoreError) as said:
+        numbers_in(tmp_path)
+    assert os.strerror(number) in said.value.message
+    assert numbers_in(tmp_path / "none") == []
+
+
+def test_a_step_that_goes_while_its_date_is_asked_for_is_none(step: Path, tmp_path: Path) -> None:
+    gone = FileNotFoundError(errno.ENOENT, "gone")
+    with mock.patch.object(Path, "stat", side_effect=gone), pytest.raises(tensorkeep.NotACheckpointError):
+        read_step(tmp_path, 1)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_step_is_removed_whole_or_damaged(step: Path, tmp_path: Path, damaged: bool) -> None:
+    if damaged:
+        damage(step)
+    remove_step(step)
+    assert names_in(tmp_path) == []
+    remove_step(step)  # gone already, by another process perhaps
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("name", ["eval.json", "logs"])
+def test_a_step_with_more_in_it_stays(step: Path, damaged: bool, name: str) -> None:
+    if damaged:
+        damage(step)
+    if name == "logs":
+        (step / name).mkdir()
+    else:
+        (step / name).write_text("{}")
+    before = names_in(step)
+    with pytest.raises(tensorkeep.UsageError, match=f"holds '{name}', which is no part of the step"):
+        remove_step(step)
+    assert names_in(step) == before
+
+
+def a_folder(place: Path, step: Path) -> None:
+    place.mkdir()
+    (place / "thesis.txt").write_text("years of work")
+
+
+def an_empty_folder(place: Path, step: Path) -> None:
+    place.mkdir()
+
+
+def a_file(place: Path, step: Path) -> None:
+    torch.save({"w": torch.ones(3)}, place)
+
+
+def a_link(place: Path, step: Path) -> None:
+    place.symlink_to(step)
+
+
+def weights_of_others(place: Path, step: Path) -> None:
+    tensorkeep.save({"w": torch.ones(3)}, place, format="safetensors")
+
+
+@pytest.mark.parametrize("make", [a_folder, an_empty_folder, a_file, a_link, weights_of_others])
+def test_what_is_no_step_of_ours_stays(step: Path, tmp_path: Path, make: Any) -> None:
+    place = step_path(tmp_path, 2)
+    make(place, step)
+    for call in (check_removable, remove_step):
+        with pytest.raises(tensorkeep.NotACheckpointError, match="is not deleted"):
+            call(place)
+    assert os.path.lexists(place)
+    assert names_in(tmp_path) == ["step-000001", "step-000002"]
+
+
+def test_a_removal_that_is_refused_is_said(step: Path, tmp_path: Path) -> None:
+    refused = PermissionError(errno.EACCES, "Permission denied")
+    with mock.patch.object(commit.os, "rename", side_effect=refused), pytest.raises(tensorkeep.StoreError) as said:
+        remove_step(step)
+    assert "cannot delete the step: Permission denied" in said.value.message
+    assert names_in(tmp_path) == ["step-000001"]

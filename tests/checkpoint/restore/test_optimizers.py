@@ -1,0 +1,159 @@
+"""The states of optimizers come back, whatever they hold, and those of other parameters are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tensorkeep
+from tensorkeep.checkpoint.restore.restore import restore_state
+from tensorkeep.checkpoint.restore.stateful import expand
+from tensorkeep.testing.equality import same
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+EVERY: dict[str, Any] = {
+    name: kind
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+}
+WITH_OPTIONS: dict[str, Make] = {
+    "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "RMSprop with everything": lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.5),
+    "AMSGrad": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "a learning rate that is a tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
+    "LBFGS with a line search": lambda p: torch.optim.LBFGS(p, line_search_fn="strong_wolfe"),
+}
+ALL: dict[str, Make] = {**EVERY, **WITH_OPTIONS}
+
+
+class Tower(nn.Module):
+    """Its first parameter has one dimension, unless the optimizer takes matrices only."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(4), requires_grad=name != "Muon")
+        self.embedding = nn.Embedding(8, 6, sparse=name == "SparseAdam")
+        self.weight = nn.Parameter(torch.randn(6, 4), requires_grad=name != "SparseAdam")
+
+    def loss(self) -> torch.Tensor:
+        found: torch.Tensor = (self.embedding(torch.tensor([1, 2, 5])) @ self.weight + self.bias - 3).square().mean()
+        return found
+
+
+def build(name: str, seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = Tower(name)
+    if name == "SparseAdam":
+        model.bias.requires_grad_(False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return {"model": model, "optimizer": ALL[name](trained)}
+
+
+def train(state: dict[str, Any], steps: int) -> None:
+    def closure() -> torch.Tensor:
+        state["optimizer"].zero_grad()
+        loss: torch.Tensor = state["model"].loss()
+        loss.backward()
+        return loss
+
+    for _ in range(steps):
+        state["optimizer"].step(closure)
+
+
+def saved(state: Any, path: Path) -> Path:
+    tensorkeep.save(expand(state), path)
+    return path
+
+
+def restore(path: Path, into: Any) -> Any:
+    return restore_state(path, into=into, device=None, threads=None, progress=None)
+
+
+@pytest.mark.parametrize("steps", [0, 1], ids=["new", "used"])
+@pytest.mark.parametrize("name", ALL)
+def test_training_goes_on_with_every_optimizer(tmp_path: Path, name: str, steps: int) -> None:
+    state, other = build(name, 0), build(name, 1)
+    train(state, 2)
+    path = saved(state, tmp_path / "saved")
+    train(other, steps)
+    restore(path, other)
+    assert same(other["optimizer"].state_dict(), state["optimizer"].state_dict())
+    train(state, 2)
+    train(other, 2)
+    assert same(dict(other["model"].state_dict()), dict(state["model"].state_dict()))
+    assert same(other["optimizer"].state_dict(), state["optimizer"].state_dict())
+
+
+def test_every_optimizer_of_torch_is_among_them() -> None:
+    assert {"Adafactor", "AdamW", "LBFGS", "Muon", "SGD", "SparseAdam"} <= set(EVERY)
+
+
+def refusal(path: Path, into: Any) -> str:
+    before = {key: [tensor.clone() for tensor in into[key].state_dict().values()] for key in into if key != "optimizer"}
+    states = len(into["optimizer"].state)
+    with pytest.raises(tensorkeep.StateMismatchError, match="nothing was touched") as raised:
+        restore(path, into)
+    assert all(same(list(into[key].state_dict().values()), tensors) for key, tensors in before.items())
+    assert len(into["optimizer"].state) == states
+    return str(raised.value)
+
+
+def test_a_group_that_was_added_after_saving_is_named(tmp_path: Path) -> None:
+    model, head = nn.Linear(3, 2), nn.Linear(2, 1)
+    path = saved({"model": model, "optimizer": torch.optim.Adam(model.parameters())}, tmp_path / "saved")
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.add_param_group({"params": list(head.parameters())})
+    said = refusal(path, {"model": nn.Linear(3, 2), "optimizer": optimizer})
+    assert "optimizer: groups of [2, 2] parameters in the state, of [2] saved" in said
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("name", ["Adafactor", "AdamW"])
+def test_the_state_of_an_optimizer_of_other_parameters_is_named(tmp_path: Path, name: str, used: bool) -> None:
+    def build(width: int, steps: int) -> torch.optim.Optimizer:
+        weight = nn.Parameter(torch.ones(width, 3))
+        bias = nn.Parameter(torch.ones(width))
+        optimizer: torch.optim.Optimizer = EVERY[name]([weight, bias])
+        for _ in range(steps):
+            (weight.sum() + bias.sum()).backward()
+            optimizer.step()
+        return optimizer
+
+    path = saved({"optimizer": build(5, 1)}, tmp_path / "saved")
+    said = refusal(path, {"optimizer": build(4, int(used))})
+    key = "variance" if name == "Adafactor" else "exp_avg"
+    assert f"optimizer.state.1.{key}: " in said
+    assert ("float32 [4] in the state, float32 [5] saved" if used else "[5] saved, for a parameter of [4]") in said
+
+
+class Projected(torch.optim.Optimizer):
+    """Its state is smaller than its parameters, under the name that others have for one of the same shape."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["exp_avg"] = parameter.grad.mean(1, keepdim=True)
+
+
+def test_an_optimizer_of_others_may_have_states_of_any_shape(tmp_path: Path) -> None:
+    weight, other = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(4, 3))
+    optimizer, fresh = Projected([weight]), Projected([other])
+    weight.sum().backward()
+    optimizer.step()
+    restore(saved({"optimizer": optimizer}, tmp_path / "saved"), {"optimizer": fresh})
+    assert torch.equal(fresh.state[other]["exp_avg"], torch.ones(4, 1))
+
+
+def test_what_is_no_optimizer_is_refused(tmp_path: Path) -> None:
+    path = saved({"optimizer": {"param_groups": 3}}, tmp_path / "saved")
+    said = refusal(path, {"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)})
+    assert "optimizer: an optimizer in the state, none saved" in said

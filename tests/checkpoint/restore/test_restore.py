@@ -1,0 +1,541 @@
+"""Restoring whole states: what does not fit is named before anything is touched."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tensorkeep
+from tensorkeep import CheckpointManager, RandomState
+from tensorkeep.checkpoint.restore.restore import restore_state
+from tensorkeep.checkpoint.restore.stateful import expand
+from tensorkeep.testing.equality import same
+
+
+def saved(state: Any, path: Path) -> Path:
+    tensorkeep.save(expand(state), path / "saved")
+    return path / "saved"
+
+
+def restore(path: Path, into: Any, **options: Any) -> Any:
+    return restore_state(path, into=into, **{"device": None, "threads": None, "progress": None, **options})
+
+
+def refusal(path: Path, into: Any, model: nn.Module, **options: Any) -> tensorkeep.StateMismatchError:
+    """Return the error, once it is certain that the model is what it was."""
+    before = [tensor.clone() for tensor in model.state_dict().values()]
+    with pytest.raises(tensorkeep.StateMismatchError, match="nothing was touched") as raised:
+        restore(path, into, **options)
+    assert same(list(model.state_dict().values()), before)
+    return raised.value
+
+
+def linear(value: float, width: int = 4) -> nn.Linear:
+    made = nn.Linear(width, width)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.fill_(value)
+    return made
+
+
+def is_filled(model: nn.Module, value: float) -> bool:
+    return all(bool((parameter == value).all()) for parameter in model.parameters())
+
+
+def scheduled(steps: int) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for _ in range(steps):
+        optimizer.step()
+        scheduler.step()
+    return optimizer, scheduler
+
+
+class Average:
+    """An average of weights, as people write them."""
+
+    def __init__(self, size: int, value: float = 0.0) -> None:
+        self.shadow = {"w": torch.full((size,), value)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.shadow)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadow = dict(state)
+
+
+class Buffer(Average):
+    """Takes as many rows as there are."""
+
+    seen: Any = None
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["w"].device.type, state["w"].shape
+        if len(state["w"]) > 100:
+            raise ValueError("more rows than it may hold")
+
+
+class Picky:
+    """Refuses what was saved of it only when it is given it."""
+
+    def __init__(self, numbers: Any = (1, 2)) -> None:
+        self.numbers = list(numbers)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"numbers": self.numbers}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if len(state["numbers"]) != 2:
+            raise ValueError("two numbers are wanted")
+        self.numbers = state["numbers"]
+
+
+# What objects refuse
+
+
+def test_a_scaler_that_was_disabled_is_refused_first(tmp_path: Path) -> None:
+    _, scheduler = scheduled(3)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    path = saved({"model": linear(1), "scheduler": scheduler, "scaler": scaler}, tmp_path)
+    model, other = linear(0), scheduled(1)[1]
+    before = other.state_dict()
+    into = {"model": model, "scheduler": other, "scaler": torch.amp.GradScaler("cpu", enabled=True)}
+    said = refusal(path, into, model)
+    assert "the GradScaler at 'scaler' does not take its saved state" in str(said)
+    assert said.different == ("scaler",)
+    assert other.state_dict() == before, "what was restored before it is not put back"
+
+
+def test_an_object_that_refuses_its_state_keeps_the_one_that_it_had(tmp_path: Path) -> None:
+    class HalfWay(Picky):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.numbers = state["numbers"]
+            super().load_state_dict(state)
+
+    path = saved({"model": linear(1), "picky": Picky([1, 2, 3])}, tmp_path)
+    model, picky = linear(0), HalfWay([8, 9])
+    refusal(path, {"model": model, "picky": picky}, model)
+    assert picky.numbers == [8, 9]
+
+
+def test_an_object_that_refuses_last_is_told_apart(tmp_path: Path) -> None:
+    class Late(Average):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise ValueError("never")
+
+    path = saved({"model": linear(1), "average": Average(3)}, tmp_path)
+    with pytest.raises(tensorkeep.StateMismatchError, match="never; the tensors of the state are overwritten already"):
+        restore(path, {"model": linear(0), "average": Late(3)})
+
+
+class OtherDevices(RandomState):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "cuda": [torch.get_rng_state()] * (torch.cuda.device_count() + 7)}
+
+
+def test_random_states_of_other_devices_are_refused_first_and_can_be_left_out(tmp_path: Path) -> None:
+    path = saved({"model": linear(1), "rng": OtherDevices(), "step": 5}, tmp_path)
+    model, numbers = linear(0), torch.get_rng_state()
+    said = refusal(path, {"model": model, "rng": RandomState(), "step": 0}, model)
+    assert "rng: holds the random states of" in str(said)
+    assert 'select=["model.*"]' in str(said)
+    restored = restore(path, {"model": model, "step": 0}, select=["model.*"])
+    assert (list(restored), restored["step"]) == (["model", "step"], 5)
+    assert restored["model"] is model
+    assert is_filled(model, 1)
+    assert torch.equal(torch.get_rng_state(), numbers)
+
+
+def test_random_states_that_are_set_by_hand_are_checked_too() -> None:
+    with pytest.raises(tensorkeep.UnsupportedError, match="CUDA devices"):
+        RandomState().load_state_dict(OtherDevices().state_dict())
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_tensors_of_an_object_must_have_the_saved_shapes(tmp_path: Path, copies: bool) -> None:
+    class Copying(Average):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.shadow["w"].copy_(state["w"])
+
+    path = saved({"model": linear(1), "average": Average(5)}, tmp_path)
+    model, average = linear(0), (Copying if copies else Average)(9)
+    said = refusal(path, {"model": model, "average": average}, model)
+    assert "average.w: float32 [9] in the state, float32 [5] saved" in str(said)
+    assert average.shadow["w"].shape == (9,)
+
+
+def test_an_object_that_has_no_tensors_yet_takes_any(tmp_path: Path) -> None:
+    path = saved({"average": Average(5, 2.0), "other": Average(3, 4.0)}, tmp_path)
+    empty, none = Average(0), Average(0)
+    none.shadow = {}
+    restore(path, {"average": empty, "other": none})
+    assert torch.equal(empty.shadow["w"], torch.full((5,), 2.0))
+    assert torch.equal(none.shadow["w"], torch.full((3,), 4.0))
+
+
+def test_an_object_that_checks_its_state_decides_itself(tmp_path: Path) -> None:
+    path = saved({"model": linear(1), "buffer": Buffer(50, 3.0)}, tmp_path)
+    buffer = Buffer(2)
+    restore(path, {"model": linear(0), "buffer": buffer})
+    assert buffer.seen == ("meta", (50,))
+    assert torch.equal(buffer.shadow["w"], torch.full((50,), 3.0))
+    (tmp_path / "large").mkdir()
+    path = saved({"model": linear(1), "buffer": Buffer(101)}, tmp_path / "large")
+    model = linear(0)
+    assert "buffer: more rows than it may hold" in str(refusal(path, {"model": model, "buffer": buffer}, model))
+
+
+# Keys and plain values
+
+
+def test_keys_that_only_one_has_are_named_whatever_they_hold(tmp_path: Path) -> None:
+    optimizer, scheduler = scheduled(1)
+    state = {"model": linear(1), "optimizer": optimizer, "scheduler": scheduler, "rng": RandomState(), "epoch": 7}
+    path = saved(state, tmp_path)
+    model = linear(0)
+    said = refusal(path, {"model": model, "optimizer": scheduled(0)[0], "best": 1.0}, model)
+    assert said.missing == ("best",)
+    assert said.extra == ("scheduler", "rng", "epoch")
+
+
+def test_keys_inside_are_compared_where_tensors_lie(tmp_path: Path) -> None:
+    path = saved({"run": {"model": linear(1), "counts": {"seen": 3}, "epoch": 7}, "models": [linear(1)]}, tmp_path)
+    model = linear(0)
+    said = refusal(path, {"run": {"model": model, "step": 0}, "models": [linear(0), linear(0)]}, model)
+    assert said.missing == ("run.step", "models.1")
+    assert said.extra == ("run.counts", "run.epoch")
+
+
+def test_plain_values_come_back_as_they_were_saved(tmp_path: Path) -> None:
+    values = {
+        "step": 5,
+        "metrics": {"loss": 0.5, "best": [1, 2]},
+        "name": "run",
+        "data": None,
+        "history": [{}, {"a": 1}],
+    }
+    path = saved({"model": linear(1), **values}, tmp_path)
+    given = {"step": 0, "metrics": {}, "name": None, "data": {"epoch": 3}, "history": []}
+    restored = restore(path, {"model": linear(0), **given})
+    assert {key: restored[key] for key in values} == values
+
+
+def test_numpy_scalars_are_plain_values(tmp_path: Path) -> None:
+    path = saved({"model": linear(1), "best": np.float64(0.25), "last": np.float32(0.5), "step": 3}, tmp_path)
+    restored = restore(path, {"model": linear(0), "best": 0.0, "last": np.float32(0), "step": np.int64(0)})
+    assert (restored["best"], restored["last"], restored["step"]) == (0.25, 0.5, 3)
+    assert type(restored["last"]) is np.float32
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([torch.zeros(2)], "weights: list in the state, dict saved"),
+        (torch.zeros(2), "weights: tensor in the state, dict saved"),
+        (None, "weights: NoneType in the state, dict saved"),
+        ({"w": 0}, "weights.w: int in the state, tensor saved"),
+        ({}, "only in the checkpoint: weights.w"),
+    ],
+)
+def test_another_sort_of_thing_is_named(tmp_path: Path, given: Any, said: str) -> None:
+    path = saved({"model": linear(1), "weights": {"w": torch.ones(2)}}, tmp_path)
+    model = linear(0)
+    assert said in str(refusal(path, {"model": model, "weights": given}, model))
+
+
+def test_a_tensor_where_a_plain_value_was_saved_is_named(tmp_path: Path) -> None:
+    path = saved({"model": linear(1), "step": 5}, tmp_path)
+    model = linear(0)
+    said = refusal(path, {"model": model, "step": torch.tensor(0)}, model)
+    assert "step: tensor in the state, int saved" in str(said)
+
+
+# Containers and objects within objects
+
+Pair = namedtuple("Pair", ["model", "average"])
+
+
+@tensorkeep.register
+@dataclass(frozen=True)
+class Run:
+    model: Any
+    step: int
+
+
+@pytest.mark.parametrize("kind", ["ordered", "named tuple", "dataclass", "tuple for a list"])
+def test_objects_are_found_in_all_containers(tmp_path: Path, kind: str) -> None:
+    def build(model: nn.Module, *, given: bool) -> Any:
+        made = {
+            "ordered": OrderedDict(model=model, step=3),
+            "named tuple": Pair(model, Average(2)),
+            "dataclass": Run(model, 3),
+            "tuple for a list": (model, 3) if given else [model, 3],
+        }
+        return {"run": made[kind]}
+
+    model = linear(0)
+    restored = restore(saved(build(linear(1), given=False), tmp_path), build(model, given=True))["run"]
+    assert is_filled(model, 1)
+    if kind == "ordered":
+        assert type(restored) is OrderedDict
+        assert (restored["model"], restored["step"]) == (model, 3)
+    elif kind == "tuple for a list":
+        assert restored == [model, 3]
+    else:
+        assert restored.model is model
+        assert kind == "named tuple" or restored == Run(model, 3)
+
+
+class Holder:
+    """Its state holds other objects."""
+
+    def __init__(self, value: float, steps: int) -> None:
+        self.model = linear(value)
+        self.optimizer, self.scheduler = scheduled(steps)
+        self.steps = steps
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": [self.model, self.scheduler], "optimizer": self.optimizer, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model, self.scheduler = state["inner"]
+        self.optimizer, self.steps = state["optimizer"], state["steps"]
+
+
+def test_objects_within_the_states_of_objects_are_given_theirs(tmp_path: Path) -> None:
+    path = saved({"holder": Holder(1, 3)}, tmp_path)
+    holder = Holder(0, 0)
+    model, scheduler = holder.model, holder.scheduler
+    restore(path, {"holder": holder})
+    assert (holder.model, holder.scheduler, holder.steps) == (model, scheduler, 3)
+    assert is_filled(model, 1)
+    assert scheduler.last_epoch == 3
+    assert holder.optimizer.param_groups[0]["lr"] == 0.125
+
+
+def test_objects_within_objects_are_compared_first(tmp_path: Path) -> None:
+    path = saved({"model": linear(1), "holder": Holder(1, 3)}, tmp_path)
+    model, holder = linear(0), Holder(0, 0)
+    holder.model = linear(0, width=5)
+    said = refusal(path, {"model": model, "holder": holder}, model)
+    assert "holder.inner.0.weight: float32 [5, 5] in the state, float32 [4, 4] saved" in str(said)
+    assert holder.scheduler.last_epoch == 0
+
+
+def test_an_object_that_contains_itself_is_refused(tmp_path: Path) -> None:
+    class Endless(Average):
+        def state_dict(self) -> dict[str, Any]:
+            return {"self": self}
+
+    with pytest.raises(tensorkeep.UnsupportedLeafError, match="nested deeper than 128 levels"):
+        expand({"endless": Endless(1)})
+
+
+def test_a_class_is_no_object(tmp_path: Path) -> None:
+    with pytest.raises(tensorkeep.UnsupportedLeafError, match="a value of type type cannot be saved"):
+        saved({"model": nn.Linear}, tmp_path)
+
+
+# Modules
+
+
+def test_a_bare_module_is_a_whole_state(tmp_path: Path) -> None:
+    path, model = saved(linear(1), tmp_path), linear(0)
+    assert restore(path, model) is model
+    assert is_filled(model, 1)
+    wider = linear(0, width=5)
+    assert "weight: float32 [5, 5] in the state" in str(refusal(path, wider, wider))
+
+
+def tied(value: float) -> dict[str, nn.Module]:
+    encoder, decoder = linear(value), linear(value)
+    decoder.weight = encoder.weight
+    return {"encoder": encoder, "decoder": decoder}
+
+
+def test_weights_tied_between_modules(tmp_path: Path) -> None:
+    path, other = saved(tied(1), tmp_path), tied(0)
+    restore(path, other)
+    assert other["decoder"].weight is other["encoder"].weight
+    assert is_filled(other["encoder"], 1)
+    loose: dict[str, nn.Module] = {"encoder": linear(0), "decoder": linear(0)}
+    restore(path, loose)
+    assert all(is_filled(model, 1) for model in loose.values())
+
+
+def test_weights_that_are_tied_now_but_were_not_are_refused(tmp_path: Path) -> None:
+    path, other = saved({"encoder": linear(1), "decoder": linear(2)}, tmp_path), tied(0)
+    assert "shares memory" in str(refusal(path, other, other["encoder"]))
+
+
+def test_one_module_under_two_keys(tmp_path: Path) -> None:
+    model, other = linear(1), linear(0)
+    restored = restore(saved({"model": model, "best": model}, tmp_path), {"model": other, "best": other})
+    assert restored["model"] is restored["best"] is other
+    assert is_filled(other, 1)
+
+
+def test_an_average_that_shares_memory_with_the_model_gets_its_own(tmp_path: Path) -> None:
+    path = saved({"model": linear(1), "average": Average(4, 2.0)}, tmp_path)
+    model, average = linear(0), Average(4)
+    average.shadow["w"] = model.bias.detach()
+    restore(path, {"model": model, "average": average})
+    assert is_filled(model, 1)
+    assert torch.equal(average.shadow["w"], torch.full((4,), 2.0))
+
+
+def test_an_averaged_model(tmp_path: Path) -> None:
+    def build(value: float, updates: int) -> torch.optim.swa_utils.AveragedModel:
+        model = linear(value)
+        averaged = torch.optim.swa_utils.AveragedModel(model)
+        for _ in range(updates):
+            averaged.update_parameters(model)
+        return averaged
+
+    other = build(0, 0)
+    restore(saved({"averaged": build(1, 3)}, tmp_path), {"averaged": other})
+    assert int(other.n_averaged) == 3
+    assert is_filled(other.module, 1)
+
+
+class Counting(nn.Linear):
+    """Saves more than its tensors."""
+
+    extra: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+def test_the_extra_state_of_a_module_may_have_another_shape(tmp_path: Path) -> None:
+    model, other = nn.Sequential(Counting(2, 2)), nn.Sequential(Counting(2, 2))
+    model[0].extra = {"calls": 3, "amax": torch.ones(5), "best": np.float64(0.5)}
+    other[0].extra = {"amax": torch.zeros(2), "history": []}
+    restore(saved({"model": model}, tmp_path), {"model": other})
+    assert same(other[0].extra, model[0].extra)
+    assert torch.equal(other[0].weight, model[0].weight)
+
+
+def test_an_extra_state_that_only_one_has_is_named(tmp_path: Path) -> None:
+    path = saved({"model": Counting(4, 4)}, tmp_path)
+    model = linear(0)
+    assert refusal(path, {"model": model}, model).extra == ("model._extra_state",)
+
+
+# A part of it
+
+
+def test_what_is_not_selected_is_left_as_it_is(tmp_path: Path) -> None:
+    state = {"models": [linear(1), linear(2)], "average": Average(3, 4.0), "scheduler": scheduled(3)[1], "step": 9}
+    path = saved(state, tmp_path)
+    models, average, scheduler = [linear(0), linear(0)], Average(3), scheduled(0)[1]
+    into = {"models": models, "average": average, "scheduler": scheduler, "new": torch.zeros(2)}
+    restored = restore(path, into, select="models.1.*")
+    assert is_filled(models[0], 0)
+    assert is_filled(models[1], 2)
+    assert not average.shadow["w"].any()
+    assert scheduler.last_epoch == 0
+    assert restored == {"models": models, "scheduler": scheduler, "step": 9}
+
+
+@pytest.mark.parametrize("pattern", ["scheduler", "scheduler.*", "sch*", "*epoch"])
+def test_objects_without_tensors_are_selected_by_their_keys(tmp_path: Path, pattern: str) -> None:
+    path = saved({"model": linear(1), "scheduler": scheduled(3)[1]}, tmp_path)
+    model, scheduler = linear(0), scheduled(0)[1]
+    restored = restore(path, {"model": model, "scheduler": scheduler}, select=pattern)
+    assert scheduler.last_epoch == 3
+    assert is_filled(model, 0)
+    assert restored == {"scheduler": scheduler}
+
+
+def test_what_an_object_holds_is_selected_with_it(tmp_path: Path) -> None:
+    path = saved({"holder": Holder(1, 3), "model": linear(1)}, tmp_path)
+    holder, model = Holder(0, 0), linear(0)
+    restore(path, {"holder": holder, "model": model}, select="holder.*")
+    assert is_filled(holder.model, 1)
+    assert holder.scheduler.last_epoch == 3
+    assert is_filled(model, 0)
+    holder = Holder(0, 0)
+    restore(path, {"holder": holder, "model": model}, select="model.*")
+    assert is_filled(holder.model, 0)
+    assert holder.scheduler.last_epoch == 0
+    assert is_filled(model, 1)
+
+
+def test_some_tensors_of_a_module_can_be_selected_but_not_of_another_object(tmp_path: Path) -> None:
+    two = Average(3, 1.0)
+    two.shadow["v"] = torch.ones(2)
+    path = saved({"model": linear(1), "average": two}, tmp_path)
+    model = linear(0)
+    restore(path, {"model": model, "average": Average(3)}, select="model.bias")
+    assert not model.weight.any()
+    assert bool((model.bias == 1).all())
+    with pytest.raises(tensorkeep.UsageError, match="only some tensors of the Average at 'average' are selected"):
+        restore(path, {"model": model, "average": Average(3)}, select="average.w")
+
+
+def test_what_is_selected_must_be_given(tmp_path: Path) -> None:
+    path = saved({"model": linear(1), "average": Average(3)}, tmp_path)
+    model = linear(0)
+    assert refusal(path, {"model": model}, model, select=["model.*", "average.*"]).extra == ("average.w",)
+
+
+def test_without_a_state_the_selected_tensors_are_loaded(tmp_path: Path) -> None:
+    path = saved({"model": linear(1), "average": Average(3)}, tmp_path)
+    assert list(restore(path, None, select="average.*")) == ["average"]
+
+
+# Reading
+
+
+def test_progress_is_that_of_the_whole(tmp_path: Path) -> None:
+    path = saved({"model": linear(1), "average": Average(5)}, tmp_path)
+    empty = Average(0)
+    seen: list[tuple[int, int]] = []
+    restore(path, {"model": linear(0), "average": empty}, progress=lambda done, total: seen.append((done, total)))
+    assert len(empty.shadow["w"]) == 5
+    assert seen == sorted(seen)
+    assert {total for _, total in seen} == {(16 + 4 + 5) * 4}
+    assert seen[-1][0] == seen[-1][1]
+
+
+def training(value: float, steps: int) -> dict[str, Any]:
+    torch.manual_seed(int(value))
+    model = linear(value)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for _ in range(steps):
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "average": Average(3, value), "step": steps}
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_step_that_was_begun_before_it_was_found_damaged_leaves_nothing_behind(tmp_path: Path, used: bool) -> None:
+    first, second = training(1, 2), training(2, 5)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, first).wait()
+        manager.save(2, second).wait()
+    file = tmp_path / "step-000002" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    into = training(3, 1 if used else 0)
+    with pytest.raises(tensorkeep.CorruptCheckpointError):
+        restore(tmp_path / "step-000002", into)
+    assert into["scheduler"].last_epoch == 5, "it found the damage before it began"
+    with pytest.warns(UserWarning, match="step-000002 is passed over"):
+        restored = CheckpointManager(tmp_path).restore(into=into)
+    assert same(expand(restored), expand(first))
+    assert restored["model"] is into["model"]

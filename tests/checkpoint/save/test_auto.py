@@ -1,0 +1,277 @@
+"""``compression="auto"``: the decision from injected rates, what it costs, and what a failing disk makes of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import tensorkeep
+from tensorkeep.checkpoint.save import auto, trial
+from tensorkeep.checkpoint.save.trial import Rates
+from tensorkeep.errors import StoreError
+from tensorkeep.formats.base import BLOCK_BYTES, WriteSettings
+from tensorkeep.formats.blockfile.plan import plan_files, tasks_of
+from tensorkeep.io.buffers import BufferPool
+from tensorkeep.state.tree import flatten
+from tensorkeep.testing.disk import FailingDisk, names_in
+from tensorkeep.testing.equality import same
+
+GB = 1e9
+SLOW_DISK = Rates(gather=8 * GB, code=1.4 * GB, share=0.66, disk=0.2 * GB)
+FAST_DISK = Rates(gather=8 * GB, code=1.4 * GB, share=0.66, disk=4 * GB)
+INCOMPRESSIBLE = Rates(gather=8 * GB, code=3 * GB, share=1.0, disk=0.2 * GB)
+ZEROS = Rates(gather=8 * GB, code=6 * GB, share=0.001, disk=4 * GB)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_known() -> Iterator[None]:
+    auto._known.forget()
+    yield
+    auto._known.forget()
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure states of any size."""
+    monkeypatch.setattr(auto, "SMALLEST", 1)
+
+
+class Measured:
+    """Stands in for the trial: returns rates, and counts."""
+
+    def __init__(self, *rates: Rates | Exception) -> None:
+        self.calls = 0
+        self._rates = rates
+
+    def __call__(self, *_: Any) -> Rates:
+        self.calls += 1
+        given = self._rates[min(self.calls, len(self._rates)) - 1]
+        if isinstance(given, Exception):
+            raise given
+        return given
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def decide(state: Any, path: Path, measure: Measured, clock: Clock, **settings: Any) -> auto.Decision:
+    with BufferPool() as pool:
+        return auto.decide(flatten(state), path, WriteSettings(pool=pool, **settings), measure=measure, clock=clock)
+
+
+@pytest.mark.parametrize(
+    ("rates", "taken"),
+    [(SLOW_DISK, "lossless"), (FAST_DISK, "none"), (INCOMPRESSIBLE, "none"), (ZEROS, "lossless")],
+    ids=["slow disk", "fast disk", "incompressible", "zeros"],
+)
+def test_the_faster_of_the_two_is_taken(tmp_path: Path, tiny: None, rates: Rates, taken: str) -> None:
+    decision = decide({"w": torch.zeros(1000)}, tmp_path / "ckpt", Measured(rates), Clock())
+    assert decision.compression == taken
+    assert decision.seconds == rates.seconds(4000)
+    assert decision.seconds[taken] == min(decision.seconds.values())
+    assert decision.reason.startswith(f"{taken} is predicted to take")
+
+
+def test_a_prediction_counts_both_parts() -> None:
+    seconds = Rates(gather=3.0, code=1.0, share=0.5, disk=4.0).seconds(12)
+    assert seconds["none"] == pytest.approx(5.0)
+    assert seconds["lossless"] == pytest.approx((12**2 + 1.5**2) ** 0.5)
+
+
+def test_a_tie_goes_to_none(tmp_path: Path, tiny: None) -> None:
+    rates = Rates(gather=1.0, code=1.0, share=1.0, disk=1.0)
+    assert decide({"w": torch.zeros(10)}, tmp_path / "ckpt", Measured(rates), Clock()).compression == "none"
+
+
+def test_small_states_pay_nothing(tmp_path: Path) -> None:
+    measure = Measured(SLOW_DISK)
+    decision = decide({"w": torch.zeros(1000)}, tmp_path / "ckpt", measure, Clock())
+    assert (decision.compression, measure.calls, decision.rates) == ("none", 0, None)
+    assert "nothing is measured below" in decision.reason
+
+
+def test_what_was_measured_is_used_again_for_a_while(tmp_path: Path, tiny: None) -> None:
+    measure, clock = Measured(SLOW_DISK, FAST_DISK), Clock()
+    state = {"w": torch.zeros(1000)}
+    assert not decide(state, tmp_path / "a", measure, clock).again
+    clock.now += auto.FRESH - 1
+    second = decide({"w": torch.ones(1000)}, tmp_path / "b", measure, clock)
+    assert (second.again, second.compression, measure.calls) == (True, "lossless", 1)
+    clock.now += 2
+    third = decide(state, tmp_path / "c", measure, clock)
+    assert (third.again, third.compression, measure.calls) == (False, "none", 2)
+
+
+@pytest.mark.parametrize(
+    ("state", "settings"),
+    [
+        ({"w": torch.zeros(1000, dtype=torch.bfloat16)}, {}),
+        ({"w": torch.zeros(1001)}, {}),
+        ({"w": torch.zeros(1000)}, {"threads": 1}),
+        ({"w": torch.zeros(1000)}, {"options": {"direct_io": False}}),
+    ],
+    ids=["dtype", "size", "threads", "page cache"],
+)
+def test_another_kind_of_save_is_measured_anew(tmp_path: Path, tiny: None, state: Any, settings: Any) -> None:
+    measure, clock = Measured(SLOW_DISK), Clock()
+    decide({"w": torch.zeros(1000)}, tmp_path / "a", measure, clock, threads=2)
+    decide(state, tmp_path / "a", measure, clock, **{"threads": 2, **settings})
+    assert measure.calls == 2
+
+
+def test_a_disk_that_refuses_is_left_to_the_save(tmp_path: Path, tiny: None) -> None:
+    measure = Measured(StoreError("cannot write: No space left on device"), SLOW_DISK)
+    decision = decide({"w": torch.zeros(1000)}, tmp_path / "ckpt", measure, Clock())
+    assert decision.compression == "none"
+    assert "No space left on device" in decision.reason
+    # It is no measurement, so the next save tries again.
+    assert decide({"w": torch.zeros(1000)}, tmp_path / "ckpt", measure, Clock()).compression == "lossless"
+
+
+@pytest.mark.parametrize("operation", ["mkdir", "open", "posix_fallocate", "pwrite", "ftruncate", "fsync"])
+def test_a_failure_while_measuring_does_not_stop_the_save(
+    tmp_path: Path, tiny: None, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = FailsOnce(getattr(os, operation), errno.ENOSPC, str(tmp_path))
+    monkeypatch.setattr(os, operation, failed)
+    state = {"w": torch.arange(100_000)}
+    report = tensorkeep.save(state, tmp_path / "ckpt", compression="auto")
+    assert failed.done
+    assert report.auto is not None
+    assert (report.compression, report.auto["rates"]) == ("none", None)
+    assert "No space left on device" in report.auto["reason"]
+    assert same(tensorkeep.load(tmp_path / "ckpt"), state)
+    assert names_in(tmp_path) == ["ckpt"]
+
+
+class FailsOnce:
+    """A system call of which the first that writes fails."""
+
+    def __init__(self, call: Callable[..., Any], number: int, below: str) -> None:
+        self.done = False
+        self._call, self._number, self._below = call, number, below
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        ours = isinstance(args[0], int) or str(args[0]).startswith(self._below)
+        reads = self._call is _OPEN and not args[1] & os.O_CREAT
+        if self.done or reads or not ours:
+            return self._call(*args, **kwargs)
+        self.done = True
+        raise OSError(self._number, os.strerror(self._number))
+
+
+_OPEN = os.open
+
+
+def test_a_full_disk_is_the_saves_own_error(tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = FailingDisk(os.posix_fallocate)
+    disk.fail_at(1)
+    monkeypatch.setattr(os, "posix_fallocate", disk)
+    with pytest.raises(tensorkeep.StoreError, match="reserve 8,096 bytes: No space left"):
+        tensorkeep.save({"w": torch.arange(500)}, tmp_path / "ckpt", compression="auto")
+    assert disk.calls == 2
+    assert names_in(tmp_path) == []
+
+
+def test_what_is_there_is_refused_before_anything_is_measured(
+    tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ckpt").mkdir()
+    monkeypatch.setattr(trial, "_disk_rate", None)
+    with pytest.raises(tensorkeep.DestinationExistsError):
+        tensorkeep.save({"w": torch.zeros(10)}, tmp_path / "ckpt", compression="auto")
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "page cache"])
+def test_a_trial_measures_this_state_and_leaves_nothing(tmp_path: Path, direct: bool) -> None:
+    state = {"zeros": torch.zeros(6 * 1024**2), "strided": torch.zeros(2, 3 * 1024**2).t()}
+    with BufferPool() as pool:
+        settings = WriteSettings(pool=pool, options={"direct_io": direct})
+        rates = trial.measure(flatten(state), tmp_path / "new" / "ckpt", settings)
+    assert min(rates.gather, rates.code, rates.disk) > 0
+    assert rates.share < 0.01
+    assert names_in(tmp_path / "new") == []
+
+
+def test_a_trial_ends_when_the_time_is_up() -> None:
+    state = {f"t{i}": torch.zeros(10) for i in range(50)}
+    (task,) = [task for plan in plan_files(flatten(state)) for task in tasks_of(plan, BLOCK_BYTES)]
+    clock = Clock()
+
+    def work(block: Any) -> int:
+        clock.now += trial.PATIENCE / 4.5
+        return 10
+
+    blocks = trial._BlockTrial([task], work, clock)
+    assert blocks.rate(1) == pytest.approx(5 * 40 / (5 * trial.PATIENCE / 4.5))
+    assert (blocks.raw_bytes, blocks.stored_bytes) == (200, 50)
+
+
+def test_a_slow_disk_is_not_written_to_for_long() -> None:
+    clock = Clock()
+
+    class SlowFile:
+        direct = True
+        written: ClassVar[list[int]] = []
+
+        def preallocate(self, size: int) -> None: ...
+
+        def finish(self, size: int) -> None:
+            clock.now += 100
+
+        def write(self, offset: int, data: Any) -> None:
+            clock.now += trial.PATIENCE / 2.5
+            self.written.append(len(data))
+
+    file: Any = SlowFile()
+    contents = [torch.zeros(BLOCK_BYTES, dtype=torch.uint8).numpy()]
+    rate = trial._WriteTrial(file, contents, clock).rate(1)
+    assert len(file.written) == 3
+    assert rate == pytest.approx(sum(file.written) / (3 * trial.PATIENCE / 2.5))
+    # Through the page cache, nothing is written before the flush.
+    file.direct = False
+    assert trial._WriteTrial(file, contents, clock).rate(1) < rate / 100
+
+
+def test_the_report_says_what_was_taken_and_why(tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto.decide, "__kwdefaults__", {"measure": Measured(SLOW_DISK), "clock": Clock()})
+    report = tensorkeep.save({"w": torch.zeros(1000)}, tmp_path / "ckpt", compression="auto")
+    assert report.compression == "lossless"
+    assert report.auto is not None
+    assert report.auto["rates"] == {"gather": 8 * GB, "code": 1.4 * GB, "share": 0.66, "disk": 0.2 * GB}
+    assert report.as_dict()["auto"]["seconds"]["lossless"] < report.auto["seconds"]["none"]
+    assert tensorkeep.info(tmp_path / "ckpt").details["compression"] == "lossless"
+    again = tensorkeep.convert(tmp_path / "ckpt", tmp_path / "c.safetensors", to="safetensors", compression="auto")
+    assert (again.compression, again.format) == ("lossless", "safetensors")
+    assert tensorkeep.save({}, tmp_path / "raw").auto is None
+
+
+def test_a_format_that_cannot_compress_refuses(tmp_path: Path) -> None:
+    with pytest.raises(tensorkeep.UnsupportedError, match="auto"):
+        tensorkeep.save({"w": torch.zeros(10)}, tmp_path / "ckpt.pt", compression="auto")
+
+
+@pytest.mark.parametrize("format", ["native", "safetensors"])
+@pytest.mark.parametrize("compression", ["none", "lossless"])
+def test_direct_io_can_be_forbidden(tmp_path: Path, format: str, compression: str) -> None:
+    state = {"w": torch.arange(100_000)}
+    given = {"format": format, "compression": compression}
+    if not tensorkeep.save(state, tmp_path / "direct", **given).direct_io:
+        pytest.skip("this file system refuses direct I/O")
+    report = tensorkeep.save(state, tmp_path / "buffered", direct_io=False, **given)
+    assert not report.direct_io
+    assert same(tensorkeep.load(tmp_path / "buffered"), state)
+    with pytest.raises(tensorkeep.UsageError, match="direct_io is 'no'"):
+        tensorkeep.save(state, tmp_path / "other", direct_io="no", **given)
+    assert names_in(tmp_path) == ["buffered", "direct"]

@@ -1,0 +1,101 @@
+"""What a signal does while a rule listens to it, and after."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from faults import injection as faults
+from tensorkeep import EverySteps, OnSignal, UsageError
+
+
+@pytest.fixture(autouse=True)
+def handlers_as_a_program_finds_them() -> Iterator[None]:
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_second_sigterm_ends_the_process() -> None:
+    def child() -> None:
+        rule = OnSignal()
+        signal.raise_signal(signal.SIGTERM)
+        assert rule.came
+        rule.saved(1)
+        signal.raise_signal(signal.SIGTERM)
+
+    assert faults.in_child(child) == signal.SIGTERM
+
+
+def test_a_signal_that_comes_again_goes_to_the_handler_before() -> None:
+    heard: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    with OnSignal() as rule:
+        signal.raise_signal(signal.SIGTERM)
+        assert (rule.came, heard) == (True, [])
+        signal.raise_signal(signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with OnSignal():
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_user_may_ask_for_a_save_again_and_again() -> None:
+    heard: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    with OnSignal(signal.SIGUSR1) as rule:
+        for step in range(3):
+            assert not rule.due(step)
+            signal.raise_signal(signal.SIGUSR1)
+            assert rule.due(step)
+            rule.saved(step)
+        assert heard == []
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
+        assert heard == [signal.SIGUSR1]
+
+
+def test_the_handlers_before_come_back() -> None:
+    with OnSignal() as rule:
+        assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+        assert (rule | EverySteps(2)).due(2)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    rule.close()
+
+
+def test_rules_may_end_in_any_order() -> None:
+    heard: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    first, second = OnSignal(signal.SIGUSR1), OnSignal(signal.SIGUSR1)
+    first.close()
+    signal.raise_signal(signal.SIGUSR1)
+    assert (first.came, second.came, heard) == (False, True, [])
+    second.close()
+    signal.raise_signal(signal.SIGUSR1)
+    assert (first.came, heard) == (False, [signal.SIGUSR1])
+
+
+def test_a_forked_child_can_be_ended() -> None:
+    with OnSignal() as rule, OnSignal():
+
+        def child() -> None:
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        assert faults.in_child(child) == signal.SIGTERM
+        assert not rule.came
+        signal.raise_signal(signal.SIGUSR1)  # the parent still listens
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, 12345, "TERM"])
+def test_what_cannot_be_handled_is_refused_and_leaves_nothing(number: Any) -> None:
+    with pytest.raises(UsageError, match="cannot be handled"):
+        OnSignal(signal.SIGUSR1, number)
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL

@@ -1,0 +1,30 @@
+"""TensorStore's arrays sit the exam of a format, in the ways of writing that differ most."""
+
+from __future__ import annotations
+
+import pytest
+
+from tensorkeep.formats import tensorstore
+from tensorkeep.testing.format_suite import FormatSuite
+
+pytest.importorskip("tensorstore")
+
+
+class TestZarr3(FormatSuite):
+    """As it is written by default: raw, with a CRC-32C of every chunk."""
+
+    format = tensorstore.FORMAT
+    covers_every_byte = True
+
+
+class TestZarr2AsDocumented(FormatSuite):
+    """Chunks of 4,096 elements, the compressor's key left out, one array after the other; no checksum anywhere."""
+
+    format = tensorstore.FORMAT
+    options = {"zarr": 2, "compressor": "as-documented", "chunk": 4096, "in_flight": "one"}  # noqa: RUF012
+    detects_damage = False
+
+
+class TestOcdbt(FormatSuite):
+    format = tensorstore.FORMAT
+    options = {"kvstore": "ocdbt"}  # noqa: RUF012

@@ -1,0 +1,139 @@
+"""Opening files of torch.save: one file whatever takes its place, damage told from refusals, bounded by the file."""
+
+from __future__ import annotations
+
+import collections
+import errno
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tensorkeep
+from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, StoreError
+from tensorkeep.formats import torch_file
+from tensorkeep.formats.base import OpenSettings
+from tensorkeep.formats.torch_file import FORMAT, zip_file
+from tensorkeep.testing.equality import same
+from tensorkeep.testing.format_states import load, noise
+
+
+def test_a_file_that_is_replaced_meanwhile_is_read_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, rival = tmp_path / "x.pt", tmp_path / "rival.pt"
+    torch.save({"w": torch.zeros(100)}, path)
+    torch.save({"w": torch.ones(100)}, rival)
+    honest = torch_file.restricted_load
+
+    def replace_first(*arguments: Any) -> Any:
+        rival.replace(path)
+        return honest(*arguments)
+
+    monkeypatch.setattr(torch_file, "restricted_load", replace_first)
+    with FORMAT.open(path, OpenSettings()) as reader:
+        assert load(reader)["w"].sum() == 0
+    monkeypatch.undo()
+    assert tensorkeep.load(path)["w"].sum() == 100
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(100)}, tmp_path / "x.pt")
+    (tmp_path / "y.pt").write_bytes((tmp_path / "x.pt").read_bytes()[:-100])
+    before = open_descriptors()
+    readers = [FORMAT.open(tmp_path / "x.pt", OpenSettings()) for _ in range(5)]
+    with pytest.raises(CorruptCheckpointError):
+        FORMAT.open(tmp_path / "y.pt", OpenSettings())
+    assert open_descriptors() == before
+    assert len(readers) == 5
+
+
+@pytest.mark.parametrize("lost", [1, 7, 500, 4096])
+def test_lost_bytes_are_damage(tmp_path: Path, lost: int) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"w": noise("float32", 5000)}, path)
+    content = path.read_bytes()
+    for at in (0, 40, 1000, len(content) - lost - 30, len(content) - lost):
+        path.write_bytes(content[:at] + content[at + lost :])
+        with pytest.raises(CorruptCheckpointError) as caught:
+            tensorkeep.load(path, format="torch")
+        assert "/proc" not in str(caught.value)
+        assert not tensorkeep.verify(path, format="torch").ok
+
+
+def test_a_read_that_fails_is_no_damage(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"w": torch.zeros(100)}, path)
+    with zip_file.open_file(path) as file:
+        unreadable = os.open(path, os.O_WRONLY)
+        os.dup2(unreadable, file.fileno())
+        os.close(unreadable)
+        with pytest.raises(StoreError, match=os.strerror(errno.EBADF)):
+            zip_file.TorchZip(file, path.stat().st_size, path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.pt")
+    assert not FORMAT.recognises(tmp_path / "x.pt")
+    with pytest.raises(NotACheckpointError):
+        FORMAT.open(tmp_path / "x.pt", OpenSettings())
+
+
+class TestExpanded:
+    def test_what_a_tiny_file_unfolds_to_is_never_read(self, tmp_path: Path) -> None:
+        path = tmp_path / "x.pt"
+        torch.save({"huge": torch.zeros(1).expand(2**50), "w": torch.ones(5)}, path)
+        info = tensorkeep.info(path)
+        assert info.total.stored_bytes == 24 < path.stat().st_size
+        report = tensorkeep.verify(path)
+        assert (report.ok, report.tensors, report.nbytes) == (True, 2, 24)
+        with pytest.raises(StoreError, match="memory"):
+            tensorkeep.load(path)
+        assert tensorkeep.load(path, select="w")["w"].sum() == 5
+
+    def test_its_storage_is_checked(self, tmp_path: Path) -> None:
+        path = tmp_path / "x.pt"
+        pattern = noise("uint8", 1000)
+        torch.save({"w": pattern.expand(2**40, 1000)}, path)
+        content = bytearray(path.read_bytes())
+        content[content.index(bytes(pattern.tolist()))] ^= 1
+        path.write_bytes(content)
+        [problem] = tensorkeep.verify(path).problems
+        assert (problem.name, problem.message) == ("w", "the CRC-32 of its storage is wrong")
+
+    def test_a_storage_counts_once(self, tmp_path: Path) -> None:
+        path = tmp_path / "x.pt"
+        whole = noise("float32", 1000)
+        state = {"head": whole[:600], "tail": whole[400:], "none": whole[:0]}
+        torch.save(state, path)
+        assert [entry.stored_bytes for entry in tensorkeep.info(path).entries] == [4000, 0, 0]
+        assert tensorkeep.verify(path).ok
+        assert same(tensorkeep.load(path)["tail"], whole[400:])
+
+    def test_storages_that_overlap_are_refused(self, tmp_path: Path) -> None:
+        """Each of many records is said to be as long as the largest, so that checking them would take for ever."""
+        path = tmp_path / "x.pt"
+        torch.save({"a": torch.zeros(4000, dtype=torch.uint8), "b": torch.ones(8000, dtype=torch.uint8)}, path)
+        with zipfile.ZipFile(path) as old:
+            records = [(name, old.read(name)) for name in old.namelist()]
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as new:
+            for name, content in records:
+                new.writestr(name, content[:10] if name.endswith("data/0") else content)
+        with pytest.raises(CorruptCheckpointError, match="claim"):
+            FORMAT.open(path, OpenSettings())
+
+
+def test_a_counter_of_a_schedulers_milestones(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    state = {"scheduler": torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2, 2]).state_dict()}
+    torch.save(state, tmp_path / "x.pt")
+    found = tensorkeep.load(tmp_path / "x.pt")
+    assert same(found, state)
+    assert type(found["scheduler"]["milestones"]) is collections.Counter
+    tensorkeep.save(found, tmp_path / "y.pt", format="torch")
+    assert torch.load(tmp_path / "y.pt", weights_only=True) == state

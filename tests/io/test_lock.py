@@ -1,0 +1,95 @@
+"""One writer for a folder: whoever is dropped lets go of it, and whoever lost it can tell."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import os
+import shutil
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from faults import injection as faults
+from tensorkeep import BusyError, CheckpointManager
+from tensorkeep.io import lock
+from tensorkeep.io.lock import Ownership
+
+
+def test_an_owner_that_is_dropped_lets_go(tmp_path: Path) -> None:
+    first = Ownership(tmp_path)
+    with pytest.raises(BusyError):
+        Ownership(tmp_path)
+    del first
+    gc.collect()
+    Ownership(tmp_path).release()
+
+
+def test_a_manager_that_is_dropped_lets_go(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, asynchronous=False)
+    manager.save(1, {"w": torch.zeros(2)})
+    del manager
+    gc.collect()
+    with CheckpointManager(tmp_path) as other:
+        other.save(2, {"w": torch.zeros(2)}).wait()
+        assert [step.number for step in other.steps()] == [1, 2]
+
+
+def test_a_second_release_does_nothing(tmp_path: Path) -> None:
+    first = Ownership(tmp_path)
+    first.release()
+    second = Ownership(tmp_path)
+    first.release()
+    assert second.still_holds()
+    second.release()
+
+
+def test_an_owner_can_tell_that_its_folder_is_gone(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    owner = Ownership(folder)
+    assert owner.still_holds()
+    shutil.rmtree(folder)
+    assert not owner.still_holds()
+    folder.mkdir()
+    assert not owner.still_holds()
+    other = Ownership(folder)
+    assert other.still_holds()
+    other.release()
+    assert not other.still_holds()
+    owner.release()
+
+
+def test_a_folder_that_is_made_again_before_it_is_locked(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    real = fcntl.flock
+    swapped: list[int] = []
+
+    def flock(fd: int, operation: int) -> None:
+        if not swapped:
+            swapped.append(fd)
+            shutil.rmtree(folder)
+            folder.mkdir()
+        real(fd, operation)
+
+    with mock.patch.object(lock.fcntl, "flock", flock):
+        owner = Ownership(folder)
+    assert owner.still_holds()
+    with pytest.raises(BusyError):
+        Ownership(folder)
+    owner.release()
+
+
+def test_a_child_that_drops_what_it_inherits_leaves_the_lock_to_its_parent(tmp_path: Path) -> None:
+    held = [Ownership(tmp_path)]
+
+    def child() -> None:
+        held.clear()
+        gc.collect()
+
+    assert faults.in_child(child) == 0
+    assert held[0].still_holds()
+    with pytest.raises(BusyError, match=f"process {os.getpid()}"):
+        Ownership(tmp_path)
+    held[0].release()

@@ -1,0 +1,156 @@
+"""Reading results files: what is refused, how it is said, and what may be missing."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from report import documents
+from tensorkeep import errors
+from tensorkeep.report import results as module
+from tensorkeep.report.html import report_page
+from tensorkeep.report.results import read_results
+
+
+def test_a_folder_and_its_file_are_the_same(tmp_path: Path) -> None:
+    documents.write(documents.document(), tmp_path)
+    assert read_results(tmp_path) == read_results(str(tmp_path / "results.json"))
+    assert read_results(tmp_path).baseline == "baseline"
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "absent.json", tmp_path / "absent" / "results.json"):
+        with pytest.raises(errors.NotACheckpointError, match="there is no results file") as caught:
+            read_results(path)
+        assert caught.value.exit_code == 5
+        assert caught.value.remedy
+
+
+def test_not_a_regular_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "results.json")
+    with pytest.raises(errors.UsageError, match="no regular file"):
+        read_results(tmp_path)
+
+
+def test_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents.write(documents.document(), tmp_path)
+    monkeypatch.setattr(module, "MAX_BYTES", 1000)
+    with pytest.raises(errors.UnsupportedError, match="larger than"):
+        read_results(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "said"),
+    [
+        (b"", errors.CorruptCheckpointError, "no valid results file"),
+        (b'{"kind": "tensorkeep-results", "sch', errors.CorruptCheckpointError, "no valid results file"),
+        (b"\xff\xfe", errors.CorruptCheckpointError, "no valid results file"),
+        (b"[" * 200_000, errors.CorruptCheckpointError, "no valid results file"),
+        (b'{"kind": "tensorkeep-results", "x": ' + b"[" * 200_000, errors.CorruptCheckpointError, "nested too deeply"),
+        (b"{}", errors.UsageError, "no results file of Tensorkeep"),
+        (b'{"kind": "something", "schema": 1}', errors.UsageError, "no results file of Tensorkeep"),
+        (b'{"kind": "tensorkeep-results", "schema": 2}', errors.UnsupportedError, "has schema 2"),
+        (b'{"kind": "tensorkeep-results"}', errors.UnsupportedError, "schema"),
+        (b'{"kind": "tensorkeep-results", "schema": 1}', errors.CorruptCheckpointError, "experiment"),
+    ],
+)
+def test_other_files_are_refused(
+    content: bytes, error: type[errors.TensorkeepError], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "results.json").write_bytes(content)
+    with pytest.raises(error, match=said) as caught:
+        read_results(tmp_path)
+    assert caught.value.path == str(tmp_path / "results.json")
+    assert caught.value.remedy
+
+
+def _of(*keys: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(document: dict[str, Any]) -> None:
+        place: Any = document
+        for key in keys[:-1]:
+            place = place[key]
+        place[keys[-1]] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_of("experiment", "baseline", value="nobody"), "its baseline 'nobody' is no arm"),
+        (_of("cells", 0, "arm", value="nobody"), "belongs to 'nobody'"),
+        (_of("cells", 0, "status", value="fine"), "status"),
+        (_of("cells", 0, "figures", value={"save": "fast"}), "figures"),
+        (_of("arms", 1, "name", value="baseline"), "same name"),
+        (_of("arms", 1, "name", value=""), "0 characters"),
+        (_of("arms", 1, "name", value="x" * 201), "201 characters"),
+        (_of("arms", value=[]), "no arms"),
+        (_of("measures", 1, "name", value="save"), "same name"),
+        (_of("summary", "arms", "baseline", "save", value={"gain": "much"}), "gain"),
+    ],
+)
+def test_broken_documents_are_refused(change: Callable[[dict[str, Any]], None], said: str, tmp_path: Path) -> None:
+    document = documents.document(placebo=False)
+    change(document)
+    with pytest.raises(errors.CorruptCheckpointError, match=said):
+        read_results(documents.write(document, tmp_path))
+
+
+def test_nothing_is_nested_deeper_than_it_can_be_printed(tmp_path: Path) -> None:
+    def nested(depth: int) -> dict[str, Any]:
+        document = documents.document(runs=1)
+        document["environment"]["note"] = 'brackets in a string \\" do not count: ' + "[" * 100
+        for _ in range(depth):
+            document["environment"] = {"deeper": document["environment"]}
+        return document
+
+    assert read_results(documents.write(nested(40), tmp_path)).environment is not None
+    for depth in (60, 800):
+        with pytest.raises(errors.CorruptCheckpointError, match="nested too deeply"):
+            read_results(documents.write(nested(depth), tmp_path))
+
+
+@pytest.mark.parametrize("number", ["1e999", "NaN", "-Infinity"])
+def test_no_number_is_infinite(number: str, tmp_path: Path) -> None:
+    text = json.dumps(documents.document()).replace('"seed": 0', f'"seed": 0, "limits": {{"a": {number}}}', 1)
+    (tmp_path / "results.json").write_text(text)
+    with pytest.raises(errors.CorruptCheckpointError):
+        read_results(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [_of("summary", value=None)],
+        [_of("summary", value={}), _of("cells", value=[]), _of("complete", value=False)],
+        [_of("measures", value=[])],
+        [_of("experiment", "baseline", value=None), _of("subject", value=None), _of("environment", value=None)],
+        [
+            _of("summary", "noise", value={"save": None}),
+            _of("summary", "warnings", value=None),
+            _of("summary", "recommendations", value=[{"text": "x"}]),
+            _of("summary", "steps", value=[{"change": "x", "measure": "save"}, {"change": "y", "measure": "unknown"}]),
+            _of("summary", "effects", value=[{"factors": [], "measure": "save"}]),
+            _of("summary", "interactions", value=[{"changes": ["x"], "measure": "save"}]),
+            _of("summary", "arms", "t5x", "save", value={"n": 2, "gain": 0.0, "verdict": "hurts"}),
+            _of("environment", value={"memory": {"total_bytes": None}, "devices": [{"name": "x"}]}),
+            _of("experiment", "something_new", value=[1]),
+        ],
+    ],
+)
+def test_what_may_be_missing_may_be_missing(changes: list[Callable[[dict[str, Any]], None]], tmp_path: Path) -> None:
+    from tensorkeep.cli.report import print_tables
+    from tensorkeep.report.plots import draw_plots
+
+    document = documents.document(documents.THREE_WAY, runs=2)
+    for change in changes:
+        change(document)
+    found = read_results(documents.write(document, tmp_path))
+    page = report_page(found, draw_plots(found))
+    assert "The made-up comparison" in page
+    print_tables(found)

@@ -1,0 +1,284 @@
+"""The tables of the report: the documents' own form exactly, and what they say of arms that did not run."""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from report import documents
+from tensorkeep.report import design_tables, origin_tables, tables, wording
+from tensorkeep.report.csv_files import samples_csv, summary_csv
+from tensorkeep.report.document import Results
+from tensorkeep.report.headline import completeness, headlines
+from tensorkeep.report.results import read_results
+
+
+def read(document: dict[str, Any], folder: Path) -> Results:
+    return read_results(documents.write(document, folder))
+
+
+def exact(document: dict[str, Any], figures: dict[str, list[tuple[float, float, float]]]) -> dict[str, Any]:
+    """Give arms the figures that a documents' table shows: (save s, load s, size in bytes) of each block."""
+    for cell in document["cells"]:
+        if cell["arm"] in figures:
+            save, load, size = figures[cell["arm"]][cell["block"]]
+            cell["figures"] = {"save": save, "load_cold": load, "stored": size}
+    return document
+
+
+def test_the_isolated_suites_table_character_by_character(tmp_path: Path) -> None:
+    gib = 1024**3
+    document = documents.document({"baseline": (1, 1, 1), "chunks_1mb": (1, 1, 1)}, runs=3, placebo=False)
+    figures = {
+        "baseline": [(131.78, 11.78, 2.57 * gib), (134.23, 12.34, 2.58 * gib), (136.68, 12.9, 2.59 * gib)],
+        "chunks_1mb": [(66.66, 14.89, 2.58 * gib), (67.89, 15.67, 2.59 * gib), (69.12, 16.45, 2.6 * gib)],
+    }
+    assert origin_tables.isolated_text(read(exact(document, figures), tmp_path)).splitlines() == [
+        "test                      save (s)           cold load (s)      size (GiB)",
+        "--------------------------------------------------------------------------------",
+        "baseline                   134.23 ± 2.45      12.34 ± 0.56       2.58 ± 0.01",
+        "chunks_1mb                  67.89 ± 1.23      15.67 ± 0.78       2.59 ± 0.01",
+    ]
+
+
+def test_the_six_way_table_and_its_improvements(tmp_path: Path) -> None:
+    gib = 1024**3
+    document = documents.document({"tensorstore": (1, 1, 1), "t5x": (1, 1, 1), "ts+chunks": (1, 1, 1)}, runs=1)
+    figures = {"tensorstore": [(143.118, 17.53, 2.58 * gib)], "t5x": [(66.45, 29.355, 2.59 * gib)]}
+    for cell in document["cells"]:
+        if cell["arm"] == "ts+chunks":
+            cell.update(status="timeout", reason="took too long", figures={})
+    exact(document, figures)
+    found = document["summary"]["arms"]
+    found["t5x"]["save"]["change_percent"] = 53.57
+    found["t5x"]["load_cold"]["change_percent"] = -67.45
+    found["ts+chunks"] = {}
+    assert origin_tables.six_way_text(read(document, tmp_path)).splitlines() == [
+        "method               save (ms)    cold load (ms) size (GiB)",
+        "------------------------------------------------------------",
+        "tensorstore          143118.0     17530.0        2.58",
+        "t5x                  66450.0      29355.0        2.59",
+        "ts+chunks            timed out    timed out      timed out",
+        "",
+        "method               save improvement    cold load improvement",
+        "----------------------------------------------------------",
+        "t5x                  +53.6%              -67.5%",
+        "ts+chunks            -                   -",
+    ]
+
+
+def test_small_states_get_more_decimals(tmp_path: Path) -> None:
+    document = exact(documents.document({"a": (1, 1, 1)}, runs=1, placebo=False), {"a": [(0.0123, 0.004, 3e6)]})
+    assert "  0.0123 " in origin_tables.isolated_text(read(document, tmp_path))
+
+
+def test_means_of_the_samples_are_those_of_the_summary(tmp_path: Path) -> None:
+    document = documents.document(documents.PEERS)
+    sheet = tables.verdict_table(read(document, tmp_path), read(document, tmp_path).primary()[0])
+    tensorkeep = next(row for row in sheet.rows if row[0].text == "tensorkeep")
+    assert tensorkeep[2].order == pytest.approx(document["summary"]["arms"]["tensorkeep"]["save"]["median"])
+    assert tensorkeep[3].order == pytest.approx(document["summary"]["arms"]["tensorkeep"]["save"]["mean"])
+
+
+def test_arms_on_a_smaller_state_are_compared_per_byte(tmp_path: Path) -> None:
+    document = documents.document({"a": (10, 1, 1), "b": (10, 1, 1)}, noise=0.0, runs=2, slow=("b",), placebo=False)
+    lines = origin_tables.isolated_text(read(document, tmp_path)).splitlines()
+    assert "save (s per GB of state)" in lines[0]
+    assert "size (stored bytes per raw byte)" in lines[0]
+    seconds = 10 / documents.AMOUNT * 1e9
+    assert [line.split()[1] for line in lines[2:]] == [f"{seconds:.2f}"] * 2
+
+
+def test_verdicts_gains_and_reasons(tmp_path: Path) -> None:
+    document = documents.document(missing={"t5x_full": ("memory", "killed for memory")}, noise=0.01)
+    found = read(document, tmp_path)
+    rows = {row[0].text: [cell.text for cell in row] for row in tables.verdict_table(found, found.primary()[0]).rows}
+    assert next(iter(rows)) == "baseline"
+    assert list(rows)[-1] == "baseline (again)"
+    assert rows["baseline"][1] == "baseline"
+    assert rows["chunks_1mb"][1] == "helps"
+    assert rows["compression_gzip"][1] == "hurts"
+    assert rows["t5x_full"][1:3] == ["out of memory", "-"]
+    low, _, high = rows["chunks_1mb"][5].split()
+    assert float(low) < float(rows["chunks_1mb"][4].rstrip("x")) < float(high)
+    assert tables.not_run_table(found).texts() == [("t5x_full", "out of memory", "5 of 5", "killed for memory")]
+
+
+def test_the_headline_names_the_best_that_really_helps(tmp_path: Path) -> None:
+    document = documents.document(documents.PEERS)
+    arms = document["summary"]["arms"]
+    arms["orbax"]["save"].update(verdict="within noise", gain=99.0)
+    best = max(
+        (name for name in arms if arms[name]["save"]["verdict"] == "helps"), key=lambda n: arms[n]["save"]["gain"]
+    )
+    line = headlines(read(document, tmp_path))[0]
+    assert line.startswith(f"Durable save: {best} is {arms[best]['save']['gain']:.2f}x faster than pytorch (95% ")
+    for one in arms.values():
+        one["save"]["verdict"] = "within noise"
+    assert headlines(read(document, tmp_path))[0] == (
+        "Durable save: nothing is shown to beat pytorch; of 12: 12 within noise."
+    )
+
+
+def test_an_interrupted_run_says_so(tmp_path: Path) -> None:
+    document = documents.document()
+    document.update(complete=False, finished=None)
+    document["cells"][-1].update(status="planned", figures={})
+    cells = len(document["cells"])
+    assert completeness(read(document, tmp_path)) == f"This run is not complete: 1 of {cells} cells were not reached."
+
+
+def test_noise_without_and_with_a_placebo(tmp_path: Path) -> None:
+    document = documents.document(placebo=False)
+    lines = tables.noise_lines(read(document, tmp_path))
+    assert lines[0] == "durable save: no noise floor, because no placebo ran"
+    document["summary"]["noise"]["save"] = {"low": 0.97, "high": 1.04, "floor": 1.04, "n": 5}
+    expected = "durable save: differences below 4.0% are noise; the baseline against itself: 0.97 to 1.04 (95%)"
+    assert tables.noise_lines(read(document, tmp_path))[0] == expected
+
+
+def noisy(low: float = 2.2e-4, high: float = 2.7e4) -> dict[str, Any]:
+    """Return a document of two blocks whose placebo differs from the baseline by anything."""
+    document = documents.document(documents.THREE_WAY, runs=2)
+    document["summary"]["noise"]["save"] = {"low": low, "high": high, "floor": max(1 / low, high), "n": 2}
+    for name in ("tensorstore", "t5x"):
+        found = document["summary"]["arms"][name]["save"]
+        found.update(verdict="within noise", gain=1.2, gain_low=low, gain_high=high)
+    return document
+
+
+def test_where_nothing_can_be_told_it_says_so(tmp_path: Path) -> None:
+    said = "durable save: after 2 blocks nothing can be told: the baseline against itself spans <0.01 to >100 (95%)"
+    found = read(noisy(), tmp_path)
+    assert tables.noise_lines(found)[0] == said
+    assert headlines(found)[0] == f"D{said[1:]}; of 2: 2 within noise."
+    found = read(noisy(1 / 10.5, 3.0), tmp_path)
+    assert tables.noise_lines(found)[0].endswith(
+        "nothing can be told: the baseline against itself spans 0.095 to 3.00 (95%)"
+    )
+    found = read(noisy(1 / 9.5, 3.0), tmp_path)
+    line = "durable save: differences below a factor of 9.50 are noise; the baseline against itself: 0.11 to 3.00 (95%)"
+    assert tables.noise_lines(found)[0] == line
+    assert headlines(found)[0].startswith("Durable save: nothing is shown to beat pytorch")
+
+
+def test_what_goes_beyond_even_that_noise_is_not_hidden(tmp_path: Path) -> None:
+    document = noisy(1 / 12, 12.0)
+    document["summary"]["arms"]["t5x"]["save"].update(verdict="helps", gain=50.0, gain_low=30.0, gain_high=70.0)
+    found = read(document, tmp_path)
+    assert headlines(found)[0].startswith(
+        "Durable save: t5x is 50.0x faster than pytorch (95% 30.0 to 70.0); of 2: 1 better"
+    )
+    assert tables.noise_lines(found)[0] == (
+        "durable save: differences below a factor of 12.0 are noise; the baseline against itself: 0.083 to 12.0 (95%)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [
+        (2.2e-4, 2.7e4, "<0.01 to >100"),
+        (0.5, 2.7e4, "0.50 to >100"),
+        (1e-6, 0.9, "<0.01 to 0.90"),
+        (0.012, 99.0, "0.012 to 99.0"),
+        # A large gain that is well known is said as it is.
+        (120.0, 135.0, "120 to 135"),
+        (0.001, 0.002, "1.0e-03 to 2.0e-03"),
+        (None, None, "-"),
+    ],
+)
+def test_intervals_end_where_they_mean_nothing(low: float | None, high: float | None, said: str) -> None:
+    assert wording.interval(low, high) == said
+
+
+def test_tables_of_designs(tmp_path: Path) -> None:
+    steps = design_tables.steps_tables(read(documents.steps(), tmp_path / "a"))
+    assert [sheet.title for sheet in steps] == ["Steps: durable save", "Steps: cold load"]
+    last = dict(zip((heading.lstrip(">=") for heading in steps[0].headings), steps[0].texts()[-1], strict=True))
+    assert (last["change"], last["alone"]) == ("lossless", "-")
+    assert last["notes"] == "needs the format, so it cannot be added alone"
+    factorial = read(documents.factorial(), tmp_path / "b")
+    effects = design_tables.effects_tables(factorial)[0].texts()
+    assert ("chunk", "4.10x", "3.69 to 4.51") in effects
+    assert ("concurrency x compressor", "-", "-") in effects
+    assert design_tables.aliases_lines(factorial) == ["chunk = concurrency x compressor"]
+    assert design_tables.interactions_tables(factorial)[0].texts() == [
+        ("chunk + concurrency", "6.70x", "4.90x", "1.37x", "1.20 to 1.50")
+    ]
+    claims = design_tables.claims_table(read(documents.with_claims(), tmp_path / "c"))
+    assert claims is not None
+    assert claims.texts()[0][:5] == ("2", "reproduced", "T5X saves 54% faster than basic TensorStore", "-54%", "-49%")
+    assert claims.texts()[1][5] == "the arm without a compressor was compressed with Blosc"
+    assert design_tables.claims_table(factorial) is None
+
+
+def test_csv_has_a_row_per_cell_and_measure(tmp_path: Path) -> None:
+    document = documents.document(missing={"t5x_full": ("failed", 'it said: "no",\nand went')})
+    found = read(document, tmp_path)
+    rows = list(csv.DictReader(io.StringIO(samples_csv(found))))
+    ok = [cell for cell in document["cells"] if cell["status"] == "ok"]
+    assert len(rows) == sum(len(cell["figures"]) for cell in ok) + 5
+    saves = [float(r["value"]) for r in rows if r["arm"] == "baseline" and r["measure"] == "save"]
+    summary = {(r["arm"], r["measure"]): r for r in csv.DictReader(io.StringIO(summary_csv(found)))}
+    assert statistics.fmean(saves) == pytest.approx(float(summary["baseline", "save"]["mean"]))
+    assert summary["t5x_full", "save"]["verdict"] == "not run"
+    failed = next(row for row in rows if row["status"] == "failed")
+    assert (failed["measure"], failed["value"], failed["reason"]) == ("", "", 'it said: "no",\nand went')
+
+
+@pytest.mark.parametrize("name", ["=HYPERLINK(1)", "+1", "-1", "@x"])
+def test_no_spreadsheet_takes_a_name_for_a_formula(name: str, tmp_path: Path) -> None:
+    found = read(documents.document({"base": (1, 1, 1), name: (1, 1, 1)}), tmp_path)
+    for text in (samples_csv(found), summary_csv(found)):
+        assert {row[0] for row in csv.reader(io.StringIO(text))} >= {f"'{name}"}
+        assert name not in {row[0] for row in csv.reader(io.StringIO(text))}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "-"),
+        (1.0, "1.00x"),
+        (0.0471, "0.047x"),
+        (12.34, "12.3x"),
+        (250.2, "250x"),
+        (0.0001, "1.0e-04x"),
+        (0.0, "0.000x"),
+    ],
+)
+def test_gains_in_words(value: float | None, text: str) -> None:
+    assert wording.gain(value) == text
+
+
+def test_numbers_in_words() -> None:
+    assert [wording.number(v) for v in (0.0, 0.01234, 1.23456, 1234.5, 1e9)] == [
+        "0",
+        "0.01234",
+        "1.235",
+        "1,234",
+        "1e+09",
+    ]
+    assert wording.spread(137.52, 7.449) == "137.5 ± 7.4"
+    assert wording.percent(-1919.2) == "-1,919%"
+    assert (wording.percent(-0.01), wording.percent(0.04), wording.percent(-0.06)) == ("0.0%", "0.0%", "-0.1%")
+    assert wording.probability(0.00004) == "< 0.001"
+    assert wording.clean("a\x1b[31m\nb") == "a\\x1b[31m b"
+    assert len(wording.clipped("x" * 99, 20)) == 20
+
+
+def test_one_run_has_no_deviation_and_no_summary_no_verdict(tmp_path: Path) -> None:
+    document = documents.document({"a": (10, 1, 1), "b": (20, 1, 1)}, runs=1, noise=0.0, placebo=False)
+    document["summary"] = None
+    found = read(document, tmp_path)
+    assert origin_tables.isolated_text(found).splitlines()[2:] == [
+        "a                           10.00              1.00              2.73",
+        "b                           20.00              1.00              2.73",
+    ]
+    rows = tables.verdict_table(found, found.primary()[0]).texts()
+    assert [(row[0], row[1], row[3]) for row in rows] == [("a", "no verdict", "10.00"), ("b", "no verdict", "20.00")]
+    assert headlines(found)[0] == "Durable save: nothing is shown to beat a."

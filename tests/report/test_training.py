@@ -1,0 +1,107 @@
+"""What is said of results of training: verdicts, their order, the plots, and the page of techniques."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tensorkeep.bench.analysis.summary import summarise
+from tensorkeep.bench.training import cell as cell
+from tensorkeep.bench.training.workload import WORKLOAD
+from tensorkeep.report.document import Results
+from tensorkeep.report.panels import compared
+from tensorkeep.report.plots import pareto
+from tensorkeep.report.tables import noise_lines
+
+
+def test_more_tokens_in_a_second_are_better() -> None:
+    results = document({"plain": [100.0, 101.0, 99.0, 100.0], "fast": [150.0, 151.0, 149.0, 150.0]})
+    summary = summarise(results)
+    entry = summary["arms"]["fast"][cell.SPEED]
+    assert (entry["verdict"], round(entry["gain"], 2)) == ("helps", 1.5)
+    speed = next(one for one in summary["recommendations"] if one["for"] == "speed")
+    assert speed["arm"] == "fast"
+    assert "1.50x plain" in speed["text"]
+
+
+def test_a_failed_gate_is_told_in_the_words_of_training() -> None:
+    results = document({"plain": [100.0], "off": [200.0]})
+    next(one for one in results["cells"] if one["arm"] == "off").update(status="gate", reason="the loss", figures={})
+    summary = summarise(results)
+    said = "it was not active, or did not compute what it should"
+    assert summary["arms"]["off"][cell.SPEED]["reason"] == f"{said}, in 1 of 1 blocks: the loss"
+    assert any(one["text"].startswith(f"off: {said}") for one in summary["warnings"])
+
+
+def document(speeds: dict[str, list[float]]) -> dict[str, Any]:
+    """Return results with these tokens per second by arm, of which the first is the baseline."""
+    arms = [{"name": name, "role": "arm" if place else "baseline"} for place, name in enumerate(speeds)]
+    cells = [
+        {"arm": name, "block": block, "status": "ok", "amount": 100, "figures": {cell.SPEED: value}}
+        for name, values in speeds.items()
+        for block, value in enumerate(values)
+    ]
+    measures = [measure.as_dict() for measure in WORKLOAD.measures if measure.name == cell.SPEED]
+    return json.loads(
+        json.dumps({"experiment": {"workload": "training"}, "measures": measures, "arms": arms, "cells": cells})
+    )
+
+
+def reported(results: dict[str, Any]) -> Results:
+    results["experiment"] |= {"name": "techniques", "baseline": "plain", "design": "one-at-a-time"}
+    return msgspec.convert({**results, "summary": summarise(results)}, Results)
+
+
+def test_changes_that_were_made_one_at_a_time_are_shown_by_what_they_gained() -> None:
+    results = document({"plain": [100.0], "slow": [50.0], "off": [1.0], "fast": [150.0]})
+    next(one for one in results["cells"] if one["arm"] == "off").update(status="not-run", reason="no", figures={})
+    assert [arm.name for arm in compared(reported(results))] == ["plain", "fast", "slow", "off"]
+    for design, names in {"arms": ["plain", "fast", "slow", "off"], "steps": ["plain", "slow", "off", "fast"]}.items():
+        results["experiment"]["design"] = design
+        found = msgspec.convert({**results, "summary": summarise(results)}, Results)
+        assert [arm.name for arm in compared(found)] == names
+
+
+def test_a_placebo_that_ran_once_gives_no_noise_floor_and_that_is_why() -> None:
+    results = document({"plain": [100.0], "plain (again)": [101.0]})
+    results["arms"][1]["role"] = "placebo"
+    assert noise_lines(reported(results)) == ["speed: no noise floor, because no placebo ran in two blocks"]
+
+
+def test_what_did_not_run_has_no_number_among_the_points_and_losses_no_axis_from_zero() -> None:
+    results = document({"plain": [100.0, 101.0], "fast": [150.0, 151.0], "off": [1.0, 1.0]})
+    results["measures"] = [each.as_dict() for each in WORKLOAD.measures[:3]]
+    for one in results["cells"]:
+        one["figures"] |= {cell.MEMORY: 1e6, cell.LOSS: 2.0 + 0.01 * one["block"]}
+        if one["arm"] == "off":
+            one.update(status="not-run", reason="no", figures={})
+    figure = pareto.compromises(reported(results))
+    losses = next(axes for axes in figure.axes if "loss" in axes.get_ylabel())
+    assert losses.get_ylim()[0] > 1.5
+    assert losses.get_xlim()[0] == 0
+    assert [arm.name for arm in pareto._drawn_arms(reported(results))] == ["plain", "fast"]
+
+
+def test_the_page_of_techniques_is_made_from_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    page = importlib.import_module("techniques_page")
+    assert page.PAGE.read_text() == page.page()
+
+
+def test_the_page_says_what_was_measured_and_what_could_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    page = importlib.import_module("techniques_page")
+    results = document({"plain": [100.0, 101.0, 99.0, 100.0], "on": [150.0, 151.0, 149.0, 150.0], "off": [1.0]})
+    results["arms"][1]["settings"] = {"techniques.compile.mode": "default"}
+    results["arms"][2]["settings"] = {"techniques.tf32": "on"}
+    results["cells"][-1] |= {"status": "not-run", "reason": "tf32 needs a CUDA device", "figures": {}}
+    results["experiment"] |= {"name": "techniques", "baseline": "plain"}
+    found = msgspec.convert({**results, "summary": summarise(results)}, Results)
+    assert page._effects(found, "compile") == "mode default: speed 1.50x (1.49 to 1.51)"
+    assert page._effects(found, "tf32") == "not run here: tf32 needs a CUDA device"
+    assert page._effects(found, "ddp") == "not measured"

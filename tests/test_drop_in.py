@@ -1,0 +1,190 @@
+"""``tensorkeep.torch`` and ``tensorkeep.safetensors`` stand in for the functions of those libraries."""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import io
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import tensorkeep
+import tensorkeep.safetensors
+import tensorkeep.torch
+from faults import injection as faults
+from tensorkeep.testing.equality import same
+
+STATE = {"w": torch.arange(6.0).reshape(2, 3), "n": 3, "nested": {"b": torch.ones(2).bfloat16()}}
+
+
+def test_torch_opens_what_was_saved(tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    tensorkeep.torch.save(STATE, path)
+    tensorkeep.torch.save(STATE, path)  # replaces, as torch does
+    assert same(torch.load(path, weights_only=True), STATE)
+    assert same(tensorkeep.torch.load(path), STATE)
+    assert same(tensorkeep.torch.load(path, "cpu", weights_only=True, mmap=True), STATE)
+
+
+def test_any_format_is_opened(tmp_path: Path) -> None:
+    torch.save(STATE, tmp_path / "a.pt")
+    tensorkeep.save(STATE, tmp_path / "native")
+    assert same(tensorkeep.torch.load(tmp_path / "a.pt"), STATE)
+    assert same(tensorkeep.torch.load(tmp_path / "native"), STATE)
+
+
+@pytest.mark.parametrize("name", ["save", "load"])
+def test_every_argument_of_torch_is_taken_in_its_place(name: str) -> None:
+    theirs, ours = (inspect.signature(getattr(module, name)).parameters for module in (torch, tensorkeep.torch))
+    assert list(ours) == list(theirs)
+    assert [parameter.kind for parameter in ours.values()] == [parameter.kind for parameter in theirs.values()]
+
+
+def test_arguments_that_mean_nothing_here_are_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    tensorkeep.torch.save(STATE, path, pickle, 5, True, True)
+    tensorkeep.torch.save(STATE, path, pickle_protocol=4, _disable_byteorder_record=True)
+    assert same(torch.load(path), STATE)
+    assert same(tensorkeep.torch.load(path, None, pickle, weights_only=None, mmap=False, encoding="latin1"), STATE)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (lambda path: tensorkeep.torch.save(STATE, path, pickle_module=json), "unsupported", "unpickled by 'json'"),
+        (
+            lambda path: tensorkeep.torch.save(STATE, path, _use_new_zipfile_serialization=False),
+            "unsupported",
+            "before version 1.6",
+        ),
+        (lambda path: tensorkeep.torch.save(STATE, io.StringIO()), "usage", "text file"),
+        (lambda path: tensorkeep.torch.save(STATE, 5), "usage", "int is no path and no binary file"),
+        (lambda path: tensorkeep.torch.load(object()), "usage", "object is no path and no binary file"),
+        (lambda path: tensorkeep.torch.load(path, weights_only=False), "usage", "would run code"),
+        (lambda path: tensorkeep.torch.load(path, pickle_module=json), "unsupported", "unpickled by 'json'"),
+        (lambda path: tensorkeep.torch.load(path, map_locaton="cpu"), "usage", "no argument 'map_locaton'"),
+        (
+            lambda path: tensorkeep.torch.load(path, {"cpu": "cuda:77"}),
+            "usage",
+            "cannot be put where map_location says",
+        ),
+    ],
+)
+def test_what_is_not_taken_over_says_so(tmp_path: Path, call: Any, kind: str, message: str) -> None:
+    torch.save(STATE, tmp_path / "a.pt")
+    with pytest.raises(tensorkeep.TensorkeepError, match=message) as said:
+        call(tmp_path / "a.pt")
+    assert said.value.kind == kind
+    assert same(torch.load(tmp_path / "a.pt"), STATE)
+
+
+class Stream:
+    """A file object that can only be read from its beginning to its end, or written."""
+
+    def __init__(self, content: bytes = b"") -> None:
+        self.content = content
+
+    def read(self, count: int = -1) -> bytes:
+        taken = self.content if count < 0 else self.content[:count]
+        self.content = self.content[len(taken) :]
+        return taken
+
+    def write(self, data: bytes) -> int:
+        self.content += data
+        return len(data)
+
+
+@pytest.mark.parametrize("make", [io.BytesIO, Stream])
+def test_file_objects_are_written_and_read(make: Any) -> None:
+    file = make()
+    tensorkeep.torch.save(STATE, file)
+    content = file.getvalue() if make is io.BytesIO else file.content
+    assert same(torch.load(io.BytesIO(content)), STATE)
+    assert same(tensorkeep.torch.load(make(content), mmap=True), STATE)
+    assert same(tensorkeep.torch.load(make(content), {"cuda:0": "cpu"}), STATE)
+
+
+def test_a_file_object_with_a_damaged_byte_is_told(tmp_path: Path) -> None:
+    file = io.BytesIO()
+    tensorkeep.torch.save(STATE, file)
+    damaged = file.getvalue().replace(torch.arange(6.0).numpy().tobytes(), torch.arange(1, 7.0).numpy().tobytes())
+    for place in (None, {"cpu": "cpu"}, lambda storage, location: storage):
+        with pytest.raises(tensorkeep.CorruptCheckpointError, match="CRC-32"):
+            tensorkeep.torch.load(io.BytesIO(damaged), place)
+
+
+def test_map_location_is_followed_as_torch_does(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    tensorkeep.torch.save(STATE, path)
+    asked: list[str] = []
+
+    def where(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+        asked.append(location)
+        return storage
+
+    assert same(tensorkeep.torch.load(path, where), STATE)
+    assert asked == ["cpu", "cpu"]
+    found = tensorkeep.torch.load(path, {"cpu": "meta"})
+    assert found["w"].device.type == "meta"
+    tensorkeep.save(STATE, tmp_path / "native")
+    with pytest.raises(tensorkeep.UnsupportedError, match="only torch files can be loaded with a dict"):
+        tensorkeep.torch.load(tmp_path / "native", {"cpu": "cpu"})
+
+
+@pytest.mark.parametrize("name", ["model.bin", "model", "a.safetensors", "model.SAFETENSORS"])
+def test_one_file_is_saved_whatever_its_name(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    for number in range(2):
+        tensors = {"w": torch.full((3,), float(number))}
+        tensorkeep.safetensors.save_file(tensors, path, metadata={"number": str(number)})
+        assert path.is_file()
+        assert same(safetensors.torch.load_file(path), tensors)
+        assert same(tensorkeep.safetensors.load_file(path), tensors)
+    with safetensors.safe_open(path, "pt") as file:
+        assert file.metadata()["number"] == "1"
+    assert [entry.name for entry in tmp_path.iterdir()] == [name]
+
+
+def test_only_a_safetensors_file_is_replaced_by_one(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_text("years of work")
+    (tmp_path / "folder").mkdir()
+    for name in ("model.bin", "folder"):
+        with pytest.raises(tensorkeep.DestinationExistsError, match="not replaced"):
+            tensorkeep.safetensors.save_file({"w": torch.zeros(1)}, tmp_path / name)
+    assert (tmp_path / "model.bin").read_text() == "years of work"
+
+
+def test_a_file_of_any_name_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "model.bin"
+    old, new = {"w": torch.zeros(3)}, {"w": torch.ones(3)}
+    tensorkeep.safetensors.save_file(old, path)
+    for index in range(faults.count_operations(lambda: tensorkeep.safetensors.save_file(old, path))):
+        with faults.broken(fail_at=index, action=faults.raise_error(errno.EIO)):
+            try:
+                tensorkeep.safetensors.save_file(new, path)
+                allowed = [new]
+            except tensorkeep.StoreError:
+                allowed = [old, new]
+        assert any(same(tensorkeep.safetensors.load_file(path), state) for state in allowed)
+        tensorkeep.safetensors.save_file(old, path)
+        assert [entry.name for entry in tmp_path.iterdir()] == ["model.bin"]
+
+
+def test_safetensors_opens_what_was_saved(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    tensors = {"w": torch.arange(6.0), "t": torch.arange(6.0).reshape(2, 3).t()}
+    tensorkeep.safetensors.save_file(tensors, path, metadata={"who": "me"})
+    tensorkeep.safetensors.save_file(tensors, path, metadata={"who": "me"})
+    found = safetensors.torch.load_file(path)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert same(tensorkeep.safetensors.load_file(path), {name: t.contiguous() for name, t in tensors.items()})
+    with safetensors.safe_open(path, "pt") as file:
+        assert file.metadata()["who"] == "me"
+    with pytest.raises(tensorkeep.UnsupportedError, match="maps strings to strings"):
+        tensorkeep.safetensors.save_file(tensors, path, metadata={"n": 1})  # type: ignore[dict-item]

@@ -1,0 +1,297 @@
+"""Configurations, recipes, schedules, optimizers, averages, clocks: the small parts of the trainer."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tensorkeep.errors import UsageError
+from tensorkeep.train.config.arguments import given_settings, read_words
+from tensorkeep.train.config.bounds import check_bounds
+from tensorkeep.train.config.config import Config, differences, flat, setting_names
+from tensorkeep.train.config.recipes import RECIPES, get_recipe
+from tensorkeep.train.config.sections import OptimConfig, ScheduleConfig
+from tensorkeep.train.model.gpt import GPT
+from tensorkeep.train.optim.average import WeightAverage
+from tensorkeep.train.optim.optimizers import build_optimizers, check_optimizers, set_learning_rate
+from tensorkeep.train.optim.schedules import Plateau, share
+from tensorkeep.train.run.clock import Clock
+from tensorkeep.train.run.speed import Speedometer, measured_peak
+
+BASE = get_recipe("shakespeare-char-cpu")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_are_whole_and_say_what_they_are(name: str) -> None:
+    config = get_recipe(name)
+    assert config.recipe == name
+    assert Config.from_dict(config.as_dict()) == config
+    assert RECIPES[name].__doc__
+
+
+def test_an_unknown_recipe_names_the_nearest() -> None:
+    with pytest.raises(UsageError, match=r"did you mean shakespeare-char-cpu\?"):
+        get_recipe("shakespeare-char-cpuu")
+
+
+def test_one_setting_changes_one_thing() -> None:
+    changed = BASE.changed(
+        {"optim.lr": "3e-4", "loop.steps": "7", "sample.top_k": "5", "checkpoint.incremental": "false"}
+    )
+    assert differences(BASE, changed) == {
+        "optim.lr": (1e-3, 3e-4),
+        "loop.steps": (2000, 7),
+        "sample.top_k": (None, 5),
+        "checkpoint.incremental": (True, False),
+    }
+    assert changed.changed({"sample.top_k": "none"}).sample.top_k is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("optim.rl", 1, r"no setting 'optim\.rl'.*did you mean optim\.lr"),
+        ("lr", 1, r"no setting 'lr'.*did you mean optim\.lr"),
+        ("optim.lr", "fast", r"optim\.lr is 'fast': expected"),
+        ("optim.lr", -1, r"optim\.lr is -1"),
+        ("optim.beta1", 1.0, r"optim\.beta1 is 1\.0.*below 1"),
+        ("optim.muon_steps", 0, r"optim\.muon_steps is 0"),
+        ("loop.steps", 0, r"loop\.steps is 0.*1 or more"),
+        ("loop.steps", 1.5, r"loop\.steps is 1\.5: expected"),
+        ("schedule.name", "spiral", r"schedule\.name is 'spiral': invalid enum"),
+        ("model.n_heads", 3, "does not divide"),
+        ("checkpoint.incremental", "sometimes", r"checkpoint\.incremental is 'sometimes'"),
+        ("schedule.factor", 1.0, r"schedule\.factor is 1\.0.*above 0 and below 1"),
+        ("sample.top_k", 0, r"sample\.top_k is 0.*1 or more"),
+        ("sample.temperature", "inf", r"sample\.temperature is inf.*finite number 0 or more"),
+        ("sample.tokens", 10**18, r"sample\.tokens is 1000000000000000000.*or less"),
+        ("data.validation", 1.0, r"data\.validation is 1\.0.*above 0 and below 1"),
+        ("loop.threads", 10**6, r"loop\.threads is 1000000.*1024 or less"),
+    ],
+)
+def test_settings_that_make_no_sense(name: str, value: object, message: str) -> None:
+    with pytest.raises(UsageError, match=f"(?s){message}"):
+        BASE.changed({name: value})
+
+
+NUMBERS = [name for name, value in flat(BASE.as_dict()).items() if isinstance(value, float)]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+def test_every_number_is_finite(name: str, value: str) -> None:
+    with pytest.raises(UsageError, match=f"{name.removeprefix('model.')} is {value}"):
+        BASE.changed({name: value})
+
+
+def test_bounds_hold_for_the_largest_whole_numbers() -> None:
+    check_bounds("x", 10**400, least=1)
+    with pytest.raises(UsageError, match=r"(?s)x is 1000.*5 or less"):
+        check_bounds("x", 10**400, most=5)
+    with pytest.raises(UsageError, match=r"give a finite number$"):
+        check_bounds("x", math.inf)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"schedule.name": "plateau", "eval.every": 0}, r"schedule\.name is 'plateau', and eval\.every is 0"),
+        ({"eval.patience": 3, "eval.every": 0}, r"eval\.patience is 3, and eval\.every is 0"),
+        ({"schedule.name": "range"}, r"schedule\.warmup_steps is 100, .*\ngive schedule\.warmup_steps 0"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        BASE.changed(settings)
+
+
+def test_another_tokenizer_drops_the_vocabulary_that_was_set_for_the_first() -> None:
+    pairs = get_recipe("chatgot-85m")
+    assert pairs.data.vocab_size == 8192
+    assert pairs.changed({"data.tokenizer": "byte"}).data.vocab_size is None
+    assert pairs.changed({"data.tokenizer": "bpe"}).data.vocab_size == 8192
+    assert BASE.changed({"data.vocab_size": 300, "data.tokenizer": "bpe"}).data.vocab_size == 300
+
+
+def test_an_optimizer_that_a_device_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_optimizers(OptimConfig(implementation="fused"), torch.device("cpu"))
+    # Which devices have it changes with torch.
+    module = sys.modules[torch.optim.Optimizer.__module__]
+    monkeypatch.setattr(module, "_get_fused_kernels_supported_devices", lambda: ["abacus"])
+    with pytest.raises(UsageError, match=r"optim\.implementation is 'fused', which is not to be had on cpu: .*abacus"):
+        check_optimizers(OptimConfig(implementation="fused"), torch.device("cpu"))
+
+
+def test_settings_that_only_make_sense_together_come_in_any_order() -> None:
+    for names in (["model.n_heads", "model.d_model"], ["model.d_model", "model.n_heads"]):
+        values = {"model.n_heads": 6, "model.d_model": 384}
+        assert BASE.changed({name: values[name] for name in names}).model.head_size == 64
+
+
+def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "x.toml"
+    file.write_text('[train]\nout = "elsewhere"\n[train.optim]\nlr = 1.0\nclip = 2.0\nweight_decay = 3.0\n')
+    environment = {"TENSORKEEP_OPTIM_CLIP": "4", "TENSORKEEP_OPTIM_WEIGHT_DECAY": "5"}
+    _, words = read_words(["--optim.weight_decay", "6", "--loop.steps=9"])
+    found = BASE.changed(given_settings(words, file=file, environment=environment))
+    assert (found.optim.lr, found.optim.clip, found.optim.weight_decay, found.loop.steps) == (1.0, 4.0, 6.0, 9)
+
+
+def test_words_come_in_any_order() -> None:
+    expected = ("tiny", {"optim.lr": "3e-4", "loop.steps": "-5"})
+    assert read_words(["tiny", "--optim.lr", "3e-4", "--loop.steps=-5"]) == expected
+    assert read_words(["--optim.lr", "3e-4", "tiny", "--loop.steps", "-5"]) == expected
+    assert read_words(["--loop.steps", "-5", "--optim.lr=3e-4"]) == (None, expected[1])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--optim.lr"], "--optim.lr has no value"),
+        (["tiny", "optim.lr", "3"], "'optim.lr' is no setting"),
+        (["--", "3"], "there is no option --\n"),
+        (["-x", "3"], "there is no option -x\n"),
+        (["--resum"], "there is no option --resum\ndid you mean --resume?"),
+        (["--outt", "x"], "there is no option --outt\ndid you mean --out?"),
+        (["--lr", "1"], "there is no option --lr\ndid you mean --optim.lr"),
+        (["--recipe", "tiny"], "there is no option --recipe\ngive the recipe as a word"),
+    ],
+)
+def test_words_that_make_no_sense(words: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        read_words(words, ["--resume", "--out"])
+
+
+def test_a_setting_of_a_file_that_there_is_none_of_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_text("[train.optim]\nrl = 1.0\n")
+    with pytest.raises(UsageError, match=r"x\.toml: there is no setting 'optim\.rl'\ndid you mean optim\.lr"):
+        given_settings(file=tmp_path / "x.toml", environment={})
+
+
+def test_a_file_that_is_not_toml(tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_text("[train")
+    with pytest.raises(UsageError, match="is not TOML"):
+        given_settings(file=tmp_path / "x.toml", environment={})
+    with pytest.raises(UsageError, match="cannot read"):
+        given_settings(file=tmp_path / "y.toml", environment={})
+
+
+@given(
+    name=st.sampled_from(["cosine", "linear", "wsd", "constant", "range"]),
+    warmup=st.integers(0, 20),
+    steps=st.integers(1, 60),
+    final=st.floats(0.01, 1),
+)
+def test_schedules_stay_within_their_bounds(name: str, warmup: int, steps: int, final: float) -> None:
+    warmup = 0 if name == "range" else warmup
+    config = ScheduleConfig(name=name, warmup_steps=warmup, final=final)  # type: ignore[arg-type]
+    shares = [share(config, step, steps) for step in range(1, steps + 1)]
+    assert all(0 < each <= 1 + 1e-12 for each in shares)
+    assert shares[: min(warmup, steps)] == [step / warmup for step in range(1, min(warmup, steps) + 1)]
+    rest = shares[warmup:]
+    falling = sorted(rest, reverse=name != "range")
+    assert rest == pytest.approx(falling)
+    if len(rest) > 1:
+        first, last = (final, 1.0) if name == "range" else (1.0, 1.0 if name == "constant" else final)
+        assert (rest[0], rest[-1]) == pytest.approx((first, last))
+
+
+def test_wsd_is_stable_before_it_decays() -> None:
+    config = ScheduleConfig(name="wsd", final=0.0, decay=0.2)
+    shares = [share(config, step, 101) for step in range(1, 102)]
+    assert shares[:81] == pytest.approx([1.0] * 81)
+    assert shares[90] == pytest.approx(0.5)
+    assert shares[100] == pytest.approx(0.0)
+
+
+def test_a_plateau_lowers_the_rate_and_can_be_saved() -> None:
+    config = ScheduleConfig(name="plateau", patience=2, factor=0.5)
+    plateau, again = Plateau(config), Plateau(config)
+    for loss in (3.0, 2.0, 2.5):
+        plateau.evaluated(loss)
+    again.load_state_dict(plateau.state_dict())
+    for each in (plateau, again):
+        assert each.share == 1.0
+        each.evaluated(2.1)
+        assert each.share == 0.5
+        each.evaluated(1.0)
+        assert each.share == 0.5
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_every_parameter_has_one_optimizer_and_vectors_do_not_decay(name: str) -> None:
+    config = BASE.changed({"optim.name": name, "model.bias": True, "model.vocab_size": 30})
+    model = GPT(config.model)
+    groups = [group for each in build_optimizers(model, config.optim).values() for group in each.param_groups]
+    found = [parameter for group in groups for parameter in group["params"]]
+    assert len(found) == len(set(found)) == len(list(model.parameters()))
+    for group in groups:
+        assert all((parameter.ndim >= 2) == (group["weight_decay"] > 0) for parameter in group["params"])
+
+
+def test_the_learning_rate_is_a_share_of_each_groups_peak() -> None:
+    config = BASE.changed({"optim.name": "muon", "optim.muon_steps": 3, "model.vocab_size": 30})
+    optimizers = build_optimizers(GPT(config.model), config.optim)
+    set_learning_rate(optimizers, 0.5)
+    set_learning_rate(optimizers, 0.25)
+    assert optimizers["muon"].param_groups[0]["lr"] == 0.25 * 0.02
+    assert optimizers["adamw"].param_groups[0]["lr"] == 0.25 * 1e-3
+
+
+def test_the_average_follows_the_weights_and_is_lent_to_the_model() -> None:
+    model = torch.nn.Linear(2, 2, bias=False)
+    average = WeightAverage(model, 0.5)
+    start = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    average.update(100)
+    expected = start + 0.5
+    with average.in_place():
+        assert torch.allclose(model.weight, expected)
+    assert torch.allclose(model.weight, start + 1.0)
+    other = WeightAverage(torch.nn.Linear(2, 2, bias=False), 0.5)
+    other.load_state_dict(average.state_dict())
+    assert torch.equal(other.state_dict()["weight"], average.state_dict()["weight"])
+    assert WeightAverage(model, 0.0).state_dict() == {}
+
+
+def test_the_clock_adds_up() -> None:
+    times = iter([0.0, 1.0, 5.0, 7.0, 7.0, 8.0])
+    clock = Clock(lambda: next(times))
+    for what in ("train", "evaluate", "train"):
+        with clock.spent_on(what):
+            pass
+    assert clock.seconds == {"train": 2.0, "evaluate": 2.0}
+
+
+def test_a_share_of_the_peak_is_never_above_all_of_it() -> None:
+    speed = Speedometer(peak=100.0)
+    speed.add(50, 500, 10.0)
+    assert speed.lap() == {"tokens_per_second": 5.0, "mfu": 0.5}
+    speed.add(400, 4000, 10.0)
+    assert speed.lap() == {"tokens_per_second": 40.0, "mfu": 1.0}
+    assert speed.peak == 400.0
+    assert speed.total() == {"tokens_per_second": 22.5, "mfu": 0.5625}
+
+
+def test_the_measured_peak_draws_no_random_numbers_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tensorkeep.train.run.speed._SIZES", (64,))
+    monkeypatch.setattr("tensorkeep.train.run.speed._SECONDS", 0.01)
+    before = torch.get_rng_state()
+    assert measured_peak(torch.device("cpu")) > 1e6
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_flat_names_every_setting_once() -> None:
+    names = flat(BASE.as_dict())
+    assert names["optim.lr"] == 1e-3
+    assert names["recipe"] == "shakespeare-char-cpu"
+    # Techniques that are off have no settings.
+    assert list(names) == [each for each in setting_names() if each != "techniques"]

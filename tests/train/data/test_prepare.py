@@ -1,0 +1,348 @@
+"""Preparing: how a corpus is divided, what is refused, what is left when it fails, and how little memory it takes."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import signal
+import sys
+import tempfile
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from faults import injection as faults
+from tensorkeep.errors import DestinationExistsError, NotACheckpointError, StoreError, UsageError
+from tensorkeep.train.data import documents, sources
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.data.documents import Reading
+from tensorkeep.train.data.prepare import prepare
+from tensorkeep.train.data.splits import SplitRule
+from tensorkeep.train.data.tokenizers.base import END_OF_DOCUMENT
+
+TEXT = "To be, or not to be:\nthat is the question. Ünïcödé 漢字 🙂\n" * 10
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def texts(folder: Path) -> tuple[str, str]:
+    dataset = Dataset.open(folder, verify=True)
+    return dataset.tokenizer.decode(dataset.train), dataset.tokenizer.decode(dataset.validation)
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text.encode())
+    return path
+
+
+def corpus(folder: Path, count: int) -> Path:
+    for number in range(count):
+        write(folder / f"{number:03d}.txt", f"document {number}\n")
+    return folder
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe"])
+def test_a_stream_is_cut_where_nanogpt_cuts_it(tmp_path: Path, tokenizer: str) -> None:
+    if tokenizer == "bpe":
+        pytest.importorskip("tokenizers")
+    prepare(write(tmp_path / "a.txt", TEXT), tmp_path / "data", tokenizer=tokenizer)
+    count = int(len(TEXT) * 0.9)
+    assert texts(tmp_path / "data") == (TEXT[:count], TEXT[count:])
+
+
+def test_characters_are_stored_as_nanogpt_stores_them(tmp_path: Path) -> None:
+    prepared = prepare(write(tmp_path / "a.txt", TEXT), tmp_path / "data")
+    numbers = {character: number for number, character in enumerate(sorted(set(TEXT)))}
+    expected = np.array([numbers[character] for character in TEXT], "<u2")
+    count = int(len(TEXT) * 0.9)
+    assert (tmp_path / "data" / "train.bin").read_bytes() == expected[:count].tobytes()
+    assert (tmp_path / "data" / "validation.bin").read_bytes() == expected[count:].tobytes()
+    assert prepared.about["vocab_size"] == len(numbers)
+
+
+@settings(max_examples=25)
+@given(
+    st.text(st.sampled_from("aü漢🙂\n"), min_size=10, max_size=60), st.integers(1, 7), st.sampled_from([0.1, 0.5, 0.3])
+)
+def test_a_stream_is_divided_wherever_its_pieces_end(text: str, piece: int, validation: float) -> None:
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "PIECE", piece)
+        prepare(write(Path(name, "a.txt"), text), Path(name, "data"), validation=validation, tokenizer="byte")
+        count = int(len(text) * (1 - validation))
+        assert texts(Path(name, "data")) == (text[:count], text[count:])
+
+
+def test_each_document_goes_whole_to_one_split(tmp_path: Path) -> None:
+    prepared = prepare(corpus(tmp_path / "docs", 50), tmp_path / "data", tokenizer="byte", validation=0.3)
+    parts = [text.split(END_OF_DOCUMENT) for text in texts(tmp_path / "data")]
+    assert [part.pop() for part in parts] == ["", ""]
+    assert sorted(parts[0] + parts[1]) == sorted(f"document {number}\n" for number in range(50))
+    counts = [prepared.about["splits"][split]["documents"] for split in ("train", "validation")]
+    assert counts == [len(part) for part in parts]
+    assert 5 < counts[1] < 25
+    assert prepared.about["source"]["documents"] == 50
+
+
+def test_documents_stay_in_their_split_when_the_corpus_grows(tmp_path: Path) -> None:
+    held = []
+    for count in (40, 60):
+        prepare(corpus(tmp_path / "docs", count), tmp_path / str(count), tokenizer="byte", validation=0.3, seed=4)
+        held.append([set(text.split(END_OF_DOCUMENT)) for text in texts(tmp_path / str(count))])
+    assert held[0][0] < held[1][0]
+    assert held[0][1] < held[1][1]
+
+
+def test_another_seed_divides_otherwise() -> None:
+    names = [f"{number}.txt" for number in range(1000)]
+    drawn = [[SplitRule(0.2, seed).of_document(name) for name in names] for seed in (0, 1, 0)]
+    assert drawn[0] == drawn[2] != drawn[1]
+    assert 150 < drawn[0].count("validation") < 250
+
+
+def test_documents_without_text_are_passed_over(tmp_path: Path) -> None:
+    folder = corpus(tmp_path / "docs", 30)
+    for number in range(20):
+        write(folder / f"empty{number}.txt", "")
+    prepared = prepare(folder, tmp_path / "data", tokenizer="char")
+    assert prepared.about["source"]["documents"] == 30
+    assert prepared.about["source"]["files"] == 50
+    assert END_OF_DOCUMENT * 2 not in "".join(texts(tmp_path / "data"))
+
+
+def test_what_was_made_is_told(tmp_path: Path) -> None:
+    prepared = prepare(write(tmp_path / "a.txt", TEXT), tmp_path / "data")
+    about = prepared.as_dict()
+    assert about["path"] == str(tmp_path / "data")
+    source = about["source"]
+    assert source["bytes"] == len(TEXT.encode())
+    assert source["characters"] == len(TEXT)
+    assert (source["files"], source["documents"], source["encoding"]) == (1, None, "utf-8")
+    assert (about["tokenizer"], about["dtype"], about["validation"]) == ("char", "uint16", 0.1)
+    assert Dataset.open(tmp_path / "data").about == prepared.about
+
+
+def test_another_encoding(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(("grüße " * 20).encode("latin-1"))
+    prepare(tmp_path / "a.txt", tmp_path / "data", encoding="latin-1", validation=0.5)
+    assert "".join(texts(tmp_path / "data")) == "grüße " * 20
+
+
+def test_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode())))
+    prepared = prepare("-", tmp_path / "data")
+    assert "".join(texts(tmp_path / "data")) == TEXT
+    assert prepared.about["source"]["kind"] == "stdin"
+
+
+def test_standard_input_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.BytesIO):
+        def write(self, data: Any) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode())))
+    monkeypatch.setattr(sources.tempfile, "TemporaryFile", lambda buffering: Full())
+    with pytest.raises(StoreError, match="cannot keep standard input in a temporary file: No space left"):
+        prepare("-", tmp_path / "data")
+    assert names(tmp_path) == []
+
+
+def test_progress_counts_both_readings(tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    prepare(write(tmp_path / "a.txt", TEXT), tmp_path / "data", progress=lambda done, total: told.append((done, total)))
+    nbytes = len(TEXT.encode())
+    assert told[-1] == (2 * nbytes, 2 * nbytes)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+
+
+@pytest.mark.parametrize("text", ["", "x", "\ufeff"])
+def test_a_corpus_too_short_is_refused(tmp_path: Path, text: str) -> None:
+    path = write(tmp_path / "a.txt", text)
+    message = "is so short" if text else "holds no text"
+    with pytest.raises(UsageError, match=f"a.txt: {message}"):
+        prepare(path, tmp_path / "data")
+    assert names(tmp_path) == ["a.txt"]
+
+
+def test_two_characters_can_be_divided(tmp_path: Path) -> None:
+    prepare(write(tmp_path / "a.txt", "xy"), tmp_path / "data", validation=0.5)
+    assert texts(tmp_path / "data") == ("x", "y")
+    with pytest.raises(UsageError, match="nothing is left for validation"):
+        prepare(tmp_path / "a.txt", tmp_path / "other", validation=1e-20)
+
+
+def test_documents_that_leave_a_split_empty_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"none of its 1 documents is for (train|validation)") as caught:
+        prepare(corpus(tmp_path / "docs", 1), tmp_path / "data")
+    assert caught.value.remedy is not None
+    assert "another share or seed" in caught.value.remedy
+    write(tmp_path / "none" / "a.txt", "")
+    with pytest.raises(UsageError, match="holds no text"):
+        prepare(tmp_path / "none", tmp_path / "data")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"validation": 0.0},
+        {"validation": 1.0},
+        {"validation": float("nan")},
+        {"seed": -1},
+        {"seed": 1 << 64},
+        {"seed": 0.5},
+        {"tokenizer": "words"},
+        {"vocab_size": 300},
+        {"encoding": "utf-9"},
+    ],
+)
+def test_arguments_that_make_no_sense(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    write(tmp_path / "a.txt", TEXT)
+    with pytest.raises(UsageError):
+        prepare(tmp_path / "a.txt", tmp_path / "data", **arguments)
+    assert names(tmp_path) == ["a.txt"]
+
+
+def test_bad_input_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(TEXT.encode() * 10_000 + b"\xff")
+    with pytest.raises(UsageError, match="is not utf-8"):
+        prepare(tmp_path / "a.txt", tmp_path / "data", tokenizer="byte")
+    with pytest.raises(NotACheckpointError):
+        prepare(tmp_path / "b.txt", tmp_path / "data")
+    assert names(tmp_path) == ["a.txt"]
+
+
+def test_only_prepared_data_is_replaced(tmp_path: Path) -> None:
+    path, out = write(tmp_path / "a.txt", TEXT), tmp_path / "data"
+    prepare(path, out)
+    with pytest.raises(DestinationExistsError, match="exists already"):
+        prepare(path, out)
+    write(path, TEXT[::-1])
+    prepare(path, out, overwrite=True)
+    assert "".join(texts(out)) == TEXT[::-1]
+    write(out / "notes.md", "mine")
+    with pytest.raises(DestinationExistsError, match=r"holds 'notes.md', too"):
+        prepare(path, out, overwrite=True)
+    for other in (tmp_path / "a.txt", corpus(tmp_path / "docs", 1), tmp_path):
+        with pytest.raises(DestinationExistsError, match="is no prepared data"):
+            prepare(path, other, overwrite=True)
+    assert names(tmp_path) == ["a.txt", "data", "docs"]
+
+
+def test_open_data_stays_when_it_is_replaced(tmp_path: Path) -> None:
+    prepare(write(tmp_path / "a.txt", TEXT), tmp_path / "data")
+    dataset = Dataset.open(tmp_path / "data")
+    prepare(write(tmp_path / "a.txt", "other " * 50), tmp_path / "data", overwrite=True)
+    assert dataset.tokenizer.decode(dataset.train) == TEXT[: int(len(TEXT) * 0.9)]
+
+
+@pytest.mark.parametrize("change", ["X" * 50, "", TEXT[::-1]])
+def test_a_corpus_that_changes_meanwhile_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    path = write(tmp_path / "a.txt", TEXT)
+    real = Reading.documents
+    readings: list[Reading] = []
+
+    def documents(reading: Reading) -> Any:
+        readings.append(reading)
+        if len(readings) == 2:
+            write(path, change)
+        return real(reading)
+
+    monkeypatch.setattr(Reading, "documents", documents)
+    with pytest.raises(StoreError, match="changed while it was read"):
+        prepare(path, tmp_path / "data")
+    assert names(tmp_path) == ["a.txt"]
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "byte"])
+def test_a_large_file_takes_little_memory(tmp_path: Path, tokenizer: str) -> None:
+    line = TEXT.replace("\n", " ").encode()  # one single line
+    with (tmp_path / "a.txt").open("wb") as file:
+        for _ in range(60):
+            file.write(line * (1_000_000 // len(line)))
+    nbytes = (tmp_path / "a.txt").stat().st_size
+    tracemalloc.start()
+    try:
+        prepared = prepare(tmp_path / "a.txt", tmp_path / "data", tokenizer=tokenizer)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert nbytes > 58_000_000
+    assert prepared.about["source"]["bytes"] == nbytes
+    assert peak < 12_000_000
+
+
+def operations(path: Path, folder: Path) -> int:
+    folder.mkdir()
+    count = faults.count_operations(lambda: prepare(path, folder / "data", tokenizer="byte"))
+    assert count > 8
+    return count
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_an_error_of_the_disk_leaves_nothing(tmp_path: Path, number: int) -> None:
+    path = write(tmp_path / "a.txt", TEXT)
+    met = set()
+    for index in range(operations(path, tmp_path / "count")):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        with faults.broken(fail_at=index, action=faults.raise_error(number)) as broken:
+            try:
+                prepare(path, folder / "data", tokenizer="byte")
+            except StoreError as error:
+                met.add(broken.seen[index])
+                assert os.strerror(number) in error.message
+        # Only the durability of the name itself is not known to be lost: the data is there, and the caller is told.
+        if names(folder):
+            assert names(folder) == ["data"]
+            assert "".join(texts(folder / "data")) == TEXT
+    assert {"mkdir", "open", "pwrite", "fsync", "renameat2"} <= met
+
+
+def test_a_short_write_is_finished(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", TEXT)
+    for index in range(operations(path, tmp_path / "count")):
+        with faults.broken(fail_at=index, action=faults.write_short):
+            prepare(path, tmp_path / str(index), tokenizer="byte")
+        assert "".join(texts(tmp_path / str(index))) == TEXT
+
+
+def test_killed_at_every_operation_it_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", TEXT)
+    met = set()
+    for index in range(operations(path, tmp_path / "count")):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+
+        def work(folder: Path = folder, index: int = index) -> None:
+            with faults.broken(fail_at=index, action=faults.die):
+                prepare(path, folder / "data", tokenizer="byte")
+
+        assert faults.in_child(work) == signal.SIGKILL
+        met.add((folder / "data").exists())
+        if (folder / "data").exists():
+            assert "".join(texts(folder / "data")) == TEXT
+        prepare(path, folder / "data", tokenizer="byte", overwrite=True)
+        assert names(folder) == ["data"]
+    assert met == {True, False}
+
+
+def test_the_tokenizer_of_a_prepared_folder_is_learned_from_all_documents(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    folder = tmp_path / "docs"
+    for number in range(40):
+        write(folder / f"{number}.txt", f"def function_{number}(argument):\n    return argument\n")
+    prepared = prepare(folder, tmp_path / "data", tokenizer="bpe", vocab_size=300)
+    assert prepared.about["vocab_size"] <= 300
+    train, validation = texts(tmp_path / "data")
+    assert (train + validation).count(END_OF_DOCUMENT) == 40
+    assert Dataset.open(tmp_path / "data").tokenizer.encode("argument").size == 1

@@ -1,0 +1,359 @@
+"""How a run starts and goes on: what is refused in time, which data it takes, and what it writes down."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tensorkeep
+from tensorkeep.checkpoint.restore.stateful import RandomState
+from tensorkeep.cli.gentle_stop import gentle_stop
+from tensorkeep.testing.equality import difference
+from tensorkeep.train.config.config import Config
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.data.prepare import prepare
+from tensorkeep.train.loop import train
+from tensorkeep.train.model.config import ModelConfig
+from tensorkeep.train.run.data import absolute_source, open_data
+from tensorkeep.train.run.device import RunRandomState, chosen_device
+from tensorkeep.train.run.folder import RunFolder
+from tensorkeep.train.run.run import Run, open_run
+
+TEXT = "the quick brown fox jumps over the lazy dog; " * 60
+CONFIG = Config(
+    recipe="tiny", model=ModelConfig(vocab_size=1, context_length=16, n_layers=1, n_heads=2, d_model=16)
+).changed({"loop.steps": 4, "loop.batch_size": 2, "checkpoint.every": 2, "log.every": 1})
+
+
+class Silence:
+    def happened(self, step: int, kind: str, values: dict[str, Any]) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tensorkeep.train.run.run.measured_peak", lambda device: 1e9)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture
+def data(tmp_path: Path, text: Path) -> Path:
+    return prepare(text, tmp_path / "data").path
+
+
+def run(config: Config, folder: Path, dataset: Dataset, *, resume: bool = False, steps: int | None = None) -> Run:
+    """Train, or only so many steps of it."""
+    with open_run(config, RunFolder(folder), dataset, resume=resume) as opened:
+        train(opened, Silence(), stop=lambda: opened.progress.step == steps)
+        return opened
+
+
+def about(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "run.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"checkpoint.compression": "nonsense"}, tensorkeep.UsageError, "there is no compression 'nonsense'"),
+        ({"checkpoint.memory_budget": "nonsense"}, tensorkeep.UsageError, "'nonsense' is not a size"),
+        ({"checkpoint.memory_budget": "1KiB"}, tensorkeep.UsageError, "too small for saving in the background"),
+        (
+            {"checkpoint.incremental": "delta", "checkpoint.compression": "zstd"},
+            tensorkeep.UsageError,
+            'incremental="delta" needs compression="lossless"',
+        ),
+        ({"loop.device": "meta"}, tensorkeep.UsageError, "the device 'meta' cannot be used"),
+        ({"loop.device": "toaster"}, tensorkeep.UsageError, "the device 'toaster' cannot be used"),
+        ({"sample.every": 1, "sample.prompt": "%"}, tensorkeep.UsageError, "'%'"),
+        ({"model.d_model": 2**42}, tensorkeep.StoreError, r"a model of .* parameters cannot be made"),
+        ({"model.d_model": 10**20}, tensorkeep.StoreError, r"a model of .* parameters cannot be made"),
+    ],
+)
+def test_what_would_fail_later_is_refused_before_anything_is_written(
+    tmp_path: Path, data: Path, settings: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        run(CONFIG.changed(settings), tmp_path / "run", Dataset.open(data))
+    assert not (tmp_path / "run").exists()
+
+
+def test_tensorboard_that_is_not_installed_is_missed_before_anything_is_written(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(tensorkeep.MissingExtraError, match="needs TensorBoard"):
+        run(CONFIG.changed({"log.tensorboard": True}), tmp_path / "run", Dataset.open(data))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_file_of_settings_for_saves_that_cannot_be_followed_is_refused_at_once(tmp_path: Path, data: Path) -> None:
+    (tmp_path / "tensorkeep.toml").write_text('[save]\ncompression = "nonsense"\n')
+    with pytest.raises(tensorkeep.UsageError, match=r"tensorkeep\.toml: .*compression is 'nonsense'"):
+        run(CONFIG, tmp_path / "run", Dataset.open(data))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_says_of_prepared_data_how_it_was_prepared(tmp_path: Path, text: Path) -> None:
+    dataset = Dataset.open(prepare(text, tmp_path / "data", tokenizer="byte", validation=0.25).path)
+    run(CONFIG, tmp_path / "run", dataset)
+    config = RunFolder(tmp_path / "run").config()
+    assert (config.data.tokenizer, config.data.vocab_size, config.data.validation) == ("byte", None, 0.25)
+    assert config.data.source == str(tmp_path / "data")
+    # The same call goes on with it.
+    assert run(CONFIG, tmp_path / "run", dataset, resume=True).progress.step == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("data.tokenizer", "byte", r"data\.tokenizer is 'byte', and the data was prepared with 'char'"),
+        ("data.validation", 0.5, r"data\.validation is 0\.5, and the data was prepared with 0\.1"),
+        ("data.vocab_size", 300, r"data\.vocab_size is 300, and the data was prepared with None"),
+    ],
+)
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_setting_without_effect_on_prepared_data_is_refused(
+    tmp_path: Path, data: Path, name: str, value: object, message: str, resume: bool
+) -> None:
+    config = CONFIG.changed({"data.source": str(data)})
+    folder = RunFolder(tmp_path / "run")
+    if resume:
+        run(config, folder.path, Dataset.open(data))
+    with pytest.raises(tensorkeep.UsageError, match=message):
+        open_data(config.changed({name: value}), folder, resume=resume, given=[name])
+    # What a recipe says of preparing, and nobody asked for, is no contradiction.
+    assert open_data(config.changed({name: value}), folder, resume=resume).path == data
+
+
+def test_data_that_is_prepared_for_a_run_keeps_what_was_asked_for(tmp_path: Path, text: Path) -> None:
+    config = CONFIG.changed({"data.source": str(text), "data.tokenizer": "bpe", "data.vocab_size": 5000})
+    folder = RunFolder(tmp_path / "run")
+    dataset = open_data(config, folder, given=["data.vocab_size"])
+    assert dataset.vocab_size < 5000
+    run(config, folder.path, dataset, steps=2)
+    assert folder.config().data == config.data
+    again = open_data(config, folder, resume=True, given=["data.source", "data.vocab_size"])
+    assert run(config, folder.path, again, resume=True).progress.step == 4
+
+
+def test_of_a_vocabulary_the_most_to_have_may_be_asked_for(tmp_path: Path, text: Path) -> None:
+    prepared = Dataset.open(prepare(text, tmp_path / "bpe", tokenizer="bpe", vocab_size=5000).path)
+    config = CONFIG.changed({"data.source": str(prepared.path), "data.tokenizer": "bpe"})
+    folder, given = RunFolder(tmp_path / "run"), ["data.vocab_size"]
+    for size in (prepared.vocab_size, 5000):
+        found = open_data(config.changed({"data.vocab_size": size}), folder, given=given)
+        assert found.vocab_size == prepared.vocab_size
+    with pytest.raises(
+        tensorkeep.UsageError, match=rf"is {prepared.vocab_size - 1}, and .* with {prepared.vocab_size}"
+    ):
+        open_data(config.changed({"data.vocab_size": prepared.vocab_size - 1}), folder, given=given)
+
+
+def move(data: Path, folder: Path) -> Path:
+    shutil.move(data, folder)
+    return folder
+
+
+def test_data_that_was_moved_is_taken_from_where_it_is_said_to_be(tmp_path: Path, data: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    run(CONFIG, folder.path, Dataset.open(data), steps=2)
+    config = folder.config()
+    moved = move(data, tmp_path / "elsewhere")
+    with pytest.raises(tensorkeep.NotACheckpointError, match=r"is not there any more\n.*--data FOLDER"):
+        open_data(config, folder, resume=True)
+    config = config.changed({"data.source": str(moved)})
+    dataset = open_data(config, folder, resume=True, given=["data.source"])
+    assert run(config, folder.path, dataset, resume=True).progress.step == 4
+    assert about(folder.path)["resumed"][0]["settings"] == {"data.source": [str(data), str(moved)]}
+
+
+def test_data_in_the_folder_of_the_run_moves_with_it(tmp_path: Path, text: Path) -> None:
+    config = CONFIG.changed({"data.source": str(text)})
+    run(config, tmp_path / "run", open_data(config, RunFolder(tmp_path / "run")), steps=2)
+    text.unlink()
+    moved = RunFolder(move(tmp_path / "run", tmp_path / "moved"))
+    dataset = open_data(moved.config(), moved, resume=True)
+    assert run(moved.config(), moved.path, dataset, resume=True).progress.step == 4
+    assert about(moved.path)["resumed"][0]["settings"] == {}
+
+
+def test_data_of_a_run_that_was_made_in_python_is_found_from_any_folder(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run(CONFIG, Path("run"), Dataset.open("data"), steps=2)
+    monkeypatch.chdir(tmp_path / "run")
+    folder = RunFolder(".")
+    assert open_data(folder.config(), folder, resume=True).path == data
+
+
+def test_data_that_was_lost_is_prepared_again_and_must_be_the_same(tmp_path: Path, text: Path) -> None:
+    config = CONFIG.changed({"data.source": str(text)})
+    folder = RunFolder(tmp_path / "run")
+    run(config, folder.path, open_data(config, folder), steps=2)
+    shutil.rmtree(folder.data)
+    assert run(config, folder.path, open_data(config, folder, resume=True), resume=True).progress.step == 4
+    shutil.rmtree(folder.data)
+    text.write_text(TEXT.replace("fox", "xof"))
+    with pytest.raises(tensorkeep.UsageError, match="has changed since the run began"):
+        run(config, folder.path, open_data(config, folder, resume=True), resume=True)
+    with pytest.raises(tensorkeep.UsageError, match="has changed since the run began"):
+        open_data(config, folder, resume=True)
+
+
+def test_damaged_data_is_passed_over_where_the_same_lies_elsewhere(tmp_path: Path, data: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    run(CONFIG, folder.path, Dataset.open(data), steps=2)
+    shutil.copytree(data, folder.data)
+    (folder.data / "train.bin").unlink()
+    assert open_data(folder.config(), folder, resume=True).path == data
+    shutil.rmtree(data)
+    with pytest.raises(tensorkeep.CorruptCheckpointError, match=r"train\.bin"):
+        open_data(folder.config(), folder, resume=True)
+
+
+def test_text_is_not_taken_in_place_of_the_data_that_a_run_has(tmp_path: Path, text: Path) -> None:
+    config = CONFIG.changed({"data.source": str(text)})
+    folder = RunFolder(tmp_path / "run")
+    run(config, folder.path, open_data(config, folder), steps=2)
+    (tmp_path / "other.txt").write_text(TEXT)
+    other = config.changed({"data.source": str(tmp_path / "other.txt")})
+    with pytest.raises(tensorkeep.UsageError, match=r"other\.txt' is no prepared data"):
+        open_data(other, folder, resume=True, given=["data.source"])
+
+
+def test_other_data_is_named_before_other_settings(tmp_path: Path, data: Path, text: Path) -> None:
+    run(CONFIG, tmp_path / "run", Dataset.open(data), steps=2)
+    other = Dataset.open(prepare(text, tmp_path / "other", tokenizer="byte").path)
+    with pytest.raises(tensorkeep.UsageError, match="has changed since the run began"):
+        run(CONFIG.changed({"optim.lr": 1.0}), tmp_path / "run", other, resume=True)
+    with pytest.raises(tensorkeep.UsageError, match="has changed since the run began"):
+        open_data(
+            CONFIG.changed({"data.source": str(other.path)}),
+            RunFolder(tmp_path / "run"),
+            resume=True,
+            given=["data.source"],
+        )
+
+
+def test_sources_are_absolute_where_they_are_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("text.txt", "stdlib", "-"):
+        Path(name).touch()
+    found = [absolute_source(name) for name in ("text.txt", "nothing", "stdlib", "-")]
+    assert found == [str(tmp_path / "text.txt"), "nothing", "stdlib", "-"]
+
+
+def test_a_run_writes_down_when_it_goes_on_and_what_is_different(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = Dataset.open(data)
+    run(CONFIG, tmp_path / "run", dataset, steps=1)
+    assert about(tmp_path / "run")["resumed"] == []
+    opened = run(CONFIG.changed({"checkpoint.every": 3}), tmp_path / "run", dataset, resume=True, steps=3)
+    assert opened.notes == ()
+    monkeypatch.setattr(torch, "__version__", "9.9.9")
+    threads = torch.get_num_threads()
+    try:
+        opened = run(CONFIG.changed({"loop.threads": threads + 1}), tmp_path / "run", dataset, resume=True)
+    finally:
+        torch.set_num_threads(threads)
+    first, second = about(tmp_path / "run")["resumed"]
+    assert (first["step"], first["settings"], first["surroundings"]) == (1, {"checkpoint.every": [2, 3]}, {})
+    assert (second["step"], second["settings"]) == (3, {"loop.threads": [None, threads + 1]})
+    assert second["surroundings"] == {
+        "torch": [about(tmp_path / "run")["surroundings"]["torch"], "9.9.9"],
+        "threads": [threads, threads + 1],
+    }
+    assert len(opened.notes) == 1
+    assert f"threads was {threads}, and is {threads + 1}" in opened.notes[0]
+    assert about(tmp_path / "run")["surroundings"]["device"].startswith(("cpu (", "cuda ("))
+
+
+def test_what_goes_on_with_other_ways_of_saving_and_logging_ends_the_same(tmp_path: Path, data: Path) -> None:
+    dataset = Dataset.open(data)
+    run(CONFIG, tmp_path / "whole", dataset)
+    run(CONFIG, tmp_path / "parts", dataset, steps=1)
+    other = CONFIG.changed({"checkpoint.every": 1, "log.every": 2, "sample.every": 1, "checkpoint.incremental": False})
+    run(other, tmp_path / "parts", dataset, resume=True)
+    whole, parts = (
+        tensorkeep.CheckpointManager(tmp_path / name / "checkpoints").restore(4) for name in ("whole", "parts")
+    )
+    for name in ("model", "average", "optimizers", "batches"):
+        assert difference(whole[name], parts[name]) is None, name
+
+
+def test_random_states_of_gpus_that_are_not_here_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = RandomState().state_dict() | {"cuda": [torch.zeros(16, dtype=torch.uint8)] * 3}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(tensorkeep.UnsupportedError):
+        RandomState().check_state_dict(state)
+    RunRandomState().check_state_dict(state)
+    drawn = torch.rand(3)
+    RunRandomState().load_state_dict(state)
+    assert torch.equal(torch.rand(3), drawn)
+
+
+def test_a_device_is_named_as_it_was_asked_for() -> None:
+    assert chosen_device("cpu") == torch.device("cpu")
+    assert chosen_device("auto").type in ("cpu", "cuda")
+    with pytest.raises(tensorkeep.UsageError, match=r'^the device \'cuda:99\' cannot be used: .*\ngive "auto"'):
+        chosen_device("cuda:99")
+
+
+def test_a_repository_with_names_that_are_no_text_is_described(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    monkeypatch.chdir(repository)
+    identity = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+    for command in (["init", "-q"], ["config", "core.quotepath", "false"]):
+        subprocess.run(["git", *command], check=True)
+    subprocess.run(["git", *identity, "commit", "-q", "--allow-empty", "-m", "x"], check=True)
+    Path(os.fsdecode(b"caf\xe9")).touch()
+    run(CONFIG, tmp_path / "run", Dataset.open(data), steps=1)
+    assert about(tmp_path / "run")["git"]["changed"] is True
+
+
+def test_a_terminal_that_closes_asks_for_the_end_however_often_it_says_so() -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    with gentle_stop() as stop:
+        assert not stop()
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
+        assert stop()
+    assert signal.getsignal(signal.SIGHUP) == before
+
+
+def test_a_process_that_outlives_its_terminal_does_not_hear_it_close() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with gentle_stop() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_ask_for_the_end(number: signal.Signals) -> None:
+    with gentle_stop() as stop:
+        signal.raise_signal(number)
+        assert stop()

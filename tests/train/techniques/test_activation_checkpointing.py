@@ -1,0 +1,81 @@
+"""Activation checkpointing: the same gradients bit for bit, from less memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from tensorkeep.errors import TechniqueNotActiveError, UsageError
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, with_techniques
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.run.folder import RunFolder
+from tensorkeep.train.run.run import Run, open_run
+from tensorkeep.train.techniques.activation_checkpointing import ActivationCheckpointing
+
+
+def plain_forward(run: Run, block: torch.nn.Module) -> None:
+    block.forward = partial(type(block).forward, block)  # type: ignore[method-assign]
+
+
+@contextmanager
+def kept_bytes() -> Iterator[list[int]]:
+    """Note, within, the bytes of each tensor that is kept for the backward pass; the same storage is noted once."""
+    sizes: list[int] = []
+    seen: set[int] = set()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            sizes.append(storage.nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield sizes
+
+
+class TestActivationCheckpointing(TechniqueSuite):
+    technique = ActivationCheckpointing
+    variants = ({}, {"keep": "products"}, {"every": 2})
+
+    def sabotage(self, run: Run) -> None:
+        # As if the loop had rebound its variable: the first block is what it was.
+        plain_forward(run, run.model.blocks[0])
+
+    def test_a_late_bound_loop_variable_is_caught(self, tmp_path: Path, data: Path) -> None:
+        config = with_techniques(self.config, {"activation-checkpointing": {}})
+        with open_run(config, RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
+            inner = [partial(type(block).forward, block) for block in run.model.blocks]
+            last = inner[-1]
+            for block in run.model.blocks:
+                block.forward = lambda *inputs: checkpoint(last, *inputs, use_reentrant=False)
+            with (
+                pytest.raises(TechniqueNotActiveError, match="those of number 0, 1 ran 0 times"),
+                run.techniques.verified(run),
+            ):
+                run.operations.backward(run.operations.loss(*next(run.batches)))
+                run.operations.backward(run.operations.loss(*next(run.batches)))
+
+    @pytest.mark.parametrize("settings", [{}, {"keep": "products"}, {"every": 2}])
+    def test_less_is_kept(self, tmp_path: Path, data: Path, settings: dict[str, object]) -> None:
+        kept = {}
+        for name, techniques in {"plain": {}, "on": {"activation-checkpointing": settings}}.items():
+            config = with_techniques(self.config, techniques)
+            with open_run(config, RunFolder(tmp_path / name), Dataset.open(data)) as run, kept_bytes() as sizes:
+                run.operations.loss(*next(run.batches))
+            kept[name] = sum(sizes)
+        assert kept["on"] < 0.8 * kept["plain"]
+
+    def test_settings_out_of_range_are_refused(self, tmp_path: Path, data: Path) -> None:
+        config = with_techniques(TINY, {"activation-checkpointing": {"every": 0}})
+        with (
+            pytest.raises(UsageError, match="every is 0"),
+            open_run(config, RunFolder(tmp_path / "run"), Dataset.open(data)),
+        ):
+            pass

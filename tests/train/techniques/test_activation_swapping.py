@@ -1,0 +1,217 @@
+"""Activations in the memory of the CPU: gradients of the same bits, and no memory that is used again too early."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tensorkeep.errors import TechniqueNotActiveError, UsageError
+from tensorkeep.testing.technique_suite import TechniqueSuite
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.loop import take_step
+from tensorkeep.train.run.folder import RunFolder
+from tensorkeep.train.run.run import Run, open_run
+from tensorkeep.train.techniques.activation_swapping import ActivationSwapping, ActivationSwappingSettings
+from tensorkeep.train.techniques.machine import Machine
+from tensorkeep.train.techniques.swapping import Swapper
+
+CPU = torch.device("cpu")
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Dropout(0.3), nn.Linear(32, 8), nn.GELU(), nn.LayerNorm(8))
+
+
+def gradients(model: nn.Module, inputs: Tensor, hooks: AbstractContextManager[None]) -> list[Tensor]:
+    torch.manual_seed(2)
+    model.zero_grad()
+    with hooks:
+        loss = model(inputs).square().sum()
+    loss.backward()
+    return [each.grad.clone() for each in model.parameters() if each.grad is not None]
+
+
+def overwrite_free_memory(swapper: Swapper) -> None:
+    """Put NaN into every block that is free: whoever still needed it would get them."""
+    for blocks in swapper.pool._free.values():
+        for block in blocks:
+            block.memory.view(torch.float32).fill_(float("nan"))
+
+
+class TestActivationSwapping(TechniqueSuite):
+    technique = ActivationSwapping
+    variants: tuple[Mapping[str, Any], ...] = ({"least": 64}, {"pool": False})
+
+    @pytest.fixture(autouse=True)
+    def here(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let it run on the CPU, where nothing is saved by it."""
+        monkeypatch.setattr(ActivationSwapping, "lacks", lambda self, machine: None)
+
+    def sabotage(self, run: Run) -> None:
+        """Let the loss be computed without the hooks, as where it was called by another name."""
+        run.operations.loss = run.model.loss
+
+    def test_tensors_that_are_all_too_small_are_no_swapping(self, tmp_path: Path, data: Path) -> None:
+        with (
+            open_run(self.on({}), RunFolder(tmp_path / "run"), Dataset.open(data)) as run,
+            pytest.raises(TechniqueNotActiveError, match="0 B were moved") as caught,
+            run.techniques.verified(run),
+        ):
+            take_step(run)
+        assert "1,048,576" in str(caught.value.remedy)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 100])
+def test_gradients_are_the_same_bits_when_memory_is_used_again(ahead: int) -> None:
+    model = network()
+    swapper = Swapper(CPU, list(model.parameters()), least=1, ahead=ahead)
+    for step in range(5):
+        inputs = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+        expected = gradients(model, inputs, nullcontext())
+        found = gradients(model, inputs, swapper.hooks())
+        assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+        gc.collect()
+        overwrite_free_memory(swapper)
+        if step == 0:
+            made = swapper.pool.made
+    assert swapper.pool.made == made
+    assert swapper.pool.taken == 5 * made
+
+
+def test_memory_that_is_still_asked_for_is_not_given_to_others() -> None:
+    """Two graphs at once, the first of them used twice."""
+    model = network()
+    swapper = Swapper(CPU, list(model.parameters()), least=1, ahead=2)
+    batches = [torch.randn(16, 8, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
+    expected = []
+    for hooks in (nullcontext, swapper.hooks):
+        torch.manual_seed(2)
+        results = []
+        for inputs in batches:
+            with hooks():
+                results.append(model(inputs).square().sum())
+        weights = list(model.parameters())
+        found = [torch.autograd.grad(result, weights, retain_graph=True) for result in (*results, results[0])]
+        expected = expected or found
+        for one, other in zip(expected, found, strict=True):
+            assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+def test_parameters_and_small_tensors_stay() -> None:
+    weight = nn.Parameter(torch.ones(64, 64))
+    swapper = Swapper(CPU, [weight], least=2048, ahead=1)
+    small = torch.ones(4, 64, requires_grad=True)
+    with swapper.hooks():
+        small.matmul(weight.T)
+    assert swapper.out_bytes == 0
+    large = torch.ones(64, 64, requires_grad=True)
+    with swapper.hooks():
+        large.matmul(weight.T)
+    assert swapper.out_bytes == large.nbytes
+
+
+def test_a_device_may_be_named_otherwise_than_its_tensors_do() -> None:
+    """As "cuda" for "cuda:0"."""
+    large, named = torch.ones(64, 64, requires_grad=True), torch.device("cpu", 0)
+    assert large.device != named
+    swapper = Swapper(named, [], least=1, ahead=1)
+    with swapper.hooks():
+        large.square()
+    assert swapper.out_bytes == large.nbytes
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 5), (0, 4, 5), ()])
+def test_tensors_come_back_as_they_were(shape: tuple[int, ...]) -> None:
+    swapper = Swapper(CPU, [], least=0, ahead=0)
+    plain = torch.randn(shape)
+    turned = plain.permute(tuple(reversed(range(plain.ndim))))
+    for tensor in (plain, plain > 0, plain.bfloat16(), turned, plain.double()):
+        found = swapper._unpack(swapper._move_out(tensor))
+        assert torch.equal(found, tensor)
+        assert (found.dtype, found.stride()) == (tensor.dtype, tensor.stride())
+
+
+def test_a_part_of_a_tensor_comes_back_without_the_rest() -> None:
+    swapper = Swapper(CPU, [], least=1, ahead=0)
+    whole = torch.randn(6, 10)
+    for part in (whole[:, 2:5], whole[::2], whole[:1].expand(4, 10)):
+        assert torch.equal(swapper._unpack(swapper._move_out(part)), part)
+    assert swapper.out_bytes == 4 * (6 * 3 + 3 * 10 + 4 * 10)
+
+
+class Recorder:
+    """Streams and events that do nothing, and tell what they were asked to."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, ...]] = []
+
+    def stream_named(self, name: str) -> Any:
+        recorder = self
+
+        class Stream:
+            def __repr__(self) -> str:
+                return name
+
+            def wait_stream(self, other: Any) -> None:
+                recorder.told.append((name, "waits for", repr(other)))
+
+            def wait_event(self, event: Any) -> None:
+                recorder.told.append((name, "waits for", repr(event)))
+
+        return Stream()
+
+    def Event(self) -> Any:
+        class Event:
+            def record(self, stream: Any) -> None:
+                self.name = f"what {stream!r} did"
+
+            def __repr__(self) -> str:
+                return self.name
+
+        return Event()
+
+    def current_stream(self, device: torch.device) -> Any:
+        return self.stream_named("computing")
+
+    def stream(self, stream: Any) -> AbstractContextManager[None]:
+        self.told.append(("copies in", repr(stream)))
+        return nullcontext()
+
+
+def test_streams_wait_for_each_other_where_one_writes_what_another_reads() -> None:
+    recorder = Recorder()
+    swapper = Swapper(CPU, [], least=1, ahead=0)
+    swapper._here = recorder
+    swapper._out, swapper._back = recorder.stream_named("out"), recorder.stream_named("back")
+    swapped = swapper._move_out(torch.ones(4))
+    out = [("out", "waits for", "computing"), ("copies in", "out")]
+    assert recorder.told == out
+    recorder.told.clear()
+    swapper._unpack(swapped)
+    back = [("copies in", "back"), ("back", "waits for", "what out did"), ("computing", "waits for", "what back did")]
+    assert recorder.told == back
+    recorder.told.clear()
+    del swapped
+    swapper._move_out(torch.zeros(4))
+    assert swapper.pool.made == 1
+    assert recorder.told == [*out, ("out", "waits for", "what back did")]
+
+
+def test_settings_out_of_range_are_refused() -> None:
+    with pytest.raises(UsageError, match="ahead is -1"):
+        ActivationSwappingSettings(ahead=-1)
+    with pytest.raises(UsageError, match="least is 0"):
+        ActivationSwappingSettings(least=0)
+
+
+def test_on_the_cpu_it_says_what_is_missing() -> None:
+    lack = ActivationSwapping(ActivationSwappingSettings()).lacks(Machine(CPU))
+    assert lack == "needs a CUDA device; the run is on cpu"

@@ -1,0 +1,106 @@
+"""The allocator's settings: what the environment must hold, and what a snapshot must show."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from tensorkeep.errors import TechniqueNotActiveError, UsageError
+from tensorkeep.train.run.run import Run
+from tensorkeep.train.techniques.allocator import Allocator, AllocatorSettings
+from tensorkeep.train.techniques.machine import Machine
+
+
+class Hopper(Machine):
+    capability = (9, 0)  # type: ignore[assignment]
+
+
+GPU = Hopper(torch.device("cuda", 0))
+RUN = cast(Run, SimpleNamespace(device=torch.device("cuda", 0)))
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_run_without_cuda_is_told_so() -> None:
+    assert "needs a CUDA device" in str(Allocator(AllocatorSettings()).lacks(Machine(torch.device("cpu"))))
+
+
+def test_the_line_for_the_environment_keeps_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    lack = str(Allocator(AllocatorSettings()).lacks(GPU))
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True in" in lack
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native, expandable_segments:False")
+    lack = str(Allocator(AllocatorSettings(max_split_size_mb=128)).lacks(GPU))
+    assert "PYTORCH_ALLOC_CONF=backend:native,expandable_segments:True,max_split_size_mb:128 in" in lack
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_an_environment_that_holds_it_is_enough(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "expandable_segments:True,garbage_collection_threshold:0.8")
+    assert Allocator(AllocatorSettings(garbage_collection_threshold=0.8)).lacks(GPU) is None
+
+
+def test_windows_has_no_segments_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "win32")
+    assert "Windows" in str(Allocator(AllocatorSettings()).lacks(GPU))
+
+
+def test_bounds_are_checked() -> None:
+    with pytest.raises(UsageError, match="max_split_size_mb is 20"):
+        AllocatorSettings(max_split_size_mb=20)
+    with pytest.raises(UsageError, match="garbage_collection_threshold is 1"):
+        AllocatorSettings(garbage_collection_threshold=1.0)
+
+
+def snapshot(monkeypatch: pytest.MonkeyPatch, *, growing: list[bool], **settings: Any) -> None:
+    """Let torch report an allocator."""
+    defaults = {"expandable_segments": True, "max_split_size": 2**64 - 1, "garbage_collection_threshold": 0.0}
+    segments = [{"device": 0, "is_expandable": each} for each in growing] + [{"device": 1, "is_expandable": False}]
+    found = {"allocator_settings": {**defaults, **settings}, "segments": segments}
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda device: found)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * 2**20)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * 2**20)
+
+
+def test_a_snapshot_that_shows_it_is_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot(monkeypatch, growing=[True, True], max_split_size=128 * 2**20)
+    with Allocator(AllocatorSettings(max_split_size_mb=128)).verify(RUN) as proof:
+        pass
+    assert proof.seen == "2 of 2 segments grow; 2 MiB are reserved beyond the 3 MiB of tensors"
+    assert proof.figures["reserved_bytes"] - proof.figures["allocated_bytes"] == 2 * 2**20
+
+
+def test_an_environment_that_was_set_too_late_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    technique = Allocator(AllocatorSettings())
+    assert technique.lacks(GPU) is None
+    snapshot(monkeypatch, growing=[False], expandable_segments=False)
+    with (
+        pytest.raises(TechniqueNotActiveError, match="expandable_segments=False instead of True"),
+        technique.verify(RUN),
+    ):
+        pass
+
+
+def test_a_driver_that_cannot_let_segments_grow_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot(monkeypatch, growing=[True, False, False])
+    with (
+        pytest.raises(TechniqueNotActiveError, match="2 of 3 segments cannot grow"),
+        Allocator(AllocatorSettings()).verify(RUN),
+    ):
+        pass
+
+
+def test_another_split_size_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot(monkeypatch, growing=[True])
+    with (
+        pytest.raises(TechniqueNotActiveError, match="max_split_size="),
+        Allocator(AllocatorSettings(max_split_size_mb=64)).verify(RUN),
+    ):
+        pass

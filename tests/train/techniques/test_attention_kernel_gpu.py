@@ -1,0 +1,52 @@
+"""The exams of attention kernels on a GPU: those of 16 bits, and the one that computes in 32, too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite
+from tensorkeep.train.config.config import Config
+from tensorkeep.train.model.attention import Attention
+from tensorkeep.train.run.run import Run
+from tensorkeep.train.techniques.attention_kernel import AttentionKernel
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
+]
+
+IN_32 = TINY.changed({"loop.device": "cuda", "model.dropout": 0, "model.context_length": 128, "model.d_model": 128})
+
+
+def other_kernel(run: Run) -> None:
+    """Let one block compute attention by whichever kernel was not asked for."""
+    attention: Attention = run.model.blocks[-1].attention  # type: ignore[assignment, union-attr]
+    asked = run.config.techniques["attention-kernel"]["kernel"]
+    other = SDPBackend.EFFICIENT_ATTENTION if asked == "math" else SDPBackend.MATH
+
+    def kernel(*heads: torch.Tensor, **how: object) -> torch.Tensor:
+        with sdpa_kernel([other]):
+            return functional.scaled_dot_product_attention(*heads, **how)  # type: ignore[arg-type]
+
+    attention.kernel = kernel
+
+
+class TestIn16Bits(TechniqueSuite):
+    technique = AttentionKernel
+    variants = ({"kernel": "flash"}, {"kernel": "cudnn"}, {"kernel": "efficient"}, {"kernel": "flex"})
+    config: Config = IN_32.changed({"techniques.mixed-precision.dtype": "bf16"})
+
+    def sabotage(self, run: Run) -> None:
+        other_kernel(run)
+
+
+class TestIn32Bits(TechniqueSuite):
+    technique = AttentionKernel
+    variants = ({"kernel": "efficient"}, {"kernel": "math"})
+    config = IN_32
+
+    def sabotage(self, run: Run) -> None:
+        other_kernel(run)

@@ -1,0 +1,135 @@
+"""The exam of CUDA graphs, with a recorder that calls the work again: the arithmetic is that of a replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tensorkeep.errors import TechniqueNotActiveError, UsageError
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, losses, train_run, with_techniques
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.loop import take_step
+from tensorkeep.train.run.folder import RunFolder
+from tensorkeep.train.run.run import Run, open_run
+from tensorkeep.train.techniques import cuda_graphs
+from tensorkeep.train.techniques.cuda_graphs import CudaGraphs, LossGraphs
+from tensorkeep.train.techniques.machine import Machine
+
+NO_SETTINGS = CudaGraphs.Settings()
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replay by calling the work again, wherever autograd is at that time."""
+
+    def recorded(work: Callable[[], None], pool: Any) -> Callable[[], None]:
+        return torch.enable_grad()(work)
+
+    monkeypatch.setattr(cuda_graphs, "recorded", recorded)
+    monkeypatch.setattr(CudaGraphs, "lacks", lambda self, machine: None)
+
+
+class TestCudaGraphs(TechniqueSuite):
+    technique = CudaGraphs
+
+    @pytest.fixture(autouse=True)
+    def here(self, recorder: None) -> None:
+        """Sit it on the CPU."""
+
+    def sabotage(self, run: Run) -> None:
+        # Graphs are recorded, and what the loop calls is what was there before.
+        run.operations.loss = run.model.loss
+
+    def test_the_bits_are_the_same(self, tmp_path: Path, data: Path) -> None:
+        """Of losses and of what they lead to, with dropout, tied weights and two batches a step."""
+        train_run(TINY, tmp_path / "plain", data)
+        train_run(with_techniques(TINY, {"cuda-graphs": {}}), tmp_path / "graphs", data)
+        assert losses(tmp_path / "graphs") == losses(tmp_path / "plain")
+
+    def test_another_shape_is_refused(self, tmp_path: Path, data: Path) -> None:
+        """In any step: a graph would compute something else."""
+        with _opened(tmp_path, data) as run:
+            take_step(run)
+            tokens = torch.zeros(4, 8, dtype=torch.int64)
+            with pytest.raises(TechniqueNotActiveError, match=r"of shape \[4, 8\], the graph of \[4, 16\]"):
+                run.operations.loss(tokens, tokens)
+
+    def test_hooks_see_each_batch_in_the_first_step(self, tmp_path: Path, data: Path) -> None:
+        """Others are proved beside it, although graphs call no hooks."""
+        config = with_techniques(TINY, {"cuda-graphs": {}, "mixed-precision": {"dtype": "bf16"}})
+        with open_run(config, RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
+            with run.techniques.verified(run):
+                take_step(run)
+            layers = sum(isinstance(each, nn.Linear) for each in run.model.blocks.modules())
+            assert run.techniques.proofs["mixed-precision"].figures["results"] >= 2 * layers
+
+
+def _opened(folder: Path, data: Path) -> Any:
+    return open_run(with_techniques(TINY, {"cuda-graphs": {}}), RunFolder(folder / "run"), Dataset.open(data))
+
+
+def test_it_needs_cuda() -> None:
+    assert "needs a CUDA device" in str(CudaGraphs(NO_SETTINGS).lacks(Machine(torch.device("cpu"))))
+
+
+def test_graphs_within_graphs_are_refused() -> None:
+    technique = CudaGraphs(NO_SETTINGS)
+    with pytest.raises(UsageError, match="reduce-overhead"):
+        technique.configure(with_techniques(TINY, {"compile": {"mode": "reduce-overhead"}}))
+    for settings in ({}, {"mode": "max-autotune"}):
+        others = with_techniques(TINY, {"compile": settings})
+        assert technique.configure(others) == others
+
+
+class _Graphs:
+    """Two weights, of which the loss uses one."""
+
+    def __init__(self) -> None:
+        self.used, self.unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+        one = torch.ones(3)
+        self.graphs = LossGraphs(lambda x, y: (self.used * x * y).sum(), [self.used, self.unused], one, one)
+
+    def gradient(self, x: Tensor, *, slope: float) -> Tensor:
+        self.graphs.loss(x, torch.ones(3))
+        self.graphs.add_gradient(torch.tensor(slope))
+        assert self.used.grad is not None
+        return self.used.grad
+
+
+@pytest.mark.usefixtures("recorder")
+def test_gradients_of_batches_add_up_until_they_are_dropped() -> None:
+    it = _Graphs()
+    assert it.used.grad is None
+    assert it.gradient(torch.tensor([1.0, 2.0, 3.0]), slope=0.5).tolist() == [0.5, 1.0, 1.5]
+    assert it.gradient(torch.tensor([1.0, 1.0, 1.0]), slope=2.0).tolist() == [2.5, 3.0, 3.5]
+    it.used.grad = None
+    assert it.gradient(torch.tensor([1.0, 2.0, 3.0]), slope=1.0).tolist() == [1.0, 2.0, 3.0]
+    assert it.graphs.replays == (3, 3)
+
+
+@pytest.mark.usefixtures("recorder")
+def test_a_weight_without_a_gradient_stays_without() -> None:
+    it = _Graphs()
+    it.gradient(torch.ones(3), slope=1.0)
+    assert it.unused.grad is None
+
+
+@pytest.mark.usefixtures("recorder")
+def test_a_gradient_that_is_another_tensor_is_refused() -> None:
+    it = _Graphs()
+    it.used.grad = torch.zeros(3)
+    with pytest.raises(UsageError, match="another tensor"):
+        it.gradient(torch.ones(3), slope=1.0)
+
+
+@pytest.mark.usefixtures("recorder")
+def test_warming_up_draws_no_random_numbers() -> None:
+    before = torch.get_rng_state()
+    weight = nn.Parameter(torch.ones(3))
+    LossGraphs(lambda x, y: (weight * torch.rand(3)).sum(), [weight], torch.ones(3), torch.ones(3))
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,135 @@
+"""Head and loss in one: the loss and gradients of the plain ones, without the logits of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, losses, train_run, with_techniques
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.model.gpt import IGNORED, token_loss
+from tensorkeep.train.run.folder import RunFolder
+from tensorkeep.train.run.run import Run, open_run
+from tensorkeep.train.techniques.fused_cross_entropy import FusedCrossEntropy, linear_cross_entropy
+
+TOKENS, WIDTH, VOCABULARY = 96, 16, 400
+
+
+def drawn(*, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return features, the weights of a head, and targets, of which some are left out."""
+    generator = torch.Generator().manual_seed(5)
+    features = torch.randn(TOKENS, WIDTH, generator=generator)
+    weight = scale * torch.randn(VOCABULARY, WIDTH, generator=generator)
+    targets = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
+    targets[7:31:3] = IGNORED
+    return features, weight, targets
+
+
+def plain(features: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return token_loss(torch.nn.functional.linear(features, weight).unsqueeze(0), targets.unsqueeze(0))
+
+
+def with_gradients(compute: Any, features: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    features, weight = (each.clone().requires_grad_() for each in (features, weight))
+    loss = compute(features, weight, targets)
+    loss.backward()
+    assert features.grad is not None and weight.grad is not None
+    return loss.detach(), features.grad, weight.grad
+
+
+class Largest(TorchDispatchMode):
+    """Sees the largest tensor that any operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        result = operator(*arguments, **(options or {}))
+        if isinstance(result, Tensor):
+            self.nbytes = max(self.nbytes, result.nbytes)
+        return result
+
+
+class TestFusedCrossEntropy(TechniqueSuite):
+    technique = FusedCrossEntropy
+    variants: tuple[Mapping[str, Any], ...] = ({}, {"parts": 3})
+
+    def sabotage(self, run: Run) -> None:
+        """Let the model's own loss be called."""
+        del run.model.loss
+
+    @pytest.mark.parametrize("at_once", [1, 12, 50, TOKENS])
+    def test_loss_and_gradients_are_those_of_the_plain_loss(self, at_once: int) -> None:
+        given = drawn()
+        expected = with_gradients(plain, *given)
+        found = with_gradients(lambda *each: linear_cross_entropy(*each, at_once=at_once), *given)
+        for one, other in zip(expected, found, strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-7)
+
+    def test_what_follows_the_loss_reaches_the_gradients(self) -> None:
+        given = drawn()
+        once = with_gradients(lambda *each: linear_cross_entropy(*each, at_once=20), *given)
+        thrice = with_gradients(lambda *each: 3 * linear_cross_entropy(*each, at_once=20), *given)
+        torch.testing.assert_close(thrice[1], 3 * once[1])
+        torch.testing.assert_close(thrice[2], 3 * once[2])
+
+    def test_the_logits_of_all_tokens_are_never_there(self) -> None:
+        given, full = drawn(), 4 * TOKENS * VOCABULARY
+        for compute, most in ((plain, None), (lambda *each: linear_cross_entropy(*each, at_once=12), full // 4)):
+            with Largest() as largest:
+                with_gradients(compute, *given)
+            assert largest.nbytes >= full if most is None else largest.nbytes < most
+
+    def test_large_logits_do_not_overflow(self) -> None:
+        given = drawn(scale=100.0)
+        loss, *gradients = with_gradients(lambda *each: linear_cross_entropy(*each, at_once=16), *given)
+        torch.testing.assert_close(loss, plain(*given))
+        assert all(bool(each.isfinite().all()) for each in gradients)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_under_autocast_sums_are_kept_in_float32(self, dtype: torch.dtype) -> None:
+        """In float16 the gradient of a mean over many tokens would vanish if it were divided first."""
+        given = drawn()
+        loss, *exact = with_gradients(plain, *given)
+
+        def within(*each: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype):
+                return linear_cross_entropy(*each, at_once=16)
+
+        found, *gradients = with_gradients(within, *given)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, loss, rtol=5e-3, atol=0)
+        for one, other in zip(exact, gradients, strict=True):
+            assert float((other - one).norm() / one.norm()) < 0.03
+
+    def test_without_a_single_target_it_is_nan_as_the_plain_loss(self) -> None:
+        features, weight, targets = drawn()
+        assert linear_cross_entropy(features, weight, torch.full_like(targets, IGNORED), at_once=16).isnan()
+
+    def test_an_untied_head_is_trained_too(self, tmp_path: Path, data: Path) -> None:
+        config = TINY.changed({"model.tied": False})
+        train_run(config, tmp_path / "plain", data)
+        train_run(with_techniques(config, {"fused-cross-entropy": {}}), tmp_path / "on", data)
+        expected = [loss for _, _, loss in losses(tmp_path / "plain")]
+        assert [loss for _, _, loss in losses(tmp_path / "on")] == pytest.approx(expected, rel=1e-3)
+
+    def test_it_works_in_mixed_precision(self, tmp_path: Path, data: Path) -> None:
+        both = {"fused-cross-entropy": {}, "mixed-precision": {"dtype": "bf16"}}
+        train_run(TINY, tmp_path / "plain", data)
+        train_run(with_techniques(TINY, both), tmp_path / "both", data)
+        expected = [loss for _, _, loss in losses(tmp_path / "plain")]
+        assert [loss for _, _, loss in losses(tmp_path / "both")] == pytest.approx(expected, rel=0.03)
+
+    def test_evaluation_has_the_plain_loss(self, tmp_path: Path, data: Path) -> None:
+        with open_run(self.on({}), RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
+            inputs, targets = next(run.batches)
+            run.model.eval()
+            with torch.no_grad():
+                assert torch.equal(run.model.loss(inputs, targets), type(run.model).loss(run.model, inputs, targets))

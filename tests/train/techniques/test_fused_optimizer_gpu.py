@@ -1,0 +1,32 @@
+"""The fused AdamW on a GPU: the exam, also with float16, whose first update is skipped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, losses, train_run, with_techniques
+from tensorkeep.train.run.run import Run
+from tensorkeep.train.techniques.fused_optimizer import FusedOptimizer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
+]
+
+
+class TestFusedOptimizerOnCuda(TechniqueSuite):
+    technique = FusedOptimizer
+    config = TINY.changed({"loop.device": "cuda"})
+
+    def sabotage(self, run: Run) -> None:
+        """Let one group fall back to the implementation of many kernels."""
+        group = run.optimizers["adamw"].param_groups[-1]
+        group["fused"], group["foreach"] = False, True
+
+    def test_it_works_with_a_scaler(self, tmp_path: Path, data: Path) -> None:
+        both = {"fused-optimizer": {}, "mixed-precision": {"dtype": "fp16"}}
+        train_run(with_techniques(self.config, both), tmp_path / "run", data)
+        assert losses(tmp_path / "run")[-1][0] == self.config.loop.steps

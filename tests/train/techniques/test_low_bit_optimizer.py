@@ -1,0 +1,99 @@
+"""AdamW with states of 8 and 4 bits: which are quantised, and that they are saved as plain tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tensorkeep.errors import UsageError
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, last_state, train_run, with_techniques
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.loop import take_step
+from tensorkeep.train.optim.optimizers import build_optimizers
+from tensorkeep.train.run.folder import RunFolder
+from tensorkeep.train.run.run import Run, open_run
+from tensorkeep.train.techniques.low_bit_optimizer import LowBitOptimizer
+
+LARGE = "an MLP's matrices have 4,096 elements in the exam's model, all others fewer"
+DTYPES = {8: torch.uint8, 4: torch.uint8, "fp8": torch.float8_e4m3fn}
+
+
+class TestLowBitOptimizer(TechniqueSuite):
+    technique = LowBitOptimizer
+    # Compiling takes longer than the whole exam.
+    variants = (
+        {"compiled": False},
+        {"bits": 4, "compiled": False},
+    )
+
+    def sabotage(self, run: Run) -> None:
+        """Fall back to torch's optimizer, as where a package cannot be imported."""
+        run.optimizers["adamw"] = build_optimizers(run.model, run.config.optim)["adamw"]
+
+    @pytest.mark.parametrize("bits", [8, 4, "fp8"])
+    def test_large_states_are_saved_as_the_plain_tensors_that_they_consist_of(
+        self, tmp_path: Path, data: Path, bits: int | str
+    ) -> None:
+        train_run(self.on({"bits": bits, "compiled": False}), tmp_path / "run", data)
+        state = last_state(tmp_path / "run")
+        sizes = [each.numel() for each in state["model"].values()]
+        quantised = [
+            each for each in state["optimizers"]["adamw"]["state"].values() if isinstance(each["exp_avg"], dict)
+        ]
+        assert len(quantised) == sum(size >= 4096 for size in sizes) == 4, LARGE
+        for each in quantised:
+            for key in ("exp_avg", "exp_avg_sq"):
+                codes = each[key]["codes"]
+                assert type(codes) is torch.Tensor
+                assert codes.dtype == DTYPES[bits]
+                assert codes.nbytes == (2048 if bits == 4 else 4096)
+                assert bool(each[key]["scale"].any())
+
+    def test_the_proof_says_what_share_of_the_states_is_quantised(self, tmp_path: Path, data: Path) -> None:
+        with open_run(self.on({"compiled": False}), RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
+            with run.techniques.verified(run):
+                take_step(run)
+            figures = run.techniques.proofs["low-bit-optimizer"].figures
+            weights = sum(each.numel() for each in run.model.parameters())
+        assert figures["plain_bytes"] == 8 * weights
+        # One byte for each element and a float32 for each 256, and a table of 256 float32 in each tensor.
+        quantised = 4 * 2 * (4096 + 4096 // 256 * 4 + 1024)
+        assert figures["state_bytes"] == 8 * (weights - 4 * 4096) + quantised
+        assert figures["share"] == quantised / figures["state_bytes"]
+
+    def test_learning_rates_stay_the_numbers_that_were_set(self, tmp_path: Path, data: Path) -> None:
+        with open_run(self.on({"compiled": False}), RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
+            rate = take_step(run)["learning_rate"]
+            assert [group["lr"] for group in run.optimizers["adamw"].param_groups] == [rate, rate]
+
+    def test_states_of_torchs_adamw_are_quantised_when_they_are_loaded(self, tmp_path: Path, data: Path) -> None:
+        with open_run(TINY, RunFolder(tmp_path / "plain"), Dataset.open(data)) as run:
+            take_step(run)
+            plain = run.optimizers["adamw"].state_dict()
+        with open_run(self.on({"compiled": False}), RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
+            run.optimizers["adamw"].load_state_dict(plain)
+            for index, weight in enumerate(w for g in run.optimizers["adamw"].param_groups for w in g["params"]):
+                momentum = run.optimizers["adamw"].state[weight]["exp_avg"]
+                given = plain["state"][index]["exp_avg"]
+                assert (type(momentum) is torch.Tensor) == (weight.numel() < 4096)
+                near = momentum if weight.numel() < 4096 else momentum.dequantize()
+                torch.testing.assert_close(near, given, rtol=0.1, atol=0.05 * float(given.abs().max()))
+
+    def test_a_model_without_a_large_tensor_is_refused(self, tmp_path: Path, data: Path) -> None:
+        config = self.on({"compiled": False}).changed({"model.d_model": 16})
+        with pytest.raises(UsageError, match="would quantise nothing"):
+            train_run(config, tmp_path / "run", data)
+
+    @pytest.mark.slow
+    def test_the_compiled_update_is_the_plain_one(self, tmp_path: Path, data: Path) -> None:
+        weights = []
+        for compiled in (True, False):
+            config = with_techniques(TINY, {"low-bit-optimizer": {"compiled": compiled}})
+            with open_run(config, RunFolder(tmp_path / str(compiled)), Dataset.open(data)) as run:
+                for _ in range(2):
+                    take_step(run)
+                weights.append([each.detach().clone() for each in run.model.parameters()])
+        for one, other in zip(*weights, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,26 @@
+"""AdamW with states of few bits on a GPU, compiled as it is meant to be: the exam."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite
+from tensorkeep.train.optim.optimizers import build_optimizers
+from tensorkeep.train.run.run import Run
+from tensorkeep.train.techniques.low_bit_optimizer import LowBitOptimizer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
+]
+
+
+class TestLowBitOptimizerOnCuda(TechniqueSuite):
+    technique = LowBitOptimizer
+    config = TINY.changed({"loop.device": "cuda"})
+    variants = ({}, {"bits": 4})
+
+    def sabotage(self, run: Run) -> None:
+        """Fall back to torch's optimizer, as where a package cannot be imported."""
+        run.optimizers["adamw"] = build_optimizers(run.model, run.config.optim)["adamw"]

@@ -1,0 +1,134 @@
+"""Mixed precision: 16 bits in matrix products, 32 in weights and losses; in float16 a scaler that is saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tensorkeep.errors import DivergedError, TechniqueNotActiveError, UnsupportedError
+from tensorkeep.testing.technique_suite import STEPS, TechniqueSuite, last_state, with_techniques
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.loop import take_step
+from tensorkeep.train.run.folder import RunFolder
+from tensorkeep.train.run.run import Run, open_run
+from tensorkeep.train.techniques.mixed_precision import MixedPrecision
+
+
+class TestMixedPrecision(TechniqueSuite):
+    technique = MixedPrecision
+    variants = ({"dtype": "bf16"}, {"dtype": "fp16"}, {"dtype": "bf16", "attention": "same"})
+
+    def sabotage(self, run: Run) -> None:
+        run.operations.loss = run.model.loss
+
+    def test_weights_and_their_gradients_stay_in_32_bits(self, tmp_path: Path, data: Path) -> None:
+        config = with_techniques(self.config, {"mixed-precision": {"dtype": "bf16"}})
+        with open_run(config, RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
+            run.operations.backward(run.operations.loss(*next(run.batches)))
+            for parameter in run.model.parameters():
+                assert parameter.dtype == torch.float32
+                assert parameter.grad is not None
+                assert parameter.grad.dtype == torch.float32
+
+    @pytest.mark.parametrize(("length", "chosen"), [(255, "float32"), (256, "same")])
+    def test_attention_to_short_contexts_stays_in_32_bits_on_a_cpu(self, length: int, chosen: str) -> None:
+        config = with_techniques(self.config, {"mixed-precision": {"dtype": "bf16"}})
+        config = config.changed({"model.context_length": length})
+        technique = MixedPrecision(MixedPrecision.Settings(dtype="bf16"))
+        assert technique.configure(config).techniques["mixed-precision"]["attention"] == chosen
+
+    def test_attention_in_another_precision_than_asked_for_is_caught(self, tmp_path: Path, data: Path) -> None:
+        config = with_techniques(self.config, {"mixed-precision": {"dtype": "bf16", "attention": "float32"}})
+        with open_run(config, RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
+            run.model.attentions[1].kernel = torch.nn.functional.scaled_dot_product_attention
+            with (
+                pytest.raises(TechniqueNotActiveError, match=r"attention returned float32 \(2\), bfloat16 \(2\)"),
+                run.techniques.verified(run),
+            ):
+                take_step(run)
+
+    def test_a_gradient_that_overflows_lowers_the_scale_and_leaves_the_weights(
+        self, tmp_path: Path, data: Path
+    ) -> None:
+        config = with_techniques(self.config, {"mixed-precision": {"dtype": "fp16"}})
+        with open_run(config, RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
+            (technique,) = run.techniques.techniques
+            take_step(run)
+            scale = technique.state_dict()["scaler"]["scale"]
+            before = {name: each.clone() for name, each in run.model.state_dict().items()}
+            hook = run.model.norm.weight.register_hook(lambda gradient: gradient * float("inf"))
+            take_step(run)
+            hook.remove()
+            assert technique.state_dict()["scaler"]["scale"] == scale / 2
+            assert technique.state_dict()["skipped"] == 1
+            assert run.progress.skipped == 0
+            for name, each in run.model.state_dict().items():
+                assert torch.equal(each, before[name])
+
+    def test_gradients_that_overflow_at_any_scale_end_the_run(self, tmp_path: Path, data: Path) -> None:
+        """It would go on for ever, and never make an update."""
+        config = with_techniques(self.config, {"mixed-precision": {"dtype": "fp16"}})
+        with open_run(config, RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
+            run.model.norm.weight.register_hook(lambda gradient: gradient * float("nan"))
+            # From 65,536 to 1.
+            for _ in range(16):
+                take_step(run)
+            with pytest.raises(DivergedError, match="the norm of the gradient nan"):
+                take_step(run)
+
+    @pytest.mark.parametrize("broken", ["loss", "gradient"])
+    def test_a_run_goes_on_after_an_update_that_the_guard_skips(self, tmp_path: Path, data: Path, broken: str) -> None:
+        config = with_techniques(self.config, {"mixed-precision": {"dtype": "fp16"}})
+        config = config.changed({"loop.on_divergence": "skip"})
+        with open_run(config, RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
+            (technique,) = run.techniques.techniques
+            inner, nan = run.operations.loss, float("nan")
+            if broken == "loss":
+                run.operations.loss = lambda inputs, targets: inner(inputs, targets) * nan
+            hook = run.model.norm.weight.register_hook(lambda gradient: gradient * nan)
+            # A gradient first lowers the scale to 1.
+            lowered = 16 if broken == "gradient" else 0
+            for _ in range(lowered + 1):
+                take_step(run)
+            assert (run.progress.skipped, technique.state_dict()["skipped"]) == (1, lowered)
+            hook.remove()
+            run.operations.loss = inner
+            take_step(run)
+            assert (run.progress.skipped, run.progress.skipped_in_a_row) == (1, 0)
+
+    def test_the_scaler_is_part_of_a_checkpoint(self, tmp_path: Path, data: Path) -> None:
+        from tensorkeep.testing.technique_suite import train_run
+
+        train_run(with_techniques(self.config, {"mixed-precision": {"dtype": "fp16"}}), tmp_path / "run", data)
+        saved = last_state(tmp_path / "run")["techniques"]["mixed-precision"]
+        assert saved["scaler"]["_growth_tracker"] == STEPS
+
+    def test_the_faster_precision_is_chosen_once_and_written_down(
+        self, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        peaks = {torch.float32: 1e9, torch.bfloat16: 1.5e9, torch.float16: 2e9}
+        monkeypatch.setattr(
+            "tensorkeep.train.techniques.mixed_precision.measured_peak",
+            lambda device, dtype=torch.float32: peaks[dtype],
+        )
+        config = with_techniques(self.config, {"mixed-precision": {}})
+        folder = RunFolder(tmp_path / "run")
+        with open_run(config, folder, Dataset.open(data)) as run:
+            assert run.config.techniques == {"mixed-precision": {"dtype": "fp16", "attention": "float32"}}
+            assert run.speed.peak == 2e9
+        assert folder.config().techniques == run.config.techniques
+
+    def test_it_is_refused_where_nothing_would_be_faster(
+        self, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(
+            "tensorkeep.train.techniques.mixed_precision.measured_peak", lambda device, dtype=torch.float32: 1e9
+        )
+        config = with_techniques(self.config, {"mixed-precision": {}})
+        with (
+            pytest.raises(UnsupportedError, match="would make nothing faster here"),
+            open_run(config, RunFolder(tmp_path / "run"), Dataset.open(data)),
+        ):
+            pass

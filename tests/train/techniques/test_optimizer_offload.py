@@ -1,0 +1,130 @@
+"""AdamW on the CPU for weights elsewhere: its arithmetic, which is the same where both are the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, losses, train_run
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.loop import take_step
+from tensorkeep.train.optim.optimizers import build_optimizers
+from tensorkeep.train.run.folder import RunFolder
+from tensorkeep.train.run.run import Run, open_run
+from tensorkeep.train.techniques.base import NoSettings
+from tensorkeep.train.techniques.host_optimizer import HostOptimizer
+from tensorkeep.train.techniques.machine import Machine
+from tensorkeep.train.techniques.optimizer_offload import OptimizerOffload
+
+FUSED = TINY.changed({"optim.implementation": "fused"})
+
+
+def weights() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(shape, generator=generator) for shape in ((5, 7), (7,), (3, 4, 2), (1,))]
+
+
+def groups(tensors: list[Tensor]) -> list[dict[str, object]]:
+    return [{"params": tensors[:2], "weight_decay": 0.1}, {"params": tensors[2:], "weight_decay": 0.0, "peak_lr": 1.0}]
+
+
+def give_gradients(tensors: list[Tensor], step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for each in tensors:
+        each.grad = torch.randn(each.shape, generator=generator)
+
+
+class TestOptimizerOffload(TechniqueSuite):
+    technique = OptimizerOffload
+
+    @pytest.fixture(autouse=True)
+    def here(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let it run on the CPU, where nothing is saved by it."""
+        monkeypatch.setattr(OptimizerOffload, "lacks", lambda self, machine: None)
+
+    def sabotage(self, run: Run) -> None:
+        """Let the optimizer be torch's."""
+        run.optimizers["adamw"] = build_optimizers(run.model, run.config.optim)["adamw"]
+
+    def test_a_run_is_that_of_the_fused_adamw_bit_for_bit(self, tmp_path: Path, data: Path) -> None:
+        """With clipping and accumulation, which see the gradients on the device."""
+        train_run(FUSED, tmp_path / "plain", data)
+        train_run(self.on({}), tmp_path / "on", data)
+        assert losses(tmp_path / "on") == losses(tmp_path / "plain")
+
+    def test_a_skipped_update_leaves_no_gradient_behind(self, tmp_path: Path, data: Path) -> None:
+        with open_run(self.on({}), RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
+            run.operations.accepts = lambda loss, norm: False
+            take_step(run)
+            assert all(each.grad is None for each in run.model.parameters())
+
+    def test_muon_stays_where_it_is(self, tmp_path: Path, data: Path) -> None:
+        config = self.on({}).changed({"optim.name": "muon"})
+        with open_run(config, RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
+            with run.techniques.verified(run):
+                take_step(run)
+            assert isinstance(run.optimizers["muon"], torch.optim.Muon)
+            assert isinstance(run.optimizers["adamw"], HostOptimizer)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
+def test_weights_are_those_of_adamw_however_they_are_divided_into_buckets(bucket_bytes: int) -> None:
+    here, there = weights(), weights()
+    plain = torch.optim.AdamW(groups(here), lr=0.1, fused=True)
+    host = HostOptimizer(torch.optim.AdamW(groups(there), lr=0.1), bucket_bytes=bucket_bytes)
+    for step in range(4):
+        for tensors, optimizer in ((here, plain), (there, host)):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.1 / (step + 1)
+            give_gradients(tensors, step)
+            if step == 2:
+                # What has no gradient is not updated, and its count of steps stands still.
+                tensors[0].grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True))
+    assert all(each.grad is None for each in there)
+
+
+def test_states_go_from_one_kind_to_the_other() -> None:
+    here, there = weights(), weights()
+    plain = torch.optim.AdamW(groups(here), lr=0.1)
+    host = HostOptimizer(torch.optim.AdamW(groups(there), lr=0.1))
+    for tensors, optimizer in ((here, plain), (there, host)):
+        give_gradients(tensors, 0)
+        optimizer.step()
+    saved = host.state_dict()
+    assert saved["param_groups"][1]["peak_lr"] == 1.0
+    assert saved["state"].keys() == plain.state_dict()["state"].keys()
+    fused = torch.optim.AdamW(groups(here), lr=0.5)
+    fused.load_state_dict(saved)
+    other = HostOptimizer(torch.optim.AdamW(groups(there), lr=0.5))
+    other.load_state_dict(plain.state_dict())
+    for tensors, optimizer in ((here, fused), (there, other)):
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        give_gradients(tensors, 1)
+        optimizer.step()
+    for one, two in zip(here, there, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_weights_that_were_loaded_are_not_overwritten_by_older_ones() -> None:
+    there = weights()
+    host = HostOptimizer(torch.optim.AdamW(groups(there), lr=0.1))
+    give_gradients(there, 0)
+    host.step()
+    saved = host.state_dict()
+    for each in there:
+        each.fill_(100.0)
+    host.load_state_dict(saved)
+    give_gradients(there, 1)
+    host.step()
+    assert all(bool((each > 50).all()) for each in there)
+
+
+def test_on_the_cpu_it_says_what_is_missing() -> None:
+    lack = OptimizerOffload(NoSettings()).lacks(Machine(torch.device("cpu")))
+    assert lack == "needs a CUDA device; the run is on cpu"

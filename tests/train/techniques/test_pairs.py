@@ -1,0 +1,88 @@
+"""Every two techniques that are not declared a conflict: together they are seen at work, and a run goes on exactly."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tensorkeep import plugins
+from tensorkeep.errors import UsageError
+from tensorkeep.testing.equality import difference
+from tensorkeep.testing.technique_suite import TINY, last_state, losses, train_run, with_techniques
+from tensorkeep.train.data.prepare import prepare
+from tensorkeep.train.run.folder import RunFolder
+from tensorkeep.train.techniques.machine import Machine
+from tensorkeep.train.techniques.stack import Stack
+
+# Wide enough for matrices that low-bit optimizers quantise, and no dropout, which flash attention on CPUs has not.
+CONFIG = TINY.changed({"model.d_model": 64, "model.dropout": 0.0, "loop.steps": 3, "checkpoint.every": 1})
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "mixed-precision": {"dtype": "bf16"},
+    # Traces as inductor does, and compiles nothing: quick.
+    "compile": {"backend": "aot_eager"},
+    "low-bit-optimizer": {"compiled": False},
+    "sparse-attention": {"block": 4, "keep": 2},
+}
+
+
+def lack(name: str) -> str | None:
+    technique = plugins.get("techniques", name)
+    settings = technique.Settings(**SETTINGS.get(name, {}))
+    found: str | None = technique(settings).lacks(Machine(torch.device("cpu")))
+    return found
+
+
+HERE = [name for name in plugins.names("techniques") if lack(name) is None]
+PAIRS = list(combinations(HERE, 2))
+
+
+def settings(*names: str) -> dict[str, dict[str, Any]]:
+    return {name: SETTINGS.get(name, {}) for name in names}
+
+
+def conflict(first: str, second: str) -> bool:
+    try:
+        Stack.of(settings(first, second))
+    except UsageError as error:
+        assert "cannot be combined" in error.message
+        return True
+    return False
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    # Documents of several lengths: a curriculum by length takes no less.
+    texts = ["the quick brown fox jumps over the lazy dog; " * (1 + number % 7) for number in range(40)]
+    (folder / "texts.jsonl").write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts))
+    prepare(folder / "texts.jsonl", folder / "prepared", tokenizer="char")
+    return folder / "prepared"
+
+
+@pytest.fixture(autouse=True)
+def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("run.run", "techniques.mixed_precision"):
+        monkeypatch.setattr(f"tensorkeep.train.{module}.measured_peak", lambda device, dtype=torch.float32: 1e9)
+
+
+@pytest.mark.slow  # minutes in all
+@pytest.mark.parametrize("pair", [pair for pair in PAIRS if not conflict(*pair)], ids="+".join)
+def test_two_techniques_work_together_and_go_on_exactly(tmp_path: Path, data: Path, pair: tuple[str, str]) -> None:
+    config = with_techniques(CONFIG, settings(*pair))
+    train_run(config, tmp_path / "whole", data)
+    train_run(config, tmp_path / "parts", data, stop_after=1)
+    train_run(RunFolder(tmp_path / "parts").config(), tmp_path / "parts", data, resume=True)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert difference(last_state(tmp_path / "parts"), last_state(tmp_path / "whole")) is None
+
+
+def test_pairs_are_tried() -> None:
+    # Where nothing can run, nothing would be shown.
+    assert len(HERE) >= 10
+    assert sum(not conflict(*pair) for pair in PAIRS) > len(PAIRS) // 2

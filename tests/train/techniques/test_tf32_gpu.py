@@ -1,0 +1,24 @@
+"""The exam of TF32 on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite
+from tensorkeep.train.run.run import Run
+from tensorkeep.train.techniques.tf32 import Tf32
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
+]
+
+
+class TestTf32(TechniqueSuite):
+    technique = Tf32
+    # Without dropout, whose kernels may draw by other rules.
+    config = TINY.changed({"loop.device": "cuda", "model.dropout": 0})
+
+    def sabotage(self, run: Run) -> None:
+        torch.backends.cuda.matmul.fp32_precision = "ieee"

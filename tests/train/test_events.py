@@ -1,0 +1,356 @@
+"""What a run tells, to whom and when: saves, the best step, memory, a learning rate; on a terminal and in files."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import random
+import shutil
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from tensorkeep import CheckpointManager
+from tensorkeep.bench.checkpoint.probes import resident_bytes
+from tensorkeep.checkpoint.save.pending import PendingSave
+from tensorkeep.cli.output import Output
+from tensorkeep.cli.training_progress import Lines, bar, document, print_summary
+from tensorkeep.errors import StoreError
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.loop import Summary, train
+from tensorkeep.train.memory import limits
+from tensorkeep.train.optim.range_test import RangeTest
+from tensorkeep.train.run.folder import RunFolder
+from tensorkeep.train.run.log import RunLog
+from tensorkeep.train.run.run import METRIC, open_run
+from train.tiny_training import CONFIG, Witness, lines, poison, prepared, run
+
+TRAINED = {"loss": 1.5, "tokens_per_second": 2000.0, "mfu": 0.25, "peak_memory_bytes": 3_000_000}
+SAVED = {"path": "x", "durable_seconds": 0.5, "stall_seconds": 0.01, "new_bytes": 2_000_000}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(autouse=True)
+def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tensorkeep.train.run.run.measured_peak", lambda device: 1e9)
+
+
+# Saves
+
+
+class LetsThrough(Witness):
+    """Lets what is saved be written, once a step has been done."""
+
+    def __init__(self, step: int, gate: threading.Event) -> None:
+        super().__init__()
+        self._step = step
+        self._gate = gate
+
+    def happened(self, step: int, kind: str, values: dict[str, Any]) -> None:
+        super().happened(step, kind, values)
+        if (step, kind) == (self._step, "train"):
+            self._gate.set()
+            for thread in threading.enumerate():
+                if thread.name == "tensorkeep-save":
+                    thread.join()
+
+
+def test_a_save_is_told_when_it_is_durable(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, real = threading.Event(), PendingSave.execute
+
+    def execute(pending: PendingSave, after: Any = None) -> None:
+        gate.wait(60)
+        real(pending, after)
+
+    monkeypatch.setattr(PendingSave, "execute", execute)
+    witness = LetsThrough(6, gate)
+    run(CONFIG.changed({"loop.steps": 7, "checkpoint.every": 4}), tmp_path / "run", data, listener=witness)
+    told = [(step, kind) for step, kind, _ in witness.seen]
+    assert told == [*((step, "train") for step in range(1, 7)), (4, "save"), (7, "train"), (7, "evaluate"), (7, "save")]
+    logged = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["kind"]) for line in logged] == told
+    save = logged[6]
+    assert save["path"].endswith("step-000004")
+    assert save["new_bytes"] > 0
+    assert save.keys() == {"step", "kind", "path", "stall_seconds", "durable_seconds", "new_bytes"}
+
+
+def test_a_resumed_log_has_each_save_once(tmp_path: Path, data: Path) -> None:
+    config = CONFIG.changed({"checkpoint.every": 3})
+    run(config, tmp_path / "run", data, stop_at=7)
+    run(config, tmp_path / "run", data, resume=True)
+    assert [line["step"] for line in lines(tmp_path / "run", "save")] == [3, 6, 7, 9, 12]
+
+
+@pytest.mark.parametrize(("keep_best", "saved"), [(1, [4, 8, 12]), (0, [12])])
+def test_a_new_best_is_saved_at_its_own_step(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, keep_best: int, saved: list[int]
+) -> None:
+    losses = iter([3.0, 2.0, 2.5])
+    monkeypatch.setattr("tensorkeep.train.loop.evaluate", lambda model, batches: next(losses))
+    witness = Witness()
+    run(
+        CONFIG.changed({"eval.every": 4, "checkpoint.keep_last": 1, "checkpoint.keep_best": keep_best}),
+        tmp_path / "run",
+        data,
+        listener=witness,
+    )
+    assert witness.of("save") == saved
+    steps = CheckpointManager(tmp_path / "run" / "checkpoints").steps()
+    assert [(step.number, step.metrics[METRIC]) for step in steps] == (
+        [(8, 2.0), (12, 2.5)] if keep_best else [(12, 2.5)]
+    )
+
+
+def test_a_step_with_an_evaluation_and_a_save_is_saved_once(tmp_path: Path, data: Path) -> None:
+    witness = Witness()
+    run(CONFIG.changed({"eval.every": 6, "checkpoint.every": 6}), tmp_path / "run", data, listener=witness)
+    assert witness.of("save") == [6, 12]
+
+
+# The end
+
+
+def ended(config: Any, folder: Path, data: Path, *, resume: bool = False) -> tuple[dict[str, Any], Summary, str]:
+    """Return how a run ends: as JSON, as it is, and as it is shown."""
+    with open_run(config, RunFolder(folder), Dataset.open(data), resume=resume) as opened:
+        summary = train(opened, Witness())
+        shown = io.StringIO()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "stdout", shown)
+            Output(json=True).show(document(opened, summary), lambda: None)
+            as_json = json.loads(shown.getvalue())
+            print_summary(opened, summary)
+    return as_json, summary, shown.getvalue().rpartition("}\n")[2]
+
+
+def test_a_run_that_had_ended_says_that_nothing_was_left_to_do(tmp_path: Path, data: Path) -> None:
+    first, _, shown = ended(CONFIG, tmp_path / "my run", data)
+    assert (first["steps"], first["reason"]) == (12, "done")
+    assert "nothing was left" not in shown
+    assert "tokens/s" in shown
+    assert "peak memory" in shown
+    assert f"next: tensorkeep generate '{tmp_path / 'my run'}' --prompt TEXT" in shown
+    again, summary, shown = ended(CONFIG, tmp_path / "my run", data, resume=True)
+    assert (again["steps"], again["reason"], again["tokens_per_second"], again["mfu"]) == (0, "done", None, None)
+    assert again["loss"] == first["loss"] == summary.loss
+    assert "done, after step 12; nothing was left to do" in shown
+    assert "nan" not in shown
+    assert "tokens/s" not in shown
+
+
+def test_a_run_of_one_step_has_no_speed_to_show(tmp_path: Path, data: Path) -> None:
+    document, _, shown = ended(CONFIG.changed({"loop.steps": 1}), tmp_path / "run", data)
+    assert document["tokens_per_second"] is None
+    assert "nan" not in shown
+    assert "first step" in shown
+
+
+# Memory
+
+
+def test_peak_memory_is_in_the_log_and_in_the_summary(tmp_path: Path, data: Path) -> None:
+    witness = Witness()
+    summary = run(CONFIG, tmp_path / "run", data, listener=witness)
+    peaks = [values["peak_memory_bytes"] for _, kind, values in witness.seen if kind == "train"]
+    assert len(peaks) == 12
+    assert min(*peaks, summary.peak_memory_bytes) > 1024**2
+
+
+def test_peak_memory_grows_with_what_is_taken_and_stays_when_it_is_freed() -> None:
+    cpu = torch.device("cpu")
+    before = limits.peak_memory(cpu)
+    more = 64 * 1024**2
+    held = np.ones(before - resident_bytes() + more, np.uint8)
+    assert limits.peak_memory(cpu) > before + more // 2
+    del held
+    # Exactly the same it need not be: the kernel counts pages in steps.
+    assert limits.peak_memory(cpu) > before + more // 2
+
+
+def test_a_kernel_that_does_not_tell_the_peak_in_proc_is_asked_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for status in (tmp_path / "missing", tmp_path / "short"):
+        (tmp_path / "short").write_text("VmRSS:\t1 kB\n")
+        monkeypatch.setattr(limits, "_STATUS", status)
+        assert limits.peak_memory(torch.device("cpu")) > 1024**2
+
+
+# The range test
+
+RATES = [1e-5 * 1e5 ** (number / 499) for number in range(500)]
+
+
+def observed(loss: Any, rates: list[float] = RATES) -> RangeTest:
+    found = RangeTest()
+    for rate in rates:
+        if not found.over:
+            found.add(rate, loss(rate), steps=len(rates))
+    return found
+
+
+def test_a_range_test_suggests_a_tenth_of_the_rate_with_the_lowest_loss() -> None:
+    noise = random.Random(0)
+
+    def loss(rate: float) -> float:  # lowest at a rate of 0.022
+        return 4 - 2 / (1 + 1e-3 / rate) + (rate / 0.1) ** 2 + noise.gauss(0, 0.1)
+
+    found = observed(loss)
+    assert found.over
+    suggestion = found.suggestion()
+    assert suggestion is not None
+    assert 1e-3 < suggestion < 4e-3
+
+
+def test_a_loss_that_never_rose_speaks_for_no_rate() -> None:
+    assert observed(lambda rate: 4 - 2 / (1 + 1e-3 / rate)).suggestion() is None
+    assert RangeTest().suggestion() is None
+
+
+def test_a_loss_that_is_not_finite_ends_a_range_test() -> None:
+    found = observed(lambda rate: 3 - math.log10(rate) / 10 if rate < 0.1 else math.nan)
+    assert found.over
+    suggestion = found.suggestion()
+    assert suggestion is not None
+    assert suggestion == pytest.approx(0.01, rel=0.05)
+
+
+RANGE = CONFIG.changed({"schedule.name": "range", "schedule.final": 1e-5, "optim.lr": 30.0, "loop.steps": 60})
+
+
+@pytest.mark.parametrize("stop_at", [1, 25])
+def test_a_range_test_that_was_stopped_finds_the_same(tmp_path: Path, data: Path, stop_at: int) -> None:
+    whole = run(RANGE, tmp_path / "whole", data)
+    run(RANGE, tmp_path / "parts", data, stop_at=stop_at)
+    parts = run(RANGE, tmp_path / "parts", data, resume=True)
+    assert whole.suggested_learning_rate is not None
+    assert parts.suggested_learning_rate == whole.suggested_learning_rate
+    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
+    told = lines(tmp_path / "whole", "suggestion")
+    assert [line["learning_rate"] for line in told] == [whole.suggested_learning_rate]
+    again = run(RANGE, tmp_path / "parts", data, resume=True)
+    assert (again.steps, again.suggested_learning_rate) == (0, whole.suggested_learning_rate)
+
+
+def test_a_range_test_that_diverges_has_found_what_it_looked_for(tmp_path: Path, data: Path) -> None:
+    summary = run(RANGE, tmp_path / "run", data, arrange=lambda opened: poison(opened, [9]))
+    assert (summary.reason, summary.step) == ("early stop", 9)
+    assert summary.suggested_learning_rate is not None
+    document, _, shown = ended(RANGE, tmp_path / "run", data, resume=True)
+    assert document["suggested_learning_rate"] == summary.suggested_learning_rate
+    assert f"--optim.lr {summary.suggested_learning_rate:.1g}" in shown
+
+
+def test_other_schedules_suggest_nothing(tmp_path: Path, data: Path) -> None:
+    document, summary, shown = ended(CONFIG, tmp_path / "run", data)
+    assert summary.suggested_learning_rate is document["suggested_learning_rate"] is None
+    assert "range test" not in shown
+
+
+# Lines and a bar
+
+
+def test_lines_about_steps_come_now_and_then_and_all_others_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    time = 100.0
+    shown = Lines(2000, now=lambda: time)
+    for step in range(10, 200, 10):
+        shown.happened(step, "train", TRAINED)
+        time += 1
+        if step % 50 == 0:
+            shown.happened(step, "evaluate", {METRIC: 2.0, "best": 1.5})
+    shown.happened(190, "save", SAVED)
+    shown.happened(190, "save", SAVED)
+    shown.happened(190, "suggestion", {"learning_rate": None})
+    errors = capsys.readouterr().err.splitlines()
+    told = [line.split()[1] for line in errors if "loss 1.5000" in line]
+    assert told == ["10/2000", "60/2000", "110/2000", "160/2000"]
+    assert errors[0] == "step   10/2000  loss 1.5000  2,000 tokens/s  MFU 25%  3.00 MB"
+    assert [line.split()[1] for line in errors if "validation" in line] == ["50/2000", "100/2000", "150/2000"]
+    assert sum("saved in 500 ms, of which training waited 10.0 ms; 2.00 MB new" in line for line in errors) == 2
+    assert "no learning rate to suggest" in errors[-1]
+
+
+def test_the_bar_shows_steps_and_what_else_happens_stands_above_it() -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=120, color_system=None, _environ={"TERM": "xterm"})
+    with bar(console, 2000, done=500) as shown:
+        shown.happened(510, "train", {name: TRAINED[name] for name in ("loss", "peak_memory_bytes")})
+        shown.happened(520, "train", TRAINED)
+        shown.happened(520, "evaluate", {METRIC: 2.0, "best": 1.5})
+        shown.happened(520, "sample", {"text": "a [red]fox[/red]\n\x1b[2Jgone"})
+        shown.happened(510, "save", SAVED)
+        shown.happened(520, "suggestion", {"learning_rate": 0.0031})
+    seen = file.getvalue()
+    for text in (
+        "520/2000",
+        "loss 1.5000  2,000 tokens/s  MFU 25%  3.00 MB",
+        "step  520/2000  validation loss 2.0000 (best 1.5000)",
+        "    a [red]fox[/red]",
+        "    \\x1b[2Jgone",
+        "step  510/2000  saved in 500 ms",
+        "--optim.lr 0.003",
+    ):
+        assert text in seen, text
+    assert "\x1b[2Jgone" not in seen
+
+
+# The log
+
+
+class Refuses:
+    """Stands in for TensorBoard's writer on a disk that is full."""
+
+    def __init__(self, folder: str, *, purge_step: int) -> None:
+        assert purge_step == 1
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        if name == "train/loss":
+            raise OSError(28, "No space left on device")
+
+    def close(self) -> None:
+        raise OSError(5, "Input/output error")
+
+
+def test_tensorboard_that_cannot_write_is_told_and_what_came_first_matters_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tensorkeep.train.run.log._tensorboard", lambda: Refuses)
+    board = RunLog(tmp_path / "log.jsonl", tensorboard=True)
+    with pytest.raises(StoreError, match="cannot write the log: No space left") as raised, board as log:
+        log.begin(0)
+        log.write(1, "train", loss=2.0)
+    assert "Input/output error" in raised.value.__notes__[0]
+    board = RunLog(tmp_path / "log.jsonl", tensorboard=True)
+    with pytest.raises(StoreError, match="cannot write the log: Input/output error"), board as log:
+        log.begin(0)
+        log.write(1, "train", rate=2.0)
+
+
+def test_a_log_that_was_not_begun_leaves_nothing(tmp_path: Path) -> None:
+    with RunLog(tmp_path / "log.jsonl"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensorboard_hides_the_steps_that_are_done_again(tmp_path: Path, data: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config = CONFIG.changed({"checkpoint.every": 3, "log.tensorboard": True})
+    run(config, tmp_path / "run", data, stop_at=7)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000007")
+    run(config, tmp_path / "run", data, resume=True)
+    found = events.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    found.Reload()
+    assert [event.step for event in found.Scalars("train/loss")] == list(range(1, 13))
+    assert [event.step for event in found.Scalars("save/new_bytes")] == [3, 6, 9, 12]

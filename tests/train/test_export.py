@@ -1,0 +1,294 @@
+"""Export: the folder that is written, what transformers makes of it, and what is refused."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tensorkeep
+from faults import injection as faults
+from tensorkeep.errors import (
+    DestinationExistsError,
+    StateMismatchError,
+    StoreError,
+    TensorkeepError,
+    UnsupportedError,
+    UsageError,
+)
+from tensorkeep.train.export import export
+from tensorkeep.train.generate import generate
+from tensorkeep.train.model.config import ModelConfig
+from tensorkeep.train.model.gpt import GPT
+
+GPT2: dict[str, Any] = {"positions": "learned", "norm": "layernorm"}
+LLAMA: dict[str, Any] = {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu"}
+CASES = [
+    *(
+        {**GPT2, "activation": activation, "bias": bias, "tied": tied}
+        for activation, bias, tied in itertools.product(("gelu", "gelu_tanh"), (False, True), (False, True))
+    ),
+    *({**LLAMA, "tied": tied, "rope_base": base} for tied, base in ((False, 10000.0), (True, 500.0))),
+]
+TOKENIZER = {
+    "version": "1.0",
+    "added_tokens": [
+        {
+            "id": 3,
+            "content": "<end>",
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+    ],
+    "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "[UNK]": 2}, "unk_token": "[UNK]"},
+    "pre_tokenizer": {"type": "Whitespace"},
+}
+
+
+def build(**parts: Any) -> GPT:
+    """Return a tiny model in which every weight matters."""
+    sizes = {"vocab_size": 13, "context_length": 10, "n_layers": 2, "n_heads": 2, "d_model": 12, "norm_eps": 1e-4}
+    model = GPT(ModelConfig(**sizes | parts))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.4, generator=generator)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Iterator[Any]:
+    """Transformers, without a network and without its messages; what it warns of is not ours to fix."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        module = pytest.importorskip("transformers")
+        module.utils.logging.set_verbosity_error()
+        module.utils.logging.disable_progress_bar()
+        yield module
+
+
+def opened(transformers: Any, folder: Path) -> Any:
+    """Return the model that transformers finds, which must find in turn all that it looks for, and nothing else."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(found.values()), found
+    return model.eval()
+
+
+@pytest.mark.parametrize("parts", CASES, ids=lambda parts: "-".join(map(str, parts.values())))
+def test_transformers_gives_the_same_logits(transformers: Any, tmp_path: Path, parts: dict[str, Any]) -> None:
+    model = build(**parts)
+    report = export(model, model.config, tmp_path / "out")
+    theirs = opened(transformers, tmp_path / "out")
+    assert type(theirs).__name__ == report.architecture
+    assert theirs.num_parameters() == report.parameters
+    tokens = torch.randint(13, (3, 10), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        ours, found = model(tokens), theirs(tokens).logits
+    assert ours.std() > 0.5
+    torch.testing.assert_close(found, ours, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("parts", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_transformers_generates_the_same_tokens(transformers: Any, tmp_path: Path, parts: dict[str, Any]) -> None:
+    model = build(**parts)
+    export(model, model.config, tmp_path / "out")
+    theirs = opened(transformers, tmp_path / "out")
+    prompt = torch.tensor([[1, 2, 3]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=7, do_sample=False)
+    assert torch.equal(found, generate(model, prompt, max_new_tokens=7, temperature=0))
+
+
+def test_transformers_takes_the_dtype_that_was_asked_for(transformers: Any, tmp_path: Path) -> None:
+    model = build(**LLAMA)
+    report = export(model, model.config, tmp_path / "out", dtype="bfloat16")
+    theirs = opened(transformers, tmp_path / "out")
+    assert (report.dtype, theirs.dtype) == ("bfloat16", torch.bfloat16)
+    assert torch.equal(theirs.model.embed_tokens.weight, model.tokens.weight.bfloat16())
+
+
+def test_transformers_opens_the_tokenizer(transformers: Any, tmp_path: Path) -> None:
+    model = build(**GPT2)
+    export(model, model.config, tmp_path / "out", tokenizer_json=json.dumps(TOKENIZER), end_of_document=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert tokenizer("a b<end> zzz")["input_ids"] == [0, 1, 3, 2]
+    assert (tokenizer.eos_token, tokenizer.eos_token_id, tokenizer.model_max_length) == ("<end>", 3, 10)
+    assert theirs.config.eos_token_id == theirs.generation_config.eos_token_id == 3
+
+
+def test_a_state_is_exported_as_its_model_is(tmp_path: Path) -> None:
+    model = build(**GPT2)
+    tensorkeep.save({"model": model.state_dict()}, tmp_path / "ckpt")
+    first = export(model, model.config, tmp_path / "model")
+    second = export(tensorkeep.load(tmp_path / "ckpt")["model"], model.config, tmp_path / "state")
+    assert (tmp_path / "model/model.safetensors").read_bytes() == (tmp_path / "state/model.safetensors").read_bytes()
+    assert (first.parameters, first.files) == (second.parameters, ("model.safetensors", "config.json"))
+    assert first.parameters == model.config.parameter_count() + model.config.d_model * (5 + 2 * (3 + 1 + 4 + 1))
+    assert first.stored_bytes == sum(path.stat().st_size for path in (tmp_path / "model").iterdir())
+    assert first.as_dict()["architecture"] == "GPT2LMHeadModel"
+
+
+def test_the_file_is_plain_safetensors_with_the_names_of_transformers(tmp_path: Path) -> None:
+    model = build(**LLAMA, tied=False, n_layers=1)
+    export(model, model.config, tmp_path / "out")
+    raw = (tmp_path / "out/model.safetensors").read_bytes()
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    assert header.pop("__metadata__") == {"format": "pt"}
+    assert {name: tuple(entry["shape"]) for name, entry in header.items()} == {
+        "model.embed_tokens.weight": (13, 12),
+        "model.layers.0.self_attn.q_proj.weight": (12, 12),
+        "model.layers.0.self_attn.k_proj.weight": (12, 12),
+        "model.layers.0.self_attn.v_proj.weight": (12, 12),
+        "model.layers.0.self_attn.o_proj.weight": (12, 12),
+        "model.layers.0.input_layernorm.weight": (12,),
+        "model.layers.0.post_attention_layernorm.weight": (12,),
+        "model.layers.0.mlp.gate_proj.weight": (32, 12),
+        "model.layers.0.mlp.up_proj.weight": (32, 12),
+        "model.layers.0.mlp.down_proj.weight": (12, 32),
+        "model.norm.weight": (12,),
+        "lm_head.weight": (13, 12),
+    }
+    saved = tensorkeep.load(tmp_path / "out/model.safetensors")
+    assert torch.equal(saved["model.layers.0.self_attn.k_proj.weight"], model.blocks[0].attention.qkv.weight[12:24])
+
+
+def test_tensors_that_share_memory_are_all_in_the_file(tmp_path: Path) -> None:
+    model = build(**LLAMA, tied=False)
+    state = model.state_dict()
+    state["head.weight"] = state["tokens.weight"]
+    export(state, model.config, tmp_path / "out")
+    saved = tensorkeep.load(tmp_path / "out/model.safetensors")
+    raw = (tmp_path / "out/model.safetensors").read_bytes()
+    assert b'"lm_head.weight"' in raw
+    assert torch.equal(saved["lm_head.weight"], model.tokens.weight)
+
+
+def test_no_token_of_the_published_models_is_left_in_the_configuration(tmp_path: Path) -> None:
+    model = build(**LLAMA)
+    export(model, model.config, tmp_path / "out")
+    document = json.loads((tmp_path / "out/config.json").read_text())
+    assert [document[f"{which}_token_id"] for which in ("bos", "eos", "pad")] == [None, None, None]
+    assert document["rope_theta"] == document["rope_parameters"]["rope_theta"] == 10000.0
+    assert document["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_what_transformers_has_no_architecture_for_is_refused_with_what_it_would_need(tmp_path: Path) -> None:
+    model = build(positions="rotary", norm="layernorm", activation="relu2", bias=True)
+    with pytest.raises(UnsupportedError) as caught:
+        export(model, model.config, tmp_path / "out")
+    assert caught.value.message == (
+        "transformers has no architecture for this model: "
+        "a GPT-2 needs positions='learned' (it is 'rotary'), activation='gelu' or 'gelu_tanh' (it is 'relu2'); "
+        "a LLaMA needs norm='rmsnorm' (it is 'layernorm'), activation='swiglu' (it is 'relu2'), bias=False (it is True)"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("parts", [{}, LLAMA], ids=["gpt2", "llama"])
+def test_a_token_shift_is_not_left_out(tmp_path: Path, parts: dict[str, Any]) -> None:
+    model = build(**parts, token_shift=True)
+    with pytest.raises(UnsupportedError, match=r"needs token_shift=False \(it is True\)"):
+        export(model, model.config, tmp_path / "out")
+
+
+def test_tensors_of_another_model_are_refused(tmp_path: Path) -> None:
+    model = build(**GPT2)
+    state = model.state_dict()
+    state["blocks.0.mlp.fc.weight"] = state.pop("blocks.0.mlp.up.weight")
+    state["norm.weight"] = torch.zeros(13)
+    with pytest.raises(StateMismatchError) as caught:
+        export(state, model.config, tmp_path / "out")
+    assert caught.value.missing == ("blocks.0.mlp.up.weight",)
+    assert caught.value.extra == ("blocks.0.mlp.fc.weight",)
+    assert caught.value.different == ("norm.weight",)
+    assert "missing: blocks.0.mlp.up.weight" in caught.value.message
+    with pytest.raises(UsageError, match="not the model's"):
+        export(model, build(**GPT2, dropout=0.1).config, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dtype": "int8"}, "the dtype is int8"),
+        ({"dtype": torch.float64}, "the dtype is float64"),
+        ({"end_of_document": 13}, "the end of document is token 13, and the model knows 0 to 12"),
+        ({"tokenizer_json": "{"}, r"not a tokenizer\.json"),
+        ({"tokenizer_json": "[" * 100_000}, r"not a tokenizer\.json"),
+        ({"tokenizer_json": '{"model": {"vocab": [["a", 0.0]]}}'}, r"not a tokenizer\.json"),
+        ({"tokenizer_json": '{"model": {"vocab": {"a": 13}}}'}, "the tokenizer has the token 13"),
+    ],
+)
+def test_nonsense_is_refused(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    model = build(**GPT2)
+    with pytest.raises(UsageError, match=message) as caught:
+        export(model, model.config, tmp_path / "out", **arguments)
+    assert caught.value.remedy
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_an_earlier_export_is_replaced_and_only_if_asked(tmp_path: Path) -> None:
+    model, out = build(**GPT2), tmp_path / "out"
+    export(model, model.config, out)
+    with pytest.raises(DestinationExistsError, match="exists already"):
+        export(model, model.config, out)
+    export(model, model.config, out, dtype="float16", overwrite=True)
+    assert json.loads((out / "config.json").read_text())["torch_dtype"] == "float16"
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(DestinationExistsError, match="not replaced"):
+        export(model, model.config, out, overwrite=True)
+    assert (out / "notes.txt").read_text() == "mine"
+
+
+def test_a_failing_disk_leaves_nothing_or_everything(tmp_path: Path) -> None:
+    model = build(**GPT2, n_layers=1)
+    whole = faults.count_operations(lambda: export(model, model.config, tmp_path / "whole"))
+    names = {path.name for path in (tmp_path / "whole").iterdir()}
+    failures = 0
+    for index in range(whole):
+        folder = tmp_path / str(index)
+        try:
+            with faults.broken(fail_at=index, action=faults.raise_error(errno.ENOSPC)):
+                export(model, model.config, folder / "out")
+        except TensorkeepError as error:
+            failures += 1
+            assert isinstance(error, StoreError), error
+        found = list((folder / "out").iterdir()) if (folder / "out").exists() else []
+        assert {path.name for path in found} in (set(), names)
+    assert failures > whole / 2
+
+
+def test_a_killed_export_is_not_visible_and_does_not_hinder_the_next(tmp_path: Path) -> None:
+    model = build(**GPT2, n_layers=1)
+    whole = faults.count_operations(lambda: export(model, model.config, tmp_path / "whole"))
+
+    def work(index: int) -> None:
+        with faults.broken(fail_at=index, action=faults.die):
+            export(model, model.config, tmp_path / "out")
+
+    for index in range(1, whole, 5):
+        assert faults.in_child(lambda index=index: work(index)) == 9
+        assert not (tmp_path / "out").exists() or index > whole - 5
+        export(model, model.config, tmp_path / "out", overwrite=True)
+        assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
+        for path in (tmp_path / "out").iterdir():
+            path.unlink()
+        (tmp_path / "out").rmdir()

@@ -1,0 +1,103 @@
+"""Training runs that take a fraction of a second, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tensorkeep import CheckpointManager
+from tensorkeep.train.config.config import Config
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.data.prepare import prepare
+from tensorkeep.train.loop import Listener, Summary, train
+from tensorkeep.train.model.config import ModelConfig
+from tensorkeep.train.run.folder import RunFolder
+from tensorkeep.train.run.run import Run, open_run
+
+TEXT = "the quick brown fox jumps over the lazy dog; " * 60
+CONFIG = Config(
+    recipe="tiny", model=ModelConfig(vocab_size=1, context_length=16, n_layers=1, n_heads=2, d_model=16, dropout=0.1)
+).changed(
+    {
+        "loop.steps": 12,
+        "loop.batch_size": 3,
+        "loop.threads": 1,
+        "schedule.name": "constant",
+        "eval.every": 0,
+        "checkpoint.every": 0,
+        "log.every": 1,
+    }
+)
+OF_THE_MACHINE = {"tokens_per_second", "mfu", "peak_memory_bytes", "path"}
+
+
+class Witness:
+    """Remembers what happened."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, str, dict[str, Any]]] = []
+
+    def happened(self, step: int, kind: str, values: dict[str, Any]) -> None:
+        self.seen.append((step, kind, values))
+
+    def of(self, kind: str) -> list[int]:
+        """Return the steps of what happened of a kind."""
+        return [step for step, seen, _ in self.seen if seen == kind]
+
+
+def prepared(folder: Path) -> Path:
+    """Return a folder of prepared text."""
+    (folder / "text.txt").write_text(TEXT)
+    prepare(folder / "text.txt", folder / "prepared", tokenizer="char")
+    return folder / "prepared"
+
+
+def run(
+    config: Config,
+    folder: Path,
+    data: Path,
+    *,
+    resume: bool = False,
+    stop_at: int | None = None,
+    listener: Listener | None = None,
+    arrange: Callable[[Run], object] = lambda run: None,
+) -> Summary:
+    """Train; ``arrange`` is given the run before it begins."""
+    with open_run(config, RunFolder(folder), Dataset.open(data), resume=resume) as opened:
+        arrange(opened)
+        return train(opened, listener or Witness(), stop=lambda: opened.progress.step == stop_at)
+
+
+def poison(opened: Run, steps: Collection[int]) -> None:
+    """Let the losses of some steps be infinite."""
+    real = opened.model.loss
+
+    def loss(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = real(inputs, targets)
+        return found * (math.inf if opened.model.training and opened.progress.step in steps else 1.0)
+
+    opened.model.loss = loss  # type: ignore[method-assign]
+
+
+def lines(folder: Path, *kinds: str) -> list[dict[str, Any]]:
+    """Return the log of a run, or what of it is of some kinds, without what depends on the machine."""
+    found = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [
+        {name: value for name, value in line.items() if name not in OF_THE_MACHINE}
+        for line in found
+        if (line["kind"] in kinds if kinds else line["kind"] != "save")
+    ]
+
+
+def last_state(folder: Path) -> dict[str, Any]:
+    """Return what the last checkpoint holds."""
+    state: dict[str, Any] = CheckpointManager(folder / "checkpoints").restore()
+    # numpy's and Python's own generators are neither seeded nor used.
+    for unused in ("numpy", "python"):
+        state["rng"].pop(unused, None)
+    return state
