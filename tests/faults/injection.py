@@ -1,4 +1,4 @@
-"""Breaking writes on purpose: an error, a short write, or sudden death at any file-system operation.
+"""Fault injection: an error, a short write, Ctrl-C or SIGKILL at any file-system operation.
 
 A checkpoint's writer changes the file system through the functions of `os` and one rename call. Inside `broken`, those
 are counted, and the one that is asked for fails. Trying every index in turn walks through every instant at which a
@@ -22,7 +22,7 @@ from unittest import mock
 from tensorkeep.io import commit
 
 Action = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Takes the operation's name, the real function and its arguments, and does something else."""
+"""Is called with the name of the operation, the real function and its arguments, in place of the function."""
 
 _OPERATIONS = (
     "mkdir",
@@ -40,7 +40,7 @@ _OPERATIONS = (
 
 
 class Operations:
-    """Counts file-system operations and lets one of them go wrong.
+    """Counts file-system operations and breaks one of them.
 
     Attributes
     ----------
@@ -72,7 +72,7 @@ class Operations:
 
 @contextmanager
 def broken(*, fail_at: int | None = None, action: Action | None = None) -> Iterator[Operations]:
-    """Count the operations that happen inside, and let the one of index ``fail_at`` do ``action`` instead."""
+    """Count the operations in this context, and call ``action`` in place of the one with index ``fail_at``."""
     operations = Operations(fail_at, action)
     with ExitStack() as stack:
         for name in _OPERATIONS:
@@ -83,7 +83,7 @@ def broken(*, fail_at: int | None = None, action: Action | None = None) -> Itera
 
 
 def count_operations(save: Callable[[], object]) -> int:
-    """Return how many operations a save takes; it is run once."""
+    """Run a save once and return how many operations it performed."""
     with broken() as operations:
         save()
     return len(operations.seen)
@@ -99,7 +99,7 @@ def raise_error(number: int) -> Action:
 
 
 def write_short(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Write only half of what was asked for, as the kernel may; other operations go on as they are."""
+    """Write only the first half, as the kernel may; other operations are unchanged."""
     if name == "pwrite":
         descriptor, data, offset = args
         return real(descriptor, memoryview(data)[: max(1, len(data) // 2)], offset)
@@ -107,7 +107,7 @@ def write_short(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwar
 
 
 def die(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Kill this process before the operation, as the out-of-memory killer or a power button would."""
+    """Kill this process before the operation, as the out-of-memory killer does."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -120,13 +120,13 @@ def die_after(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs
 
 
 def interrupt(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Press Ctrl-C just before the operation: the main thread gets a KeyboardInterrupt."""
+    """Raise KeyboardInterrupt in the main thread just before the operation, as Ctrl-C does."""
     signal.raise_signal(signal.SIGINT)
     return real(*args, **kwargs)
 
 
 def in_child(work: Callable[[], object]) -> int:
-    """Run something in a forked child and return its wait status: 0 when it returned, 9 when it was killed."""
+    """Run a function in a forked child and return its wait status: 0 if it returned, 9 if it was killed."""
     child = os.fork()
     if child == 0:
         try:

@@ -1,4 +1,4 @@
-"""Clocks that are wrong, once or from some moment on: no step is deleted that a right clock would have kept."""
+"""Wrong clocks: retention deletes no step that it would keep with a correct clock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ START = 1.7e9
 YEARS = 10 * 365 * 86_400.0
 
 Wrong = Callable[[int], float]
-"""By how much the clock is wrong at the save of a step."""
+"""The error of the clock, in seconds, at the save of a step."""
 
 CLOCKS: dict[str, Wrong] = {
     "ahead once": lambda step: YEARS * (step == 9),
@@ -35,7 +35,7 @@ CLOCKS: dict[str, Wrong] = {
 
 
 def save_all(root: Path, wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Save a run; return the steps that were there after each save."""
+    """Save a run and return the steps that existed after each save."""
     now = [START]
     monkeypatch.setattr(time, "time", lambda: now[0])
     there = []
@@ -48,7 +48,7 @@ def save_all(root: Path, wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> list[
 
 
 @pytest.mark.parametrize("wrong", CLOCKS.values(), ids=CLOCKS)
-def test_a_wrong_clock_deletes_nothing_that_a_right_one_keeps(
+def test_a_wrong_clock_deletes_no_step_that_a_correct_clock_keeps(
     tmp_path: Path, wrong: Wrong, monkeypatch: pytest.MonkeyPatch, record_property: Any
 ) -> None:
     right = save_all(tmp_path / "right", lambda step: 0.0, monkeypatch)

@@ -1,4 +1,4 @@
-"""The commit: what it makes durable, what it replaces and what never, and who may save at the same time."""
+"""The commit: what becomes durable, what may be replaced, and concurrent writers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def names(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir())
 
 
-def test_new_parents_are_made_durable_one_by_one(tmp_path: Path) -> None:
+def test_each_new_parent_folder_is_synced(tmp_path: Path) -> None:
     synced: list[str] = []
     real = os.fsync
 
@@ -58,7 +58,7 @@ def test_a_link_left_by_an_exchange_is_removed(tmp_path: Path) -> None:
     assert names(tmp_path) == ["ckpt"]
 
 
-def test_dots_after_a_link_mean_what_the_kernel_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dot_dot_after_a_link_resolves_as_in_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "far" / "away").mkdir(parents=True)
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "link").symlink_to(tmp_path / "far" / "away")
@@ -68,7 +68,7 @@ def test_dots_after_a_link_mean_what_the_kernel_says(tmp_path: Path, monkeypatch
     assert names(tmp_path / "far") == ["away", "ckpt"]
 
 
-def test_a_name_too_long_is_found_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_name_that_is_too_long_is_refused_before_writing(tmp_path: Path) -> None:
     with mock.patch.object(os, "pwrite", side_effect=AssertionError), pytest.raises(tensorkeep.StoreError) as caught:
         tensorkeep.save(STATE, tmp_path / ("a" * 300))
     assert "too long" in caught.value.message
@@ -76,14 +76,14 @@ def test_a_name_too_long_is_found_before_anything_is_written(tmp_path: Path) -> 
     assert names(tmp_path) == []
 
 
-def test_a_name_that_is_no_text(tmp_path: Path) -> None:
+def test_a_name_that_is_not_text_is_refused(tmp_path: Path) -> None:
     place = tmp_path / os.fsdecode(b"out\xff")
     tensorkeep.save(STATE, place)
     assert same(tensorkeep.load(place), STATE)
 
 
-def test_writers_that_begin_at_the_same_time(tmp_path: Path) -> None:
-    """Each sees the other's temporary appear after its first look; one of them saves, and only one."""
+def test_of_two_writers_that_start_together_one_saves(tmp_path: Path) -> None:
+    """Each sees the other's temporary after its own check; exactly one of them saves."""
     place = tmp_path / "ckpt"
     real = temporaries.remove_stale
     rivals: list[Commit] = []
@@ -101,7 +101,7 @@ def test_writers_that_begin_at_the_same_time(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_a_temporary_that_is_taken_for_a_dead_one_is_made_anew(tmp_path: Path) -> None:
+def test_a_temporary_removed_by_another_writer_is_created_again(tmp_path: Path) -> None:
     real = os.mkdir
     made = []
 
@@ -125,7 +125,7 @@ def test_a_file_system_without_links(tmp_path: Path, number: int) -> None:
     assert same(tensorkeep.load(place), STATE)
 
 
-def test_without_flags_a_rename_replaces_nothing(tmp_path: Path) -> None:
+def test_without_renameat2_flags_nothing_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "new").write_text("new")
     (tmp_path / "old").write_text("old")
     with pytest.raises(FileExistsError):
@@ -168,8 +168,8 @@ def test_foreign_files_in_a_checkpoint_are_kept(tmp_path: Path, damaged: bool) -
     assert torch.equal(tensorkeep.load(place)["w"], torch.zeros(2))
 
 
-def test_what_may_not_be_emptied_is_not_replaced(tmp_path: Path) -> None:
-    """As another user's checkpoint: after the exchange it could not be removed."""
+def test_a_folder_that_cannot_be_emptied_is_not_replaced(tmp_path: Path) -> None:
+    """Such as the checkpoint of another user, which could not be removed after the exchange."""
     tensorkeep.save(STATE, tmp_path / "ckpt")
     with (
         mock.patch.object(os, "access", return_value=False),
@@ -180,7 +180,7 @@ def test_what_may_not_be_emptied_is_not_replaced(tmp_path: Path) -> None:
     assert names(tmp_path) == ["ckpt"]
 
 
-def test_what_took_the_place_meanwhile_is_looked_at_again(tmp_path: Path) -> None:
+def test_a_destination_that_changed_meanwhile_is_checked_again(tmp_path: Path) -> None:
     place = tmp_path / "ckpt"
     tensorkeep.save(STATE, place)
     with (

@@ -1,4 +1,4 @@
-"""A data file is deleted or cut short between two steps of an incremental run: it is said, and the run goes on."""
+"""A data file is deleted or truncated between two steps of an incremental run: reported, and the run continues."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def cut_short(file: Path) -> None:
         (FIRST, cut_short, []),
     ],
 )
-def test_a_file_that_is_gone_or_cut_short(
+def test_a_deleted_or_truncated_file_is_reported_and_saving_continues(
     tmp_path: Path, file: str, damage: Any, whole: list[int], restarted: bool, incremental: Any, record_property: Any
 ) -> None:
     manager = CheckpointManager(tmp_path, incremental=incremental)

@@ -1,4 +1,4 @@
-"""A manager on a disk that is full: every step that was saved stays whole, and there is a way out."""
+"""A manager on a full disk: saved steps stay intact, and pruning frees space."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KIB = 1024
 
 
 def state(number: int, *, kib: int = 100, frozen_kib: int = 500) -> dict[str, Any]:
-    """A state of bytes that no codec makes smaller."""
+    """Return a state of incompressible bytes."""
     draw = torch.Generator().manual_seed(number)
     frozen = torch.Generator().manual_seed(0)
     return {
@@ -32,7 +32,7 @@ def step_names(numbers: range | list[int]) -> list[str]:
 
 
 def fill_up(manager: CheckpointManager) -> int:
-    """Save until the disk is full; return the number of the step that failed."""
+    """Save until the disk is full and return the number of the step that failed."""
     for number in range(1, 100):
         try:
             manager.save(number, state(number)).wait()
@@ -64,7 +64,7 @@ def test_steps_until_the_disk_is_full(
     record_property("cases", failed)
 
 
-def test_a_step_that_cannot_be_replaced_stays(small_disk: Path, record_property: Any) -> None:
+def test_a_step_whose_replacement_fails_is_kept(small_disk: Path, record_property: Any) -> None:
     root = small_disk / "run"
     with CheckpointManager(root) as manager:
         manager.save(1, state(1, frozen_kib=1200)).wait()
@@ -77,7 +77,7 @@ def test_a_step_that_cannot_be_replaced_stays(small_disk: Path, record_property:
     record_property("cases", 2)
 
 
-def test_pruning_makes_room_on_a_disk_without_a_free_byte(small_disk: Path, record_property: Any) -> None:
+def test_pruning_frees_space_on_a_disk_without_a_free_byte(small_disk: Path, record_property: Any) -> None:
     root = small_disk / "run"
     with CheckpointManager(root) as manager:
         for number in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""Manifests of steps that share files, whose checksum is right and whose claims about places and bases are not."""
+"""Hostile manifests of incremental steps: correct checksum, false file offsets and bases."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Path_ = tuple[str | int, ...]
 DIFFERENCE: Path_ = ("leaves", 0, "places", 0)
 BASE: Path_ = (*DIFFERENCE, 2, 0)
 LINKED: Path_ = ("leaves", 1, "places", 0)
-"""Where the manifest says how `a` and `b` are stored: fields of a place, and of a base, are numbered."""
+"""The location of `a` and `b` in the manifest: fields of a file location and of a base, by index."""
 
 
 @pytest.fixture
 def step(tmp_path: Path) -> Path:
-    """A step of one difference, and one block in the file of the step before, which holds a third."""
+    """A step with one delta block and one block in a linked file of the previous step."""
     tensorkeep.save(FIRST, tmp_path / "1", incremental=True, compression="lossless")
     tensorkeep.save(SECOND, tmp_path / "2", base=tmp_path / "1", delta=True, compression="lossless")
     return tmp_path / "2"
@@ -86,7 +86,7 @@ SEEN_WHEN_READ = ("a difference of which the base is left out",)
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_every_lie_about_places_is_refused(step: Path, name: str) -> None:
+def test_false_locations_are_refused(step: Path, name: str) -> None:
     body = body_of(step)
     assert at(body, *BASE)[0] == "planes"
     assert at(body, *LINKED)[0] == 1
@@ -98,14 +98,14 @@ def test_every_lie_about_places_is_refused(step: Path, name: str) -> None:
     assert caught.value.path.startswith(str(step))
 
 
-def test_what_is_not_edited_is_read(step: Path) -> None:
-    """Else nothing above would be told from a test that always passes."""
+def test_the_unedited_step_loads(step: Path) -> None:
+    """Shows that the refusals above are caused by the edits."""
     seal(body_of(step), step)
     assert same(tensorkeep.load(step), SECOND)
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_a_lying_base_harms_no_later_save(step: Path, name: str) -> None:
+def test_a_false_base_does_not_damage_later_saves(step: Path, name: str) -> None:
     body = body_of(step)
     EDITS[name](body)
     seal(body, step)

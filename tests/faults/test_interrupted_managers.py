@@ -1,4 +1,4 @@
-"""Whatever happens at any instant of a manager's work: every step that was durable is there, whole, and no other."""
+"""A manager is interrupted at each file-system operation: every durable step is there, complete, and no other."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ import torch
 
 import tensorkeep
 from faults import injection as faults
+from faults.conftest import Choose
 from tensorkeep import CheckpointManager
 from tensorkeep.testing.equality import same
 
 
 def state(number: int) -> dict[str, Any]:
-    """A state of which most stays and some changes."""
+    """Return a state of which most is the same for each number."""
     return {
         "frozen": torch.arange(4000.0),
         "slow": torch.arange(3000.0) * (1 + number * 2.0**-18),
@@ -71,17 +72,17 @@ def delete_last(root: Path) -> None:
 
 
 def clean_up(root: Path) -> None:
-    """Start where another one died."""
+    """Start in a folder in which another manager was killed."""
     with start(root) as manager:
         manager.prune()
 
 
 Work = Callable[[Path], None]
 States = dict[int, set[int]]
-"""What may lie at each step: the numbers of states, 0 for nothing."""
+"""Which states each step may hold, by number; 0 stands for a step that does not exist."""
 
 WORKS: dict[str, tuple[Work, States, States]] = {
-    # What may be there if it was interrupted, and what must be there if it returned.
+    # What may exist if it was interrupted, and what must exist if it returned.
     "save": (save_next, {1: {1}, 2: {2}, 3: {3}, 4: {0, 4}}, {1: {1}, 2: {2}, 3: {3}, 4: {4}}),
     "save at once": (save_next_at_once, {1: {1}, 2: {2}, 3: {3}, 4: {0, 4}}, {1: {1}, 2: {2}, 3: {3}, 4: {4}}),
     "replace": (replace, {1: {1}, 2: {2}, 3: {3, 30}}, {1: {1}, 2: {2}, 3: {30}}),
@@ -117,7 +118,7 @@ def operations(work: Work, root: Path) -> int:
 
 
 def check(root: Path, allowed: States) -> None:
-    """Hold that every step is whole and one of those allowed, that a new manager goes on, and that nothing is left."""
+    """Assert that each step is complete and allowed, that a new manager can save, and that no temporaries remain."""
     manager = start(root)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -144,12 +145,18 @@ def check(root: Path, allowed: States) -> None:
 
 @pytest.mark.parametrize(("work", "allowed", "done"), PARAMETERS)
 @pytest.mark.parametrize("action", [faults.die, faults.die_after], ids=["before", "after"])
-def test_killed_at_every_operation(
-    tmp_path: Path, work: Work, allowed: States, done: States, action: faults.Action, record_property: Any
+def test_killed_at_any_operation(
+    tmp_path: Path,
+    work: Work,
+    allowed: States,
+    done: States,
+    action: faults.Action,
+    choose: Choose,
+    record_property: Any,
 ) -> None:
-    count = operations(work, tmp_path / "count")
+    chosen = choose(operations(work, tmp_path / "count"))
     check(tmp_path / "count", done)
-    for index in range(count):
+    for index in chosen:
         root = tmp_path / str(index)
         prepare(root, work)
 
@@ -159,30 +166,30 @@ def test_killed_at_every_operation(
 
         assert faults.in_child(doomed) == signal.SIGKILL
         check(root, allowed)
-    record_property("cases", count)
+    record_property("cases", len(chosen))
 
 
-def fail_at_every_operation(tmp_path: Path, work: Work, allowed: States, done: States, number: int) -> int:
-    """Let each operation fail in turn; return how many there were."""
-    count = operations(work, tmp_path / "count")
-    for index in range(count):
+def fail_at(chosen: Choose, tmp_path: Path, work: Work, allowed: States, done: States, number: int) -> int:
+    """Let the chosen operations fail, one in each run; return how many were chosen."""
+    indices = chosen(operations(work, tmp_path / "count"))
+    for index in indices:
         root = tmp_path / str(index)
         prepare(root, work)
-        heard = ""
+        message = ""
         with (
-            warnings.catch_warnings(record=True) as said,
+            warnings.catch_warnings(record=True) as caught,
             faults.broken(fail_at=index, action=faults.raise_error(number)),
         ):
             warnings.simplefilter("always")
             try:
                 work(root)
             except tensorkeep.StoreError as error:
-                heard = str(error)
-        heard += "".join(str(warning.message) for warning in said)
-        assert not heard or os.strerror(number) in heard
-        # Whoever hears of nothing has what was asked for.
-        check(root, allowed if heard else done)
-    return count
+                message = str(error)
+        message += "".join(str(warning.message) for warning in caught)
+        assert not message or os.strerror(number) in message
+        # Without an error or a warning, the work was done.
+        check(root, allowed if message else done)
+    return len(indices)
 
 
 @pytest.mark.parametrize(("work", "allowed", "done"), PARAMETERS)
@@ -196,29 +203,31 @@ def fail_at_every_operation(tmp_path: Path, work: Work, allowed: States, done: S
     ],
     ids=errno.errorcode.get,
 )
-def test_an_error_at_every_operation(
-    tmp_path: Path, work: Work, allowed: States, done: States, number: int, record_property: Any
+def test_an_error_at_any_operation(
+    tmp_path: Path, work: Work, allowed: States, done: States, number: int, choose: Choose, record_property: Any
 ) -> None:
-    cases = fail_at_every_operation(tmp_path, work, allowed, done, number)
+    cases = fail_at(choose, tmp_path, work, allowed, done, number)
     assert cases > 0
     record_property("cases", cases)
 
 
-def test_a_quota_is_used_up_at_every_operation_of_an_incremental_save(tmp_path: Path, record_property: Any) -> None:
-    cases = fail_at_every_operation(tmp_path, *WORKS["save at once"], errno.EDQUOT)
+def test_an_exceeded_quota_at_any_operation_of_an_incremental_save(
+    tmp_path: Path, choose: Choose, record_property: Any
+) -> None:
+    cases = fail_at(choose, tmp_path, *WORKS["save at once"], errno.EDQUOT)
     assert cases > 0
     record_property("cases", cases)
 
 
 @pytest.mark.parametrize(("work", "allowed", "done"), PARAMETERS)
 def test_short_writes_are_continued(
-    tmp_path: Path, work: Work, allowed: States, done: States, record_property: Any
+    tmp_path: Path, work: Work, allowed: States, done: States, choose: Choose, record_property: Any
 ) -> None:
-    count = operations(work, tmp_path / "count")
-    for index in range(count):
+    chosen = choose(operations(work, tmp_path / "count"))
+    for index in chosen:
         root = tmp_path / str(index)
         prepare(root, work)
         with faults.broken(fail_at=index, action=faults.write_short):
             work(root)
         check(root, done)
-    record_property("cases", count)
+    record_property("cases", len(chosen))

@@ -1,7 +1,7 @@
-"""A training run that is killed at an exact point of its work goes on as if nothing had happened, bit for bit.
+"""A training run that is killed at an exact point resumes and ends like an uninterrupted run, bit for bit.
 
-Each run is a process of its own. Importing torch takes seconds, so all are forked from one process that has imported it
-and has not computed anything yet: this file, run as a script.
+Each run is a process of its own. Importing torch takes seconds, so that all are forked from one process that has
+imported torch and computed nothing: this file, run as a script.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 
 
-# How a run ends: each of these arranges its death
+# How a run is killed: each function arranges it
 
 
 def die(run: Run) -> None:
-    """Kill this process, once what was saved is durable: so it is known what the run goes on from."""
+    """Kill this process once the last save is durable, so that the step to resume from is known."""
     run.manager.wait()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def in_a_step(run: Run) -> None:
-    """Before the last batch of step 8: of three, two are in the gradients."""
+    """Before the last of three micro-batches of step 8, when the gradients hold the first two."""
     last, real = 8 * run.config.loop.accumulate - 1, run.batches.at
 
     def at(position: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,7 +81,7 @@ def in_a_step(run: Run) -> None:
 
 
 def in_an_evaluation(run: Run) -> None:
-    """In that of step 9, before its save: the model has the averaged weights then."""
+    """In the evaluation of step 9, before its save, while the model holds the averaged weights."""
     real = run.model.loss
 
     def loss(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -105,7 +105,7 @@ def in_a_sample(run: Run) -> None:
 
 
 def in_the_writing_of_a_save(run: Run) -> None:
-    """When half of the first blocks of step 9 are written, in the background."""
+    """After half of the first block of step 9 was written, in the background."""
 
     def torn(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
@@ -117,12 +117,12 @@ def in_the_writing_of_a_save(run: Run) -> None:
 
 
 def after_the_rename_of_a_save(run: Run) -> None:
-    """When step 9 is visible, and the manager does not know yet."""
+    """After the rename that makes step 9 visible, before the manager returns."""
     _during_the_save(run, lambda: _replace(commit, "_rename", faults.die_after))
 
 
 def after_a_save(run: Run) -> None:
-    """When step 9 is durable, before anything else happens."""
+    """Right after step 9 became durable."""
     real = run.manager.save
 
     def save(step: int, *args: Any, **kwargs: Any) -> Any:
@@ -139,7 +139,7 @@ def _during_the_save(run: Run, arrange: Callable[[], None]) -> None:
 
     def save(step: int, *args: Any, **kwargs: Any) -> Any:
         if step == 9:
-            run.manager.wait()  # the save before does not die of it
+            run.manager.wait()  # the previous save is not affected
             arrange()
         return real(step, *args, **kwargs)
 
@@ -164,7 +164,7 @@ def _at_the_log(action: faults.Action) -> None:
 
 
 class Death(NamedTuple):
-    """How a run is killed, and the last whole checkpoint that it leaves."""
+    """How a run is killed, and the step of the last complete checkpoint that it leaves."""
 
     arrange: Callable[[Run], None]
     saved: int
@@ -189,7 +189,7 @@ class Silence:
 
 
 def live(config: dict[str, Any], folder: str, data: str, death: str | None) -> None:
-    """Train, from the start or the last checkpoint, until the end or until death."""
+    """Train, from the start or the last checkpoint, until the end or until the process is killed."""
     signal.alarm(60)
     warnings.simplefilter("error")
     try:
@@ -205,7 +205,7 @@ def live(config: dict[str, Any], folder: str, data: str, death: str | None) -> N
 
 
 def serve() -> None:
-    """Fork a process for each run that standard input asks for, and answer with its wait status."""
+    """Fork a process for each line of standard input, which describes a run, and print its wait status."""
     import tensorkeep.train.run.run
 
     tensorkeep.train.run.run.measured_peak = lambda *args, **kwargs: 1e9
@@ -234,7 +234,7 @@ class Runs:
 
 
 class Whole(NamedTuple):
-    """A run that was never interrupted."""
+    """An uninterrupted run to compare with."""
 
     config: Config
     folder: Path
@@ -250,7 +250,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])},
     ) as process:
         yield Runs(process, folder / "prepared")
 
@@ -265,7 +265,7 @@ def whole(request: pytest.FixtureRequest, start: Runs, tmp_path_factory: pytest.
 
 
 def trace(folder: Path) -> list[dict[str, Any]]:
-    """Return what the log says of losses, gradients, rates and samples, which no clock has a part in."""
+    """Return the log's losses, gradient norms, learning rates and samples, without anything that depends on time."""
     exact = ("step", "kind", "loss", "gradient_norm", "learning_rate", METRIC, "best", "text")
     lines = [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
     return [
@@ -286,7 +286,7 @@ def kept(folder: Path) -> list[tuple[int, dict[str, float]]]:
 
 def last_state(folder: Path) -> dict[str, Any]:
     state: dict[str, Any] = CheckpointManager(folder / "checkpoints").restore()
-    # numpy's and Python's own generators are neither seeded nor used.
+    # The generators of numpy and of Python are neither seeded nor used.
     for unused in ("numpy", "python"):
         state["rng"].pop(unused, None)
     return state
@@ -300,7 +300,7 @@ def check_same(folder: Path, whole: Path) -> None:
 
 
 @pytest.mark.parametrize("death", DEATHS)
-def test_a_run_that_is_killed_goes_on_exactly(
+def test_a_killed_run_resumes_exactly(
     tmp_path: Path, start: Runs, whole: Whole, death: str, record_property: Any
 ) -> None:
     run = tmp_path / "run"
@@ -311,7 +311,7 @@ def test_a_run_that_is_killed_goes_on_exactly(
     record_property("cases", 1)
 
 
-def test_a_run_that_is_killed_while_its_log_is_rewritten_goes_on_exactly(
+def test_a_run_killed_while_its_log_is_rewritten_resumes_exactly(
     tmp_path: Path, start: Runs, whole: Whole, record_property: Any
 ) -> None:
     run = tmp_path / "run"

@@ -1,4 +1,4 @@
-"""Destinations that refuse: full, read-only, taken, busy, without O_DIRECT."""
+"""Destinations that refuse a save: full, read-only, occupied, busy, without O_DIRECT."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("compression", ["none", "lossless"])
-def test_a_full_disk_is_said_and_loses_nothing(small_disk: Path, compression: str) -> None:
+def test_a_full_disk_is_reported_and_loses_nothing(small_disk: Path, compression: str) -> None:
     tensorkeep.save(STATE, small_disk / "ckpt")
     big = {"w": torch.randint(0, 255, (4_000_000,), dtype=torch.uint8)}
     with pytest.raises(tensorkeep.StoreError, match="No space left") as caught:
@@ -43,7 +43,7 @@ def test_a_read_only_folder(small_disk: Path) -> None:
 
 
 @pytest.mark.parametrize("refuses", ["open", "pwrite"])
-def test_without_direct_io_the_page_cache_serves(tmp_path: Path, refuses: str) -> None:
+def test_without_direct_io_the_page_cache_is_used(tmp_path: Path, refuses: str) -> None:
     real = {"open": os.open, "pwrite": os.pwrite}
 
     def open_(path: str, flags: int, mode: int = 0o777) -> int:
@@ -63,7 +63,7 @@ def test_without_direct_io_the_page_cache_serves(tmp_path: Path, refuses: str) -
     assert tensorkeep.save(STATE, tmp_path / "direct").direct_io
 
 
-def test_an_existing_checkpoint_is_not_replaced_unasked(tmp_path: Path) -> None:
+def test_an_existing_checkpoint_is_not_replaced_by_default(tmp_path: Path) -> None:
     tensorkeep.save(STATE, tmp_path / "ckpt")
     with pytest.raises(tensorkeep.DestinationExistsError, match="exists already"):
         tensorkeep.save({"w": torch.zeros(3)}, tmp_path / "ckpt")
@@ -83,7 +83,7 @@ def test_only_a_checkpoint_is_ever_replaced(tmp_path: Path) -> None:
     assert note.read_text() == "hello"
 
 
-def test_what_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+def test_a_destination_that_appears_during_the_save_is_not_replaced(tmp_path: Path) -> None:
     place = tmp_path / "ckpt"
     with (
         pytest.raises(tensorkeep.DestinationExistsError, match="appeared"),
@@ -94,17 +94,17 @@ def test_what_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     assert names(tmp_path) == ["ckpt"]
 
 
-def test_a_second_writer_is_told(tmp_path: Path) -> None:
+def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     place = tmp_path / "ckpt"
     with Commit(place, directory=True, overwrite=False, replaceable=lambda path: True):
         with pytest.raises(tensorkeep.BusyError, match="another process is saving here"):
             tensorkeep.save(STATE, place)
-        # Another checkpoint in the same folder, of a name that begins alike, is no one's concern.
+        # Another checkpoint in the same folder, whose name begins alike, is not touched.
         tensorkeep.save(STATE, tmp_path / "ckpt.2")
     assert names(tmp_path) == ["ckpt.2"]
 
 
-def test_only_temporaries_of_the_dead_are_removed(tmp_path: Path) -> None:
+def test_only_temporaries_of_dead_writers_are_removed(tmp_path: Path) -> None:
     with Commit(tmp_path / "ckpt", directory=True, overwrite=False, replaceable=lambda path: True) as commit:
         (commit.path / "model.safetensors").write_bytes(b"half")
         left = commit.path.with_name(

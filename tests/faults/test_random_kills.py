@@ -1,4 +1,4 @@
-"""Killed at random times, two hundred times in a row in one folder: overwriting, incremental, thinning out."""
+"""Two hundred kills at random times in one folder: overwriting, incremental, with retention."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def state(number: int) -> dict[str, Any]:
 
 
 def work(root: Path, first: int) -> None:
-    """Save until killed: every third step replaces the one before."""
+    """Save until killed; every third save replaces the previous step."""
     with CheckpointManager(root, incremental="delta", keep_last=3, threads=2) as manager:
         for number in range(first, first + 1000):
             place = number - 1 if number % 3 == 0 else number

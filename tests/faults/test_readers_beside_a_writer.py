@@ -1,4 +1,4 @@
-"""Steps are replaced and deleted while others look at them: a reader never takes that for damage."""
+"""Steps are replaced and deleted while others read them; readers never report that as damage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def state(number: int) -> dict[str, Any]:
 
 
 def looking(meanwhile: Callable[[], object]) -> Any:
-    """Let something happen between the first reading of a manifest and the look at the files that it lists."""
+    """Call a function between the reading of a manifest and the opening of the files that it lists."""
     real = reader.manifests.read
     once = [meanwhile]
 
@@ -38,7 +38,7 @@ def looking(meanwhile: Callable[[], object]) -> Any:
 
 
 @pytest.mark.parametrize("look", ["latest", "restore", "survey"])
-def test_the_only_step_is_replaced_while_a_reader_looks(tmp_path: Path, look: str) -> None:
+def test_the_only_step_is_replaced_while_it_is_opened(tmp_path: Path, look: str) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, state(1)).wait()
         others = CheckpointManager(tmp_path)
@@ -54,7 +54,7 @@ def test_the_only_step_is_replaced_while_a_reader_looks(tmp_path: Path, look: st
         assert not found.broken
 
 
-def test_a_step_is_deleted_while_a_reader_looks(tmp_path: Path) -> None:
+def test_a_step_is_deleted_while_it_is_opened(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         for number in (1, 2):
             manager.save(number, state(number)).wait()
@@ -80,7 +80,7 @@ while seen < int(sys.argv[2]):
 
 
 @pytest.mark.parametrize("incremental", [False, "delta"])
-def test_many_readers_of_a_step_that_is_replaced_again_and_again(
+def test_many_readers_of_a_step_that_is_replaced_repeatedly(
     tmp_path: Path, incremental: Any, record_property: Any
 ) -> None:
     last = 40

@@ -1,4 +1,4 @@
-"""A checkpoint that is replaced while it is read is read as it was, or as it is now: never as a mix of both."""
+"""A checkpoint that is replaced during a read is read as the old or the new one, never as a mix."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_replaced_between_any_two_files(tmp_path: Path, options: dict[str, objec
     assert 2.0 in met
 
 
-def test_an_open_checkpoint_is_read_as_it_was(tmp_path: Path) -> None:
+def test_an_open_checkpoint_keeps_its_content(tmp_path: Path) -> None:
     tensorkeep.save(state(1), tmp_path / "ckpt")
     with tensorkeep.open(tmp_path / "ckpt") as opened:
         tensorkeep.save(state(2), tmp_path / "ckpt", overwrite=True)
@@ -64,7 +64,7 @@ def few_descriptors() -> Iterator[None]:
 
 @pytest.mark.parametrize("compression", ["none", "lossless"])
 @pytest.mark.usefixtures("few_descriptors")
-def test_more_files_than_descriptors(tmp_path: Path, compression: str) -> None:
+def test_more_files_than_file_descriptors(tmp_path: Path, compression: str) -> None:
     wide = {f"part{i}": {"w": torch.full((8,), float(i)), "none": torch.empty(0)} for i in range(300)}
     wide["empty"] = {"w": torch.empty(0)}
     tensorkeep.save(wide, tmp_path / "ckpt", compression=compression)
@@ -74,7 +74,7 @@ def test_more_files_than_descriptors(tmp_path: Path, compression: str) -> None:
     assert same(tensorkeep.load(tmp_path / "st"), wide)
 
 
-def test_files_that_were_not_open_yet_are_said_to_be_replaced(tmp_path: Path) -> None:
+def test_files_opened_after_a_replacement_raise_an_error(tmp_path: Path) -> None:
     tensorkeep.save(state(1), tmp_path / "ckpt")
     with mock.patch.object(directory, "MOST_OPEN", 3), tensorkeep.open(tmp_path / "ckpt") as opened:
         tensorkeep.save(state(2), tmp_path / "ckpt", overwrite=True)

@@ -1,4 +1,4 @@
-"""A run that is killed again and again ends where one that was never interrupted ends, bit for bit."""
+"""A run that is killed repeatedly ends like an uninterrupted run, bit for bit."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 
 def saved(out: Path) -> int:
-    """Return the number of the last step that is visible."""
+    """Return the number of the last visible step."""
     return max((int(path.name.removeprefix("step-")) for path in out.glob("step-*")), default=0)
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_twenty_times(tmp_path: Path, record_property: Any) -> None:
+def test_a_run_killed_twenty_times(tmp_path: Path, record_property: Any) -> None:
     finish(start(tmp_path / "whole"))
     draw = random.Random(20)
     place = tmp_path / "killed"
@@ -47,13 +47,13 @@ def test_a_run_that_is_killed_twenty_times(tmp_path: Path, record_property: Any)
         while saved(place) == before:
             assert process.poll() is None, finish(process)
             time.sleep(0.005)
-        # Anywhere in the steps and saves that follow.
+        # At a random time in the following steps and saves.
         time.sleep(draw.uniform(0, 0.6))
         process.send_signal(signal.SIGKILL)
         process.communicate()
     finish(start(place))
     whole, killed = (CheckpointManager(root).restore(STEPS) for root in (tmp_path / "whole", place))
-    # numpy's generator is not seeded, nor used, by the example.
+    # The example does not use numpy's generator.
     for state in (whole, killed):
         del state["rng"]["numpy"]
     assert difference(whole, killed) is None

@@ -1,4 +1,4 @@
-"""What dead writers left: removed by whoever may, without taking anything from a writer that is alive."""
+"""Temporaries of dead writers are removed; those of live writers are not."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ STATE = {"w": torch.arange(1000.0)}
 
 @pytest.fixture
 def locks_that_nobody_sees() -> Iterator[None]:
-    """Locks as a network file system has them, seen from another host."""
+    """Simulate the locks of a network file system, seen from another host."""
     with mock.patch.object(temporaries.fcntl, "flock"):
         yield
 
 
 @pytest.mark.usefixtures("locks_that_nobody_sees")
-def test_a_writer_whose_temporary_was_taken_hears_of_it(tmp_path: Path) -> None:
+def test_a_writer_whose_temporary_was_removed_raises(tmp_path: Path) -> None:
     with (
         pytest.raises(tensorkeep.StoreError, match="cannot make the checkpoint visible"),
         Commit(tmp_path / "ckpt", directory=True, overwrite=False, replaceable=lambda path: True) as commit,
@@ -39,7 +39,7 @@ def test_a_writer_whose_temporary_was_taken_hears_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("locks_that_nobody_sees")
-def test_what_became_visible_first_is_not_taken(tmp_path: Path) -> None:
+def test_a_destination_that_became_visible_first_is_not_removed(tmp_path: Path) -> None:
     with Commit(tmp_path / "ckpt", directory=True, overwrite=False, replaceable=lambda path: True) as commit:
         (commit.path / "file").write_text("whole")
 
@@ -56,13 +56,13 @@ def left_behind(destination: Path) -> Path:
     return destination.with_name(f"{prefix(destination)}00000000{SUFFIX}")
 
 
-def test_a_file_that_was_left_under_a_temporary_name_goes(tmp_path: Path) -> None:
+def test_a_file_with_a_temporary_name_is_removed(tmp_path: Path) -> None:
     left_behind(tmp_path / "ckpt").write_text("hidden")
     tensorkeep.save(STATE, tmp_path / "ckpt")
     assert names_in(tmp_path) == ["ckpt"]
 
 
-def test_what_only_looks_like_a_temporary_stays(tmp_path: Path) -> None:
+def test_files_with_similar_names_are_not_removed(tmp_path: Path) -> None:
     (tmp_path / ".notes.tensorkeep-tmp").write_text("mine")
     with tensorkeep.CheckpointManager(tmp_path) as manager:
         manager.save(1, STATE)
@@ -71,7 +71,7 @@ def test_what_only_looks_like_a_temporary_stays(tmp_path: Path) -> None:
 
 @pytest.fixture
 def another_users() -> Iterator[None]:
-    """Temporaries that belong to another user."""
+    """Create temporaries that belong to another user."""
     refused = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     real = temporaries._open_directory
 
@@ -85,7 +85,7 @@ def another_users() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("another_users")
-def test_what_another_user_left_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_temporaries_of_another_user_do_not_block_a_save(tmp_path: Path) -> None:
     left = left_behind(tmp_path / "step-000001")
     left.mkdir()
     with tensorkeep.CheckpointManager(tmp_path) as manager:
@@ -94,7 +94,7 @@ def test_what_another_user_left_is_in_nobodys_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("another_users")
-def test_what_another_user_left_in_the_same_place_is_said(tmp_path: Path) -> None:
+def test_a_temporary_of_another_user_at_the_same_path_is_reported(tmp_path: Path) -> None:
     left = left_behind(tmp_path / "ckpt")
     left.mkdir()
     with pytest.raises(tensorkeep.StoreError, match="another save left here: Permission denied") as said:

@@ -1,4 +1,4 @@
-"""A training run whose disk is full says so soon, and goes on exactly once there is room again."""
+"""A training run on a full disk ends with an error and resumes exactly once space is free."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fill(disk: Path) -> None:
-    """Leave no page free."""
+    """Fill the disk up to the last page."""
     with (disk / "filler").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
         while True:
             file.write(bytes(PAGE))
 
 
 def elsewhere(place: Path, real: Path) -> None:
-    """Let a folder lie on another disk."""
+    """Mount another disk as a folder."""
     place.parent.mkdir(parents=True, exist_ok=True)
     real.mkdir()
     place.symlink_to(real)
 
 
 def fill_in_step(opened: Run, step: int, disk: Path) -> None:
-    """Let the disk be full from some step on, at which nothing is being saved."""
+    """Fill the disk at a step at which nothing is saved."""
     real = opened.batches.at
 
     def at(position: int) -> Any:
@@ -50,7 +50,7 @@ def fill_in_step(opened: Run, step: int, disk: Path) -> None:
 
 
 class Waits(Witness):
-    """Waits for what is being saved, at some step."""
+    """Waits for the pending save at a step."""
 
     def __init__(self, step: int) -> None:
         super().__init__()
@@ -65,14 +65,14 @@ class Waits(Witness):
 
 
 def same_as_whole(config: Any, folder: Path, data: Path, whole: Path) -> None:
-    """Go on with a run, and compare it with one that was never interrupted."""
+    """Resume a run and compare it with an uninterrupted one."""
     run(config, folder, data, resume=True)
     run(config, whole, data)
     assert lines(folder) == lines(whole)
     assert difference(last_state(folder), last_state(whole)) is None
 
 
-def test_a_save_that_failed_in_the_background_is_told_before_the_next_one(
+def test_a_failed_background_save_is_raised_before_the_next_one(
     tmp_path: Path, small_disk: Path, record_property: Any
 ) -> None:
     data, folder = prepared(tmp_path), tmp_path / "run"
@@ -83,20 +83,20 @@ def test_a_save_that_failed_in_the_background_is_told_before_the_next_one(
         run(config, folder, data, listener=witness, arrange=partial(fill_in_step, step=15, disk=small_disk))
     assert 20 <= witness.of("train")[-1] <= 22
     assert witness.of("save") == [10]
-    assert not hasattr(raised.value, "__notes__"), "it is told twice"
+    assert not hasattr(raised.value, "__notes__"), "it is reported twice"
     (small_disk / "filler").unlink()
     same_as_whole(config, folder, data, tmp_path / "whole")
     record_property("cases", 1)
 
 
-def test_a_log_without_room_ends_the_run(tmp_path: Path, small_disk: Path, record_property: Any) -> None:
+def test_a_log_on_a_full_disk_ends_the_run(tmp_path: Path, small_disk: Path, record_property: Any) -> None:
     data, folder = prepared(tmp_path), small_disk / "run"
     config = CONFIG.changed({"loop.steps": 60, "checkpoint.every": 5})
     elsewhere(folder / "checkpoints", tmp_path / "checkpoints")
     witness = Witness()
     with pytest.raises(tensorkeep.StoreError, match=r"log\.jsonl: cannot write the log: No space left"):
         run(config, folder, data, listener=witness, arrange=partial(fill_in_step, step=7, disk=small_disk))
-    assert witness.of("train")[-1] < 60, "the last page has room for some lines only"
+    assert witness.of("train")[-1] < 60, "the last page holds a few lines only"
     (small_disk / "filler").unlink()
     same_as_whole(config, folder, data, tmp_path / "whole")
     record_property("cases", 1)

@@ -1,4 +1,4 @@
-"""The last step of a save fails, which makes the new name durable: the caller hears what is there and what is not."""
+"""The final sync of a save fails: the error states that the checkpoint is visible and may not be durable."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OTHER = {"w": torch.zeros(2)}
 
 
 def make_name_not_durable(save: Callable[[], object], place: Path) -> tensorkeep.StoreError:
-    """Let the last step of a save fail, which makes the new name durable; return what it says."""
+    """Let the final sync of a save fail and return the message."""
     seen: list[str] = []
     real = commit_module.sync_directory
 
@@ -45,7 +45,7 @@ def make_name_not_durable(save: Callable[[], object], place: Path) -> tensorkeep
     return said.value
 
 
-def test_a_name_that_may_not_be_durable_is_said_and_the_checkpoint_is_there(tmp_path: Path) -> None:
+def test_a_failed_final_sync_is_raised_and_the_checkpoint_is_visible(tmp_path: Path) -> None:
     place = tmp_path / "ckpt"
     error = make_name_not_durable(lambda: tensorkeep.save(STATE, place), place)
     assert "is visible and can be read, but perhaps not durable" in error.message
@@ -55,7 +55,7 @@ def test_a_name_that_may_not_be_durable_is_said_and_the_checkpoint_is_there(tmp_
     assert same(tensorkeep.load(place), STATE)
 
 
-def test_what_was_replaced_stays_until_the_new_name_is_durable(tmp_path: Path) -> None:
+def test_the_replaced_checkpoint_is_kept_until_the_new_name_is_durable(tmp_path: Path) -> None:
     place = tmp_path / "ckpt"
     tensorkeep.save(STATE, place)
     make_name_not_durable(lambda: tensorkeep.save(OTHER, place, overwrite=True), place)
@@ -68,7 +68,7 @@ def test_what_was_replaced_stays_until_the_new_name_is_durable(tmp_path: Path) -
     assert names_in(tmp_path) == ["ckpt"]
 
 
-def test_a_single_file_whose_name_may_not_be_durable_is_there(tmp_path: Path) -> None:
+def test_a_single_file_is_visible_after_a_failed_final_sync(tmp_path: Path) -> None:
     place = tmp_path / "w.safetensors"
     error = make_name_not_durable(lambda: tensorkeep.save(STATE, place), place)
     assert "perhaps not durable" in error.message
@@ -76,7 +76,7 @@ def test_a_single_file_whose_name_may_not_be_durable_is_there(tmp_path: Path) ->
     assert names_in(tmp_path) == ["w.safetensors"]
 
 
-def test_a_step_whose_name_may_not_be_durable_is_saved_again_when_asked(tmp_path: Path) -> None:
+def test_a_step_after_a_failed_final_sync_can_be_saved_again(tmp_path: Path) -> None:
     with tensorkeep.CheckpointManager(tmp_path / "run") as manager:
         manager.save(1, STATE).wait()
         place = tmp_path / "run" / "step-000002"

@@ -1,4 +1,4 @@
-"""Checkpoints that were written once must load for ever."""
+"""Golden checkpoints: what an earlier version wrote must load for ever."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def test_golden(path: Path) -> None:
         assert opened.metadata == {"note": "golden"}
 
 
-def test_golden_steps_hold_what_they_are_there_for() -> None:
-    """Else they would be whole ones under another name."""
+def test_golden_steps_are_incremental() -> None:
+    """Shows that they do not hold full copies under another name."""
     histories = {path.name: tensorkeep.info(path).details.get("history", {}) for path in GOLDEN if path.name in CHANGES}
     assert histories["delta-later"]["deepest_chain"] == 1
     assert histories["raw-later"]["deepest_chain"] == 0
@@ -53,7 +53,7 @@ def test_golden_steps_hold_what_they_are_there_for() -> None:
 
 
 def test_a_checkpoint_spelled_out_by_hand(tmp_path: Path) -> None:
-    """Nothing of ours takes part in the writing: what the specification says is enough to make a checkpoint."""
+    """The specification alone is enough to write a checkpoint by hand."""
     data = struct.pack("<3f", 1.0, -2.0, 0.5)
     entry = b'{"w":{"dtype":"F32","shape":[3],"data_offsets":[0,12]}}'
     header = struct.pack("<Q", len(entry)) + entry
@@ -99,8 +99,8 @@ def test_a_checkpoint_spelled_out_by_hand(tmp_path: Path) -> None:
     assert torch.equal(found["w"], torch.tensor([1.0, -2.0, 0.5]))
 
 
-def test_a_written_checkpoint_read_without_any_code_of_ours(tmp_path: Path) -> None:
-    """What we write is what the specification says, down to a zstd block that a plain decoder reads."""
+def test_a_written_checkpoint_is_read_without_tensorkeep(tmp_path: Path) -> None:
+    """The bytes follow the specification, down to a zstd block that a plain decoder reads."""
     weights = torch.arange(4096, dtype=torch.int32)
     tensorkeep.save({"w": weights, "n": 5}, tmp_path / "ckpt", compression="zstd")
     text = (tmp_path / "ckpt" / "manifest.json").read_bytes()
@@ -120,7 +120,7 @@ def test_a_written_checkpoint_read_without_any_code_of_ours(tmp_path: Path) -> N
 
 
 def test_views_of_the_first_manifests_have_keys_of_their_own(tmp_path: Path) -> None:
-    """They did not say what a view is called within its part."""
+    """The first manifests did not store the key of a view."""
     tensor = torch.arange(6.0)
     tensorkeep.save({"m": {"m.b": tensor, "b": tensor, "c": tensor[:2]}}, tmp_path / "ckpt")
     manifest = tmp_path / "ckpt" / "manifest.json"
