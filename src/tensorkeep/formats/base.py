@@ -1,36 +1,57 @@
-"""The contract of a format: how a checkpoint lies on disk.
+"""The contract of a format: how a checkpoint is laid out on disk, how it is read and written.
 
 A format is one object with a name, registered under the entry point ``tensorkeep.formats``. It recognises its own
-files, opens them as a `Reader`, and writes a flattened state. Loading, slicing, verifying, comparing and
-converting are built on `Reader.read` alone, so that they work on every format. The exam is
-``tensorkeep.testing.format_suite.FormatSuite``."""
+files, opens them as a `Reader`, and writes a flattened state. Loading, slicing, verifying, comparing and converting
+use `Reader.read` alone, so they work with every format. ``tensorkeep.testing.format_suite.FormatSuite`` is the
+conformance suite. The writing half of the contract is defined in ``formats/write.py``; all of it can be imported here.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import msgspec
 
-from tensorkeep.errors import UsageError
-from tensorkeep.io.buffers import ALIGNMENT, BufferPool, buffer_bytes
+from tensorkeep.errors import CorruptCheckpointError, UsageError
+from tensorkeep.formats.structure import check_structure
+from tensorkeep.formats.write import (
+    BLOCK_BYTES,
+    FormatOptions,
+    FullCopyWrite,
+    StagedWrite,
+    StepRecord,
+    WriteResult,
+    WriteSettings,
+    thread_bytes,
+)
+from tensorkeep.io.buffers import BufferPool
 from tensorkeep.io.files import Bytes
-from tensorkeep.io.parallel import Progress, default_threads
 from tensorkeep.state.dtypes import DType
 from tensorkeep.state.source import Source
-from tensorkeep.state.tree import Flat
+from tensorkeep.state.tree import Flat, LeafSpec
 
-BLOCK_BYTES = 16 * 1024**2
-"""The unit of reading, writing, checking and compressing, in raw bytes."""
-
-
-def thread_bytes(block_bytes: int, *, buffers: int) -> int:
-    """Return what one thread may hold of a pool at once, in buffers of a block and the pages around it."""
-    return buffers * buffer_bytes(block_bytes + 2 * ALIGNMENT)
+__all__ = [
+    "BLOCK_BYTES",
+    "Entry",
+    "Format",
+    "FormatOptions",
+    "FullCopyWrite",
+    "OpenSettings",
+    "Problem",
+    "Reader",
+    "StagedWrite",
+    "StepRecord",
+    "StoredLeaf",
+    "WriteResult",
+    "WriteSettings",
+    "thread_bytes",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +69,7 @@ class Entry:
     stored_bytes : int
         Bytes on disk.
     codec : str
-        ``"raw"``, or the codecs of its blocks joined by ``+``.
+        ``"raw"``, or the codecs of its blocks joined by ``+``; ``"alias"`` for a view of another tensor.
     file : str
         The file that holds it, relative to the checkpoint.
     alias_of : str or None
@@ -68,7 +89,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that `verify` found: which file, which tensor and block if any, and what is wrong."""
+    """Something that `verify` found: the file, the tensor and block if known, and what is wrong."""
 
     message: str
     file: str | None = None
@@ -76,155 +97,21 @@ class Problem:
     block: int | None = None
 
 
-class StepRecord(msgspec.Struct, frozen=True):
-    """A step of a training run.
-
-    Attributes
-    ----------
-    number : int
-    saved_at : float
-        Seconds since 1970 (UTC).
-    metrics : dict of str to (float or str)
-        ``"nan"``, ``"inf"`` and ``"-inf"`` are texts, because JSON has no such numbers.
-    """
-
-    number: int
-    saved_at: float
-    metrics: dict[str, float | Literal["nan", "inf", "-inf"]]
-
-
-@dataclass(frozen=True)
-class WriteSettings:
-    """How to write; the same for every format.
-
-    Attributes
-    ----------
-    overwrite : bool
-    metadata : dict
-        The user's own, JSON-able.
-    compression : str
-        ``"none"``, ``"lossless"`` or a codec's name; a format that cannot compress refuses the others.
-    threads : int
-    pool : BufferPool
-        What all buffers come from.
-    progress : callable or None
-        Called with (bytes done, bytes in all).
-    options : dict
-        The format's own; it refuses those that it does not know.
-    step : StepRecord or None
-        Which step of a training run this is, for formats that keep it.
-    """
-
-    overwrite: bool = False
-    metadata: dict[str, Any] = field(default_factory=dict)
-    compression: str = "none"
-    threads: int = field(default_factory=default_threads)
-    pool: BufferPool = field(default_factory=BufferPool)
-    progress: Progress | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-    step: StepRecord | None = None
-
-    def only(self, format_name: str, *known: str) -> dict[str, Any]:
-        """Return the options.
-
-        Raises
-        ------
-        UsageError
-            If one is not among the known.
-        """
-        for option in self.options:
-            if option not in known:
-                remedy = f"known: {', '.join(sorted(known))}" if known else "it takes none"
-                raise UsageError(f"format {format_name!r} has no option {option!r}", remedy=remedy)
-        return self.options
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """What a format says after writing.
-
-    Attributes
-    ----------
-    stored_bytes : int
-        Bytes of all files of the checkpoint.
-    peak_buffer_bytes : int
-        The most buffer memory held.
-    direct_io : bool
-        Whether O_DIRECT was used.
-    new_bytes : int or None
-        Bytes written for it, where that is not all of them.
-    base, base_refused : str or None
-        The earlier checkpoint that the others were taken from, and why not all that could have been.
-    """
-
-    stored_bytes: int
-    peak_buffer_bytes: int = 0
-    direct_io: bool = False
-    new_bytes: int | None = None
-    base: str | None = None
-    base_refused: str | None = None
-
-
-class Write(ABC):
-    """The writing of one checkpoint in two halves, so that the caller waits for the first only.
-
-    `prepare` comes first. Then `stage` runs in the caller's thread and `run` in another one, at the same time or
-    afterwards.
-    """
-
-    @abstractmethod
-    def staging_bytes(self) -> int:
-        """Return the bytes of buffers with which `stage` need not wait for `run`."""
-
-    @abstractmethod
-    def prepare(self, pool: BufferPool) -> None:
-        """Take the pool that the copies of the state's bytes come from.
-
-        Raises
-        ------
-        UsageError
-            If its budget is too small for this format.
-        """
-
-    @abstractmethod
-    def stage(self, threads: int) -> None:
-        """Copy the state; when this returns, it may change.
-
-        Raises
-        ------
-        Cancelled
-            If `run` has failed.
-        """
-
-    @abstractmethod
-    def run(self) -> Written:
-        """Write what was staged, or, where `prepare` was never called, the state itself; see `Format.write`.
-
-        Raises
-        ------
-        Cancelled
-            If the writing was cancelled.
-        """
-
-    @abstractmethod
-    def cancel(self) -> None:
-        """Let `run` end as soon as it can, and leave nothing behind."""
-
-    @abstractmethod
-    def abandon(self) -> None:
-        """Give back what was staged, where `run` is never called."""
-
-
 class Reader(ABC):
     """An open checkpoint; a context manager.
+
+    A subclass sets ``path``, ``metadata`` and ``details``, and calls `_set_state`, which sets ``flat``, ``leaf_specs``
+    and ``entries``.
 
     Attributes
     ----------
     path : Path
     format : str
         Name of the format.
-    flat : Flat
-        Skeleton, leaves (as `StoredLeaf`), aliases and parts.
+    flat : Flat of StoredLeaf
+        Skeleton, stored tensors, aliases and parts; the tensors in the state's order.
+    leaf_specs : dict of str to LeafSpec
+        Kind and ``requires_grad`` of every tensor, aliases included, in the state's order: the checked skeleton.
     entries : dict of str to Entry
         Every tensor by name, aliases included, in the state's order.
     metadata : dict
@@ -232,16 +119,17 @@ class Reader(ABC):
     details : dict
         What else `info` shows: version, writer, files...
     verifiable : str or None
-        What `verify` can check here ("xxh3-64 of every block"), or None when the format stores no checksum.
+        What `verify` can check here ("xxh3-64 of every block"), or None if the format stores no checksum.
     buffers : int
-        Buffers of a block's size that one reading thread may hold at once, its destination among them.
+        The most block-sized buffers that one reading thread uses at once, its destination included.
     step : StepRecord or None
-        Which step of a training run it is, where the format keeps that.
+        The step of a training run, if the format stores it.
     """
 
     path: Path
     format: str
-    flat: Flat[Source]
+    flat: Flat[StoredLeaf]
+    leaf_specs: dict[str, LeafSpec]
     entries: dict[str, Entry]
     metadata: dict[str, Any]
     details: dict[str, Any]
@@ -251,32 +139,66 @@ class Reader(ABC):
 
     @abstractmethod
     def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
-        """Fill ``out`` with the bytes ``start:stop`` of a leaf's C-order stream, checked; from any thread.
+        """Fill ``out`` with the bytes ``start:stop`` of a tensor in C order, verified; from any thread.
 
         Raises
         ------
         CorruptCheckpointError
-            If what is stored is not what was written; ``out`` must then not be used.
+            If the stored bytes are not what was written; the content of ``out`` is then undefined.
         """
 
     def block_bytes(self, name: str) -> int:
-        """Return the grid on which reading a leaf is cheapest."""
+        """Return the alignment, in bytes, at which reading a tensor is cheapest."""
         return BLOCK_BYTES
 
     def bytes_to_check(self, name: str) -> int:
-        """Return how many of a leaf's bytes, from its start, `verify` must read for all that is stored to be checked.
+        """Return how many bytes of a tensor, from its start, `verify` must read to check all that is stored of it.
 
-        Fewer than all where a read checks more than it returns.
+        Less than all of them where a read checks more than it returns.
         """
         return self.flat.leaves[name].nbytes
 
     def audit(self) -> Iterator[Problem]:
-        """Yield what is wrong besides the tensors' own bytes: other files, sizes, containers."""
+        """Yield problems outside the tensors' bytes: in other files, sizes, containers."""
         return iter(())
 
     @abstractmethod
     def close(self) -> None:
         """Close the files; a second call does nothing."""
+
+    def _set_state(self, flat: Flat[StoredLeaf], source: Path, leaf_specs: dict[str, LeafSpec] | None = None) -> None:
+        """Check that a state can be rebuilt from its description, and set `flat`, `leaf_specs` and `entries`.
+
+        Parameters
+        ----------
+        flat : Flat of StoredLeaf
+            With the stored tensors in any order.
+        source : Path
+            The file that describes the state, for errors.
+        leaf_specs : dict of str to LeafSpec, optional
+            The result of `check_structure`, if it was called already.
+
+        Raises
+        ------
+        CorruptCheckpointError
+            If skeleton, tensors, aliases and parts contradict each other.
+        """
+        try:
+            self.leaf_specs = leaf_specs or check_structure(flat.skeleton, flat.leaves, flat.aliases, flat.parts)
+        except (ValueError, RecursionError) as error:
+            raise CorruptCheckpointError(f"its description of the state is wrong: {error}", path=source) from error
+        leaves = {name: flat.leaves[name] for name in self.leaf_specs if name in flat.leaves}
+        self.flat = Flat(flat.skeleton, leaves, flat.aliases, flat.parts)
+        self.entries = {name: self._entry(name) for name in self.leaf_specs}
+
+    def _entry(self, name: str) -> Entry:
+        part, _ = self.flat.parts[name]
+        alias = self.flat.aliases.get(name)
+        leaf = self.flat.leaves[alias.of if alias else name]
+        if alias is None:
+            return Entry(name, part, leaf.dtype, leaf.shape, leaf.nbytes, leaf.stored_bytes, leaf.codec, leaf.file)
+        nbytes = prod(alias.shape) * leaf.dtype.itemsize
+        return Entry(name, part, leaf.dtype, alias.shape, nbytes, 0, "alias", leaf.file, alias.of)
 
     def __enter__(self) -> Self:
         return self
@@ -286,13 +208,41 @@ class Reader(ABC):
 
 
 class StoredLeaf:
-    """A leaf that lies in a checkpoint; a `Source` for writers, so that converting never holds a whole state."""
+    """A tensor stored in a checkpoint; a `Source` for writers, so that converting never holds a whole state.
 
-    def __init__(self, reader: Reader, name: str, dtype: DType, shape: tuple[int, ...], nbytes: int) -> None:
+    Parameters
+    ----------
+    reader : Reader
+        Reads its bytes.
+    name : str
+    dtype : DType
+    shape : tuple of int
+    stored_bytes : int
+        Bytes on disk.
+    codec : str
+        ``"raw"``, or the codecs of its blocks joined by ``+``.
+    file : str
+        The file that holds it, relative to the checkpoint.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        name: str,
+        dtype: DType,
+        shape: tuple[int, ...],
+        *,
+        stored_bytes: int,
+        file: str,
+        codec: str = "raw",
+    ) -> None:
         self.name = name
         self.dtype = dtype
         self.shape = shape
-        self.nbytes = nbytes
+        self.nbytes = prod(shape) * dtype.itemsize
+        self.stored_bytes = stored_bytes
+        self.codec = codec
+        self.file = file
         self._reader = reader
 
     def host_bytes(self) -> Bytes | None:
@@ -304,16 +254,16 @@ class StoredLeaf:
 
 @dataclass(frozen=True, slots=True)
 class OpenSettings:
-    """How to open.
+    """How to open a checkpoint.
 
     Attributes
     ----------
     verify : bool
-        Check what is read.
+        Check what is read against its checksums.
     pool : BufferPool
-        What the reader takes its buffers from. The caller has the same pool, so that one budget holds for both.
+        Where the reader takes its buffers from; the caller uses the same pool, so that one budget holds for both.
     page_cache : bool
-        Read everything through the page cache; otherwise only what lies there already, and the rest around it.
+        Read everything through the page cache; otherwise only what is cached already, and the rest around it.
     """
 
     verify: bool = True
@@ -322,49 +272,87 @@ class OpenSettings:
 
 
 class Format(ABC):
-    """How a checkpoint lies on disk.
+    """How a checkpoint is laid out on disk.
 
     Attributes
     ----------
     name : str
-        What ``format=`` and ``--to`` call it.
+        The name for ``format=`` and ``--to``.
+    options : type of FormatOptions
+        The options that `write` takes.
     """
 
     name: ClassVar[str]
+    options: ClassVar[type[FormatOptions]] = FormatOptions
 
     @abstractmethod
     def recognises(self, path: Path) -> bool:
-        """Say whether the path holds a checkpoint of this format, by looking at names and first bytes only.
+        """Return whether the path holds a checkpoint of this format, from names and first bytes only.
 
         Raises
         ------
         StoreError
-            If the operating system does not let one look, which is no answer.
+            If the operating system refuses access, so that the answer is unknown.
         """
 
     @abstractmethod
     def open(self, path: Path, settings: OpenSettings) -> Reader:
-        """Open for reading.
+        """Open a checkpoint for reading.
 
         Raises
         ------
-        CorruptCheckpointError, UnsupportedError, StoreError
+        NotACheckpointError
+            If there is no checkpoint of this format at the path.
+        CorruptCheckpointError
+            If it is damaged or breaks the rules of the format.
+        UnsupportedError
+            If it needs a later version, a codec that is not installed, or code from the file.
+        StoreError
+            If the operating system refuses access.
         """
 
     @abstractmethod
-    def write(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> Written:
-        """Write a flattened state so that it is visible whole or not at all, and durable on return.
+    def write(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> WriteResult:
+        """Write a flattened state so that it becomes visible completely or not at all, and is durable on return.
 
         Raises
         ------
-        DestinationExistsError, BusyError, StoreError, UnsupportedError, UsageError
+        DestinationExistsError
+            If something is at the destination that may not be replaced.
+        BusyError
+            If another process is writing there.
+        StoreError
+            If the disk fails.
+        UnsupportedError
+            If the format cannot hold the state, its metadata or the compression.
+        UsageError
+            If options contradict each other.
         """
 
-    def begin(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> Write:
-        """Return a write whose first half copies the state and whose second half writes the copy.
+    def begin(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> StagedWrite:
+        """Return a staged write, which first copies the state and then writes the copy.
 
-        By default the whole state is copied first.
+        The default copies the whole state before anything is written.
         """
-        from tensorkeep.formats.write import WholeCopy
+        return FullCopyWrite(self.name, self.write, flat, destination, settings)
 
-        return WholeCopy(self, flat, destination, settings)
+    def parse_options(self, given: Mapping[str, object]) -> FormatOptions:
+        """Return the options that keyword arguments of `tensorkeep.save` stand for.
+
+        Raises
+        ------
+        UsageError
+            If an option is unknown, or its value is of the wrong type or contradicts another one.
+        """
+        types = {field.name: field.type for field in msgspec.structs.fields(self.options)}
+        values: dict[str, object] = {}
+        for option, value in given.items():
+            if option not in types:
+                remedy = f"known options: {', '.join(sorted(types))}" if types else "it takes no options"
+                raise UsageError(f"format {self.name!r} has no option {option!r}", remedy=remedy)
+            try:
+                values[option] = msgspec.convert(value, types[option])
+            except (msgspec.ValidationError, TypeError, RecursionError) as error:
+                raise UsageError(f"the option {option} is {value!r:.80}", remedy=str(error)) from error
+        # Not by msgspec.convert: it would wrap the UsageError of a `__post_init__`.
+        return self.options(**values)

@@ -1,30 +1,34 @@
-"""What Tensorkeep keeps beside the files of a format that is not its own: one small JSON file.
+"""``tensorkeep.json``: what Tensorkeep stores beside the files of a format that is not its own.
 
-Other libraries' formats have a place for tensors, and none for nested states, for tensors that share storage, for the
-user's metadata, or for a checksum of their own bookkeeping. ``tensorkeep.json`` has; other tools do not look at it. It
-carries a checksum of itself (see ``formats/sealed.py``).
+The formats of other libraries store tensors, but not nested states, tensors that share storage, the user's metadata, or
+checksums of their own bookkeeping. This JSON file has all of these; other tools do not look at it. It carries a
+checksum of itself (see ``formats/sealed.py``).
+
+There is one schema, `Sidecar`. A format that stores more of itself there subclasses it and passes the subclass to
+`read`, which decodes and validates the file with msgspec and checks it against the files that it lists.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import xxhash
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, TensorkeepError, UnsupportedError
 from tensorkeep.formats import sealed
-from tensorkeep.formats.blockfile.plan import Structure
-from tensorkeep.formats.blockfile.records import AliasRecord
-from tensorkeep.formats.structure import check_structure
+from tensorkeep.formats.probe import first_bytes
+from tensorkeep.formats.structure import SourceT, Structure, check_structure
 from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import write_small
 from tensorkeep.state.aliases import Alias
 from tensorkeep.state.dtypes import BY_NAME, DType
 from tensorkeep.state.source import Source
-from tensorkeep.state.tree import Flat
+from tensorkeep.state.tree import Flat, LeafSpec
+from tensorkeep.version import __version__
 
 FILE_NAME = "tensorkeep.json"
 VERSION = 1
@@ -35,76 +39,116 @@ _PIECE = 4 * 1024**2
 _REWRITTEN = "if another tool wrote here since, remove tensorkeep.json; otherwise take another checkpoint or copy"
 
 
-class TensorNote(msgspec.Struct, frozen=True):
-    """What a stored tensor really is, whatever the format had to store it as."""
+class TensorNote(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a stored tensor is in the state, and how the format stores it.
+
+    Attributes
+    ----------
+    dtype, shape
+        In the state.
+    place : tuple of str
+        The keys that lead to the tensor, in formats that nest them or name them differently.
+    stored_dtype : str
+        The dtype in the files, if it differs.
+    stored_bytes : int
+        Bytes in the files, in formats whose reader does not find out.
+    xxh3_64 : str
+        The checksum of the tensor's own metadata file, in formats that have one.
+    """
 
     dtype: str
     shape: tuple[int, ...]
+    place: tuple[str, ...] = ()
+    stored_dtype: str = ""
+    stored_bytes: int = 0
+    xxh3_64: str = ""
 
     @property
-    def true_dtype(self) -> DType:
-        """The element type."""
+    def state_dtype(self) -> DType:
+        """The dtype in the state; `read` has checked that it is known."""
         return BY_NAME[self.dtype]
+
+    @property
+    def file_dtype(self) -> DType:
+        """The dtype in the files; `read` has checked that it is known."""
+        return BY_NAME[self.stored_dtype or self.dtype]
 
 
 class FileNote(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A file of the checkpoint: its bytes, and the xxh3-64 of all of them where the format has no checksum itself."""
+    """A file of the checkpoint: its size in bytes, and its xxh3-64 if the format has no checksum itself."""
 
     bytes: int
     xxh3_64: str = ""
 
 
-class Sidecar(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The file's body.
+class Sidecar(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """The content of the file.
 
     Attributes
     ----------
-    version : int
     format : str
-        The format that it lies beside.
+        The format of the files beside it.
     structure : Structure
         Skeleton, views of stored tensors, parts.
     tensors : dict of str to TensorNote
-        Every stored tensor.
+        Every stored tensor by name, in the state's order.
     files : dict of str to FileNote
-        Every other file, by its path in the checkpoint.
+        The files to check when the checkpoint is opened, by path relative to it.
     metadata : dict
-        The user's own.
-    places : dict of str to tuple of str
-        The keys that lead to each stored tensor, in formats that nest them.
+        The user's JSON values.
+    version : int
+        Of this schema.
+    writer : str
     """
 
-    version: int
     format: str
     structure: Structure
     tensors: dict[str, TensorNote]
     files: dict[str, FileNote]
     metadata: dict[str, Any]
-    places: dict[str, tuple[str, ...]] = {}
+    version: int = VERSION
+    writer: str = f"tensorkeep {__version__}"
+
+    @cached_property
+    def leaf_specs(self) -> dict[str, LeafSpec]:
+        """Kind and ``requires_grad`` of every tensor, as `check_structure` returns them; computed once.
+
+        Raises
+        ------
+        ValueError
+            If the structure breaks a rule; `read` has checked that it does not.
+        """
+        tensors = {name: _Typed(note.state_dtype, note.shape) for name, note in self.tensors.items()}
+        return check_structure(self.structure.skeleton, tensors, self.aliases, self.structure.parts)
 
     @property
     def aliases(self) -> dict[str, Alias]:
         """The tensors that are views of stored ones."""
-        return _aliases(self.structure)
+        return {name: record.alias() for name, record in self.structure.aliases.items()}
 
-    def flat(self, leaves: Mapping[str, Source]) -> Flat[Source]:
-        """Return the state, with these leaves in its order."""
-        ordered = {name: leaves[name] for name in self.tensors}
-        return Flat(self.structure.skeleton, ordered, self.aliases, self.structure.parts)
+    def flat(self, leaves: Mapping[str, SourceT]) -> Flat[SourceT]:
+        """Return the state with these stored tensors, in the state's order."""
+        return self.structure.flat({name: leaves[name] for name in self.tensors})
 
 
-def describe(flat: Flat[Source]) -> tuple[Structure, dict[str, TensorNote]]:
-    """Return what a sidecar says of a state."""
-    aliases = {
-        name: AliasRecord(alias.of, alias.offset_elements, alias.shape, alias.strides, flat.parts[name][0])
-        for name, alias in flat.aliases.items()
+class _Typed(msgspec.Struct, frozen=True):
+    dtype: DType
+    shape: tuple[int, ...]
+
+
+SidecarT = TypeVar("SidecarT", bound=Sidecar)
+
+
+def describe_tensors(flat: Flat[Source], places: Mapping[str, tuple[str, ...]] | None = None) -> dict[str, TensorNote]:
+    """Return the notes of a state's stored tensors, with the place of each if given."""
+    return {
+        name: TensorNote(source.dtype.name, tuple(source.shape), (places or {}).get(name, ()))
+        for name, source in flat.leaves.items()
     }
-    notes = {name: TensorNote(source.dtype.name, tuple(source.shape)) for name, source in flat.leaves.items()}
-    return Structure(flat.skeleton, aliases, flat.parts), notes
 
 
 def note_file(path: Path, *, hashed: bool) -> FileNote:
-    """Return the note of a file that was written."""
+    """Return the note of a file that was written, with its checksum or without."""
     if not hashed:
         return FileNote(path.stat().st_size)
     content = path.read_bytes()
@@ -112,81 +156,79 @@ def note_file(path: Path, *, hashed: bool) -> FileNote:
 
 
 def write(directory: Path, sidecar: Sidecar) -> int:
-    """Write the file, durably; return its bytes."""
+    """Write the file durably; return its size in bytes."""
     content = sealed.seal(sidecar)
     write_small(directory / FILE_NAME, content)
     return len(content)
 
 
-def read(directory: Directory, format: str) -> Sidecar:
+def lies_in(directory: Path, format: str) -> bool:
+    """Return whether a directory holds the sidecar of a format, damaged or not, by the file's first bytes."""
+    return b'"body":{"format":"%s"' % format.encode() in (first_bytes(directory / FILE_NAME, 256) or b"")
+
+
+def read(directory: Directory, format: str, kind: type[SidecarT]) -> SidecarT:
     """Return a directory's sidecar, checked in itself and against the files that it lists.
+
+    Parameters
+    ----------
+    directory : Directory
+    format : str
+        The format that it must be of.
+    kind : type of Sidecar
+        The class to decode it to.
 
     Raises
     ------
     NotACheckpointError
-        If there is none.
+        If there is no such file.
     CorruptCheckpointError
-        If it is damaged, or a file that it lists is missing or another.
+        If it is damaged or breaks a rule, or a file that it lists is missing or has changed.
     UnsupportedError
-        If a later version wrote it.
+        If another version of Tensorkeep wrote it, in another schema.
     """
     path = directory.path / FILE_NAME
-    sidecar = _convert(sealed.read(directory, FILE_NAME), path)
-    if sidecar.format != format:
-        raise CorruptCheckpointError(f"lies beside a checkpoint of the format {sidecar.format!r}", path=path)
+    body = sealed.read(directory, FILE_NAME)
+    if body.get("format") != format:
+        raise CorruptCheckpointError(f"lies beside a checkpoint of the format {body.get('format')!r}", path=path)
+    if body.get("version") != VERSION:
+        raise UnsupportedError(
+            f"was written in version {body.get('version')} of its schema, this release reads version {VERSION}",
+            path=path,
+            remedy="install a later Tensorkeep",
+        )
+    try:
+        sidecar = msgspec.convert(body, kind)
+        _check_tensors(sidecar)
+        _ = sidecar.leaf_specs
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"is malformed ({error})", path=path) from error
     for name, note in sidecar.files.items():
         _check_file(directory, name, note)
     return sidecar
 
 
-def _convert(body: dict[str, Any], path: Path) -> Sidecar:
-    version = body.get("version")
-    if version != VERSION:
-        raise UnsupportedError(f"is of version {version}", path=path, remedy="install a later Tensorkeep")
-    try:
-        sidecar = msgspec.convert(body, Sidecar)
-        _check(sidecar)
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"is malformed ({error})", path=path) from error
-    return sidecar
-
-
-def _check(sidecar: Sidecar) -> None:
-    tensors = {}
+def _check_tensors(sidecar: Sidecar) -> None:
     for name, note in sidecar.tensors.items():
-        if note.dtype not in BY_NAME:
-            raise ValueError(f"{name!r} has the unknown dtype {note.dtype!r}")
-        if len(note.shape) > _MOST_DIMENSIONS or any(length < 0 for length in note.shape):
-            raise ValueError(f"{name!r} has an impossible shape")
-        tensors[name] = _Stored(note.true_dtype, note.shape)
-    structure = sidecar.structure
-    check_structure(structure.skeleton, tensors, _aliases(structure), structure.parts)
-
-
-class _Stored(msgspec.Struct, frozen=True):
-    dtype: DType
-    shape: tuple[int, ...]
-
-
-def _aliases(structure: Structure) -> dict[str, Alias]:
-    return {
-        name: Alias(record.of, record.offset, record.shape, record.strides)
-        for name, record in structure.aliases.items()
-    }
+        for dtype in (note.dtype, note.stored_dtype or note.dtype):
+            if dtype not in BY_NAME:
+                raise ValueError(f"{name!r} has the unknown dtype {dtype!r}")
+        if len(note.shape) > _MOST_DIMENSIONS or any(length < 0 for length in note.shape) or note.stored_bytes < 0:
+            raise ValueError(f"{name!r} has an impossible shape or size")
 
 
 def _check_file(directory: Directory, name: str, note: FileNote) -> None:
     path = directory.path / name
     folder, _, last = name.rpartition("/")
     if any(part in ("", ".", "..") or "\0" in part for part in name.split("/")):
-        raise CorruptCheckpointError(f"lists the file {name!r}, which does not lie beside it", path=directory.path)
+        raise CorruptCheckpointError(f"lists the file {name!r}, which is not inside the directory", path=directory.path)
     try:
         if folder:
-            # By what is held: its name may be another directory's by now.
+            # By the open descriptor: the directory's name may stand for another one by now.
             with Directory(Path(directory.held_path) / folder) as inner:
-                size, digest = _look_at(inner, last, note)
+                size, digest = _measure(inner, last, note)
         else:
-            size, digest = _look_at(directory, last, note)
+            size, digest = _measure(directory, last, note)
     except NotACheckpointError as error:
         raise CorruptCheckpointError("the file is missing", path=path, remedy="take another copy") from error
     except TensorkeepError as error:
@@ -194,15 +236,15 @@ def _check_file(directory: Directory, name: str, note: FileNote) -> None:
     if size != note.bytes:
         raise CorruptCheckpointError(f"has {size:,} bytes, not {note.bytes:,}", path=path, remedy=_REWRITTEN)
     if note.xxh3_64 and digest != note.xxh3_64:
-        raise CorruptCheckpointError("is not what was written: its checksum is wrong", path=path, remedy=_REWRITTEN)
+        raise CorruptCheckpointError("its checksum is wrong: the file has changed", path=path, remedy=_REWRITTEN)
 
 
-def _look_at(directory: Directory, name: str, note: FileNote) -> tuple[int, str]:
-    """Return a file's size, and its checksum where that is known and the size is right."""
+def _measure(directory: Directory, name: str, note: FileNote) -> tuple[int, str]:
+    """Return a file's size, and its checksum if one is known and the size is right."""
     with directory.open(name, follow_links=False) as file:
         if not note.xxh3_64 or file.size != note.bytes:
             return file.size, ""
-        found = xxhash.xxh3_64()
+        hasher = xxhash.xxh3_64()
         for start in range(0, file.size, _PIECE):
-            found.update(file.read(start, min(_PIECE, file.size - start)))
-        return file.size, found.hexdigest()
+            hasher.update(file.read(start, min(_PIECE, file.size - start)))
+        return file.size, hasher.hexdigest()

@@ -1,19 +1,66 @@
-"""What the structure of a stored state must keep, whichever format it was stored in."""
+"""How a stored state is described in JSON, and the rules that such a description must keep, in every format."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
+
+import msgspec
 
 from tensorkeep.state.aliases import Alias
 from tensorkeep.state.dtypes import DType
-from tensorkeep.state.tree import LeafSpec, leaf_specs
+from tensorkeep.state.source import Source
+from tensorkeep.state.tree import Flat, LeafSpec, leaf_specs
 
 _MOST = 2**63
 
-Place = tuple[str, str]
-"""Part, and key within the part."""
+PartKey = tuple[str, str]
+"""Part of the state, and key within the part."""
+
+SourceT = TypeVar("SourceT", bound=Source)
+
+
+class AliasRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An `Alias` as JSON: offset and strides count elements.
+
+    ``key`` is stored in manifests only; everywhere else `Structure.parts` has it.
+    """
+
+    of: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    part: str
+    key: str = ""
+
+    @classmethod
+    def of_alias(cls, alias: Alias, part: str, key: str = "") -> AliasRecord:
+        """Return the record of an alias."""
+        return cls(alias.of, alias.offset_elements, alias.shape, alias.strides, part, key)
+
+    def alias(self) -> Alias:
+        """Return the alias."""
+        return Alias(self.of, self.offset, self.shape, self.strides)
+
+
+class Structure(msgspec.Struct, frozen=True):
+    """How tensors form a nested state: skeleton, views of stored tensors, part and key of every tensor."""
+
+    skeleton: Any
+    aliases: dict[str, AliasRecord]
+    parts: dict[str, PartKey]
+
+    @classmethod
+    def of_state(cls, flat: Flat[Source]) -> Structure:
+        """Return the structure of a flattened state."""
+        aliases = {name: AliasRecord.of_alias(alias, flat.parts[name][0]) for name, alias in flat.aliases.items()}
+        return cls(flat.skeleton, aliases, flat.parts)
+
+    def flat(self, leaves: Mapping[str, SourceT]) -> Flat[SourceT]:
+        """Return the flattened state with these stored tensors; `check_structure` is still to be called."""
+        aliases = {name: record.alias() for name, record in self.aliases.items()}
+        return Flat(self.skeleton, leaves, aliases, self.parts)
 
 
 class Stored(Protocol):
@@ -29,14 +76,19 @@ class Stored(Protocol):
 
 
 def check_structure(
-    skeleton: object, tensors: Mapping[str, Stored], aliases: Mapping[str, Alias], parts: Mapping[str, Place]
-) -> None:
-    """Check that skeleton, stored tensors, views and parts fit each other, so that a state can be made of them.
+    skeleton: object, tensors: Mapping[str, Stored], aliases: Mapping[str, Alias], parts: Mapping[str, PartKey]
+) -> dict[str, LeafSpec]:
+    """Check that a state can be rebuilt from a skeleton, stored tensors, views and parts.
+
+    Returns
+    -------
+    dict of str to LeafSpec
+        The leaves that the skeleton names, in its order: the skeleton is decoded here, and nowhere else.
 
     Raises
     ------
     ValueError
-        Saying which rule is broken.
+        Naming the rule that is broken.
     """
     specs = leaf_specs(skeleton)
     known = tensors.keys() | aliases.keys()
@@ -51,6 +103,7 @@ def check_structure(
         _check_alias(name, specs[name], alias, specs[alias.of])
         _check_leaf(name, specs[name], tensors[alias.of].dtype, alias.shape)
     _check_parts(known, parts)
+    return specs
 
 
 def _check_leaf(name: str, spec: LeafSpec, dtype: DType, shape: tuple[int, ...]) -> None:
@@ -75,7 +128,7 @@ def _check_alias(name: str, spec: LeafSpec, alias: Alias, base: LeafSpec) -> Non
         raise ValueError(f"{name!r} is a tensor of negative strides")
 
 
-def _check_parts(known: Iterable[str], parts: Mapping[str, Place]) -> None:
+def _check_parts(known: Iterable[str], parts: Mapping[str, PartKey]) -> None:
     places = list(parts.values())
     if parts.keys() != set(known):
         raise ValueError("the parts and the table of tensors do not name the same tensors")

@@ -1,28 +1,274 @@
-"""A write in two halves for formats that cannot be written block by block: copy the whole state, then write that."""
+"""The writing half of a format's contract: settings, options, results, and writes in two stages."""
 
 from __future__ import annotations
 
 import functools
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
 
 from tensorkeep.errors import UsageError
-from tensorkeep.formats.base import BLOCK_BYTES, Format, Write, WriteSettings, Written
 from tensorkeep.io import parallel
-from tensorkeep.io.buffers import BufferPool, Loan, buffer_bytes
+from tensorkeep.io.buffers import ALIGNMENT, BufferPool, Loan, buffer_bytes
 from tensorkeep.io.files import Bytes
-from tensorkeep.io.parallel import LOOK_AGAIN, Cancellation
+from tensorkeep.io.parallel import LOOK_AGAIN, Cancellation, Progress, default_threads
 from tensorkeep.state.cuda import beside_the_caller
 from tensorkeep.state.dtypes import DType
 from tensorkeep.state.source import Source
 from tensorkeep.state.tree import Flat
 from tensorkeep.units import format_bytes
 
+BLOCK_BYTES = 16 * 1024**2
+"""The unit of reading, writing, checksums and compression, in raw bytes."""
 
-class HostCopy:
-    """A leaf's bytes in a buffer; see `tensorkeep.state.source.Source`."""
+
+def thread_bytes(block_bytes: int, *, buffers: int) -> int:
+    """Return the pool memory that one thread may use at once: ``buffers`` blocks, each with the pages around it."""
+    return buffers * buffer_bytes(block_bytes + 2 * ALIGNMENT)
+
+
+class StepRecord(msgspec.Struct, frozen=True):
+    """A step of a training run.
+
+    Attributes
+    ----------
+    number : int
+    saved_at : float
+        Seconds since 1970 (UTC).
+    metrics : dict of str to (float or str)
+        JSON has no NaN and no infinities: they are the strings ``"nan"``, ``"inf"`` and ``"-inf"``.
+    """
+
+    number: int
+    saved_at: float
+    metrics: dict[str, float | Literal["nan", "inf", "-inf"]]
+
+
+class FormatOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The options of a format: a subclass has one field for each, with a default.
+
+    A format without options uses this class itself. `Format.parse_options` makes an instance from keyword arguments
+    and checks the types of the fields; ``__post_init__`` may raise UsageError for options that contradict each other.
+    """
+
+
+OptionsT = TypeVar("OptionsT", bound=FormatOptions)
+
+
+@dataclass(frozen=True)
+class WriteSettings:
+    """How to write; the same for every format.
+
+    Attributes
+    ----------
+    overwrite : bool
+        Whether to replace a checkpoint of the same format at the destination.
+    metadata : dict
+        The user's JSON values.
+    compression : str
+        ``"none"``, ``"lossless"`` or a codec's name; a format that cannot compress refuses all but ``"none"``.
+    threads : int
+    pool : BufferPool
+        Where all buffers come from.
+    progress : callable or None
+        Called with (bytes done, bytes in total).
+    options : FormatOptions or None
+        An instance of `Format.options`; None stands for the defaults.
+    step : StepRecord or None
+        The step of a training run, for formats that store it.
+    """
+
+    overwrite: bool = False
+    metadata: dict[str, Any] = field(default_factory=dict)
+    compression: str = "none"
+    threads: int = field(default_factory=default_threads)
+    pool: BufferPool = field(default_factory=BufferPool)
+    progress: Progress | None = None
+    options: FormatOptions | None = None
+    step: StepRecord | None = None
+
+    def options_as(self, kind: type[OptionsT]) -> OptionsT:
+        """Return the options as an instance of a format's own class, with its defaults if none were given.
+
+        Raises
+        ------
+        UsageError
+            If they are the options of another format.
+        """
+        if self.options is None:
+            return kind()
+        if not isinstance(self.options, kind):
+            raise UsageError(
+                f"the options are {type(self.options).__name__}, not {kind.__name__}",
+                remedy="make them with the format's parse_options",
+            )
+        return self.options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteResult:
+    """The result of writing a checkpoint; a report of the save extends it.
+
+    Attributes
+    ----------
+    stored_bytes : int
+        Bytes of all files of the checkpoint.
+    new_bytes : int
+        Bytes written by this save. In an incremental save, the rest of ``stored_bytes`` is shared with earlier ones.
+    peak_buffer_bytes : int
+        The most host buffer memory in use at one moment.
+    direct_io : bool
+        Whether the page cache was bypassed (O_DIRECT); some file systems refuse that.
+    base : str or None
+        The earlier checkpoint that unchanged blocks were taken from.
+    base_refused : str or None
+        Why not all blocks that could have been were taken from there.
+    """
+
+    stored_bytes: int
+    new_bytes: int
+    peak_buffer_bytes: int = 0
+    direct_io: bool = False
+    base: str | None = None
+    base_refused: str | None = None
+
+
+class StagedWrite(ABC):
+    """The writing of one checkpoint in two stages, so that the caller waits for the first only.
+
+    `prepare` comes first. Then `stage` copies the state in the caller's thread, and `run` writes it in another thread,
+    at the same time or afterwards.
+    """
+
+    @abstractmethod
+    def staging_bytes(self) -> int:
+        """Return the buffer bytes that hold a copy of the whole state, so that `stage` never waits for `run`."""
+
+    @abstractmethod
+    def prepare(self, pool: BufferPool) -> None:
+        """Set the pool that the buffers for the copy come from.
+
+        Raises
+        ------
+        UsageError
+            If its budget is too small for this format.
+        """
+
+    @abstractmethod
+    def stage(self, threads: int) -> None:
+        """Copy the state; when this returns, the state may change.
+
+        Raises
+        ------
+        Cancelled
+            If `run` has failed.
+        """
+
+    @abstractmethod
+    def run(self) -> WriteResult:
+        """Write the copy or, if `prepare` was never called, the state itself; see `Format.write`.
+
+        Raises
+        ------
+        Cancelled
+            If the writing was cancelled.
+        """
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Make `run` stop as soon as it can; it removes what it has written."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Release the copy when `run` will never be called."""
+
+
+WriteFunction = Callable[[Flat[Source], Path, WriteSettings], WriteResult]
+
+
+class FullCopyWrite(StagedWrite):
+    """A staged write for formats that do not write block by block: the whole state is copied before it is written.
+
+    Parameters
+    ----------
+    format_name : str
+        For error messages.
+    write : callable
+        `Format.write` of the format.
+    flat, destination, settings
+        Its arguments.
+    """
+
+    def __init__(
+        self, format_name: str, write: WriteFunction, flat: Flat[Source], destination: Path, settings: WriteSettings
+    ) -> None:
+        self._format_name = format_name
+        self._write = write
+        self._flat = flat
+        self._destination = destination
+        self._settings = settings
+        self._pool: BufferPool | None = None
+        self._copies: dict[str, _HostCopy] = {}
+        self._copied = threading.Event()
+        self._cancellation = Cancellation()
+
+    def staging_bytes(self) -> int:
+        return sum(buffer_bytes(leaf.nbytes) for leaf in self._flat.leaves.values())
+
+    def prepare(self, pool: BufferPool) -> None:
+        needed = self.staging_bytes()
+        if needed > pool.budget:
+            raise UsageError(
+                f"format {self._format_name!r} copies the whole state to save it in the background, which takes "
+                f"{format_bytes(needed)}; the memory budget allows {format_bytes(pool.budget)}",
+                path=self._destination,
+                remedy="give a larger memory_budget, save in the native format, or call tensorkeep.save",
+            )
+        self._pool = pool
+
+    def stage(self, threads: int) -> None:
+        if self._pool is None:
+            raise AssertionError("prepare comes before stage")
+        for name, leaf in self._flat.leaves.items():
+            self._copies[name] = _HostCopy(leaf, self._pool.acquire(leaf.nbytes, self._cancellation))
+        parallel.run(self._tasks(), threads, self._cancellation)
+        self._cancellation.check()
+        for copy in self._copies.values():
+            copy.forget_source()
+        self._flat = replace(self._flat, leaves=self._copies)
+        self._copied.set()
+
+    def _tasks(self) -> list[Callable[[], None]]:
+        return [
+            functools.partial(copy.copy, start, min(start + BLOCK_BYTES, copy.nbytes))
+            for copy in self._copies.values()
+            for start in range(0, copy.nbytes, BLOCK_BYTES)
+        ]
+
+    def run(self) -> WriteResult:
+        try:
+            while self._pool is not None and not self._copied.wait(LOOK_AGAIN):
+                self._cancellation.check()
+            return self._write(self._flat, self._destination, self._settings)
+        finally:
+            self._cancellation.cancel()
+            self.abandon()
+
+    def cancel(self) -> None:
+        self._cancellation.cancel()
+
+    def abandon(self) -> None:
+        for copy in self._copies.values():
+            copy.release()
+
+
+class _HostCopy:
+    """A leaf's bytes in a buffer; a `tensorkeep.state.source.Source`."""
 
     def __init__(self, source: Source, loan: Loan) -> None:
         self.name: str = source.name
@@ -39,77 +285,14 @@ class HostCopy:
         out[:] = self._loan.array[start:stop]
 
     def copy(self, start: int, stop: int) -> None:
-        """Copy a range of the leaf."""
+        """Copy a range of the leaf into the buffer."""
         if self._source is not None:
             with beside_the_caller(self._source):
                 self._source.read(start, stop, self._loan.array[start:stop])
 
-    def forget(self) -> None:
-        """Let go of the leaf, whose memory the caller may want back."""
+    def forget_source(self) -> None:
+        """Drop the reference to the leaf, so that the caller can free its memory."""
         self._source = None
 
     def release(self) -> None:
         self._loan.release()
-
-
-class WholeCopy(Write):
-    """See `tensorkeep.formats.base.Write`."""
-
-    def __init__(self, format: Format, flat: Flat[Source], destination: Path, settings: WriteSettings) -> None:
-        self._format = format
-        self._flat = flat
-        self._destination = destination
-        self._settings = settings
-        self._pool: BufferPool | None = None
-        self._copies: dict[str, HostCopy] = {}
-        self._copied = threading.Event()
-        self._cancellation = Cancellation()
-
-    def staging_bytes(self) -> int:
-        return sum(buffer_bytes(leaf.nbytes) for leaf in self._flat.leaves.values())
-
-    def prepare(self, pool: BufferPool) -> None:
-        needed = self.staging_bytes()
-        if needed > pool.budget:
-            raise UsageError(
-                f"format {self._format.name!r} needs a copy of the whole state to save it in the background, which "
-                f"takes {format_bytes(needed)}, and {format_bytes(pool.budget)} are allowed",
-                path=self._destination,
-                remedy="give a larger memory_budget, save in the native format, or call tensorkeep.save",
-            )
-        self._pool = pool
-
-    def stage(self, threads: int) -> None:
-        if self._pool is None:
-            raise AssertionError("prepare comes before stage")
-        for name, leaf in self._flat.leaves.items():
-            self._copies[name] = HostCopy(leaf, self._pool.acquire(leaf.nbytes, self._cancellation))
-        parallel.run(self._tasks(), threads, self._cancellation)
-        self._cancellation.check()
-        for copy in self._copies.values():
-            copy.forget()
-        self._flat = replace(self._flat, leaves=self._copies)
-        self._copied.set()
-
-    def _tasks(self) -> list[Callable[[], None]]:
-        return [
-            functools.partial(copy.copy, start, min(start + BLOCK_BYTES, copy.nbytes))
-            for copy in self._copies.values()
-            for start in range(0, copy.nbytes, BLOCK_BYTES)
-        ]
-
-    def run(self) -> Written:
-        try:
-            while self._pool is not None and not self._copied.wait(LOOK_AGAIN):
-                self._cancellation.check()
-            return self._format.write(self._flat, self._destination, self._settings)
-        finally:
-            self._cancellation.cancel()
-            self.abandon()
-
-    def cancel(self) -> None:
-        self._cancellation.cancel()
-
-    def abandon(self) -> None:
-        for copy in self._copies.values():
-            copy.release()

@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 
 from tensorkeep import plugins
 from tensorkeep.errors import DestinationExistsError, StoreError, TensorkeepError, UnsupportedError, UsageError
-from tensorkeep.formats.base import Format, OpenSettings, Problem, WriteSettings, Written
+from tensorkeep.formats.base import Format, OpenSettings, Problem, WriteResult, WriteSettings
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.state.tree import flatten, leaf_specs
 from tensorkeep.testing import strategies
@@ -76,10 +76,11 @@ class FormatSuite:
         """Return where a checkpoint of the format goes in a folder."""
         return folder / "checkpoint"
 
-    def save(self, state: Any, path: Path, *, overwrite: bool = False, **settings: Any) -> Written:
+    def save(self, state: Any, path: Path, *, overwrite: bool = False, **settings: Any) -> WriteResult:
         """Write a state with the suite's settings."""
-        given = {"compression": self.compression, "options": self.options, "threads": 2, **settings}
-        return self.format.write(flatten(state), path, WriteSettings(overwrite=overwrite, **given))
+        options = self.format.parse_options(settings.pop("options", self.options))
+        given = {"compression": self.compression, "threads": 2, **settings}
+        return self.format.write(flatten(state), path, WriteSettings(overwrite=overwrite, options=options, **given))
 
     def read(self, path: Path) -> Any:
         """Return the state of a checkpoint."""
@@ -148,6 +149,7 @@ class FormatSuite:
         flat = flatten(training_state())
         with self.format.open(saved, OpenSettings()) as reader:
             assert list(reader.entries) == list(leaf_specs(flat.skeleton))
+            assert reader.leaf_specs == leaf_specs(flat.skeleton)
             for name, entry in reader.entries.items():
                 source = flat.leaves.get(name)
                 assert (entry.alias_of is None) == (source is not None)
@@ -261,7 +263,8 @@ class FormatSuite:
         native = plugins.get("formats", "native")
         native.write(flatten(training_state()), tmp_path / "native", WriteSettings())
         with native.open(tmp_path / "native", OpenSettings()) as reader:
-            given = WriteSettings(compression=self.compression, options=self.options, threads=2)
+            options = self.format.parse_options(self.options)
+            given = WriteSettings(compression=self.compression, options=options, threads=2)
             self.format.write(reader.flat, self.destination(tmp_path), given)
         assert difference(training_state(), self.read(self.destination(tmp_path))) is None
         with self.format.open(self.destination(tmp_path), OpenSettings()) as reader:

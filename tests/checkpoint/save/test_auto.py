@@ -16,7 +16,7 @@ from tensorkeep.checkpoint.save import auto, trial
 from tensorkeep.checkpoint.save.trial import Rates
 from tensorkeep.errors import StoreError
 from tensorkeep.formats.base import BLOCK_BYTES, WriteSettings
-from tensorkeep.formats.blockfile.plan import plan_files, tasks_of
+from tensorkeep.formats.blockfile.plan import BlockFileOptions, plan_files, tasks_of
 from tensorkeep.io.buffers import BufferPool
 from tensorkeep.state.tree import flatten
 from tensorkeep.testing.disk import FailingDisk, names_in
@@ -119,7 +119,7 @@ def test_what_was_measured_is_used_again_for_a_while(tmp_path: Path, tiny: None)
         ({"w": torch.zeros(1000, dtype=torch.bfloat16)}, {}),
         ({"w": torch.zeros(1001)}, {}),
         ({"w": torch.zeros(1000)}, {"threads": 1}),
-        ({"w": torch.zeros(1000)}, {"options": {"direct_io": False}}),
+        ({"w": torch.zeros(1000)}, {"options": BlockFileOptions(direct_io=False)}),
     ],
     ids=["dtype", "size", "threads", "page cache"],
 )
@@ -197,7 +197,7 @@ def test_what_is_there_is_refused_before_anything_is_measured(
 def test_a_trial_measures_this_state_and_leaves_nothing(tmp_path: Path, direct: bool) -> None:
     state = {"zeros": torch.zeros(6 * 1024**2), "strided": torch.zeros(2, 3 * 1024**2).t()}
     with BufferPool() as pool:
-        settings = WriteSettings(pool=pool, options={"direct_io": direct})
+        settings = WriteSettings(pool=pool, options=BlockFileOptions(direct_io=direct))
         rates = trial.measure(flatten(state), tmp_path / "new" / "ckpt", settings)
     assert min(rates.gather, rates.code, rates.disk) > 0
     assert rates.share < 0.01

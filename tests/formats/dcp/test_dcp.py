@@ -35,6 +35,7 @@ from tensorkeep.formats import sidecar
 from tensorkeep.formats.base import OpenSettings, WriteSettings
 from tensorkeep.formats.dcp import FORMAT, inert_pickle, writer
 from tensorkeep.formats.dcp.tiling import check_tiling, copy_common, runs
+from tensorkeep.formats.structure import Structure
 from tensorkeep.state.tree import flatten
 from tensorkeep.testing.equality import difference
 from tensorkeep.testing.format_states import load, noise, training_state
@@ -717,8 +718,11 @@ def test_every_piece_of_a_tensor_that_nothing_is_read_from_is_audited(tmp_path: 
     tensors = {"w": torch.full((11, 9), 7.25), "x": torch.full((11, 9), 7.25)}
     write_chunks(tmp_path / "c", tensors, cut=grid)
     # A sidecar that does not know x.
-    structure, notes = sidecar.describe(flatten({"w": tensors["w"]}))
-    sidecar.write(tmp_path / "c", sidecar.Sidecar(sidecar.VERSION, "dcp", structure, notes, {}, {}))
+    flat = flatten({"w": tensors["w"]})
+    structure, notes = Structure.of_state(flat), sidecar.describe_tensors(flat)
+    sidecar.write(
+        tmp_path / "c", sidecar.Sidecar(format="dcp", structure=structure, tensors=notes, files={}, metadata={})
+    )
     with FORMAT.open(tmp_path / "c", OpenSettings()) as reader:
         assert list(reader.audit()) == []
         places = [chunk.place for chunk in reader._contents.tensors["x"].chunks]

@@ -179,7 +179,7 @@ def test_a_file_of_changes_is_refused_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"delta": True}, "differences are stored compressed"),
+        ({"delta": True}, "delta=True stores compressed differences"),
         ({"incremental": "yes"}, "incremental is 'yes'"),
         ({"base": 3}, "base is 3"),
         ({"base": "x", "incremental": False}, "a save with a base is incremental"),

@@ -21,6 +21,7 @@ from tensorkeep.errors import (
 )
 from tensorkeep.formats import native
 from tensorkeep.formats.base import OpenSettings, WriteSettings
+from tensorkeep.formats.blockfile.plan import BlockFileOptions
 from tensorkeep.formats.safetensors import FORMAT
 from tensorkeep.state.dtypes import BY_SAFETENSORS
 from tensorkeep.state.tree import flatten
@@ -109,7 +110,7 @@ class TestNames:
     def test_the_order_of_a_flat_dict_is_kept(self, tmp_path: Path) -> None:
         state = {"z": noise("uint8", 3), "a": noise("float64", 2), "m": noise("bfloat16", 9)}
         save(state, tmp_path / "x.safetensors")
-        save(state, tmp_path / "shards", options={"shard_bytes": 16})
+        save(state, tmp_path / "shards", options=BlockFileOptions(shard_bytes=16))
         assert difference(state, read(tmp_path / "x.safetensors")) is None
         assert difference(state, read(tmp_path / "shards")) is None
 
@@ -123,7 +124,7 @@ class TestNames:
 class TestShards:
     def test_names_and_index_are_hugging_faces(self, tmp_path: Path) -> None:
         state = {f"w{number}": noise("float32", 10, seed=number) for number in range(5)}
-        save(state, tmp_path / "model", options={"shard_bytes": "80"})
+        save(state, tmp_path / "model", options=BlockFileOptions(shard_bytes="80"))
         names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
         index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
         assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [*names, "model.safetensors.index.json"]
@@ -140,7 +141,7 @@ class TestShards:
 
     def test_a_cache_of_links(self, tmp_path: Path) -> None:
         """The Hugging Face cache: a snapshot of symbolic links to files named by their hashes."""
-        save(plain_state(), tmp_path / "model", options={"shard_bytes": 100})
+        save(plain_state(), tmp_path / "model", options=BlockFileOptions(shard_bytes=100))
         (tmp_path / "blobs").mkdir()
         (tmp_path / "snapshot").mkdir()
         for number, path in enumerate((tmp_path / "model").iterdir()):
@@ -154,7 +155,11 @@ class TestShards:
 
     @pytest.fixture
     def shards(self, tmp_path: Path) -> Path:
-        save({f"w{number}": noise("float32", 10) for number in range(3)}, tmp_path / "m", options={"shard_bytes": 80})
+        save(
+            {f"w{number}": noise("float32", 10) for number in range(3)},
+            tmp_path / "m",
+            options=BlockFileOptions(shard_bytes=80),
+        )
         return tmp_path / "m"
 
     @pytest.mark.parametrize(
@@ -236,12 +241,12 @@ class TestShards:
 class TestSettings:
     def test_one_file_has_no_shards(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="directory"):
-            save({}, tmp_path / "x.safetensors", options={"shard_bytes": 100})
+            save({}, tmp_path / "x.safetensors", options=BlockFileOptions(shard_bytes=100))
 
     @pytest.mark.parametrize("size", [0, -1, "many"])
     def test_impossible_shards(self, tmp_path: Path, size: Any) -> None:
         with pytest.raises(UsageError):
-            save({}, tmp_path / "x", options={"shard_bytes": size})
+            save({}, tmp_path / "x", options=BlockFileOptions(shard_bytes=size))
 
     @pytest.mark.parametrize("metadata", [{"a": 1}, {"a": {"b": "c"}}, {"a": None}, {"tensorkeep": "x"}])
     def test_metadata_is_strings(self, tmp_path: Path, metadata: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tensorkeep.errors import CorruptCheckpointError, TensorkeepError, UnsupportedError
 from tensorkeep.formats.base import OpenSettings, WriteSettings
+from tensorkeep.formats.blockfile.plan import BlockFileOptions
 from tensorkeep.formats.safetensors import FORMAT
 from tensorkeep.io.source_file import SourceFile
 from tensorkeep.state.tree import flatten
@@ -154,7 +155,11 @@ class TestHostileNotes:
             read(self.write(tmp_path, {**NOTE, "structure": structure}))
 
     def test_two_structures(self, tmp_path: Path) -> None:
-        save({"a": {"x": noise("float32", 10), "y": noise("float32", 10)}}, tmp_path / "m", options={"shard_bytes": 40})
+        save(
+            {"a": {"x": noise("float32", 10), "y": noise("float32", 10)}},
+            tmp_path / "m",
+            options=BlockFileOptions(shard_bytes=40),
+        )
         first, second = sorted((tmp_path / "m").glob("*.safetensors"))
         length = int.from_bytes(first.read_bytes()[:8], "little")
         header = json.loads(first.read_bytes()[8 : 8 + length])

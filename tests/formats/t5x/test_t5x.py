@@ -276,7 +276,9 @@ def test_memory_is_bounded_whatever_the_state(tmp_path: Path) -> None:
     for number, in_flight in enumerate(("all", "one")):
         with BufferPool(64 * 1024**2) as pool:
             options = {"compressor": None, "in_flight": in_flight, "chunk": "4MiB"}
-            written = FORMAT.write(flat, tmp_path / str(number), WriteSettings(pool=pool, options=options))
+            written = FORMAT.write(
+                flat, tmp_path / str(number), WriteSettings(pool=pool, options=FORMAT.parse_options(options))
+            )
         assert 4_000_000 <= written.peak_buffer_bytes <= 64 * 1024**2
     with FORMAT.open(tmp_path / "0", OpenSettings()) as reader:
         assert difference(state, load(reader)) is None
@@ -393,11 +395,11 @@ def test_listed_files_are_those_of_the_directory_that_is_held(tmp_path: Path) ->
     with Directory(path) as held:
         path.rename(tmp_path / "old")
         tensorkeep.save({"a": torch.ones(7)}, path, format="t5x")
-        assert sidecar.read(held, "t5x").tensors["a"].shape == (3,)
+        assert sidecar.read(held, "t5x", sidecar.Sidecar).tensors["a"].shape == (3,)
         (tmp_path / "old" / "target.a" / ".zarray").unlink()
         (tmp_path / "old" / "target.a" / ".zarray").mkdir()
         with pytest.raises(CorruptCheckpointError, match="not a regular file") as caught:
-            sidecar.read(held, "t5x")
+            sidecar.read(held, "t5x", sidecar.Sidecar)
         assert caught.value.path == str(path / "target.a" / ".zarray")
 
 

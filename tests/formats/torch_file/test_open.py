@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tensorkeep
-from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, StoreError
+from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, OutOfMemoryError, StoreError
 from tensorkeep.formats import torch_file
 from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.torch_file import FORMAT, zip_file
@@ -92,7 +92,7 @@ class TestExpanded:
         assert info.total.stored_bytes == 24 < path.stat().st_size
         report = tensorkeep.verify(path)
         assert (report.ok, report.tensors, report.nbytes) == (True, 2, 24)
-        with pytest.raises(StoreError, match="memory"):
+        with pytest.raises(OutOfMemoryError, match="memory"):
             tensorkeep.load(path)
         assert tensorkeep.load(path, select="w")["w"].sum() == 5
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from tensorkeep.checkpoint import settings
 from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, checked_path, thread_count
-from tensorkeep.checkpoint.finding import open_reader
+from tensorkeep.checkpoint.finding import get_format, open_reader
 from tensorkeep.checkpoint.save.save import SaveReport, save_flat
 from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings, Reader, WriteSettings, thread_bytes
@@ -88,7 +88,7 @@ def convert(
                 threads=_threads(reader, thread_count(choice.threads), pool),
                 pool=pool,
                 progress=progress,
-                options=choice.options,
+                options=get_format(to).parse_options(choice.options),
                 step=reader.step,
             ),
         )

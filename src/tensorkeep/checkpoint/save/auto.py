@@ -17,7 +17,8 @@ from typing import Any
 from tensorkeep.checkpoint.save.trial import Rates, measure, nearest_folder
 from tensorkeep.errors import StoreError
 from tensorkeep.formats.base import StoredLeaf, WriteSettings
-from tensorkeep.formats.native.writer import chosen_direct_io
+from tensorkeep.formats.blockfile.plan import BlockFileOptions
+from tensorkeep.formats.native.history import NativeOptions
 from tensorkeep.state.source import Source
 from tensorkeep.state.tree import Flat
 from tensorkeep.units import format_bytes
@@ -98,7 +99,7 @@ def decide(
     DestinationExistsError
         As the save itself would.
     """
-    if settings.options.get("delta"):
+    if isinstance(settings.options, NativeOptions) and settings.options.delta:
         return Decision("lossless", "differences are stored compressed")
     nbytes = sum(leaf.nbytes for leaf in flat.leaves.values())
     if nbytes < SMALLEST:
@@ -149,7 +150,7 @@ def _kind(flat: Flat[Source], destination: Path, settings: WriteSettings) -> _Ke
     sizes: dict[str, int] = {}
     for leaf in flat.leaves.values():
         sizes[leaf.dtype.name] = sizes.get(leaf.dtype.name, 0) + leaf.nbytes
-    direct = chosen_direct_io(settings.options)
+    direct = settings.options_as(BlockFileOptions).direct_io
     stored = any(isinstance(leaf, StoredLeaf) for leaf in flat.leaves.values())
     threads = settings.threads, settings.pool.budget
     return device, direct, threads, stored, len(flat.leaves), tuple(sorted(sizes.items()))

@@ -142,7 +142,7 @@ def begin_save(
         compression=choice.compression,
         threads=thread_count(choice.threads),
         progress=progress,
-        options=choice.options,
+        options=get_format(format).parse_options(choice.options),
         step=step,
     )
     flat = flatten(state)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from tensorkeep.checkpoint.save.memory import SaveMemory
 from tensorkeep.checkpoint.save.save import About, SaveReport
 from tensorkeep.errors import BusyError, UsageError
-from tensorkeep.formats.base import Write
+from tensorkeep.formats.base import StagedWrite
 from tensorkeep.io.parallel import PATIENCE, Cancelled, default_threads
 
 Callback = Callable[[], None]
@@ -29,11 +29,11 @@ class PendingSave:
         Where the checkpoint appears.
     """
 
-    def __init__(self, write: Write, about: About, memory: SaveMemory, begin: float, *, fits: bool) -> None:
+    def __init__(self, write: StagedWrite, about: About, memory: SaveMemory, begin: float, *, fits: bool) -> None:
         self.path = about.path
         self.memory = memory
         self.fits = fits  # whether the whole state can be copied before any of it is written
-        self._write: Write | None = write
+        self._write: StagedWrite | None = write
         self._about = about
         self._begin = begin
         self._stall = 0.0
@@ -110,7 +110,7 @@ class PendingSave:
         self.execute(after)
         self.announce()
 
-    def _stage(self, write: Write) -> None:
+    def _stage(self, write: StagedWrite) -> None:
         # Where the writing has failed meanwhile, `wait` says why.
         with suppress(Cancelled):
             write.stage(_copying_threads())
@@ -146,7 +146,7 @@ class PendingSave:
         """Let those who wait know that it is over."""
         self._done.set()
 
-    def _unfinished(self) -> Write:
+    def _unfinished(self) -> StagedWrite:
         if self._write is None:
             raise AssertionError("it is over")
         return self._write

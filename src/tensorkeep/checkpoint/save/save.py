@@ -15,7 +15,7 @@ from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, checked_pat
 from tensorkeep.checkpoint.finding import get_format
 from tensorkeep.checkpoint.save import auto
 from tensorkeep.errors import PathLike, UsageError
-from tensorkeep.formats.base import WriteSettings, Written
+from tensorkeep.formats.base import WriteResult, WriteSettings
 from tensorkeep.io.buffers import DEFAULT_BUDGET
 from tensorkeep.io.parallel import Progress
 from tensorkeep.state import cuda
@@ -25,9 +25,9 @@ from tensorkeep.state.tree import Flat, flatten
 _BY_SUFFIX = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch"}
 
 
-@dataclass(frozen=True, slots=True)
-class SaveReport:
-    """What a save did and what it cost.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport(WriteResult):
+    """What a save did and what it cost; the fields of `WriteResult` say what was written.
 
     Attributes
     ----------
@@ -37,46 +37,30 @@ class SaveReport:
         As written; the format also where it was inferred.
     state_bytes : int
         Raw bytes of the tensors, each storage once.
-    stored_bytes : int
-        Bytes on disk, everything included.
+    tensors : int
+        How many tensors were stored.
     seconds : float
         From the call to the end.
     stall_seconds : float
         How long the caller was held: all of it, but for `tensorkeep.save_async`.
     durable_seconds : float
         Until the checkpoint was on the disk and visible.
-    peak_buffer_bytes : int
-        The most that the host buffers of this save took at one moment.
-    direct_io : bool
-        Whether the page cache was bypassed; some file systems refuse that.
-    tensors : int
-        How many tensors were stored.
     auto : dict or None
         For ``compression="auto"``: what was measured and predicted, and why this compression was taken.
     settings_from : str or None
         The ``tensorkeep.toml`` that was followed in at least one setting.
-    new_bytes : int
-        Bytes written for it; of an incremental save, the rest of ``stored_bytes`` is shared with earlier checkpoints.
-    base, base_refused : str or None
-        The earlier checkpoint that unchanged blocks were taken from, and why not all that could have been.
     """
 
     path: str
     format: str
     compression: str
     state_bytes: int
-    stored_bytes: int
+    tensors: int
     seconds: float
     stall_seconds: float
     durable_seconds: float
-    peak_buffer_bytes: int
-    direct_io: bool
-    tensors: int
     auto: dict[str, Any] | None = None
     settings_from: str | None = None
-    new_bytes: int = 0
-    base: str | None = None
-    base_refused: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values, as ``--json`` prints it."""
@@ -155,7 +139,7 @@ def save(
             threads=thread_count(choice.threads),
             pool=pool,
             progress=progress,
-            options=choice.options,
+            options=get_format(format).parse_options(choice.options),
         )
         flat = flatten(state)
         cuda.wait_for_caller(flat.leaves.values())
@@ -199,25 +183,10 @@ class About:
     auto: dict[str, Any] | None
     settings_from: str | None
 
-    def report(self, written: Written, seconds: float, *, stall: float) -> SaveReport:
+    def report(self, written: WriteResult, seconds: float, *, stall: float) -> SaveReport:
         """Return the report of a save that is durable now."""
         return SaveReport(
-            path=self.path,
-            format=self.format,
-            compression=self.compression,
-            state_bytes=self.state_bytes,
-            stored_bytes=written.stored_bytes,
-            seconds=seconds,
-            stall_seconds=stall,
-            durable_seconds=seconds,
-            peak_buffer_bytes=written.peak_buffer_bytes,
-            direct_io=written.direct_io,
-            tensors=self.tensors,
-            auto=self.auto,
-            settings_from=self.settings_from,
-            new_bytes=written.stored_bytes if written.new_bytes is None else written.new_bytes,
-            base=written.base,
-            base_refused=written.base_refused,
+            **asdict(self), **asdict(written), seconds=seconds, stall_seconds=stall, durable_seconds=seconds
         )
 
 

@@ -19,9 +19,8 @@ import numpy as np
 
 from tensorkeep.codecs import probe
 from tensorkeep.formats.base import BLOCK_BYTES, WriteSettings, thread_bytes
-from tensorkeep.formats.blockfile.plan import Block, plan_files, tasks_of
+from tensorkeep.formats.blockfile.plan import Block, BlockFileOptions, plan_files, tasks_of
 from tensorkeep.formats.blockfile.stream import copy_and_hash, raw_bytes
-from tensorkeep.formats.native.writer import chosen_direct_io
 from tensorkeep.formats.sealed import digest, new_hasher
 from tensorkeep.io import parallel
 from tensorkeep.io.buffers import BufferPool, round_up
@@ -176,7 +175,7 @@ def _code(pool: BufferPool, block: Block) -> int:
 
 def _disk_rate(path: Path, pieces: Sequence[list[Block]], settings: WriteSettings, threads: int) -> float:
     """Return the bytes per second that a new file takes from so many threads."""
-    file = DirectFile(path, direct=chosen_direct_io(settings.options))
+    file = DirectFile(path, direct=settings.options_as(BlockFileOptions).direct_io)
     try:
         with ExitStack() as stack:
             # As large as coding will need them, so that they are touched before that is measured.

@@ -25,8 +25,9 @@ import msgspec
 from tensorkeep import plugins
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
 from tensorkeep.formats.blockfile.header import MAX_DIMENSIONS, Header, TensorRecord
-from tensorkeep.formats.blockfile.plan import FilePlan, Placed, Structure
+from tensorkeep.formats.blockfile.plan import FilePlan, Placed
 from tensorkeep.formats.blockfile.records import MAX_BLOCK_BYTES, BlockRecord
+from tensorkeep.formats.structure import Structure
 from tensorkeep.state.dtypes import BY_NAME
 
 METADATA_KEY = "tensorkeep"

@@ -8,25 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import msgspec
 
 from tensorkeep.errors import UsageError
-from tensorkeep.formats.blockfile.records import AliasRecord
+from tensorkeep.formats.structure import Structure
+from tensorkeep.formats.write import FormatOptions
 from tensorkeep.state.names import part_file_stems
 from tensorkeep.state.source import Source
 from tensorkeep.state.tree import Flat
+from tensorkeep.units import parse_bytes
 
 DEFAULT_SHARD_BYTES = 4 * 1024**3
 
 
-class Structure(msgspec.Struct, frozen=True):
-    """What makes a nested state of tensors: skeleton, views of stored tensors, and each tensor's part and key in it."""
+class BlockFileOptions(FormatOptions, frozen=True):
+    """The options that the native format and the safetensors format share.
 
-    skeleton: Any
-    aliases: dict[str, AliasRecord]
-    parts: dict[str, tuple[str, str]]
+    Attributes
+    ----------
+    shard_bytes : int or str or None
+        The size above which the tensors of a part are divided among several files, also as ``"4GiB"``, the default.
+    direct_io : bool
+        Whether to write around the page cache (O_DIRECT) where the file system supports it.
+    """
+
+    shard_bytes: int | str | None = None
+    direct_io: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,19 +92,20 @@ class Block:
         return self.stop - self.start
 
 
-def plan_files(flat: Flat[Source], shard_bytes: int = DEFAULT_SHARD_BYTES) -> list[FilePlan]:
+def plan_files(flat: Flat[Source], shard_bytes: int | str | None = None) -> list[FilePlan]:
     """Return the data files of a state: one set for each part, none above ``shard_bytes`` unless one leaf is.
 
     Names follow Hugging Face: ``model.safetensors`` alone, ``model-00001-of-00003.safetensors`` in a set.
     """
-    if shard_bytes <= 0:
+    limit = DEFAULT_SHARD_BYTES if shard_bytes is None else parse_bytes(shard_bytes)
+    if limit <= 0:
         raise UsageError(f"shard_bytes is {shard_bytes}", remedy="give a positive number of bytes")
     parts: dict[str, list[tuple[Source, str]]] = {}
     for name, source in flat.leaves.items():
         part, key = flat.parts[name]
         parts.setdefault(part, []).append((source, key))
     stems = part_file_stems(list(parts))
-    return [plan for part, leaves in parts.items() for plan in _shards(part, stems[part], leaves, shard_bytes)]
+    return [plan for part, leaves in parts.items() for plan in _shards(part, stems[part], leaves, limit)]
 
 
 def _shards(part: str, stem: str, leaves: list[tuple[Source, str]], shard_bytes: int) -> Iterator[FilePlan]:

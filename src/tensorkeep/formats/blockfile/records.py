@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from tensorkeep.formats.base import StepRecord
+from tensorkeep.formats.structure import AliasRecord
+from tensorkeep.formats.write import StepRecord
 from tensorkeep.state.dtypes import BY_NAME
 
 VERSION = 1
@@ -127,20 +128,6 @@ class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     head_bytes: int
     head: str
     origin: str = ""
-
-
-class AliasRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A tensor that is a view of another's storage: part and key as of a leaf, offset and strides in elements.
-
-    The first manifests of version 1 have no ``key``; see `Manifest.parts`.
-    """
-
-    of: str
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    part: str
-    key: str = ""
 
 
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):

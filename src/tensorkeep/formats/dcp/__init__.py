@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from tensorkeep.formats import sidecar
-from tensorkeep.formats.base import Format, OpenSettings, Reader, WriteSettings, Written
+from tensorkeep.formats.base import Format, FormatOptions, OpenSettings, Reader, WriteResult, WriteSettings
 from tensorkeep.formats.dcp.metadata import FILE_NAME
+from tensorkeep.formats.dcp.options import DcpOptions
 from tensorkeep.formats.dcp.reader import DcpReader
 from tensorkeep.formats.probe import first_bytes, names_in
 from tensorkeep.formats.torch_file.zip_file import begins_like_old_pickle
@@ -27,11 +28,10 @@ class DcpFormat(Format):
     Others find every tensor under its dotted name, and the plain values of dicts and lists under theirs. What DCP has
     no place for (the kinds of containers, which tensors share storage, metadata) lies in ``tensorkeep.json``. A writer
     that takes its tensors from another checkpoint holds one for each thread in memory.
-
-    Options: ``thread_count``, DCP's number of files and threads (by default the call's ``threads``).
     """
 
     name: ClassVar[str] = "dcp"
+    options: ClassVar[type[FormatOptions]] = DcpOptions
 
     def recognises(self, path: Path) -> bool:
         start = first_bytes(path / FILE_NAME, 2)
@@ -40,7 +40,7 @@ class DcpFormat(Format):
     def open(self, path: Path, settings: OpenSettings) -> Reader:
         return DcpReader(path, settings)
 
-    def write(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> Written:
+    def write(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> WriteResult:
         # Here, because it imports torch.distributed.
         from tensorkeep.formats.dcp.writer import write
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, TensorkeepError
 from tensorkeep.formats import sidecar
-from tensorkeep.formats.base import Entry, OpenSettings, Problem, Reader, StoredLeaf
+from tensorkeep.formats.base import OpenSettings, Problem, Reader, StoredLeaf
 from tensorkeep.formats.dcp.foreign import Rebuilt, rebuild
 from tensorkeep.formats.dcp.metadata import FILE_NAME, Contents, Place, TensorEntry, parse
 from tensorkeep.formats.dcp.slice_zip import MappedFile, SliceZip
@@ -19,11 +19,9 @@ from tensorkeep.formats.probe import names_in
 from tensorkeep.formats.sidecar import Sidecar
 from tensorkeep.io.directory import Directory, hold
 from tensorkeep.io.files import Bytes
-from tensorkeep.state.aliases import Alias
 from tensorkeep.state.dtypes import BY_NAME, DType
 from tensorkeep.state.leaf import Leaf
-from tensorkeep.state.source import Source
-from tensorkeep.state.tree import Flat, leaf_specs
+from tensorkeep.state.tree import Flat
 
 _MOST_METADATA_BYTES = 1024**3
 
@@ -56,10 +54,11 @@ class DcpReader(Reader):
         self._memory: dict[str, Leaf] = {}
         self._keys: dict[str, str] = {}
         if notes is not None:
-            self.flat, self.metadata = self._own(notes, directory.path), notes.metadata
+            self._set_state(self._own(notes, directory.path), directory.path / sidecar.FILE_NAME, notes.leaf_specs)
+            self.metadata = notes.metadata
         else:
-            self.flat, self.metadata = self._foreign(rebuild(contents, self._files, self.path)), {}
-        self.entries = dict(self._entries())
+            self._set_state(self._foreign(rebuild(contents, self._files, self.path)), directory.path / FILE_NAME)
+            self.metadata = {}
         checksummed = self._first_is_checksummed()
         self.verifiable = "CRC-32 of every record" if checksummed else None
         self.details = {
@@ -70,17 +69,17 @@ class DcpReader(Reader):
         }
         directory.close()
 
-    def _own(self, notes: Sidecar, path: Path) -> Flat[Source]:
+    def _own(self, notes: Sidecar, path: Path) -> Flat[StoredLeaf]:
         for name, note in notes.tensors.items():
             entry = self._contents.tensors.get(name)
-            if entry is None or (entry.dtype, entry.shape) != stored_form(note.true_dtype, note.shape):
+            if entry is None or (entry.dtype, entry.shape) != stored_form(note.state_dtype, note.shape):
                 raise CorruptCheckpointError("is another in the metadata than in tensorkeep.json", path=path, name=name)
             self._keys[name] = name
-        return notes.flat({name: self._leaf(name, n.true_dtype, n.shape) for name, n in notes.tensors.items()})
+        return notes.flat({name: self._leaf(name, n.state_dtype, n.shape) for name, n in notes.tensors.items()})
 
-    def _foreign(self, rebuilt: Rebuilt) -> Flat[Source]:
+    def _foreign(self, rebuilt: Rebuilt) -> Flat[StoredLeaf]:
         flat = rebuilt.flat
-        leaves: dict[str, Source] = {}
+        leaves: dict[str, StoredLeaf] = {}
         for name, leaf in flat.leaves.items():
             key = rebuilt.keys.get(name)
             if key is None:
@@ -93,22 +92,10 @@ class DcpReader(Reader):
         return Flat(flat.skeleton, leaves, flat.aliases, flat.parts)
 
     def _leaf(self, name: str, dtype: DType, shape: tuple[int, ...]) -> StoredLeaf:
-        return StoredLeaf(self, name, dtype, shape, prod(shape) * dtype.itemsize)
-
-    def _entries(self) -> Iterator[tuple[str, Entry]]:
-        for name in leaf_specs(self.flat.skeleton):
-            part, _ = self.flat.parts[name]
-            alias: Alias | None = self.flat.aliases.get(name)
-            leaf = self.flat.leaves[alias.of if alias else name]
-            places = self._places(leaf.name)
-            files = sorted({place.file for place in places})
-            file = files[0] if len(files) == 1 else f"{len(files)} files"
-            if alias is None:
-                stored_bytes = sum(place.length for place in places)
-                yield name, Entry(name, part, leaf.dtype, leaf.shape, leaf.nbytes, stored_bytes, "raw", file)
-            else:
-                nbytes = prod(alias.shape) * leaf.dtype.itemsize
-                yield name, Entry(name, part, leaf.dtype, alias.shape, nbytes, 0, "alias", file, alias.of)
+        places = self._places(name)
+        files = sorted({place.file for place in places})
+        file = files[0] if len(files) == 1 else f"{len(files)} files"
+        return StoredLeaf(self, name, dtype, shape, stored_bytes=sum(place.length for place in places), file=file)
 
     def _places(self, name: str) -> list[Place]:
         key = self._keys.get(name)
@@ -183,7 +170,7 @@ def stored_form(dtype: DType, shape: tuple[int, ...]) -> tuple[DType, tuple[int,
 def _sidecar(directory: Directory) -> Sidecar | None:
     if sidecar.FILE_NAME not in names_in(directory.path):
         return None
-    return sidecar.read(directory, "dcp")
+    return sidecar.read(directory, "dcp", Sidecar)
 
 
 def _metadata_bytes(directory: Directory) -> bytes:

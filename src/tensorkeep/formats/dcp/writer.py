@@ -12,14 +12,16 @@ import numpy as np
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from tensorkeep.errors import OutOfMemoryError, UnsupportedError, UsageError
+from tensorkeep.errors import OutOfMemoryError, UnsupportedError
 from tensorkeep.formats import sidecar
-from tensorkeep.formats.base import BLOCK_BYTES, WriteSettings, Written
+from tensorkeep.formats.base import BLOCK_BYTES, WriteResult, WriteSettings
 from tensorkeep.formats.dcp.metadata import FILE_NAME
+from tensorkeep.formats.dcp.options import MOST_THREADS, DcpOptions
 from tensorkeep.formats.dcp.planner import Failures, Planner, Writer
 from tensorkeep.formats.dcp.reader import stored_form
 from tensorkeep.formats.path_items import Item, items_of
 from tensorkeep.formats.sidecar import Sidecar
+from tensorkeep.formats.structure import Structure
 from tensorkeep.io import parallel
 from tensorkeep.io.commit import Commit
 from tensorkeep.io.files import store_error
@@ -29,12 +31,10 @@ from tensorkeep.state.source import Source
 from tensorkeep.state.strided import is_lazy
 from tensorkeep.state.tree import Flat
 
-_MOST_THREADS = 256
-
 
 def write(
     flat: Flat[Source], destination: Path, settings: WriteSettings, replaceable: Callable[[Path], bool]
-) -> Written:
+) -> WriteResult:
     """Write a state as a directory; see `tensorkeep.formats.base.Format.write`."""
     threads = _checked_threads(destination, settings)
     items = items_of(flat)
@@ -49,19 +49,17 @@ def write(
         tensors.done()
         size = _write_sidecar(flat, commit.path, settings)
         commit.publish()
-    return Written(stored_bytes=size, peak_buffer_bytes=tensors.peak_bytes)
+    return WriteResult(stored_bytes=size, new_bytes=size, peak_buffer_bytes=tensors.peak_bytes)
 
 
 def _checked_threads(destination: Path, settings: WriteSettings) -> int:
-    threads = settings.only("dcp", "thread_count").get("thread_count", min(settings.threads, _MOST_THREADS))
+    threads = settings.options_as(DcpOptions).thread_count or min(settings.threads, MOST_THREADS)
     if settings.compression != "none":
         raise UnsupportedError(
             f"a distributed checkpoint cannot be compressed with {settings.compression!r}",
             path=destination,
             remedy='use compression="none", or format="native"',
         )
-    if type(threads) is not int or not 1 <= threads <= _MOST_THREADS:
-        raise UsageError(f"thread_count is {threads!r}", remedy=f"give a number from 1 to {_MOST_THREADS}")
     return threads
 
 
@@ -85,9 +83,14 @@ def _save(planner: Planner, writer: Writer, failures: Failures) -> None:
 
 def _write_sidecar(flat: Flat[Source], directory: Path, settings: WriteSettings) -> int:
     """Write what DCP has no place for; return the bytes of all files."""
-    structure, tensors = sidecar.describe(flat)
     files = {path.name: sidecar.note_file(path, hashed=path.name == FILE_NAME) for path in sorted(directory.iterdir())}
-    notes = Sidecar(sidecar.VERSION, "dcp", structure, tensors, files, settings.metadata)
+    notes = Sidecar(
+        format="dcp",
+        structure=Structure.of_state(flat),
+        tensors=sidecar.describe_tensors(flat),
+        files=files,
+        metadata=settings.metadata,
+    )
     return sidecar.write(directory, notes) + sum(note.bytes for note in files.values())
 
 

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tensorkeep.formats.base import Format, OpenSettings, Reader, Write, WriteSettings, Written
+from tensorkeep.formats.base import Format, OpenSettings, Reader, StagedWrite, WriteResult, WriteSettings
 from tensorkeep.formats.native import reader, writer
+from tensorkeep.formats.native.history import NativeOptions
 from tensorkeep.state.source import Source
 from tensorkeep.state.tree import Flat
 
 
 class NativeFormat(Format):
-    """See `tensorkeep.formats.base.Format`.
-
-    The options are ``shard_bytes`` and ``direct_io``; and, for saves that write only what has changed, ``incremental``,
-    ``base`` and ``delta`` (see `tensorkeep.save`).
-    """
+    """A directory of safetensors files and a manifest; see `tensorkeep.formats.base.Format`."""
 
     name = "native"
+    options = NativeOptions
 
     def recognises(self, path: Path) -> bool:
         return reader.is_native(path)
@@ -28,10 +26,10 @@ class NativeFormat(Format):
     def open(self, path: Path, settings: OpenSettings) -> Reader:
         return reader.NativeReader(path, settings)
 
-    def write(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> Written:
+    def write(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> WriteResult:
         return self.begin(flat, destination, settings).run()
 
-    def begin(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> Write:
+    def begin(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> StagedWrite:
         return writer.NativeWrite(flat, destination, settings, replaceable=reader.is_replaceable)
 
 

@@ -10,7 +10,6 @@ from tensorkeep.formats.blockfile.records import (
     PLACES,
     VERSION,
     WIDE_DIGESTS,
-    AliasRecord,
     BaseRecord,
     BlockRecord,
     FileRecord,
@@ -21,6 +20,7 @@ from tensorkeep.formats.blockfile.records import (
 from tensorkeep.formats.blockfile.stream import Stream
 from tensorkeep.formats.native.history import History
 from tensorkeep.formats.native.incremental import ChangesStream
+from tensorkeep.formats.structure import AliasRecord
 from tensorkeep.state.source import Source
 from tensorkeep.state.tree import Flat
 from tensorkeep.version import __version__
@@ -63,10 +63,7 @@ class Assembly:
             for leaf in finished.stream.plan.leaves
         }
         leaves = [records[name] for name in flat.leaves]
-        aliases = {
-            name: AliasRecord(alias.of, alias.offset_elements, alias.shape, alias.strides, *flat.parts[name])
-            for name, alias in flat.aliases.items()
-        }
+        aliases = {name: AliasRecord.of_alias(alias, *flat.parts[name]) for name, alias in flat.aliases.items()}
         features = [WIDE_DIGESTS] if history.incremental else []
         if any(leaf.places for leaf in leaves):
             features.append(PLACES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +18,36 @@ from tensorkeep.errors import (
     UsageError,
 )
 from tensorkeep.formats.base import OpenSettings, WriteSettings
+from tensorkeep.formats.blockfile.plan import BlockFileOptions
 from tensorkeep.formats.native.previous import Previous
 
 CHANGES_PREFIX = "changes-"
 """How a data file is called that does not hold a whole part: not as other tools expect a whole one to be."""
+
+
+class NativeOptions(BlockFileOptions, frozen=True):
+    """The options of the native format.
+
+    Attributes
+    ----------
+    incremental : bool or None
+        Whether later saves may build on this one; by default they may if this one has a base.
+    base : path-like, callable or None
+        An earlier checkpoint on the same file system: only the blocks that have changed since are written. A callable
+        returns it, or None, when the writing begins.
+    delta : bool
+        Whether changed blocks may be stored as differences from the base; only with ``compression="lossless"``.
+    """
+
+    incremental: bool | None = None
+    base: Any = None
+    delta: bool = False
+
+    def __post_init__(self) -> None:
+        if self.base is not None and self.incremental is False:
+            raise UsageError("a save with a base is incremental", remedy="leave out incremental=False, or the base")
+        if not (self.base is None or callable(self.base) or isinstance(self.base, str | os.PathLike)):
+            raise UsageError(f"base is {self.base!r}", remedy="give the path of an earlier checkpoint")
 
 
 @dataclass(slots=True)
@@ -50,29 +76,21 @@ class History:
     refused: str | None = None
 
     @classmethod
-    def of(cls, options: Mapping[str, Any], settings: WriteSettings) -> History:
+    def of(cls, options: NativeOptions, settings: WriteSettings) -> History:
         """Return what the options ask for.
 
         Raises
         ------
         UsageError
-            If they contradict each other.
+            If they contradict the settings.
         """
-        base, delta = options.get("base"), options.get("delta", False)
-        incremental = options.get("incremental", base is not None)
-        for name, value in (("incremental", incremental), ("delta", delta)):
-            if not isinstance(value, bool):
-                raise UsageError(f"{name} is {value!r}", remedy="give True or False")
-        if base is not None and not incremental:
-            raise UsageError("a save with a base is incremental", remedy="leave incremental=False out, or the base")
-        if delta and settings.compression != "lossless":
+        if options.delta and settings.compression != "lossless":
             raise UsageError(
-                "differences are stored compressed, and this save is not",
+                "delta=True stores compressed differences, and this save is not compressed",
                 remedy='give compression="lossless", or leave delta out',
             )
-        if not (base is None or callable(base) or isinstance(base, str | os.PathLike)):
-            raise UsageError(f"base is {base!r}", remedy="give the path of an earlier checkpoint")
-        return cls(incremental, base, delta, OpenSettings(pool=settings.pool))
+        incremental = options.base is not None if options.incremental is None else options.incremental
+        return cls(incremental, options.base, options.delta, OpenSettings(pool=settings.pool))
 
     @contextmanager
     def opened(self, directory: Path, own_files: int) -> Iterator[Previous | None]:

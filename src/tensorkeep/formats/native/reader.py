@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from math import prod
 from pathlib import Path
 
 import msgspec
@@ -13,19 +12,16 @@ import xxhash
 
 from tensorkeep.errors import CorruptCheckpointError, DestinationExistsError, UnsupportedError
 from tensorkeep.formats import sealed
-from tensorkeep.formats.base import Entry, OpenSettings, Problem, Reader, StepRecord, StoredLeaf
+from tensorkeep.formats.base import OpenSettings, Problem, Reader, StepRecord, StoredLeaf
 from tensorkeep.formats.blockfile.records import WIDE_DIGESTS
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.details import about
 from tensorkeep.formats.native.open_files import OpenFiles, missing, wrong_size
 from tensorkeep.formats.native.space import occupied_bytes
 from tensorkeep.formats.probe import first_bytes
-from tensorkeep.formats.structure import check_structure
 from tensorkeep.io.directory import Directory, Readable, hold
 from tensorkeep.io.files import Bytes, store_error
-from tensorkeep.state.aliases import Alias
-from tensorkeep.state.source import Source
-from tensorkeep.state.tree import Flat, leaf_specs
+from tensorkeep.state.tree import Flat
 
 _HASH_BYTES = 1024**2
 _OUR_NAMES = (manifests.FILE_NAME, ".safetensors", ".safetensors.index.json")
@@ -43,8 +39,7 @@ class NativeReader(Reader):
         manifest = self._manifest = self._opened.manifest
         try:
             self.tensors = {leaf.name: self._opened.tensor(leaf) for leaf in manifest.leaves}
-            self.flat = self._flat()
-            self.entries = dict(self._entries())
+            self._set_state(self._flat(), path / manifests.FILE_NAME)
             # Manifests are remembered, and this is the caller's.
             self.metadata = msgspec.json.decode(msgspec.json.encode(manifest.metadata))
         except BaseException as error:
@@ -59,38 +54,22 @@ class NativeReader(Reader):
         self.step = manifest.step
         self.details = about(manifest, [*self._opened.statuses, self._opened.manifest_status])
 
-    def _flat(self) -> Flat[Source]:
+    def _flat(self) -> Flat[StoredLeaf]:
         manifest = self._manifest
-        aliases = {
-            name: Alias(record.of, record.offset, record.shape, record.strides)
-            for name, record in manifest.aliases.items()
+        leaves = {
+            name: StoredLeaf(
+                self,
+                name,
+                tensor.dtype,
+                tensor.shape,
+                stored_bytes=tensor.stored_bytes,
+                codec=tensor.codec,
+                file=tensor.file.path.name,
+            )
+            for name, tensor in self.tensors.items()
         }
-        parts = manifest.parts()
-        try:
-            check_structure(manifest.skeleton, self.tensors, aliases, parts)
-        except ValueError as error:
-            raise CorruptCheckpointError(str(error), path=self.path / manifests.FILE_NAME) from error
-        return Flat(
-            skeleton=manifest.skeleton,
-            leaves={t.name: StoredLeaf(self, t.name, t.dtype, t.shape, t.nbytes) for t in self.tensors.values()},
-            aliases=aliases,
-            parts=parts,
-        )
-
-    def _entries(self) -> Iterator[tuple[str, Entry]]:
-        for name in leaf_specs(self._manifest.skeleton):
-            part, _ = self.flat.parts[name]
-            alias = self._manifest.aliases.get(name)
-            tensor = self.tensors[alias.of if alias else name]
-            file = tensor.file.path.name
-            if alias is None:
-                entry = Entry(
-                    name, part, tensor.dtype, tensor.shape, tensor.nbytes, tensor.stored_bytes, tensor.codec, file
-                )
-            else:
-                nbytes = prod(alias.shape) * tensor.dtype.itemsize
-                entry = Entry(name, part, tensor.dtype, alias.shape, nbytes, 0, "alias", file, alias.of)
-            yield name, entry
+        aliases = {name: record.alias() for name, record in manifest.aliases.items()}
+        return Flat(manifest.skeleton, leaves, aliases, manifest.parts())
 
     def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
         self._opened.blocks.read(self.tensors[name], start, stop, out)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 
@@ -14,14 +14,14 @@ from tensorkeep.codecs import raw
 from tensorkeep.codecs.base import Codec
 from tensorkeep.errors import UsageError
 from tensorkeep.formats import sealed
-from tensorkeep.formats.base import BLOCK_BYTES, Write, WriteSettings, Written, thread_bytes
-from tensorkeep.formats.blockfile.plan import DEFAULT_SHARD_BYTES, Block, FilePlan, plan_files, tasks_of
+from tensorkeep.formats.base import BLOCK_BYTES, StagedWrite, WriteResult, WriteSettings, thread_bytes
+from tensorkeep.formats.blockfile.plan import Block, BlockFileOptions, FilePlan, plan_files, tasks_of
 from tensorkeep.formats.blockfile.records import FileRecord
 from tensorkeep.formats.blockfile.stream import How
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.assembly import Assembly, FinishedStream
 from tensorkeep.formats.native.data_file import DataFile
-from tensorkeep.formats.native.history import History
+from tensorkeep.formats.native.history import History, NativeOptions
 from tensorkeep.formats.native.previous import Previous
 from tensorkeep.formats.native.staging import Staging, memory_for
 from tensorkeep.io import parallel
@@ -31,24 +31,22 @@ from tensorkeep.io.files import write_small
 from tensorkeep.io.parallel import Cancellation
 from tensorkeep.state.source import Source
 from tensorkeep.state.tree import Flat
-from tensorkeep.units import parse_bytes
 
 
-class NativeWrite(Write):
-    """The writing of a native checkpoint; see `tensorkeep.formats.base.Write`."""
+class NativeWrite(StagedWrite):
+    """The writing of a native checkpoint; see `tensorkeep.formats.base.StagedWrite`."""
 
     def __init__(
         self, flat: Flat[Source], destination: Path, settings: WriteSettings, replaceable: Callable[[Path], bool]
     ) -> None:
-        options = settings.only("native", "shard_bytes", "direct_io", "incremental", "base", "delta")
+        options = settings.options_as(NativeOptions)
         self._flat = flat
         self._destination = destination
         self._settings = settings
         self._replaceable = replaceable
-        self._plans = plan_files(flat, parse_bytes(options.get("shard_bytes", DEFAULT_SHARD_BYTES)))
+        self._plans = plan_files(flat, options.shard_bytes)
         self._history = History.of(options, settings)
         self._codec = chosen_codec(settings.compression)
-        chosen_direct_io(options)
         self._cancellation = Cancellation()
         self._staging: Staging | None = None
 
@@ -70,7 +68,7 @@ class NativeWrite(Write):
         if self._staging is not None:
             self._staging.close()
 
-    def run(self) -> Written:
+    def run(self) -> WriteResult:
         try:
             return self._run()
         except BaseException:
@@ -80,7 +78,7 @@ class NativeWrite(Write):
             if self._staging is not None:
                 self._staging.close()
 
-    def _run(self) -> Written:
+    def _run(self) -> WriteResult:
         settings = self._settings
         if self._history.delta:
             # Else the first save would work, which has nothing to be different from, and the second would not.
@@ -114,7 +112,7 @@ class NativeWrite(Write):
             self._cancellation.check()
             commit.publish()
         new_bytes = sum(file.bytes for file in files) + len(content)
-        return Written(
+        return WriteResult(
             stored_bytes=new_bytes + sum(file.bytes for file in linked),
             peak_buffer_bytes=settings.pool.peak_bytes,
             direct_io=bool(streams) and all(finished.stream.direct for finished in streams),
@@ -142,14 +140,6 @@ def chosen_codec(compression: str) -> Codec | None:
     return cast(Codec, plugins.get("codecs", compression))
 
 
-def chosen_direct_io(options: Mapping[str, Any]) -> bool:
-    """Return whether to write around the page cache, which ``direct_io=False`` forbids; UsageError if it is no bool."""
-    direct = options.get("direct_io", True)
-    if not isinstance(direct, bool):
-        raise UsageError(f"direct_io is {direct!r}", remedy="give True or False")
-    return direct
-
-
 def write_streams(
     directory: Path,
     plans: list[FilePlan],
@@ -164,15 +154,14 @@ def write_streams(
 ) -> list[FinishedStream]:
     """Write the data files of a checkpoint into a directory, each durable on return.
 
-    Of the format's options, ``direct_io`` is followed here; whoever calls this knows the others. With a staging, what
-    is written is what was copied there; with an earlier checkpoint, only what has changed since.
+    With a staging, what is written is what was copied there; with an earlier checkpoint, only what has changed since.
     """
     cancellation = cancellation or Cancellation()
     how = How(
         settings.pool,
         parallel.Meter(sum(plan.raw_bytes for plan in plans), settings.progress),
         cancellation,
-        direct=chosen_direct_io(settings.options),
+        direct=settings.options_as(BlockFileOptions).direct_io,
         wide=wide,
         codec=codec if coded else raw.CODEC,
     )

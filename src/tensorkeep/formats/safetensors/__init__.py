@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tensorkeep.formats.base import Format, OpenSettings, Reader, WriteSettings, Written
+from tensorkeep.formats.base import Format, OpenSettings, Reader, WriteResult, WriteSettings
+from tensorkeep.formats.blockfile.plan import BlockFileOptions
 from tensorkeep.formats.safetensors.reader import SafetensorsReader, locate
 from tensorkeep.formats.safetensors.writer import write
 from tensorkeep.state.source import Source
@@ -18,13 +19,14 @@ from tensorkeep.state.tree import Flat
 
 
 class SafetensorsFormat(Format):
-    """See `tensorkeep.formats.base.Format`; the options are ``shard_bytes``, for a directory.
+    """One safetensors file, or a directory of shards with an index; see `tensorkeep.formats.base.Format`.
 
     A destination that ends in ``.safetensors`` becomes one file, any other a directory of shards of at most
     ``shard_bytes`` (4 GiB by default). Metadata is strings only.
     """
 
     name = "safetensors"
+    options = BlockFileOptions
 
     def recognises(self, path: Path) -> bool:
         return locate(path) is not None
@@ -32,7 +34,7 @@ class SafetensorsFormat(Format):
     def open(self, path: Path, settings: OpenSettings) -> Reader:
         return SafetensorsReader(path, settings)
 
-    def write(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> Written:
+    def write(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> WriteResult:
         return write(flat, destination, settings)
 
 

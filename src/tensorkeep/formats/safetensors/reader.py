@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError
-from tensorkeep.formats.base import BLOCK_BYTES, Entry, OpenSettings, Reader, StoredLeaf
+from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings, Reader, StoredLeaf
 from tensorkeep.formats.blockfile import header
 from tensorkeep.formats.blockfile.coded import FRAMEWORK_KEY, METADATA_KEY, Notes, parse
 from tensorkeep.formats.blockfile.header import MAX_HEADER_BYTES, SUB_BYTE, Header, TensorRecord
-from tensorkeep.formats.blockfile.plan import Structure
 from tensorkeep.formats.blockfile.read import BlockReader, StoredTensor, lay_out
 from tensorkeep.formats.native.manifest import FILE_NAME as MANIFEST_NAME
 from tensorkeep.formats.probe import file_mode, first_bytes, names_in
-from tensorkeep.formats.structure import check_structure
+from tensorkeep.formats.structure import Structure
 from tensorkeep.io.directory import Directory, Readable, hold
 from tensorkeep.io.files import Bytes
-from tensorkeep.state.aliases import Alias
 from tensorkeep.state.dtypes import BY_NAME, BY_SAFETENSORS, DType
 from tensorkeep.state.names import DEFAULT_PART, assign_names
-from tensorkeep.state.source import Source
-from tensorkeep.state.tree import Flat, leaf_specs
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -77,7 +73,6 @@ class SafetensorsReader(Reader):
         self._page_cache = settings.page_cache
         self._files: list[Readable] = []
         data = hold(path if path.is_dir() else path.parent, self._open)
-        self.entries = dict(self._entries())
         self.metadata = {}
         for found in reversed(data):
             self.metadata |= found.header.metadata
@@ -96,7 +91,7 @@ class SafetensorsReader(Reader):
         try:
             index = _read_index(directory, place) if place.name.endswith(INDEX_SUFFIX) else None
             data = self._open_files(place, index)
-            self._tensors, self.flat = self._state(data, place, index)
+            self._tensors = self._state(data, place, index)
         except BaseException:
             for file in self._files:
                 file.close()
@@ -129,9 +124,7 @@ class SafetensorsReader(Reader):
                 remedy="fetch the missing file, or take another copy",
             ) from error
 
-    def _state(
-        self, data: list[_DataFile], place: Path, index: Mapping[str, str] | None
-    ) -> tuple[dict[str, StoredTensor], Flat[Source]]:
+    def _state(self, data: list[_DataFile], place: Path, index: Mapping[str, str] | None) -> dict[str, StoredTensor]:
         homes = {key: found for found in data for key in found.header.records}
         structures = [found for found in data if found.notes.structure is not None]
         if len(structures) > 1:
@@ -145,35 +138,20 @@ class SafetensorsReader(Reader):
         else:
             names = {key: key for key in homes}
         tensors = {name: _stored(name, key, homes[key]) for name, key in names.items()}
-        aliases = {
-            name: Alias(record.of, record.offset, record.shape, record.strides)
-            for name, record in structure.aliases.items()
+        leaves = {
+            name: StoredLeaf(
+                self,
+                name,
+                tensor.dtype,
+                tensor.shape,
+                stored_bytes=tensor.stored_bytes,
+                codec=tensor.codec,
+                file=tensor.file.path.name,
+            )
+            for name, tensor in tensors.items()
         }
-        try:
-            check_structure(structure.skeleton, tensors, aliases, structure.parts)
-        except ValueError as error:
-            where = structures[0].file.path if structures else place
-            raise CorruptCheckpointError(f"what it says of the state is wrong: {error}", path=where) from error
-        ordered = {name: tensors[name] for name in leaf_specs(structure.skeleton) if name in tensors}
-        leaves = {t.name: StoredLeaf(self, t.name, t.dtype, t.shape, t.nbytes) for t in ordered.values()}
-        return ordered, Flat(structure.skeleton, leaves, aliases, structure.parts)
-
-    def _entries(self) -> Iterator[tuple[str, Entry]]:
-        for name in leaf_specs(self.flat.skeleton):
-            part, _ = self.flat.parts[name]
-            alias = self.flat.aliases.get(name)
-            tensor = self._tensors[alias.of if alias else name]
-            file = tensor.file.path.name
-            if alias is None:
-                yield (
-                    name,
-                    Entry(
-                        name, part, tensor.dtype, tensor.shape, tensor.nbytes, tensor.stored_bytes, tensor.codec, file
-                    ),
-                )
-            else:
-                nbytes = prod(alias.shape) * tensor.dtype.itemsize
-                yield name, Entry(name, part, tensor.dtype, alias.shape, nbytes, 0, "alias", file, alias.of)
+        self._set_state(structure.flat(leaves), structures[0].file.path if structures else place)
+        return tensors
 
     def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
         self._blocks.read(self._tensors[name], start, stop, out)

@@ -9,37 +9,35 @@ from typing import Any
 import msgspec
 
 from tensorkeep.errors import UnsupportedError, UsageError
-from tensorkeep.formats.base import WriteSettings, Written
+from tensorkeep.formats.base import WriteResult, WriteSettings
 from tensorkeep.formats.blockfile.coded import FRAMEWORK_KEY, METADATA_KEY
-from tensorkeep.formats.blockfile.plan import DEFAULT_SHARD_BYTES, FilePlan, Structure, plan_files
-from tensorkeep.formats.blockfile.records import AliasRecord
+from tensorkeep.formats.blockfile.plan import BlockFileOptions, FilePlan, plan_files
 from tensorkeep.formats.native.assembly import FinishedStream
-from tensorkeep.formats.native.writer import chosen_codec, chosen_direct_io, write_streams
+from tensorkeep.formats.native.writer import chosen_codec, write_streams
 from tensorkeep.formats.safetensors.reader import INDEX_SUFFIX, SUFFIX, begins_like_safetensors, locate
+from tensorkeep.formats.structure import Structure
 from tensorkeep.io.commit import Commit
 from tensorkeep.io.files import write_small
 from tensorkeep.state.names import DEFAULT_PART
 from tensorkeep.state.source import Source
 from tensorkeep.state.tree import Flat
-from tensorkeep.units import parse_bytes
 
 
-def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Written:
+def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> WriteResult:
     """Write a state as safetensors; see `tensorkeep.formats.base.Format.write`."""
     single = destination.suffix == SUFFIX
-    shard_bytes = settings.only("safetensors", "shard_bytes", "direct_io").get("shard_bytes")
+    shard_bytes = settings.options_as(BlockFileOptions).shard_bytes
     if single and shard_bytes is not None:
         raise UsageError(
             "shard_bytes needs a directory, and this names one file", path=destination, remedy=f"leave {SUFFIX} out"
         )
     codec = chosen_codec(settings.compression)
-    chosen_direct_io(settings.options)
     metadata = _checked_metadata(settings.metadata, destination)
     if single:
         size = sum(leaf.nbytes for leaf in flat.leaves.values()) + 1
         plans = [replace(plan, name=destination.name) for plan in _plans(flat, size, metadata)]
     else:
-        plans = _plans(flat, DEFAULT_SHARD_BYTES if shard_bytes is None else parse_bytes(shard_bytes), metadata)
+        plans = _plans(flat, shard_bytes, metadata)
     with Commit(
         destination,
         directory=not single,
@@ -52,8 +50,10 @@ def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Wri
         if index:
             write_small(directory / f"{DEFAULT_PART}{INDEX_SUFFIX}", index)
         commit.publish()
-    return Written(
-        stored_bytes=sum(finished.record.bytes for finished in streams) + len(index),
+    stored_bytes = sum(finished.record.bytes for finished in streams) + len(index)
+    return WriteResult(
+        stored_bytes=stored_bytes,
+        new_bytes=stored_bytes,
         peak_buffer_bytes=settings.pool.peak_bytes,
         direct_io=all(finished.stream.direct for finished in streams),
     )
@@ -85,7 +85,7 @@ def _checked_metadata(metadata: dict[str, Any], destination: Path) -> dict[str, 
     return metadata
 
 
-def _plans(flat: Flat[Source], shard_bytes: int, metadata: dict[str, str]) -> list[FilePlan]:
+def _plans(flat: Flat[Source], shard_bytes: int | str | None, metadata: dict[str, str]) -> list[FilePlan]:
     """Return the files: all tensors by their full names, and in the first one what makes a state of them."""
     if "__metadata__" in flat.leaves:
         raise UnsupportedError("safetensors reserves this name", name="__metadata__", remedy="rename the tensor")
@@ -94,7 +94,7 @@ def _plans(flat: Flat[Source], shard_bytes: int, metadata: dict[str, str]) -> li
     plans = [replace(plan, metadata=metadata) for plan in plans]
     order = _flat_order(flat)
     if order is None:
-        return [replace(plans[0], structure=_structure(flat)), *plans[1:]]
+        return [replace(plans[0], structure=Structure.of_state(flat)), *plans[1:]]
     homes = {leaf.key: number for number, plan in enumerate(plans) for leaf in plan.leaves}
     return [
         replace(plan, header_order=tuple(name for name in order if homes[name] == number))
@@ -109,14 +109,6 @@ def _flat_order(flat: Flat[Source]) -> list[str] | None:
     if entries is None or flat.aliases or any(node != {"tensor": name} for name, node in entries.items()):
         return None
     return list(entries)
-
-
-def _structure(flat: Flat[Source]) -> Structure:
-    aliases = {
-        name: AliasRecord(alias.of, alias.offset_elements, alias.shape, alias.strides, flat.parts[name][0])
-        for name, alias in flat.aliases.items()
-    }
-    return Structure(flat.skeleton, aliases, flat.parts)
 
 
 def _index(flat: Flat[Source], streams: list[FinishedStream]) -> bytes:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import ClassVar
 
 from tensorkeep.formats import sidecar
-from tensorkeep.formats.base import Format, OpenSettings, Reader, WriteSettings, Written
+from tensorkeep.formats.base import Format, FormatOptions, OpenSettings, Reader, WriteResult, WriteSettings
 from tensorkeep.formats.probe import file_mode, first_bytes, names_in
 from tensorkeep.formats.t5x.loading import load_arrays
 from tensorkeep.formats.t5x.tree import FILE_NAME
+from tensorkeep.formats.tensorstore.settings import T5XOptions
 from tensorkeep.state.source import Source
 from tensorkeep.state.tree import Flat
 
@@ -36,6 +37,7 @@ class T5XFormat(Format):
     """
 
     name: ClassVar[str] = "t5x"
+    options: ClassVar[type[FormatOptions]] = T5XOptions
 
     def recognises(self, path: Path) -> bool:
         start = first_bytes(path / FILE_NAME, 64)
@@ -46,7 +48,7 @@ class T5XFormat(Format):
 
         return T5XReader(path, settings)
 
-    def write(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> Written:
+    def write(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> WriteResult:
         from tensorkeep.formats.t5x.writer import write
 
         return write(flat, destination, settings, replaceable=self._is_replaceable)

@@ -14,6 +14,7 @@ from tensorkeep.errors import CorruptCheckpointError, UnsupportedError, Unsuppor
 from tensorkeep.formats import sidecar
 from tensorkeep.formats.probe import names_in
 from tensorkeep.formats.sidecar import Sidecar
+from tensorkeep.formats.structure import SourceT
 from tensorkeep.formats.t5x import flax_msgpack
 from tensorkeep.formats.t5x.tree import FILE_NAME, MARK, is_spec, key_of, leaves, read
 from tensorkeep.formats.tensorstore.opened import Wanted
@@ -23,7 +24,6 @@ from tensorkeep.io.files import Bytes
 from tensorkeep.state.aliases import Alias
 from tensorkeep.state.dtypes import BY_NAME, DType, of_numpy
 from tensorkeep.state.leaf import Leaf, allocate
-from tensorkeep.state.source import Source
 from tensorkeep.state.tree import Flat, flatten, given_leaves
 
 _ZARR = 2
@@ -66,7 +66,7 @@ class Contents:
         """The tensors that are views of others."""
         return self.notes.aliases if self.notes is not None else self._structure.aliases
 
-    def flat(self, leaves: Mapping[str, Source]) -> Flat[Source]:
+    def flat(self, leaves: Mapping[str, SourceT]) -> Flat[SourceT]:
         """Return the state, with these leaves in its order."""
         if self.notes is not None:
             return self.notes.flat(leaves)
@@ -87,7 +87,7 @@ def look(directory: Directory) -> Contents:
     ------
     CorruptCheckpointError, NotACheckpointError, UnsupportedError
     """
-    notes = sidecar.read(directory, "t5x") if sidecar.FILE_NAME in names_in(directory.path) else None
+    notes = sidecar.read(directory, "t5x", Sidecar) if sidecar.FILE_NAME in names_in(directory.path) else None
     tree = read(directory)
     path = directory.path / FILE_NAME
     if notes is not None:
@@ -106,17 +106,17 @@ def _own(notes: Sidecar, tree: dict[str, Any], path: Path) -> Contents:
     inline: dict[str, Stored] = {}
     for name, note in notes.tensors.items():
         value: Any = tree["optimizer"]
-        for key in notes.places.get(name, ()):
+        for key in note.place:
             value = value.get(key) if isinstance(value, dict) else None
         try:
             if is_spec(value):
                 stored = BY_NAME.get(str(value.get("dtype")))
-                types = StoredType(note.true_dtype, stored) if stored is not None else None
+                types = StoredType(note.state_dtype, stored) if stored is not None else None
                 if types is None or not is_possible(types):
                     raise ValueError(f"a {note.dtype} is not stored as {value.get('dtype')!r}")
                 wanted[name] = Wanted(key_of(value), _ZARR, types, note.shape)
             else:
-                inline[name] = _inline(note.true_dtype, note.shape, value)
+                inline[name] = _inline(note.state_dtype, note.shape, value)
         except ValueError as error:
             raise CorruptCheckpointError(str(error), path=path, name=name) from error
     return Contents(notes, wanted, inline, None, int(tree["version"]))

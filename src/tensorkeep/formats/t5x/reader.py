@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from math import prod
 from pathlib import Path
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, StoreError, UnsupportedError
-from tensorkeep.formats.base import Entry, OpenSettings, Reader, StoredLeaf
+from tensorkeep.formats import sidecar
+from tensorkeep.formats.base import OpenSettings, Reader, StoredLeaf
 from tensorkeep.formats.t5x.contents import look
 from tensorkeep.formats.t5x.tree import FILE_NAME
 from tensorkeep.formats.tensorstore.compressors import check_of, codec_of
@@ -18,8 +17,6 @@ from tensorkeep.formats.tensorstore.specs import Place
 from tensorkeep.formats.tensorstore.walking import check_folders, files_below
 from tensorkeep.io.directory import Directory, hold
 from tensorkeep.io.files import Bytes
-from tensorkeep.state.source import Source
-from tensorkeep.state.tree import leaf_specs
 
 
 class T5XReader(Reader):
@@ -52,17 +49,22 @@ class T5XReader(Reader):
             budget=settings.pool.budget,
             fill_missing=not own,
         )
-        leaves: dict[str, Source] = {}
+        leaves: dict[str, StoredLeaf] = {}
         for name, array in self._set.arrays.items():
             if not array.types.dtype.has_torch and not own:
                 raise UnsupportedError(f"torch has no dtype {array.types.dtype}", path=self.path, name=name)
-            leaves[name] = StoredLeaf(self, name, array.types.dtype, array.shape, array.nbytes)
+            stored_bytes = sum(files_below(Path(self._root, array.key), self.path / array.key).values())
+            codec = codec_of(array.metadata)
+            leaves[name] = StoredLeaf(
+                self, name, array.types.dtype, array.shape, stored_bytes=stored_bytes, codec=codec, file=array.key
+            )
         for name, stored in self._inline.items():
-            nbytes = prod(stored.shape) * stored.dtype.itemsize
-            leaves[name] = StoredLeaf(self, name, stored.dtype, stored.shape, nbytes)
-        self.flat = contents.flat(leaves)
-        self.metadata = contents.notes.metadata if contents.notes is not None else {}
-        self.entries = dict(self._entries())
+            size = 0 if stored.content is None else len(stored.content)
+            leaves[name] = StoredLeaf(self, name, stored.dtype, stored.shape, stored_bytes=size, file=FILE_NAME)
+        notes = contents.notes
+        description = self.path / (sidecar.FILE_NAME if notes is not None else FILE_NAME)
+        self._set_state(contents.flat(leaves), description, None if notes is None else notes.leaf_specs)
+        self.metadata = notes.metadata if notes is not None else {}
         checks = {check_of(array.metadata) for array in self._set.arrays.values()}
         self.verifiable = checks.pop() if len(checks) == 1 else None
         self.details = {
@@ -70,23 +72,6 @@ class T5XReader(Reader):
             "arrays": len(self._set.arrays),
             "missing_chunks": "are errors" if own else "are read as zeros",
         }
-
-    def _entries(self) -> Iterator[tuple[str, Entry]]:
-        for name in leaf_specs(self.flat.skeleton):
-            part, _ = self.flat.parts[name]
-            alias = self.flat.aliases.get(name)
-            leaf = self.flat.leaves[alias.of if alias else name]
-            array = self._set.arrays.get(leaf.name)
-            file = FILE_NAME if array is None else array.key
-            if alias is not None:
-                nbytes = prod(alias.shape) * leaf.dtype.itemsize
-                yield name, Entry(name, part, leaf.dtype, alias.shape, nbytes, 0, "alias", file, alias.of)
-                continue
-            stored_bytes = (
-                leaf.nbytes if array is None else sum(files_below(Path(self._root, file), self.path / file).values())
-            )
-            codec = "raw" if array is None else codec_of(array.metadata)
-            yield name, Entry(name, part, leaf.dtype, leaf.shape, leaf.nbytes, stored_bytes, codec, file)
 
     def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
         stored = self._inline.get(name)

@@ -11,9 +11,10 @@ import numpy as np
 
 from tensorkeep.errors import UsageError
 from tensorkeep.formats import sidecar
-from tensorkeep.formats.base import WriteSettings, Written
+from tensorkeep.formats.base import WriteResult, WriteSettings
 from tensorkeep.formats.path_items import Item, items_of
 from tensorkeep.formats.sidecar import Sidecar
+from tensorkeep.formats.structure import Structure
 from tensorkeep.formats.t5x import flax_msgpack
 from tensorkeep.formats.t5x.tree import FILE_NAME, MARK, VERSION, Keys, is_spec, spec
 from tensorkeep.formats.tensorstore.budget import ByteBudget
@@ -22,7 +23,7 @@ from tensorkeep.formats.tensorstore.failures import tensorstore
 from tensorkeep.formats.tensorstore.keys import array_keys
 from tensorkeep.formats.tensorstore.places import held
 from tensorkeep.formats.tensorstore.saving import sync_directories
-from tensorkeep.formats.tensorstore.settings import ArraySettings
+from tensorkeep.formats.tensorstore.settings import ArraySettings, T5XOptions
 from tensorkeep.formats.tensorstore.specs import Place
 from tensorkeep.formats.tensorstore.stored_types import stored_type
 from tensorkeep.formats.tensorstore.walking import files_below
@@ -34,7 +35,6 @@ from tensorkeep.state.leaf import Leaf, allocate
 from tensorkeep.state.source import Source
 from tensorkeep.state.tree import Flat
 
-OPTIONS = ("chunk", "chunking", "compressor", "concurrency", "copy_concurrency", "dtype", "in_flight", "sync")
 _DEFAULTS: dict[str, Any] = {
     "dtype": "float32",
     "chunk": "64MiB",
@@ -50,9 +50,9 @@ _INT64 = range(-(2**63), 2**64)
 
 def write(
     flat: Flat[Source], destination: Path, settings: WriteSettings, replaceable: Callable[[Path], bool]
-) -> Written:
+) -> WriteResult:
     """Write a state; see `tensorkeep.formats.base.Format.write`."""
-    given = array_settings(settings.only("t5x", *OPTIONS))
+    given = array_settings(settings.options_as(T5XOptions).given())
     if settings.compression != "none":
         raise UsageError(
             f"T5X checkpoints cannot be compressed with {settings.compression!r}",
@@ -81,7 +81,7 @@ def write(
         _write_sidecar(flat, commit.path, settings, list(keys.values()), places)
         stored_bytes = sum(files_below(commit.path).values())
         commit.publish()
-    return Written(stored_bytes=stored_bytes, peak_buffer_bytes=budget.peak)
+    return WriteResult(stored_bytes=stored_bytes, new_bytes=stored_bytes, peak_buffer_bytes=budget.peak)
 
 
 def array_settings(options: Mapping[str, Any]) -> ArraySettings:
@@ -211,8 +211,13 @@ def _step(flat: Flat[Source]) -> np.ndarray[Any, Any]:
 def _write_sidecar(
     flat: Flat[Source], directory: Path, settings: WriteSettings, keys: list[str], places: dict[str, Keys]
 ) -> None:
-    structure, tensors = sidecar.describe(flat)
     names = [FILE_NAME, *(f"{key}/.zarray" for key in keys)]
     files = {name: sidecar.note_file(directory / name, hashed=True) for name in names}
-    notes = Sidecar(sidecar.VERSION, "t5x", structure, tensors, files, settings.metadata, places)
+    notes = Sidecar(
+        format="t5x",
+        structure=Structure.of_state(flat),
+        tensors=sidecar.describe_tensors(flat, places),
+        files=files,
+        metadata=settings.metadata,
+    )
     sidecar.write(directory, notes)

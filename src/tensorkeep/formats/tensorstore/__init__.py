@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tensorkeep.formats.base import Format, OpenSettings, Reader, WriteSettings, Written
+from tensorkeep.formats.base import Format, OpenSettings, Reader, WriteResult, WriteSettings
 from tensorkeep.formats.tensorstore import discovery
 from tensorkeep.formats.tensorstore.loading import load_arrays
+from tensorkeep.formats.tensorstore.settings import TensorStoreOptions
 from tensorkeep.state.source import Source
 from tensorkeep.state.tree import Flat
 
@@ -22,6 +23,7 @@ class TensorStoreFormat(Format):
     """
 
     name = "tensorstore"
+    options = TensorStoreOptions
 
     def recognises(self, path: Path) -> bool:
         return discovery.recognises(path)
@@ -31,7 +33,7 @@ class TensorStoreFormat(Format):
 
         return TensorStoreReader(path, settings)
 
-    def write(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> Written:
+    def write(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> WriteResult:
         from tensorkeep.formats.tensorstore.saving import write
 
         return write(flat, destination, settings)

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from math import prod
 from pathlib import Path
-from typing import Any
 
 from tensorkeep.errors import CorruptCheckpointError, StoreError
-from tensorkeep.formats.base import Entry, OpenSettings, Reader, StoredLeaf
-from tensorkeep.formats.structure import check_structure
+from tensorkeep.formats.base import OpenSettings, Reader, StoredLeaf
 from tensorkeep.formats.tensorstore import sidecar as sidecars
 from tensorkeep.formats.tensorstore.compressors import check_of, codec_of
 from tensorkeep.formats.tensorstore.failures import tensorstore
-from tensorkeep.formats.tensorstore.opened import ArraySet, OpenArray
+from tensorkeep.formats.tensorstore.opened import ArraySet
 from tensorkeep.formats.tensorstore.places import foreign_arrays, own_arrays
 from tensorkeep.formats.tensorstore.saving import as_details
-from tensorkeep.formats.tensorstore.sidecar import Sidecar
 from tensorkeep.formats.tensorstore.walking import files_below
 from tensorkeep.io.directory import Directory, hold
 from tensorkeep.io.files import Bytes
-from tensorkeep.state.aliases import Alias
 from tensorkeep.state.dtypes import DType
 from tensorkeep.state.names import DEFAULT_PART
-from tensorkeep.state.source import Source
-from tensorkeep.state.tree import Flat, leaf_specs
+from tensorkeep.state.tree import Flat
 
 
 class TensorStoreReader(Reader):
@@ -51,14 +44,13 @@ class TensorStoreReader(Reader):
         if sidecars.is_ours(Path(root)):
             found, self._place, wanted = own_arrays(directory, root)
             self._set = ArraySet(self.path, self._place, wanted, budget=budget, fill_missing=False)
-            self.flat = _flat_of(found, self)
             self.metadata = found.metadata
             self.details = as_details(found)
             sizes = {name: record.stored_bytes for name, record in found.arrays.items()}
+            self._set_state(found.structure.flat(self._leaves(sizes)), self.path / sidecars.FILE_NAME)
         else:
             self._place, wanted = foreign_arrays(self.path, root)
             self._set = ArraySet(self.path, self._place, wanted, budget=budget, fill_missing=True)
-            self.flat = _flat_of_foreign(self._set, self)
             self.metadata = {}
             self.details = {"kvstore": self._place.kvstore, "missing_chunks": "are read as the fill value"}
             sizes = {
@@ -67,23 +59,23 @@ class TensorStoreReader(Reader):
                 else 0
                 for name, array in self._set.arrays.items()
             }
-        self.entries = dict(self._entries(sizes))
+            self._set_state(_flat_of_foreign(self._leaves(sizes)), self.path)
         checks = {check_of(array.metadata) for array in self._set.arrays.values()}
         self.verifiable = checks.pop() if len(checks) == 1 else None
 
-    def _entries(self, sizes: dict[str, int]) -> Iterator[tuple[str, Entry]]:
-        for name in leaf_specs(self.flat.skeleton):
-            part, _ = self.flat.parts[name]
-            alias = self.flat.aliases.get(name)
-            array = self._set.arrays[alias.of if alias else name]
-            dtype = array.types.dtype
-            file = array.key or "."
-            if alias is None:
-                codec = codec_of(array.metadata)
-                yield name, Entry(name, part, dtype, array.shape, array.nbytes, sizes[name], codec, file)
-            else:
-                nbytes = prod(alias.shape) * dtype.itemsize
-                yield name, Entry(name, part, dtype, alias.shape, nbytes, 0, "alias", file, alias.of)
+    def _leaves(self, sizes: dict[str, int]) -> dict[str, StoredLeaf]:
+        return {
+            name: StoredLeaf(
+                self,
+                name,
+                array.types.dtype,
+                array.shape,
+                stored_bytes=sizes[name],
+                codec=codec_of(array.metadata),
+                file=array.key or ".",
+            )
+            for name, array in self._set.arrays.items()
+        }
 
     def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
         try:
@@ -102,37 +94,10 @@ class TensorStoreReader(Reader):
         self._directory.close()
 
 
-def _flat_of_foreign(found: ArraySet, reader: Reader) -> Flat[Source]:
-    skeleton: Any = {
-        "dict": {name: {_kind(array.types.dtype): name} for name, array in found.arrays.items()},
-    }
-    parts = {name: (DEFAULT_PART, name) for name in found.arrays}
-    flat = _flat(skeleton, found.arrays, {}, parts, reader)
-    try:
-        check_structure(skeleton, flat.leaves, {}, parts)
-    except ValueError as error:
-        raise CorruptCheckpointError(f"what it says of the state is wrong: {error}", path=reader.path) from error
-    return flat
+def _flat_of_foreign(leaves: dict[str, StoredLeaf]) -> Flat[StoredLeaf]:
+    skeleton = {"dict": {name: {_kind(leaf.dtype): name} for name, leaf in leaves.items()}}
+    return Flat(skeleton, leaves, {}, {name: (DEFAULT_PART, name) for name in leaves})
 
 
 def _kind(dtype: DType) -> str:
     return "tensor" if dtype.has_torch else "ndarray"
-
-
-def _flat_of(found: Sidecar, reader: TensorStoreReader) -> Flat[Source]:
-    structure = found.structure
-    return _flat(structure.skeleton, reader._set.arrays, found.aliases, structure.parts, reader)
-
-
-def _flat(
-    skeleton: Any,
-    arrays: dict[str, OpenArray],
-    aliases: dict[str, Alias],
-    parts: dict[str, tuple[str, str]],
-    reader: Reader,
-) -> Flat[Source]:
-    leaves = {
-        name: StoredLeaf(reader, name, array.types.dtype, array.shape, array.nbytes) for name, array in arrays.items()
-    }
-    ordered: dict[str, Source] = {name: leaves[name] for name in leaf_specs(skeleton) if name in leaves}
-    return Flat(skeleton, ordered, aliases, parts)

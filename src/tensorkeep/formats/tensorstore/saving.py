@@ -10,15 +10,14 @@ import numpy as np
 
 from tensorkeep.errors import DestinationExistsError, TensorkeepError, UsageError
 from tensorkeep.formats import sealed
-from tensorkeep.formats.base import WriteSettings, Written
-from tensorkeep.formats.blockfile.plan import Structure
-from tensorkeep.formats.blockfile.records import AliasRecord
+from tensorkeep.formats.base import WriteResult, WriteSettings
+from tensorkeep.formats.structure import Structure
 from tensorkeep.formats.tensorstore import sidecar as sidecars
 from tensorkeep.formats.tensorstore.budget import ByteBudget
 from tensorkeep.formats.tensorstore.failures import reading, tensorstore, write_error
 from tensorkeep.formats.tensorstore.keys import array_keys
 from tensorkeep.formats.tensorstore.places import held
-from tensorkeep.formats.tensorstore.settings import OPTIONS, ArraySettings
+from tensorkeep.formats.tensorstore.settings import ArraySettings, TensorStoreOptions
 from tensorkeep.formats.tensorstore.sidecar import ArrayRecord, Sidecar
 from tensorkeep.formats.tensorstore.specs import METADATA_FILE, Place, context
 from tensorkeep.formats.tensorstore.walking import files_below, walk
@@ -32,9 +31,9 @@ from tensorkeep.state.tree import Flat
 from tensorkeep.version import __version__
 
 
-def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Written:
+def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> WriteResult:
     """Write a state; see `tensorkeep.formats.base.Format.write`."""
-    given = ArraySettings.of(settings.only("tensorstore", *OPTIONS))
+    given = ArraySettings.of(settings.options_as(TensorStoreOptions).given())
     if settings.compression != "none":
         raise UsageError(
             f"TensorStore's arrays cannot be compressed with {settings.compression!r}",
@@ -61,7 +60,7 @@ def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Wri
             sync_directories(commit.path)
         stored_bytes = _total_bytes(commit.path, found)
         commit.publish()
-    return Written(stored_bytes=stored_bytes, peak_buffer_bytes=budget.peak)
+    return WriteResult(stored_bytes=stored_bytes, new_bytes=stored_bytes, peak_buffer_bytes=budget.peak)
 
 
 def _total_bytes(directory: Path, found: Sidecar) -> int:
@@ -127,19 +126,15 @@ def _sidecar(
         records[name] = ArrayRecord(
             keys[name], types.dtype.name, types.stored.name, leaf.shape, sizes[name], digests[keys[name]]
         )
-    aliases = {
-        name: AliasRecord(alias.of, alias.offset_elements, alias.shape, alias.strides, flat.parts[name][0])
-        for name, alias in flat.aliases.items()
-    }
     return Sidecar(
         format=sidecars.FORMAT,
         version=sidecars.VERSION,
         writer=f"tensorkeep {__version__}",
         zarr=given.zarr,
         kvstore=given.kvstore,
-        settings={key: settings.options[key] for key in sorted(settings.options)},
+        settings=dict(sorted(settings.options_as(TensorStoreOptions).given().items())),
         arrays=records,
-        structure=Structure(flat.skeleton, aliases, flat.parts),
+        structure=Structure.of_state(flat),
         files=files_below(directory) if given.kvstore == "ocdbt" else {},
         metadata=settings.metadata,
     )

@@ -6,26 +6,44 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+import msgspec
+from msgspec import UNSET
+
 from tensorkeep.errors import UsageError
+from tensorkeep.formats.base import FormatOptions
 from tensorkeep.formats.tensorstore import compressors
 from tensorkeep.formats.tensorstore.chunking import DEFAULT_CHUNK, DEFAULT_CHUNKING, Chunking
 from tensorkeep.formats.tensorstore.compressors import Compressor
 from tensorkeep.units import parse_bytes
 
-OPTIONS = (
-    "checksum",
-    "chunk",
-    "chunking",
-    "compressor",
-    "concurrency",
-    "copy_concurrency",
-    "dtype",
-    "in_flight",
-    "kvstore",
-    "shard_bytes",
-    "sync",
-    "zarr",
-)
+
+class T5XOptions(FormatOptions, frozen=True):
+    """The options of the formats ``t5x`` and, with those of `TensorStoreOptions`, ``tensorstore``.
+
+    They mean what they mean in `ArraySettings`, which checks their values.
+    """
+
+    chunk: Any = UNSET
+    chunking: Any = UNSET
+    compressor: Any = UNSET
+    concurrency: Any = UNSET
+    copy_concurrency: Any = UNSET
+    dtype: Any = UNSET
+    in_flight: Any = UNSET
+    sync: Any = UNSET
+
+    def given(self) -> dict[str, Any]:
+        """Return the options that were given."""
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not UNSET}
+
+
+class TensorStoreOptions(T5XOptions, frozen=True):
+    """The options of the format ``tensorstore``."""
+
+    checksum: Any = UNSET
+    kvstore: Any = UNSET
+    shard_bytes: Any = UNSET
+    zarr: Any = UNSET
 
 
 @dataclass(frozen=True, slots=True)

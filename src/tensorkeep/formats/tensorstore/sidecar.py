@@ -14,9 +14,8 @@ import msgspec
 
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
 from tensorkeep.formats import sealed
-from tensorkeep.formats.blockfile.plan import Structure
 from tensorkeep.formats.probe import first_bytes
-from tensorkeep.formats.structure import check_structure
+from tensorkeep.formats.structure import Structure, check_structure
 from tensorkeep.formats.tensorstore.stored_types import StoredType, is_possible
 from tensorkeep.io.directory import Directory
 from tensorkeep.state.aliases import Alias
@@ -83,10 +82,7 @@ class Sidecar(msgspec.Struct, frozen=True):
     @property
     def aliases(self) -> dict[str, Alias]:
         """The tensors that are views of stored ones."""
-        return {
-            name: Alias(record.of, record.offset, record.shape, record.strides)
-            for name, record in self.structure.aliases.items()
-        }
+        return {name: record.alias() for name, record in self.structure.aliases.items()}
 
 
 class Stored(msgspec.Struct, frozen=True):

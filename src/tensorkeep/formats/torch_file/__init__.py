@@ -10,8 +10,6 @@ import os
 import re
 import threading
 import zlib
-from collections.abc import Iterator
-from math import prod
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, BinaryIO
@@ -22,7 +20,7 @@ from tensorkeep.errors import (
     UnsupportedError,
     UnsupportedLeafError,
 )
-from tensorkeep.formats.base import Entry, Format, OpenSettings, Reader, StoredLeaf, WriteSettings, Written
+from tensorkeep.formats.base import Format, OpenSettings, Reader, StoredLeaf, WriteResult, WriteSettings
 from tensorkeep.formats.torch_file.writer import write
 from tensorkeep.formats.torch_file.zip_file import (
     TorchZip,
@@ -35,7 +33,7 @@ from tensorkeep.formats.torch_file.zip_file import (
 from tensorkeep.io.files import Bytes
 from tensorkeep.state.leaf import Leaf
 from tensorkeep.state.source import Source
-from tensorkeep.state.tree import Flat, flatten, leaf_specs
+from tensorkeep.state.tree import Flat, flatten
 
 _CRC_BYTES = 4 * 1024**2
 _SHARED_CONTAINERS = 1_000_000
@@ -57,7 +55,7 @@ class TorchFormat(Format):
     def open(self, path: Path, settings: OpenSettings) -> Reader:
         return TorchReader(path, settings)
 
-    def write(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> Written:
+    def write(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> WriteResult:
         return write(flat, destination, settings, replaceable=self.recognises)
 
 
@@ -87,34 +85,17 @@ class TorchReader(Reader):
         self._leaves = dict(flat.leaves)
         self._checks = settings.verify and archive.checksummed
         self._storages = _storages(self._leaves, archive, size, path)
-        self.flat = Flat(
-            flat.skeleton,
-            {
-                leaf.name: StoredLeaf(self, leaf.name, leaf.dtype, leaf.shape, leaf.nbytes)
-                for leaf in self._leaves.values()
-            },
-            flat.aliases,
-            flat.parts,
-        )
-        self.entries = dict(self._entries())
+        leaves = {
+            name: StoredLeaf(self, name, leaf.dtype, leaf.shape, stored_bytes=self._own_bytes(name), file=path.name)
+            for name, leaf in self._leaves.items()
+        }
+        self._set_state(Flat(flat.skeleton, leaves, flat.aliases, flat.parts), path)
         self.verifiable = "CRC-32 of every record" if archive.checksummed else None
         self.details = {
             "crc32": "written" if archive.checksummed else "not written: torch was told not to",
             "pickle_bytes": archive.pickle_bytes,
             "files": {path.name: size},
         }
-
-    def _entries(self) -> Iterator[tuple[str, Entry]]:
-        for name in leaf_specs(self.flat.skeleton):
-            part, _ = self.flat.parts[name]
-            alias = self.flat.aliases.get(name)
-            leaf = self._leaves[alias.of if alias else name]
-            if alias is None:
-                stored_bytes = self._own_bytes(name)
-                yield name, Entry(name, part, leaf.dtype, leaf.shape, leaf.nbytes, stored_bytes, "raw", self.path.name)
-            else:
-                nbytes = prod(alias.shape) * leaf.dtype.itemsize
-                yield name, Entry(name, part, leaf.dtype, alias.shape, nbytes, 0, "alias", self.path.name, alias.of)
 
     def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
         leaf = self._leaves[name]

@@ -13,7 +13,7 @@ from typing import IO, Any, cast
 import numpy as np
 
 from tensorkeep.errors import UnsupportedError, UnsupportedLeafError
-from tensorkeep.formats.base import BLOCK_BYTES, WriteSettings, Written
+from tensorkeep.formats.base import BLOCK_BYTES, WriteResult, WriteSettings
 from tensorkeep.formats.torch_file.zip_file import restricted_load
 from tensorkeep.io import parallel
 from tensorkeep.io.commit import Commit
@@ -27,7 +27,7 @@ from tensorkeep.state.tree import Flat, LeafSpec, leaf_specs, unflatten
 
 def write(
     flat: Flat[Source], destination: Path, settings: WriteSettings, replaceable: Callable[[Path], bool]
-) -> Written:
+) -> WriteResult:
     """Write a state as one file; see `tensorkeep.formats.base.Format.write`."""
     import torch
 
@@ -45,11 +45,10 @@ def write(
                 raise
             size = sink.finish()
         commit.publish()
-    return Written(stored_bytes=size, peak_buffer_bytes=copied)
+    return WriteResult(stored_bytes=size, new_bytes=size, peak_buffer_bytes=copied)
 
 
 def _check_settings(destination: Path, settings: WriteSettings) -> None:
-    settings.only("torch")
     if settings.compression != "none":
         raise UnsupportedError(
             f"torch files cannot be compressed with {settings.compression!r}",

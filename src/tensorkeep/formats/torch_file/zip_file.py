@@ -18,6 +18,7 @@ from tensorkeep.errors import (
     CorruptCheckpointError,
     NotACheckpointError,
     NotFoundError,
+    StoreError,
     TensorkeepError,
     UnsupportedError,
 )
@@ -32,19 +33,23 @@ _DATA_FOLDER = "data/"
 
 
 class _File(io.FileIO):
-    """A file whose failing reads are told from the `OSError` that a parser of hostile bytes raises, too."""
+    """A file that remembers a failing read: `zipfile` takes any `OSError` for damage."""
+
+    failure: StoreError | None = None
 
     def readinto(self, buffer: Any, /) -> int | None:
         try:
             return super().readinto(buffer)
         except OSError as error:
-            raise store_error(error, os.fspath(self.name), "read") from error
+            self.failure = store_error(error, os.fspath(self.name), "read")
+            raise self.failure from error
 
     def readall(self) -> bytes:
         try:
             return super().readall()
         except OSError as error:
-            raise store_error(error, os.fspath(self.name), "read") from error
+            self.failure = store_error(error, os.fspath(self.name), "read")
+            raise self.failure from error
 
 
 def open_file(path: Path) -> io.BufferedReader:
@@ -109,8 +114,11 @@ class TorchZip:
                 self._read(archive, size)
         except TensorkeepError:
             raise
-        # Whatever `zipfile` stumbles over in hostile bytes (it raises a dozen types), the file is no sound zip.
+        # Hostile bytes make `zipfile` raise a dozen types.
         except Exception as error:
+            raw = file.raw if isinstance(file, io.BufferedReader) else None
+            if isinstance(raw, _File) and raw.failure is not None:
+                raise raw.failure from error
             raise CorruptCheckpointError(
                 f"the zip container is damaged ({error})",
                 path=path,
