@@ -27,7 +27,7 @@ run() {
 wanted=("$@")
 part=openllama-3b:first-100
 small=openllama-3b:first-5
-run placebo --experiment peers --arms pytorch --model $part:bfloat16 --runs 10
+run a-a-control --experiment peers --arms pytorch --model $part:bfloat16 --runs 10
 run peers-bfloat16 --experiment peers --model $part:bfloat16 --runs 5
 run peers-float16 --experiment peers --model $part:float16 --runs 3
 run six-way-float16 --experiment six-way --model $part:float16 --slow-model $small:float16 --runs 3

@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tensorkeep.bench.results import Arm, Measure, Results, read_results
 from tensorkeep.report.design_tables import claims_table, steps_tables
-from tensorkeep.report.document import Arm, Measure, Results
 from tensorkeep.report.headline import headlines
-from tensorkeep.report.results import read_results
 from tensorkeep.report.sheet import Sheet
 from tensorkeep.report.tables import noise_lines, verdict_table
 
@@ -30,7 +29,7 @@ SECTIONS = {
     "isolated-float16": "Each optimisation isolated, float16",
     "isolated-bfloat16": "Each optimisation isolated, bfloat16",
     "claims": "Published claims",
-    "placebo": "The noise of the machine",
+    "a-a-control": "The noise of the machine",
 }
 
 _HEAD = """# What was measured

@@ -13,9 +13,8 @@ from typing import Any
 import msgspec
 
 from tensorkeep import plugins
-from tensorkeep.report.document import Arm, Results, Statistics
-from tensorkeep.report.plain import clean
-from tensorkeep.report.results import read_results
+from tensorkeep.bench.results import Arm, Results, Statistics, read_results
+from tensorkeep.bench.results import printable as clean
 from tensorkeep.report.wording import gain, interval, not_run
 from tensorkeep.train.techniques.base import Technique
 from tensorkeep.train.techniques.combinations import COMBINATIONS

@@ -31,10 +31,10 @@ LAYERS = {
     "torch": 5,
     "safetensors": 5,
     "train": 5,
-    "report": 5,
+    "report": 7,
     "bench": 6,
-    "cli": 7,
-    "testing": 8,
+    "cli": 8,
+    "testing": 9,
 }
 BLIND = {("codecs", "io"), ("io", "codecs")}
 

@@ -7,6 +7,11 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
+from tensorkeep.bench.analysis import summary
+from tensorkeep.bench.results import Results
+
 GIB = 2**30
 
 MEASURES: list[dict[str, Any]] = [
@@ -57,10 +62,10 @@ def document(
     drift: float = 0.0,
     seed: int = 0,
     baseline: str | None = None,
-    placebo: bool = True,
+    control: bool = True,
     amounts: Mapping[str, float] | None = None,
     settings: Mapping[str, Mapping[str, Any]] | None = None,
-    places: Mapping[str, Mapping[str, Any]] | None = None,
+    places: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
     replaced: Sequence[Mapping[str, Any]] = (),
     **experiment: Any,
 ) -> dict[str, Any]:
@@ -81,7 +86,7 @@ def document(
     """
     draw = random.Random(seed)
     first = next(iter(arms)) if baseline is None else baseline
-    truths = {**arms, "placebo": arms[first]} if placebo else dict(arms)
+    truths = {**arms, "control": arms[first]} if control else dict(arms)
     cells = []
     for block in range(runs):
         slow = math.exp(draw.gauss(0, drift))
@@ -95,7 +100,7 @@ def document(
             }
             cells.append(cell(arm, block, figures, amount=amount, order=len(cells)))
     instead = {(entry["arm"], entry["block"]): dict(entry) for entry in replaced}
-    roles = {first: "baseline", **({"placebo": "placebo"} if placebo else {})}
+    roles = {first: "baseline", **({"control": "control"} if control else {})}
     return {
         "schema": 1,
         "kind": "tensorkeep-results",
@@ -128,10 +133,21 @@ def document(
                 "role": roles.get(name, "arm"),
                 "settings": dict((settings or {}).get(name, {})),
                 "about": "",
-                "place": dict((places or {}).get(name, {"kind": "arm"})),
+                "places": (places or {}).get(name, [{"kind": "arm"}]),
             }
             for name in sorted(truths, key=lambda name: name != first)
         ],
         "cells": [instead.get((entry["arm"], entry["block"]), entry) for entry in cells],
         "summary": {},
     }
+
+
+def results(made: Mapping[str, Any]) -> Results:
+    """Return a document as the results that are read from its file."""
+    return msgspec.convert(made, Results)
+
+
+def summarise(made: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the summary of a document, as its file has it."""
+    found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(summary.summarise(results(made))))
+    return found

@@ -61,8 +61,8 @@ def test_a_run_measures_and_reports_and_its_results_alone_give_the_same_report(
     statuses = {name.removeprefix("only "): one["status"] for name, one in cells.items()}
     assert statuses == dict(zip(ARMS, ("ok", "ok", "ok", "not-run"), strict=True))
     assert "needs a CUDA device" in cells["only swapping"]["reason"]
-    assert "ran again" in cells["only checkpointing"]["seen"]["activation-checkpointing"]
-    # Bit for bit the plain loop's, and so is the placebo's.
+    assert "ran again" in cells["only checkpointing"]["observed"]["activation-checkpointing"]
+    # Bit for bit the plain loop's, and so is the A/A control's.
     losses = {one["figures"]["loss"] for one in cells.values() if one["status"] == "ok"}
     assert len(losses) == 1
     assert not list(out.glob(".*"))

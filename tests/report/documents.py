@@ -80,7 +80,7 @@ def document(
     name: str = "made-up",
     runs: int = 5,
     noise: float = 0.04,
-    placebo: bool = True,
+    control: bool = True,
     design: str = "arms",
     missing: dict[str, tuple[str, str]] | None = None,
     slow: tuple[str, ...] = (),
@@ -89,12 +89,12 @@ def document(
     """Return a results document; ``missing`` maps arms to the (status, reason) of all their cells."""
     arms = arms or ISOLATED
     baseline = next(iter(arms))
-    everyone = {**arms, **({f"{baseline} (again)": arms[baseline]} if placebo else {})}
+    everyone = {**arms, **({f"{baseline} (again)": arms[baseline]} if control else {})}
     described = []
     for arm in everyone:
-        role = "baseline" if arm == baseline else "placebo" if arm.endswith(" (again)") else "arm"
+        role = "baseline" if arm == baseline else "control" if arm.endswith(" (again)") else "arm"
         settings = {"tool": "tensorstore", "chunk": 262144, "note": arm}
-        described.append({"name": arm, "role": role, "settings": settings, "about": "", "place": {"kind": "arm"}})
+        described.append({"name": arm, "role": role, "settings": settings, "about": ""})
     cells = _cells(everyone, runs, noise, missing or {}, slow, random.Random(seed))
     result = {
         "schema": 1,
@@ -180,10 +180,10 @@ def steps() -> dict[str, Any]:
                 "gain_from_previous_low": step * 0.95,
                 "gain_from_previous_high": step * 1.05,
                 "gain_from_base": base,
-                "share": math.log(step) / whole,
+                "fraction": math.log(step) / whole,
                 "alone": step * 0.9 if index < 4 else None,
                 "without": step * 1.1 if index != 4 else None,
-                "notes": None if index < 4 else "needs the format, so it cannot be added alone",
+                "notes": [] if index < 4 else ["needs the format, so it cannot be added alone"],
             }
             found.append(one)
             before = base
@@ -193,7 +193,7 @@ def steps() -> dict[str, Any]:
 
 def factorial() -> dict[str, Any]:
     """Return a document of a 2 x 2 x 2 design with effects, and aliases as a fractional one would list them."""
-    factors = {"chunk": ["64", "1 MiB"], "concurrency": [1, 128], "compressor": [None, "gzip"]}
+    factors = {"chunk": ["64", "1 MiB"], "concurrency": ["1", "128"], "compressor": ["none", "gzip"]}
     arms = {}
     for chunk in (0, 1):
         for concurrency in (0, 1):
@@ -203,7 +203,7 @@ def factorial() -> dict[str, Any]:
                 arms[label] = (save, save / 5, 2.0 - 0.68 * gzip)
     result = document(arms, name="factorial", design="factorial")
     result["experiment"]["factors"] = factors
-    result["experiment"]["aliases"] = [["chunk", ["concurrency", "compressor"]]]
+    result["experiment"]["aliases"] = [[["chunk"], ["concurrency", "compressor"]]]
     gains = {"chunk": 4.1, "concurrency": 1.7, "compressor": 0.77}
     effects = [
         {"factors": [f], "measure": "save", "gain": g, "low": g * 0.9, "high": g * 1.1} for f, g in gains.items()
@@ -317,7 +317,7 @@ def _summary(result: dict[str, Any]) -> dict[str, Any]:
         for measure in result["measures"]:
             one = _statistics(result["cells"], arm, measure, baseline)
             found[arm["name"]][measure["name"]] = one
-            if arm["role"] == "placebo" and one["n"] > 1:
+            if arm["role"] == "control" and one["n"] > 1:
                 floor = max(one["gain_high"], 1 / one["gain_low"])
                 noise[measure["name"]] = {
                     "low": one["gain_low"],
@@ -400,5 +400,5 @@ def _statistics(
         "p": 0.001,
         "p_holm": 0.004,
         "detectable": 1.08,
-        "verdict": "too few runs" if len(ratios) < 2 else "placebo" if arm["role"] == "placebo" else verdict,
+        "verdict": "too few runs" if len(ratios) < 2 else "control" if arm["role"] == "control" else verdict,
     }

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from report import documents
+from tensorkeep.bench.results import read_results
 from tensorkeep.report.html import report_page, themed
 from tensorkeep.report.plots import draw_plots, wanted
 from tensorkeep.report.plots.drawing import PALETTE, Plot, drawn, log_ticks, shown_arms
-from tensorkeep.report.results import read_results
 
 HOSTILE = '<script>alert("$x^2$")</script> & \' -- ]]> 東京'
 
@@ -208,9 +208,10 @@ def test_ticks_of_a_log_axis_are_few_and_inside(low: float, high: float) -> None
 
 
 def test_what_ran_without_a_baseline_is_not_called_not_run(draw: Draw) -> None:
-    document = documents.document(runs=1, placebo=False)
-    document["summary"] = None
+    document = documents.document(runs=1, control=False)
+    document["summary"] = {}
     document["experiment"]["baseline"] = None
+    document["arms"][0]["role"] = "arm"
     found = words(draw(document, "comparison")["comparison"])
     assert found.count("not compared") == 6
     assert "not run" not in found

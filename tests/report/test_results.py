@@ -1,4 +1,4 @@
-"""Reading results files: what is refused, how it is said, and what may be missing."""
+"""Reading results files: what is refused, with which message, and what may be missing."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 from report import documents
 from tensorkeep import errors
-from tensorkeep.report import results as module
+from tensorkeep.bench import results as module
+from tensorkeep.bench.results import read_results
 from tensorkeep.report.html import report_page
-from tensorkeep.report.results import read_results
 
 
 def test_a_folder_and_its_file_are_the_same(tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ def test_nothing_there(tmp_path: Path) -> None:
 
 def test_not_a_regular_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "results.json")
-    with pytest.raises(errors.UsageError, match="no regular file"):
+    with pytest.raises(errors.UsageError, match="not a regular file"):
         read_results(tmp_path)
 
 
@@ -47,13 +47,14 @@ def test_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("content", "error", "said"),
     [
-        (b"", errors.CorruptCheckpointError, "no valid results file"),
-        (b'{"kind": "tensorkeep-results", "sch', errors.CorruptCheckpointError, "no valid results file"),
-        (b"\xff\xfe", errors.CorruptCheckpointError, "no valid results file"),
-        (b"[" * 200_000, errors.CorruptCheckpointError, "no valid results file"),
+        (b"", errors.CorruptCheckpointError, "not a valid results file"),
+        (b'{"kind": "tensorkeep-results", "sch', errors.CorruptCheckpointError, "not a valid results file"),
+        (b"\xff\xfe", errors.CorruptCheckpointError, "not a valid results file"),
+        (b"[" * 200_000, errors.CorruptCheckpointError, "not a valid results file"),
         (b'{"kind": "tensorkeep-results", "x": ' + b"[" * 200_000, errors.CorruptCheckpointError, "nested too deeply"),
-        (b"{}", errors.UsageError, "no results file of Tensorkeep"),
-        (b'{"kind": "something", "schema": 1}', errors.UsageError, "no results file of Tensorkeep"),
+        (b'{"kind": "tensorkeep-results", "x": 1' + b"0" * 5000 + b"}", errors.CorruptCheckpointError, "out of range"),
+        (b"{}", errors.UsageError, "not a results file of Tensorkeep"),
+        (b'{"kind": "something", "schema": 1}', errors.UsageError, "not a results file of Tensorkeep"),
         (b'{"kind": "tensorkeep-results", "schema": 2}', errors.UnsupportedError, "has schema 2"),
         (b'{"kind": "tensorkeep-results"}', errors.UnsupportedError, "schema"),
         (b'{"kind": "tensorkeep-results", "schema": 1}', errors.CorruptCheckpointError, "experiment"),
@@ -82,20 +83,34 @@ def _of(*keys: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (_of("experiment", "baseline", value="nobody"), "its baseline 'nobody' is no arm"),
+        (_of("experiment", "baseline", value="nobody"), "its baseline 'nobody' is not an arm"),
         (_of("cells", 0, "arm", value="nobody"), "belongs to 'nobody'"),
         (_of("cells", 0, "status", value="fine"), "status"),
         (_of("cells", 0, "figures", value={"save": "fast"}), "figures"),
+        (_of("cells", 0, "block", value=-1), "block"),
+        (_of("cells", 0, "block", value=0.5), "block"),
+        (lambda document: document["cells"][0].pop("block"), "missing required field `block`"),
         (_of("arms", 1, "name", value="baseline"), "same name"),
-        (_of("arms", 1, "name", value=""), "0 characters"),
-        (_of("arms", 1, "name", value="x" * 201), "201 characters"),
-        (_of("arms", value=[]), "no arms"),
+        (_of("arms", 1, "name", value=""), "length >= 1"),
+        (_of("arms", 1, "name", value="x" * 201), "length <= 200"),
+        (_of("arms", 1, "role", value="baseline"), "two arms have the role"),
+        (_of("arms", 1, "role", value="placebo"), "role"),
+        (_of("arms", 1, "places", value=[{"kind": "point", "levels": 3}]), "levels"),
+        (_of("arms", value=[]), "length >= 1"),
+        (_of("arms", value=[{"name": str(number)} for number in range(2001)]), "length <= 2000"),
+        (lambda document: document.pop("arms"), "missing required field `arms`"),
         (_of("measures", 1, "name", value="save"), "same name"),
+        (_of("measures", 1, "label", value=""), "length >= 1"),
+        (_of("measures", value=5), "measures"),
+        (_of("experiment", "aliases", value=[[5]]), "aliases"),
+        (_of("experiment", "factors", value={"a": 5}), "factors"),
+        (_of("experiment", "factors", value={str(number): ["1"] for number in range(65)}), "length <= 64"),
         (_of("summary", "arms", "baseline", "save", value={"gain": "much"}), "gain"),
+        (_of("summary", "arms", "baseline", "save", value={"verdict": "wins"}), "verdict"),
     ],
 )
 def test_broken_documents_are_refused(change: Callable[[dict[str, Any]], None], said: str, tmp_path: Path) -> None:
-    document = documents.document(placebo=False)
+    document = documents.document(control=False)
     change(document)
     with pytest.raises(errors.CorruptCheckpointError, match=said):
         read_results(documents.write(document, tmp_path))
@@ -123,20 +138,24 @@ def test_no_number_is_infinite(number: str, tmp_path: Path) -> None:
         read_results(tmp_path)
 
 
+def _step(change: str, measure: str) -> dict[str, str]:
+    return {"change": change, "arm": "t5x", "measure": measure}
+
+
 @pytest.mark.parametrize(
     "changes",
     [
-        [_of("summary", value=None)],
+        [lambda document: document.pop("summary")],
         [_of("summary", value={}), _of("cells", value=[]), _of("complete", value=False)],
         [_of("measures", value=[])],
-        [_of("experiment", "baseline", value=None), _of("subject", value=None), _of("environment", value=None)],
+        [_of("experiment", "baseline", value=None), _of("arms", 0, "role", value="arm")],
+        [lambda document: document.pop("subject"), lambda document: document.pop("environment")],
         [
             _of("summary", "noise", value={"save": None}),
-            _of("summary", "warnings", value=None),
-            _of("summary", "recommendations", value=[{"text": "x"}]),
-            _of("summary", "steps", value=[{"change": "x", "measure": "save"}, {"change": "y", "measure": "unknown"}]),
-            _of("summary", "effects", value=[{"factors": [], "measure": "save"}]),
-            _of("summary", "interactions", value=[{"changes": ["x"], "measure": "save"}]),
+            _of("summary", "recommendations", value=[{"for": "size", "text": "x"}]),
+            _of("summary", "steps", value=[_step("x", "save"), _step("y", "unknown")]),
+            _of("summary", "effects", value=[{"factors": ["x"], "measure": "save"}]),
+            _of("summary", "interactions", value=[{"changes": ["x"], "arm": "t5x", "measure": "save"}]),
             _of("summary", "arms", "t5x", "save", value={"n": 2, "gain": 0.0, "verdict": "hurts"}),
             _of("environment", value={"memory": {"total_bytes": None}, "devices": [{"name": "x"}]}),
             _of("experiment", "something_new", value=[1]),

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import json
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from tensorkeep.bench.analysis.summary import summarise
+from bench.documents import summarise
+from tensorkeep.bench.results import Results
 from tensorkeep.bench.training import cell as cell
 from tensorkeep.bench.training.workload import WORKLOAD
-from tensorkeep.report.document import Results
 from tensorkeep.report.panels import compared
 from tensorkeep.report.plots import pareto
 from tensorkeep.report.tables import noise_lines
@@ -33,7 +32,7 @@ def test_a_failed_gate_is_told_in_the_words_of_training() -> None:
     results = document({"plain": [100.0], "off": [200.0]})
     next(one for one in results["cells"] if one["arm"] == "off").update(status="gate", reason="the loss", figures={})
     summary = summarise(results)
-    said = "it was not active, or did not compute what it should"
+    said = "the technique was not active, or changed what is computed"
     assert summary["arms"]["off"][cell.SPEED]["reason"] == f"{said}, in 1 of 1 blocks: the loss"
     assert any(one["text"].startswith(f"off: {said}") for one in summary["warnings"])
 
@@ -46,10 +45,9 @@ def document(speeds: dict[str, list[float]]) -> dict[str, Any]:
         for name, values in speeds.items()
         for block, value in enumerate(values)
     ]
-    measures = [measure.as_dict() for measure in WORKLOAD.measures if measure.name == cell.SPEED]
-    return json.loads(
-        json.dumps({"experiment": {"workload": "training"}, "measures": measures, "arms": arms, "cells": cells})
-    )
+    measures = [msgspec.to_builtins(one) for one in WORKLOAD.measures if one.name == cell.SPEED]
+    experiment = {"name": "techniques", "workload": "training"}
+    return {"experiment": experiment, "measures": measures, "arms": arms, "cells": cells}
 
 
 def reported(results: dict[str, Any]) -> Results:
@@ -67,15 +65,15 @@ def test_changes_that_were_made_one_at_a_time_are_shown_by_what_they_gained() ->
         assert [arm.name for arm in compared(found)] == names
 
 
-def test_a_placebo_that_ran_once_gives_no_noise_floor_and_that_is_why() -> None:
+def test_a_control_that_ran_once_gives_no_noise_floor_and_that_is_why() -> None:
     results = document({"plain": [100.0], "plain (again)": [101.0]})
-    results["arms"][1]["role"] = "placebo"
-    assert noise_lines(reported(results)) == ["speed: no noise floor, because no placebo ran in two blocks"]
+    results["arms"][1]["role"] = "control"
+    assert noise_lines(reported(results)) == ["speed: no noise floor, because no A/A control ran in two blocks"]
 
 
 def test_what_did_not_run_has_no_number_among_the_points_and_losses_no_axis_from_zero() -> None:
     results = document({"plain": [100.0, 101.0], "fast": [150.0, 151.0], "off": [1.0, 1.0]})
-    results["measures"] = [each.as_dict() for each in WORKLOAD.measures[:3]]
+    results["measures"] = [msgspec.to_builtins(each) for each in WORKLOAD.measures[:3]]
     for one in results["cells"]:
         one["figures"] |= {cell.MEMORY: 1e6, cell.LOSS: 2.0 + 0.01 * one["block"]}
         if one["arm"] == "off":

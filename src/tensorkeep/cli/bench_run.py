@@ -13,9 +13,10 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from tensorkeep.bench import results as documents
 from tensorkeep.bench.experiment import workload as workloads
-from tensorkeep.bench.experiment.experiment import Experiment, Limits, read_experiment, shipped
+from tensorkeep.bench.experiment.experiment import Experiment, read_experiment, shipped
+from tensorkeep.bench.results import Limits
+from tensorkeep.bench.run import document as documents
 from tensorkeep.bench.run.runner import Listener, execute
 from tensorkeep.cli.output import Output
 from tensorkeep.cli.report import deliver

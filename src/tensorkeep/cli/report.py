@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
+from tensorkeep.bench.results import Results, read_results
+from tensorkeep.bench.results import printable as clean
 from tensorkeep.cli.options import Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table, printable
 from tensorkeep.report import design_tables, origin_tables, tables
-from tensorkeep.report.document import Results
 from tensorkeep.report.headline import completeness, headlines
-from tensorkeep.report.plain import clean
-from tensorkeep.report.results import read_results
 from tensorkeep.report.sheet import Sheet
 from tensorkeep.report.wording import measured_by, sentence
 
@@ -82,7 +81,7 @@ def _document(found: Results, written: list[Path]) -> dict[str, Any]:
         "complete": found.complete,
         "headlines": headlines(found),
         "written": [str(path) for path in written],
-        "summary": msgspec.to_builtins(found.computed),
+        "summary": msgspec.to_builtins(found.summary),
     }
 
 
@@ -103,10 +102,10 @@ def print_tables(found: Results) -> None:
     _print_claims(found)
     _print_lines("Noise", tables.noise_lines(found))
     _print_lines("Effects that cannot be told apart", design_tables.aliases_lines(found))
-    warnings = [": ".join(filter(None, (one.text, one.remedy))) for one in found.computed.warnings or []]
+    warnings = [": ".join(filter(None, (one.text, one.remedy))) for one in found.summary.warnings or []]
     _print_lines("Warnings", warnings)
     _print_lines("Verdict", [line for line in (completeness(found), *headlines(found)) if line])
-    advice = [sentence(one.text) for one in found.computed.recommendations or []]
+    advice = [sentence(one.text) for one in found.summary.recommendations or []]
     _print_lines("Recommended for this machine", advice)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from tensorkeep.report.document import Results, Statistics
+from tensorkeep.bench.results import Results, Statistics
 
 _SAMPLES = ("arm", "role", "block", "order", "status", "reason", "started", "amount_bytes", "measure", "unit", "value")
 

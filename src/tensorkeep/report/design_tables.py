@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tensorkeep.report.document import Claim, Results, Step
-from tensorkeep.report.plain import clean
+from tensorkeep.bench.results import Claim, Results, Step
+from tensorkeep.bench.results import printable as clean
 from tensorkeep.report.sheet import Entry, Sheet, entry
 from tensorkeep.report.wording import NOTHING, gain, interval
 
@@ -18,8 +18,8 @@ def steps_tables(results: Results) -> list[Sheet]:
         "added alone to the start. Without it: how many times worse everything together is without this change."
     )
     sheets = []
-    for measure, label in _measures(results, [step.measure for step in results.computed.steps or []]):
-        rows = [_step(step) for step in results.computed.steps or [] if step.measure == measure]
+    for measure, label in _measures(results, [step.measure for step in results.summary.steps]):
+        rows = [_step(step) for step in results.summary.steps if step.measure == measure]
         sheets.append(Sheet(f"Steps: {label}", headings, rows, note))
     return sheets
 
@@ -28,7 +28,7 @@ def effects_tables(results: Results) -> list[Sheet]:
     """Return main effects and interactions of a factorial design, one table per measure."""
     note = "A factor's gain from its first to its last level, over all other factors; a pair: measured over expected."
     sheets = []
-    effects = results.computed.effects or []
+    effects = results.summary.effects
     for measure, label in _measures(results, [effect.measure for effect in effects]):
         rows = []
         for effect in effects:
@@ -44,7 +44,7 @@ def interactions_tables(results: Results) -> list[Sheet]:
     headings = ("=changes", ">together", ">product of the singles", ">ratio", ">95% interval")
     note = "Ratio: above 1 the changes help each other, below 1 they get in each other's way."
     sheets = []
-    found = results.computed.interactions or []
+    found = results.summary.interactions
     for measure, label in _measures(results, [one.measure for one in found]):
         rows = []
         for one in found:
@@ -58,7 +58,7 @@ def interactions_tables(results: Results) -> list[Sheet]:
 
 def claims_table(results: Results) -> Sheet | None:
     """Return the claims of others beside our figures, or None where none was checked."""
-    claims = results.computed.claims
+    claims = results.summary.claims
     if not claims:
         return None
     headings = ("=id", "=verdict", "claim", "theirs", "ours", "reason")
@@ -68,14 +68,9 @@ def claims_table(results: Results) -> Sheet | None:
 def aliases_lines(results: Results) -> list[str]:
     """Return the effects that a fractional design cannot tell apart, one line per group."""
     lines = []
-    for group in results.experiment.aliases or []:
-        names = [_effect_name(effect) for effect in group] if isinstance(group, list) else [str(group)]
-        lines.append(" = ".join(map(clean, names)))
+    for group in results.experiment.aliases:
+        lines.append(" = ".join(clean(" x ".join(effect)) for effect in group))
     return lines
-
-
-def _effect_name(effect: object) -> str:
-    return " x ".join(map(str, effect)) if isinstance(effect, list) else str(effect)
 
 
 def _claim(claim: Claim) -> tuple[Entry, ...]:
@@ -88,23 +83,17 @@ def _claim(claim: Claim) -> tuple[Entry, ...]:
 
 
 def _step(step: Step) -> tuple[Entry, ...]:
-    share = NOTHING if step.share is None else f"{step.share * 100:.0f}%"
+    share = NOTHING if step.fraction is None else f"{step.fraction * 100:.0f}%"
     previous = _gain(step.gain_from_previous, step.gain_from_previous_low, step.gain_from_previous_high)
     return (
         entry(clean(step.change)),
         *previous,
         entry(gain(step.gain_from_base), step.gain_from_base),
-        entry(share, step.share),
+        entry(share, step.fraction),
         entry(gain(step.alone), step.alone),
         entry(gain(step.without), step.without),
-        entry(clean(_notes(step))),
+        entry(clean("; ".join(step.notes))),
     )
-
-
-def _notes(step: Step) -> str:
-    if isinstance(step.notes, dict):
-        return "; ".join(f"{key}: {value}" for key, value in step.notes.items() if value)
-    return step.notes if isinstance(step.notes, str) else "; ".join(step.notes or [])
 
 
 def _gain(value: float | None, low: float | None, high: float | None) -> tuple[Entry, Entry]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tensorkeep.report.document import Measure, Results, Statistics
+from tensorkeep.bench.results import Measure, Results, Statistics
+from tensorkeep.bench.results import printable as clean
 from tensorkeep.report.panels import compared
-from tensorkeep.report.plain import clean
-from tensorkeep.report.wording import gain, interval, nothing_told, sentence
+from tensorkeep.report.wording import gain, interval, no_verdict, sentence
 
 
 def headlines(results: Results) -> list[str]:
@@ -28,7 +28,7 @@ def _headline(results: Results, measure: Measure) -> str:
     found = [(arm.name, one) for arm in compared(results) if (one := results.statistics(arm.name, measure.name))]
     helping = sorted((pair for pair in found if pair[1].verdict == "helps"), key=lambda pair: -(pair[1].gain or 0))
     counts = _counts([one for _, one in found])
-    if said := nothing_told(results, measure):
+    if said := no_verdict(results, measure):
         return f"{label}: {said}{counts}."
     if not helping:
         return f"{label}: nothing is shown to beat {clean(results.baseline or '')}{counts}."

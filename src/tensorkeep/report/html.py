@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
+from tensorkeep.bench.results import Results, Subject
+from tensorkeep.bench.results import printable as clean
 from tensorkeep.errors import MissingExtraError
 from tensorkeep.report import design_tables, tables
-from tensorkeep.report.document import Results
 from tensorkeep.report.headline import completeness, headlines
 from tensorkeep.report.origin_tables import improvements_table, isolated_table
-from tensorkeep.report.plain import clean
 from tensorkeep.report.plots.drawing import PALETTE, Plot
 from tensorkeep.report.samples import GIB
 from tensorkeep.report.sheet import Entry, Sheet, entry
@@ -89,7 +89,7 @@ def _part(name: str) -> str:
 
 
 def _content(results: Results) -> dict[str, Any]:
-    summary = results.computed
+    summary = results.summary
     experiment = results.experiment
     not_run, seen = tables.not_run_table(results), tables.seen_table(results)
     return {
@@ -98,10 +98,8 @@ def _content(results: Results) -> dict[str, Any]:
         "measured_by": measured_by(results),
         "incomplete": completeness(results),
         "headlines": headlines(results),
-        "recommendations": [
-            (purpose(one), sentence(one.text), _json(one.settings)) for one in summary.recommendations or []
-        ],
-        "warnings": [(clean(one.text), clean(one.remedy or "")) for one in summary.warnings or []],
+        "recommendations": [(purpose(one), sentence(one.text), _json(one.settings)) for one in summary.recommendations],
+        "warnings": [(clean(one.text), clean(one.remedy)) for one in summary.warnings],
         "noise": tables.noise_lines(results),
         "overview": [isolated_table(results), improvements_table(results)],
         "verdicts": [tables.verdict_table(results, measure) for measure in results.primary()],
@@ -112,7 +110,7 @@ def _content(results: Results) -> dict[str, Any]:
         "claims": design_tables.claims_table(results),
         "not_run": not_run if not_run.rows else None,
         "seen": seen if seen.rows else None,
-        "environment": _facts(_with_words(results.environment or {})),
+        "environment": _facts(_with_words(results.environment)),
         "subject": _subject(results),
         "arms": _arms(results),
         "cells": _cells(results),
@@ -163,7 +161,7 @@ def _plain(value: object) -> str:
 
 def _subject(results: Results) -> list[tuple[str, str]]:
     subject = results.subject
-    if subject is None:
+    if subject == Subject():
         return []
     facts = [("state", clean(subject.description))]
     if subject.tensors is not None:

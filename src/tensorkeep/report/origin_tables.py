@@ -5,9 +5,9 @@ Two things are put right: what they called GB are GiB, and whether a load was co
 
 from __future__ import annotations
 
-from tensorkeep.report.document import Arm, Measure, Results
+from tensorkeep.bench.results import Arm, Measure, Results
+from tensorkeep.bench.results import printable as clean
 from tensorkeep.report.panels import Trio, compared, trio
-from tensorkeep.report.plain import clean
 from tensorkeep.report.samples import Samples, Scale, amounts_differ, gibibytes, scale_of
 from tensorkeep.report.sheet import Entry, Sheet, entry
 from tensorkeep.report.wording import NOTHING, not_run, percent, spread
@@ -102,7 +102,7 @@ def _improvement(results: Results, arm: Arm, measure: Measure) -> Entry:
     found = results.statistics(arm.name, measure.name)
     if found is None or found.change_percent is None:
         return entry(NOTHING, tone="faint")
-    tone = {"helps": "good", "hurts": "bad"}.get(found.verdict, "")
+    tone = {"helps": "good", "hurts": "bad"}.get(found.verdict or "", "")
     return entry(percent(found.change_percent), found.change_percent, tone)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tensorkeep.report.document import Arm, Measure, Results
+from tensorkeep.bench.results import Arm, Measure, Results
 from tensorkeep.report.wording import sentence
 
 # The documents loaded from the page cache and did not say so; a cold load is what a restarted job waits for.
@@ -49,12 +49,12 @@ def trio(results: Results) -> Trio:
 
 
 def compared(results: Results) -> list[Arm]:
-    """Return the arms that tables of results compare: all but the placebo, the baseline first.
+    """Return the arms that tables of results compare: all but the A/A control, the baseline first.
 
     Those of changes that were made one at a time, and a choice of techniques, whose order means nothing, come by what
     they gained in the first measure, and those without a gain last; others in the order of the design.
     """
-    arms = [arm for arm in results.arms if arm.role != "placebo"]
+    arms = [arm for arm in results.arms if arm.role != "control"]
     measures = results.primary()
     kind = (results.experiment.workload, results.experiment.design)
     if measures and (kind[1] == "one-at-a-time" or kind == ("training", "arms")):

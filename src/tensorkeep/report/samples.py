@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from tensorkeep.report.document import Cell, Measure, Results
+from tensorkeep.bench.results import Cell, Measure, Results
 
 _SECONDS = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
 _BYTES = (("TB", 1e-12), ("GB", 1e-9), ("MB", 1e-6), ("kB", 1e-3), ("B", 1.0))

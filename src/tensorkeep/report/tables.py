@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from statistics import median
 
-from tensorkeep.report.document import Arm, Measure, Results
+from tensorkeep.bench.results import Arm, Measure, Results
+from tensorkeep.bench.results import printable as clean
 from tensorkeep.report.panels import compared
-from tensorkeep.report.plain import clean
 from tensorkeep.report.samples import Scale, scale_of
 from tensorkeep.report.sheet import Entry, Sheet, entry
 from tensorkeep.report.wording import (
@@ -14,8 +14,8 @@ from tensorkeep.report.wording import (
     difference,
     gain,
     interval,
+    no_verdict,
     not_run,
-    nothing_told,
     number,
     percent,
     probability,
@@ -55,8 +55,8 @@ def seen_table(results: Results) -> Sheet:
     """Return what was seen of each arm at work, as its first cell says."""
     rows = []
     for arm in _arms(results):
-        cells = [cell for cell in results.cells_by_arm[arm.name] if cell.seen]
-        for name, said in cells[0].seen.items() if cells else ():
+        cells = [cell for cell in results.cells_by_arm[arm.name] if cell.observed]
+        for name, said in cells[0].observed.items() if cells else ():
             rows.append((entry(clean(arm.name)), entry(clean(name)), entry(clean(said))))
     return Sheet("Seen at work", ("=arm", "=what", "seen in the first step"), rows)
 
@@ -66,15 +66,15 @@ def noise_lines(results: Results) -> list[str]:
     lines = []
     for measure in results.primary():
         label = measure.label
-        noise = results.noise(measure.name)
+        noise = results.summary.noise.get(measure.name)
         if noise is None or noise.floor is None:
-            few = any(arm.role == "placebo" for arm in results.arms)
-            lines.append(f"{label}: no noise floor, because no placebo ran{' in two blocks' if few else ''}")
+            few = any(arm.role == "control" for arm in results.arms)
+            lines.append(f"{label}: no noise floor, because no A/A control ran{' in two blocks' if few else ''}")
             continue
         if noise.floor < 1.0005:
             lines.append(f"{label}: the same in every run, so that every difference counts")
             continue
-        if said := nothing_told(results, measure):
+        if said := no_verdict(results, measure):
             lines.append(f"{label}: {said}")
             continue
         band = f"; the baseline against itself: {interval(noise.low, noise.high)} (95%)" if noise.low else ""
@@ -83,14 +83,14 @@ def noise_lines(results: Results) -> list[str]:
 
 
 def _arms(results: Results) -> list[Arm]:
-    """Return all arms: the baseline, the others, the placebo."""
-    return [*compared(results), *(arm for arm in results.arms if arm.role == "placebo")]
+    """Return all arms: the baseline, the others, the A/A control."""
+    return [*compared(results), *(arm for arm in results.arms if arm.role == "control")]
 
 
 def _row(results: Results, arm: Arm, scale: Scale) -> tuple[Entry, ...]:
     found = results.statistics(arm.name, scale.measure.name)
     samples = scale.samples(results, arm.name)
-    words = (found.verdict if found else "") or "no verdict"
+    words: str = found.verdict or "no verdict"
     if samples is None:
         status = not_run(results.cells_by_arm[arm.name])[0]
         words = status if status != NOTHING or not results.cells_by_arm[arm.name] else "not measured"
@@ -105,7 +105,7 @@ def _row(results: Results, arm: Arm, scale: Scale) -> tuple[Entry, ...]:
         cells += [entry(NOTHING)] * 3
     else:
         cells += [
-            entry(gain(found.gain), found.gain, _TONES.get(found.verdict, "")),
+            entry(gain(found.gain), found.gain, _TONES.get(found.verdict or "", "")),
             entry(interval(found.gain_low, found.gain_high), found.gain_low),
             entry(percent(found.change_percent), found.change_percent),
         ]

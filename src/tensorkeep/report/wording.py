@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from tensorkeep.report.document import Cell, Measure, Recommendation, Results
-from tensorkeep.report.plain import clean
+from tensorkeep.bench.analysis.warnings import too_noisy
+from tensorkeep.bench.results import Cell, Measure, Recommendation, Results
+from tensorkeep.bench.results import printable as clean
 
 NOTHING = "-"
 
 NEAR, FAR = 0.01, 100.0
 """Where the ends of a wide interval, and the axis of gains, stop: beyond, nothing is known but which side it is."""
-
-_HOPELESS = 10.0
 
 STATUS = {
     "ok": "ok",
@@ -63,18 +62,10 @@ def interval(low: float | None, high: float | None) -> str:
     return f"{below} to {above}"
 
 
-def nothing_told(results: Results, measure: Measure) -> str:
-    """Return that a measure is too noisy for any verdict, in words; nothing if it is not, or if there is a verdict."""
-    noise = results.noise(measure.name)
+def no_verdict(results: Results, measure: Measure) -> str:
+    """Return that a measure is too noisy for any verdict, in words; an empty string if it is not."""
     found = [results.statistics(arm.name, measure.name) for arm in results.arms]
-    settled = any(one.verdict in ("helps", "hurts") for one in found if one)
-    if noise is None or noise.floor is None or noise.floor <= _HOPELESS or settled:
-        return ""
-    blocks = f"{noise.n} {'block' if noise.n == 1 else 'blocks'}"
-    spans = f"spans {interval(noise.low, noise.high)} (95%)"
-    if noise.low is None or noise.high is None:
-        spans = f"differs by {difference(noise.floor)}"
-    return f"after {blocks} nothing can be told: the baseline against itself {spans}"
+    return too_noisy(results.summary.noise.get(measure.name), found)
 
 
 def difference(ratio: float) -> str:

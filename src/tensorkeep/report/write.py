@@ -7,12 +7,11 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
+from tensorkeep.bench.results import Results, read_results
 from tensorkeep.errors import DestinationExistsError, StoreError, UsageError
 from tensorkeep.report.csv_files import samples_csv, summary_csv
-from tensorkeep.report.document import Results
 from tensorkeep.report.html import MARK, report_page
 from tensorkeep.report.plots import draw_plots
-from tensorkeep.report.results import read_results
 
 PAGE = "report.html"
 

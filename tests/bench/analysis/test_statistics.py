@@ -1,46 +1,47 @@
-"""The bench's own statistics, against scipy, against simulation, and against what must hold for any data."""
+"""The bench's statistics, against scipy.stats, against simulation, and against what must hold for any data."""
 
 from __future__ import annotations
 
 import math
+import sys
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import special, stats
+from scipy import stats
 
-from tensorkeep.bench.analysis import distributions, statistics
+from tensorkeep.bench.analysis import statistics
+from tensorkeep.errors import MissingExtraError
 
 logs = st.lists(st.floats(-5, 5, allow_nan=False), min_size=2, max_size=12)
 
 
-@pytest.mark.parametrize("a", [0.5, 1, 2.5, 40, 5e4])
-@pytest.mark.parametrize("b", [0.5, 1, 3, 70])
-def test_incomplete_beta_is_scipys(a, b):
-    for x in (0.0, 1e-9, 0.01, 0.3, 0.5, 0.9, 0.999, 1.0):
-        assert distributions.incomplete_beta(a, b, x) == pytest.approx(special.betainc(a, b, x), rel=1e-9, abs=1e-300)
-
-
 @pytest.mark.parametrize("df", [1, 2, 3, 4, 9, 99, 1e5])
-def test_t_is_scipys(df):
-    for t in (0.0, 1e-9, 0.1, 1.0, -1.0, 1.9, 2.1, 5.0, 20.0, 1e4):
-        assert distributions.t_two_sided(t, df) == pytest.approx(2 * stats.t.sf(abs(t), df), abs=1e-9)
-    # Far out, too, where one minus a probability would have lost it.
-    assert distributions.t_two_sided(30, 999) == pytest.approx(2 * stats.t.sf(30, 999), rel=1e-6, abs=0)
-    assert distributions.t_two_sided(math.inf, df) == 0
+def test_the_critical_t_is_that_of_scipy_stats(df: float) -> None:
     for alpha in (0.5, 0.05, 0.05 / 24):
-        assert distributions.t_critical(df, alpha) == pytest.approx(stats.t.isf(alpha / 2, df), rel=1e-9)
+        assert statistics.t_critical(df, alpha) == pytest.approx(stats.t.isf(alpha / 2, df), rel=1e-9)
+
+
+@pytest.mark.parametrize("n", [2, 3, 10, 1000])
+def test_the_p_value_is_that_of_scipy_stats(n: int) -> None:
+    for t in (0.0, 1e-9, 0.1, 1.0, -1.0, 1.9, 2.1, 5.0, 20.0, 30.0, 1e4):
+        expected = 2 * stats.t.sf(abs(t), n - 1)
+        assert statistics.paired_p(t / math.sqrt(n), 1.0, n) == pytest.approx(expected, rel=1e-6, abs=1e-300)
 
 
 @pytest.mark.parametrize("df", [1, 2, 4, 29, 999])
-@pytest.mark.parametrize("alpha", [0.05, 0.05 / 12])
-def test_power_is_scipys(df, alpha):
-    critical = stats.t.isf(alpha / 2, df)
-    for shift in (0.0, 0.5, 2.0, 5.0):
-        expected = stats.nct.sf(critical, df, shift) + stats.nct.cdf(-critical, df, shift) if shift else alpha
-        assert distributions.power(shift, df, alpha) == pytest.approx(expected, abs=1e-9)
-    assert distributions.power(distributions.shift_for_power(df, alpha), df, alpha) == pytest.approx(0.8, abs=1e-9)
+@pytest.mark.parametrize("alpha", [0.05, 0.05 / 12, 0.05 / 255])
+def test_the_smallest_effect_is_found_with_probability_80(df: int, alpha: float) -> None:
+    critical, effect = stats.t.isf(alpha / 2, df), statistics.effect_for_power(df, alpha)
+    opposite = np.nan_to_num(stats.nct.cdf(-critical, df, effect))
+    assert stats.nct.sf(critical, df, effect) + opposite == pytest.approx(0.8, abs=1e-4)
+
+
+def test_without_scipy_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    with pytest.raises(MissingExtraError, match=r"scipy.*\n.*pip install 'tensorkeep\[bench\]'"):
+        statistics.compare([0.1, 0.2])
 
 
 @given(logs)

@@ -12,12 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.documents import GIB, MEASURES, broken, document, truth
+from bench.documents import GIB, MEASURES, broken, document, results, summarise, truth
 from tensorkeep.bench.analysis.recommendations import candidates
-from tensorkeep.bench.analysis.samples import read_samples
-from tensorkeep.bench.analysis.summary import summarise
-from tensorkeep.errors import UsageError
-from tensorkeep.report.results import read_results
+from tensorkeep.bench.analysis.samples import Samples
+from tensorkeep.bench.results import read_results
 
 ARMS = {"torch": truth(), "fast": truth(0.4, cold=0.5), "small": truth(1.0, stored=0.66), "slow": truth(3.0)}
 
@@ -34,14 +32,14 @@ def test_verdicts_are_the_truth():
     summary = summarise(document(ARMS))
     assert words(summary) == {
         "torch": "baseline",
-        "placebo": "placebo",
+        "control": "control",
         "fast": "helps",
         "small": "within noise",
         "slow": "hurts",
     }
     assert words(summary, "stored") == {
         "torch": "baseline",
-        "placebo": "placebo",
+        "control": "control",
         "fast": "within noise",
         "small": "helps",
         "slow": "within noise",
@@ -49,7 +47,7 @@ def test_verdicts_are_the_truth():
 
 
 def test_statistics_by_hand():
-    made = document({"a": truth(), "b": truth()}, runs=2, placebo=False)
+    made = document({"a": truth(), "b": truth()}, runs=2, control=False)
     figures = {"a": [4.0, 9.0], "b": [1.0, 4.0]}
     for cell in made["cells"]:
         cell["figures"] = {"save": figures[cell["arm"]][cell["block"]]}
@@ -111,7 +109,7 @@ def test_neither_the_unit_nor_the_amount_matters(seconds, amount):
 
 def test_exchanging_baseline_and_arm_inverts_the_gain():
     arms = {"a": truth(), "b": truth(0.4)}
-    made = document(arms, placebo=False)
+    made = document(arms, control=False)
     swapped = copy.deepcopy(made)
     for arm in swapped["arms"]:
         arm["role"] = "baseline" if arm["name"] == "b" else "arm"
@@ -122,7 +120,7 @@ def test_exchanging_baseline_and_arm_inverts_the_gain():
 
 
 def test_a_rate_is_better_when_it_is_higher_and_is_not_divided_by_bytes():
-    made = document({"a": {"rate": 100.0}, "b": {"rate": 200.0}}, amounts={"b": 10.0}, placebo=False)
+    made = document({"a": {"rate": 100.0}, "b": {"rate": 200.0}}, amounts={"b": 10.0}, control=False)
     made["measures"] = [{"name": "rate", "label": "rate", "unit": "1/s", "better": "higher", "primary": True}]
     for cell in made["cells"]:
         cell["figures"] = {"rate": 200.0 + cell["block"] if cell["arm"] == "b" else 100.0 + cell["block"]}
@@ -147,7 +145,7 @@ def test_no_variance_at_all():
     summary = summarise(document(ARMS, noise=0.0))
     assert words(summary) == {
         "torch": "baseline",
-        "placebo": "placebo",
+        "control": "control",
         "fast": "helps",
         "small": "within noise",
         "slow": "hurts",
@@ -191,7 +189,7 @@ def test_an_arm_that_did_not_run_says_why():
     planned = [broken("fast", block, "planned", None) for block in range(5)]
     summary = summarise(document(ARMS, replaced=planned))
     assert summary["arms"]["fast"]["save"]["reason"] == "not reached yet"
-    assert {"text": "5 of 25 cells were not reached", "remedy": "go on with --resume"} in summary["warnings"]
+    assert {"text": "5 of 25 cells were not reached", "remedy": "continue with --resume"} in summary["warnings"]
 
 
 def test_one_failed_gate_takes_every_figure_back():
@@ -199,30 +197,30 @@ def test_one_failed_gate_takes_every_figure_back():
     summary = summarise(document(ARMS, replaced=replaced))
     found = summary["arms"]["fast"]["save"]
     assert (found["verdict"], found["gain"]) == ("not run", None)
-    assert found["reason"] == "what came back was not what was saved, in 1 of 5 blocks: tensor 'w' differs"
+    assert found["reason"] == "the loaded state differs from the saved one, in 1 of 5 blocks: tensor 'w' differs"
     assert "fast" not in {entry["arm"] for entry in summary["recommendations"]}
-    assert texts(summary)[0] == "fast: what came back was not what was saved in 1 of 5 blocks: tensor 'w' differs"
+    assert texts(summary)[0] == "fast: the loaded state differs from the saved one in 1 of 5 blocks: tensor 'w' differs"
 
 
 def test_measures_that_are_not_primary_have_no_verdict():
     found = summarise(document(ARMS))["arms"]["fast"]["returned"]
     assert found["gain"] == pytest.approx(2.5, rel=0.1)
-    assert not {"verdict", "reason"} & found.keys()
+    assert (found["verdict"], found["reason"]) == (None, None)
 
 
 def test_the_report_reads_what_was_computed(tmp_path):
     made = document(ARMS, runs=3, noise=0.1, replaced=[broken("slow", 0, "timeout"), broken("fast", 1, "gate")])
     (tmp_path / "results.json").write_text(json.dumps({**made, "summary": summarise(made)}))
-    results = read_results(tmp_path)
-    assert results.statistics("small", "save").verdict == "within noise"
-    assert len(results.computed.warnings) == len(summarise(made)["warnings"]) > 0
+    found = read_results(tmp_path)
+    assert found.statistics("small", "save").verdict == "within noise"
+    assert len(found.summary.warnings) == len(summarise(made)["warnings"]) > 0
 
 
 def test_figures_that_are_no_numbers_do_not_count():
     made = document(ARMS)
     for cell in made["cells"]:
         if cell["arm"] == "fast" and cell["block"] < 2:
-            cell["figures"]["save"] = [math.nan, True][cell["block"]]
+            cell["figures"]["save"] = [math.nan, -1.0][cell["block"]]
     assert summarise(made)["arms"]["fast"]["save"]["n"] == 3
 
 
@@ -237,11 +235,11 @@ def test_a_zero_figure_has_no_ratio():
 def test_p_values_are_adjusted_for_the_arms_of_a_measure():
     found = {arm: measures["save"] for arm, measures in summarise(document(ARMS))["arms"].items()}
     by_p = sorted(("fast", "small", "slow"), key=lambda arm: found[arm]["p"])
-    # Three tests: the placebo is none.
+    # Three tests: the control is none.
     assert found[by_p[0]]["p_holm"] == pytest.approx(3 * found[by_p[0]]["p"])
     assert found[by_p[1]]["p_holm"] == pytest.approx(2 * found[by_p[1]]["p"])
-    assert found["placebo"]["p"] is not None
-    assert found["placebo"]["p_holm"] is None
+    assert found["control"]["p"] is not None
+    assert found["control"]["p_holm"] is None
 
 
 def test_figures_of_a_cell_that_went_wrong_do_not_count():
@@ -251,84 +249,62 @@ def test_figures_of_a_cell_that_went_wrong_do_not_count():
     assert found["gain"] == pytest.approx(2.5, rel=0.1)
 
 
-def test_the_placebo_is_the_noise_floor():
+def test_the_control_is_the_noise_floor():
     made = document({"a": truth(), "b": truth(0.9)}, noise=0.0)
     for cell in made["cells"]:
         # The same thing once more, and 15% slower on the average: nothing below may be called a difference.
-        if cell["arm"] == "placebo":
+        if cell["arm"] == "control":
             cell["figures"]["save"] *= 1.15 + 0.001 * cell["block"]
     summary = summarise(made)
     found = summary["arms"]["b"]["save"]
     assert summary["noise"]["save"]["floor"] == pytest.approx(1.155, abs=0.01)
     assert found["p_holm"] == 0
     assert (found["verdict"], found["detectable"]) == ("within noise", summary["noise"]["save"]["floor"])
-    assert any("too noisy for differences below 15%" in text for text in texts(summary))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda d: d.pop("arms"), "'arms' is missing"),
-        (lambda d: d["cells"][0].pop("block"), "'block' is missing"),
-        (lambda d: d["arms"].append(d["arms"][1]), "two arms are called"),
-        (lambda d: d.update(measures=5), "not a results document"),
-        (lambda d: d["arms"][0].update(place={"kind": "point", "levels": 3}), "not a results document"),
-        (lambda d: d["experiment"].update(aliases=[[5]]), "not a results document"),
-        (lambda d: d["experiment"].update(factors={"a": 5}), "not a results document"),
-        (lambda d: d["experiment"].update(factors={str(n): [1] for n in range(65)}), "65 factors are more than"),
-        (lambda d: d["cells"][0].update(block=math.inf), "not a results document"),
-    ],
-)
-def test_what_is_no_results_document_is_refused(change, message):
-    made = document(ARMS)
-    change(made)
-    with pytest.raises(UsageError, match=message) as caught:
-        summarise(made)
-    assert "tensorkeep bench" in caught.value.remedy
+    assert any("differences below 15% are noise" in text for text in texts(summary))
 
 
 # Warnings
 
 
-def test_a_missing_placebo_is_said():
-    assert any("under one name only" in text for text in texts(summarise(document(ARMS, placebo=False))))
+def test_a_missing_control_is_said():
+    assert any("without an A/A control" in text for text in texts(summarise(document(ARMS, control=False))))
 
 
 def test_noisy_runs_are_named_with_what_to_do():
     summary = summarise(document(ARMS, noise=0.3))
     noisy = next(w for w in summary["warnings"] if "varies by more than 10%" in w["text"])
     assert "fast (" in noisy["text"]
-    assert noisy["remedy"] == "close what else runs, or --runs 10"
+    assert noisy["remedy"] == "close other programs, or --runs 10"
     assert not [text for text in texts(summarise(document(ARMS, noise=0.01))) if "varies" in text]
 
 
 def test_where_nothing_can_be_told_the_warning_says_so():
     made = document({"a": truth(), "b": truth(0.9)}, runs=2, noise=0.0)
     for cell in made["cells"]:
-        if cell["arm"] == "placebo":
+        if cell["arm"] == "control":
             cell["figures"]["save"] *= 1 + 4 * cell["block"]
     summary = summarise(made)
     noise = summary["noise"]["save"]
     assert noise["floor"] > 100
     assert noise["high"] > 100
-    wide = next(w for w in summary["warnings"] if "nothing can be told" in w["text"])
+    wide = next(w for w in summary["warnings"] if "there is no verdict" in w["text"])
     assert wide["text"] == (
-        "durable save: after 2 blocks nothing can be told: the baseline against itself spans <0.01 to >100 (95%)"
+        "durable save: after 2 blocks there is no verdict: the baseline against itself spans <0.01 to >100 (95%)"
     )
-    assert wide["remedy"] == "close what else runs, or --runs 10"
-    assert not [text for text in texts(summary) if "too noisy" in text]
+    assert wide["remedy"] == "close other programs, or --runs 10"
+    assert not [text for text in texts(summary) if "are noise" in text]
 
 
 def test_noise_of_a_factor_hides_nothing_that_goes_beyond_it():
     made = document({"a": truth(), "b": truth(0.005)}, runs=5, noise=0.0)
     for cell in made["cells"]:
-        if cell["arm"] == "placebo":
+        if cell["arm"] == "control":
             cell["figures"]["save"] *= [1, 20, 1, 20, 20][cell["block"]]
     summary = summarise(made)
     assert 10 < summary["noise"]["save"]["floor"] < 200
     assert words(summary)["b"] == "helps"
-    assert any("too noisy for differences below a factor of" in text for text in texts(summary))
-    assert not [text for text in texts(summary) if "nothing can be told" in text]
+    assert any("differences below a factor of" in text for text in texts(summary))
+    assert not [text for text in texts(summary) if "there is no verdict" in text]
 
 
 @pytest.mark.parametrize(("block", "factor", "said"), [(0, 1.15, "the first block was"), (2, 1.6, "block 3 was 1.5")])
@@ -344,10 +320,10 @@ def test_odd_blocks_are_seen(block, factor, said):
 
 
 def test_runs_that_would_be_enough_are_computed():
-    made = document({"a": truth(), "b": truth(0.85)}, runs=3, noise=0.08, placebo=False, seed=3)
+    made = document({"a": truth(), "b": truth(0.85)}, runs=3, noise=0.08, control=False, seed=3)
     summary = summarise(made)
     assert words(summary)["b"] == "within noise"
-    warning = next(w for w in summary["warnings"] if "durable save: 3 blocks cannot tell" in w["text"])
+    warning = next(w for w in summary["warnings"] if "durable save: 3 blocks cannot show" in w["text"])
     runs = int(warning["remedy"].split()[1])
     assert 4 <= runs <= 60
     enough = [
@@ -361,8 +337,8 @@ def test_cold_loads_that_are_not_possible_here():
     for cell in made["cells"]:
         cell["figures"].pop("load_cold")
     summary = summarise(made)
-    assert words(summary, "load_cold") == dict.fromkeys([*ARMS, "placebo"], "not run")
-    assert any("cold load: measured for no arm" in text for text in texts(summary))
+    assert words(summary, "load_cold") == dict.fromkeys([*ARMS, "control"], "not run")
+    assert any("cold load: not measured for any arm" in text for text in texts(summary))
     loading = next(entry for entry in summary["recommendations"] if entry["for"] == "loading")
     assert "warm load" in loading["text"]
     for cell in (made := document(ARMS))["cells"]:
@@ -378,7 +354,7 @@ def test_smaller_subjects_are_named():
 
 
 def test_times_that_are_too_short_to_mean_much():
-    made = document(ARMS, amounts=dict.fromkeys([*ARMS, "placebo"], GIB / 100))
+    made = document(ARMS, amounts=dict.fromkeys([*ARMS, "control"], GIB / 100))
     assert any("durable save: takes less than 50.0 ms with" in text for text in texts(summarise(made)))
 
 
@@ -396,7 +372,7 @@ def test_arms_that_could_not_run_for_one_reason_are_named_together():
 
 
 def test_every_warning_says_what_to_do():
-    made = document(ARMS, noise=0.3, runs=3, replaced=[broken("slow", 1, "timeout", None), broken("fast", 0, "odd")])
+    made = document(ARMS, noise=0.3, runs=3, replaced=[broken("slow", 1, "timeout", None), broken("fast", 0, "disk")])
     warnings = summarise(made)["warnings"]
     assert len(warnings) > 4
     assert all(warning["text"] and warning["remedy"] for warning in warnings)
@@ -424,12 +400,12 @@ def test_what_helps_is_recommended():
     assert "small is better in some and worse in others" in summary["recommendations"][3]["text"]
 
 
-def test_no_placebo_and_nothing_that_is_not_durable_is_recommended():
+def test_no_control_and_nothing_that_is_not_durable_is_recommended():
     arms = {"torch": truth(), "loose": truth(0.1), "loose too": truth(0.1), "fast": truth(0.5)}
     unsafe = {"loose": {"sync": False}, "loose too": {"fsync": False}}
     made = document(arms, settings=unsafe)
     for cell in made["cells"]:
-        if cell["arm"] == "placebo":
+        if cell["arm"] == "control":
             cell["figures"]["load_cold"] *= 0.1
     assert recommended(summarise(made)) == {"saving": "fast", "loading": None, "size": None, "all": "fast"}
 
@@ -437,7 +413,7 @@ def test_no_placebo_and_nothing_that_is_not_durable_is_recommended():
 def test_candidates_are_real_durable_and_right():
     arms = {"torch": truth(), "loose": truth(0.1), "wrong": truth(0.1), "fast": truth(0.5)}
     made = document(arms, settings={"loose": {"sync": False}}, replaced=[broken("wrong", 0, "gate")])
-    assert [arm.name for arm in candidates(read_samples(made))] == ["fast"]
+    assert [arm.name for arm in candidates(Samples(results(made)))] == ["fast"]
 
 
 def test_what_another_arm_beats_everywhere_is_not_on_the_front():
@@ -450,10 +426,8 @@ def test_what_another_arm_beats_everywhere_is_not_on_the_front():
 def test_where_nothing_helps_it_says_so():
     summary = summarise(document({"torch": truth(), "same": truth(), "slow": truth(2.0)}))
     assert recommended(summary) == {"saving": None, "loading": None, "size": None, "all": None}
-    assert summary["recommendations"][0]["text"] == (
-        "on this machine, saving: nothing here is shown to be better than torch"
-    )
-    assert "without hurting in another" in summary["recommendations"][3]["text"]
+    assert summary["recommendations"][0]["text"] == ("on this machine, saving: no arm is shown to be better than torch")
+    assert "without making another worse" in summary["recommendations"][3]["text"]
 
 
 def test_what_is_worse_elsewhere_is_said():
@@ -474,33 +448,33 @@ def test_what_cannot_be_told_from_the_best_is_said():
 def test_steps_are_the_way_to_the_full_stack():
     arms = {"base": truth(8.0), "+x": truth(4.0), "+y": truth(1.0), "only y": truth(3.0)}
     places = {
-        "base": {"kind": "base"},
-        "+x": {"kind": "step", "change": "x", "index": 1, "also": [{"kind": "alone", "change": "x"}]},
-        "+y": {"kind": "step", "change": "y", "index": 2, "also": [{"kind": "full"}]},
-        "only y": {"kind": "alone", "change": "y", "also": [{"kind": "without", "change": "x"}]},
+        "base": [{"kind": "base"}],
+        "+x": [{"kind": "step", "change": "x", "index": 1}, {"kind": "alone", "change": "x"}],
+        "+y": [{"kind": "step", "change": "y", "index": 2}, {"kind": "full"}],
+        "only y": [{"kind": "alone", "change": "y"}, {"kind": "without", "change": "x"}],
     }
     omitted = [{"place": {"kind": "without", "change": "y"}, "reason": "z needs it"}]
     made = document(arms, noise=0.0, places=places, design="steps", omitted=omitted)
     x, y = (step for step in summarise(made)["steps"] if step["measure"] == "save")
     assert (x["change"], x["arm"], x["gain_from_previous"], x["gain_from_base"]) == ("x", "+x", *[pytest.approx(2)] * 2)
-    assert (x["share"], x["alone"], x["without"]) == pytest.approx((1 / 3, 2, 3))
+    assert (x["fraction"], x["alone"], x["without"]) == pytest.approx((1 / 3, 2, 3))
     assert x["notes"] == []
     assert (y["gain_from_previous"], y["gain_from_base"]) == pytest.approx((4, 8))
     assert (y["gain_from_previous_low"], y["gain_from_previous_high"]) == pytest.approx((4, 4))
-    assert (y["share"], y["alone"]) == pytest.approx((2 / 3, 8 / 3))
+    assert (y["fraction"], y["alone"]) == pytest.approx((2 / 3, 8 / 3))
     assert (y["without"], y["notes"]) == (None, ["without: z needs it"])
     noisy = summarise(document({**arms, "+y": truth(7.0)}, noise=0.5, places=places, seed=4))
     assert noisy["arms"]["+y"]["save"]["gain"] > 1
-    assert noisy["steps"][0]["share"] is None
+    assert noisy["steps"][0]["fraction"] is None
     cold = [step for step in summarise(made)["steps"] if step["measure"] == "load_cold"]
-    assert all(step["share"] is None for step in cold)
-    assert "share: the full stack is not shown to be better than the base" in cold[0]["notes"]
+    assert all(step["fraction"] is None for step in cold)
+    assert "fraction: the full stack is not shown to be better than the base" in cold[0]["notes"]
 
 
 def points(factors, chosen=None):
     """Return places of a design's points, by name, the first being the base."""
     wanted = list(itertools.product(*factors.values())) if chosen is None else chosen
-    return {"/".join(p): {"kind": "point", "levels": dict(zip(factors, p, strict=True))} for p in wanted}
+    return {"/".join(p): [{"kind": "point", "levels": dict(zip(factors, p, strict=True))}] for p in wanted}
 
 
 def test_effects_of_a_full_factorial():
@@ -554,10 +528,10 @@ def test_effects_of_a_fraction():
 def test_interactions_of_combinations():
     arms = {"base": truth(8.0), "only a": truth(4.0), "only b": truth(2.0), "both": truth(2.0)}
     places = {
-        "base": {"kind": "base"},
-        "only a": {"kind": "alone", "change": "a"},
-        "only b": {"kind": "alone", "change": "b"},
-        "both": {"kind": "combination", "changes": ["a", "b"]},
+        "base": [{"kind": "base"}],
+        "only a": [{"kind": "alone", "change": "a"}],
+        "only b": [{"kind": "alone", "change": "b"}],
+        "both": [{"kind": "combination", "changes": ["a", "b"]}],
     }
     found = summarise(document(arms, noise=0.02, runs=8, places=places, design="combinations"))["interactions"]
     save = next(entry for entry in found if entry["measure"] == "save")
@@ -572,6 +546,8 @@ def test_where_nothing_differs_nothing_is_recommended():
     draw = random.Random(1)
     false = 0
     for _ in range(60):
-        made = document({"torch": truth(), "a": truth(), "b": truth(), "c": truth()}, noise=0.1, seed=draw.random())
+        made = document(
+            {"torch": truth(), "a": truth(), "b": truth(), "c": truth()}, noise=0.1, seed=draw.randrange(10**9)
+        )
         false += any(word in ("helps", "hurts") for word in words(summarise(made)).values())
     assert false <= 6

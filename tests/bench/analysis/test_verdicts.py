@@ -1,4 +1,4 @@
-"""Verdicts: a difference is called one only if test, interval and placebo agree."""
+"""Verdicts: a difference is called one only if test, interval and control agree."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorkeep.bench.analysis.statistics import Comparison, compare, holm
-from tensorkeep.bench.analysis.verdicts import Noise, judge, noise_of
+from tensorkeep.bench.analysis.verdicts import judge, noise_of
+from tensorkeep.bench.results import Noise
 
 
 def comparison(gain: float, low: float | None, high: float | None, *, p: float = 0.01, n: int = 5) -> Comparison:
@@ -28,7 +29,7 @@ LOUD = Noise(0.8, 1.1, 1.25, 5)
         (comparison(0.6, 0.5, 0.7), 0.01, QUIET, "hurts"),
         (comparison(1.5, 1.3, 1.7), 0.05, QUIET, "within noise"),  # the test does not agree
         (comparison(1.5, 0.99, 1.7), 0.01, QUIET, "within noise"),  # the interval does not
-        (comparison(1.2, 1.1, 1.3), 0.01, LOUD, "within noise"),  # the placebo does not
+        (comparison(1.2, 1.1, 1.3), 0.01, LOUD, "within noise"),  # the control does not
         (comparison(0.81, 0.8, 0.82), 0.01, LOUD, "within noise"),
         (comparison(1.3, 1.26, 1.4), 0.01, LOUD, "helps"),
         (comparison(0.79, 0.75, 0.82), 0.01, LOUD, "hurts"),
@@ -38,30 +39,30 @@ LOUD = Noise(0.8, 1.1, 1.25, 5)
     ],
 )
 def test_words(found, p_holm, noise, word):
-    assert judge(found, p_holm, noise).word == word
+    assert judge(found, p_holm, noise)[0] == word
 
 
 def test_reasons_carry_the_figures():
-    assert judge(comparison(1.5, 1.3, 1.7), 0.01, LOUD).reason == (
+    assert judge(comparison(1.5, 1.3, 1.7), 0.01, LOUD)[1] == (
         "1.50 times better (95% 1.30-1.70, adjusted p 0.01), beyond the noise of 25%"
     )
-    assert judge(comparison(0.5, 0.4, 0.8), 0.00001, None).reason == (
+    assert judge(comparison(0.5, 0.4, 0.8), 0.00001, None)[1] == (
         "2.00 times worse (95% 1.25-2.50, adjusted p below 0.0001)"
     )
     assert (
-        judge(comparison(1.2, 1.1, 1.3), 0.01, LOUD).reason
-        == "the difference, 20%, is no larger than the placebo's: 25%"
+        judge(comparison(1.2, 1.1, 1.3), 0.01, LOUD)[1]
+        == "the difference, 20%, is no larger than the A/A control's: 25%"
     )
-    assert "95% 0.990-1.70, adjusted p 0.3" in judge(comparison(1.5, 0.99, 1.7), 0.3, None).reason
+    assert "95% 0.990-1.70, adjusted p 0.3" in judge(comparison(1.5, 0.99, 1.7), 0.3, None)[1]
     wild = Noise(0.1, 2.0, 10.0, 3)
-    assert judge(comparison(3.0, 2.0, 4.0), 0.01, wild).reason == (
-        "the difference, a factor of 3.00, is no larger than the placebo's: a factor of 10.0"
+    assert judge(comparison(3.0, 2.0, 4.0), 0.01, wild)[1] == (
+        "the difference, a factor of 3.00, is no larger than the A/A control's: a factor of 10.0"
     )
-    assert "0.1%" in judge(comparison(1.0005, 1.0004, 1.0006), 0.0, None).reason
-    assert judge(Comparison(1, 3.0, None, None, None, None), None, None).reason.startswith("1 block cannot")
+    assert "0.1%" in judge(comparison(1.0005, 1.0004, 1.0006), 0.0, None)[1]
+    assert judge(Comparison(1, 3.0, None, None, None, None), None, None)[1].startswith("1 block cannot")
 
 
-def test_noise_is_the_farther_end_of_the_placebo():
+def test_noise_is_the_farther_end_of_the_control():
     assert noise_of([comparison(0.95, 0.8, 1.1)]) == Noise(0.8, 1.1, 1.25, 5)
     assert noise_of([comparison(1.0, 0.99, 1.2)]).floor == 1.2
     assert noise_of([comparison(1.0, 0.99, 1.2), comparison(1.0, 0.5, 1.1, n=4)]) == Noise(0.5, 1.2, 2.0, 4)
@@ -76,20 +77,20 @@ def test_the_other_way_round_the_verdict_is_the_other(values, floor):
     one, other = compare(values), compare([-value for value in values])
     # At the very edge the last digit decides.
     if abs(abs(math.log(one.gain)) - math.log(max(floor, 1.001))) > 1e-9 and abs(one.p - 0.05) > 1e-9:
-        assert judge(other, other.p, noise).word == opposite[judge(one, one.p, noise).word]
+        assert judge(other, other.p, noise)[0] == opposite[judge(one, one.p, noise)[0]]
 
 
-@pytest.mark.parametrize(("blocks", "arms", "placebo"), [(3, 6, True), (5, 6, False), (5, 1, False)])
-def test_where_nothing_differs_a_difference_is_rarely_seen(blocks, arms, placebo):
+@pytest.mark.parametrize(("blocks", "arms", "control"), [(3, 6, True), (5, 6, False), (5, 1, False)])
+def test_where_nothing_differs_a_difference_is_rarely_seen(blocks, arms, control):
     """All arms do the same, and share a baseline: any verdict but "within noise" is an error, allowed 1 in 20 times."""
     draw = random.Random(2)
     wrong, experiments = 0, 600
     for _ in range(experiments):
         base = [draw.gauss(0, 0.05) for _ in range(blocks)]
         found = [compare([value - draw.gauss(0, 0.05) for value in base]) for _ in range(arms + 1)]
-        noise = noise_of([found.pop()]) if placebo else None
+        noise = noise_of([found.pop()]) if control else None
         adjusted = holm([comparison.p for comparison in found[:arms]])
-        judged = [judge(c, p, noise).word for c, p in zip(found[:arms], adjusted, strict=True)]
+        judged = [judge(c, p, noise)[0] for c, p in zip(found[:arms], adjusted, strict=True)]
         wrong += any(word != "within noise" for word in judged)
-    # Two standard errors above 30 (20,000 experiments gave 4.8%); beyond a placebo as well, it is rarer still.
-    assert wrong <= (30 if placebo else 41)
+    # Two standard errors above 30 (20,000 experiments gave 4.8%); beyond a control as well, it is rarer still.
+    assert wrong <= (30 if control else 41)

@@ -44,9 +44,9 @@ def settings_at(expansion, **place) -> dict:
     return by_place(expansion)[json.dumps(place)]
 
 
-def experiment(count: int, runs: int, seed: int = 0, placebo: bool = True):
+def experiment(count: int, runs: int, seed: int = 0, control: bool = True):
     arms = [{"name": f"arm {index}", "settings": {"index": index}} for index in range(count)]
-    return read({"arms": arms, "runs": runs, "seed": seed, "placebo": placebo}, Path("mine.json"))
+    return read({"arms": arms, "runs": runs, "seed": seed, "control": control}, Path("mine.json"))
 
 
 def test_one_at_a_time():
@@ -248,11 +248,11 @@ def test_what_a_fractional_design_takes():
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 12), st.integers(1, 8), st.integers(0, 2**32), st.booleans())
-def test_every_arm_runs_once_in_every_block(count, runs, seed, placebo):
-    planned = experiment(count, runs, seed, placebo)
+def test_every_arm_runs_once_in_every_block(count, runs, seed, control):
+    planned = experiment(count, runs, seed, control)
     cells = schedule(planned)
     names = sorted(arm.name for arm in planned.arms)
-    assert len(names) == count + placebo
+    assert len(names) == count + control
     assert [cell.order for cell in cells] == list(range(runs * len(names)))
     assert [cell.block for cell in cells] == sorted(cell.block for cell in cells)
     for block in range(runs):

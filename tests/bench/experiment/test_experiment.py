@@ -117,10 +117,10 @@ def test_a_shipped_experiment_reads_and_is_complete(name):
     planned = read_experiment(name, check_settings=make)
     assert (planned.name, planned.title) == (name, shipped()[name])
     assert len(planned.about) > 80
-    assert planned.placebo
+    assert planned.control
     assert planned.runs >= 3
     roles = [arm.role for arm in planned.arms]
-    assert roles[:2] == ["baseline", "placebo"]
+    assert roles[:2] == ["baseline", "control"]
     assert set(roles[2:]) == {"arm"}
     assert planned.arms[0].name == planned.baseline
     assert planned.arms[1].settings == planned.arms[0].settings
@@ -142,7 +142,7 @@ def described(name: str) -> dict[str, tuple]:
     """Return chunk, concurrency and compressor of the TensorStore arms of an experiment."""
     found = {}
     for arm in read_experiment(name).arms:
-        if arm.settings["tool"] == "tensorstore" and arm.role != "placebo":
+        if arm.settings["tool"] == "tensorstore" and arm.role != "control":
             keys = ("zarr", "dtype", "in_flight", "chunking")
             assert [arm.settings[key] for key in keys] == [2, "float32", "one", "halving"] or name == "claims"
             found[arm.name] = tuple(arm.settings[key] for key in ("chunk", "concurrency", "compressor"))
@@ -239,7 +239,7 @@ def test_a_suite_runs_as_it_is(written):
     assert (planned.name, planned.runs, planned.baseline) == ("phase4_config", 3, "baseline")
     assert planned.settings["save_dir"] == "saved_models/phase4_tests/"
     assert (planned.settings["model"], planned.notes) == (DEFAULT_MODEL, ())
-    assert [arm.name for arm in planned.arms if arm.role != "placebo"] == [name for name, *_ in SIX]
+    assert [arm.name for arm in planned.arms if arm.role != "control"] == [name for name, *_ in SIX]
     assert planned.arm("baseline").settings == {
         "tool": "tensorstore",
         "zarr": 2,
@@ -409,7 +409,7 @@ def test_a_file_of_ours_with_all_defaults(written):
         "baseline": "one",
         "runs": 5,
         "seed": 0,
-        "placebo": True,
+        "control": True,
         "limits": {"seconds": 1800, "memory_bytes": None},
         "factors": {},
         "aliases": [],
@@ -429,15 +429,15 @@ def test_a_file_of_ours_with_all_defaults(written):
             "role": "baseline",
             "settings": {"tool": "torch"},
             "about": "",
-            "place": {"kind": "arm"},
+            "places": [{"kind": "arm"}],
             "slow": False,
         },
         {
             "name": "one (again)",
-            "role": "placebo",
+            "role": "control",
             "settings": {"tool": "torch"},
-            "about": "The baseline once more, under another name: how far it lies from itself is noise.",
-            "place": {"kind": "placebo"},
+            "about": "The baseline again, as an A/A control: any difference is noise.",
+            "places": [{"kind": "control"}],
             "slow": False,
         },
     ]
@@ -445,7 +445,7 @@ def test_a_file_of_ours_with_all_defaults(written):
 
 def test_what_a_file_says_is_what_is_planned(written):
     content = mine(
-        title="T", about="A.", baseline="two", runs=2, seed=9, placebo=False, settings={"from": "x.pt", "into": True}
+        title="T", about="A.", baseline="two", runs=2, seed=9, control=False, settings={"from": "x.pt", "into": True}
     )
     planned = read_experiment(written({**content, "limits": {"seconds": None, "memory_bytes": 5}}))
     assert (planned.title, planned.about, planned.runs, planned.seed) == ("T", "A.", 2, 9)
@@ -505,9 +505,9 @@ ERRORS = [
         'write, for example, "seed": 0',
     ),
     (
-        mine(placebo=1),
-        'the experiment has "placebo": 1; it must be true or false',
-        'write, for example, "placebo": true',
+        mine(control=1),
+        'the experiment has "control": 1; it must be true or false',
+        'write, for example, "control": true',
     ),
     (
         mine(title=""),
@@ -543,7 +543,7 @@ ERRORS = [
     (mine(arms=mine()["arms"] * 2), "two arms are called 'one'", "give each a name of its own"),
     (
         mine(arms=[*mine()["arms"], {"name": "one (again)", "settings": {}}]),
-        "an arm is called 'one (again)', as the placebo is",
+        "an arm is called 'one (again)', as the A/A control is",
         "give it another name",
     ),
     (mine(arms=[{"name": f"a{i}", "settings": {}} for i in range(300)]), "has 300 arms, more than 256", "take fewer"),
@@ -738,12 +738,12 @@ def test_some_arms_of_a_design_are_no_design():
     assert planned.only([arm.name for arm in planned.arms]) is planned
     some = planned.only(["+raw", "tensorkeep"])
     assert (some.design, some.omitted) == ("arms", ())
-    assert [arm.place["kind"] for arm in some.arms] == ["arm", "placebo", "arm", "arm"]
+    assert [arm.place["kind"] for arm in some.arms] == ["arm", "control", "arm", "arm"]
 
 
-def test_with_and_without_a_placebo():
+def test_with_and_without_a_control():
     planned = read_experiment("six-way")
-    without_it = planned.with_placebo(False)
+    without_it = planned.with_control(False)
     assert [arm.role for arm in without_it.arms] == ["baseline", *["arm"] * 5]
-    assert not without_it.placebo
-    assert without_it.with_placebo(True) == planned
+    assert not without_it.control
+    assert without_it.with_control(True) == planned

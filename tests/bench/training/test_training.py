@@ -57,7 +57,7 @@ def test_a_cell_measures_speed_memory_and_loss_and_says_what_was_at_work(data: P
     assert all(value > 0 for value in outcome.figures.values())
     loop, length = CONFIG.loop, CONFIG.model.context_length
     assert outcome.figures[cell.TOKENS] == STEPS * loop.batch_size * length
-    assert "ran again" in outcome.seen["activation-checkpointing"]
+    assert "ran again" in outcome.observed["activation-checkpointing"]
     assert {"build", "gate", "evaluate"} <= outcome.clocks.keys()
 
 

@@ -17,105 +17,85 @@ Seconds are never compared: other hardware has other seconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from tensorkeep.bench.analysis.claims_made import ARMS_NEEDED, CLAIMS, NOT_HERE, Claim, Versus
+from tensorkeep.bench.analysis.claims_made import ARMS_NEEDED, CLAIMS, NOT_HERE, ArmPair, PublishedClaim
 from tensorkeep.bench.analysis.phrases import difference, interval, listed, number
-from tensorkeep.bench.analysis.samples import Arm, Samples, read_samples
+from tensorkeep.bench.analysis.samples import Samples
 from tensorkeep.bench.analysis.statistics import Comparison
 from tensorkeep.bench.analysis.verdicts import SMALLEST
-
-__all__ = ["ARMS_NEEDED", "check_claims", "has_claims"]
+from tensorkeep.bench.results import Arm, Claim, ClaimVerdict
 
 _TOLERANCE = 1.25
 _NO_CHANGE = 1.06
 _WIDEST = 4.0
-_NAME = "claims"
+_EXPERIMENT = "claims"
 _SAME = "what is claimed"
 _NOTHING = "no clear difference"
 _VAGUE = "an interval too wide to say"
 
 
-def has_claims(samples: Samples) -> bool:
-    """Return whether an experiment checks claims: it is called so, or has all arms that they need."""
-    return samples.experiment.get("name") == _NAME or ARMS_NEEDED.keys() <= {arm.name for arm in samples.arms}
+def check_claims(samples: Samples) -> Iterator[Claim]:
+    """Yield what the results say about each claim, if the experiment checks claims.
 
-
-def check_claims(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return what a results document says about each claim, as the results file has it.
-
-    Parameters
-    ----------
-    results : mapping
-        A results document whose arms include those of `ARMS_NEEDED`; claims whose arms it lacks are ``not run``.
-
-    Raises
-    ------
-    UsageError
-        If it is not a results document.
+    It does if it is called ``claims`` or has all arms of `ARMS_NEEDED`. Claims that lack an arm are ``not run``.
     """
-    samples = read_samples(results)
-    id, claim, theirs, reason = NOT_HERE
-    not_here = _entry(id, claim, theirs, "", None, "not run", reason)
-    return [*(_check(samples, claim) for claim in CLAIMS), not_here]
+    if samples.experiment.name == _EXPERIMENT or ARMS_NEEDED.keys() <= {arm.name for arm in samples.arms}:
+        for claim in CLAIMS:
+            yield _check(samples, claim)
+        yield NOT_HERE
 
 
-def _entry(
-    id: str, claim: str, theirs: str, ours: str, found: Comparison | None, verdict: str, reason: str
-) -> dict[str, Any]:
-    return {
-        "id": id,
-        "claim": claim,
-        "theirs": theirs,
-        "ours": ours,
-        "gain": found and found.gain,
-        "gain_low": found and found.low,
-        "gain_high": found and found.high,
-        "verdict": verdict,
-        "reason": reason,
-    }
-
-
-def _check(samples: Samples, claim: Claim) -> dict[str, Any]:
+def _check(samples: Samples, claim: PublishedClaim) -> Claim:
     needed = (claim.documented, *claim.isolating)
-    found = {versus: _compare(samples, versus) for versus in (*needed, *claim.also)}
-    ours = "; ".join(_told(samples, versus, comparison) for versus, comparison in found.items() if comparison)
-    obstacles = [obstacle for versus in needed if (obstacle := _obstacle(samples, versus, found[versus]))]
+    found = {pair: _compare(samples, pair) for pair in (*needed, *claim.also)}
+    ours = "; ".join(_described(samples, pair, comparison) for pair, comparison in found.items() if comparison)
+    obstacles = [obstacle for pair in needed if (obstacle := _obstacle(samples, pair, found[pair]))]
+    documented = found[claim.documented]
+    verdict: ClaimVerdict
     if obstacles:
         verdict, reason = "not run", "; ".join(dict.fromkeys(obstacles))
     else:
-        documented = _reading(found[claim.documented], claim)
-        isolated = [_reading(found[versus], claim) for versus in claim.isolating]
-        verdict, reason = _verdict(claim, documented, isolated)
-    return _entry(claim.id, claim.claim, claim.theirs, ours, found[claim.documented], verdict, reason)
+        isolated = [_reading(found[pair], claim) for pair in claim.isolating]
+        verdict, reason = _verdict(claim, _reading(documented, claim), isolated)
+    return Claim(
+        claim.id,
+        claim.claim,
+        claim.theirs,
+        ours,
+        verdict,
+        reason,
+        documented and documented.gain,
+        documented and documented.low,
+        documented and documented.high,
+    )
 
 
-def _compare(samples: Samples, versus: Versus) -> Comparison | None:
-    measure = samples.measure(versus.measure)
-    return None if measure is None else samples.compare(versus.arm, versus.over, measure)
+def _compare(samples: Samples, pair: ArmPair) -> Comparison | None:
+    measure = samples.results.measure(pair.measure)
+    return None if measure is None else samples.compare(pair.arm, pair.over, measure)
 
 
-def _obstacle(samples: Samples, versus: Versus, found: Comparison | None) -> str | None:
+def _obstacle(samples: Samples, pair: ArmPair, found: Comparison | None) -> str | None:
     """Return why a comparison cannot be judged; None if it can."""
     arms = {arm.name: arm for arm in samples.arms}
-    missing = [name for name in (versus.over, versus.arm) if name not in arms]
+    missing = [name for name in (pair.over, pair.arm) if name not in arms]
     if missing:
         return f"the experiment has no {listed(missing)}"
     if found is None:
-        return _why_no_figures(samples, versus)
-    others = _other_differences(arms[versus.over], arms[versus.arm], versus.changed)
+        return _why_no_figures(samples, pair)
+    others = _other_differences(arms[pair.over], arms[pair.arm], pair.changed)
     if others:
-        return f"{versus.over} and {versus.arm} differ in {listed(others)}, too: the cause is not isolated"
+        return f"{pair.over} and {pair.arm} also differ in {listed(others)}: the cause is not isolated"
     return None if found.low is not None else "one block gives no interval: use --runs 5"
 
 
-def _why_no_figures(samples: Samples, versus: Versus) -> str:
-    for name in (versus.over, versus.arm):
+def _why_no_figures(samples: Samples, pair: ArmPair) -> str:
+    for name in (pair.over, pair.arm):
         failures = samples.failures(name)
         if failures:
             return f"{name}: {failures[0].reason or failures[0].status}"
-    return f"{versus.over} and {versus.arm} have no block with {versus.measure} of both"
+    return f"{pair.over} and {pair.arm} have no block with {pair.measure} of both"
 
 
 def _other_differences(one: Arm, other: Arm, changed: frozenset[str] | None) -> Sequence[str]:
@@ -125,7 +105,7 @@ def _other_differences(one: Arm, other: Arm, changed: frozenset[str] | None) -> 
     return [key for key in keys if key not in changed and one.settings.get(key) != other.settings.get(key)]
 
 
-def _reading(found: Comparison | None, claim: Claim) -> str:
+def _reading(found: Comparison | None, claim: PublishedClaim) -> str:
     """Return what a comparison says about a claim: `_SAME`, or in which way it differs."""
     if found is None or found.low is None or found.high is None:
         raise ValueError("a comparison without an interval says nothing")
@@ -147,12 +127,12 @@ def _reading(found: Comparison | None, claim: Claim) -> str:
     return _SAME if high / low <= _WIDEST else _VAGUE
 
 
-def _claims_no_change(claim: Claim) -> bool:
+def _claims_no_change(claim: PublishedClaim) -> bool:
     # Sizes have no noise: 2% fewer bytes are a claim that they are fewer.
     return claim.documented.measure != "stored" and 1 / _NO_CHANGE < claim.gain[0] < _NO_CHANGE
 
 
-def _verdict(claim: Claim, documented: str, isolated: Sequence[str]) -> tuple[str, str]:
+def _verdict(claim: PublishedClaim, documented: str, isolated: Sequence[str]) -> tuple[ClaimVerdict, str]:
     agree = all(reading == _SAME for reading in (isolated or [documented]))
     shown = f"the documented arms show {documented}"
     if isolated:
@@ -166,10 +146,10 @@ def _verdict(claim: Claim, documented: str, isolated: Sequence[str]) -> tuple[st
     return ("confounded" if agree or documented == _SAME else "not reproduced"), reason
 
 
-def _told(samples: Samples, versus: Versus, found: Comparison) -> str:
-    measure = samples.measure(versus.measure)
-    label = measure.label if measure else versus.measure
-    head = f"{versus.arm} against {versus.over}, {label}: "
+def _described(samples: Samples, pair: ArmPair, found: Comparison) -> str:
+    measure = samples.results.measure(pair.measure)
+    label = measure.label if measure else pair.measure
+    head = f"{pair.arm} against {pair.over}, {label}: "
     if measure is not None and measure.unit == "B":
         return f"{head}{number(1 / found.gain)} of the bytes"
     if found.gain >= 1:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tensorkeep.bench.results import Claim
+
 ARMS_NEEDED: dict[str, str] = {
     "pytorch": "torch.save and torch.load as documented; `returned` without fsync, `save` with it",
     "tensorstore": "zarr 2, float32, chunks of min(64, d), compressor key omitted (Blosc-LZ4), default concurrency, "
@@ -29,7 +31,7 @@ ARMS_NEEDED: dict[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Versus:
+class ArmPair:
     """One arm against another in one measure; ``changed`` are the settings in which alone they may differ."""
 
     measure: str
@@ -39,7 +41,7 @@ class Versus:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class PublishedClaim:
     """One figure of a claim.
 
     Attributes
@@ -47,8 +49,8 @@ class Claim:
     id, claim, theirs : str
     gain : tuple of float
         Lowest and highest claimed gain, most often the same: how many times better the arm is.
-    documented : Versus
-    isolating, also : tuple of Versus
+    documented : ArmPair
+    isolating, also : tuple of ArmPair
     mixed : str
         What else differs, even between the isolating arms; "" if nothing does.
     wrong : str
@@ -59,9 +61,9 @@ class Claim:
     claim: str
     theirs: str
     gain: tuple[float, float]
-    documented: Versus
-    isolating: tuple[Versus, ...]
-    also: tuple[Versus, ...] = ()
+    documented: ArmPair
+    isolating: tuple[ArmPair, ...]
+    also: tuple[ArmPair, ...] = ()
     mixed: str = ""
     wrong: str = ""
 
@@ -80,161 +82,161 @@ def _gain(before: float, after: float) -> tuple[float, float]:
     return before / after, before / after
 
 
-def _one(measure: str, over: str, arm: str, changed: frozenset[str] | None = None) -> tuple[Versus, ...]:
-    return (Versus(measure, over, arm, changed),)
+def _one(measure: str, over: str, arm: str, changed: frozenset[str] | None = None) -> tuple[ArmPair, ...]:
+    return (ArmPair(measure, over, arm, changed),)
 
 
-def _chunks(measure: str) -> tuple[Versus, ...]:
+def _chunks(measure: str) -> tuple[ArmPair, ...]:
     return (
-        Versus(measure, "tensorstore-raw", "tensorstore-chunks", _CHUNKS),
-        Versus(measure, "tensorstore-concurrency-1", "tensorstore-chunks-concurrency-1", _CHUNKS),
+        ArmPair(measure, "tensorstore-raw", "tensorstore-chunks", _CHUNKS),
+        ArmPair(measure, "tensorstore-concurrency-1", "tensorstore-chunks-concurrency-1", _CHUNKS),
     )
 
 
-def _concurrency(measure: str) -> tuple[Versus, ...]:
+def _concurrency(measure: str) -> tuple[ArmPair, ...]:
     return _one(measure, "tensorstore-concurrency-1", "tensorstore-concurrency-128", _CONCURRENCY)
 
 
-def _more_concurrency(measure: str) -> tuple[Versus, ...]:
+def _more_concurrency(measure: str) -> tuple[ArmPair, ...]:
     return (
-        Versus(measure, "tensorstore-raw", "tensorstore-concurrency-128", _CONCURRENCY),
-        Versus(measure, "tensorstore-chunks-concurrency-1", "tensorstore-chunks-concurrency-128", _CONCURRENCY),
+        ArmPair(measure, "tensorstore-raw", "tensorstore-concurrency-128", _CONCURRENCY),
+        ArmPair(measure, "tensorstore-chunks-concurrency-1", "tensorstore-chunks-concurrency-128", _CONCURRENCY),
     )
 
 
-def _gzip(measure: str) -> tuple[Versus, ...]:
+def _gzip(measure: str) -> tuple[ArmPair, ...]:
     return _one(measure, "tensorstore-raw", "tensorstore-gzip", _COMPRESSOR)
 
 
-CLAIMS: tuple[Claim, ...] = (
-    Claim(
+CLAIMS: tuple[PublishedClaim, ...] = (
+    PublishedClaim(
         "1a",
         "T5X takes 9.3 times as long as PyTorch to save",
         "61.8 s against 6.66 s",
         _gain(6.659, 61.771),
-        Versus("returned", "pytorch", "t5x"),
+        ArmPair("returned", "pytorch", "t5x"),
         _one("save", "pytorch", "t5x"),
         mixed=_CONVERTED,
         wrong=_UNSYNCED,
     ),
-    Claim(
+    PublishedClaim(
         "1b",
         "T5X takes 7.9 times as long as PyTorch to load",
         "26.2 s against 3.32 s",
         _gain(3.322, 26.192),
-        Versus("load_warm", "pytorch", "t5x"),
+        ArmPair("load_warm", "pytorch", "t5x"),
         _one("load_cold", "pytorch", "t5x"),
         mixed=_CONVERTED,
         wrong=_CACHED,
     ),
-    Claim(
+    PublishedClaim(
         "1c",
         "basic TensorStore takes 20 times as long as PyTorch to save",
         "134 s against 6.66 s",
         _gain(6.659, 134.369),
-        Versus("returned", "pytorch", "tensorstore"),
+        ArmPair("returned", "pytorch", "tensorstore"),
         _one("save", "pytorch", "tensorstore"),
         _one("returned", "pytorch", "tensorstore-no-sync"),
         mixed=_CONVERTED,
         wrong=_UNSYNCED,
     ),
-    Claim(
+    PublishedClaim(
         "1d",
         "basic TensorStore takes 5.8 times as long as PyTorch to load",
         "19.3 s against 3.32 s",
         _gain(3.322, 19.283),
-        Versus("load_warm", "pytorch", "tensorstore"),
+        ArmPair("load_warm", "pytorch", "tensorstore"),
         _one("load_cold", "pytorch", "tensorstore"),
         mixed=_CONVERTED,
         wrong=_CACHED,
     ),
-    Claim(
+    PublishedClaim(
         "2",
         "T5X saves 54% faster than basic TensorStore",
         "61.8 s against 134 s",
         _gain(134.369, 61.771),
-        Versus("save", "tensorstore", "t5x"),
+        ArmPair("save", "tensorstore", "t5x"),
         (),
         (
-            Versus("save", "tensorstore-raw", "tensorstore-chunks", _CHUNKS),
+            ArmPair("save", "tensorstore-raw", "tensorstore-chunks", _CHUNKS),
             *_concurrency("save"),
-            Versus("save", "tensorstore", "tensorstore-gzip", _COMPRESSOR),
+            ArmPair("save", "tensorstore", "tensorstore-gzip", _COMPRESSOR),
         ),
         mixed="chunks, concurrency and compressor change at once",
         wrong=_OMITTED,
     ),
-    Claim(
+    PublishedClaim(
         "3a",
         "larger chunks alone take 52.6% off the time to save",
         "67.9 s against 143 s",
         _gain(143.118, 67.890),
-        Versus("save", "tensorstore", "tensorstore-chunks-concurrency-1"),
+        ArmPair("save", "tensorstore", "tensorstore-chunks-concurrency-1"),
         _chunks("save"),
         wrong=_OMITTED,
     ),
-    Claim(
+    PublishedClaim(
         "3b",
         "larger chunks alone add 22% to the time to load",
         "21.5 s against 17.5 s",
         _gain(17.530, 21.450),
-        Versus("load_warm", "tensorstore", "tensorstore-chunks-concurrency-1"),
+        ArmPair("load_warm", "tensorstore", "tensorstore-chunks-concurrency-1"),
         _chunks("load_warm"),
         wrong=_OMITTED,
     ),
-    Claim(
+    PublishedClaim(
         "4a",
         "concurrency 128 alone takes 31% off the time to save",
         "98.5 s against 143 s",
         _gain(143.118, 98.450),
-        Versus("save", "tensorstore", "tensorstore-concurrency-128"),
+        ArmPair("save", "tensorstore", "tensorstore-concurrency-128"),
         _concurrency("save"),
         _more_concurrency("save"),
         wrong="the default concurrency is not 1, and arrays were written one after the other, so that 128 could only "
         "help within one array",
     ),
-    Claim(
+    PublishedClaim(
         "4b",
         "concurrency 128 alone takes 5% off the time to load",
         "16.7 s against 17.5 s",
         _gain(17.530, 16.680),
-        Versus("load_warm", "tensorstore", "tensorstore-concurrency-128"),
+        ArmPair("load_warm", "tensorstore", "tensorstore-concurrency-128"),
         _concurrency("load_warm"),
         _more_concurrency("load_warm"),
         wrong="one run each: 5% is less than runs of one thing differ by",
     ),
-    Claim(
+    PublishedClaim(
         "5a",
         "gzip alone adds 1.8% to the time to save",
         "146 s against 143 s",
         _gain(143.118, 145.670),
-        Versus("save", "tensorstore", "tensorstore-gzip-concurrency-1"),
+        ArmPair("save", "tensorstore", "tensorstore-gzip-concurrency-1"),
         _gzip("save"),
         wrong=_OMITTED,
     ),
-    Claim(
+    PublishedClaim(
         "5b",
         "gzip alone adds 42% to the time to load",
         "24.9 s against 17.5 s",
         _gain(17.530, 24.890),
-        Versus("load_warm", "tensorstore", "tensorstore-gzip-concurrency-1"),
+        ArmPair("load_warm", "tensorstore", "tensorstore-gzip-concurrency-1"),
         _gzip("load_warm"),
         wrong=_OMITTED,
     ),
-    Claim(
+    PublishedClaim(
         "5c",
         "gzip alone makes files 2 to 5% smaller",
         "2.52 GiB against 2.58 GiB",
         (1 / 0.98, 1 / 0.95),
-        Versus("stored", "tensorstore", "tensorstore-gzip-concurrency-1"),
+        ArmPair("stored", "tensorstore", "tensorstore-gzip-concurrency-1"),
         _gzip("stored"),
         wrong=_OMITTED,
     ),
-    Claim(
+    PublishedClaim(
         "6",
         "TensorStore's files are 5.5% smaller than PyTorch's, \"without compression\"",
         "2.58 GiB against 2.73 GiB",
         _gain(2.73, 2.58),
-        Versus("stored", "pytorch", "tensorstore"),
+        ArmPair("stored", "pytorch", "tensorstore"),
         _one("stored", "pytorch", "tensorstore-keep-dtype"),
         _one("stored", "pytorch", "tensorstore-raw"),
         wrong=f"{_OMITTED}; PyTorch's format has no compression; float32 doubles the bytes",
@@ -242,10 +244,13 @@ CLAIMS: tuple[Claim, ...] = (
 )
 """All claims that checkpoints can answer, part by part."""
 
-NOT_HERE = (
-    "7",
-    "8-bit optimizer and activation checkpointing give 6.14x and 11.15x the throughput, 64.8% and 78.1% less memory",
-    "small model with batch 256; GPT-2 with batch 32",
-    "it is about training, which checkpoints say nothing about: it belongs to `tensorkeep bench training`",
+NOT_HERE = Claim(
+    id="7",
+    claim="8-bit optimizer and activation checkpointing give 6.14x and 11.15x the throughput, "
+    "64.8% and 78.1% less memory",
+    theirs="small model with batch 256; GPT-2 with batch 32",
+    ours="",
+    verdict="not run",
+    reason="checkpoints cannot answer it: measure it with `tensorkeep bench training`",
 )
-"""Id, claim, figures and reason of the claim that is not checked here."""
+"""The claim about training, which no arm here checks."""

@@ -1,6 +1,6 @@
-"""What a design was made for: steps on the way to the full stack, effects of factors, interactions of combinations.
+"""What a design was made for: steps to the full stack, effects of factors, interactions of combinations.
 
-Everything is computed within each block, on a log scale, and summed up over the blocks as every other ratio is.
+Everything is computed within each block, on a log scale, and summarised over the blocks like every other ratio.
 """
 
 from __future__ import annotations
@@ -8,187 +8,157 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
-from tensorkeep.bench.analysis.samples import Arm, Measure, Samples
+from tensorkeep.bench.analysis.samples import Samples
 from tensorkeep.bench.analysis.statistics import compare
+from tensorkeep.bench.results import Effect, Interaction, Measure, Step
 
 Levels = tuple[int, ...]
-Point = Mapping[Levels, float]
-"""The logs of one block, larger is better, by the indexes of the levels."""
+"""A point of a factorial design: the index of each factor's level."""
 
 
-def steps_of(samples: Samples) -> list[dict[str, Any]]:
-    """Return each step of the design "steps" for each primary measure, as the results file has them."""
-    stairs = sorted(_steps(samples), key=lambda step: step[0])
-    base = samples.standing(kind="base")
-    if not stairs or base is None:
-        return []
-    arms = [base, *(arm for _, _, arm in stairs)]
-    return [
-        _step(samples, change, arms, place, measure)
-        for measure in _primary(samples)
-        for place, (_, change, _) in enumerate(stairs, start=1)
-    ]
+def steps_of(samples: Samples) -> Iterator[Step]:
+    """Yield each step of the design ``steps``, for each primary measure."""
+    base = samples.arm_at("base")
+    steps = sorted(
+        (place.index, place.change, arm.name) for arm in samples.arms for place in arm.places if place.kind == "step"
+    )
+    if not steps or base is None:
+        return
+    arms = [base.name, *(arm for _, _, arm in steps)]
+    for measure in samples.primary:
+        for index, (_, change, _) in enumerate(steps, start=1):
+            yield _step(samples, change, arms, index, measure)
 
 
-def _steps(samples: Samples) -> Iterable[tuple[int, str, Arm]]:
-    for arm in samples.arms:
-        for at in arm.places:
-            if at.get("kind") == "step":
-                yield at["index"], str(at.get("change")), arm
-
-
-def _step(samples: Samples, change: str, arms: Sequence[Arm], index: int, measure: Measure) -> dict[str, Any]:
-    base, before, arm, last = arms[0].name, arms[index - 1].name, arms[index].name, arms[-1].name
+def _step(samples: Samples, change: str, arms: Sequence[str], index: int, measure: Measure) -> Step:
+    base, before, arm, last = arms[0], arms[index - 1], arms[index], arms[-1]
     step = samples.compare(arm, before, measure)
     so_far = samples.compare(arm, base, measure)
-    alone, why_not_alone = _other(samples, "alone", change)
-    without, why_not_without = _other(samples, "without", change)
-    added = samples.compare(alone, base, measure) if alone else None
-    missed = samples.compare(last, without, measure) if without else None
-    share, why_no_share = _share(samples.log_gains(arm, before, measure), samples.log_gains(last, base, measure))
+    alone, why_not_alone = _arm_at(samples, "alone", change)
+    without, why_not_without = _arm_at(samples, "without", change)
+    gain_alone = samples.compare(alone, base, measure) if alone else None
+    gain_without = samples.compare(last, without, measure) if without else None
+    fraction = _fraction(samples.log_gains(arm, before, measure), samples.log_gains(last, base, measure))
     notes = [
         *([] if step else [f"{change}: {arm} and {before} have no block in common"]),
-        *([] if added else [f"alone: {why_not_alone}"]),
-        *([] if missed else [f"without: {why_not_without}"]),
-        *([] if share is not None else [f"share: {why_no_share}"]),
+        *([] if gain_alone else [f"alone: {why_not_alone}"]),
+        *([] if gain_without else [f"without: {why_not_without}"]),
+        *([f"fraction: {fraction}"] if isinstance(fraction, str) else []),
     ]
-    return {
-        "change": change,
-        "arm": arm,
-        "measure": measure.name,
-        "gain_from_previous": step and step.gain,
-        "gain_from_previous_low": step and step.low,
-        "gain_from_previous_high": step and step.high,
-        "gain_from_base": so_far and so_far.gain,
-        "share": share,
-        "alone": added and added.gain,
-        "without": missed and missed.gain,
-        "notes": notes,
-    }
+    return Step(
+        change=change,
+        arm=arm,
+        measure=measure.name,
+        gain_from_previous=step and step.gain,
+        gain_from_previous_low=step and step.low,
+        gain_from_previous_high=step and step.high,
+        gain_from_base=so_far and so_far.gain,
+        fraction=None if isinstance(fraction, str) else fraction,
+        alone=gain_alone and gain_alone.gain,
+        without=gain_without and gain_without.gain,
+        notes=tuple(notes),
+    )
 
 
-def _other(samples: Samples, kind: str, change: str) -> tuple[str | None, str]:
-    """Return the arm that has only this change, or all but it, and what to say if it has no figures."""
-    arm = samples.standing(kind=kind, change=change)
+def _arm_at(samples: Samples, kind: str, change: str) -> tuple[str | None, str]:
+    """Return the arm that has only this change, or all but it, and the reason to give if it has no figures."""
+    arm = samples.arm_at(kind, change)
     if arm is not None:
         return arm.name, f"{arm.name} has no figures"
-    for entry in samples.experiment["omitted"]:
-        if (entry["place"].get("kind"), entry["place"].get("change")) == (kind, change):
-            return None, entry["reason"]
+    for omitted in samples.experiment.omitted:
+        if (omitted.place.kind, omitted.place.change) == (kind, change):
+            return None, omitted.reason
     return None, "it was not planned"
 
 
-def _share(step: Sequence[float], whole: Sequence[float]) -> tuple[float | None, str]:
-    if not step or not whole:
-        return None, "the whole way, or this step, has no figures"
-    way = compare(whole)
-    if min(way.gain, way.low or way.gain) <= 1:
-        return None, "the full stack is not shown to be better than the base"
-    return (sum(step) / len(step)) / (sum(whole) / len(whole)), ""
+def _fraction(step: Sequence[float], total: Sequence[float]) -> float | str:
+    """Return which fraction of the total log gain a step contributes, or why that is not defined."""
+    if not step or not total:
+        return "this step, or the full stack, has no figures"
+    full = compare(total)
+    if min(full.gain, full.low or full.gain) <= 1:
+        return "the full stack is not shown to be better than the base"
+    return (sum(step) / len(step)) / (sum(total) / len(total))
 
 
-def interactions_of(samples: Samples) -> list[dict[str, Any]]:
-    """Return, for each combination and primary measure, what it gave against the product of its changes alone."""
-    base = samples.standing(kind="base")
-    found = []
+def interactions_of(samples: Samples) -> Iterator[Interaction]:
+    """Yield, for each combination and primary measure, its gain against the product of its changes' single gains."""
+    base = samples.arm_at("base")
     for arm in samples.arms:
-        for at in arm.places:
-            if at.get("kind") == "combination" and base is not None:
-                changes = at["changes"]
-                singles = [samples.standing(kind="alone", change=change) for change in changes]
-                names = [single.name for single in singles if single is not None]
-                if names and len(names) == len(changes):
-                    parts = (base.name, names)
-                    found += [_interaction(samples, arm.name, changes, *parts, m) for m in _primary(samples)]
-    return found
+        for place in arm.places:
+            if place.kind == "combination" and base is not None:
+                singles = [single.name for change in place.changes if (single := samples.arm_at("alone", change))]
+                if singles and len(singles) == len(place.changes):
+                    for measure in samples.primary:
+                        yield _interaction(samples, arm.name, place.changes, base.name, singles, measure)
 
 
 def _interaction(
-    samples: Samples, arm: str, changes: list[str], base: str, singles: list[str], measure: Measure
-) -> dict[str, Any]:
+    samples: Samples, arm: str, changes: tuple[str, ...], base: str, singles: list[str], measure: Measure
+) -> Interaction:
     logs = {name: samples.logs(name, measure) for name in (base, arm, *singles)}
     blocks = sorted(set.intersection(*(set(found) for found in logs.values())))
+    if not blocks:
+        return Interaction(changes, arm, measure.name)
     together = [logs[arm][block] - logs[base][block] for block in blocks]
     product = [sum(logs[single][block] - logs[base][block] for single in singles) for block in blocks]
-    extra = compare([a - b for a, b in zip(together, product, strict=True)]) if blocks else None
-    return {
-        "changes": changes,
-        "arm": arm,
-        "measure": measure.name,
-        "gain": compare(together).gain if blocks else None,
-        "product": compare(product).gain if blocks else None,
-        "ratio": extra and extra.gain,
-        "low": extra and extra.low,
-        "high": extra and extra.high,
-    }
+    ratio = compare([a - b for a, b in zip(together, product, strict=True)])
+    gain, expected = compare(together).gain, compare(product).gain
+    return Interaction(changes, arm, measure.name, gain, expected, ratio.gain, ratio.low, ratio.high)
 
 
-def effects_of(samples: Samples) -> list[dict[str, Any]]:
-    """Return main effects and interactions of two factors, for factorial and fractional designs.
+def effects_of(samples: Samples) -> Iterator[Effect]:
+    """Yield main effects and two-factor interactions of factorial and fractional designs.
 
     An effect compares the last level of a factor with its first. In a full factorial it is the mean over all settings
-    of the other factors that a block has both levels of. In a fraction there are no such pairs: it is the contrast of a
-    whole block, a block with a missing point does not count, and ``aliases`` lists what it cannot be told apart from.
+    of the other factors for which a block has both levels. A fraction has no such pairs: the effect is the contrast of
+    a whole block, a block with a missing point does not count, and ``aliases`` lists what it is confounded with.
     """
-    factors = samples.experiment["factors"]
+    factors = samples.experiment.factors
     points = _points(samples, factors)
     if not points:
-        return []
-    fraction = samples.experiment.get("design") == "fractional"
+        return
+    fractional = samples.experiment.design == "fractional"
     names = list(factors)
-    wanted = [[name] for name in names] + [list(pair) for pair in itertools.combinations(names, 2)]
     sizes = [len(levels) for levels in factors.values()]
-    return [
-        _effect(
-            samples, effect, [names.index(name) for name in effect], points, sizes if not fraction else None, measure
-        )
-        for measure in _primary(samples)
-        for effect in wanted
-    ]
+    for measure in samples.primary:
+        blocks: dict[int, dict[Levels, float]] = defaultdict(dict)
+        for arm, levels in points.items():
+            for block, log in samples.logs(arm, measure).items():
+                blocks[block][levels] = log
+        for effect in [*((name,) for name in names), *itertools.combinations(names, 2)]:
+            axes = [names.index(name) for name in effect]
+            found = [
+                _contrast(block, axes, len(points)) if fractional else _paired(block, axes, sizes)
+                for block in blocks.values()
+            ]
+            logs = [value for value in found if value is not None]
+            gain = compare(logs) if logs else None
+            aliases = next((group for group in samples.experiment.aliases if effect in group), ())
+            yield Effect(
+                effect,
+                measure.name,
+                gain and gain.gain,
+                gain and gain.low,
+                gain and gain.high,
+                tuple(other for other in aliases if other != effect),
+            )
 
 
-def _points(samples: Samples, factors: Mapping[str, Sequence[object]]) -> dict[str, Levels]:
-    """Return the level indexes of each arm that is a point of the design."""
+def _points(samples: Samples, factors: Mapping[str, Sequence[str]]) -> dict[str, Levels]:
+    """Return the point of the design at which each arm stands."""
     points = {}
     for arm in samples.arms:
-        for at in arm.places:
-            if at.get("kind") == "point" and arm.role != "placebo":
-                levels = at["levels"]
-                if all(levels.get(name) in known for name, known in factors.items()):
-                    points[arm.name] = tuple(known.index(levels[name]) for name, known in factors.items())
+        for place in arm.places:
+            if place.kind == "point" and all(place.levels.get(name) in known for name, known in factors.items()):
+                points[arm.name] = tuple(known.index(place.levels[name]) for name, known in factors.items())
     return points
 
 
-def _effect(
-    samples: Samples,
-    effect: list[str],
-    axes: list[int],
-    points: Mapping[str, Levels],
-    sizes: Sequence[int] | None,
-    measure: Measure,
-) -> dict[str, Any]:
-    blocks: dict[int, dict[Levels, float]] = defaultdict(dict)
-    for arm, levels in points.items():
-        for block, log in samples.logs(arm, measure).items():
-            blocks[block][levels] = log
-    found = [_contrast(b, axes, len(points)) if sizes is None else _paired(b, axes, sizes) for b in blocks.values()]
-    logs = [value for value in found if value is not None]
-    summed = compare(logs) if logs else None
-    return {
-        "factors": effect,
-        "measure": measure.name,
-        "gain": summed and summed.gain,
-        "low": summed and summed.low,
-        "high": summed and summed.high,
-        "aliases": _aliases(samples.experiment["aliases"], effect),
-    }
-
-
-def _paired(block: Point, axes: list[int], sizes: Sequence[int]) -> float | None:
-    """Return the mean, over the settings of the other factors, of last level against first (or of what two add)."""
+def _paired(block: Mapping[Levels, float], axes: list[int], sizes: Sequence[int]) -> float | None:
+    """Return the mean, over the settings of the other factors, of last level against first (or of an interaction)."""
     values = []
     for levels in block:
         if any(levels[axis] for axis in axes):
@@ -205,20 +175,9 @@ def _paired(block: Point, axes: list[int], sizes: Sequence[int]) -> float | None
     return sum(values) / len(values) if values else None
 
 
-def _contrast(block: Point, axes: list[int], points: int) -> float | None:
-    """Return the same from a fraction of two-level points: a contrast of the whole block, if it is whole."""
+def _contrast(block: Mapping[Levels, float], axes: list[int], points: int) -> float | None:
+    """Return the effect from a fraction of two-level points: a contrast of the block, None if a point is missing."""
     if len(block) < points:
         return None
     signed = (math.prod(1 if levels[axis] else -1 for axis in axes) * value for levels, value in block.items())
     return math.fsum(signed) * float(2 ** len(axes)) / points
-
-
-def _aliases(groups: Sequence[list[list[str]]], effect: list[str]) -> list[list[str]]:
-    for group in groups:
-        if effect in group:
-            return [other for other in group if other != effect]
-    return []
-
-
-def _primary(samples: Samples) -> list[Measure]:
-    return [measure for measure in samples.measures if measure.primary]

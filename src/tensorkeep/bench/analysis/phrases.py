@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_GATES = {"training": "it was not active, or did not compute what it should"}
+NEAR, FAR = 0.01, 100.0
+"""Where the ends of a very wide interval are cut off."""
 
 
-def gate_words(workload: object) -> str:
-    """Return what the failed gate of a workload means; the checkpoints' is that of results that name none."""
-    return _GATES.get(str(workload), "what came back was not what was saved")
+def gate_words(workload: str) -> str:
+    """Return what the failed gate of a workload means."""
+    if workload == "training":
+        return "the technique was not active, or changed what is computed"
+    return "the loaded state differs from the saved one"
 
 
 def number(value: float) -> str:
@@ -27,6 +30,14 @@ def number(value: float) -> str:
 def interval(low: float | None, high: float | None) -> str:
     """Return ``95% 2.31-3.52``, or that one block gives none."""
     return "one block, no interval" if low is None or high is None else f"95% {number(low)}-{number(high)}"
+
+
+def wide_interval(low: float, high: float) -> str:
+    """Return ``2.31 to 3.52``; the ends of an interval that spans more than a factor of 100 are cut off."""
+    wide = high > low * FAR
+    below = f"<{NEAR:g}" if wide and low < NEAR else number(low)
+    above = f">{FAR:g}" if wide and high > FAR else number(high)
+    return f"{below} to {above}"
 
 
 def difference(ratio: float) -> str:

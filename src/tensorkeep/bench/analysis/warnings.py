@@ -1,82 +1,92 @@
-"""What a reader of the results has to know before believing them, each with what to do about it.
+"""What a reader must know before believing the results, each with the next step.
 
-Every function looks for one thing and yields warnings, pairs of text and remedy.
+Every function looks for one problem and yields a `Caution` for each time it finds it.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
-from typing import Any
 
-from tensorkeep.bench.analysis.phrases import counted, difference, gate_words, listed, number
-from tensorkeep.bench.analysis.samples import OK, Measure, Samples
+from tensorkeep.bench.analysis.phrases import counted, difference, gate_words, listed, number, wide_interval
+from tensorkeep.bench.analysis.samples import Samples
 from tensorkeep.bench.analysis.statistics import blocks_needed
-from tensorkeep.bench.analysis.verdicts import SMALLEST, Noise
+from tensorkeep.bench.analysis.verdicts import SMALLEST
+from tensorkeep.bench.results import Caution, Measure, Noise, Statistics
 from tensorkeep.units import format_bytes, format_seconds
 
-Caution = tuple[str, str]
-Statistics = Mapping[str, Mapping[str, Mapping[str, Any]]]
-"""Arm -> measure -> statistics, as the summary has them."""
+StatisticsByArm = Mapping[str, Mapping[str, Statistics]]
+"""Arm -> measure -> statistics."""
 
 _NOISY = 0.10
 _WIDE = 1.05
 _HOPELESS = 10.0
-_NEAR, _FAR = 0.01, 100.0
 _OUTLYING = math.log(1.2)
 _SLOW_START = math.log(1.1)
 _TOO_SHORT = 0.05
 _MORE_RUNS = 10
-_MOST_SHOWN = 6
 
 _FAILED = {
     "failed": "failed",
-    "timeout": "took longer than a cell may",
-    "memory": "needed more memory than a cell may have",
+    "timeout": "exceeded the time limit of a cell",
+    "memory": "exceeded the memory limit of a cell",
     "disk": "the disk was full",
     "not-run": "not run",
 }
 _REMEDIES = {
-    "gate": "do not use it for this state; the reason of its cells says what differed",
-    "failed": "run the command of its cell by itself to see the whole error",
-    "timeout": "allow a cell more seconds, or take a smaller model",
-    "memory": "allow a cell more memory, or take a smaller model",
+    "gate": "do not use it for this state; the reason of its cells names the difference",
+    "failed": "run the command of its cell by itself to see the full error",
+    "timeout": "raise --time-limit, or use a smaller model",
+    "memory": "raise --memory-limit, or use a smaller model",
     "disk": "free some space, or measure on another disk",
-    "not-run": "give what is missing, or leave these arms out",
+    "not-run": "install or provide what is missing, or leave these arms out",
 }
 
 
-def cautions(samples: Samples, statistics: Statistics, noise: Mapping[str, Noise | None]) -> list[dict[str, str]]:
-    """Return all warnings, the gravest first, as the results file has them."""
-    found = [
-        *_unreached(samples),
-        *_failures(samples),
-        *_missing_measures(samples),
-        *_no_placebo(samples),
-        *_wide_placebo(samples, statistics, noise),
-        *_noisy_runs(samples, statistics),
-        *_odd_blocks(samples),
-        *_too_few(samples, statistics, noise),
-        *_smaller_subjects(samples),
-        *_too_short(samples, statistics),
-    ]
-    return [{"text": text, "remedy": remedy} for text, remedy in found]
+def cautions(samples: Samples, statistics: StatisticsByArm, noise: Mapping[str, Noise | None]) -> Iterator[Caution]:
+    """Yield all warnings, the gravest first."""
+    yield from _unreached(samples)
+    yield from _failures(samples)
+    yield from _missing_measures(samples)
+    yield from _no_control(samples)
+    yield from _wide_control(samples, statistics, noise)
+    yield from _noisy_runs(samples, statistics)
+    yield from _odd_blocks(samples)
+    yield from _too_few(samples, statistics, noise)
+    yield from _smaller_subjects(samples)
+    yield from _too_short(samples, statistics)
+
+
+def too_noisy(noise: Noise | None, statistics: Sequence[Statistics]) -> str:
+    """Return a sentence if a measure is too noisy for any verdict, else an empty string.
+
+    Parameters
+    ----------
+    noise : Noise or None
+    statistics : sequence of Statistics
+        Of all arms, in the same measure.
+    """
+    settled = any(found.verdict in ("helps", "hurts") for found in statistics)
+    if noise is None or noise.floor <= _HOPELESS or settled:
+        return ""
+    spans = wide_interval(noise.low, noise.high)
+    return f"after {counted(noise.n, 'block')} there is no verdict: the baseline against itself spans {spans} (95%)"
 
 
 def _unreached(samples: Samples) -> Iterator[Caution]:
-    waiting = sum(cell.status == "planned" for cell in samples.cells)
+    cells = samples.results.cells
+    waiting = sum(cell.status == "planned" for cell in cells)
     if waiting:
-        yield f"{waiting} of {counted(len(samples.cells), 'cell')} were not reached", "go on with --resume"
+        yield Caution(f"{waiting} of {counted(len(cells), 'cell')} were not reached", "continue with --resume")
 
 
 def _failures(samples: Samples) -> Iterator[Caution]:
-    workload = samples.experiment.get("workload")
     absent = _absent(samples)
     for names, reason in absent.items():
         because = f": {reason}" if reason else ""
-        yield f"not run: {listed(names)}{because}", _REMEDIES["not-run"]
+        yield Caution(f"not run: {listed(names)}{because}", _REMEDIES["not-run"])
     nowhere = {name for names in absent for name in names}
     for arm in samples.arms:
         if arm.name in nowhere:
@@ -87,120 +97,95 @@ def _failures(samples: Samples) -> Iterator[Caution]:
         for status, reasons in by_status.items():
             blocks = counted(len(samples.cells_of(arm.name)), "block")
             because = f": {reasons[0]}" if reasons[0] else ""
-            words = gate_words(workload) if status == "gate" else _FAILED.get(status, status)
-            text = f"{arm.name}: {words} in {len(reasons)} of {blocks}{because}"
-            yield text, _REMEDIES.get(status, _REMEDIES["failed"])
+            words = gate_words(samples.experiment.workload) if status == "gate" else _FAILED[status]
+            yield Caution(f"{arm.name}: {words} in {len(reasons)} of {blocks}{because}", _REMEDIES[status])
 
 
 def _absent(samples: Samples) -> dict[tuple[str, ...], str | None]:
-    """Return the arms that were run in no block, those with one reason together."""
+    """Return the arms that ran in no block, grouped by the reason."""
     by_reason: dict[str | None, list[str]] = defaultdict(list)
     for arm in samples.arms:
         cells = samples.cells_of(arm.name)
         if cells and all(cell.status == "not-run" for cell in cells):
-            # Later blocks say only that it was not tried again.
-            by_reason[min(cells, key=lambda cell: cell.block).reason].append(arm.name)
+            # Later blocks say only that the cell was not tried again.
+            by_reason[cells[0].reason].append(arm.name)
     return {tuple(names): reason for reason, names in by_reason.items()}
 
 
 def _missing_measures(samples: Samples) -> Iterator[Caution]:
-    ran = [arm.name for arm in samples.arms if any(cell.status == OK for cell in samples.cells_of(arm.name))]
-    for measure in samples.measures:
+    ran = [arm.name for arm in samples.arms if samples.results.ran(arm.name)]
+    for measure in samples.primary:
         without = [name for name in ran if not samples.raw(name, measure)]
-        if not without or not measure.primary:
+        if not without:
             continue
-        whose = "no arm" if len(without) == len(ran) else listed(without)
-        if measure.name == "load_cold":
-            yield (
-                f"{measure.label}: not measured for {whose}: the files could not be put out of the page cache"
-                if whose != "no arm"
-                else f"{measure.label}: measured for no arm: this file system keeps its files in memory",
-                "measure in a folder on a disk; a memory file system (tmpfs, overlay in memory) has no cold loads",
-            )
-        else:
-            text = "measured for no arm" if whose == "no arm" else f"not measured for {whose}"
-            yield f"{measure.label}: {text}", "the commands of the cells say more when they are run by themselves"
+        everywhere = len(without) == len(ran)
+        text = f"{measure.label}: not measured for {'any arm' if everywhere else listed(without)}"
+        if measure.name != "load_cold":
+            yield Caution(text, "run the commands of the cells by themselves to see why")
+            continue
+        why = "this file system keeps its files in memory" if everywhere else "the page cache could not be emptied"
+        remedy = "measure in a folder on a disk; a memory file system (tmpfs, overlay in memory) has no cold loads"
+        yield Caution(f"{text}: {why}", remedy)
 
 
-def _no_placebo(samples: Samples) -> Iterator[Caution]:
-    if samples.baseline is not None and not any(arm.role == "placebo" for arm in samples.arms):
-        yield (
-            f"{samples.baseline} was measured under one name only: how far two runs of one thing differ is not known",
-            "let the experiment have its placebo",
-        )
+def _no_control(samples: Samples) -> Iterator[Caution]:
+    if samples.baseline is not None and not any(arm.role == "control" for arm in samples.arms):
+        text = f"without an A/A control of {samples.baseline}, the noise between equal runs is unknown"
+        yield Caution(text, 'set "control": true in the experiment')
 
 
-def _wide_placebo(samples: Samples, statistics: Statistics, noise: Mapping[str, Noise | None]) -> Iterator[Caution]:
-    for measure in samples.measures:
+def _wide_control(
+    samples: Samples, statistics: StatisticsByArm, noise: Mapping[str, Noise | None]
+) -> Iterator[Caution]:
+    for measure in samples.primary:
         floor = noise.get(measure.name)
-        if not measure.primary or not floor or floor.floor <= _WIDE:
+        if not floor or floor.floor <= _WIDE:
             continue
-        settled = any(statistics[arm.name][measure.name]["verdict"] in ("helps", "hurts") for arm in samples.arms)
-        after = f"{measure.label}: after {counted(floor.n, 'block')}"
-        if floor.floor > _HOPELESS and not settled:
-            text = f"{after} nothing can be told: the baseline against itself spans {_span(floor)} (95%)"
-        else:
-            text = (
-                f"{after}, this machine is too noisy for differences below {difference(floor.floor)}, "
-                "which is what two runs of the same thing differ by"
-            )
-        yield text, f"close what else runs, or --runs {_more_runs(samples)}"
+        text = too_noisy(floor, [statistics[arm.name][measure.name] for arm in samples.arms]) or (
+            f"after {counted(floor.n, 'block')}, differences below {difference(floor.floor)} are noise: "
+            "two runs of the same arm differ by as much"
+        )
+        yield Caution(f"{measure.label}: {text}", f"close other programs, or --runs {_more_runs(samples)}")
 
 
-def _span(noise: Noise) -> str:
-    """Return the placebo's interval; the ends of a wide one mean little beyond a hundredth and a hundred times."""
-    wide = noise.high > noise.low * _FAR
-    low = f"<{_NEAR:g}" if wide and noise.low < _NEAR else number(noise.low)
-    high = f">{_FAR:g}" if wide and noise.high > _FAR else number(noise.high)
-    return f"{low} to {high}"
-
-
-def _noisy_runs(samples: Samples, statistics: Statistics) -> Iterator[Caution]:
-    for measure in samples.measures:
+def _noisy_runs(samples: Samples, statistics: StatisticsByArm) -> Iterator[Caution]:
+    for measure in samples.primary:
         noisy = []
         for arm in samples.arms:
             found = statistics[arm.name][measure.name]
-            if found["std"] and found["mean"] and found["std"] / found["mean"] > _NOISY:
-                noisy.append((found["std"] / found["mean"], arm.name))
-        if noisy and measure.primary:
+            if found.std and found.mean and found.std / found.mean > _NOISY:
+                noisy.append((found.std / found.mean, arm.name))
+        if noisy:
             named = [f"{name} ({spread:.0%})" for spread, name in sorted(noisy, reverse=True)]
-            yield (
-                f"{measure.label}: varies by more than 10% from run to run: {listed(named, _MOST_SHOWN)}",
-                f"close what else runs, or --runs {_more_runs(samples)}",
-            )
+            text = f"{measure.label}: varies by more than 10% from run to run: {listed(named)}"
+            yield Caution(text, f"close other programs, or --runs {_more_runs(samples)}")
 
 
 def _odd_blocks(samples: Samples) -> Iterator[Caution]:
     """Look for blocks in which most arms were slower than in the others."""
-    for measure in samples.measures:
-        if not measure.primary or measure.unit != "s":
-            continue
-        slowness = _slowness(samples, measure)
+    for measure in samples.primary:
+        slowness = _slowness(samples, measure) if measure.unit == "s" else {}
         for block, value in slowness.items():
             others = [other for at, other in slowness.items() if at != block]
-            if len(others) < 2:
+            first = block == min(slowness)
+            least = _SLOW_START if first else _OUTLYING
+            if len(others) < 2 or value - median(others) <= max(least, 2 * (max(others) - min(others))):
                 continue
-            least = _SLOW_START if block == min(slowness) else _OUTLYING
-            spread = max(others) - min(others)
-            if value - median(others) > max(least, 2 * spread):
-                slower = number(math.exp(value - median(others)))
-                yield _odd_block(measure, block, slower, first=block == min(slowness), runs=_more_runs(samples))
-
-
-def _odd_block(measure: Measure, block: int, slower: str, *, first: bool, runs: int) -> Caution:
-    if first:
-        return (
-            f"{measure.label}: the first block was {slower} times slower than the rest",
-            "let the machine come to rest before a run (what was started or copied just now), and run again",
-        )
-    return (
-        f"{measure.label}: block {block + 1} was {slower} times slower than the rest, for most arms",
-        f"close what else runs, and run again, or --runs {runs} so that one block counts for less",
-    )
+            slower = f"{number(math.exp(value - median(others)))} times slower than the rest"
+            if first:
+                yield Caution(
+                    f"{measure.label}: the first block was {slower}",
+                    "wait until programs that were just started, and copies, have finished, and run again",
+                )
+            else:
+                yield Caution(
+                    f"{measure.label}: block {block + 1} was {slower}, for most arms",
+                    f"close other programs and run again, or --runs {_more_runs(samples)}: one block then counts less",
+                )
 
 
 def _slowness(samples: Samples, measure: Measure) -> dict[int, float]:
-    """Return, by block, the log of how much slower the middle arm was than in its own middle block."""
+    """Return, by block, the log of how much slower the median arm was than in its own median block."""
     found: dict[int, list[float]] = defaultdict(list)
     for arm in samples.arms:
         logs = samples.logs(arm.name, measure)
@@ -211,23 +196,21 @@ def _slowness(samples: Samples, measure: Measure) -> dict[int, float]:
     return {block: median(values) for block, values in sorted(found.items())}
 
 
-def _too_few(samples: Samples, statistics: Statistics, noise: Mapping[str, Noise | None]) -> Iterator[Caution]:
-    for measure in samples.measures:
-        if not measure.primary:
-            continue
-        words = {arm.name: statistics[arm.name][measure.name]["verdict"] for arm in samples.arms}
-        single = [name for name, word in words.items() if word == "too few runs"]
+def _too_few(samples: Samples, statistics: StatisticsByArm, noise: Mapping[str, Noise | None]) -> Iterator[Caution]:
+    for measure in samples.primary:
+        verdicts = {arm.name: statistics[arm.name][measure.name].verdict for arm in samples.arms}
+        single = [name for name, verdict in verdicts.items() if verdict == "too few runs"]
         if single:
-            yield f"{measure.label}: one block gives no verdict on {listed(single, _MOST_SHOWN)}", "--runs 5"
-        tests = sum(word in ("helps", "hurts", "within noise") for word in words.values())
-        unsure = [name for name, word in words.items() if word == "within noise"]
+            yield Caution(f"{measure.label}: one block gives no verdict on {listed(single)}", "--runs 5")
+        tests = sum(verdict in ("helps", "hurts", "within noise") for verdict in verdicts.values())
+        unsure = [name for name, verdict in verdicts.items() if verdict == "within noise"]
         yield from _undecided(samples, measure, unsure, noise.get(measure.name), tests)
 
 
 def _undecided(
-    samples: Samples, measure: Measure, unsure: Iterable[str], noise: Noise | None, tests: int
+    samples: Samples, measure: Measure, unsure: Sequence[str], noise: Noise | None, tests: int
 ) -> Iterator[Caution]:
-    """Warn of differences that look large enough to matter, but that so few blocks cannot show."""
+    """Warn of differences that are large enough to matter, but that so few blocks cannot show."""
     floor = max(_WIDE, noise.floor if noise else SMALLEST)
     wanted = []
     for name in unsure:
@@ -238,46 +221,43 @@ def _undecided(
         if needed is not None and needed > found.n:
             wanted.append((needed, f"{name} ({number(found.gain)}x)"))
     if wanted:
-        yield (
-            f"{measure.label}: {counted(samples.blocks, 'block')} cannot tell whether these differences are real: "
-            f"{listed([text for _, text in sorted(wanted)], _MOST_SHOWN)}",
-            f"--runs {min(wanted)[0]} would be enough to show the first"
-            + (f", --runs {max(wanted)[0]} all of them" if max(wanted)[0] > min(wanted)[0] else ""),
-        )
+        least, most = min(wanted)[0], max(wanted)[0]
+        names = listed([text for _, text in sorted(wanted)])
+        blocks = counted(samples.blocks, "block")
+        text = f"{measure.label}: {blocks} cannot show whether these differences are real: {names}"
+        both = f", --runs {most} to show all of them" if most > least else ""
+        yield Caution(text, f"--runs {least} would be enough to show the first{both}")
 
 
 def _smaller_subjects(samples: Samples) -> Iterator[Caution]:
     amounts = {arm.name: _amount(samples, arm.name) for arm in samples.arms}
-    whole = amounts.get(samples.baseline or "")
+    full = amounts.get(samples.baseline or "")
     smaller: dict[float, list[str]] = defaultdict(list)
     for name, amount in amounts.items():
-        if amount is not None and whole is not None and amount != whole:
+        if amount is not None and full is not None and amount != full:
             smaller[amount].append(name)
     for amount, names in smaller.items():
-        yield (
-            f"{listed(names, 12)} worked on {format_bytes(amount)}, {samples.baseline} on {format_bytes(whole or 0)}: "
+        yield Caution(
+            f"{listed(names, 12)} worked on {format_bytes(amount)}, {samples.baseline} on {format_bytes(full or 0)}: "
             "they are compared per byte, as if their time grew with the bytes",
-            "measure all on the same model, without a smaller one for slow arms",
+            "measure all arms on the same model, without a smaller one for slow arms",
         )
 
 
 def _amount(samples: Samples, arm: str) -> float | None:
-    amounts = [cell.amount for cell in samples.cells_of(arm) if cell.status == OK and cell.amount]
+    amounts = [cell.amount for cell in samples.cells_of(arm) if cell.status == "ok" and cell.amount]
     return median(amounts) if amounts else None
 
 
-def _too_short(samples: Samples, statistics: Statistics) -> Iterator[Caution]:
-    for measure in samples.measures:
-        if measure.unit != "s" or not measure.primary:
-            continue
-        middles = {arm.name: statistics[arm.name][measure.name]["median"] for arm in samples.arms}
-        short = [name for name, middle in middles.items() if middle is not None and middle < _TOO_SHORT]
-        if short:
-            yield (
-                f"{measure.label}: takes less than {format_seconds(_TOO_SHORT)} with "
-                f"{listed(short, _MOST_SHOWN)}: so short a time is made of opening files, of caches and of the "
-                "disk's own memory, and says little about large checkpoints",
-                "take a larger --model",
+def _too_short(samples: Samples, statistics: StatisticsByArm) -> Iterator[Caution]:
+    for measure in samples.primary:
+        medians = {arm.name: statistics[arm.name][measure.name].median for arm in samples.arms}
+        short = [name for name, middle in medians.items() if middle is not None and middle < _TOO_SHORT]
+        if short and measure.unit == "s":
+            yield Caution(
+                f"{measure.label}: takes less than {format_seconds(_TOO_SHORT)} with {listed(short)}: opening files, "
+                "caches and the disk's own memory dominate so short a time; large checkpoints may behave differently",
+                "use a larger --model",
             )
 
 

@@ -16,7 +16,8 @@ from tensorkeep.bench.checkpoint.tools.base import Tool
 from tensorkeep.bench.checkpoint.tools.known import make
 from tensorkeep.bench.checkpoint.training_state import check_optimizer, with_optimizer
 from tensorkeep.bench.experiment.json_fields import Fields
-from tensorkeep.bench.experiment.workload import Measure, Outcome, Prepared, Task, Workload
+from tensorkeep.bench.experiment.workload import Outcome, Prepared, Task, Workload
+from tensorkeep.bench.results import Measure
 from tensorkeep.checkpoint.inspect.info import info
 from tensorkeep.checkpoint.load.load import load
 from tensorkeep.checkpoint.save.save import save

@@ -18,20 +18,13 @@ from typing import Any
 from tensorkeep.bench.experiment.json_fields import did_you_mean, read_json
 from tensorkeep.bench.experiment.values import PlannedArm
 from tensorkeep.bench.experiment.workload import get as get_workload
+from tensorkeep.bench.results import Limits
 from tensorkeep.errors import UsageError
 
 MOST_RUNS = 1000
 
 CheckSettings = Callable[[dict[str, Any]], object]
 """Raises UsageError if an arm's settings are none of the workload's; what it returns is not looked at."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What one cell may take, or None: seconds of wall clock, bytes of memory."""
-
-    seconds: int | None = None
-    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +45,11 @@ class Experiment:
         Number of blocks: how often each arm is run.
     seed : int
         Of the order.
-    placebo : bool
+    control : bool
         Whether the baseline enters once more under another name, which shows how far equal things lie apart.
     limits : Limits
     arms : tuple of PlannedArm
-        The baseline first, then the placebo if there is one.
+        The baseline first, then the A/A control if there is one.
     omitted : tuple of dict
         ``place`` and ``reason`` of what the design has a place for, but that makes no sense.
     factors : dict of str to list of str
@@ -78,7 +71,7 @@ class Experiment:
     baseline: str
     runs: int
     seed: int
-    placebo: bool
+    control: bool
     limits: Limits
     arms: tuple[PlannedArm, ...]
     omitted: tuple[dict[str, Any], ...] = ()
@@ -112,7 +105,7 @@ class Experiment:
             "baseline": self.baseline,
             "runs": self.runs,
             "seed": self.seed,
-            "placebo": self.placebo,
+            "control": self.control,
             "limits": {"seconds": self.limits.seconds, "memory_bytes": self.limits.memory_bytes},
             "factors": {name: list(levels) for name, levels in self.factors.items()},
             "aliases": [[list(effect) for effect in group] for group in self.aliases],
@@ -151,13 +144,13 @@ class Experiment:
         """Return the experiment on a checkpoint instead of a model."""
         return self.with_settings(**{"from": checkpoint, "model": None})
 
-    def with_placebo(self, placebo: bool) -> Experiment:
+    def with_control(self, control: bool) -> Experiment:
         """Return the experiment with or without the baseline under another name."""
-        arms = with_roles([arm for arm in self.arms if arm.role != "placebo"], self.baseline, placebo)
-        return replace(self, placebo=placebo, arms=arms)
+        arms = with_roles([arm for arm in self.arms if arm.role != "control"], self.baseline, control)
+        return replace(self, control=control, arms=arms)
 
     def only(self, arms: Collection[str]) -> Experiment:
-        """Return the experiment with some of its arms, compared one by one; the baseline and the placebo stay.
+        """Return the experiment with some of its arms, compared one by one; the baseline and the A/A control stay.
 
         Raises
         ------
@@ -169,26 +162,26 @@ class Experiment:
         if len(kept) == len(self.arms):
             return self
         # Some arms of a design are no design: its steps and effects would be those of other changes.
-        plain = tuple(arm if arm.role == "placebo" else replace(arm, place={"kind": "arm"}) for arm in kept)
+        plain = tuple(arm if arm.role == "control" else replace(arm, place={"kind": "arm"}) for arm in kept)
         return replace(self, arms=plain, design="arms", omitted=(), factors={}, aliases=[])
 
 
-def with_roles(arms: Iterable[PlannedArm], baseline: str, placebo: bool) -> tuple[PlannedArm, ...]:
-    """Return arms with their roles: the baseline first, then its placebo if wanted, then the others."""
+def with_roles(arms: Iterable[PlannedArm], baseline: str, control: bool) -> tuple[PlannedArm, ...]:
+    """Return arms with their roles: the baseline first, then its A/A control if wanted, then the others."""
     arms = list(arms)
     first = next(arm for arm in arms if arm.name == baseline)
     others = [replace(arm, role="arm") for arm in arms if arm is not first]
     again = replace(
         first,
-        name=placebo_name(baseline),
-        role="placebo",
-        about="The baseline once more, under another name: how far it lies from itself is noise.",
-        place={"kind": "placebo"},
+        name=control_name(baseline),
+        role="control",
+        about="The baseline again, as an A/A control: any difference is noise.",
+        place={"kind": "control"},
     )
-    return (replace(first, role="baseline"), *([again] if placebo else []), *others)
+    return (replace(first, role="baseline"), *([again] if control else []), *others)
 
 
-def placebo_name(baseline: str) -> str:
+def control_name(baseline: str) -> str:
     """Return what the baseline is called the second time."""
     return f"{baseline} (again)"
 

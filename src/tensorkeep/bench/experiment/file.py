@@ -14,9 +14,10 @@ from pathlib import Path
 
 from tensorkeep.bench.experiment import design
 from tensorkeep.bench.experiment import workload as workloads
-from tensorkeep.bench.experiment.experiment import MOST_RUNS, Experiment, Limits, placebo_name, with_roles
+from tensorkeep.bench.experiment.experiment import MOST_RUNS, Experiment, control_name, with_roles
 from tensorkeep.bench.experiment.json_fields import Fields, did_you_mean, shown
 from tensorkeep.bench.experiment.values import MOST_ARMS, Base, Change, Combination, Expansion, PlannedArm
+from tensorkeep.bench.results import Limits
 from tensorkeep.errors import UsageError
 
 DEFAULT_RUNS = 5
@@ -26,7 +27,7 @@ _MOST_BYTES = 1 << 50
 _MOST_SECONDS = 7 * 24 * 3600
 _DEFAULT_SECONDS = 1800
 
-_KEYS = ["name", "title", "about", "workload", "design", "baseline", "runs", "seed", "placebo", "limits", "settings"]
+_KEYS = ["name", "title", "about", "workload", "design", "baseline", "runs", "seed", "control", "limits", "settings"]
 _KEYS_OF_DESIGN = {
     "arms": ("arms",),
     "one-at-a-time": ("base", "changes"),
@@ -73,7 +74,7 @@ def read(value: object, path: Path) -> Experiment:
         baseline=fields.text("baseline", expansion.arms[0].name, example=f'"{expansion.arms[0].name}"'),
         runs=fields.whole("runs", DEFAULT_RUNS, most=MOST_RUNS, example=5),
         seed=fields.whole("seed", 0, least=0, most=2**63 - 1, example=0),
-        placebo=fields.flag("placebo", True),
+        control=fields.flag("control", True),
         limits=_limits(fields),
         arms=tuple(expansion.arms),
         omitted=tuple(expansion.omitted),
@@ -87,7 +88,7 @@ def read(value: object, path: Path) -> Experiment:
 
 
 def finished(experiment: Experiment, path: str) -> Experiment:
-    """Return an experiment with its arms' roles and its placebo.
+    """Return an experiment with its arms' roles and its A/A control.
 
     Raises
     ------
@@ -103,10 +104,10 @@ def finished(experiment: Experiment, path: str) -> Experiment:
     if experiment.baseline not in names:
         remedy = did_you_mean(experiment.baseline, names, "its arms")
         raise UsageError(f"the baseline {experiment.baseline!r} is no arm", path=path, remedy=remedy)
-    if experiment.placebo and placebo_name(experiment.baseline) in names:
-        taken = placebo_name(experiment.baseline)
-        raise UsageError(f"an arm is called {taken!r}, as the placebo is", path=path, remedy="give it another name")
-    return replace(experiment, arms=with_roles(experiment.arms, experiment.baseline, experiment.placebo))
+    if experiment.control and control_name(experiment.baseline) in names:
+        taken = control_name(experiment.baseline)
+        raise UsageError(f"an arm is called {taken!r}, as the A/A control is", path=path, remedy="give it another name")
+    return replace(experiment, arms=with_roles(experiment.arms, experiment.baseline, experiment.control))
 
 
 def checked_name(fields: Fields, key: str = "name") -> str:

@@ -12,11 +12,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tensorkeep.bench.experiment.experiment import MOST_RUNS, Experiment, Limits
+from tensorkeep.bench.experiment.experiment import MOST_RUNS, Experiment
 from tensorkeep.bench.experiment.file import checked_name, finished
 from tensorkeep.bench.experiment.json_fields import Fields
 from tensorkeep.bench.experiment.values import PlannedArm
 from tensorkeep.bench.experiment.workload import get as get_workload
+from tensorkeep.bench.results import Limits
 
 BASELINE = "baseline"
 """What the configuration is called that the others are compared with; without one, the first is it."""
@@ -69,7 +70,7 @@ def read(value: object, path: Path) -> Experiment:
         baseline=BASELINE if BASELINE in names else names[0],
         runs=testing.whole("num_runs", _DEFAULT_RUNS, most=MOST_RUNS, example=3),
         seed=0,
-        placebo=True,
+        control=True,
         limits=Limits(seconds=_SECONDS),
         arms=tuple(arms),
         settings=get_workload("checkpoint").settings({"save_dir": save_dir}, where),

@@ -23,7 +23,7 @@ class PlannedArm:
     ----------
     name : str
     role : str
-        ``"baseline"``, ``"placebo"`` (the baseline once more under another name) or ``"arm"``.
+        ``"baseline"``, ``"control"`` (the A/A control: the baseline again under another name) or ``"arm"``.
     settings : dict
         The workload's own.
     about : str
@@ -48,7 +48,7 @@ class PlannedArm:
             "role": self.role,
             "settings": dict(self.settings),
             "about": self.about,
-            "place": dict(self.place),
+            "places": list(places(self.place)),
             "slow": self.slow,
         }
 

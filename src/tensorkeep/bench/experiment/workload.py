@@ -9,32 +9,17 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+from tensorkeep.bench.results import Measure
 from tensorkeep.errors import TensorkeepError
 
 
 class DoesNotApplyError(TensorkeepError):
     """An arm makes no sense on this machine, or with what it works on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Measure:
-    """A figure that a cell gives; ``docs/reference/results.md`` says what each field means."""
-
-    name: str
-    label: str
-    unit: str
-    about: str
-    better: str = "lower"
-    primary: bool = False
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +57,13 @@ class Outcome:
     Attributes
     ----------
     figures, clocks : dict of str to float
-    seen : dict of str to str
-        What was seen at work, by its name, in a sentence.
+    observed : dict of str to str
+        Technique to a sentence: what the first step showed of it.
     """
 
     figures: dict[str, float] = field(default_factory=dict)
     clocks: dict[str, float] = field(default_factory=dict)
-    seen: dict[str, str] = field(default_factory=dict)
+    observed: dict[str, str] = field(default_factory=dict)
 
 
 class Workload(ABC):

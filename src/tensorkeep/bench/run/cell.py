@@ -17,8 +17,8 @@ from typing import IO, Any
 import msgspec
 
 from tensorkeep.bench.checkpoint.measure import remove
-from tensorkeep.bench.experiment.experiment import Limits
 from tensorkeep.bench.experiment.workload import Task
+from tensorkeep.bench.results import Limits
 from tensorkeep.bench.run.worker import MARK
 from tensorkeep.units import format_bytes, format_seconds
 
@@ -35,7 +35,7 @@ class CellResult:
     seconds: float
     figures: dict[str, float] = field(default_factory=dict)
     clocks: dict[str, float] = field(default_factory=dict)
-    seen: dict[str, str] = field(default_factory=dict)
+    observed: dict[str, str] = field(default_factory=dict)
 
 
 def command_of(task: Task) -> list[str]:
@@ -123,5 +123,5 @@ def _told(code: int, out: str, err: str, seconds: float) -> CellResult:
 
 def _parsed(text: str, seconds: float) -> CellResult:
     document: dict[str, Any] = json.loads(text)
-    found = {key: document[key] for key in ("figures", "clocks", "seen") if key in document}
+    found = {key: document[key] for key in ("figures", "clocks", "observed") if key in document}
     return CellResult(document["status"], document["reason"], seconds, **found)

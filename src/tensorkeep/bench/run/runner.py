@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tensorkeep import machine
-from tensorkeep.bench import results as documents
-from tensorkeep.bench.analysis.summary import summarise
+from tensorkeep.bench.analysis.statistics import require_scipy
 from tensorkeep.bench.experiment import workload
-from tensorkeep.bench.experiment.experiment import Limits
 from tensorkeep.bench.experiment.workload import Prepared, Task
+from tensorkeep.bench.results import Limits
+from tensorkeep.bench.run import document as documents
 from tensorkeep.bench.run.cell import CellResult, command_of, run_cell
 from tensorkeep.bench.run.scratch import Scratch
 from tensorkeep.errors import StoreError, UsageError
@@ -66,7 +66,10 @@ def execute(
         If the disk is full; what the cell wrote is removed, what was measured before is kept.
     BusyError
         If another run works in the folder.
+    MissingExtraError
+        If scipy, which the statistics need, is not installed.
     """
+    require_scipy()
     home = workload.get(document["experiment"]["workload"])
     arms = {arm["name"]: arm for arm in document["arms"]}
     settings = document["experiment"]["settings"]
@@ -113,7 +116,7 @@ def _same_machine(before: Mapping[str, Any], now: dict[str, Any]) -> dict[str, A
 def _finish(document: dict[str, Any]) -> None:
     document["complete"] = next(documents.pending(document), None) is None
     document["finished"] = documents.now() if document["complete"] else None
-    document["summary"] = summarise(document)
+    document["summary"] = documents.summary_of(document)
 
 
 class _Runner:

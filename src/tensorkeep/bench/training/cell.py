@@ -116,11 +116,11 @@ class _Watch:
     marks: list[tuple[float, int, int]] = field(default_factory=list)
     peak: int = 0
     loss_in_time: float | None = None
-    seen: dict[str, str] = field(default_factory=dict)
+    observed: dict[str, str] = field(default_factory=dict)
 
     def happened(self, step: int, kind: str, values: dict[str, Any]) -> None:
         if kind == "technique":
-            self.seen[values["name"]] = values["seen"]
+            self.observed[values["name"]] = values["seen"]
         elif kind == "evaluate" and not self.plan.with_evaluation:
             _begin_peak(self.run)
         elif kind == "train":
@@ -174,4 +174,4 @@ def _outcome(run: Run, watch: _Watch, summary: Summary, plan: Plan) -> Outcome:
         if watch.loss_in_time is not None:
             figures[LOSS_IN_TIME] = watch.loss_in_time
     clocks = {name: spent for name, spent in summary.seconds.items() if name not in ("first step", "train")}
-    return Outcome(figures, clocks, watch.seen)
+    return Outcome(figures, clocks, watch.observed)

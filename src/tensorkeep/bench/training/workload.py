@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import torch
 
 from tensorkeep.bench.experiment.json_fields import Fields
-from tensorkeep.bench.experiment.workload import Measure, Outcome, Prepared, Task, Workload
+from tensorkeep.bench.experiment.workload import Outcome, Prepared, Task, Workload
+from tensorkeep.bench.results import Measure
 from tensorkeep.bench.training import cell as cell
 from tensorkeep.bench.training.arms import DEFAULT_RECIPE, check_arm, config_of, lacks, tolerance_of, without_systems
 from tensorkeep.bench.training.reference_losses import LossGate, reference_losses

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tensorkeep.bench.experiment.experiment import Limits
 from tensorkeep.bench.experiment.workload import Task
+from tensorkeep.bench.results import Limits
 from tensorkeep.bench.run.cell import CellResult, run_cell
 from tensorkeep.bench.training.arms import measured
 from tensorkeep.bench.training.cell import MEMORY

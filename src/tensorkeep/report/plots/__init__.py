@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from tensorkeep.bench.results import Results
 from tensorkeep.errors import MissingExtraError
-from tensorkeep.report.document import Results
 from tensorkeep.report.panels import compared, trio
 from tensorkeep.report.plots.drawing import Plot, drawn
 
@@ -50,9 +50,9 @@ def wanted(results: Results) -> Iterator[tuple[str, str, Callable[[Results], Fig
         yield "gains", "Gain over the baseline, with 95% intervals and the noise band", forest.gains
     if chosen.save and (chosen.size or chosen.load):
         yield "pareto", "What is paid for what: the best compromises", pareto.compromises
-    if results.computed.steps:
+    if results.summary.steps:
         yield "steps", "The way from the baseline, one change at a time", steps.waterfall
-    if results.computed.effects:
+    if results.summary.effects:
         yield "effects", "What each factor does, and which work together", effects.effects
-    if results.computed.interactions:
+    if results.summary.interactions:
         yield "interactions", "Changes together, against the product of the single ones", effects.interactions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tensorkeep.report.document import Arm, Measure, Results
+from tensorkeep.bench.results import Arm, Measure, Results
 from tensorkeep.report.panels import trio
 from tensorkeep.report.plots import drawing as d
 from tensorkeep.report.plots.heat import impact_panel
@@ -195,7 +195,7 @@ def _colour(results: Results, arm: Arm, measure: Measure) -> str:
     if arm.name == results.baseline:
         return d.BASE
     found = results.statistics(arm.name, measure.name)
-    return _COLOURS.get(found.verdict if found else "", d.NEUTRAL)
+    return _COLOURS.get(found.verdict or "", d.NEUTRAL)
 
 
 def _few_ticks() -> Locator:

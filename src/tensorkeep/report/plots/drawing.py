@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tensorkeep.report.document import Arm, Results
+from tensorkeep.bench.results import Arm, Results
 from tensorkeep.report.panels import compared
 from tensorkeep.report.wording import clipped, not_run
 
@@ -139,7 +139,7 @@ def shown_arms(results: Results) -> list[Arm]:
         return arms
 
     def best(arm: Arm) -> float:
-        found = results.computed.arms.get(arm.name, {}).values()
+        found = results.summary.arms.get(arm.name, {}).values()
         return max((one.gain or 0.0 for one in found), default=0.0)
 
     kept = {arm.name for arm in sorted(arms[1:], key=best, reverse=True)[: MOST_ARMS - 1]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tensorkeep.report.document import Effect, Results
+from tensorkeep.bench.results import Effect, Results
 from tensorkeep.report.plots import drawing as d
 from tensorkeep.report.plots import heat
 from tensorkeep.report.plots.forest import point
@@ -21,7 +21,7 @@ _Row = tuple[str, float | None, float | None, float | None]
 
 def effects(results: Results) -> Figure:
     """Return, per measure, the effects with intervals at the left and factor against factor at the right."""
-    found = [effect for effect in results.computed.effects or [] if effect.factors]
+    found = [effect for effect in results.summary.effects if effect.factors]
     used = {effect.measure for effect in found}
     measures = [measure for measure in results.measures if measure.name in used][:_MOST_PANELS]
     by_measure = [[effect for effect in found if effect.measure == measure.name][: d.MOST_ARMS] for measure in measures]
@@ -43,7 +43,7 @@ def effects(results: Results) -> Figure:
 
 def interactions(results: Results) -> Figure:
     """Return, per measure, what combinations gain over the product of their single changes."""
-    found = results.computed.interactions or []
+    found = results.summary.interactions
     used = {one.measure for one in found}
     measures = [measure for measure in results.measures if measure.name in used][:_MOST_PANELS]
     by_measure = [[one for one in found if one.measure == measure.name][: d.MOST_ARMS] for measure in measures]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from tensorkeep.report.document import Arm, Measure, Results, Statistics
+from tensorkeep.bench.results import Arm, Measure, Results, Statistics
 from tensorkeep.report.plots import drawing as d
 from tensorkeep.report.wording import FAR, NEAR, clipped, gain
 
@@ -46,7 +46,7 @@ def gains(results: Results) -> Figure:
     return figure
 
 
-def _ends(found: list[Statistics | None]) -> list[float]:
+def _ends(found: list[Statistics]) -> list[float]:
     return [value for one in found if one for value in (one.gain, one.gain_low, one.gain_high) if value and value > 0]
 
 
@@ -61,7 +61,7 @@ def _within(value: float) -> float:
 
 def _panel(axes: Axes, results: Results, arms: list[Arm], measure: Measure) -> None:
     found = [results.statistics(arm.name, measure.name) for arm in arms]
-    noise = results.noise(measure.name)
+    noise = results.summary.noise.get(measure.name)
     ends = _ends(found)
     low, high = _within(min([*ends, 0.9])), _within(max([*ends, 1.12]))
     margin = (high / low) ** 0.05
@@ -126,7 +126,7 @@ def _thin_ticks(figure: Figure) -> None:
 
 
 def _mark(one: Statistics) -> tuple[str, str, bool]:
-    return _MARKS.get(one.verdict, _OTHER)
+    return _MARKS.get(one.verdict or "", _OTHER)
 
 
 def _legend(figure: Figure, results: Results, *, arrows: bool) -> None:

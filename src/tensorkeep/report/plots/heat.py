@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from tensorkeep.report.document import Arm, Results
+from tensorkeep.bench.results import Arm, Results
 from tensorkeep.report.plots import drawing as d
 from tensorkeep.report.wording import clipped, percent
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from tensorkeep.report.document import Arm, Measure, Results
+from tensorkeep.bench.results import Arm, Measure, Results
 from tensorkeep.report.panels import trio
 from tensorkeep.report.plots import drawing as d
 from tensorkeep.report.plots.labels import Spot, place_labels

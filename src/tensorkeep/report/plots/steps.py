@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tensorkeep.report.document import Results, Step
+from tensorkeep.bench.results import Results, Step
 from tensorkeep.report.plots import drawing as d
 from tensorkeep.report.wording import gain
 
@@ -17,7 +17,7 @@ _MOST_PANELS = 4
 
 def waterfall(results: Results) -> Figure:
     """Return one panel per measure; each bar starts where the change before it ended."""
-    steps = results.computed.steps or []
+    steps = results.summary.steps
     used = {step.measure for step in steps}
     measures = [measure for measure in results.measures if measure.name in used][:_MOST_PANELS]
     changes = list(dict.fromkeys(step.change for step in steps))[: d.MOST_ARMS]
