@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tensorkeep.checkpoint.inspect import convert as convert_module
-from tensorkeep.cli import failures
+from tensorkeep.cli import errors
 from tensorkeep.cli.main import build_app, main
 from tensorkeep.errors import StoreError
 
@@ -116,7 +116,7 @@ def test_the_flags_are_those_documented(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", FLAGS)
-def test_the_list_of_commands_says_what_each_command_says(command: str) -> None:
+def test_the_list_of_commands_has_the_summary_of_each_command(command: str) -> None:
     app = found(command)
     assert app.help == app.default_command.__doc__.strip().splitlines()[0]
 
@@ -124,13 +124,13 @@ def test_the_list_of_commands_says_what_each_command_says(command: str) -> None:
 def test_help_imports_neither_torch_nor_numpy() -> None:
     script = (
         "import sys, tensorkeep.cli.main as cli; cli.main(['--help']); cli.main(['--version']); "
-        "sys.exit(bool({'torch', 'numpy', 'tensorkeep.cli.contents'} & set(sys.modules)))"
+        "sys.exit(bool({'torch', 'numpy', 'tensorkeep.cli.info'} & set(sys.modules)))"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
 
 
-def test_each_way_to_fail_has_its_exit_code(first: Path, second: Path, damaged: Path, tmp_path: Path) -> None:
+def test_each_kind_of_failure_has_its_exit_code(first: Path, second: Path, damaged: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no checkpoint")
     (tmp_path / "blocked").write_text("a file where a folder is needed")
     assert main(["verify", str(first)]) == 0
@@ -155,13 +155,13 @@ def test_a_broken_pipe_ends_quietly(first: Path) -> None:
     command = [sys.executable, "-m", "tensorkeep", "ls", str(first)]
     with os.fdopen(writing, "wb") as pipe:
         result = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, timeout=120)
-    assert (result.returncode, result.stderr) == (failures.BROKEN_PIPE, b"")
+    assert (result.returncode, result.stderr) == (errors.BROKEN_PIPE, b"")
 
 
 @pytest.mark.parametrize(
     ("arguments", "first_line"),
     [
-        (["inof", "x"], "error: there is no command 'inof'; did you mean 'info'?"),
+        (["inof", "x"], "error: unknown command 'inof'; did you mean 'info'?"),
         (["info", "x", "--lagest", "3"], "error: unknown option: --lagest. Did you mean --largest?"),
         (["verify", "x", "--threads", "0"], 'error: invalid value "0" for --threads. Must be >= 1'),
         (["verify", "x", "--memory-budget", "4X"], "error: invalid value for --memory-budget: '4X' is not a size"),
@@ -181,7 +181,7 @@ def test_an_error_is_one_line_and_a_remedy(
     assert len(lines) == 2
 
 
-def test_a_traceback_comes_only_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_traceback_is_printed_with_verbose_only(capsys: pytest.CaptureFixture[str]) -> None:
     main(["info", "absent"])
     assert "Traceback" not in capsys.readouterr().err
     main(["info", "absent", "-v"])
@@ -190,7 +190,7 @@ def test_a_traceback_comes_only_when_asked_for(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize(
     ("arguments", "kind", "code"),
-    [(["info", "absent"], "not-a-checkpoint", 5), (["info", "--larges", "1"], "usage", 2), (["inof"], "usage", 2)],
+    [(["info", "absent"], "not-found", 5), (["info", "--larges", "1"], "usage", 2), (["inof"], "usage", 2)],
 )
 def test_an_error_is_one_json_document(
     arguments: list[str], kind: str, code: int, run_json: Callable[..., tuple[int, Any]]
@@ -217,7 +217,7 @@ def test_an_error_is_one_json_document(
         (StoreError("cannot write"), 3, "error: cannot write"),
     ],
 )
-def test_what_escapes_a_command_becomes_a_line_and_a_code(
+def test_any_exception_becomes_a_line_and_an_exit_code(
     raised: BaseException,
     code: int,
     line: str,
@@ -227,7 +227,7 @@ def test_what_escapes_a_command_becomes_a_line_and_a_code(
     def fail(*_: object, **__: object) -> None:
         raise raised
 
-    monkeypatch.setattr("tensorkeep.cli.contents.look", fail)
+    monkeypatch.setattr("tensorkeep.cli.info.read_info", fail)
     assert main(["info", "x"]) == code
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith(line)
@@ -259,8 +259,8 @@ def test_an_interrupted_convert_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_gravest_of_several_is_the_exit_code() -> None:
-    assert failures.most_severe([0, 5, 4, 3]) == 4
-    assert failures.most_severe([0, 5, 3]) == 3
-    assert failures.most_severe([7, 5, 0]) == 5
-    assert failures.most_severe([]) == 0
+def test_the_exit_code_is_the_most_severe_one() -> None:
+    assert errors.most_severe([0, 5, 4, 3]) == 4
+    assert errors.most_severe([0, 5, 3]) == 3
+    assert errors.most_severe([7, 5, 0]) == 5
+    assert errors.most_severe([]) == 0

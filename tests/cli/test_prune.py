@@ -1,4 +1,4 @@
-"""``tensorkeep prune`` deletes what is a step and damaged or unwanted, and nothing else."""
+"""``tensorkeep prune`` deletes damaged steps and steps that no rule keeps, and nothing else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RunJson = Callable[..., tuple[int, Any]]
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Five steps, of which the fourth is damaged."""
+    """Save five steps and damage the fourth."""
     with CheckpointManager(tmp_path) as manager:
         for number in range(1, 6):
             manager.save(number, {"w": torch.full((10,), float(number))}).wait()
@@ -35,7 +35,7 @@ def numbers(steps: list[dict[str, Any]]) -> list[int]:
     return [step["step"] for step in steps]
 
 
-def test_damaged_steps_go_when_asked(root: Path, run_json: RunJson) -> None:
+def test_damaged_steps_are_deleted_with_broken(root: Path, run_json: RunJson) -> None:
     code, document = run_json("prune", root, "--keep-last", "2")
     assert code == 0
     assert (numbers(document["deleted"]), document["deleted_broken"]) == ([1, 2], [])
@@ -47,7 +47,7 @@ def test_damaged_steps_go_when_asked(root: Path, run_json: RunJson) -> None:
     assert names_in(root) == ["step-000003", "step-000005"]
 
 
-def test_what_is_not_ours_or_not_damaged_stays(root: Path, run_json: RunJson) -> None:
+def test_other_folders_and_intact_steps_are_kept(root: Path, run_json: RunJson) -> None:
     (root / "step-000100").mkdir()
     (root / "step-000100" / "thesis.txt").write_text("years of work")
     torch.save({"w": torch.ones(3)}, root / "step-000200")
@@ -76,7 +76,7 @@ def test_what_is_not_ours_or_not_damaged_stays(root: Path, run_json: RunJson) ->
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
-def test_a_step_with_files_of_the_user_stays(
+def test_a_step_with_files_of_the_user_is_kept(
     root: Path, dry_run: bool, run_json: RunJson, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (root / "step-000001" / "eval.json").write_text("{}")
@@ -91,5 +91,5 @@ def test_a_step_with_files_of_the_user_stays(
     assert len(names_in(root)) == (5 if dry_run else 3)
     assert main(arguments) == 0
     said = capsys.readouterr().out
-    assert said.count("left as it is: step 1: ") == 1
-    assert said.count("left as it is: step 4: ") == 1
+    assert said.count("kept: step 1: ") == 1
+    assert said.count("kept: step 4: ") == 1

@@ -1,4 +1,4 @@
-"""Where options come from: flag, then environment, then TOML file, then default."""
+"""Precedence of options: flag, environment, TOML file, default."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def shown(run_json: Run, *arguments: str | Path) -> int:
     return len(document["largest"])
 
 
-def test_a_flag_wins_over_the_environment_over_the_file(
+def test_precedence_of_flag_environment_and_file(
     first: Path, configuration: Path, run_json: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert shown(run_json, first) == 4
@@ -72,7 +72,7 @@ def test_the_environment_asks_for_json(
         ("[info", "is not TOML"),
     ],
 )
-def test_a_slip_in_the_file_is_an_error(
+def test_a_mistyped_table_is_an_error(
     text: str, said: str, first: Path, configuration: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     configuration.write_text(text)

@@ -21,7 +21,7 @@ def lines_of(path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_info_says_what_is_new_in_a_step_and_what_it_occupies(
+def test_info_shows_new_bytes_and_disk_usage_of_a_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], run_json: Run
 ) -> None:
     with CheckpointManager(tmp_path, incremental=True) as manager:
@@ -33,24 +33,22 @@ def test_info_says_what_is_new_in_a_step_and_what_it_occupies(
     assert lines[2].startswith("step 2, saved 20")
     assert lines[2].endswith(", loss 0.5")
     linked = format_bytes((path / "from-step-000001-model.safetensors").stat().st_size)
-    wrote = f"wrote {format_bytes(report.new_bytes)}; links files of 1 earlier step: {linked} of step-000001"
+    wrote = f"wrote {format_bytes(report.new_bytes)}; links to files of 1 earlier step: {linked} of step-000001"
     assert lines[3] == wrote
     code, document = run_json("info", path)
     space = document["details"]["space"]
     own, shared, occupied = (format_bytes(space[f"{kind}_bytes"]) for kind in ("own", "shared", "occupied"))
     assert code == 0
-    assert lines[4] == f"occupies {occupied}: {own} of its own, {shared} that others have links to"
+    assert lines[4] == f"occupies {occupied}: {own} of its own, {shared} shared with others"
 
 
-def test_info_says_what_reading_a_difference_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_shows_the_length_of_a_delta_chain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with CheckpointManager(tmp_path, incremental="delta") as manager:
         for number in (1, 2):
             manager.save(number, {"w": torch.arange(9000.0) * (1 + number * 2.0**-18)}).wait()
     (line,) = [line for line in lines_of(tmp_path / "step-000002", capsys) if line.startswith("wrote ")]
-    assert line.endswith("; reading a block takes up to 1 difference besides a whole one")
+    assert line.endswith("; a block is read through up to 1 delta")
 
 
-def test_info_of_a_checkpoint_that_shares_nothing_is_silent_about_it(
-    first: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_info_of_a_plain_checkpoint_shows_no_history(first: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not any(line.startswith(("wrote", "occupies", "step")) for line in lines_of(first, capsys))

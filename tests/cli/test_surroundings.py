@@ -1,4 +1,4 @@
-"""The command line where things are not as usual: stdout closed, full or ASCII, flags before the command, odd paths."""
+"""The command line in unusual conditions: stdout closed, full or ASCII; flags before the command; odd paths."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class TestStreams:
         result = shell('tensorkeep info "$1" --json >/dev/full', tmp_path / "absent")
         assert (result.returncode, len(result.stderr.splitlines())) == (5, 2)
 
-    def test_closed_streams_are_no_error(self, first: Path, tmp_path: Path) -> None:
+    def test_closed_streams_are_not_an_error(self, first: Path, tmp_path: Path) -> None:
         assert shell('tensorkeep ls "$1" >&-', first).returncode == 0
         assert shell('tensorkeep ls "$1" >&- 2>&-', tmp_path / "absent").returncode == 5
         # What is printed must not end up in the file that got the number of stdout.
         assert shell('tensorkeep convert "$1" "$2" --to native >&- 2>&- <&-', first, tmp_path / "new").returncode == 0
         assert tensorkeep.diff(first, tmp_path / "new").equal
 
-    def test_what_an_encoding_cannot_hold_is_escaped(self, tmp_path: Path) -> None:
+    def test_characters_outside_the_encoding_are_escaped(self, tmp_path: Path) -> None:
         tensorkeep.save({"ünï大": torch.ones(2)}, tmp_path / "x")
         result = shell('tensorkeep ls "$1"', tmp_path / "x", PYTHONIOENCODING="ascii")
         assert result.returncode == 0
@@ -62,13 +62,13 @@ class TestStreams:
 
 
 class TestFlagsBeforeTheCommand:
-    def test_they_mean_what_they_mean_behind_it(self, first: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_they_have_the_same_effect(self, first: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["--json", "info", str(first)]) == 0
         assert json.loads(capsys.readouterr().out)["format"] == "native"
         assert main(["-q", "ls", str(first)]) == 0
         assert capsys.readouterr() == ("", "")
         assert main(["--json", "info", "absent"]) == 5
-        assert json.loads(capsys.readouterr().out)["error"]["kind"] == "not-a-checkpoint"
+        assert json.loads(capsys.readouterr().out)["error"]["kind"] == "not-found"
 
     @pytest.mark.parametrize("form", ["-C {}", "--config {}", "--config={}"])
     def test_the_configuration(self, form: str, first: Path, tmp_path: Path, run_json: Run) -> None:
@@ -84,11 +84,11 @@ class TestFlagsBeforeTheCommand:
             (["-C", "x"], "error: no command is given"),
         ],
     )
-    def test_what_is_wrong_is_said(self, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_wrong_ones_are_errors(self, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(arguments) == 2
         assert capsys.readouterr().err.splitlines()[0] == said
 
-    def test_help_comes_whatever_stands_before(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_help_is_shown_after_any_flags(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["--json", "--help"]) == 0
         assert "Usage: tensorkeep" in capsys.readouterr().out
 
@@ -117,20 +117,18 @@ class TestPaths:
         assert main(["convert", str(first), str(tmp_path / "file" / "x"), "--to", "native"]) == 3
         assert "Not a directory" in capsys.readouterr().err
 
-    def test_a_path_that_is_no_text(self, first: Path, tmp_path: Path) -> None:
+    def test_a_path_that_is_not_text(self, first: Path, tmp_path: Path) -> None:
         strange = tmp_path / os.fsdecode(b"out\xff")
         assert main(["convert", str(first), str(strange), "--to", "native"]) == 0
         assert main(["verify", str(strange)]) == 0
 
-    def test_nothing_alike_is_suggested_for_a_name_like_no_other(
-        self, first: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_no_suggestion_for_a_name_unlike_all_others(self, first: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["ls", str(first), "zzz"]) == 2
         assert capsys.readouterr().err.splitlines()[1] == "its names are such as 'model.wte.weight'"
 
 
 class TestFolders:
-    """A folder that is no checkpoint itself, but holds some, says which."""
+    """The error for a folder of checkpoints names the checkpoints in it."""
 
     @pytest.mark.parametrize(
         ("names", "said"),
@@ -163,7 +161,7 @@ class TestFolders:
 
 @contextmanager
 def without_privileges() -> Iterator[None]:
-    """Have the rights of nobody in particular, where this process is root, who may read everything."""
+    """Drop the rights of root, which can read every file."""
     if os.geteuid() != 0:
         yield
         return
@@ -177,7 +175,7 @@ def without_privileges() -> Iterator[None]:
 class TestPermissions:
     @pytest.fixture
     def public(self) -> Iterator[Path]:
-        """A folder that everyone may enter; those of pytest are closed to others."""
+        """Return a folder that every user can enter, unlike those of pytest."""
         path = Path(tempfile.mkdtemp())
         path.chmod(0o755)
         yield path
@@ -194,7 +192,7 @@ class TestPermissions:
             ("folder/manifest.json", "folder"),
         ],
     )
-    def test_what_may_not_be_read_is_not_called_something_else(
+    def test_an_unreadable_file_is_reported_as_unreadable(
         self, locked: str, target: str, public: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         state = {"w": torch.ones(3)}

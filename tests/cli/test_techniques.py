@@ -1,4 +1,4 @@
-"""Techniques on the command line: what is listed, and what is said of each slip, before anything is written."""
+"""Techniques on the command line: the list, and the errors for wrong ones before anything is written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tensorkeep import plugins
-from tensorkeep.cli import techniques
+from tensorkeep.cli import list_techniques as techniques
 from tensorkeep.cli.main import main
 from tensorkeep.train.techniques.combinations import COMBINATIONS
 from tensorkeep.train.techniques.machine import Machine
@@ -28,7 +28,7 @@ TRAIN = ["train", "shakespeare-char-cpu", "--loop.device", "cpu"]
         (["--techniques.A", "on"], 7, "did you mean the combination? --technique A"),
         (["--techniques.compil", "off"], 7, "there is no technique named 'compil'\ndid you mean 'compile'?"),
         (["--techniques.compil.mode", "default"], 7, "there is no technique named 'compil'"),
-        (["--technique", ""], 2, "--technique '' names no technique\nleave it out, or give it a name"),
+        (["--technique", ""], 2, "--technique '' names no technique\nomit it, or give a name"),
         (["--technique", " , "], 2, "--technique ' , ' names no technique"),
         (["--technique", "A", "--technique", "B"], 2, "--technique specified multiple times"),
         (
@@ -46,7 +46,7 @@ TRAIN = ["train", "shakespeare-char-cpu", "--loop.device", "cpu"]
         (["--techniques.compile", "yes"], 2, 'techniques.compile is \'yes\'\ngive "on", "off", or a setting'),
     ],
 )
-def test_a_slip_is_told_in_a_line_and_a_remedy_and_nothing_is_written(
+def test_wrong_techniques_are_refused_before_anything_is_written(
     words: list[str], code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "text.txt"
@@ -59,7 +59,7 @@ def test_a_slip_is_told_in_a_line_and_a_remedy_and_nothing_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_missing_package_is_told_with_the_command_that_installs_it(
+def test_a_missing_package_is_reported_with_its_install_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("tensorkeep.train.techniques.machine.find_spec", lambda _: None)
@@ -80,7 +80,7 @@ def test_a_missing_package_is_told_with_the_command_that_installs_it(
         ),
     ],
 )
-def test_what_is_on_is_what_was_named(
+def test_named_techniques_are_turned_on(
     words: list[str], on: dict[str, Any], run_json: Callable[..., tuple[int, Any]]
 ) -> None:
     code, settings = run_json(*TRAIN, *words, "--list-settings")
@@ -88,13 +88,13 @@ def test_what_is_on_is_what_was_named(
     assert settings["techniques"] == on
 
 
-def test_a_slip_in_a_file_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistyped_technique_in_a_file_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.toml").write_text('[train.techniques]\ncompil = "off"\n')
     assert main([*TRAIN, "-C", str(tmp_path / "mine.toml"), "--out", str(tmp_path / "run")]) == 7
     assert "there is no technique named 'compil'" in capsys.readouterr().err
 
 
-def test_the_list_says_what_each_needs_takes_and_gives(
+def test_the_list_shows_needs_effect_and_settings(
     run_json: Callable[..., tuple[int, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, found = run_json("train", "--list-techniques", "--loop.device", "cpu")
@@ -108,14 +108,12 @@ def test_the_list_says_what_each_needs_takes_and_gives(
         at = lines.index(f"{each['name']} ({each['kind']})")
         assert (here < at < elsewhere) is (each["lacks"] is None)
         own = lines[at : lines.index("", at)]
-        assert f"    to expect: {each['effect']}" in own
+        assert f"    effect: {each['effect']}" in own
         assert each["lacks"] is None or f"    {each['lacks']}" in own
         assert all(any(f"{name} = " in line for line in own) for name in each["settings"])
 
 
-def test_the_list_fits_a_narrow_terminal_and_breaks_no_name(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_list_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: os.terminal_size((60, 24)))
     import torch

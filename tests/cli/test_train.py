@@ -20,7 +20,7 @@ import torch
 
 import tensorkeep
 from tensorkeep.cli.main import main
-from tensorkeep.cli.train import again
+from tensorkeep.cli.train import resume_command
 from tensorkeep.train.run.folder import RunFolder
 
 TINY = [
@@ -118,7 +118,7 @@ def test_a_file_of_settings(tmp_path: Path, text: Path, capsys: pytest.CaptureFi
         (["--recipe", RECIPE], 2, "give the recipe as a word"),
         ([RECIPE, "--loop.steps"], 2, "--loop.steps has no value"),
         ([RECIPE, RECIPE], 2, "is no setting"),
-        ([RECIPE, "--data.source", "stdlib"], 2, "they are the same setting"),
+        ([RECIPE, "--data.source", "stdlib"], 2, "which is the same setting"),
         ([RECIPE, "--optim.lr", "inf"], 2, "optim.lr is inf"),
         ([RECIPE, "--sample.top_k", "0"], 2, "sample.top_k is 0"),
         ([RECIPE, "--checkpoint.compression", "nonsense"], 2, "there is no compression 'nonsense'"),
@@ -131,7 +131,7 @@ def test_a_file_of_settings(tmp_path: Path, text: Path, capsys: pytest.CaptureFi
         ([RECIPE, "--model.context_length", "100000"], 2, "a context of 100,000 needs"),
         ([RECIPE, "--loop.device", "cuda:99"], 2, "the device 'cuda:99' cannot be used"),
         ([RECIPE, "--data", "no-such-file"], 5, "no-such-file"),
-        (["--resume"], 5, "holds no run to go on with"),
+        (["--resume"], 5, "contains no run to resume"),
     ],
 )
 def test_bad_input_is_one_clear_line(
@@ -157,7 +157,7 @@ def test_bad_input_is_one_clear_line(
     [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), MemoryError()],
     ids=["cuda", "cpu"],
 )
-def test_memory_that_a_step_does_not_get_is_no_bug(
+def test_out_of_memory_in_a_step_has_a_remedy(
     tmp_path: Path, text: Path, raised: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def loss(*_: object) -> None:
@@ -166,7 +166,7 @@ def test_memory_that_a_step_does_not_get_is_no_bug(
     monkeypatch.setattr("tensorkeep.train.model.gpt.token_loss", loss)
     assert main(["train", RECIPE, "--data", str(text), "--out", str(tmp_path / "run"), *TINY]) == 3
     said = capsys.readouterr().err
-    assert "the memory does not hold what the run computes" in said
+    assert "out of memory during training" in said
     assert "--loop.batch_size" in said
     assert f"tensorkeep tune training --run {tmp_path / 'run'} --memory SIZE" in said
 
@@ -183,7 +183,7 @@ def test_a_run_is_not_started_twice(tmp_path: Path, text: Path, capsys: pytest.C
     assert (code, ended["step"]) == (0, 2)
 
 
-def test_resuming_what_was_never_started_prepares_the_data_that_is_given(
+def test_resume_without_a_run_prepares_the_given_data(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "short.txt").write_text("abcdefgh" * 20)
@@ -199,14 +199,14 @@ def test_settings_may_stand_before_the_recipe(tmp_path: Path, text: Path, capsys
     assert (code, ended["step"]) == (0, 2)
 
 
-def test_another_tokenizer_needs_no_word_about_the_vocabulary_of_the_first(
+def test_another_tokenizer_replaces_the_vocabulary_size(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["train", "chatgot-85m", "--data", text, "--data.tokenizer", "byte", "--out", tmp_path / "run", *TINY]
     assert run_json(capsys, *command, "--loop.steps", "1", "--sample.every", "0")[0] == 0
 
 
-def test_a_source_that_was_set_is_found_from_another_folder(
+def test_a_relative_source_is_found_from_another_folder(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -224,7 +224,7 @@ def test_a_source_that_was_set_is_found_from_another_folder(
     }
 
 
-def test_prepared_data_and_a_setting_that_contradicts_it(
+def test_a_setting_that_contradicts_prepared_data_is_refused(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["data", "prepare", str(text), "--tokenizer", "byte", "--out", str(tmp_path / "data"), "-q"]) == 0
@@ -237,9 +237,7 @@ def test_prepared_data_and_a_setting_that_contradicts_it(
     assert "data.tokenizer is 'char', and the data was prepared with 'byte'" in capsys.readouterr().err
 
 
-def test_a_run_that_goes_on_elsewhere_is_told_of(
-    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resuming_on_another_device_is_reported(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     assert run_json(capsys, "train", RECIPE, "--data", text, "--out", run, *TINY, "--loop.steps", "1")[0] == 0
     about = json.loads((run / "run.json").read_text())
@@ -250,8 +248,8 @@ def test_a_run_that_goes_on_elsewhere_is_told_of(
     assert "torch was 1.0, and is" in said
 
 
-def test_the_line_that_goes_on_can_be_given_to_a_shell(tmp_path: Path) -> None:
-    words = shlex.split(again(RunFolder(tmp_path / "it's a run; really")))
+def test_the_resume_command_is_quoted_for_a_shell(tmp_path: Path) -> None:
+    words = shlex.split(resume_command(RunFolder(tmp_path / "it's a run; really")))
     assert words == ["tensorkeep", "train", "--out", str(tmp_path / "it's a run; really"), "--resume"]
 
 
@@ -293,7 +291,7 @@ def wait_for_steps(run: Path, process: subprocess.Popen[str], count: int) -> Non
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_ctrl_c_saves_and_the_run_goes_on_exactly(tmp_path: Path, text: Path, number: signal.Signals) -> None:
+def test_ctrl_c_saves_and_the_run_resumes_exactly(tmp_path: Path, text: Path, number: signal.Signals) -> None:
     command = [RECIPE, "--data", text, *TINY, "--loop.steps", "3000", "--eval.every", "0", "--sample.every", "0"]
     process = start(*command, "--out", tmp_path / "parts")
     wait_for_steps(tmp_path / "parts", process, 5)
@@ -317,7 +315,7 @@ def test_ctrl_c_saves_and_the_run_goes_on_exactly(tmp_path: Path, text: Path, nu
     assert losses(tmp_path / "parts")[:count] == losses(tmp_path / "whole")[:count]
 
 
-def test_a_terminal_that_closes_lets_the_run_save(tmp_path: Path, text: Path) -> None:
+def test_a_closing_terminal_lets_the_run_save(tmp_path: Path, text: Path) -> None:
     run = tmp_path / "run"
     command = [RECIPE, "--data", text, "--out", run, *TINY, "--loop.steps", "1000000", "--eval.every", "0"]
     ours, theirs = os.openpty()

@@ -127,7 +127,7 @@ def claims(
     overwrite: Annotated[bool, Switch] = False,
     output: Output = DEFAULT,
 ) -> int:
-    """Check what is often said of these ways against this machine.
+    """Check published claims about checkpoint formats on this machine.
 
     Each claim is reproduced, not reproduced, or confounded: then the arms that isolate its cause say something else.
 

@@ -43,7 +43,7 @@ def training(
     list_: Annotated[bool, Switch, Parameter(name="--list")] = False,
     output: Output = DEFAULT,
 ) -> int:
-    """Compare techniques of training, and other settings of a recipe.
+    """Compare training techniques and settings of a recipe.
 
     Every cell is a fresh process. A technique that was not seen at work, or that moved losses which it must not move,
     has no time. Results are kept after each cell; Ctrl-C keeps them, and --resume goes on.

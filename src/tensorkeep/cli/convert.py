@@ -1,10 +1,10 @@
-"""``tensorkeep convert``: a checkpoint again, in another format or with another compression."""
+"""``tensorkeep convert``: write a checkpoint in another format or with another compression."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-from tensorkeep.checkpoint.inspect.convert import convert as write_again
+from tensorkeep.checkpoint.inspect.convert import convert as write_converted
 from tensorkeep.checkpoint.save.save import SaveReport
 from tensorkeep.cli.options import SIZE, Globs, Switch, Threads
 from tensorkeep.cli.output import DEFAULT, Output
@@ -28,37 +28,37 @@ def convert(
     memory_budget: Annotated[int | None, SIZE] = None,
     output: Output = DEFAULT,
 ) -> int:
-    """Write a checkpoint again, in another format or with another compression.
+    """Write a checkpoint in another format or with another compression.
 
     Parameters
     ----------
     source
         The checkpoint to read; it is never changed.
     destination
-        Where the new one shall appear, whole or not at all.
+        The path of the new checkpoint; it becomes visible when it is complete.
     to
         The format to write: native, torch, safetensors, or a plug-in's.
     compression
-        none, the default; lossless, about a third smaller for bf16; auto, which measures and takes the faster of the
-        two; or one codec's name.
+        none (the default); lossless, about a third smaller for bf16; auto, which measures both and takes the faster;
+        or the name of a codec.
     select
-        Convert only the tensors whose names match this glob; may be repeated.
+        Convert only tensors whose names match this glob; may be repeated.
     overwrite
-        Replace a checkpoint of the same format that is at the destination.
+        Replace a checkpoint of the same format at the destination.
     drop_metadata
-        Leave out the metadata beside the state; some formats have no place for it.
+        Leave out the user metadata, which some formats cannot store.
     format
-        Do not look for the source's format, take this one.
+        The format of the source; detected by default.
     shard_bytes
-        Begin a new file after this many bytes, such as 4GB.
+        Start a new file after this many bytes, such as 4GB.
     threads
-        How many threads work.
+        The number of threads.
     memory_budget
-        The most memory that all buffers may take; 256MiB by default.
+        The limit on the memory of all buffers; 256MiB by default.
     """
     options: dict[str, Any] = {} if shard_bytes is None else {"shard_bytes": shard_bytes}
     with output.meter("converting") as progress:
-        report = write_again(
+        report = write_converted(
             source,
             destination,
             to=to,

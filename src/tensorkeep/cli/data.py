@@ -1,4 +1,4 @@
-"""``tensorkeep data``: turn text into tokens for a training run, and show what a folder of them holds."""
+"""``tensorkeep data``: tokenize text for a training run, and show prepared data."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tensorkeep.train.data.splits import SPLITS
 from tensorkeep.units import format_bytes
 
 _SAMPLE = 200
-"""Characters that are shown."""
+"""Number of characters that ``data info`` shows."""
 
 
 def _no_flag(kind: type, value: str) -> None:
-    # `-` is standard input; anything else that begins like a flag is a slip of the pen.
+    # `-` is standard input; any other word that starts with a dash is a mistyped option.
     if value.startswith("-") and value != "-":
-        raise ValueError(f"there is no option {value}")
+        raise ValueError(f"unknown option {value}")
 
 
 def prepare(
@@ -39,7 +39,7 @@ def prepare(
     overwrite: Annotated[bool, Switch] = False,
     output: Output = DEFAULT,
 ) -> int:
-    """Turn text into tokens for a training run.
+    """Tokenize text for a training run.
 
     Parameters
     ----------
@@ -47,20 +47,19 @@ def prepare(
         A file, a folder, a pattern in quotes such as 'books/*.txt', - for standard input, or stdlib for the sources of
         Python's standard library. A .jsonl file has one document on each line, under "text".
     out
-        The folder to make.
+        The folder to create.
     tokenizer
-        What a token is: a character, a byte, a byte pair learned from this text, or one of tiktoken's, if its
-        vocabulary is on this machine.
+        Characters, bytes, byte-pair encoding trained on this text, or a vocabulary of tiktoken that is on this machine.
     vocab_size
-        For bpe: the most tokens to have, 4096 unless given.
+        For bpe: the largest size of the vocabulary; 4096 by default.
     validation
-        The share of the text, or of its documents, that is kept for validation.
+        The fraction of the text, or of its documents, that is used for validation.
     seed
-        By which documents are divided.
+        The seed of the split into training and validation.
     encoding
-        How the text is encoded; every byte must be.
+        The encoding of the text; invalid bytes are an error.
     overwrite
-        Replace prepared data that is there already.
+        Replace existing prepared data.
     """
     with output.meter(f"preparing {source}") as progress:
         made = make(
@@ -80,18 +79,18 @@ def prepare(
 
 
 def info(directory: Path, /, *, verify: Annotated[bool, Switch] = False, output: Output = DEFAULT) -> int:
-    """Show what a folder of prepared data holds.
+    """Show what a folder of prepared data contains.
 
     Parameters
     ----------
     directory
         The folder.
     verify
-        Read all tokens and check every one.
+        Read and check all tokens.
     """
     with output.meter(f"verifying {directory}") as progress:
         dataset = Dataset.open(directory, verify=verify, progress=progress)
-    # A token stands for no character where several make up one, so some more are decoded than are shown.
+    # Several tokens can make up one character, so more tokens are decoded than characters are shown.
     sample = dataset.tokenizer.decode(dataset.train[: 4 * _SAMPLE])[:_SAMPLE]
     document = {"path": str(directory), **dataset.about, "verified": verify, "sample": sample}
     output.show(document, lambda: _print_info(directory, document))
@@ -107,7 +106,7 @@ def _print_made(out: Path, about: dict[str, Any], following: str) -> None:
 def _print_info(directory: Path, document: dict[str, Any]) -> None:
     _print_about(directory, document)
     if document["verified"]:
-        print("verified: every token is as it was written, and in the vocabulary")
+        print("verified: the checksum is right and all tokens are in the vocabulary")
     print()
     for line in document["sample"].splitlines():
         print(printable(line))

@@ -53,7 +53,7 @@ def demo(
     out: Path = Path("demo-run"),
     output: Output = DEFAULT,
 ) -> int:
-    """See on this machine what Tensorkeep does, beside torch and safetensors.
+    """Save, load, verify and damage a checkpoint, beside torch and safetensors.
 
     A state is saved and loaded by torch, safetensors, tensorkeep and tensorkeep-lossless in interleaved rounds, each
     load is compared with what was saved, bit for bit, and one flipped bit is looked for. It takes about a minute. With

@@ -30,22 +30,22 @@ def diff(
     memory_budget: Size = DEFAULT_BUDGET,
     output: Output = DEFAULT,
 ) -> int:
-    """Compare two checkpoints of any formats; exit code 1 if they differ.
+    """Compare two checkpoints of any format; exit code 1 if they differ.
 
     Parameters
     ----------
     a, b
         The checkpoints.
     atol
-        Elements are the same when |a - b| <= atol + rtol * |b|. With neither given, their bits are compared.
+        Elements are equal when |a - b| <= atol + rtol * |b|. Without both, their bits are compared.
     rtol
         See --atol.
     select
-        Compare only the tensors whose names match this glob, and no plain values; may be repeated.
+        Compare only tensors whose names match this glob, without plain values; may be repeated.
     threads
-        How many threads read and compare.
+        The number of threads.
     memory_budget
-        The most memory that all buffers may take.
+        The limit on the memory of all buffers.
     """
     with output.meter("comparing") as progress:
         report = compare(
@@ -71,13 +71,13 @@ def _print_report(report: DiffReport) -> None:
         (len(report.removed), "removed"),
         (report.identical, "identical"),
     ]
-    summary = ", ".join(f"{count:,} {what}" for count, what in counts if count) or "none"
+    summary = ", ".join(f"{count:,} {what}" for count, what in counts if count) or "no tensors"
     values = f"; {counted(len(report.values), 'plain value')} changed" if report.values else ""
     verdict = "same" if report.equal else "different"
     print(printable(f"{verdict}: {report.a} and {report.b}: tensors: {summary}{values}"))
     if report.changed:
         print("\nchanged:")
-        Table(("name", ">elements", ">different", ">share", ">max |a-b|"), _changed(report)).show()
+        Table(("name", ">elements", ">different", ">fraction", ">max |a-b|"), _changed(report)).show()
     for title, mismatches in (
         ("reshaped", report.reshaped),
         ("of another dtype", report.retyped),
@@ -103,8 +103,8 @@ def _changed(report: DiffReport) -> list[tuple[str, ...]]:
     ]
 
 
-def _percent(share: float) -> str:
-    return f"{share:.2%}" if share >= 0.0001 else "<0.01%"
+def _percent(fraction: float) -> str:
+    return f"{fraction:.2%}" if fraction >= 0.0001 else "<0.01%"
 
 
 def _print_mismatches(title: str, mismatches: list[Mismatch]) -> None:
@@ -115,6 +115,6 @@ def _print_mismatches(title: str, mismatches: list[Mismatch]) -> None:
 
 def _text(value: Any) -> str:
     if isinstance(value, dict) and len(value) == 1:
-        # A value that JSON cannot hold stands in the file under its type: {"float": "0.1"}.
+        # A value that JSON does not have is stored under its type: {"float": "0.1"}.
         (value,) = value.values()
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -1,4 +1,4 @@
-"""``tensorkeep env``: what of this machine matters to checkpoints, for a bug report or before a benchmark."""
+"""``tensorkeep env``: versions, hardware and file system, for a bug report or before a benchmark."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tensorkeep.units import format_bytes
 
 
 def env(*, path: Path = Path(), output: Output = DEFAULT) -> int:
-    """Show what of this machine matters to checkpoints.
+    """Show versions, hardware and file system, for a bug report.
 
     Parameters
     ----------
     path
-        The folder to look at; a small file is written there, and removed.
+        The folder whose file system is shown; a small file is written there and removed.
     """
     document = machine.describe(path)
     output.show(document, lambda: _print_environment(document))

@@ -1,6 +1,6 @@
-"""The command line: find the command, run it, and turn whatever happens into an exit code.
+"""The command line: parse, run the command, return an exit code.
 
-The codes are listed in `tensorkeep.cli.failures`. Commands are imported when they run, so that ``tensorkeep --help``
+The exit codes are listed in `tensorkeep.cli.errors`. Commands are imported when they run, so that ``tensorkeep --help``
 imports neither torch nor numpy.
 """
 
@@ -13,39 +13,38 @@ from functools import partial
 
 from cyclopts import App
 
-from tensorkeep.cli.failures import BROKEN_PIPE, tell
+from tensorkeep.cli.errors import BROKEN_PIPE, report_error
 from tensorkeep.cli.options import flags_after_command, from_environment, from_file
-from tensorkeep.cli.output import Output
-from tensorkeep.cli.streams import finish_stdout, make_streams_safe
+from tensorkeep.cli.output import Output, finish_stdout, logging_to_stderr, make_streams_safe
 from tensorkeep.errors import StoreError
 from tensorkeep.version import __version__
 
 _COMMANDS = {
-    "info": ("contents:info", "Show what a checkpoint holds, without reading a tensor."),
-    "ls": ("contents:ls", "List a checkpoint's tensors."),
-    "verify": ("verify:verify", "Read checkpoints to the end and check every byte that can be checked."),
-    "diff": ("diff:diff", "Compare two checkpoints of any formats; exit code 1 if they differ."),
-    "convert": ("convert:convert", "Write a checkpoint again, in another format or with another compression."),
-    "prune": ("prune:prune", "Delete the steps of a training run that no rule wants."),
-    "env": ("env:env", "Show what of this machine matters to checkpoints."),
+    "info": ("info:info", "Show what a checkpoint contains, without reading a tensor."),
+    "ls": ("info:ls", "List the tensors of a checkpoint."),
+    "verify": ("verify:verify", "Read checkpoints completely and check every checksum."),
+    "diff": ("diff:diff", "Compare two checkpoints of any format; exit code 1 if they differ."),
+    "convert": ("convert:convert", "Write a checkpoint in another format or with another compression."),
+    "prune": ("prune:prune", "Delete old steps of a training run."),
+    "env": ("env:env", "Show versions, hardware and file system, for a bug report."),
     "bench checkpoint": ("bench:checkpoint", "Compare ways to save and load a checkpoint."),
-    "bench claims": ("bench:claims", "Check what is often said of these ways against this machine."),
-    "bench training": ("bench_training:training", "Compare techniques of training, and other settings of a recipe."),
-    "data prepare": ("data:prepare", "Turn text into tokens for a training run."),
-    "data info": ("data:info", "Show what a folder of prepared data holds."),
-    "train": ("train:train", "Train a model, or go on with a run that was stopped or killed."),
+    "bench claims": ("bench:claims", "Check published claims about checkpoint formats on this machine."),
+    "bench training": ("bench_training:training", "Compare training techniques and settings of a recipe."),
+    "data prepare": ("data:prepare", "Tokenize text for a training run."),
+    "data info": ("data:info", "Show what a folder of prepared data contains."),
+    "train": ("train:train", "Train a model, or resume a run."),
     "generate": ("generate:generate", "Continue a text with the model of a run."),
-    "export": ("generate:export", "Write the model of a run as a folder that Hugging Face transformers opens."),
-    "report": ("report:report", "Print the tables of a run of the bench, and write its report."),
-    "tune checkpoint": ("tune:checkpoint", "Find the settings that save checkpoints fastest in a folder."),
-    "tune training": ("tune_training:training", "Find the techniques and the batch size that fit into some memory."),
-    "demo": ("demo:demo", "See on this machine what Tensorkeep does, beside torch and safetensors."),
+    "export": ("export:export", "Export the model of a run for Hugging Face transformers."),
+    "report": ("report:report", "Print the tables of a results file and write its report."),
+    "tune checkpoint": ("tune:checkpoint", "Find the settings that save fastest in a folder."),
+    "tune training": ("tune_training:training", "Find the techniques and the batch size that fit into a memory limit."),
+    "demo": ("demo:demo", "Save, load, verify and damage a checkpoint, beside torch and safetensors."),
 }
 
 _GROUPS = {
     "data": "Prepare text for training.",
-    "bench": "Measure on this machine, one process per cell, and say what is best here.",
-    "tune": "Measure this machine, and find the settings that suit it.",
+    "bench": "Measure on this machine, and recommend what to use.",
+    "tune": "Find the best settings for this machine.",
 }
 
 _EPILOGUE = """\
@@ -57,7 +56,7 @@ checkpoint, 6 destination exists, 7 unsupported, 70 internal error, 130 interrup
 
 
 def build_app() -> App:
-    """Return the application: its commands by name, none of them imported yet."""
+    """Return the application; its commands are imported when they run."""
     app = App(
         name="tensorkeep",
         help="Fast, verified, crash-safe checkpoints for PyTorch, in files that other tools open.",
@@ -67,14 +66,14 @@ def build_app() -> App:
         config=(from_environment, partial(from_file, [name.partition(" ")[0] for name in _COMMANDS])),
     )
     groups: dict[str, App] = {}
-    for place, (name, (home, summary)) in enumerate(_COMMANDS.items()):
+    for position, (name, (module, summary)) in enumerate(_COMMANDS.items()):
         group, _, rest = name.rpartition(" ")
         if group and group not in groups:
-            groups[group] = App(name=group, help=_GROUPS[group], sort_key=place, help_epilogue="")
+            groups[group] = App(name=group, help=_GROUPS[group], sort_key=position, help_epilogue="")
             app.command(groups[group])
-        # The epilogue is for the whole program; an empty one keeps it out of each command's help.
+        # An empty epilogue keeps that of the program out of the help of each command.
         groups.get(group, app).command(
-            f"tensorkeep.cli.{home}", name=rest, help=summary, sort_key=place, help_epilogue=""
+            f"tensorkeep.cli.{module}", name=rest, help=summary, sort_key=position, help_epilogue=""
         )
     return app
 
@@ -85,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     arguments : sequence of str, optional
-        What stands after ``tensorkeep``; taken from the process unless given.
+        The words after ``tensorkeep``; those of the process by default.
     """
     make_streams_safe()
     try:
@@ -99,11 +98,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(failure, BrokenPipeError):
         return BROKEN_PIPE
     unwritten = StoreError(f"cannot write the output: {failure.strerror}", remedy="free some space, or write elsewhere")
-    return tell(unwritten, as_json=False, verbose=False)
+    return report_error(unwritten, as_json=False, verbose=False)
 
 
 def _run(tokens: list[str]) -> int:
-    # Until the options are parsed, this is how an error in them learns how it is to be told.
+    # Errors in the options themselves follow --json and -v, too.
     as_json = "--json" in tokens or os.environ.get("TENSORKEEP_JSON", "").lower() in ("1", "true", "yes")
     output = Output(json=as_json, verbose=not {"-v", "--verbose"}.isdisjoint(tokens))
     try:
@@ -111,8 +110,9 @@ def _run(tokens: list[str]) -> int:
             flags_after_command(tokens, _GROUPS), exit_on_error=False, print_error=False
         )
         output = bound.arguments.get("output", output)
-        return command(*bound.args, **bound.kwargs) or 0
+        with logging_to_stderr(output):
+            return command(*bound.args, **bound.kwargs) or 0
     except BrokenPipeError:
         raise
     except (Exception, KeyboardInterrupt) as error:
-        return tell(error, as_json=output.json, verbose=output.verbose)
+        return report_error(error, as_json=output.json, verbose=output.verbose)

@@ -1,4 +1,4 @@
-"""Where options come from besides the command line, and the types that several commands share.
+"""Options from the environment and from a TOML file, and the option types that commands share.
 
 A flag wins over the environment (``TENSORKEEP_MEMORY_BUDGET=1GiB``), which wins over the TOML file of ``-C``
 (``[convert]`` / ``memory-budget = "1GiB"``), which wins over the default.
@@ -46,35 +46,35 @@ Size = Annotated[int, SIZE, Parameter(show_default=_mebibytes)]
 """A number of bytes, such as ``256MiB``."""
 
 Switch = Parameter(negative="", show_default=False)
-"""A flag that is off unless given; ``--flag=false`` takes back what the environment or a file says."""
+"""A flag that is off by default; ``--flag=false`` overrides the environment and the file."""
 
 Threads = Annotated[int | None, Parameter(validator=Number(gte=1))]
-"""How many threads work; None leaves it to the machine."""
+"""Number of threads; None chooses by the machine."""
 
 Globs = Annotated[list[str] | None, Parameter(negative="", metavar="GLOB")]
-"""Patterns of tensor names, given one by one."""
+"""Patterns of tensor names; the option may be repeated."""
 
 
 def flags_after_command(tokens: Sequence[str], groups: Collection[str]) -> list[str]:
-    """Return the words of a command line with the flags of every command behind the command they stand before.
+    """Move the flags that every command takes from before the command to after it.
 
     ``tensorkeep --json info x`` means ``tensorkeep info --json x``; a command of one of the groups is two words.
     """
     takes_value = _flags_everywhere() if tokens and tokens[0].startswith("-") else {}
-    place = 0
-    while place < len(tokens):
-        flag, given, _ = tokens[place].partition("=")
+    start = 0
+    while start < len(tokens):
+        flag, given, _ = tokens[start].partition("=")
         if flag not in takes_value:
             break
-        place += 2 if takes_value[flag] and not given else 1
-    if place and not tokens[place:]:
+        start += 2 if takes_value[flag] and not given else 1
+    if start and not tokens[start:]:
         raise UsageError("no command is given", remedy="see `tensorkeep --help`")
-    end = place + (2 if tokens[place : place + 1] and tokens[place] in groups else 1)
-    return [*tokens[place:end], *tokens[:place], *tokens[end:]]
+    end = start + (2 if tokens[start : start + 1] and tokens[start] in groups else 1)
+    return [*tokens[start:end], *tokens[:start], *tokens[end:]]
 
 
 def _flags_everywhere() -> dict[str, bool]:
-    """Return the flags that every command takes, and whether a word follows each."""
+    """Return the flags that every command takes, and whether each takes a value."""
 
     def command(*, output: Output = DEFAULT) -> None: ...
 
@@ -83,7 +83,7 @@ def _flags_everywhere() -> dict[str, bool]:
 
 
 def from_environment(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Take options, never positional arguments, from ``TENSORKEEP_*``."""
+    """Take options, but no positional arguments, from ``TENSORKEEP_*``."""
     options = arguments.copy()
     options[:] = [argument for argument in arguments if argument.name.startswith("-")]
     Env(_PREFIX, command=False)(app, commands, options)
@@ -95,13 +95,13 @@ def from_file(known: Collection[str], app: App, commands: tuple[str, ...], argum
     Parameters
     ----------
     known : collection of str
-        All commands: a table of another name is a slip of the pen, not something to pass over.
+        The names of all commands: a table of any other name is an error.
     """
     tokens = [argument.tokens for argument in arguments if argument.name == "--config" and argument.tokens]
     if not tokens:
         return
     path = tokens[0][-1].value
-    # The settings of a folder's saves, which `tensorkeep tune` writes, stand in the same kind of file.
+    # The table [save], which `tensorkeep tune` writes, is for `tensorkeep.save(settings=...)`.
     tables = {key: table for key, table in _read(path).items() if key != SAVE_TABLE or not isinstance(table, dict)}
     for key, table in tables.items():
         if key not in known or not isinstance(table, dict):

@@ -1,9 +1,12 @@
-"""The options that every command takes, and what they decide: JSON or text, progress or silence."""
+"""The options that every command takes; JSON, text, progress and log messages follow them."""
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,18 +23,18 @@ EVERYWHERE = Group("Everywhere", sort_key=100)
 @Parameter(name="*", group=EVERYWHERE, negative="", show_default=False)
 @dataclass(frozen=True)
 class Output:
-    """How a command talks.
+    """How a command prints.
 
     Attributes
     ----------
     json : bool
         Print one JSON document to stdout, and nothing else.
     quiet : bool
-        Say nothing but what went wrong.
+        Print errors only.
     verbose : bool
-        Show the traceback of an error.
+        Print tracebacks, and what the library logs at the level INFO.
     progress : bool
-        Show a progress bar on stderr, if that is a terminal.
+        Draw progress bars on stderr if that is a terminal.
     config : str or None
         A TOML file of options, one table per command.
     """
@@ -43,20 +46,20 @@ class Output:
     config: Annotated[str | None, Parameter(name=["--config", "-C"])] = None
 
     def show(self, document: Mapping[str, Any], text: Callable[[], None]) -> None:
-        """Print the document if JSON was asked for; else let ``text`` print, unless silence was asked for."""
+        """Print the document as JSON with ``--json``; else call ``text``, which prints, unless ``--quiet`` is set."""
         if self.json:
             print(json.dumps(_strict(document), indent=2, allow_nan=False, default=str))
         elif not self.quiet:
             text()
 
     def note(self, text: str) -> None:
-        """Tell a person, on stderr, what they should know before something goes on."""
+        """Print a note on stderr."""
         if not self.quiet:
             print(printable(text), file=sys.stderr)
 
     @contextmanager
     def meter(self, doing: str) -> Iterator[Callable[[int, int], None] | None]:
-        """Lend a callback that takes (bytes done, bytes in all) and draws them; None where nobody looks."""
+        """Yield a callback that takes (bytes done, total bytes) and draws a bar, or None for no bar."""
         if not self.progress or self.quiet or not sys.stderr.isatty():
             yield None
             return
@@ -74,7 +77,7 @@ DEFAULT = Output()
 
 
 def _strict(value: Any) -> Any:
-    """Return plain values as JSON allows them: it has no infinity and no NaN, which become null."""
+    """Return plain values with NaN and infinity, which JSON does not have, replaced by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -82,3 +85,50 @@ def _strict(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_strict(item) for item in value]
     return value
+
+
+class _LogLine(logging.Handler):
+    """Prints log records on stderr, a line each, without anything that could control the terminal."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(printable(f"{record.levelname.lower()}: {record.getMessage()}"), file=sys.stderr)
+
+
+@contextmanager
+def logging_to_stderr(output: Output) -> Iterator[None]:
+    """Print what the library logs: warnings, with ``-v`` also INFO, with ``-q`` errors only."""
+    log, handler = logging.getLogger("tensorkeep"), _LogLine()
+    level = log.level
+    log.setLevel(logging.INFO if output.verbose else logging.ERROR if output.quiet else logging.WARNING)
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
+def make_streams_safe() -> None:
+    """Make printing possible when streams are closed, and escape what their encoding does not have."""
+    for name in ("stdin", "stdout", "stderr"):
+        # A stream that the caller closed: its file descriptor would go to the next file that is opened.
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def finish_stdout() -> OSError | None:
+    """Flush stdout and return the error if that fails.
+
+    After an error stdout is redirected to nowhere: the interpreter flushes it again at exit and would print the error.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        return error
+    return None

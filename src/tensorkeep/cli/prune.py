@@ -1,4 +1,4 @@
-"""``tensorkeep prune``: delete the steps of a run that no rule wants."""
+"""``tensorkeep prune``: delete the steps of a run that no retention rule keeps."""
 
 from __future__ import annotations
 
@@ -30,34 +30,34 @@ def prune(
     dry_run: Annotated[bool, Parameter(negative=())] = False,
     output: Output = DEFAULT,
 ) -> int:
-    """Delete the steps of a training run that no rule wants.
+    """Delete old steps of a training run.
 
-    The last step is never deleted, and neither is a step that holds files which are no part of it.
+    All steps that no rule keeps are deleted. The last step is never deleted, nor is a step whose folder contains other files.
 
     Parameters
     ----------
     root
         The folder of a run: step-000100, step-000200, ...
     keep_last
-        Keep the last so many steps.
+        Keep this many of the last steps.
     keep_every
-        Keep the steps whose number is a multiple of it.
+        Keep the steps whose number is a multiple of this.
     keep_best
-        Keep the so many best steps by their metric.
+        Keep this many of the best steps.
     metric
-        Which metric; may be left out where the steps have only one.
+        The metric of --keep-best; may be omitted if the steps have only one.
     mode
-        Whether a "min" or a "max" of the metric is best.
+        Whether the metric is better when smaller (min) or larger (max).
     keep_thinned
-        Keep fewer steps the older they are: AGE:DISTANCE pairs such as 1h:0 1d:1h 30d:1d.
+        Keep fewer of the older steps: AGE:DISTANCE pairs such as 1h:0 1d:1h 30d:1d.
     broken
-        Delete steps that are damaged, too; what is no checkpoint, could not be looked at or was written by a later
-        version is left as it is.
+        Also delete damaged steps. Folders that are not checkpoints, could not be read or were written by a later
+        version are kept.
     dry_run
-        Delete nothing, and say what would be.
+        Delete nothing; print what would be deleted.
     """
     if keep_last is None and keep_every is None and keep_best is None and not keep_thinned and not broken:
-        raise UsageError("no rule says what to keep", remedy="give --keep-last, --keep-every, --keep-best or others")
+        raise UsageError("no retention rule is given", remedy="give --keep-last, --keep-every, --keep-best or others")
     best = None if keep_best is None else KeepBest(keep_best, metric, mode)
     thinned = KeepThinned(tuple(map(_rung, keep_thinned))) if keep_thinned else None
     with CheckpointManager(
@@ -65,7 +65,9 @@ def prune(
     ) as manager:
         found = manager.survey()
         if not found.steps and not found.broken:
-            raise NotACheckpointError("holds no step", path=root, remedy="give the folder in which step-000100 lies")
+            raise NotACheckpointError(
+                "contains no steps", path=root, remedy="give the folder that contains step-000100"
+            )
         unwanted = [step.number for step in manager.prune(dry_run=True)]
         damaged = [number for number, error in found.broken.items() if _is_damage(error)] if broken else []
         left = _not_removable(manager, [*unwanted, *damaged])
@@ -89,12 +91,12 @@ def prune(
 
 
 def _is_damage(error: TensorkeepError) -> bool:
-    # What could not be looked at, or is of a later version, may be whole; what is no checkpoint is somebody's.
+    # A step that could not be read, or of a later version, may be intact; other folders belong to the user.
     return isinstance(error, CorruptCheckpointError)
 
 
 def _not_removable(manager: CheckpointManager, numbers: list[int]) -> dict[int, TensorkeepError]:
-    """Return those of the steps that are not steps and nothing else, and why."""
+    """Return the steps whose folders contain something else, with the reason."""
     left: dict[int, TensorkeepError] = {}
     for number in numbers:
         try:
@@ -107,7 +109,7 @@ def _not_removable(manager: CheckpointManager, numbers: list[int]) -> dict[int, 
 def _rung(text: str) -> tuple[str, str]:
     age, colon, distance = text.partition(":")
     if not colon:
-        raise UsageError(f"{text!r} is no rung", remedy="write AGE:DISTANCE, for example 1d:1h")
+        raise UsageError(f"{text!r} is not a pair", remedy="write AGE:DISTANCE, for example 1d:1h")
     return age, distance
 
 
@@ -131,7 +133,7 @@ def _print(document: dict[str, Any], *, quiet: bool) -> None:
     for number in document["deleted_broken"]:
         print(printable(f"{verb} step {number}: broken"))
     for number, reason in {**document["broken"], **document["left"]}.items():
-        print(printable(f"left as it is: step {number}: {reason}"))
+        print(printable(f"kept: step {number}: {reason}"))
     counts = f"{counted(len(document['deleted']), 'step')}, kept {len(document['kept'])}"
     frees = "would free" if document["dry_run"] else "freed"
     print(printable(f"{verb} {counts}; {frees} {format_bytes(document['freed_bytes'])}"))

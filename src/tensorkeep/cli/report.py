@@ -29,7 +29,7 @@ def report(
     tables_only: Annotated[bool, Switch] = False,
     output: Output = DEFAULT,
 ) -> int:
-    """Print the tables of a run of the bench, and write its report.
+    """Print the tables of a results file and write its report.
 
     Without --out, everything is written beside the results: report.html, summary.csv, samples.csv, and a folder plots.
     With --out, only what is asked for.

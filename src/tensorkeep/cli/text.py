@@ -1,4 +1,4 @@
-"""Text and tables for people: in colour on a terminal, aligned and whole in a pipe."""
+"""Text and tables: fitted to a terminal, aligned and complete in a pipe."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _GAP = "  "
 
 
 def printable(text: str) -> str:
-    """Return a text without anything that could drive a terminal: names come from files, and files may be hostile."""
+    """Return a text with control characters escaped: names come from files, which may be hostile."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
@@ -34,11 +34,11 @@ class Table:
     Attributes
     ----------
     headings : tuple of str
-        One per column. A leading ``>`` puts the column's text to the right, as for numbers; ``>`` and ``=`` keep it
-        unwrapped where a terminal is narrow.
+        One per column. A leading ``>`` right-aligns the column, as for numbers; columns with ``>`` or ``=`` are never
+        wrapped.
     rows : sequence of tuple of str
     spare : tuple of str
-        Headings of columns that are left out, the last one first, and named below, on a terminal too narrow for all.
+        Headings of columns to leave out on a narrow terminal, the last one first; they are named below the table.
     """
 
     headings: tuple[str, ...]
@@ -46,14 +46,14 @@ class Table:
     spare: tuple[str, ...] = ()
 
     def show(self) -> None:
-        """Print it: fitted to the terminal, or, into a pipe or a file, with nothing cut and nothing wrapped."""
+        """Print the table, fitted to a terminal; into a pipe or a file nothing is cut or wrapped."""
         headings = tuple(heading.lstrip(">=") for heading in self.headings)
         rows = [tuple(map(printable, row)) for row in self.rows]
         widths = [max(map(len, cells)) for cells in zip(headings, *rows, strict=True)]
         if sys.stdout.isatty():
             self._show_fitted(headings, rows, widths)
         else:
-            self._show_whole([headings, *rows], widths)
+            self._show_complete([headings, *rows], widths)
 
     def _show_fitted(self, headings: tuple[str, ...], rows: list[tuple[str, ...]], widths: list[int]) -> None:
         from rich.console import Console
@@ -65,8 +65,8 @@ class Table:
         while spare and _width(shown, widths) > console.width:
             shown.remove(spare.pop())
         if all(self.headings[i][:1] in (">", "=") for i in shown) and _width(shown, widths) > console.width:
-            # Lines that the terminal breaks are hard to read; numbers without their last digits are wrong.
-            self._show_whole([headings, *rows], widths)
+            # Better lines that the terminal breaks than numbers without their last digits.
+            self._show_complete([headings, *rows], widths)
             return
         table = RichTable(box=None, pad_edge=False, padding=(0, len(_GAP), 0, 0), header_style="bold")
         for i in shown:
@@ -80,7 +80,7 @@ class Table:
         if hidden:
             console.print(f"(not shown in {console.width} columns: {', '.join(hidden)})", style="dim")
 
-    def _show_whole(self, rows: list[tuple[str, ...]], widths: list[int]) -> None:
+    def _show_complete(self, rows: list[tuple[str, ...]], widths: list[int]) -> None:
         right = [heading.startswith(">") for heading in self.headings]
         for row in rows:
             cells = (

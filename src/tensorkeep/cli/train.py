@@ -1,4 +1,4 @@
-"""``tensorkeep train``: train a model, or go on with a run; every checkpoint through a `CheckpointManager`."""
+"""``tensorkeep train``: train a model, or resume a run."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from tensorkeep.cli import techniques
-from tensorkeep.cli.failures import Interrupted
-from tensorkeep.cli.gentle_stop import gentle_stop
+from tensorkeep.cli.errors import Interrupted
+from tensorkeep.cli.list_techniques import check_names, names_among, names_in
+from tensorkeep.cli.list_techniques import list_techniques as show_techniques
 from tensorkeep.cli.options import Switch
 from tensorkeep.cli.output import DEFAULT, Output
+from tensorkeep.cli.stop_signals import stop_on_signals
 from tensorkeep.cli.text import Table
-from tensorkeep.cli.training_progress import document, listener, print_summary, say_beginning
+from tensorkeep.cli.train_progress import document, listener, print_start, print_summary
 from tensorkeep.errors import NotACheckpointError, OutOfMemoryError, UsageError, is_out_of_memory
 from tensorkeep.train.config.arguments import given_settings, read_words
 from tensorkeep.train.config.config import TECHNIQUES, Config, flat
@@ -41,49 +42,49 @@ def train(
     list_settings: Annotated[bool, Switch] = False,
     output: Output = DEFAULT,
 ) -> int:
-    """Train a model, or go on with a run that was stopped or killed.
+    """Train a model, or resume a run.
 
-    It ends where it would have ended without that, bit for bit. Every setting of the recipe is an option: --optim.lr
-    3e-4 --loop.steps 500; in a file of -C they stand in tables, [train.optim] and [train.loop]. Ctrl-C saves and stops,
-    as SIGTERM and the closing of the terminal do; a second one stops at once.
+    A resumed run gives the same result as an uninterrupted one, bit for bit. Every setting of the recipe is an option:
+    --optim.lr 3e-4 --loop.steps 500; in the file of -C they are in the tables [train.optim] and [train.loop]. Ctrl-C
+    saves and stops, as do SIGTERM and closing the terminal; a second Ctrl-C stops at once.
 
     Parameters
     ----------
     recipe
-        What to train, see --list-recipes; and settings of it.
+        The recipe (see --list-recipes), and settings of it.
     data
-        A folder of tensorkeep data prepare, or what that command takes; it is then prepared in the run's folder.
+        A folder of tensorkeep data prepare, or a source that this command takes, which is prepared in the run's folder.
     out
-        The run's folder; runs/RECIPE unless given.
+        The folder of the run; runs/RECIPE by default.
     resume
-        Go on with the run in that folder after its last whole checkpoint, with its settings.
+        Resume the run in that folder from its last complete checkpoint, with its settings.
     technique
-        Techniques to turn on, by name, with commas between them; a setting of one is an option of its own:
+        Techniques to turn on: names separated by commas. Settings of a technique are options of their own:
         --techniques.compile.mode max-autotune.
     list_recipes
         Show the recipes.
     list_techniques
-        Show the techniques, what to expect of them, and whether they can run here.
+        Show the techniques, their expected effect, and whether they can run on this machine.
     list_settings
-        Show the recipe's settings.
+        Show the settings of the recipe.
     """
     if list_recipes:
         return _show_recipes(output)
     name, words = read_words(recipe, _options())
     if list_techniques:
-        return techniques.list_techniques(output, words.get("loop.device", "auto"))
+        return show_techniques(output, words.get("loop.device", "auto"))
     folder = RunFolder(out or Path("runs") / (name or ""))
     base = _base(name, folder, resume=resume)
-    words = {f"{TECHNIQUES}{each}": "on" for each in techniques.names_in(technique)} | _with_source(words, data)
+    words = {f"{TECHNIQUES}{each}": "on" for each in names_in(technique)} | _with_source(words, data)
     given = given_settings(words, file=Path(output.config) if output.config else None)
-    techniques.check_names(techniques.names_among(given))
+    check_names(names_among(given))
     config = base.changed(given)
     if "data.source" in given:
         config = config.changed({"data.source": absolute_source(config.data.source)})
     if list_settings:
         return _show_settings(config, output)
     with joined(config) as world:
-        # One of several processes speaks for all of them.
+        # Rank 0 prints for all ranks.
         output = output if world.leads else replace(output, quiet=True, json=False)
         _train(config, folder, given, world, output, resume=resume)
     return 0
@@ -95,24 +96,24 @@ def _train(
     resume = resume and folder.exists()
     if not resume:
         folder.check_new()
-    # Before the data is prepared, which may take long.
+    # Before the data is prepared, which may take a while.
     check_settings(config, folder)
     dataset = _data(config, folder, given, world, output, resume=resume)
-    with gentle_stop() as stop, open_run(config, folder, dataset, resume=resume) as run:
-        say_beginning(run, output)
+    with stop_on_signals() as stop, open_run(config, folder, dataset, resume=resume) as run:
+        print_start(run, output)
         for note in run.notes:
             output.note(note)
-        with listener(run, output) as shown, _memory_told(folder):
+        with listener(run, output) as shown, _out_of_memory_remedy(folder):
             summary = run_loop(run, shown, stop=stop)
     if summary.reason == "stopped":
-        remedy = f"go on: {again(folder, processes=world.size)}"
+        remedy = f"resume with: {resume_command(folder, processes=world.size)}"
         raise Interrupted(f"stopped after step {summary.step}, which is saved", remedy=remedy)
     output.show(document(run, summary), lambda: print_summary(run, summary))
 
 
 @contextmanager
-def _memory_told(folder: RunFolder) -> Iterator[None]:
-    """Say of memory that is not to be had what helps."""
+def _out_of_memory_remedy(folder: RunFolder) -> Iterator[None]:
+    """Raise running out of memory as an error that names what helps."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -120,17 +121,17 @@ def _memory_told(folder: RunFolder) -> Iterator[None]:
             raise
         tune = f"tensorkeep tune training --run {shlex.quote(str(folder.path))} --memory SIZE"
         raise OutOfMemoryError(
-            f"the memory does not hold what the run computes: {(str(error).splitlines() or ['out of memory'])[0]}",
+            f"out of memory during training: {(str(error).splitlines() or ['out of memory'])[0]}",
             path=folder.path,
-            remedy="start anew with smaller batches (--loop.batch_size), more of them a step (--loop.accumulate); "
-            f"{tune} finds what fits",
+            remedy="start again with a smaller --loop.batch_size and a larger --loop.accumulate; "
+            f"{tune} finds settings that fit",
         ) from error
 
 
 def _data(
     config: Config, folder: RunFolder, given: Mapping[str, object], world: World, output: Output, *, resume: bool
 ) -> Dataset:
-    """Return the data of a run, which the first process prepares for all."""
+    """Return the data of a run; rank 0 prepares it."""
     if not world.leads:
         return Dataset.open(world.text_of(0, ""))
     dataset = open_data(config, folder, resume=resume, given=given, meter=output.meter)
@@ -138,14 +139,14 @@ def _data(
     return dataset
 
 
-def again(folder: RunFolder, *, processes: int = 1) -> str:
-    """Return the command line that goes on with a run."""
+def resume_command(folder: RunFolder, *, processes: int = 1) -> str:
+    """Return the command line that resumes a run."""
     start = "tensorkeep" if processes == 1 else f"torchrun --nproc-per-node {processes} -m tensorkeep"
     return f"{start} train --out {shlex.quote(str(folder.path))} --resume"
 
 
 def _options() -> list[str]:
-    """Return the options of this command."""
+    """Return the names of the options of this command."""
     arguments = App(default_command=train).assemble_argument_collection()
     return [name for argument in arguments for name in argument.names if name.startswith("--")]
 
@@ -155,7 +156,7 @@ def _with_source(words: dict[str, str], data: str | None) -> dict[str, str]:
         return words
     if words.get("data.source", data) != data:
         raise UsageError(
-            f"--data is {data!r}, and --data.source {words['data.source']!r}: they are the same setting",
+            f"--data is {data!r} and --data.source is {words['data.source']!r}, which is the same setting",
             remedy="give one of them",
         )
     return {**words, "data.source": data}
@@ -172,7 +173,9 @@ def _base(recipe: str | None, folder: RunFolder, *, resume: bool) -> Config:
             )
         return config
     if recipe is None and resume:
-        raise NotACheckpointError("holds no run to go on with", path=folder.path, remedy="give its folder as --out")
+        raise NotACheckpointError(
+            "contains no run to resume", path=folder.path, remedy="give the folder of the run as --out"
+        )
     if recipe is None:
         raise UsageError("no recipe is given", remedy=f"recipes: {', '.join(RECIPES)}")
     return get_recipe(recipe)

@@ -36,7 +36,7 @@ def checkpoint(
     dry_run: Annotated[bool, Switch] = False,
     output: Output = DEFAULT,
 ) -> int:
-    """Find the settings that save checkpoints fastest in a folder.
+    """Find the settings that save fastest in a folder.
 
     A state is saved again and again: raw and lossless, around the page cache and through it, then with more and fewer
     threads. What is faster beyond the noise goes to tensorkeep.toml, which every save in that folder and below follows.

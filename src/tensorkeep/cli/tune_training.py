@@ -11,9 +11,9 @@ from typing import Annotated
 import msgspec
 
 from tensorkeep.bench.tune.training import Tuned, tune
+from tensorkeep.cli.list_techniques import names_in
 from tensorkeep.cli.options import SIZE, Switch
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.techniques import names_in
 from tensorkeep.cli.text import Table, printable
 from tensorkeep.errors import DestinationExistsError, StoreError, UsageError
 from tensorkeep.train.config.config import TECHNIQUES, Config
@@ -52,7 +52,7 @@ def training(
     out: Path | None = None,
     output: Output = DEFAULT,
 ) -> int:
-    """Find the techniques and the batch size that fit into some memory.
+    """Find the techniques and the batch size that fit into a memory limit.
 
     What each part of training takes is predicted from its shapes; the cheapest set of techniques that is predicted to
     fit is then trained for some steps and evaluated, in a process of its own. The sequences of a step stay as many:

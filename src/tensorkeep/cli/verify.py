@@ -1,4 +1,4 @@
-"""``tensorkeep verify``: every byte that can be checked, checked."""
+"""``tensorkeep verify``: check every checksum of checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from tensorkeep.checkpoint.inspect.verify import VerifyReport
 from tensorkeep.checkpoint.inspect.verify import verify as check
-from tensorkeep.cli.failures import as_failure, error_lines, most_severe
+from tensorkeep.cli.errors import as_failure, error_lines, most_severe
 from tensorkeep.cli.options import Size, Threads
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import counted, printable
@@ -27,19 +27,19 @@ def verify(
     memory_budget: Size = DEFAULT_BUDGET,
     output: Output = DEFAULT,
 ) -> int:
-    """Read checkpoints to the end and check every byte that can be checked.
+    """Read checkpoints completely and check every checksum.
 
     Parameters
     ----------
     paths
-        The checkpoints. Each is checked, whatever is wrong with the others; the exit code is the gravest, in the order
-        4 (corrupt), 3 (I/O), 5 (not a checkpoint), 7 (unsupported).
+        The checkpoints. All are checked; the exit code is the most severe, in the order 4 (corrupt), 3 (I/O),
+        5 (not a checkpoint), 7 (unsupported).
     format
-        Do not look for the format, take this one.
+        The format; detected by default.
     threads
-        How many threads read and check.
+        The number of threads.
     memory_budget
-        The most memory that all buffers may take.
+        The limit on the memory of all buffers.
     """
     documents: list[dict[str, Any]] = []
     codes: list[int] = []

@@ -60,13 +60,13 @@ def test_info_shows_a_sample(text: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert data.info(out) == 0
     shown = capsys.readouterr().out
     assert "verified" not in shown
-    assert shown.endswith("Tensorkeep keeps what was\n")
+    assert shown.endswith("Tensorkeep keeps what was trained.\nTensorkeep keeps what was\n")
     assert data.info(out, verify=True, output=Output(json=True)) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["verified"] is True
     assert document["sample"] == TEXT[:200]
     assert data.info(out, verify=True) == 0
-    assert "verified: every token" in capsys.readouterr().out
+    assert "verified: the checksum" in capsys.readouterr().out
 
 
 def test_a_sample_cannot_drive_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ import torch
 
 import tensorkeep
 from tensorkeep.checkpoint.restore.stateful import RandomState
-from tensorkeep.cli.gentle_stop import gentle_stop
+from tensorkeep.cli.stop_signals import stop_on_signals
 from tensorkeep.testing.equality import difference
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
@@ -81,8 +81,8 @@ def about(folder: Path) -> dict[str, Any]:
         ({"loop.device": "meta"}, tensorkeep.UsageError, "the device 'meta' cannot be used"),
         ({"loop.device": "toaster"}, tensorkeep.UsageError, "the device 'toaster' cannot be used"),
         ({"sample.every": 1, "sample.prompt": "%"}, tensorkeep.UsageError, "'%'"),
-        ({"model.d_model": 2**42}, tensorkeep.StoreError, r"a model of .* parameters cannot be made"),
-        ({"model.d_model": 10**20}, tensorkeep.StoreError, r"a model of .* parameters cannot be made"),
+        ({"model.d_model": 2**42}, tensorkeep.OutOfMemoryError, r"a model of .* parameters cannot be made"),
+        ({"model.d_model": 10**20}, tensorkeep.OutOfMemoryError, r"a model of .* parameters cannot be made"),
     ],
 )
 def test_what_would_fail_later_is_refused_before_anything_is_written(
@@ -334,7 +334,7 @@ def test_a_repository_with_names_that_are_no_text_is_described(
 
 def test_a_terminal_that_closes_asks_for_the_end_however_often_it_says_so() -> None:
     before = signal.getsignal(signal.SIGHUP)
-    with gentle_stop() as stop:
+    with stop_on_signals() as stop:
         assert not stop()
         signal.raise_signal(signal.SIGHUP)
         signal.raise_signal(signal.SIGHUP)
@@ -345,7 +345,7 @@ def test_a_terminal_that_closes_asks_for_the_end_however_often_it_says_so() -> N
 def test_a_process_that_outlives_its_terminal_does_not_hear_it_close() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with gentle_stop() as stop:
+        with stop_on_signals() as stop:
             signal.raise_signal(signal.SIGHUP)
             assert not stop()
     finally:
@@ -354,6 +354,6 @@ def test_a_process_that_outlives_its_terminal_does_not_hear_it_close() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_sigterm_ask_for_the_end(number: signal.Signals) -> None:
-    with gentle_stop() as stop:
+    with stop_on_signals() as stop:
         signal.raise_signal(number)
         assert stop()

@@ -1,4 +1,4 @@
-"""``tensorkeep info`` and ``tensorkeep ls``: what a checkpoint holds, without reading a tensor."""
+"""``tensorkeep info`` and ``tensorkeep ls``: what a checkpoint contains, without reading a tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from tensorkeep.checkpoint.inspect.info import InfoReport, Total, describe
-from tensorkeep.checkpoint.inspect.info import info as look
+from tensorkeep.checkpoint.inspect.info import info as read_info
 from tensorkeep.cli.options import Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table, counted, printable, ratio
@@ -28,7 +28,7 @@ def info(
     format: str | None = None,
     output: Output = DEFAULT,
 ) -> int:
-    """Show what a checkpoint holds, without reading a tensor.
+    """Show what a checkpoint contains, without reading a tensor.
 
     Parameters
     ----------
@@ -37,9 +37,9 @@ def info(
     largest
         How many of the largest tensors to show.
     format
-        Do not look for the format, take this one.
+        The format; detected by default.
     """
-    report = look(path, format=format)
+    report = read_info(path, format=format)
     output.show(report.as_dict(largest=largest), lambda: _print_info(report, largest))
     return 0
 
@@ -52,7 +52,7 @@ def ls(
     format: str | None = None,
     output: Output = DEFAULT,
 ) -> int:
-    """List a checkpoint's tensors.
+    """List the tensors of a checkpoint.
 
     Parameters
     ----------
@@ -61,11 +61,11 @@ def ls(
     globs
         Only the tensors whose names match one of these, such as 'model.layers.0.*'.
     long
-        Show each tensor's part of the state, too, and whose storage it shares.
+        Also show the part of the state that each tensor belongs to, and the tensor whose storage it shares.
     format
-        Do not look for the format, take this one.
+        The format; detected by default.
     """
-    report = look(path, format=format)
+    report = read_info(path, format=format)
     by_name = {entry.name: entry for entry in report.entries}
     entries = [by_name[name] for name in names.select(by_name, globs)] if globs else report.entries
     document = {"path": path, "format": report.format, "tensors": [describe(entry) for entry in entries]}
@@ -93,7 +93,7 @@ def _print_info(report: InfoReport, largest: int) -> None:
 
 
 def _headline(report: InfoReport) -> list[str]:
-    """Return the format and what it says about itself, each as a phrase."""
+    """Return the format and its properties as phrases."""
     details = dict(report.details)
     files = details.pop("files", None)
     version = details.pop("version", None)
@@ -110,7 +110,7 @@ def _headline(report: InfoReport) -> list[str]:
 
 
 def _history(details: dict[str, Any]) -> Iterator[str]:
-    """Yield which step of a training run it is, what is new in it, and what it occupies if others share its files."""
+    """Yield the step, what it stores itself, and what it occupies on disk if other steps share its files."""
     step, history, space = details.get("step"), details.get("history"), details.get("space")
     if step:
         moment = datetime.fromtimestamp(step["saved_at"], UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -118,13 +118,13 @@ def _history(details: dict[str, Any]) -> Iterator[str]:
         yield f"step {step['number']}, saved {moment}{metrics}"
     if history:
         linked = [f"{format_bytes(count)} of {origin}" for origin, count in history["linked_bytes"].items()]
-        taken = f"; links files of {counted(len(linked), 'earlier step')}: {', '.join(linked)}" if linked else ""
+        taken = f"; links to files of {counted(len(linked), 'earlier step')}: {', '.join(linked)}" if linked else ""
         chain = history["deepest_chain"]
-        read = f"; reading a block takes up to {counted(chain, 'difference')} besides a whole one" if chain else ""
+        read = f"; a block is read through up to {counted(chain, 'delta')}" if chain else ""
         yield f"wrote {format_bytes(history['new_bytes'])}{taken}{read}"
     if space and (history or space["shared_bytes"]):
         own, shared = format_bytes(space["own_bytes"]), format_bytes(space["shared_bytes"])
-        yield f"occupies {format_bytes(space['occupied_bytes'])}: {own} of its own, {shared} that others have links to"
+        yield f"occupies {format_bytes(space['occupied_bytes'])}: {own} of its own, {shared} shared with others"
 
 
 def _plain(value: Any) -> str:

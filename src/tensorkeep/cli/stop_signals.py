@@ -1,4 +1,4 @@
-"""The signals after which a training run saves and ends: Ctrl-C, SIGTERM, and SIGHUP of a terminal that is closed."""
+"""The signals on which a training run saves and ends: Ctrl-C, SIGTERM, and SIGHUP of a closing terminal."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tensorkeep.checkpoint.manager.triggers import OnSignal
 
 
 @contextmanager
-def gentle_stop() -> Iterator[Callable[[], bool]]:
-    """Lend a question: has one of the signals come?
+def stop_on_signals() -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether one of the signals was received.
 
-    A second Ctrl-C or SIGTERM does what it would have done before. SIGHUP may come any number of times, as shells and
-    the kernel both send it; a process that is to outlive its terminal (``nohup``) stays as deaf to it as it was.
+    A second Ctrl-C or SIGTERM has its usual effect. SIGHUP may be received repeatedly, as both shells and the kernel
+    send it; it stays ignored in a process that ignores it (``nohup``).
     """
     with OnSignal(signal.SIGINT, signal.SIGTERM) as signals:
         before = signal.getsignal(signal.SIGHUP)
@@ -32,7 +32,7 @@ def gentle_stop() -> Iterator[Callable[[], bool]]:
 
 
 class _Hangup:
-    """Notes SIGHUP; what is printed to the terminal from then on goes nowhere, instead of failing."""
+    """Records SIGHUP, and from then on discards what is printed to the terminal, which would fail."""
 
     def __init__(self) -> None:
         self.came = False

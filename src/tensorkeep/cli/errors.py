@@ -1,19 +1,19 @@
-"""What the command line says and returns when something goes wrong.
+"""How errors become messages and exit codes.
 
 ====  ==========================================================================================
 code  meaning
 ====  ==========================================================================================
-0     done, and nothing is wrong
+0     success
 1     a difference, or a failed check
-2     the command was called wrongly
-3     the disk, the network or the memory refused
-4     corrupt
+2     wrong usage of the command
+3     I/O error, or out of memory
+4     corrupt checkpoint
 5     not found, or not a checkpoint
 6     the destination exists
 7     unsupported: a dtype, a codec, a format, or an extra that is not installed
 70    a bug in Tensorkeep
 130   interrupted (Ctrl-C)
-141   nobody reads the output any more (``tensorkeep ls x | head -1``)
+141   the reader of the output has closed it (``tensorkeep ls x | head -1``)
 ====  ==========================================================================================
 """
 
@@ -29,14 +29,13 @@ from contextlib import suppress
 
 from cyclopts.exceptions import CycloptsError, UnknownCommandError
 
-from tensorkeep.cli.streams import finish_stdout
+from tensorkeep.cli.output import finish_stdout
 from tensorkeep.cli.text import printable
 from tensorkeep.errors import OutOfMemoryError, StoreError, TensorkeepError, UsageError, is_out_of_memory
 
 BROKEN_PIPE = 141
 
-# What the user hears of when several checkpoints fail in several ways: damage outranks a disk that refused, which
-# outranks what is not there.
+# Which exit code is returned when several checkpoints fail: damage before I/O errors, those before missing paths.
 _SEVERITY = (4, 3, 5, 7, 6, 2, 1, 0)
 
 
@@ -48,19 +47,19 @@ class Interrupted(TensorkeepError):
 
 
 class InternalError(TensorkeepError):
-    """An exception that nobody meant to raise."""
+    """An exception that is a bug."""
 
     kind = "internal"
     exit_code = 70
 
 
 def most_severe(codes: Iterable[int]) -> int:
-    """Return the exit code that stands for several: 4, else 3, else 5, else 7, ... else 0."""
+    """Return the most severe of several exit codes: 4, else 3, else 5, else 7, ... else 0."""
     return min(codes, key=_SEVERITY.index, default=0)
 
 
 def as_failure(error: BaseException) -> TensorkeepError:
-    """Return any exception as one that has an exit code and at most two lines to say."""
+    """Return any exception as a TensorkeepError, which has an exit code and a message of at most two lines."""
     if isinstance(error, TensorkeepError):
         return error
     if isinstance(error, CycloptsError):
@@ -83,8 +82,8 @@ def as_failure(error: BaseException) -> TensorkeepError:
     )
 
 
-def tell(error: BaseException, *, as_json: bool, verbose: bool) -> int:
-    """Say what went wrong, on stderr and as JSON on stdout if that was asked for, and return the exit code."""
+def report_error(error: BaseException, *, as_json: bool, verbose: bool) -> int:
+    """Print an error on stderr, and as JSON on stdout if ``as_json`` is set, and return the exit code."""
     failure = as_failure(error)
     if verbose and not isinstance(error, CycloptsError):
         traceback.print_exception(error, file=sys.stderr)
@@ -93,34 +92,34 @@ def tell(error: BaseException, *, as_json: bool, verbose: bool) -> int:
     if as_json:
         with suppress(OSError):
             print(json.dumps({"error": failure.as_dict()}, indent=2))
-    # If stdout fails, too, then stderr has said what matters.
+    # If stdout fails as well, the error is on stderr.
     finish_stdout()
     return failure.exit_code
 
 
 def error_lines(failure: TensorkeepError) -> list[str]:
-    """Return the one or two lines of an error; what a file made up cannot add a third or move the cursor."""
+    """Return the one or two lines of an error, without control characters: names in it may come from hostile files."""
     remedy = printable(failure.remedy) if failure.remedy else ""
-    said = str(failure)
+    text = str(failure)
     if remedy:
-        said = said.removesuffix(f"\n{failure.remedy}")
+        text = text.removesuffix(f"\n{failure.remedy}")
     if isinstance(failure, Interrupted):
-        return [printable(said), *([remedy] if remedy else [])]
+        return [printable(text), *([remedy] if remedy else [])]
     prefix = "internal error" if isinstance(failure, InternalError) else "error"
-    return [f"{prefix}: {printable(said)}", *([remedy] if remedy else [])]
+    return [f"{prefix}: {printable(text)}", *([remedy] if remedy else [])]
 
 
 def _usage_error(error: CycloptsError) -> UsageError:
     command = " ".join(["tensorkeep", *(error.command_chain or ())])
     remedy = f"see `{command} --help`"
     if isinstance(error, UnknownCommandError) and error.unused_tokens and error.app is not None:
-        # The library's own message would import every command to suggest one.
+        # The message of cyclopts would import every command to suggest one.
         token = error.unused_tokens[0]
         if token.startswith("-"):
             return UsageError(f"unknown option: {token}", remedy=remedy)
         known = [name for name in error.app if not name.startswith("-")]
         near = difflib.get_close_matches(token, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"commands: {', '.join(known)}"
-        return UsageError(f"there is no command {token!r}; {hint}", remedy=remedy)
+        return UsageError(f"unknown command {token!r}; {hint}", remedy=remedy)
     message = " ".join(str(error).split()).rstrip(".")
     return UsageError(message[:1].lower() + message[1:], remedy=remedy)

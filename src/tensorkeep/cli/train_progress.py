@@ -1,4 +1,4 @@
-"""What ``tensorkeep train`` shows: lines or a bar while it trains, and a summary at the end."""
+"""What ``tensorkeep train`` shows: lines or a progress bar during training, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _SECONDS_BETWEEN = 5.0
-"""From one line about a training step to the next, where there is no bar: a file of them shall stay readable."""
+"""Seconds between two lines about training steps when there is no progress bar, so that a log file stays short."""
 
 
-def say_beginning(run: Run, output: Output) -> None:
-    """Say what is trained, on what, and where."""
+def print_start(run: Run, output: Output) -> None:
+    """Print what is trained, on which device and data, and the folder of the run."""
     model, config = run.config.model, run.config
     output.note(
         f"{config.recipe}: {model.parameter_count():,} parameters on {run.device}; {len(run.dataset.train):,} tokens "
-        f"in {run.dataset.path}; the run is in {run.folder.path}"
+        f"in {run.dataset.path}; writing to {run.folder.path}"
     )
     if run.progress.step:
-        output.note(f"goes on after step {run.progress.step}")
+        output.note(f"resumes after step {run.progress.step}")
 
 
 class Quiet:
@@ -43,14 +43,14 @@ class Quiet:
 
 
 class Lines:
-    """Prints what happens, a line each; of training steps one now and then.
+    """Prints each event on a line of its own; training steps at most once every five seconds.
 
     Parameters
     ----------
     steps : int
-        Of the whole run.
+        Steps of the whole run.
     now : callable
-        Returns seconds; it must not go back.
+        A monotonic clock, in seconds.
     """
 
     def __init__(self, steps: int, now: Callable[[], float] = time.monotonic) -> None:
@@ -65,16 +65,16 @@ class Lines:
             if now < self._due:
                 return
             self._due = now + _SECONDS_BETWEEN
-        print(told(step, self._steps, kind, values), file=sys.stderr)
+        print(event_line(step, self._steps, kind, values), file=sys.stderr)
 
 
 class Bar:
-    """Prints what matters above a bar, which shows the rest.
+    """Shows training steps in a progress bar, and prints all other events above it.
 
     Parameters
     ----------
     steps : int
-        Of the whole run.
+        Steps of the whole run.
     progress : rich.progress.Progress
     task : rich.progress.TaskID
     """
@@ -89,12 +89,12 @@ class Bar:
         if kind == "train":
             self._progress.update(self._task, completed=step, description=_in_words(kind, values))
         else:
-            # Not as markup: samples have brackets of their own.
-            self._progress.console.print(told(step, self._steps, kind, values), markup=False, highlight=False)
+            # Without markup, because samples may contain brackets.
+            self._progress.console.print(event_line(step, self._steps, kind, values), markup=False, highlight=False)
 
 
-def told(step: int, steps: int, kind: str, values: dict[str, Any]) -> str:
-    """Return what happened in words, as `tensorkeep.train.loop.Listener` learns of it."""
+def event_line(step: int, steps: int, kind: str, values: dict[str, Any]) -> str:
+    """Return an event of `tensorkeep.train.loop.Listener` as a line of text."""
     return f"step {step:>{len(str(steps))}}/{steps}  {_in_words(kind, values)}"
 
 
@@ -108,7 +108,7 @@ def _in_words(kind: str, values: dict[str, Any]) -> str:
             return "sample:\n" + "\n".join(f"    {printable(line)}" for line in values["text"].splitlines())
         case "save":
             times = [format_seconds(values[name]) for name in ("durable_seconds", "stall_seconds")]
-            return f"saved in {times[0]}, of which training waited {times[1]}; {format_bytes(values['new_bytes'])} new"
+            return f"saved in {times[0]}, training waited {times[1]}; {format_bytes(values['new_bytes'])} written"
         case "technique":
             return f"{values['name']}: {values['seen']}"
         case "suggestion":
@@ -118,7 +118,7 @@ def _in_words(kind: str, values: dict[str, Any]) -> str:
 
 
 def _rates(values: dict[str, Any]) -> list[str]:
-    """Return how fast training is; nothing in the first step, which is not timed."""
+    """Return tokens/s and MFU; nothing for the first step, which is not timed."""
     if "tokens_per_second" not in values:
         return []
     return [f"{values['tokens_per_second']:,.0f} tokens/s", f"MFU {values['mfu']:.0%}"]
@@ -126,13 +126,13 @@ def _rates(values: dict[str, Any]) -> list[str]:
 
 def _suggestion(rate: float | None) -> str:
     if rate is None:
-        return "no learning rate to suggest: the loss never rose, so try a higher one (--optim.lr)"
+        return "no suggestion: the loss did not rise, so try a higher learning rate (--optim.lr)"
     return f"train with a learning rate of about {rate:.1g} (--optim.lr {rate:.1g})"
 
 
 @contextmanager
 def listener(run: Run, output: Output) -> Iterator[Listener]:
-    """Show what happens in a run, as the options and the terminal ask for."""
+    """Yield the listener that the options and the terminal ask for."""
     steps = run.config.loop.steps
     if output.quiet or not output.progress:
         yield Quiet()
@@ -147,7 +147,7 @@ def listener(run: Run, output: Output) -> Iterator[Listener]:
 
 @contextmanager
 def bar(console: Console, steps: int, *, done: int = 0) -> Iterator[Bar]:
-    """Draw a bar, which goes away in the end, on a console."""
+    """Draw a progress bar, which is removed at the end."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     text = TextColumn("{task.description}", markup=False)
@@ -157,7 +157,7 @@ def bar(console: Console, steps: int, *, done: int = 0) -> Iterator[Bar]:
 
 
 def document(run: Run, summary: Summary) -> dict[str, Any]:
-    """Return how a run ended as plain values."""
+    """Return the summary of a run as plain values."""
     return {
         "run": str(run.folder.path),
         **asdict(summary),
@@ -168,10 +168,10 @@ def document(run: Run, summary: Summary) -> dict[str, Any]:
 
 
 def print_summary(run: Run, summary: Summary) -> None:
-    """Print how a run ended, and what to do next."""
+    """Print the summary of a run and the next command."""
     ended = f"{summary.reason}, after step {summary.step}"
     rows = [
-        ("ended", ended if summary.steps else f"{ended}; nothing was left to do"),
+        ("ended", ended if summary.steps else f"{ended}; there were no steps left"),
         ("validation loss", f"{summary.loss:.4f}, best {summary.best:.4f}"),
     ]
     if run.progress.skipped:

@@ -1,4 +1,4 @@
-"""``tensorkeep train --list-techniques``: what can be turned on, and whether this machine has what it needs."""
+"""``tensorkeep train --list-techniques``: the techniques, and whether they can run on this machine."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ _INDENT = "    "
 
 
 def names_in(text: str | None) -> list[str]:
-    """Return the techniques that ``--technique`` names, combinations by what they consist of.
+    """Return the techniques that ``--technique`` names, with combinations expanded.
 
     Parameters
     ----------
     text : str or None
-        Names, with commas between them; None if the option was not given.
+        Names separated by commas; None if the option is not given.
 
     Raises
     ------
     UsageError
-        If it names nothing.
+        If it contains no name.
     UnsupportedError
-        If there is no technique, and no combination, of a name.
+        If a name is neither a technique nor a combination.
     """
     if text is None:
         return []
     found = expanded(name.strip() for name in text.split(",") if name.strip())
     if not found:
-        raise UsageError(f"--technique {text!r} names no technique", remedy="leave it out, or give it a name")
+        raise UsageError(f"--technique {text!r} names no technique", remedy="omit it, or give a name")
     check_names(found)
     return found
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise UnsupportedError if one of some names is no technique's, also where it is only to be turned off."""
+    """Raise UnsupportedError if a name is not that of a technique, even if the technique is turned off."""
     for name in names:
         if name.upper() in COMBINATIONS:
             remedy = f"did you mean the combination? --technique {name.upper()}"
@@ -66,16 +66,16 @@ def names_among(settings: Iterable[str]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A technique as it is shown.
+    """A technique in the list.
 
     Attributes
     ----------
     name, kind, summary, effect, reference : str
-        As the technique declares them.
+        The declarations of the technique.
     settings : dict of str to object
-        Its defaults.
+        The settings with their defaults.
     lacks : str or None
-        What this machine does not have; None if it can run here with its defaults.
+        What this machine lacks; None if the technique can run here with its defaults.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Listed:
 
 
 def list_techniques(output: Output, device: str) -> int:
-    """Show every technique that is registered, and the named combinations."""
+    """Show all registered techniques and the named combinations."""
     found = list(_listed(Machine(chosen_device(device))))
     document = {"techniques": [asdict(each) for each in found], "combinations": COMBINATIONS}
     output.show(document, lambda: _print(found))
@@ -124,17 +124,17 @@ def _print(found: Sequence[Listed]) -> None:
 
 
 def _print_one(each: Listed) -> None:
-    """Print a technique: a line of its name, and what is known of it below, wrapped where a terminal is narrow."""
+    """Print the name of a technique, and its description indented below."""
     print(printable(f"{each.name} ({each.kind})"))
     settings = ", ".join(f"{name} = {msgspec.json.encode(value).decode()}" for name, value in each.settings.items())
-    for said in (each.lacks, each.summary, f"to expect: {each.effect}", settings and f"settings: {settings}"):
-        if said:
-            _print_indented(said)
+    for line in (each.lacks, each.summary, f"effect: {each.effect}", settings and f"settings: {settings}"):
+        if line:
+            _print_indented(line)
     print()
 
 
 def _print_indented(text: str) -> None:
-    """Print a text under a name: in a pipe on one line."""
+    """Print a text indented; in a pipe on one line."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     lines = textwrap.wrap(text, max(width - len(_INDENT), 20), break_on_hyphens=False) if width else [text]
     for line in lines:

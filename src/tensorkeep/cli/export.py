@@ -1,0 +1,57 @@
+"""``tensorkeep export``: write the model of a run as a folder for Hugging Face transformers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tensorkeep.cli.options import Switch
+from tensorkeep.cli.output import DEFAULT, Output
+from tensorkeep.cli.text import printable
+from tensorkeep.train.export import export as write_export
+from tensorkeep.train.run.folder import RunFolder
+from tensorkeep.train.run.trained import load_trained
+from tensorkeep.units import format_bytes
+
+
+def export(
+    run: Path,
+    /,
+    *,
+    out: Path,
+    which: Literal["last", "best"] = "last",
+    dtype: str | None = None,
+    overwrite: Annotated[bool, Switch] = False,
+    output: Output = DEFAULT,
+) -> int:
+    """Export the model of a run for Hugging Face transformers.
+
+    Parameters
+    ----------
+    run
+        The folder of the run.
+    out
+        The folder to create.
+    which
+        The last checkpoint, or the best one by validation loss.
+    dtype
+        The dtype of the weights; that of training by default.
+    overwrite
+        Replace an existing export.
+    """
+    trained = load_trained(RunFolder(run), which=which, device="cpu")
+    tokenizer = trained.tokenizer
+    report = write_export(
+        trained.model,
+        trained.model.config,
+        out,
+        tokenizer_json=tokenizer.hugging_face_json(),
+        end_of_document=tokenizer.end_of_document,
+        dtype=dtype,
+        overwrite=overwrite,
+    )
+    document = {"step": trained.step.number, **asdict(report)}
+    text = f"wrote {report.path}: {report.architecture} of step {trained.step.number}, {report.parameters:,} parameters"
+    output.show(document, lambda: print(printable(f"{text} in {report.dtype}, {format_bytes(report.stored_bytes)}")))
+    return 0
