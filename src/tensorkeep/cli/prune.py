@@ -32,7 +32,7 @@ def prune(
 ) -> int:
     """Delete old steps of a training run.
 
-    All steps that no rule keeps are deleted. The last step is never deleted, nor is a step whose folder contains other files.
+    All steps that no rule keeps are deleted, but never the last one, nor a step whose folder contains other files.
 
     Parameters
     ----------
