@@ -21,7 +21,7 @@ from tensorkeep import CheckpointManager
 from tensorkeep.bench.checkpoint.probes import resident_bytes
 from tensorkeep.checkpoint.save.pending import PendingSave
 from tensorkeep.cli.output import Output
-from tensorkeep.cli.training_progress import Lines, bar, document, print_summary
+from tensorkeep.cli.train_progress import Lines, bar, document, print_summary
 from tensorkeep.errors import StoreError
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import Summary, train
@@ -145,7 +145,7 @@ def test_a_run_that_had_ended_says_that_nothing_was_left_to_do(tmp_path: Path, d
     again, summary, shown = ended(CONFIG, tmp_path / "my run", data, resume=True)
     assert (again["steps"], again["reason"], again["tokens_per_second"], again["mfu"]) == (0, "done", None, None)
     assert again["loss"] == first["loss"] == summary.loss
-    assert "done, after step 12; nothing was left to do" in shown
+    assert "done, after step 12; there were no steps left" in shown
     assert "nan" not in shown
     assert "tokens/s" not in shown
 
@@ -278,8 +278,8 @@ def test_lines_about_steps_come_now_and_then_and_all_others_at_once(capsys: pyte
     assert told == ["10/2000", "60/2000", "110/2000", "160/2000"]
     assert errors[0] == "step   10/2000  loss 1.5000  2,000 tokens/s  MFU 25%  3.00 MB"
     assert [line.split()[1] for line in errors if "validation" in line] == ["50/2000", "100/2000", "150/2000"]
-    assert sum("saved in 500 ms, of which training waited 10.0 ms; 2.00 MB new" in line for line in errors) == 2
-    assert "no learning rate to suggest" in errors[-1]
+    assert sum("saved in 500 ms, training waited 10.0 ms; 2.00 MB written" in line for line in errors) == 2
+    assert "no suggestion" in errors[-1]
 
 
 def test_the_bar_shows_steps_and_what_else_happens_stands_above_it() -> None:
