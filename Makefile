@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# A thread for each of two workers: more would wait for each other on two cores. What a class sets up, one worker does.
-# In the order of the files: those of few and long tests last, as is the default, would leave one worker without work.
+# One thread of torch per worker: more would compete for the cores. The tests of a class or module share fixtures, so
+# that one worker runs them; the files run in their order, so that long ones at the end do not leave a worker idle.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadscope --no-loadscope-reorder
 DEMO_ARGS ?=
 BENCH_ARGS ?=
@@ -21,13 +21,13 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev]"
 	@touch $(STAMP)
 
-demo: $(STAMP)  ## train a small GPT, kill it, go on exactly; then its checkpoint saved in six ways (a few minutes)
+demo: $(STAMP)  ## train a small GPT, kill it, resume it exactly; then save its checkpoint in six ways (a few minutes)
 	@rm -rf demo-run
 	@$(BIN)/tensorkeep demo --training --out demo-run $(DEMO_ARGS)
 	@$(BIN)/tensorkeep bench checkpoint --experiment six-way --from demo-run/checkpoints/step-001200 --runs 3 \
 		--out bench-demo --overwrite
 
-test: $(STAMP)  ## every test but the slow ones (a few minutes)
+test: $(STAMP)  ## all tests but the exhaustive ones (about five minutes on 2 cores)
 	$(PYTEST) -m "not slow"
 
 check: $(STAMP)  ## formatting, lint, types
@@ -40,8 +40,8 @@ bench: $(STAMP)  ## the speed that README states, as ratios against peers measur
 		$(BIN)/python benchmarks/$$each.py --out bench-results/$$each.json $(BENCH_ARGS) || missed=1; \
 	done; exit $$missed
 
-torture: $(STAMP)  ## every test, the exhaustive ones too (tens of minutes)
-	$(PYTEST)
+torture: $(STAMP)  ## the exhaustive tests: every operation killed, every byte flipped (tens of minutes)
+	$(PYTEST) -m slow
 
 clean:  ## remove the environment and what the tools left
 	rm -rf $(VENV) demo-run bench-demo .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""What the whole run says at its end: how many cases each file of the fault tests has gone through."""
+"""Print the number of fault cases of each file at the end of a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Add up what the tests have noted with ``record_property("cases", ...)``, whichever worker they ran in."""
+    """Add up the counts that tests recorded with ``record_property("cases", n)``, from all workers."""
     cases: Counter[str] = Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:

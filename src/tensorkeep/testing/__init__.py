@@ -1,1 +1,1 @@
-"""Exams for plug-in authors, and what the project's own tests are made of; nothing in the product imports it."""
+"""Conformance suites for authors of codecs, formats and techniques; nothing else in the package imports them."""

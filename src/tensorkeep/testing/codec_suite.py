@@ -1,6 +1,6 @@
-"""The exam of a codec.
+"""The conformance suite of codecs.
 
-Subclass it in your tests and say which codec sits it::
+Subclass it in your tests and name the codec::
 
     class TestMyCodec(CodecSuite):
         codec = my_package.my_codec.CODEC
@@ -25,7 +25,7 @@ _PADDING = 4096
 
 
 class Block(NamedTuple):
-    """A block to code: what it shows, its dtype, its raw bytes."""
+    """A block to encode: a label, the dtype and the raw bytes."""
 
     label: str
     dtype: DType
@@ -33,7 +33,7 @@ class Block(NamedTuple):
 
 
 def blocks() -> Iterator[Block]:
-    """Yield small blocks of every dtype and shape of data that checkpoints hold."""
+    """Yield small blocks of every dtype and of the kinds of data in checkpoints."""
     random = np.random.default_rng(20)
     for dtype in BY_NAME.values():
         noise = random.integers(0, 256, 24 * dtype.itemsize * 41, np.uint8)
@@ -51,7 +51,7 @@ def blocks() -> Iterator[Block]:
         mask[-1, -1] = True
         yield Block(f"sparse-{name}", dtype, as_bytes((weights * mask).astype(dtype.numpy)))
         yield Block(f"rows-{name}", dtype, as_bytes(weights[random.integers(0, 9, 90)].astype(dtype.numpy)))
-    # Every pattern of sixteen bits: NaN payloads, infinities, both zeros, denormals.
+    # All patterns of 16 bits: NaN payloads, infinities, both zeros, denormals.
     patterns = np.arange(1 << 16, dtype="<u2")
     yield Block("patterns-bfloat16", BY_NAME["bfloat16"], as_bytes(patterns))
     yield Block("patterns-float16", BY_NAME["float16"], as_bytes(patterns))
@@ -64,12 +64,12 @@ def blocks() -> Iterator[Block]:
 
 
 def as_bytes(array: npt.NDArray[Any]) -> Bytes:
-    """Return an array's bytes, in C order, as a one-dimensional uint8 array."""
+    """Return the bytes of an array in C order, as a uint8 array of shape (nbytes,)."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def encode(codec: Codec, block: Block) -> Bytes:
-    """Return the coded block, having checked that the codec kept to its bound and to its own bytes."""
+    """Encode a block, and assert that the codec kept to its bound and did not change its input."""
     bound = codec.bound(block.raw.size)
     out = np.full(bound + 64, _GUARD, np.uint8)
     before = block.raw.copy()
@@ -81,70 +81,76 @@ def encode(codec: Codec, block: Block) -> Bytes:
 
 
 def decode(codec: Codec, stored: Bytes, dtype: DType, nbytes: int) -> Bytes:
-    """Return the decoded block, having checked that nothing was written around it."""
-    room = np.full(64 + nbytes + 64, _GUARD, np.uint8)
-    out = room[64 : 64 + nbytes]
+    """Decode a block, and assert that nothing was written outside of it."""
+    memory = np.full(64 + nbytes + 64, _GUARD, np.uint8)
+    out = memory[64 : 64 + nbytes]
     try:
         codec.decode(stored, dtype, out)
     finally:
-        assert (room[:64] == _GUARD).all() and (room[64 + nbytes :] == _GUARD).all(), "wrote outside `out`"
+        assert (memory[:64] == _GUARD).all() and (memory[64 + nbytes :] == _GUARD).all(), "wrote outside `out`"
     return out
 
 
 _BLOCKS = list(blocks())
-# None of these ends in a zero, so that even a codec that stores no length tells a short block from a padded one.
+# None of these ends in a zero, so that a codec that stores no length can distinguish a short block from a padded one.
 _FEW = [block for block in _BLOCKS if block.label in ("normal-bfloat16", "sparse-float32", "counter-int64")]
 
 
 class CodecSuite:
-    """What every codec must pass; see ``tensorkeep.codecs.base.Codec``."""
+    """The tests that every codec must pass; see `tensorkeep.codecs.base.Codec`.
+
+    Attributes
+    ----------
+    codec : Codec
+        The codec under test.
+    """
 
     codec: ClassVar[Codec]
 
     @pytest.mark.parametrize("block", _BLOCKS, ids=lambda block: block.label)
-    def test_bits_come_back(self, block: Block) -> None:
+    def test_round_trip_is_exact(self, block: Block) -> None:
         stored = encode(self.codec, block)
         assert np.array_equal(decode(self.codec, stored, block.dtype, block.raw.size), block.raw)
 
     @pytest.mark.parametrize("block", _BLOCKS, ids=lambda block: block.label)
-    def test_zeros_may_follow(self, block: Block) -> None:
+    def test_trailing_zeros_are_ignored(self, block: Block) -> None:
         padded = np.concatenate([encode(self.codec, block), np.zeros(_PADDING, np.uint8)])
         assert np.array_equal(decode(self.codec, padded, block.dtype, block.raw.size), block.raw)
 
     @pytest.mark.parametrize("block", _FEW, ids=lambda block: block.label)
-    def test_the_same_block_gives_the_same_bytes(self, block: Block) -> None:
+    def test_encoding_is_deterministic(self, block: Block) -> None:
         assert np.array_equal(encode(self.codec, block), encode(self.codec, block))
 
     @pytest.mark.parametrize("block", _FEW, ids=lambda block: block.label)
-    def test_a_wrong_dtype_costs_size_not_bits(self, block: Block) -> None:
+    def test_round_trip_is_exact_for_a_wrong_dtype(self, block: Block) -> None:
         for dtype in BY_NAME.values():
             stored = encode(self.codec, block._replace(dtype=dtype))
             assert np.array_equal(decode(self.codec, stored, dtype, block.raw.size), block.raw)
 
     @pytest.mark.parametrize("block", _FEW, ids=lambda block: block.label)
-    def test_read_only_and_unaligned_memory_will_do(self, block: Block) -> None:
+    def test_read_only_and_unaligned_memory(self, block: Block) -> None:
         shifted = np.empty(block.raw.size + 1, np.uint8)
         shifted[1:] = block.raw
         shifted.flags.writeable = False
         stored = encode(self.codec, block._replace(raw=shifted[1:]))
-        room = np.empty(stored.size + 1, np.uint8)
-        room[1:] = stored
-        room.flags.writeable = False
+        source = np.empty(stored.size + 1, np.uint8)
+        source[1:] = stored
+        source.flags.writeable = False
         back = np.empty(block.raw.size + 1, np.uint8)
-        self.codec.decode(room[1:], block.dtype, back[1:])
+        self.codec.decode(source[1:], block.dtype, back[1:])
         assert np.array_equal(back[1:], block.raw)
 
     @pytest.mark.parametrize("block", _FEW, ids=lambda block: block.label)
     def test_many_threads_at_once(self, block: Block) -> None:
-        def there_and_back(_: int) -> bool:
+        def round_trip(_: int) -> bool:
             stored = encode(self.codec, block)
             return np.array_equal(decode(self.codec, stored, block.dtype, block.raw.size), block.raw)
 
         with ThreadPoolExecutor(4) as pool:
-            assert all(pool.map(there_and_back, range(16)))
+            assert all(pool.map(round_trip, range(16)))
 
     @pytest.mark.parametrize("block", _FEW, ids=lambda block: block.label)
-    def test_a_block_cut_short_is_refused(self, block: Block) -> None:
+    def test_a_truncated_block_is_refused(self, block: Block) -> None:
         stored = encode(self.codec, block)
         for length in {0, 1, 7, stored.size // 3, stored.size // 2, stored.size - 1}:
             with pytest.raises(CodecError):
@@ -164,14 +170,14 @@ class CodecSuite:
             decode(self.codec, trailed, block.dtype, block.raw.size)
 
     @pytest.mark.parametrize("block", _FEW, ids=lambda block: block.label)
-    def test_damage_raises_nothing_but_codec_errors(self, block: Block) -> None:
+    def test_damage_raises_only_codec_errors(self, block: Block) -> None:
         stored = encode(self.codec, block)
         random = np.random.default_rng(7)
-        # The front holds the structure; the rest is sampled.
-        places = [*range(min(stored.size, 128)), *random.integers(0, stored.size, 200).tolist()]
-        for place in places:
+        # The structure is at the front; the rest is sampled.
+        positions = [*range(min(stored.size, 128)), *random.integers(0, stored.size, 200).tolist()]
+        for position in positions:
             damaged = stored.copy()
-            damaged[place] ^= random.integers(1, 256, dtype=np.uint8)
-            # What decodes to other bits is for the container's checksum to find.
+            damaged[position] ^= random.integers(1, 256, dtype=np.uint8)
+            # Wrong bits without an error are found by the checksum of the container.
             with suppress(CodecError):
                 decode(self.codec, damaged, block.dtype, block.raw.size)

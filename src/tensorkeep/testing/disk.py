@@ -1,4 +1,4 @@
-"""Looking at files, and making the disk fail."""
+"""Listing files, and a system call that runs out of space."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 
 def content(path: Path) -> dict[str, bytes]:
-    """Return every file at or below a path, by name."""
+    """Return the contents of all files at or below a path, by name."""
     files = [path] if path.is_file() else [found for found in path.rglob("*") if found.is_file()]
     return {str(file.relative_to(path.parent)): file.read_bytes() for file in sorted(files)}
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return what lies in a folder, hidden things too: what a writer left behind shows here."""
+    """Return the names of all entries of a folder, hidden ones included, such as temporaries."""
     return sorted(entry.name for entry in folder.iterdir())
 
 
 class FailingDisk:
-    """A system call that runs out of space at one call, and ever after."""
+    """A system call that raises ENOSPC from a chosen call on."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self.calls = 0

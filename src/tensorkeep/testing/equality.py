@@ -1,6 +1,6 @@
-"""Whether two states are the same: types, structure, order, dtypes, shapes and every bit.
+"""Exact comparison of two states: types, structure, order, dtypes, shapes and every bit.
 
-``==`` is of no use for that: NaN differs from itself, 0.0 equals -0.0, ``1 == True`` and tensors have no truth.
+``==`` cannot do that: NaN differs from itself, 0.0 equals -0.0, ``1 == True``, and tensors have no truth value.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from tensorkeep.state.names import key_text
 
 
 def same(a: Any, b: Any) -> bool:
-    """Return whether two states are the same in every bit."""
+    """Return whether two states are equal in every bit."""
     return difference(a, b) is None
 
 
 def difference(a: Any, b: Any, path: str = "state") -> str | None:
-    """Return the first difference between two states, in words, or None.
+    """Describe the first difference between two states; None if they are equal.
 
-    Named tuples of the same name and fields count as of one type, because unregistered ones are made anew on load.
+    Named tuples of the same name and fields count as one type, because `load` creates classes for unregistered ones.
     """
     if _type(a) != _type(b):
         return f"{path}: {type(a).__name__} and {type(b).__name__}"
@@ -49,9 +49,9 @@ def difference(a: Any, b: Any, path: str = "state") -> str | None:
 
 
 def leaf_bytes(value: Any) -> bytes:
-    """Return the bytes of a tensor or array in C order, gathered element by element without the product's layout code.
+    """Return the bytes of a tensor or array in C order, gathered element by element.
 
-    Slow on purpose: it is the oracle that faster code is compared with.
+    It is slow and independent of `tensorkeep.state`, to be the oracle for it.
     """
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
@@ -59,14 +59,16 @@ def leaf_bytes(value: Any) -> bytes:
     import torch
 
     tensor = value.detach()
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") if tensor.is_conj() or tensor.is_neg() else None
-    source = tensor.cpu() if whole is None else whole.copy_(tensor)
+    resolved = (
+        torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") if tensor.is_conj() or tensor.is_neg() else None
+    )
+    source = tensor.cpu() if resolved is None else resolved.copy_(tensor)
     storage = bytes(source.untyped_storage())
     size = source.element_size()
     parts = []
     for index in np.ndindex(tuple(source.shape)):
-        place = source.storage_offset() + sum(i * stride for i, stride in zip(index, source.stride(), strict=True))
-        parts.append(storage[place * size : (place + 1) * size])
+        position = source.storage_offset() + sum(i * stride for i, stride in zip(index, source.stride(), strict=True))
+        parts.append(storage[position * size : (position + 1) * size])
     return b"".join(parts)
 
 
@@ -105,7 +107,7 @@ def _type(value: Any) -> object:
 
 
 def _scalar(value: Any) -> object:
-    """Return what tells a scalar apart from every other: its type and its bits."""
+    """Return the type and the bits of a scalar."""
     if isinstance(value, float):
         return float, struct.pack("<d", value)
     if isinstance(value, complex):

@@ -25,7 +25,7 @@ shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 @st.composite
 def _filled(draw: st.DrawFn, kind: str, dtype: DType, shape: tuple[int, ...]) -> Any:
-    """A dense array of random bits: NaN payloads, denormals and all."""
+    """Dense arrays of random bits, with NaN payloads and denormals."""
     array = allocate(kind, dtype, shape)
     leaf = Leaf.of("x", array)
     assert leaf is not None
@@ -34,7 +34,7 @@ def _filled(draw: st.DrawFn, kind: str, dtype: DType, shape: tuple[int, ...]) ->
     if dtype.kind == "bool":
         bits &= 1
     elif dtype.itemsize == 1 and dtype.kind in ("int", "uint") and not dtype.has_torch:
-        # Numbers of two or four bits lie alone in a byte; the other bits must repeat the sign.
+        # Numbers of two or four bits take a byte each; the other bits must repeat the sign.
         width = int(dtype.name[-1])
         bits &= (1 << width) - 1
         if dtype.kind == "int":
@@ -90,14 +90,14 @@ parameters = (
 )
 
 leaves = tensors() | arrays() | numpy_scalars | parameters
-"""Everything that becomes a leaf."""
+"""All values that become leaves."""
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sampled_from(
     ["", ".", "a.b", "a", "b", "1", "True", "__metadata__", "a%2Eb", "%", "weight", "model", "a/b", "\0"]
 )
 
 floats = st.integers(0, 2**64 - 1).map(lambda bits: struct.unpack("<d", struct.pack("<Q", bits))[0]) | st.floats()
-"""Floats of any bits."""
+"""Floats with any bit pattern."""
 
 keys = texts | st.integers() | st.booleans() | st.none() | floats.filter(lambda value: not math.isnan(value))
 
@@ -117,7 +117,7 @@ plain_values = (
     | st.lists(st.integers(0, 2**40), max_size=3).map(torch.Size)
     | st.sampled_from([torch.bfloat16, torch.int64, torch.device("cpu"), torch.device("cuda:1")])
 )
-"""Everything that a state can hold besides containers and leaves."""
+"""All plain values that a state can contain."""
 
 
 def _containers(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -131,4 +131,4 @@ def _containers(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 states = st.recursive(plain_values | leaves, _containers, max_leaves=12)
-"""Nested states of everything that can be saved, classes to be registered aside."""
+"""Nested states of all values that can be saved without registering a class."""
