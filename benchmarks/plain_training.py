@@ -42,7 +42,8 @@ from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.loop import train
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.run import Run, open_run
+from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.run.state import Run
 
 LAYERS, HEADS, WIDTH, CONTEXT, BATCH = 4, 4, 128, 64, 12
 SAVE_EVERY = 50
@@ -190,7 +191,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Samples:
 class Silence:
     """Nobody looks on; the log is written all the same."""
 
-    def happened(self, step: int, kind: str, values: dict[str, Any]) -> None: ...
+    def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None: ...
 
 
 def _trained(run: Run, steps: int) -> float:

@@ -33,7 +33,7 @@ RECIPE = "shakespeare-char-cpu"
 
 @pytest.fixture(autouse=True)
 def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorkeep.train.run.run.measured_peak", lambda device: 1e9)
+    monkeypatch.setattr("tensorkeep.train.run.setup.measured_peak", lambda device: 1e9)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "text.txt").write_text("she sells sea shells on the sea shore; " * 60)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tensorkeep.train.run.run.measured_peak", lambda device: 1e9)
+        patch.setattr("tensorkeep.train.run.setup.measured_peak", lambda device: 1e9)
         command = ["train", RECIPE, "--data", folder / "text.txt", "--out", folder / "run", *TINY, "--loop.steps", "1"]
         assert main([*map(str, command), "-q"]) == 0
     return folder / "run"
@@ -178,7 +178,7 @@ def test_a_run_is_not_started_twice(tmp_path: Path, text: Path, capsys: pytest.C
     assert main(["train", "gpt2-124m", "--out", str(tmp_path / "run"), "--resume"]) == 2
     assert "is a run of 'shakespeare-char-cpu', not of 'gpt2-124m'" in capsys.readouterr().err
     assert main(["train", "--out", str(tmp_path / "run"), "--resume", "--optim.lr", "1"]) == 2
-    assert "optim.lr: 0.001 there, 1.0 now" in capsys.readouterr().err
+    assert "optim.lr: 0.001 then, 1.0 now" in capsys.readouterr().err
     code, ended = run_json(capsys, "train", "--out", tmp_path / "run", "--resume")
     assert (code, ended["step"]) == (0, 2)
 

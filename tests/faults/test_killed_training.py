@@ -34,7 +34,8 @@ from tensorkeep.train.generate import Sampling
 from tensorkeep.train.loop import train
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.run.folder import LOG, RunFolder
-from tensorkeep.train.run.run import METRIC, Run, open_run
+from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.run.state import METRIC, Run
 
 CONFIG = Config(
     recipe="tiny", model=ModelConfig(vocab_size=1, context_length=16, n_layers=2, n_heads=2, d_model=16, dropout=0.1)
@@ -185,7 +186,7 @@ DEATHS_AT_THE_LOG = {"before the new log": faults.die, "after the new log": faul
 
 
 class Silence:
-    def happened(self, step: int, kind: str, values: dict[str, Any]) -> None: ...
+    def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None: ...
 
 
 def live(config: dict[str, Any], folder: str, data: str, death: str | None) -> None:
@@ -206,9 +207,9 @@ def live(config: dict[str, Any], folder: str, data: str, death: str | None) -> N
 
 def serve() -> None:
     """Fork a process for each line of standard input, which describes a run, and print its wait status."""
-    import tensorkeep.train.run.run
+    import tensorkeep.train.run.setup
 
-    tensorkeep.train.run.run.measured_peak = lambda *args, **kwargs: 1e9
+    tensorkeep.train.run.setup.measured_peak = lambda *args, **kwargs: 1e9
     torch.optim.AdamW([torch.zeros(1)])  # the first one imports most of torch's compiler
     for line in sys.stdin:
         print(faults.in_child(partial(live, **json.loads(line))), flush=True)

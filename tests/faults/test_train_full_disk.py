@@ -11,7 +11,7 @@ import pytest
 
 import tensorkeep
 from tensorkeep.testing.equality import difference
-from tensorkeep.train.run.run import Run
+from tensorkeep.train.run.state import Run
 from train.tiny_training import CONFIG, Witness, last_state, lines, prepared, run
 
 PAGE = 4096
@@ -19,7 +19,7 @@ PAGE = 4096
 
 @pytest.fixture(autouse=True)
 def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorkeep.train.run.run.measured_peak", lambda device: 1e9)
+    monkeypatch.setattr("tensorkeep.train.run.setup.measured_peak", lambda device: 1e9)
 
 
 def fill(disk: Path) -> None:
@@ -56,8 +56,8 @@ class Waits(Witness):
         super().__init__()
         self._step = step
 
-    def happened(self, step: int, kind: str, values: dict[str, Any]) -> None:
-        super().happened(step, kind, values)
+    def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None:
+        super().on_event(step, kind, values)
         if (step, kind) == (self._step, "train"):
             for thread in threading.enumerate():
                 if thread.name == "tensorkeep-save":

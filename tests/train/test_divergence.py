@@ -23,7 +23,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorkeep.train.run.run.measured_peak", lambda device: 1e9)
+    monkeypatch.setattr("tensorkeep.train.run.setup.measured_peak", lambda device: 1e9)
 
 
 def test_a_run_that_makes_no_update_any_more_ends_with_an_error(tmp_path: Path, data: Path) -> None:
@@ -40,7 +40,7 @@ def test_it_names_the_last_checkpoint_before_the_skipped_updates(tmp_path: Path,
     with pytest.raises(DivergedError, match="since step 5") as raised:
         run(config, tmp_path / "my run", data, arrange=partial(poison, steps=range(5, 60)))
     assert (raised.value.remedy or "").endswith(
-        f"go on from step 4, the last checkpoint before them: tensorkeep train --out '{tmp_path / 'my run'}' --resume"
+        f"resume from step 4, the last checkpoint before them: tensorkeep train --out '{tmp_path / 'my run'}' --resume"
     )
 
 
@@ -50,7 +50,7 @@ def test_checkpoints_of_steps_that_were_skipped_are_said_to_be_good(tmp_path: Pa
     with pytest.raises(DivergedError) as raised:
         run(config, tmp_path / "run", data, arrange=partial(poison, steps=range(6, 60)))
     remedy = raised.value.remedy or ""
-    assert "go on from step 24, saved while updates were skipped, whose weights are as good as those before" in remedy
+    assert "resume from step 24, saved while updates were skipped, with the same weights as before them" in remedy
     assert ("the last checkpoint before them is step 4" in remedy) == (keep_last == 99)
 
 
@@ -83,7 +83,7 @@ def test_a_run_that_stops_at_once_names_the_last_checkpoint(tmp_path: Path, data
     config = CONFIG.changed({"checkpoint.every": 3})
     with pytest.raises(DivergedError, match="step 8: ") as raised:
         run(config, tmp_path / "run", data, arrange=partial(poison, steps=[8]))
-    assert (raised.value.remedy or "").startswith("go on from step 6 by --resume --loop.on_divergence skip")
+    assert (raised.value.remedy or "").startswith("resume from step 6 with --resume --loop.on_divergence skip")
 
 
 @pytest.mark.parametrize(

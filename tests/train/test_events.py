@@ -29,7 +29,8 @@ from tensorkeep.train.memory import limits
 from tensorkeep.train.optim.range_test import RangeTest
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.log import RunLog
-from tensorkeep.train.run.run import METRIC, open_run
+from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.run.state import METRIC
 from train.tiny_training import CONFIG, Witness, lines, poison, prepared, run
 
 TRAINED = {"loss": 1.5, "tokens_per_second": 2000.0, "mfu": 0.25, "peak_memory_bytes": 3_000_000}
@@ -43,7 +44,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorkeep.train.run.run.measured_peak", lambda device: 1e9)
+    monkeypatch.setattr("tensorkeep.train.run.setup.measured_peak", lambda device: 1e9)
 
 
 # Saves
@@ -57,8 +58,8 @@ class LetsThrough(Witness):
         self._step = step
         self._gate = gate
 
-    def happened(self, step: int, kind: str, values: dict[str, Any]) -> None:
-        super().happened(step, kind, values)
+    def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None:
+        super().on_event(step, kind, values)
         if (step, kind) == (self._step, "train"):
             self._gate.set()
             for thread in threading.enumerate():
@@ -266,13 +267,13 @@ def test_lines_about_steps_come_now_and_then_and_all_others_at_once(capsys: pyte
     time = 100.0
     shown = Lines(2000, now=lambda: time)
     for step in range(10, 200, 10):
-        shown.happened(step, "train", TRAINED)
+        shown.on_event(step, "train", TRAINED)
         time += 1
         if step % 50 == 0:
-            shown.happened(step, "evaluate", {METRIC: 2.0, "best": 1.5})
-    shown.happened(190, "save", SAVED)
-    shown.happened(190, "save", SAVED)
-    shown.happened(190, "suggestion", {"learning_rate": None})
+            shown.on_event(step, "evaluate", {METRIC: 2.0, "best": 1.5})
+    shown.on_event(190, "save", SAVED)
+    shown.on_event(190, "save", SAVED)
+    shown.on_event(190, "suggestion", {"learning_rate": None})
     errors = capsys.readouterr().err.splitlines()
     told = [line.split()[1] for line in errors if "loss 1.5000" in line]
     assert told == ["10/2000", "60/2000", "110/2000", "160/2000"]
@@ -286,12 +287,12 @@ def test_the_bar_shows_steps_and_what_else_happens_stands_above_it() -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=120, color_system=None, _environ={"TERM": "xterm"})
     with bar(console, 2000, done=500) as shown:
-        shown.happened(510, "train", {name: TRAINED[name] for name in ("loss", "peak_memory_bytes")})
-        shown.happened(520, "train", TRAINED)
-        shown.happened(520, "evaluate", {METRIC: 2.0, "best": 1.5})
-        shown.happened(520, "sample", {"text": "a [red]fox[/red]\n\x1b[2Jgone"})
-        shown.happened(510, "save", SAVED)
-        shown.happened(520, "suggestion", {"learning_rate": 0.0031})
+        shown.on_event(510, "train", {name: TRAINED[name] for name in ("loss", "peak_memory_bytes")})
+        shown.on_event(520, "train", TRAINED)
+        shown.on_event(520, "evaluate", {METRIC: 2.0, "best": 1.5})
+        shown.on_event(520, "sample", {"text": "a [red]fox[/red]\n\x1b[2Jgone"})
+        shown.on_event(510, "save", SAVED)
+        shown.on_event(520, "suggestion", {"learning_rate": 0.0031})
     seen = file.getvalue()
     for text in (
         "520/2000",

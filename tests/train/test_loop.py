@@ -28,7 +28,8 @@ from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.loop import Summary, train
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.run import METRIC, open_run
+from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.run.state import METRIC
 
 TEXT = "the quick brown fox jumps over the lazy dog; " * 60
 CONFIG = Config(
@@ -52,7 +53,7 @@ class Witness:
     def __init__(self) -> None:
         self.seen: list[tuple[int, str, dict[str, Any]]] = []
 
-    def happened(self, step: int, kind: str, values: dict[str, Any]) -> None:
+    def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None:
         self.seen.append((step, kind, values))
 
 
@@ -66,7 +67,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorkeep.train.run.run.measured_peak", lambda device: 1e9)
+    monkeypatch.setattr("tensorkeep.train.run.setup.measured_peak", lambda device: 1e9)
 
 
 def run(
@@ -231,7 +232,7 @@ def test_a_loss_that_is_not_finite_stops_before_it_reaches_the_weights(tmp_path:
         poison(opened, at=8)
         with pytest.raises(DivergedError, match=r"step 8: the loss is inf.* on batches 7 to 7 ") as raised:
             train(opened, Witness())
-        assert "go on from step 6 by --resume --loop.on_divergence skip" in str(raised.value)
+        assert "resume from step 6 with --resume --loop.on_divergence skip" in str(raised.value)
         assert all(parameter.isfinite().all() for parameter in opened.model.parameters())
 
 
@@ -262,10 +263,10 @@ def test_updates_that_are_not_finite_are_skipped_if_asked(tmp_path: Path, data: 
 def test_a_run_says_what_it_was_started_with(tmp_path: Path, data: Path) -> None:
     run(CONFIG, tmp_path / "run", data)
     folder = RunFolder(tmp_path / "run")
-    about = folder.about()
-    assert about["data"]["fingerprint"] == Dataset.open(data).fingerprint
-    assert about["environment"]["versions"]["torch"] == metadata.version("torch")
-    assert folder.config().model.vocab_size == Dataset.open(data).vocab_size
+    record = folder.record()
+    assert record.data.fingerprint == Dataset.open(data).fingerprint
+    assert record.environment["versions"]["torch"] == metadata.version("torch")
+    assert record.config.model.vocab_size == Dataset.open(data).vocab_size
     with pytest.raises(tensorkeep.DestinationExistsError, match="holds a run already"):
         run(CONFIG, tmp_path / "run", data)
 
@@ -273,9 +274,7 @@ def test_a_run_says_what_it_was_started_with(tmp_path: Path, data: Path) -> None
 def test_another_configuration_is_refused_with_the_settings_that_differ(tmp_path: Path, data: Path) -> None:
     run(CONFIG, tmp_path / "run", data, stop_after=4)
     other = CONFIG.changed({"optim.lr": 5e-4, "checkpoint.every": 7})
-    with pytest.raises(
-        tensorkeep.UsageError, match=r"another configuration: optim\.lr: 0\.001 there, 0\.0005 now"
-    ) as e:
+    with pytest.raises(tensorkeep.UsageError, match=r"another configuration: optim\.lr: 0\.001 then, 0\.0005 now") as e:
         run(other, tmp_path / "run", data, resume=True)
     assert "checkpoint.every" not in str(e.value)
 
@@ -306,15 +305,15 @@ def test_the_log_forgets_what_is_done_again(tmp_path: Path, data: Path) -> None:
 KILLED = """
 import sys, json
 from pathlib import Path
-import tensorkeep.train.run.run
-tensorkeep.train.run.run.measured_peak = lambda device: 1e9
+import tensorkeep.train.run.setup
+tensorkeep.train.run.setup.measured_peak = lambda device: 1e9
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import train
-from tensorkeep.train.run.run import open_run
+from tensorkeep.train.run.setup import open_run
 from tensorkeep.train.run.folder import RunFolder
 class Witness:
-    def happened(self, step, kind, values):
+    def on_event(self, step, kind, values):
         print(step, kind, flush=True)
 config = Config.from_dict(json.loads(sys.argv[1]))
 with open_run(config, RunFolder(sys.argv[2]), Dataset.open(sys.argv[3]), resume=True) as run:

@@ -17,7 +17,8 @@ from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.loop import Listener, Summary, train
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.run import Run, open_run
+from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.run.state import Run
 
 TEXT = "the quick brown fox jumps over the lazy dog; " * 60
 CONFIG = Config(
@@ -42,7 +43,7 @@ class Witness:
     def __init__(self) -> None:
         self.seen: list[tuple[int, str, dict[str, Any]]] = []
 
-    def happened(self, step: int, kind: str, values: dict[str, Any]) -> None:
+    def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None:
         self.seen.append((step, kind, values))
 
     def of(self, kind: str) -> list[int]:

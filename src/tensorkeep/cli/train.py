@@ -26,9 +26,9 @@ from tensorkeep.train.config.recipes import RECIPES, get_recipe
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import train as run_loop
 from tensorkeep.train.run.data import absolute_source, open_data
-from tensorkeep.train.run.distributed import World, joined
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.run import check_settings, open_run
+from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.run.world import World
 
 
 def train(
@@ -83,30 +83,29 @@ def train(
         config = config.changed({"data.source": absolute_source(config.data.source)})
     if list_settings:
         return _show_settings(config, output)
-    with joined(config) as world:
-        # Rank 0 prints for all ranks.
-        output = output if world.leads else replace(output, quiet=True, json=False)
-        _train(config, folder, given, world, output, resume=resume)
+    _train(config, folder, given, output, resume=resume)
     return 0
 
 
-def _train(
-    config: Config, folder: RunFolder, given: Mapping[str, object], world: World, output: Output, *, resume: bool
-) -> None:
-    resume = resume and folder.exists()
-    if not resume:
-        folder.check_new()
-    # Before the data is prepared, which may take a while.
-    check_settings(config, folder)
-    dataset = _data(config, folder, given, world, output, resume=resume)
-    with stop_on_signals() as stop, open_run(config, folder, dataset, resume=resume) as run:
+def _train(config: Config, folder: RunFolder, given: Mapping[str, object], output: Output, *, resume: bool) -> None:
+    def open_on_ranks(world: World) -> Dataset:
+        """Return the data of the run; rank 0 prepares it."""
+        if not world.is_main:
+            return Dataset.open(world.broadcast_text(""))
+        dataset = open_data(config, folder, resume=resume, given=given, meter=output.meter)
+        world.broadcast_text(str(dataset.path))
+        return dataset
+
+    with open_run(config, folder, open_on_ranks, resume=resume) as run, stop_on_signals() as stop:
+        # Rank 0 prints for all ranks.
+        output = output if run.world.is_main else replace(output, quiet=True, json=False)
         print_start(run, output)
         for note in run.notes:
             output.note(note)
         with listener(run, output) as shown, _out_of_memory_remedy(folder):
             summary = run_loop(run, shown, stop=stop)
     if summary.reason == "stopped":
-        remedy = f"resume with: {resume_command(folder, processes=world.size)}"
+        remedy = f"resume with: {resume_command(folder, processes=run.world.size)}"
         raise Interrupted(f"stopped after step {summary.step}, which is saved", remedy=remedy)
     output.show(document(run, summary), lambda: print_summary(run, summary))
 
@@ -126,17 +125,6 @@ def _out_of_memory_remedy(folder: RunFolder) -> Iterator[None]:
             remedy="start again with a smaller --loop.batch_size and a larger --loop.accumulate; "
             f"{tune} finds settings that fit",
         ) from error
-
-
-def _data(
-    config: Config, folder: RunFolder, given: Mapping[str, object], world: World, output: Output, *, resume: bool
-) -> Dataset:
-    """Return the data of a run; rank 0 prepares it."""
-    if not world.leads:
-        return Dataset.open(world.text_of(0, ""))
-    dataset = open_data(config, folder, resume=resume, given=given, meter=output.meter)
-    world.text_of(0, str(dataset.path))
-    return dataset
 
 
 def resume_command(folder: RunFolder, *, processes: int = 1) -> str:
@@ -164,7 +152,7 @@ def _with_source(words: dict[str, str], data: str | None) -> dict[str, str]:
 
 def _base(recipe: str | None, folder: RunFolder, *, resume: bool) -> Config:
     if resume and folder.exists():
-        config = folder.config()
+        config = folder.record().config
         if recipe is not None and recipe != config.recipe:
             raise UsageError(
                 f"is a run of {config.recipe!r}, not of {recipe!r}",

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from tensorkeep.cli.output import Output
 from tensorkeep.cli.text import Table, printable
 from tensorkeep.train.loop import Listener, Summary
-from tensorkeep.train.run.run import METRIC, Run
+from tensorkeep.train.run.setup import OpenRun
+from tensorkeep.train.run.state import METRIC, Run
 from tensorkeep.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def print_start(run: Run, output: Output) -> None:
 class Quiet:
     """Shows nothing."""
 
-    def happened(self, step: int, kind: str, values: dict[str, Any]) -> None:
+    def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None:
         """See `tensorkeep.train.loop.Listener`."""
 
 
@@ -58,7 +59,7 @@ class Lines:
         self._now = now
         self._due = -math.inf
 
-    def happened(self, step: int, kind: str, values: dict[str, Any]) -> None:
+    def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None:
         """See `tensorkeep.train.loop.Listener`."""
         if kind == "train":
             now = self._now()
@@ -84,7 +85,7 @@ class Bar:
         self._progress = progress
         self._task = task
 
-    def happened(self, step: int, kind: str, values: dict[str, Any]) -> None:
+    def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None:
         """See `tensorkeep.train.loop.Listener`."""
         if kind == "train":
             self._progress.update(self._task, completed=step, description=_in_words(kind, values))
@@ -156,7 +157,7 @@ def bar(console: Console, steps: int, *, done: int = 0) -> Iterator[Bar]:
         yield Bar(steps, progress, progress.add_task("", total=steps, completed=done))
 
 
-def document(run: Run, summary: Summary) -> dict[str, Any]:
+def document(run: OpenRun, summary: Summary) -> dict[str, Any]:
     """Return the summary of a run as plain values."""
     return {
         "run": str(run.folder.path),

@@ -96,7 +96,7 @@ def _base(recipe: str | None, run: Path | None, data: str | None, technique: str
     if (recipe is None) == (run is None):
         problem = "neither a recipe nor a run is given" if recipe is None else "a recipe and a run are given"
         raise UsageError(problem, remedy=f"give a recipe ({', '.join(RECIPES)}) or --run FOLDER")
-    config = get_recipe(recipe) if recipe is not None else RunFolder(str(run)).config()
+    config = get_recipe(recipe) if recipe is not None else RunFolder(str(run)).record().config
     settings: dict[str, object] = {} if data is None else {"data.source": data}
     return config.changed(settings | {f"{TECHNIQUES}{name}": "on" for name in names_in(technique)})
 

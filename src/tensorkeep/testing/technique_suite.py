@@ -30,7 +30,8 @@ from tensorkeep.train.loop import take_step, train
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.run.device import chosen_device
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.run import Run, open_run
+from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Changed, Kind, Technique
 from tensorkeep.train.techniques.machine import Machine
 
@@ -59,7 +60,7 @@ _TEXT = "the quick brown fox jumps over the lazy dog; " * 60
 
 
 class _Nobody:
-    def happened(self, step: int, kind: str, values: dict[str, Any]) -> None: ...
+    def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None: ...
 
 
 def with_techniques(config: Config, techniques: Mapping[str, Mapping[str, Any]]) -> Config:
@@ -167,7 +168,7 @@ class TechniqueSuite:
             whole, parts = tmp_path / f"whole{number}", tmp_path / f"parts{number}"
             train_run(self.on(variant), whole, data)
             train_run(self.on(variant), parts, data, stop_after=STEPS // 2)
-            train_run(RunFolder(parts).config(), parts, data, resume=True)
+            train_run(RunFolder(parts).record().config, parts, data, resume=True)
             assert losses(parts) == losses(whole)
             assert difference(last_state(parts), last_state(whole)) is None
 

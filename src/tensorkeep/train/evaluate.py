@@ -1,4 +1,4 @@
-"""The validation loss: over the whole split, or always over the same batches of it."""
+"""The validation loss of a model, over the whole split or over the same batches of it each time."""
 
 from __future__ import annotations
 
@@ -11,24 +11,32 @@ from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.model.modes import evaluating
 
-_TOKENS_AT_ONCE = 16384
-_LOGITS_AT_ONCE = 2**26
+_LARGEST_TOKENS = 16384
+_LARGEST_LOGITS = 2**26
 
 
 def evaluate(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
     """Return the mean loss over all tokens of some batches, in nats.
 
-    No random numbers are drawn, and the model is left in the mode that it was in.
+    No random numbers are drawn, and each module keeps its training mode.
 
     Parameters
     ----------
     model : GPT
     batches : iterable of (Tensor, Tensor)
         Inputs and targets, int64, of shape [batch, positions].
+
+    Examples
+    --------
+    >>> from tensorkeep.train.model.config import ModelConfig
+    >>> config = ModelConfig(vocab_size=8, context_length=4, n_layers=1, n_heads=1, d_model=4)
+    >>> tokens = torch.arange(5).unsqueeze(0)
+    >>> f"{evaluate(GPT(config), [(tokens[:, :-1], tokens[:, 1:])]):.1f}"  # ln 8, before training
+    '2.1'
     """
     device = model.tokens.weight.device
     total, tokens = 0.0, 0
-    # Inference mode would do, but for weights that are divided among processes.
+    # Not inference_mode, which does not support sharded weights.
     with torch.no_grad(), evaluating(model):
         for inputs, targets in batches:
             loss = model.loss(inputs.to(device), targets.to(device))
@@ -37,7 +45,7 @@ def evaluate(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
     return total / tokens
 
 
-def evaluated_at_once(model: ModelConfig) -> int:
-    """Return how many sequences are evaluated at once: as many as leave the logits small, whatever the vocabulary."""
-    tokens = min(_TOKENS_AT_ONCE, _LOGITS_AT_ONCE // model.vocab_size)
+def evaluation_batch_size(model: ModelConfig) -> int:
+    """Return how many sequences to evaluate at once: few enough that the logits stay small for any vocabulary."""
+    tokens = min(_LARGEST_TOKENS, _LARGEST_LOGITS // model.vocab_size)
     return max(1, tokens // model.context_length)

@@ -1,23 +1,26 @@
-"""The divergence guard: a loss or gradient that is not finite never reaches the weights."""
+"""The divergence guard: an update whose loss or gradient norm is not finite is never applied to the weights."""
 
 from __future__ import annotations
 
+import logging
 import shlex
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from tensorkeep.errors import DivergedError, TensorkeepError
+from tensorkeep.train.run.state import Run
 
-if TYPE_CHECKING:
-    from tensorkeep.train.run.run import Run
+logger = logging.getLogger(__name__)
 
 MOST_SKIPPED = 20
-"""In a row. A skipped update changes no weight: where so many batches fail, the weights are at fault, not the data."""
+"""Updates that are skipped in a row before the run is stopped.
+
+A skipped update changes no weight: if this many batches fail, the cause is the weights and not the data.
+"""
 
 
 def check_finite(run: Run, loss: Tensor, norm: Tensor) -> bool:
-    """Say whether an update may be made, and count those that may not.
+    """Return whether an update may be applied; count the updates that are skipped.
 
     Parameters
     ----------
@@ -28,58 +31,60 @@ def check_finite(run: Run, loss: Tensor, norm: Tensor) -> bool:
     Raises
     ------
     DivergedError
-        If one of them is not finite, and the run does not skip such updates, or has skipped `MOST_SKIPPED` in a row.
+        If one of them is not finite, and ``loop.on_divergence`` is ``"stop"`` or `MOST_SKIPPED` updates in a row were
+        skipped.
     """
     progress = run.progress
     if bool((loss + norm).isfinite()):
         progress.skipped_in_a_row = 0
         return True
-    figures = f"the loss is {loss.item():g} and the norm of the gradient {norm.item():g}"
-    # A range test looks for the rate at which this happens, and ends there.
+    figures = f"the loss is {loss.item():g} and the gradient norm is {norm.item():g}"
+    # A range test raises the learning rate until this happens, and then ends.
     if run.config.loop.on_divergence == "stop" and run.config.schedule.name != "range":
-        raise _stopped(run, figures)
+        raise _first_divergence(run, figures)
     progress.skipped += 1
     progress.skipped_in_a_row += 1
     if progress.skipped_in_a_row >= MOST_SKIPPED:
-        raise _given_up(run, figures)
+        raise _too_many_skipped(run, figures)
+    logger.info("step %d: update skipped: %s", progress.step, figures)
     return False
 
 
-def _stopped(run: Run, figures: str) -> DivergedError:
-    notes = _settle(run)
+def _first_divergence(run: Run, figures: str) -> DivergedError:
+    notes = _finish_saves(run)
     last = run.manager.latest()
-    back = f"go on from step {last.number}" if last else "go on from the beginning"
+    place = f"resume from step {last.number}" if last else "start again from the beginning"
     return _error(
         run,
         f"{figures}, on batches {run.drawn.start} to {run.drawn.stop - 1} of the data",
-        f"{back} by --resume --loop.on_divergence skip, or start a new run with a lower learning rate",
+        f"{place} with --resume --loop.on_divergence skip, or start a new run with a lower learning rate",
         notes,
     )
 
 
-def _given_up(run: Run, figures: str) -> DivergedError:
-    notes = _settle(run)
+def _too_many_skipped(run: Run, figures: str) -> DivergedError:
+    notes = _finish_saves(run)
     first = run.progress.step - run.progress.skipped_in_a_row + 1
     remedy = "start a new run with a lower learning rate (--optim.lr)"
     steps = [step.number for step in run.manager.steps()]
     if steps:
-        again = f"tensorkeep train --out {shlex.quote(str(run.folder.path))} --resume"
-        remedy += f"; or mend the cause and go on from step {steps[-1]}{_of_which(steps, first)}: {again}"
-    told = f"{figures}, and {MOST_SKIPPED} updates in a row, since step {first}, were skipped"
-    return _error(run, told, remedy, notes)
+        command = f"tensorkeep train --out {shlex.quote(str(run.folder.path))} --resume"
+        remedy += f"; or fix the cause and resume from step {steps[-1]}{_relation(steps, first)}: {command}"
+    message = f"{figures}, and {MOST_SKIPPED} updates in a row, since step {first}, were skipped"
+    return _error(run, message, remedy, notes)
 
 
-def _of_which(steps: list[int], first_skipped: int) -> str:
-    """Say how the last checkpoint and the skipped updates stand to each other."""
+def _relation(steps: list[int], first_skipped: int) -> str:
+    """Describe whether the last checkpoint was saved before updates were skipped."""
     before = [number for number in steps if number < first_skipped]
     if steps[-1] < first_skipped:
         return ", the last checkpoint before them"
     earlier = f"; the last checkpoint before them is step {before[-1]}" if before else ""
-    return f", saved while updates were skipped, whose weights are as good as those before{earlier}"
+    return f", saved while updates were skipped, with the same weights as before them{earlier}"
 
 
-def _settle(run: Run) -> list[str]:
-    """Wait for what is being saved, so that it counts; return what went wrong with it."""
+def _finish_saves(run: Run) -> list[str]:
+    """Wait for checkpoints that are being saved; return the errors of saves that failed."""
     try:
         run.manager.wait()
     except TensorkeepError as error:

@@ -1,8 +1,18 @@
-"""The training loop. `take_step` is the step; `train` is what goes on around it."""
+"""The training loop. Read this file first: `take_step` is one step of training, `train` is the loop around it.
+
+Everything that a step needs lies in a `tensorkeep.train.run.state.Run`, which `tensorkeep.train.run.setup.open_run`
+builds from a configuration, a folder and data::
+
+    with open_run(config, RunFolder("runs/mine"), Dataset.open("data")) as run:
+        summary = train(run, listener)
+
+What a step does can be changed by techniques, which replace the functions of `tensorkeep.train.operations.Operations`.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,25 +21,34 @@ from typing import Any, Protocol
 
 import torch
 
+from tensorkeep.checkpoint.save.pending import PendingSave
 from tensorkeep.train.data.batches import windows
-from tensorkeep.train.evaluate import evaluate, evaluated_at_once
+from tensorkeep.train.evaluate import evaluate, evaluation_batch_size
 from tensorkeep.train.generate import generate, prompt_ids
 from tensorkeep.train.memory.limits import peak_memory
 from tensorkeep.train.model.gpt import IGNORED
 from tensorkeep.train.optim.optimizers import set_learning_rate
-from tensorkeep.train.optim.schedules import share
-from tensorkeep.train.run.run import METRIC, Run
-from tensorkeep.train.run.saves import Saves
+from tensorkeep.train.optim.schedules import learning_rate_factor
+from tensorkeep.train.run.setup import OpenRun
+from tensorkeep.train.run.state import METRIC, Run
 
 
 class Listener(Protocol):
-    """Is told what happens in a run."""
+    """Receives the events of a run as they happen, on rank 0."""
 
-    def happened(self, step: int, kind: str, values: dict[str, Any]) -> None:
-        """Learn of a step (``"train"``), an evaluation (``"evaluate"``), or a sample (``"sample"``).
+    def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None:
+        """Receive one event.
 
-        Also of a checkpoint (``"save"``), once it is durable, which may be some steps after the one that it holds; and
-        of what a range test found (``"suggestion"``).
+        Parameters
+        ----------
+        step : int
+            The step that the event belongs to.
+        kind : str
+            ``"train"``, ``"evaluate"``, ``"sample"``, ``"technique"`` (a technique was verified to be active),
+            ``"save"`` (a checkpoint is durable, which may be some steps after its own), or ``"suggestion"`` (the result
+            of a range test).
+        values : dict of str to object
+            The figures of the event, as in ``log.jsonl``.
         """
 
 
@@ -40,21 +59,21 @@ class Summary:
     Attributes
     ----------
     step : int
-        The last step that was done.
+        The last step.
     steps : int
-        Those that were done now; 0 where the run had ended before.
+        Steps done by this call; 0 if the run had ended before.
     reason : str
-        ``"done"``, ``"early stop"`` or ``"stopped"``, for a signal.
+        ``"done"``, ``"early stop"``, or ``"stopped"`` on request.
     loss, best : float
-        The last validation loss and the best one.
+        The last validation loss and the best one, in nats per token.
     tokens_per_second, mfu : float
         Of training alone; NaN if no step was timed.
     peak_memory_bytes : int
         See `tensorkeep.train.memory.limits`.
     suggested_learning_rate : float or None
-        What a range test found.
+        The result of a range test.
     seconds : dict of str to float
-        What the time was spent on.
+        The time spent, by activity.
     """
 
     step: int
@@ -69,15 +88,15 @@ class Summary:
     seconds: dict[str, float]
 
 
-def train(run: Run, listener: Listener, *, stop: Callable[[], bool] = lambda: False) -> Summary:
-    """Train until the last step, or until something ends it earlier; save, and wait until that is durable.
+def train(run: OpenRun, listener: Listener, *, stop: Callable[[], bool] = lambda: False) -> Summary:
+    """Train until the last step or an early end, save, and wait until the last checkpoint is durable.
 
     Parameters
     ----------
-    run : Run
+    run : OpenRun
     listener : Listener
     stop : callable
-        Asked after each step whether to save and end.
+        Called after each step; when it returns true, the run is saved and ends.
 
     Returns
     -------
@@ -86,48 +105,50 @@ def train(run: Run, listener: Listener, *, stop: Callable[[], bool] = lambda: Fa
     Raises
     ------
     DivergedError
-        If the loss or a gradient is not finite, and the run is not to skip such updates, or has skipped too many.
+        If the loss or a gradient is not finite, and the run does not skip such updates or has skipped too many.
     StoreError
         If a checkpoint or the log cannot be written.
+    TechniqueNotActiveError
+        If a technique is on and has no effect.
     """
     config = run.config
-    first, saves = run.progress.step, Saves(run.manager)
-    reason = _ended(run)
+    first, saves = run.progress.step, deque[tuple[int, PendingSave]]()
+    reason = _end_reason(run)
     while reason is None:
-        with _timed(run), _proved(run, listener):
+        with _timed(run), _verified_techniques(run, listener):
             record = take_step(run)
         if config.schedule.name == "range":
-            _test_range(run, listener, record)
+            _update_range_test(run, listener, record)
         step = run.progress.step
-        last = _ended(run) is not None
+        last = _end_reason(run) is not None
         if last or _due(config.log.every, step):
-            _tell(run, listener, "train", record | run.speed.lap() | {"peak_memory_bytes": peak_memory(run.device)})
+            _report(run, listener, "train", record | run.speed.lap() | {"peak_memory_bytes": peak_memory(run.device)})
         metrics = _evaluate(run, listener) if last or _due(config.eval.every, step) else {}
         if _due(config.sample.every, step):
             _sample(run, listener)
-        reason = _ended(run) or ("stopped" if run.world.any(stop()) else None)
+        reason = _end_reason(run) or ("stopped" if run.world.any(stop()) else None)
         is_best = bool(metrics) and run.progress.waited == 0 and config.checkpoint.keep_best > 0
         if reason or is_best or _due(config.checkpoint.every, step):
             _save(run, saves, metrics)
-        _tell_saved(run, listener, saves)
+        _report_saves(run, listener, saves)
     with run.clock.spent_on("checkpoint"):
         run.manager.wait()
-    _tell_saved(run, listener, saves)
+    _report_saves(run, listener, saves)
     return _summary(run, reason, steps=run.progress.step - first)
 
 
 def take_step(run: Run) -> dict[str, float]:
-    """Make one update of the weights: gradients of some batches, clipped, applied.
+    """Make one update of the weights: add up the gradients of some micro-batches, clip them, step the optimizers.
 
     Returns
     -------
     dict of str to float
-        The mean loss of the batches, the norm of the gradient before clipping, and the learning rate of AdamW.
+        ``loss``: the mean loss of the batches; ``gradient_norm``: before clipping; ``learning_rate``: AdamW's.
     """
     settings, operations = run.config.loop, run.operations
     run.progress.step += 1
-    rate = share(run.config.schedule, run.progress.step, settings.steps) * run.plateau.share
-    set_learning_rate(run.optimizers, rate)
+    factor = learning_rate_factor(run.config.schedule, run.progress.step, settings.steps) * run.plateau.factor
+    set_learning_rate(run.optimizers, factor)
     total = torch.zeros((), device=run.device)
     before = run.batches.state_dict()["position"]
     batches = [next(run.batches) for _ in range(settings.accumulate)]
@@ -135,7 +156,7 @@ def take_step(run: Run) -> dict[str, float]:
     counts = [int((targets != IGNORED).sum()) for _, targets in batches]
     for (inputs, targets), count in zip(batches, counts, strict=True):
         if count:
-            # So that each target counts for as much as any other of the step, in whichever batch it is.
+            # The mean over all targets of the step: each target has the same weight, whichever batch it is in.
             loss = operations.loss(inputs.to(run.device), targets.to(run.device)) / (sum(counts) / count)
             operations.backward(loss)
             total += loss.detach()
@@ -147,44 +168,44 @@ def take_step(run: Run) -> dict[str, float]:
         run.average.update(run.progress.step)
     for optimizer in run.optimizers.values():
         optimizer.zero_grad()
-    return {"loss": total.item(), "gradient_norm": norm.item(), "learning_rate": rate * run.config.optim.lr}
+    return {"loss": total.item(), "gradient_norm": norm.item(), "learning_rate": factor * run.config.optim.lr}
 
 
 @contextmanager
-def _proved(run: Run, listener: Listener) -> Iterator[None]:
-    """Watch techniques at work in the first steps of a process, and tell what was seen."""
+def _verified_techniques(run: OpenRun, listener: Listener) -> Iterator[None]:
+    """Verify in the first steps of a process that each technique has its effect, and report the proofs."""
     proofs = run.techniques.proofs
     known = len(proofs)
     with run.techniques.verified(run):
         yield
     for name, proof in islice(proofs.items(), known, None):
-        _tell(run, listener, "technique", {"name": name, "seen": proof.seen, **proof.figures})
+        _report(run, listener, "technique", {"name": name, "seen": proof.seen, **proof.figures})
 
 
 @contextmanager
 def _timed(run: Run) -> Iterator[None]:
-    """Time a step. The first one of a process loads and compiles, and is not counted as training."""
+    """Time a step. The first step of a process loads kernels and compiles, and does not count as training."""
     first = "first step" not in run.clock.seconds
     before, tokens = run.clock.seconds.get("train", 0.0), run.progress.tokens
     with run.clock.spent_on("first step" if first else "train"):
         yield
     if not first:
         trained = run.progress.tokens - tokens
-        # By the length that was trained: attention to less takes less.
+        # Attention over a shorter context, as techniques may draw, takes fewer operations.
         flops = trained * run.config.model.flops_per_token(run.batches.context_length)
         run.speed.add(trained, flops, run.clock.seconds["train"] - before)
 
 
-def _test_range(run: Run, listener: Listener, record: dict[str, float]) -> None:
-    """Let the range test see a step; after the last one, tell what it found."""
+def _update_range_test(run: Run, listener: Listener, record: dict[str, float]) -> None:
+    """Add a step to the range test; report the suggestion after the last one."""
     test = run.progress.range_test
     test.add(record["learning_rate"], record["loss"], steps=run.config.loop.steps)
-    if _ended(run):
-        _tell(run, listener, "suggestion", {"learning_rate": test.suggestion(), "lowest_loss": test.lowest})
+    if _end_reason(run):
+        _report(run, listener, "suggestion", {"learning_rate": test.suggestion(), "lowest_loss": test.lowest})
 
 
-def _ended(run: Run) -> str | None:
-    """Return why there is no further step to do, if so."""
+def _end_reason(run: Run) -> str | None:
+    """Return why there is no further step, or None if there is one."""
     progress, patience = run.progress, run.config.eval.patience
     if progress.range_test.over or (patience is not None and progress.waited >= patience):
         return "early stop"
@@ -195,24 +216,26 @@ def _due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _tell(run: Run, listener: Listener, kind: str, values: dict[str, Any], *, step: int | None = None) -> None:
-    if run.world.leads:
+def _report(run: Run, listener: Listener, kind: str, values: dict[str, Any], *, step: int | None = None) -> None:
+    """Write an event to the log and pass it to the listener, on rank 0."""
+    if run.world.is_main:
         step = run.progress.step if step is None else step
         run.log.write(step, kind, **values)
-        listener.happened(step, kind, values)
+        listener.on_event(step, kind, values)
 
 
 def _evaluate(run: Run, listener: Listener) -> dict[str, float]:
+    """Compute the validation loss, of the averaged weights if the run averages them; return the metrics."""
     config, progress = run.config, run.progress
-    length, rows = config.model.context_length, evaluated_at_once(config.model)
+    length, rows = config.model.context_length, evaluation_batch_size(config.model)
     batches = windows(run.dataset.validation, length, batch_size=rows, most=config.eval.batches)
     with run.clock.spent_on("evaluate"), run.average.in_place():
-        loss = run.world.of_first(evaluate(run.model, batches))
-    run.plateau.evaluated(loss)
+        loss = run.world.broadcast(evaluate(run.model, batches))
+    run.plateau.add(loss)
     progress.loss = loss
     better = loss < progress.best
     progress.best, progress.waited = (loss, 0) if better else (progress.best, progress.waited + 1)
-    _tell(run, listener, "evaluate", {METRIC: loss, "best": progress.best})
+    _report(run, listener, "evaluate", {METRIC: loss, "best": progress.best})
     return {METRIC: loss}
 
 
@@ -230,26 +253,31 @@ def _sample(run: Run, listener: Listener) -> None:
             stop=tokenizer.end_of_document,
             vocab_size=tokenizer.vocab_size,
         )
-    _tell(run, listener, "sample", {"text": tokenizer.decode(ids.tolist())})
+    _report(run, listener, "sample", {"text": tokenizer.decode(ids.tolist())})
 
 
-def _save(run: Run, saves: Saves, metrics: dict[str, float]) -> None:
+def _save(run: OpenRun, saves: deque[tuple[int, PendingSave]], metrics: dict[str, float]) -> None:
+    """Begin to save a checkpoint of the step; `_report_saves` waits for none of them."""
     with run.clock.spent_on("checkpoint"):
-        state = run.world.collect(run.state())
-        if run.world.leads:
-            saves.begin(run.progress.step, state, metrics)
+        state = run.world.gather_state(run.state())
+        if run.world.is_main:
+            # A resumed run repeats the steps after its last undamaged checkpoint, and replaces damaged ones.
+            step = run.progress.step
+            saves.append((step, run.manager.save(step, state, metrics, overwrite=True)))
 
 
-def _tell_saved(run: Run, listener: Listener, saves: Saves) -> None:
-    """Tell of the checkpoints that are durable by now."""
-    for step, report in saves.ended():
+def _report_saves(run: Run, listener: Listener, saves: deque[tuple[int, PendingSave]]) -> None:
+    """Report the checkpoints that have become durable, in the order of their steps."""
+    while saves and saves[0][1].done():
+        step, pending = saves.popleft()
+        report = pending.wait()
         values = {
             "path": report.path,
             "stall_seconds": report.stall_seconds,
             "durable_seconds": report.durable_seconds,
             "new_bytes": report.new_bytes,
         }
-        _tell(run, listener, "save", values, step=step)
+        _report(run, listener, "save", values, step=step)
 
 
 def _summary(run: Run, reason: str, *, steps: int) -> Summary:

@@ -1,4 +1,4 @@
-"""What a step consists of: operations, each of which a technique may wrap or replace."""
+"""The operations that a training step consists of; techniques wrap or replace them."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ from tensorkeep.train.optim.optimizers import Optimizers
 class Operations:
     """The operations of a step, in the order in which `tensorkeep.train.loop.take_step` calls them.
 
-    A technique puts its own in place of one, most often a function that calls the one that was there. What no technique
-    has touched is called directly: a technique that is off costs nothing.
+    A technique assigns its own function in place of one; most call the function that was there before. An operation
+    that no technique has replaced is called directly, so that techniques that are off cost nothing.
 
     Attributes
     ----------
     loss : callable
-        (inputs, targets) -> Tensor: the mean loss of a batch, whose graph leads to the parameters.
+        ``(inputs, targets) -> Tensor``: the mean loss of a batch, with its autograd graph.
     backward : callable
-        (loss) -> None: adds the gradient of a loss to those of the parameters.
+        ``(loss) -> None``: adds the gradient of a loss to those of the parameters.
     clip : callable
-        () -> Tensor: makes the gradients final, scales them down to the largest norm allowed, and returns the norm that
-        they had.
+        ``() -> Tensor``: makes the gradients final, clips them, and returns their norm before that.
     accepts : callable
-        (loss, norm) -> bool: whether the update may be made; raises DivergedError if the run is to stop.
+        ``(loss, norm) -> bool``: whether to apply the update; raises DivergedError to stop the run.
     update : callable
-        () -> None: steps the optimizers.
+        ``() -> None``: steps the optimizers.
     """
 
     loss: Callable[[Tensor, Tensor], Tensor]
@@ -41,16 +40,16 @@ class Operations:
     update: Callable[[], None]
 
 
-def plain_operations(
-    model: GPT, optimizers: Optimizers, *, most: float, accepts: Callable[[Tensor, Tensor], bool]
+def default_operations(
+    model: GPT, optimizers: Optimizers, *, clip: float, accepts: Callable[[Tensor, Tensor], bool]
 ) -> Operations:
-    """Return the operations of a step in which no technique is on.
+    """Return the operations of a step without techniques.
 
     Parameters
     ----------
     model : GPT
     optimizers : dict of str to Optimizer
-    most : float
+    clip : float
         The largest norm of the gradient; 0 for no limit.
     accepts : callable
         See `Operations`.
@@ -61,18 +60,18 @@ def plain_operations(
             optimizer.step()
 
     return Operations(
-        # As the model has it then: a technique may put another one in its place.
+        # Looked up at each call, because techniques replace `model.loss`.
         loss=lambda inputs, targets: model.loss(inputs, targets),
         backward=lambda value: value.backward(),  # type: ignore[no-untyped-call]
-        clip=lambda: clip_gradient(model.parameters(), most),
+        clip=lambda: clip_gradient(model.parameters(), clip),
         accepts=accepts,
         update=update,
     )
 
 
-def clip_gradient(parameters: Iterable[nn.Parameter], most: float) -> Tensor:
-    """Scale the gradient down to a norm, unless that is 0; return the norm that it had."""
+def clip_gradient(parameters: Iterable[nn.Parameter], largest: float) -> Tensor:
+    """Scale the gradient so that its norm is at most ``largest`` (0 for no limit); return the norm before that."""
     parameters = list(parameters)
-    if most:
-        return torch.nn.utils.clip_grad_norm_(parameters, most)
+    if largest:
+        return torch.nn.utils.clip_grad_norm_(parameters, largest)
     return torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])

@@ -23,7 +23,7 @@ from tensorkeep.bench.training.workload import WORKLOAD
 from tensorkeep.errors import UsageError
 from tensorkeep.train import loop
 from tensorkeep.train.config.recipes import RECIPES
-from tensorkeep.train.run.run import Run
+from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique
 from tensorkeep.train.techniques.combinations import COMBINATIONS
 from train.tiny_training import CONFIG, prepared

@@ -21,9 +21,8 @@ from tensorkeep.train.config.sections import OptimConfig, ScheduleConfig
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.optim.average import WeightAverage
 from tensorkeep.train.optim.optimizers import build_optimizers, check_optimizers, set_learning_rate
-from tensorkeep.train.optim.schedules import Plateau, share
-from tensorkeep.train.run.clock import Clock
-from tensorkeep.train.run.speed import Speedometer, measured_peak
+from tensorkeep.train.optim.schedules import Plateau, learning_rate_factor
+from tensorkeep.train.run.speed import Clock, Speedometer, measured_peak
 
 BASE = get_recipe("shakespeare-char-cpu")
 
@@ -192,7 +191,7 @@ def test_a_file_that_is_not_toml(tmp_path: Path) -> None:
 def test_schedules_stay_within_their_bounds(name: str, warmup: int, steps: int, final: float) -> None:
     warmup = 0 if name == "range" else warmup
     config = ScheduleConfig(name=name, warmup_steps=warmup, final=final)  # type: ignore[arg-type]
-    shares = [share(config, step, steps) for step in range(1, steps + 1)]
+    shares = [learning_rate_factor(config, step, steps) for step in range(1, steps + 1)]
     assert all(0 < each <= 1 + 1e-12 for each in shares)
     assert shares[: min(warmup, steps)] == [step / warmup for step in range(1, min(warmup, steps) + 1)]
     rest = shares[warmup:]
@@ -205,7 +204,7 @@ def test_schedules_stay_within_their_bounds(name: str, warmup: int, steps: int, 
 
 def test_wsd_is_stable_before_it_decays() -> None:
     config = ScheduleConfig(name="wsd", final=0.0, decay=0.2)
-    shares = [share(config, step, 101) for step in range(1, 102)]
+    shares = [learning_rate_factor(config, step, 101) for step in range(1, 102)]
     assert shares[:81] == pytest.approx([1.0] * 81)
     assert shares[90] == pytest.approx(0.5)
     assert shares[100] == pytest.approx(0.0)
@@ -215,14 +214,14 @@ def test_a_plateau_lowers_the_rate_and_can_be_saved() -> None:
     config = ScheduleConfig(name="plateau", patience=2, factor=0.5)
     plateau, again = Plateau(config), Plateau(config)
     for loss in (3.0, 2.0, 2.5):
-        plateau.evaluated(loss)
+        plateau.add(loss)
     again.load_state_dict(plateau.state_dict())
     for each in (plateau, again):
-        assert each.share == 1.0
-        each.evaluated(2.1)
-        assert each.share == 0.5
-        each.evaluated(1.0)
-        assert each.share == 0.5
+        assert each.factor == 1.0
+        each.add(2.1)
+        assert each.factor == 0.5
+        each.add(1.0)
+        assert each.factor == 0.5
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

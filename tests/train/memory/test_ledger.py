@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tensorkeep.train.config.config import Config
-from tensorkeep.train.evaluate import evaluate, evaluated_at_once
+from tensorkeep.train.evaluate import evaluate, evaluation_batch_size
 from tensorkeep.train.memory.activations import Activations, Shape, counted_activations
 from tensorkeep.train.memory.ledger import Ledger, predict
 from tensorkeep.train.model.config import ModelConfig
@@ -147,7 +147,7 @@ class Held(TorchDispatchMode):
 def test_what_an_evaluation_takes_is_predicted_within_a_tenth(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tensorkeep.train.evaluate._TOKENS_AT_ONCE", 512)
     config = msgspec.structs.replace(CONFIG, model=msgspec.structs.replace(CONFIG.model, **MODELS[model]))
-    rows = evaluated_at_once(config.model)
+    rows = evaluation_batch_size(config.model)
     tokens = torch.randint(config.model.vocab_size, (2, rows, config.model.context_length))
     network = GPT(config.model)
     with Held(network) as held:
@@ -158,7 +158,7 @@ def test_what_an_evaluation_takes_is_predicted_within_a_tenth(model: str, monkey
 @pytest.mark.parametrize(("vocab_size", "rows"), [(65, 512), (50_257, 41)])
 def test_an_evaluation_computes_as_much_at_once_as_leaves_its_logits_small(vocab_size: int, rows: int) -> None:
     model = msgspec.structs.replace(CONFIG.model, vocab_size=vocab_size, context_length=32)
-    assert evaluated_at_once(model) == rows
+    assert evaluation_batch_size(model) == rows
 
 
 def test_parts_of_a_batch_take_their_part() -> None:

@@ -24,9 +24,11 @@ from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.loop import train
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.run.data import absolute_source, open_data
-from tensorkeep.train.run.device import RunRandomState, chosen_device
+from tensorkeep.train.run.device import chosen_device
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.run import Run, open_run
+from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.run.state import Run, RunRandomState
+from tensorkeep.train.run.world import World
 
 TEXT = "the quick brown fox jumps over the lazy dog; " * 60
 CONFIG = Config(
@@ -35,12 +37,12 @@ CONFIG = Config(
 
 
 class Silence:
-    def happened(self, step: int, kind: str, values: dict[str, Any]) -> None: ...
+    def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None: ...
 
 
 @pytest.fixture(autouse=True)
 def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorkeep.train.run.run.measured_peak", lambda device: 1e9)
+    monkeypatch.setattr("tensorkeep.train.run.setup.measured_peak", lambda device: 1e9)
 
 
 @pytest.fixture
@@ -81,8 +83,8 @@ def about(folder: Path) -> dict[str, Any]:
         ({"loop.device": "meta"}, tensorkeep.UsageError, "the device 'meta' cannot be used"),
         ({"loop.device": "toaster"}, tensorkeep.UsageError, "the device 'toaster' cannot be used"),
         ({"sample.every": 1, "sample.prompt": "%"}, tensorkeep.UsageError, "'%'"),
-        ({"model.d_model": 2**42}, tensorkeep.OutOfMemoryError, r"a model of .* parameters cannot be made"),
-        ({"model.d_model": 10**20}, tensorkeep.OutOfMemoryError, r"a model of .* parameters cannot be made"),
+        ({"model.d_model": 2**42}, tensorkeep.OutOfMemoryError, r"not enough memory for a model of .* parameters"),
+        ({"model.d_model": 10**20}, tensorkeep.OutOfMemoryError, r"not enough memory for a model of .* parameters"),
     ],
 )
 def test_what_would_fail_later_is_refused_before_anything_is_written(
@@ -112,7 +114,7 @@ def test_a_file_of_settings_for_saves_that_cannot_be_followed_is_refused_at_once
 def test_a_run_says_of_prepared_data_how_it_was_prepared(tmp_path: Path, text: Path) -> None:
     dataset = Dataset.open(prepare(text, tmp_path / "data", tokenizer="byte", validation=0.25).path)
     run(CONFIG, tmp_path / "run", dataset)
-    config = RunFolder(tmp_path / "run").config()
+    config = RunFolder(tmp_path / "run").record().config
     assert (config.data.tokenizer, config.data.vocab_size, config.data.validation) == ("byte", None, 0.25)
     assert config.data.source == str(tmp_path / "data")
     # The same call goes on with it.
@@ -147,7 +149,7 @@ def test_data_that_is_prepared_for_a_run_keeps_what_was_asked_for(tmp_path: Path
     dataset = open_data(config, folder, given=["data.vocab_size"])
     assert dataset.vocab_size < 5000
     run(config, folder.path, dataset, steps=2)
-    assert folder.config().data == config.data
+    assert folder.record().config.data == config.data
     again = open_data(config, folder, resume=True, given=["data.source", "data.vocab_size"])
     assert run(config, folder.path, again, resume=True).progress.step == 4
 
@@ -173,9 +175,9 @@ def move(data: Path, folder: Path) -> Path:
 def test_data_that_was_moved_is_taken_from_where_it_is_said_to_be(tmp_path: Path, data: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     run(CONFIG, folder.path, Dataset.open(data), steps=2)
-    config = folder.config()
+    config = folder.record().config
     moved = move(data, tmp_path / "elsewhere")
-    with pytest.raises(tensorkeep.NotACheckpointError, match=r"is not there any more\n.*--data FOLDER"):
+    with pytest.raises(tensorkeep.NotACheckpointError, match=r"is no longer there\n.*--data FOLDER"):
         open_data(config, folder, resume=True)
     config = config.changed({"data.source": str(moved)})
     dataset = open_data(config, folder, resume=True, given=["data.source"])
@@ -188,8 +190,8 @@ def test_data_in_the_folder_of_the_run_moves_with_it(tmp_path: Path, text: Path)
     run(config, tmp_path / "run", open_data(config, RunFolder(tmp_path / "run")), steps=2)
     text.unlink()
     moved = RunFolder(move(tmp_path / "run", tmp_path / "moved"))
-    dataset = open_data(moved.config(), moved, resume=True)
-    assert run(moved.config(), moved.path, dataset, resume=True).progress.step == 4
+    dataset = open_data(moved.record().config, moved, resume=True)
+    assert run(moved.record().config, moved.path, dataset, resume=True).progress.step == 4
     assert about(moved.path)["resumed"][0]["settings"] == {}
 
 
@@ -200,7 +202,7 @@ def test_data_of_a_run_that_was_made_in_python_is_found_from_any_folder(
     run(CONFIG, Path("run"), Dataset.open("data"), steps=2)
     monkeypatch.chdir(tmp_path / "run")
     folder = RunFolder(".")
-    assert open_data(folder.config(), folder, resume=True).path == data
+    assert open_data(folder.record().config, folder, resume=True).path == data
 
 
 def test_data_that_was_lost_is_prepared_again_and_must_be_the_same(tmp_path: Path, text: Path) -> None:
@@ -222,10 +224,10 @@ def test_damaged_data_is_passed_over_where_the_same_lies_elsewhere(tmp_path: Pat
     run(CONFIG, folder.path, Dataset.open(data), steps=2)
     shutil.copytree(data, folder.data)
     (folder.data / "train.bin").unlink()
-    assert open_data(folder.config(), folder, resume=True).path == data
+    assert open_data(folder.record().config, folder, resume=True).path == data
     shutil.rmtree(data)
     with pytest.raises(tensorkeep.CorruptCheckpointError, match=r"train\.bin"):
-        open_data(folder.config(), folder, resume=True)
+        open_data(folder.record().config, folder, resume=True)
 
 
 def test_text_is_not_taken_in_place_of_the_data_that_a_run_has(tmp_path: Path, text: Path) -> None:
@@ -234,7 +236,7 @@ def test_text_is_not_taken_in_place_of_the_data_that_a_run_has(tmp_path: Path, t
     run(config, folder.path, open_data(config, folder), steps=2)
     (tmp_path / "other.txt").write_text(TEXT)
     other = config.changed({"data.source": str(tmp_path / "other.txt")})
-    with pytest.raises(tensorkeep.UsageError, match=r"other\.txt' is no prepared data"):
+    with pytest.raises(tensorkeep.UsageError, match=r"other\.txt' is not prepared data"):
         open_data(other, folder, resume=True, given=["data.source"])
 
 
@@ -304,9 +306,9 @@ def test_random_states_of_gpus_that_are_not_here_are_left_out(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(tensorkeep.UnsupportedError):
         RandomState().check_state_dict(state)
-    RunRandomState().check_state_dict(state)
+    RunRandomState(World()).check_state_dict(state)
     drawn = torch.rand(3)
-    RunRandomState().load_state_dict(state)
+    RunRandomState(World()).load_state_dict(state)
     assert torch.equal(torch.rand(3), drawn)
 
 

@@ -8,5 +8,5 @@ import pytest
 @pytest.fixture(autouse=True)
 def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no run measure what the machine can do at most: that takes longer than the run."""
-    for module in ("run.run", "techniques.mixed_precision"):
+    for module in ("run.setup", "techniques.mixed_precision"):
         monkeypatch.setattr(f"tensorkeep.train.{module}.measured_peak", lambda device, dtype=None: 1e9)

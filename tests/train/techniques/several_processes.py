@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-import tensorkeep.train.run.run
+import tensorkeep.train.run.setup
 from tensorkeep.errors import TensorkeepError
 from tensorkeep.testing.technique_suite import TINY, train_run
 from tensorkeep.train.config.config import Config
@@ -27,7 +27,8 @@ from tensorkeep.train.generate import generate
 from tensorkeep.train.loop import take_step, train
 from tensorkeep.train.model.gpt import GPT, token_loss
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.run import Run, open_run
+from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques import mixed_precision
 
 Task = dict[str, Any]
@@ -137,7 +138,7 @@ def _stop_one(given: Task) -> Any:
     with open_run(config, RunFolder(given["folder"]), Dataset.open(given["data"])) as run:
 
         def stop() -> bool:
-            mine = run.progress.step == given["after"] and not run.world.leads
+            mine = run.progress.step == given["after"] and not run.world.is_main
             if mine and given["killed"]:
                 os._exit(9)
             return mine
@@ -147,7 +148,7 @@ def _stop_one(given: Task) -> Any:
 
 
 class _Nobody:
-    def happened(self, step: int, kind: str, values: Mapping[str, Any]) -> None: ...
+    def on_event(self, step: int, kind: str, values: Mapping[str, Any]) -> None: ...
 
 
 def _leave_no_sync_on(run: Run) -> None:
@@ -203,7 +204,7 @@ _DOES: dict[str, Callable[[Task], Any]] = {"train": _train, "step": _step, "gene
 def _main(rank: int, size: int, place: Path, device: str) -> None:
     torch.set_num_threads(1)
     # Measuring takes longer than all tasks.
-    for module in (tensorkeep.train.run.run, mixed_precision):
+    for module in (tensorkeep.train.run.setup, mixed_precision):
         module.measured_peak = lambda *arguments: 1e9
     group = {"init_method": f"file://{place / 'meeting'}", "rank": rank, "world_size": size}
     if device == "cuda":

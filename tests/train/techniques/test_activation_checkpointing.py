@@ -15,7 +15,8 @@ from tensorkeep.errors import TechniqueNotActiveError, UsageError
 from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, with_techniques
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.run import Run, open_run
+from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.activation_checkpointing import ActivationCheckpointing
 
 

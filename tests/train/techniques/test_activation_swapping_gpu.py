@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tensorkeep.testing.technique_suite import TINY, TechniqueSuite
-from tensorkeep.train.run.run import Run
+from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.activation_swapping import ActivationSwapping
 from tensorkeep.train.techniques.swapping import Swapper
 

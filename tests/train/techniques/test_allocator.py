@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tensorkeep.errors import TechniqueNotActiveError, UsageError
-from tensorkeep.train.run.run import Run
+from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.allocator import Allocator, AllocatorSettings
 from tensorkeep.train.techniques.machine import Machine
 

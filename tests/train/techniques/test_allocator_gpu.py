@@ -25,7 +25,7 @@ from pathlib import Path
 from tensorkeep.testing.technique_suite import TINY, with_techniques
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import take_step
-from tensorkeep.train.run.run import open_run
+from tensorkeep.train.run.setup import open_run
 from tensorkeep.train.run.folder import RunFolder
 config = with_techniques(TINY.changed({"loop.device": "cuda"}), {"allocator": {}})
 with open_run(config, RunFolder(Path(sys.argv[2])), Dataset.open(Path(sys.argv[1]))) as run:

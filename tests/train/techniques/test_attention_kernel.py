@@ -16,7 +16,8 @@ from tensorkeep.train.generate import generate
 from tensorkeep.train.loop import take_step
 from tensorkeep.train.model.block import Block
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.run import Run, open_run
+from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques import attention_kernel
 from tensorkeep.train.techniques.attention_kernel import AttentionKernel, AttentionKernelSettings
 from tensorkeep.train.techniques.machine import Machine

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tensorkeep.testing.technique_suite import TINY, TechniqueSuite
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.model.attention import Attention
-from tensorkeep.train.run.run import Run
+from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.attention_kernel import AttentionKernel
 
 pytestmark = [

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tensorkeep.testing.technique_suite import TINY, TechniqueSuite
-from tensorkeep.train.run.run import Run
+from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.compile import Compile
 
 pytestmark = [

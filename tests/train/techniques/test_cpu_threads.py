@@ -15,7 +15,8 @@ from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, train_run, 
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import take_step
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.run import Run, open_run
+from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques import cpu_threads
 from tensorkeep.train.techniques.cpu_threads import (
     CpuThreads,
@@ -55,7 +56,7 @@ class TestCpuThreads(TechniqueSuite):
     def test_the_number_is_settled_once_for_a_run(self, tmp_path: Path, data: Path) -> None:
         """A run that goes on where there are more cores computes with as many threads, as its bits depend on them."""
         train_run(with_techniques(TINY, {"cpu-threads": {}}), tmp_path / "run", data, stop_after=1)
-        kept = RunFolder(tmp_path / "run").config()
+        kept = RunFolder(tmp_path / "run").record().config
         assert kept.loop.threads == kept.techniques["cpu-threads"]["threads"] == len(_one_of_each_core(ALLOWED))
 
     def test_more_threads_than_processors_are_refused(self, tmp_path: Path, data: Path) -> None:

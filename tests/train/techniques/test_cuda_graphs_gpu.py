@@ -12,7 +12,8 @@ from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import take_step
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.run import Run, open_run
+from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.cuda_graphs import CudaGraphs
 
 pytestmark = [

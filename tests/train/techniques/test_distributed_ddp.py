@@ -9,7 +9,8 @@ import pytest
 from tensorkeep.errors import UsageError
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.run import Run, open_run
+from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.ddp import Ddp
 from train.techniques.several_processes import EXACT, TAMPER
 from train.techniques.together_suite import TogetherSuite, Two

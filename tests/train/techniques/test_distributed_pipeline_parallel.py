@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.run.run import Run
+from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.pipeline_parallel import PipelineParallel, PipelineSettings
 from train.techniques.several_processes import TAMPER
 from train.techniques.together_suite import TogetherSuite, Two

@@ -6,7 +6,7 @@ import pytest
 
 from tensorkeep.errors import UsageError
 from tensorkeep.testing.technique_suite import TINY
-from tensorkeep.train.run.run import Run
+from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import NoSettings
 from tensorkeep.train.techniques.tensor_parallel import TensorParallel, check_sizes
 from train.techniques.several_processes import TAMPER

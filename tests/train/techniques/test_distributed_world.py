@@ -15,9 +15,8 @@ from tensorkeep.errors import UnsupportedError, UsageError
 from tensorkeep.testing.equality import difference
 from tensorkeep.testing.technique_suite import TINY, last_state, losses
 from tensorkeep.train.data.prepare import prepare
-from tensorkeep.train.run.distributed import joined
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.run import check_settings
+from tensorkeep.train.run.setup import changed_settings, check_settings, joined
 from tensorkeep.train.techniques.stack import Stack
 from train.techniques.several_processes import done_by, started, task
 
@@ -48,7 +47,7 @@ def killed(place: Path, data: Path) -> list[subprocess.CompletedProcess[str]]:
 def two(place: Path, killed: list[subprocess.CompletedProcess[str]], data: Path) -> list[dict[str, Any]]:
     """Let two processes do, once, all else that tests look at; the run of which one was killed goes on first."""
     tasks = {
-        "killed": task("train", RunFolder(place / "killed").config(), place / "killed", data, resume=True),
+        "killed": task("train", RunFolder(place / "killed").record().config, place / "killed", data, resume=True),
         "whole": task("train", DDP, place / "whole", data),
         "stopped": task("stop one", DDP, place / "stopped", data, after=3, killed=False),
         "one step": task("train", DDP, place / "one-step", data, stop_after=1),
@@ -67,7 +66,7 @@ def test_all_processes_end_when_one_is_killed(killed: list[subprocess.CompletedP
     first, second = killed
     assert second.returncode == 9
     assert first.returncode == 1
-    assert "another process of the run has ended" in first.stderr
+    assert "another rank of the run has ended" in first.stderr
 
 
 @pytest.mark.usefixtures("two")
@@ -84,10 +83,12 @@ def test_all_processes_stop_after_the_step_in_which_one_is_asked_to(two: list[di
 @pytest.mark.usefixtures("two")
 def test_only_techniques_that_share_out_processes_may_change_when_a_run_goes_on(place: Path) -> None:
     folder = RunFolder(place / "one-step")
-    config = folder.config()
-    assert list(folder.changed_settings(config.changed({"techniques.ddp": "off"}))) == ["techniques.ddp"]
+    config = folder.record().config
+    assert list(changed_settings(folder.record(), config.changed({"techniques.ddp": "off"}), folder)) == [
+        "techniques.ddp"
+    ]
     with pytest.raises(UsageError, match="activation-checkpointing"):
-        folder.changed_settings(config.changed({"techniques.activation-checkpointing": "on"}))
+        changed_settings(folder.record(), config.changed({"techniques.activation-checkpointing": "on"}), folder)
 
 
 def test_processes_are_started_by_torchrun(tmp_path: Path) -> None:
@@ -131,4 +132,4 @@ def test_the_command_line_prepares_writes_and_speaks_once(tmp_path: Path) -> Non
     summary = json.loads(ended.stdout)
     assert summary["techniques"]["ddp"]["processes"] == 2
     assert [step for step, kind, _ in losses(tmp_path / "run") if kind == "train"] == [1, 2, 3, 4]
-    assert RunFolder(tmp_path / "run").about()["surroundings"]["processes"] == 2
+    assert RunFolder(tmp_path / "run").record().surroundings["processes"] == 2

@@ -15,7 +15,8 @@ from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, losses, tra
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.model.gpt import IGNORED, token_loss
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.run import Run, open_run
+from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.fused_cross_entropy import FusedCrossEntropy, linear_cross_entropy
 
 TOKENS, WIDTH, VOCABULARY = 96, 16, 400

@@ -7,7 +7,7 @@ import torch
 
 from tensorkeep.testing.technique_suite import TINY, TechniqueSuite
 from tensorkeep.train.model.gpt import token_loss
-from tensorkeep.train.run.run import Run
+from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.fused_cross_entropy import FusedCrossEntropy, linear_cross_entropy
 
 pytestmark = [

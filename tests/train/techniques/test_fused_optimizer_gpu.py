@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, losses, train_run, with_techniques
-from tensorkeep.train.run.run import Run
+from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.fused_optimizer import FusedOptimizer
 
 pytestmark = [

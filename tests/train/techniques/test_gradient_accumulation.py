@@ -18,7 +18,8 @@ from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import take_step
 from tensorkeep.train.model.gpt import IGNORED
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.run import Run, open_run
+from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.gradient_accumulation import GradientAccumulation, Parts
 
 WITHOUT_DROPOUT = TINY.changed({"model.dropout": 0.0})

@@ -15,7 +15,8 @@ from tensorkeep.train.loop import take_step
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.run import Run, open_run
+from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.loss_curriculum import (
     LossCurriculum,
     LossCurriculumSettings,

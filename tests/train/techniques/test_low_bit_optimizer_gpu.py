@@ -7,7 +7,7 @@ import torch
 
 from tensorkeep.testing.technique_suite import TINY, TechniqueSuite
 from tensorkeep.train.optim.optimizers import build_optimizers
-from tensorkeep.train.run.run import Run
+from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.low_bit_optimizer import LowBitOptimizer
 
 pytestmark = [

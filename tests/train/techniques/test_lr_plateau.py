@@ -13,7 +13,8 @@ from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import take_step
 from tensorkeep.train.optim.schedules import Plateau
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.run import Run, open_run
+from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.lr_plateau import PlateauSettings, PlateauTechnique
 
 
@@ -30,7 +31,7 @@ class TestPlateau(TechniqueSuite):
         config = self.on({"patience": 2, "factor": 0.25})
         with open_run(config, RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
             for loss in (3.0, 3.0, 3.0):
-                run.plateau.evaluated(loss)
+                run.plateau.add(loss)
             with run.techniques.verified(run):
                 take_step(run)
             figures = run.techniques.proofs["lr-plateau"].figures

@@ -15,7 +15,8 @@ from tensorkeep.testing.technique_suite import STEPS, TINY, TechniqueSuite, trai
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import take_step
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.run import Run, open_run
+from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.lr_range_test import RangeTestSettings, RangeTestTechnique
 from tensorkeep.train.techniques.stack import Stack
 

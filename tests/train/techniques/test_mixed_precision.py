@@ -12,7 +12,8 @@ from tensorkeep.testing.technique_suite import STEPS, TechniqueSuite, last_state
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import take_step
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.run import Run, open_run
+from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.mixed_precision import MixedPrecision
 
 
@@ -75,7 +76,7 @@ class TestMixedPrecision(TechniqueSuite):
             # From 65,536 to 1.
             for _ in range(16):
                 take_step(run)
-            with pytest.raises(DivergedError, match="the norm of the gradient nan"):
+            with pytest.raises(DivergedError, match="the gradient norm is nan"):
                 take_step(run)
 
     @pytest.mark.parametrize("broken", ["loss", "gradient"])
@@ -118,7 +119,7 @@ class TestMixedPrecision(TechniqueSuite):
         with open_run(config, folder, Dataset.open(data)) as run:
             assert run.config.techniques == {"mixed-precision": {"dtype": "fp16", "attention": "float32"}}
             assert run.speed.peak == 2e9
-        assert folder.config().techniques == run.config.techniques
+        assert folder.record().config.techniques == run.config.techniques
 
     def test_it_is_refused_where_nothing_would_be_faster(
         self, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch

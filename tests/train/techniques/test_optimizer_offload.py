@@ -13,7 +13,8 @@ from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import take_step
 from tensorkeep.train.optim.optimizers import build_optimizers
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.run import Run, open_run
+from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import NoSettings
 from tensorkeep.train.techniques.host_optimizer import HostOptimizer
 from tensorkeep.train.techniques.machine import Machine

@@ -7,7 +7,7 @@ import torch
 
 from tensorkeep.testing.technique_suite import TINY, TechniqueSuite
 from tensorkeep.train.optim.optimizers import build_optimizers
-from tensorkeep.train.run.run import Run
+from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.host_optimizer import HostOptimizer
 from tensorkeep.train.techniques.optimizer_offload import OptimizerOffload
 

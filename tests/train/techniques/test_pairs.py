@@ -67,7 +67,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("run.run", "techniques.mixed_precision"):
+    for module in ("run.setup", "techniques.mixed_precision"):
         monkeypatch.setattr(f"tensorkeep.train.{module}.measured_peak", lambda device, dtype=torch.float32: 1e9)
 
 
@@ -77,7 +77,7 @@ def test_two_techniques_work_together_and_go_on_exactly(tmp_path: Path, data: Pa
     config = with_techniques(CONFIG, settings(*pair))
     train_run(config, tmp_path / "whole", data)
     train_run(config, tmp_path / "parts", data, stop_after=1)
-    train_run(RunFolder(tmp_path / "parts").config(), tmp_path / "parts", data, resume=True)
+    train_run(RunFolder(tmp_path / "parts").record().config, tmp_path / "parts", data, resume=True)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert difference(last_state(tmp_path / "parts"), last_state(tmp_path / "whole")) is None
 

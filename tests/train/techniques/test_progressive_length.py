@@ -13,12 +13,13 @@ from tensorkeep.testing.technique_suite import STEPS, TINY, TechniqueSuite
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import take_step, train
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.run import Run, open_run
+from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.progressive_length import ProgressiveLength, ProgressiveLengthSettings
 
 
 class _Nobody:
-    def happened(self, step: int, kind: str, values: dict[str, Any]) -> None: ...
+    def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None: ...
 
 
 def watched(run: Run) -> list[tuple[int, torch.Tensor]]:

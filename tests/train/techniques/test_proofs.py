@@ -16,9 +16,10 @@ from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.loop import take_step, train
-from tensorkeep.train.run.clock import Clock
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.run import Run, open_run
+from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.run.speed import Clock
+from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques import stack
 from tensorkeep.train.techniques.optimizer_offload import OptimizerOffload
 
@@ -57,7 +58,7 @@ class Told:
     def __init__(self) -> None:
         self.proofs: dict[str, int] = {}
 
-    def happened(self, step: int, kind: str, values: dict[str, Any]) -> None:
+    def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None:
         if kind == "technique":
             assert values["seen"]
             self.proofs[values["name"]] = step

@@ -12,7 +12,7 @@ from torch import nn
 
 from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, losses, train_run, with_techniques
 from tensorkeep.train.config.config import Config
-from tensorkeep.train.run.run import Run
+from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.quantised_forward import QuantisedForward
 
 pytestmark = [

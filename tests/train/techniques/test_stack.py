@@ -13,7 +13,7 @@ from tensorkeep import plugins
 from tensorkeep.errors import MissingExtraError, UnsupportedError, UsageError
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.recipes import RECIPES, get_recipe
-from tensorkeep.train.run.run import Run
+from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique
 from tensorkeep.train.techniques.combinations import COMBINATIONS, expanded
 from tensorkeep.train.techniques.machine import Machine

@@ -17,7 +17,8 @@ from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, with_techni
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import take_step
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.run import Run, open_run
+from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import NoSettings
 from tensorkeep.train.techniques.machine import Machine
 from tensorkeep.train.techniques.triton_kernel import TritonKernel

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tensorkeep.testing.technique_suite import TINY, TechniqueSuite
-from tensorkeep.train.run.run import Run
+from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.triton_kernel import TritonKernel
 
 pytest.importorskip("triton")

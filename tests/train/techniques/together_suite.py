@@ -52,7 +52,7 @@ class TogetherSuite(TechniqueSuite):
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         with group_of_one(), pytest.MonkeyPatch.context() as patches:
-            patches.setattr("tensorkeep.train.run.run.measured_peak", lambda device: 1e9)
+            patches.setattr("tensorkeep.train.run.setup.measured_peak", lambda device: 1e9)
             yield
         torch.set_num_threads(threads)
 
@@ -107,7 +107,7 @@ class TogetherSuite(TechniqueSuite):
     def test_one_process_goes_on_with_what_two_saved(self, two: Two, tmp_path: Path, data: Path) -> None:
         """A checkpoint of two processes is one of a single process, with the technique off."""
         place, _ = two
-        config = RunFolder(place / "to-one").config().changed({f"techniques.{self.technique.name}": "off"})
+        config = RunFolder(place / "to-one").record().config.changed({f"techniques.{self.technique.name}": "off"})
         train_run(config, place / "to-one", data, resume=True)
         train_run(EXACT, tmp_path / "alone", data)
         assert not self._differences(place / "to-one", tmp_path / "alone")

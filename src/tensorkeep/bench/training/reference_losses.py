@@ -18,7 +18,7 @@ from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import take_step
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.run import open_run
+from tensorkeep.train.run.setup import open_run
 
 
 def reference_losses(config: Config, data: Path, steps: int, kept: Path) -> list[float]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config.config import TECHNIQUES, flat, nearest, setting_names
+from tensorkeep.train.config.config import TECHNIQUES, flat, nearest, setting_names, unknown_setting
 
 _PREFIX = "TENSORKEEP_"
 
@@ -102,7 +102,5 @@ def _from_file(file: Path) -> dict[str, Any]:
     known = setting_names()
     for name in settings:
         if name not in known and not name.startswith(TECHNIQUES):
-            near = ", ".join(nearest(name, known))
-            remedy = f"did you mean {near}?" if near else "see tensorkeep train --list-settings"
-            raise UsageError(f"there is no setting {name!r}", path=file, remedy=remedy)
+            raise unknown_setting(name, known, path=file)
     return settings

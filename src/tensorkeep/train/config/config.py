@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import msgspec
 
-from tensorkeep.errors import UsageError
+from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.train.config.sections import (
     AverageConfig,
     CheckpointConfig,
@@ -80,6 +80,23 @@ class Config(Section, frozen=True):
         except msgspec.ValidationError as error:
             raise UsageError(f"the configuration is not valid: {error}") from error
 
+    def setting(self, name: str) -> Any:
+        """Return the value of a setting by its dotted name, such as ``"optim.lr"``.
+
+        Raises
+        ------
+        UsageError
+            If there is no such setting.
+        """
+        values = flat(self.as_dict())
+        if name not in values:
+            raise unknown_setting(name, values)
+        return values[name]
+
+    def with_setting(self, name: str, value: object) -> Self:
+        """Return the configuration with one setting changed; see `changed`."""
+        return self.changed({name: value})
+
     def changed(self, settings: Mapping[str, object]) -> Self:
         """Return the configuration with some settings changed.
 
@@ -105,11 +122,7 @@ class Config(Section, frozen=True):
                 _set_technique(values["techniques"], name.removeprefix(TECHNIQUES), value)
                 continue
             if name not in known:
-                near = ", ".join(nearest(name, known))
-                raise UsageError(
-                    f"there is no setting {name!r}",
-                    remedy=f"did you mean {near}?" if near else "see tensorkeep train --list-settings",
-                )
+                raise unknown_setting(name, known)
             section, _, field = name.rpartition(".")
             table = values[section] if section else values
             table[field] = None if value == "none" else value
@@ -181,6 +194,13 @@ def differences(first: Config, second: Config) -> dict[str, tuple[Any, Any]]:
     before, after = flat(first.as_dict()), flat(second.as_dict())
     names = dict.fromkeys([*before, *after])
     return {name: (before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)}
+
+
+def unknown_setting(name: str, known: Collection[str], *, path: PathLike | None = None) -> UsageError:
+    """Return the error of a setting that does not exist; its remedy names the nearest ones that do."""
+    near = ", ".join(nearest(name, known))
+    remedy = f"did you mean {near}?" if near else "see tensorkeep train --list-settings"
+    return UsageError(f"there is no setting {name!r}", path=path, remedy=remedy)
 
 
 def nearest(name: str, known: Collection[str]) -> list[str]:

@@ -1,11 +1,13 @@
-"""Opening prepared data: checked, mapped into memory, and read-only."""
+"""Opening prepared data: checked, memory-mapped and read-only."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -21,23 +23,24 @@ from tensorkeep.train.data.splits import SPLITS, TRAIN, VALIDATION
 from tensorkeep.train.data.tokenizers.base import Tokenizer, Tokens
 
 _VERIFIED_AT_ONCE = 1 << 22
+"""Bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Prepared data.
+    """Prepared data: tokens in memory-mapped files, and the tokenizer that made them.
 
     Attributes
     ----------
     path : Path
         Its folder.
     train, validation : array of uint16 or uint32
-        1-D, read-only, mapped from the files: only what is used is read.
+        1-D and read-only. They are mapped from the files: only what is used is read.
     tokenizer : Tokenizer
     fingerprint : str
-        Changes with any token and with what the tokens mean, and with nothing else.
+        16 hexadecimal digits that depend on every token and on the tokenizer, and on nothing else.
     about : dict
-        What ``data.json`` says, as plain values.
+        The contents of ``data.json`` as plain values, with the name of the tokenizer and the fingerprint.
     """
 
     path: Path
@@ -49,12 +52,19 @@ class Dataset:
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens there are; ids are below it."""
+        """The number of tokens of the tokenizer; every id is below it."""
         return self.tokenizer.vocab_size
 
     @classmethod
-    def open(cls, folder: PathLike, *, verify: bool = False, progress: Progress | None = None) -> Self:
-        """Open what `prepare` has made.
+    def open(
+        cls,
+        folder: PathLike,
+        *,
+        verify: bool = False,
+        progress: Progress | None = None,
+        check: Callable[[Dataset], None] | None = None,
+    ) -> Dataset:
+        """Open a folder that `tensorkeep.train.data.prepare.prepare` made.
 
         Parameters
         ----------
@@ -62,68 +72,94 @@ class Dataset:
         verify : bool
             Read all tokens: compare them with their checksums, and check that each is in the vocabulary.
         progress : callable, optional
-            Called with (bytes done, bytes in all) while that goes on.
+            Called with (bytes done, bytes in total) while tokens are verified.
+        check : callable, optional
+            Called with the dataset before its tokens are verified; it raises an error to refuse the dataset.
+
+        Returns
+        -------
+        Dataset
 
         Raises
         ------
         NotACheckpointError
-            If there is no prepared data.
+            If the folder holds no prepared data.
         CorruptCheckpointError
-            If it is damaged.
+            If the data is damaged.
         UnsupportedError
             If a later version wrote it.
         MissingExtraError
             If its tokenizer needs a package that is not installed.
         StoreError
             If the operating system refuses.
+
+        Examples
+        --------
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from tensorkeep.train.data.prepare import prepare
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = Path(folder, "text.txt").write_text("to be or not to be" * 9)
+        ...     dataset = Dataset.open(prepare(f"{folder}/text.txt", f"{folder}/data").path)
+        >>> dataset.tokenizer.decode(dataset.train[:8]), dataset.vocab_size
+        ('to be or', 7)
         """
         path = Path(checked_path(folder))
-        layout, tokenizer, tokens = hold(path, partial(_read, verify=verify, progress=progress))
-        return cls(
-            path=path,
+        return hold(path, partial(_read, verify=verify, progress=progress, check=check))
+
+
+def _read(
+    directory: Directory,
+    *,
+    verify: bool,
+    progress: Progress | None,
+    check: Callable[[Dataset], None] | None,
+) -> Dataset:
+    layout, tokenizer = read_layout(directory)
+    with ExitStack() as stack:
+        files = {split: stack.enter_context(_open_tokens(directory, layout, split)) for split in SPLITS}
+        tokens = {split: _map_tokens(file, layout, split) for split, file in files.items()}
+        dataset = Dataset(
+            path=directory.path,
             train=tokens[TRAIN],
             validation=tokens[VALIDATION],
             tokenizer=tokenizer,
             fingerprint=layout.fingerprint(tokenizer),
             about=layout.about(tokenizer),
         )
-
-
-def _read(
-    directory: Directory, *, verify: bool, progress: Progress | None
-) -> tuple[Layout, Tokenizer, dict[str, Tokens]]:
-    layout, tokenizer = read_layout(directory)
-    meter = Meter(sum(_nbytes(layout, split) for split in SPLITS), progress)
-    tokens = {split: _tokens(directory, layout, split, meter if verify else None) for split in SPLITS}
+        if check is not None:
+            check(dataset)
+        if verify:
+            meter = Meter(sum(file.size for file in files.values()), progress)
+            for split, file in files.items():
+                _verify(file, layout, split, meter)
     directory.close()
-    return layout, tokenizer, tokens
+    return dataset
 
 
-def _nbytes(layout: Layout, split: str) -> int:
-    return layout.splits[split].tokens * np.dtype(layout.dtype).itemsize
-
-
-def _tokens(directory: Directory, layout: Layout, split: str, meter: Meter | None) -> Tokens:
+def _open_tokens(directory: Directory, layout: Layout, split: str) -> SourceFile:
     path = directory.path / file_name(split)
     try:
         file = directory.open(path.name, follow_links=False)
     except NotACheckpointError as error:
         raise CorruptCheckpointError("the file is missing", path=path, remedy="prepare the data again") from error
-    with file:
-        expected = _nbytes(layout, split)
-        if file.size != expected:
-            raise CorruptCheckpointError(
-                f"holds {file.size:,} bytes, not {expected:,}", path=path, remedy="prepare the data again"
-            )
-        if meter is not None:
-            _verify(file, layout, split, meter)
-        dtype = np.dtype(layout.dtype).newbyteorder("<")
-        try:
-            mapped = np.memmap(file.held_path, dtype, mode="r", shape=(layout.splits[split].tokens,))
-        except OSError as error:
-            raise store_error(error, path, "map the file into memory") from error
-        # A plain array is sliced ten times as fast as numpy's class for maps.
-        return mapped.view(np.ndarray)
+    expected = layout.splits[split].tokens * np.dtype(layout.dtype).itemsize
+    if file.size != expected:
+        file.close()
+        raise CorruptCheckpointError(
+            f"holds {file.size:,} bytes, not {expected:,}", path=path, remedy="prepare the data again"
+        )
+    return file
+
+
+def _map_tokens(file: SourceFile, layout: Layout, split: str) -> Tokens:
+    dtype = np.dtype(layout.dtype).newbyteorder("<")
+    try:
+        mapped = np.memmap(file.held_path, dtype, mode="r", shape=(layout.splits[split].tokens,))
+    except OSError as error:
+        raise store_error(error, file.path, "map the file into memory") from error
+    # Slicing a plain array is ten times as fast as slicing a numpy.memmap.
+    return mapped.view(np.ndarray)
 
 
 def _verify(file: SourceFile, layout: Layout, split: str, meter: Meter) -> None:
@@ -140,7 +176,7 @@ def _verify(file: SourceFile, layout: Layout, split: str, meter: Meter) -> None:
         raise CorruptCheckpointError("its checksum is wrong", path=file.path, remedy="prepare the data again")
     if largest >= layout.vocab_size:
         raise CorruptCheckpointError(
-            f"holds the token {largest:,}, and the vocabulary has {layout.vocab_size:,}",
+            f"holds the token {largest:,}, and the vocabulary has {layout.vocab_size:,} tokens",
             path=file.path,
             remedy="prepare the data again",
         )

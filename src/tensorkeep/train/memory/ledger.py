@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tensorkeep import plugins
 from tensorkeep.train.config.config import Config
-from tensorkeep.train.evaluate import evaluated_at_once
+from tensorkeep.train.evaluate import evaluation_batch_size
 from tensorkeep.train.memory.activations import Activations, Shape
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
@@ -142,7 +142,7 @@ def _evaluation(model: ModelConfig) -> int:
     """
     streams, hidden = (3, 3) if model.gated or model.activation == "relu2" else (4, 2)
     floats = max(streams * model.d_model + hidden * model.mlp_width, 2 * model.vocab_size)
-    return FLOAT * evaluated_at_once(model) * model.context_length * floats
+    return FLOAT * evaluation_batch_size(model) * model.context_length * floats
 
 
 def _with_its_model(config: Config) -> Config:

@@ -1,4 +1,4 @@
-"""The data of a run: opened where it is prepared, else prepared for the run; and found again when the run goes on."""
+"""The data of a run: opened if it is prepared, else prepared for the run; a resumed run finds its own data again."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from tensorkeep.errors import NotACheckpointError, PathLike, TensorkeepError, UsageError
+from tensorkeep.errors import NotFoundError, PathLike, TensorkeepError, UsageError
 from tensorkeep.io.parallel import Progress
-from tensorkeep.train.config.config import Config, flat
+from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.layout import FILE
 from tensorkeep.train.data.prepare import prepare
@@ -20,11 +18,14 @@ from tensorkeep.train.data.sources import STDIN, STDLIB
 from tensorkeep.train.run.folder import RunFolder
 
 Meter = Callable[[str], AbstractContextManager[Progress | None]]
-"""Shows a person how far something is; see `tensorkeep.cli.output.Output.meter`."""
+"""Shows the progress of an activity to the user; see `tensorkeep.cli.output.Output.meter`."""
+
+_PREPARATION = ("data.tokenizer", "data.vocab_size", "data.validation")
+"""The settings by which data is prepared."""
 
 
 def absolute_source(source: str) -> str:
-    """Return a source as it is found from any folder: a run is gone on with from wherever."""
+    """Return a source as an absolute path if it is an existing path, so that it is found from any folder."""
     return os.path.abspath(source) if source not in (STDIN, STDLIB) and os.path.exists(source) else source
 
 
@@ -34,48 +35,51 @@ def open_data(
     *,
     resume: bool = False,
     given: Collection[str] = (),
-    meter: Meter = lambda doing: nullcontext(),
+    meter: Meter = lambda activity: nullcontext(),
 ) -> Dataset:
-    """Return the data of a run, every token checked.
+    """Return the data of a run, with every token verified.
 
-    A new run has its data in ``data.source``, which is prepared in the run's folder if it is not prepared already. A
-    run that goes on takes the data that it began with from wherever it is now: from ``data.source`` where that was
-    given, else from the run's folder, from where it was, or from what it was prepared from.
+    A new run takes ``data.source``, which is prepared in the run's folder unless it is prepared data already. A resumed
+    run takes the data that it started with: from ``data.source`` if that is in ``given``, else from the run's folder,
+    from where the data was, or it prepares the source again.
 
     Parameters
     ----------
     config : Config
     folder : RunFolder
     resume : bool
-        Whether the run there, if there is one, goes on.
+        Whether to resume the run in the folder, if there is one.
     given : collection of str
-        The settings that somebody asked for, by dotted name; others only say how data would be prepared.
+        The settings that the user gave, by dotted name. Those that describe the preparation must then fit the data.
     meter : callable
-        Shows how far it is.
+        Shows the progress.
+
+    Returns
+    -------
+    Dataset
 
     Raises
     ------
     UsageError
-        If the data is not what was asked for, or not that of the run.
+        If the data is not what the user asked for, or not that of the run.
     NotACheckpointError
-        If there is none.
+        If there is no data.
     CorruptCheckpointError, StoreError, DestinationExistsError, MissingExtraError, UnsupportedError
         See `prepare` and `Dataset.open`.
     """
     if resume and folder.exists():
-        place = _found_again(config, folder, given, meter)
-    elif _is_prepared(config.data.source):
-        place = Path(config.data.source)
-        dataset = Dataset.open(place)
-        _check_given(config, given, _preparation(dataset, asked=config.data.vocab_size), dataset.path)
-    else:
-        place = _prepared(config, folder, meter, overwrite=True)
-    with meter(f"checking {place}") as progress:
-        return Dataset.open(place, verify=True, progress=progress)
+        return _open_again(config, folder, given, meter)
+    if is_prepared(config.data.source):
+
+        def check(dataset: Dataset) -> None:
+            _check_given(config, given, _preparation(dataset, asked=config.data.vocab_size), dataset.path)
+
+        return _verified(config.data.source, meter, check)
+    return _verified(_prepared(config, folder, meter, overwrite=True), meter)
 
 
 def with_data(config: Config, folder: RunFolder, dataset: Dataset, *, resume: bool) -> Config:
-    """Return a configuration that says of the data what is true, with a vocabulary that the data's fits into.
+    """Return a configuration that describes its data, with a model whose vocabulary is large enough.
 
     Parameters
     ----------
@@ -83,50 +87,48 @@ def with_data(config: Config, folder: RunFolder, dataset: Dataset, *, resume: bo
     folder : RunFolder
     dataset : Dataset
     resume : bool
-        Whether the run there goes on: with its data, whose fingerprint decides, however that is described now.
+        Whether the run in the folder is resumed. Its data is then described as it was at its start.
     """
-    size = max(config.model.vocab_size, dataset.vocab_size)
-    config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, vocab_size=size))
-    place = os.path.abspath(dataset.path)
-    in_folder = place == str(folder.data)
+    config = config.with_setting("model.vocab_size", max(config.model.vocab_size, dataset.vocab_size))
+    place = Path(os.path.abspath(dataset.path))
+    in_folder = place == folder.data
     if resume:
-        began = folder.config()
-        source = began.data.source if in_folder else place
-        return config.changed({**_preparation(began), "data.source": source})
-    if in_folder and not _is_prepared(config.data.source):
+        started = folder.record().config
+        source = started.data.source if in_folder else str(place)
+        return config.changed({**{name: started.setting(name) for name in _PREPARATION}, "data.source": source})
+    if in_folder and not is_prepared(config.data.source):
         return config
-    return config.changed({**_preparation(dataset), "data.source": place})
+    return config.changed({**_preparation(dataset), "data.source": str(place)})
 
 
-def _is_prepared(source: PathLike) -> bool:
+def is_prepared(source: PathLike) -> bool:
+    """Return whether a source is a folder of prepared data."""
     return source not in (STDIN, STDLIB) and os.path.exists(os.path.join(source, FILE))
 
 
-def _preparation(described: Config | Dataset, *, asked: int | None = None) -> dict[str, Any]:
+def _verified(place: PathLike, meter: Meter, check: Callable[[Dataset], None] | None = None) -> Dataset:
+    with meter(f"checking {os.fspath(place)}") as progress:
+        return Dataset.open(place, verify=True, progress=progress, check=check)
+
+
+def _preparation(dataset: Dataset, *, asked: int | None = None) -> dict[str, Any]:
     """Return the settings by which data was prepared.
 
-    Of a vocabulary the most to have is asked for, and a short text gives less: what was asked for may have been it.
+    The vocabulary size of ``"bpe"`` is an upper bound, which a short text does not reach: ``asked`` may have been it.
     """
-    if isinstance(described, Config):
-        names = ("data.tokenizer", "data.vocab_size", "data.validation")
-        return {name: flat(described.as_dict())[name] for name in names}
-    tokenizer = described.about["tokenizer"]
-    return {
-        "data.tokenizer": tokenizer,
-        "data.vocab_size": max(described.vocab_size, asked or 0) if tokenizer == "bpe" else None,
-        "data.validation": described.about["validation"],
-    }
+    tokenizer = dataset.about["tokenizer"]
+    size = max(dataset.vocab_size, asked or 0) if tokenizer == "bpe" else None
+    return dict(zip(_PREPARATION, (tokenizer, size, dataset.about["validation"]), strict=True))
 
 
-def _check_given(config: Config, given: Collection[str], truth: dict[str, Any], path: Path) -> None:
-    """Refuse a setting that would have no effect on data that is prepared already."""
-    asked = flat(config.as_dict())
-    for name, value in truth.items():
-        if name in given and asked[name] != value:
+def _check_given(config: Config, given: Collection[str], actual: dict[str, Any], path: Path) -> None:
+    """Refuse a setting that contradicts data that is prepared already."""
+    for name, value in actual.items():
+        if name in given and config.setting(name) != value:
             raise UsageError(
-                f"{name} is {asked[name]!r}, and the data was prepared with {value!r}",
+                f"{name} is {config.setting(name)!r}, and the data was prepared with {value!r}",
                 path=path,
-                remedy="leave the setting out, or start a new run on data that is prepared so",
+                remedy="leave the setting out, or start a new run on data that is prepared with it",
             )
 
 
@@ -143,39 +145,37 @@ def _prepared(config: Config, folder: RunFolder, meter: Meter, *, overwrite: boo
         ).path
 
 
-def _found_again(config: Config, folder: RunFolder, given: Collection[str], meter: Meter) -> Path:
-    """Return where the data of a run is that goes on."""
-    began = folder.config()
-    _check_given(config, given, _preparation(began), folder.path)
+def _open_again(config: Config, folder: RunFolder, given: Collection[str], meter: Meter) -> Dataset:
+    """Open the data of a run that is resumed."""
+    started = folder.record().config
+    _check_given(config, given, {name: started.setting(name) for name in _PREPARATION}, folder.path)
     source = config.data.source
-    moved = "data.source" in given and source != absolute_source(began.data.source)
-    if moved and _is_prepared(source):
-        folder.check_data(Dataset.open(source))
-        return Path(source)
-    was = folder.path / str(folder.about()["data"].get("path"))
-    found = _first_of_the_run(folder, [folder.data, was, Path(began.data.source)])
+    moved = "data.source" in given and source != absolute_source(started.data.source)
+    if moved and is_prepared(source):
+        return _verified(source, meter, folder.check_data)
+    place = folder.path / folder.record().data.path
+    found = _open_first([folder.data, place, Path(started.data.source)], folder, meter)
     if found is not None and moved:
         raise UsageError(
-            f"the data of the run is in {found}, and {source!r} is no prepared data",
+            f"the data of the run is in {found.path}, and {source!r} is not prepared data",
             path=folder.path,
             remedy="leave --data out, or give a folder that tensorkeep data prepare made of the same text",
         )
     if found is not None:
         return found
-    if was != folder.data and not moved:
-        raise NotACheckpointError(
-            "the data of the run is not there any more", path=was, remedy="say where it is now: --data FOLDER"
+    if place != folder.data and not moved:
+        raise NotFoundError(
+            "the data of the run is no longer there", path=place, remedy="give its new place: --data FOLDER"
         )
-    return _prepared(config, folder, meter, overwrite=False)
+    return _verified(_prepared(config, folder, meter, overwrite=False), meter, folder.check_data)
 
 
-def _first_of_the_run(folder: RunFolder, places: list[Path]) -> Path | None:
-    """Return the first of some places that has the data of a run; None if there is no data in any of them."""
+def _open_first(places: list[Path], folder: RunFolder, meter: Meter) -> Dataset | None:
+    """Open the first place that holds the data of the run, undamaged; None if no place holds data."""
     refusal: TensorkeepError | None = None
-    for place in filter(_is_prepared, places):
+    for place in filter(is_prepared, places):
         try:
-            folder.check_data(Dataset.open(place))
-            return place
+            return _verified(place, meter, folder.check_data)
         except TensorkeepError as error:
             refusal = refusal or error
     if refusal is not None:

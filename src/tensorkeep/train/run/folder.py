@@ -1,50 +1,110 @@
-"""The folder of a run: what it was started with, its log, its checkpoints; and opening it again."""
+"""The folder of a run: the record of how it started, the tokenizer, the log, the checkpoints, the data."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tensorkeep import machine
 from tensorkeep.checkpoint.manager.steps import numbers_in
-from tensorkeep.errors import CorruptCheckpointError, DestinationExistsError, NotACheckpointError, PathLike, UsageError
+from tensorkeep.errors import (
+    CorruptCheckpointError,
+    DestinationExistsError,
+    NotACheckpointError,
+    NotFoundError,
+    PathLike,
+    UsageError,
+)
 from tensorkeep.formats import sealed
 from tensorkeep.io.commit import Commit
 from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import store_error, write_small
-from tensorkeep.train.config.config import TECHNIQUES, Config, differences
+from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.tokenizers.base import Tokenizer
 from tensorkeep.train.data.tokenizers.known import tokenizer_from_dict
-from tensorkeep.train.techniques.parallel import TOGETHER
 
 Changes = dict[str, tuple[Any, Any]]
-"""What differs, by name: as it was, and as it is."""
+"""Values that differ, by name: the value then, and the value now."""
 
-ABOUT = "run.json"
+RECORD = "run.json"
 TOKENIZER = "tokenizer.json"
 LOG = "log.jsonl"
 CHECKPOINTS = "checkpoints"
 DATA = "data"
 
-_MAY_CHANGE = (
-    *("log.", "sample.", "checkpoint.", "loop.on_divergence", "loop.device", "loop.threads", "data.source"),
-    *(f"{TECHNIQUES}{name}" for name in TOGETHER),
-)
-"""Settings that do not touch what a run computes, as long as all goes well: not on the same machine, at least."""
+
+class DataRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The data that a run started with.
+
+    Attributes
+    ----------
+    path : str
+        Its folder, absolute; ``"data"`` if it was prepared within the run's folder, so that both can move together.
+    fingerprint : str
+        See `Dataset`.
+    about : dict
+        See `Dataset`.
+    """
+
+    fingerprint: str
+    path: str = DATA
+    about: dict[str, Any] = {}  # msgspec copies it for each instance
+
+
+class GitState(msgspec.Struct, frozen=True, kw_only=True):
+    """The commit of the repository in the working directory, and whether files differ from it."""
+
+    commit: str
+    changed: bool
+
+
+class Resumption(msgspec.Struct, frozen=True, kw_only=True):
+    """One time that a run was resumed: after which step, when, and what differed from its start."""
+
+    step: int
+    time: str
+    settings: Changes
+    surroundings: Changes
+
+
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``run.json`` holds: how a run started, and each time that it was resumed.
+
+    Attributes
+    ----------
+    config : Config
+    data : DataRecord
+    started : str
+        The time, ISO 8601.
+    git : GitState or None
+    environment : dict
+        See `tensorkeep.machine.describe`.
+    surroundings : dict
+        See `tensorkeep.train.run.device.surroundings`.
+    resumed : list of Resumption
+    """
+
+    config: Config
+    data: DataRecord
+    started: str = ""
+    git: GitState | None = None
+    environment: dict[str, Any] = {}  # msgspec copies it for each instance
+    surroundings: dict[str, Any] = {}
+    resumed: list[Resumption] = []
 
 
 class RunFolder:
     """A run on disk.
 
-    ``run.json`` says what it was started with: configuration, data, environment, and the state of the git repository
-    around. ``tokenizer.json`` is the data's tokenizer, so that the run stands alone. ``log.jsonl`` has a line for each
-    logged step. ``checkpoints/`` is the folder of a `CheckpointManager`. ``data/`` is the prepared data, where it was
-    prepared for this run. Each time that the run goes on, ``run.json`` is told what is different then.
+    ``run.json`` is its `RunRecord`. ``tokenizer.json`` is the data's tokenizer, so that text can be generated without
+    the data. ``log.jsonl`` has a line for each logged step. ``checkpoints/`` is the folder of a `CheckpointManager`.
+    ``data/`` is the prepared data, if it was prepared for this run.
 
     Parameters
     ----------
@@ -57,26 +117,57 @@ class RunFolder:
         self.log = self.path / LOG
         self.checkpoints = self.path / CHECKPOINTS
         self.data = self.path / DATA
+        self._record: RunRecord | None = None
 
     def exists(self) -> bool:
-        """Say whether a run was started here."""
-        return (self.path / ABOUT).exists()
+        """Return whether a run was started here."""
+        return (self.path / RECORD).exists()
 
     def check_new(self) -> None:
-        """Raise DestinationExistsError if a run was started here, or its checkpoints are here still."""
+        """Raise DestinationExistsError if a run was started here, or its checkpoints are still here."""
         if self.exists():
             raise DestinationExistsError(
-                "holds a run already", path=self.path, remedy="go on with it by --resume, or choose another --out"
+                "holds a run already", path=self.path, remedy="resume it with --resume, or choose another --out"
             )
         if numbers_in(self.checkpoints):
             raise DestinationExistsError(
-                f"holds the checkpoints of a run without its {ABOUT}",
+                f"holds the checkpoints of a run without its {RECORD}",
                 path=self.path,
                 remedy="choose another --out, or move them elsewhere",
             )
 
+    def record(self) -> RunRecord:
+        """Return the record of the run; the file is read by the first call only.
+
+        Raises
+        ------
+        NotACheckpointError
+            If there is no run.
+        CorruptCheckpointError
+            If the file is damaged.
+        """
+        if self._record is None:
+            self._record = self._read_record()
+        return self._record
+
+    def _read_record(self) -> RunRecord:
+        path = self.path / RECORD
+        try:
+            content = path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            kind = NotACheckpointError if self.path.exists() else NotFoundError
+            raise kind(
+                "holds no run", path=self.path, remedy="give the folder that tensorkeep train wrote (--out)"
+            ) from error
+        except OSError as error:
+            raise store_error(error, path, "read the run") from error
+        try:
+            return msgspec.json.decode(content, type=RunRecord, strict=False)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise CorruptCheckpointError(f"is damaged ({error})", path=path) from error
+
     def start(self, config: Config, dataset: Dataset, surroundings: dict[str, Any]) -> None:
-        """Write down what a run starts with.
+        """Write the record and the tokenizer of a new run.
 
         Parameters
         ----------
@@ -92,50 +183,36 @@ class RunFolder:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         place = Path(os.path.abspath(dataset.path))
-        about: dict[str, Any] = {
-            "config": config.as_dict(),
-            "data": {
-                # What was prepared here moves with the folder.
-                "path": DATA if place == self.data else str(place),
-                "fingerprint": dataset.fingerprint,
-                "about": dataset.about,
-            },
-            "started": _now(),
-            "git": _git(),
-            "environment": machine.describe(self.path),
-            "surroundings": surroundings,
-            "resumed": [],
-        }
-        self._write(TOKENIZER, sealed.seal(dataset.tokenizer.as_dict()))
-        # Last: with it the run is there.
-        self._write_about(about)
+        record = RunRecord(
+            config=config,
+            data=DataRecord(
+                path=DATA if place == self.data else str(place), fingerprint=dataset.fingerprint, about=dataset.about
+            ),
+            started=_now(),
+            git=_git(),
+            environment=machine.describe(self.path),
+            surroundings=surroundings,
+        )
+        replace_file(self.path / TOKENIZER, sealed.seal(dataset.tokenizer.as_dict()))
+        # Last: the run exists once its record does.
+        self._write_record(record)
 
-    def note_resumed(self, step: int, settings: Changes, surroundings: Changes) -> None:
-        """Write down that the run goes on, and what is not as it was when it began.
-
-        Parameters
-        ----------
-        step : int
-            After which it goes on.
-        settings, surroundings : dict of str to tuple
-            What differs: as it was, and as it is.
+    def add_resumption(self, step: int, settings: Changes, surroundings: Changes) -> None:
+        """Add to the record that the run resumes after a step, and what differs from its start.
 
         Raises
         ------
         StoreError
             If the operating system refuses.
         """
-        about = self.about()
-        entry = {"step": step, "time": _now(), "settings": settings, "surroundings": surroundings}
-        self._write_about({**about, "resumed": [*about.get("resumed", []), entry]})
+        # Read again: another process may have resumed and ended the run since this one read the record.
+        record = self._read_record()
+        entry = Resumption(step=step, time=_now(), settings=settings, surroundings=surroundings)
+        self._write_record(msgspec.structs.replace(record, resumed=[*record.resumed, entry]))
 
-    def _write_about(self, about: dict[str, Any]) -> None:
-        self._write(ABOUT, json.dumps(about, indent=1).encode() + b"\n")
-
-    def _write(self, name: str, content: bytes) -> None:
-        with Commit(self.path / name, directory=False, overwrite=True, replaceable=lambda path: True) as commit:
-            write_small(commit.path, content)
-            commit.publish()
+    def _write_record(self, record: RunRecord) -> None:
+        replace_file(self.path / RECORD, msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+        self._record = record
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer of the run's data.
@@ -148,88 +225,37 @@ class RunFolder:
         with Directory(self.path) as directory:
             return tokenizer_from_dict(sealed.read(directory, TOKENIZER))
 
-    def about(self) -> dict[str, Any]:
-        """Return what ``run.json`` says.
-
-        Raises
-        ------
-        NotACheckpointError
-            If there is no run.
-        CorruptCheckpointError
-            If the file is damaged.
-        """
-        path = self.path / ABOUT
-        try:
-            found = json.loads(path.read_bytes())
-            if not isinstance(found, dict) or not isinstance(found.get("data"), dict):
-                raise ValueError("it is no description of a run")
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise NotACheckpointError(
-                "holds no run", path=self.path, remedy="give the folder that tensorkeep train wrote (--out)"
-            ) from error
-        except OSError as error:
-            raise store_error(error, path, "read the run") from error
-        except (ValueError, RecursionError) as error:
-            raise CorruptCheckpointError(f"is damaged ({error})", path=path) from error
-        return found
-
-    def config(self) -> Config:
-        """Return the configuration that the run was started with; see `about` for the errors."""
-        try:
-            return Config.from_dict(self.about().get("config"))
-        except UsageError as error:
-            raise CorruptCheckpointError(f"is damaged ({error.message})", path=self.path / ABOUT) from error
-
     def check_data(self, dataset: Dataset) -> None:
-        """Raise UsageError unless data is what the run began with."""
-        if self.about()["data"].get("fingerprint") != dataset.fingerprint:
+        """Raise UsageError if a dataset is not the one that the run started with."""
+        if self.record().data.fingerprint != dataset.fingerprint:
             raise UsageError(
                 f"the data in {dataset.path} has changed since the run began",
                 path=self.path,
-                remedy="say by --data where the same data is, prepare it again, or start a new run in another --out",
+                remedy="give the folder of the same data (--data), prepare it again, or start a new run in another "
+                "--out",
             )
 
-    def changed_settings(self, config: Config) -> Changes:
-        """Return the settings that differ from those that the run began with: as they were, and as they are.
 
-        Raises
-        ------
-        UsageError
-            If one of them decides what the run computes.
-        """
-        found = differences(self.config(), config)
-        told = [
-            f"{name}: {before!r} there, {now!r} now"
-            for name, (before, now) in found.items()
-            if not name.startswith(_MAY_CHANGE)
-        ]
-        if told:
-            raise UsageError(
-                f"was started with another configuration: {'; '.join(told)}",
-                path=self.path,
-                remedy="leave the settings out to go on with those of the run, or start a new run in another --out",
-            )
-        return found
-
-    def changed_surroundings(self, now: dict[str, Any]) -> Changes:
-        """Return how the `tensorkeep.train.run.device.surroundings` of now differ from those in which the run began."""
-        began = self.about().get("surroundings", {})
-        return {name: (began[name], each) for name, each in now.items() if name in began and began[name] != each}
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a small file atomically, in place of an older one; StoreError if the operating system refuses."""
+    with Commit(path, directory=False, overwrite=True, replaceable=lambda path: True) as commit:
+        write_small(commit.path, content)
+        commit.publish()
 
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _git() -> dict[str, Any] | None:
-    """Return the commit of the repository around, and whether files differ from it; None where there is none."""
+def _git() -> GitState | None:
+    """Return the state of the repository in the working directory; None outside one or without git."""
     try:
         commit = _output_of("git", "rev-parse", "HEAD")
-        return {"commit": commit.strip(), "changed": bool(_output_of("git", "status", "--porcelain").strip())}
+        return GitState(commit=commit.strip(), changed=bool(_output_of("git", "status", "--porcelain").strip()))
     except (OSError, subprocess.SubprocessError):
         return None
 
 
 def _output_of(*command: str) -> str:
-    # Names of files need not be text.
+    # File names need not be valid text.
     return subprocess.run(command, capture_output=True, text=True, errors="replace", check=True, timeout=10).stdout

@@ -1,59 +1,93 @@
-"""How fast training is: tokens per second, and the share of the machine's measured peak that its FLOPs make."""
+"""Where the time of a run goes, and its speed: tokens per second, and MFU against a measured peak.
+
+MFU (model FLOP utilisation; Chowdhery et al., arXiv 2204.02311) is the rate of the model's floating-point operations as
+a fraction of the fastest rate that the machine reaches.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 _SIZES = (512, 1024, 2048, 4096, 8192)
 _SECONDS = 0.1
-"""How long each size is measured."""
+"""How long each matrix size is measured."""
 _LONG = 0.02
-"""Seconds of a product with which sizes stop growing: a CPU, which comes so far, is no faster in larger ones."""
+"""Once a matmul takes this many seconds, larger ones are not tried: a CPU that gets here gains nothing from them."""
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
-    """Return the FLOP/s of the fastest square matrix product that this machine is seen to make.
+    """Return the FLOP/s of the fastest square matmul that this machine reaches.
 
-    Measured, because data sheets know nothing of power limits, of clocks, or of how many cores a process may use.
+    It is measured, because data sheets do not include power limits, clock rates or the cores that a process may use.
 
     Parameters
     ----------
     device : torch.device
     dtype : torch.dtype
-        Of the factors.
+        Of the two matrices.
     """
     best = 0.0
-    # One of its own: how many numbers are drawn depends on how fast the machine is.
+    # A generator of its own: how many numbers it draws depends on the speed of the machine.
     generator = torch.Generator(device).manual_seed(0)
     for size in _SIZES:
         factors = (torch.randn(size, size, generator=generator, device=device, dtype=dtype) for _ in range(2))
-        seconds = _fastest_product(*factors)
+        seconds = _fastest_matmul(*factors)
         best = max(best, 2.0 * size**3 / seconds)
         if seconds > _LONG:
             break
     if device.type == "cuda":
-        # What these matrices took is no part of what training takes.
+        # The memory of these matrices must not count as memory of the training.
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     return best
 
 
-def _fastest_product(left: torch.Tensor, right: torch.Tensor) -> float:
-    def product() -> float:
+def _fastest_matmul(left: torch.Tensor, right: torch.Tensor) -> float:
+    def matmul_seconds() -> float:
         begin = time.perf_counter()
         torch.mm(left, right)
         if left.is_cuda:
             torch.cuda.synchronize(left.device)
         return time.perf_counter() - begin
 
-    product()  # loads kernels
-    found = [product()]
+    matmul_seconds()  # the first call loads kernels
+    found = [matmul_seconds()]
     end = time.perf_counter() + _SECONDS
     while time.perf_counter() < end:
-        found.append(product())
+        found.append(matmul_seconds())
     return min(found)
+
+
+class Clock:
+    """Adds up seconds by activity.
+
+    Parameters
+    ----------
+    now : callable
+        Returns monotonic seconds.
+
+    Attributes
+    ----------
+    seconds : dict of str to float
+        By activity: ``"train"``, ``"evaluate"``, ``"checkpoint"``, ``"sample"``, ``"first step"``.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def spent_on(self, activity: str) -> Iterator[None]:
+        """Add the duration of the block to an activity. Blocks must not be nested."""
+        begin = self._now()
+        try:
+            yield
+        finally:
+            self.seconds[activity] = self.seconds.get(activity, 0.0) + self._now() - begin
 
 
 class Speedometer:
@@ -62,7 +96,7 @@ class Speedometer:
     Parameters
     ----------
     peak : float
-        FLOP/s of the machine, as `measured_peak` found them.
+        FLOP/s of the machine, from `measured_peak`.
     """
 
     def __init__(self, peak: float) -> None:
@@ -70,28 +104,28 @@ class Speedometer:
         self.tokens = 0
         self.flops = 0
         self.seconds = 0.0
-        self._since = (0, 0, 0.0)
+        self._lap_start = (0, 0, 0.0)
 
     def add(self, tokens: int, flops: int, seconds: float) -> None:
-        """Count a step; nothing else that a run does."""
+        """Count one training step. Evaluation, samples and checkpoints do not count."""
         self.tokens += tokens
         self.flops += flops
         self.seconds += seconds
 
     def lap(self) -> dict[str, float]:
-        """Return tokens per second and MFU since the last lap."""
+        """Return ``tokens_per_second`` and ``mfu`` since the last lap; an empty dict if no step was counted."""
         now = (self.tokens, self.flops, self.seconds)
-        tokens, flops, seconds = (after - before for after, before in zip(now, self._since, strict=True))
-        self._since = now
+        tokens, flops, seconds = (after - before for after, before in zip(now, self._lap_start, strict=True))
+        self._lap_start = now
         return self._rates(int(tokens), int(flops), seconds)
 
     def total(self) -> dict[str, float]:
-        """Return tokens per second and MFU of all that was counted."""
+        """Return ``tokens_per_second`` and ``mfu`` of all counted steps; an empty dict if there are none."""
         return self._rates(self.tokens, self.flops, self.seconds)
 
     def _rates(self, tokens: int, flops: int, seconds: float) -> dict[str, float]:
         if not seconds:
             return {}
-        # What is reached is possible: a peak that was measured too low, on a busy machine, is raised.
+        # A rate that was reached is possible: this corrects a peak that was measured too low on a busy machine.
         self.peak = max(self.peak, flops / seconds)
         return {"tokens_per_second": tokens / seconds, "mfu": flops / seconds / self.peak}

@@ -1,4 +1,4 @@
-"""The model of a run, from its last or its best checkpoint."""
+"""Loading the trained model of a run from its last or its best checkpoint."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from tensorkeep.train.data.tokenizers.base import Tokenizer
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.run.device import chosen_device
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.run import METRIC
+from tensorkeep.train.run.state import METRIC
 
 Which = Literal["last", "best"]
 
 
-class Trained(NamedTuple):
-    """A model that was trained, in evaluation mode, and what belongs to it."""
+class TrainedModel(NamedTuple):
+    """A trained model in evaluation mode, the tokenizer of its data, and the step of its checkpoint."""
 
     model: GPT
     tokenizer: Tokenizer
     step: Step
 
 
-def load_trained(folder: RunFolder, *, which: Which = "last", device: str = "auto") -> Trained:
-    """Return the model of a run; its averaged weights, if the run averages them.
+def load_trained(folder: RunFolder, *, which: Which = "last", device: str = "auto") -> TrainedModel:
+    """Return the model of a run, with its averaged weights if the run averages them.
 
     Parameters
     ----------
@@ -45,18 +45,19 @@ def load_trained(folder: RunFolder, *, which: Which = "last", device: str = "aut
     CorruptCheckpointError
         If the checkpoint is damaged.
     """
-    config = folder.config()
+    config = folder.record().config
     tokenizer = folder.tokenizer()
     manager = CheckpointManager(folder.checkpoints)
     step = manager.best(METRIC) if which == "best" else manager.latest()
     if step is None:
         raise NotACheckpointError(
-            f"holds no {which} checkpoint", path=folder.checkpoints, remedy="train on, with a smaller checkpoint.every"
+            f"holds no {which} checkpoint",
+            path=folder.checkpoints,
+            remedy="resume the run with a smaller checkpoint.every",
         )
     model = GPT(config.model, device=chosen_device(device))
-    weights = dict(model.named_parameters())
     name = "average" if config.ema.decay else "model"
     with torch.no_grad():
-        tensors = {key: weight.detach() for key, weight in weights.items()}
+        tensors = {key: weight.detach() for key, weight in model.named_parameters()}
         load(step.path, into={name: tensors}, select=[f"{name}.{key}" for key in tensors])
-    return Trained(model.eval(), tokenizer, step)
+    return TrainedModel(model.eval(), tokenizer, step)

@@ -18,7 +18,7 @@ from tensorkeep.train.techniques.watching import counted_calls
 
 if TYPE_CHECKING:
     from tensorkeep.train.model.block import Block
-    from tensorkeep.train.run.run import Run
+    from tensorkeep.train.run.state import Run
 
 _COSTLY = {
     torch.ops.aten.mm.default,

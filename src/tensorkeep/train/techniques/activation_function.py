@@ -20,7 +20,7 @@ from tensorkeep.train.model.mlp import MLP
 from tensorkeep.train.techniques.base import Proof, Technique
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run.run import Run
+    from tensorkeep.train.run.state import Run
 
 _FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,

@@ -17,7 +17,7 @@ from tensorkeep.train.techniques.swapping import Swapper
 from tensorkeep.units import format_bytes
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run.run import Run
+    from tensorkeep.train.run.state import Run
 
 
 class ActivationSwappingSettings(Section, frozen=True):

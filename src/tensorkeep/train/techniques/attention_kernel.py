@@ -23,7 +23,7 @@ from tensorkeep.train.techniques.watching import seen_inputs
 
 if TYPE_CHECKING:
     from tensorkeep.train.model.attention import Kernel
-    from tensorkeep.train.run.run import Run
+    from tensorkeep.train.run.state import Run
 
 _BACKENDS = {
     "math": SDPBackend.MATH,

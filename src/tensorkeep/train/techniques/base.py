@@ -18,7 +18,7 @@ from tensorkeep.train.config.sections import Section
 from tensorkeep.train.techniques.machine import Machine
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run.run import Run
+    from tensorkeep.train.run.state import Run
 
 Kind = Literal["systems", "algorithmic"]
 Changed = Literal["process", "model", "loss", "optimizer", "processes", "data", "compilation"]

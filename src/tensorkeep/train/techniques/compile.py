@@ -17,7 +17,7 @@ from tensorkeep.train.techniques.machine import Machine
 from tensorkeep.train.techniques.rehearsal import compute_and_forget, rehearse_loss, without_modes
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run.run import Run
+    from tensorkeep.train.run.state import Run
 
 
 _REPORT = "report it, with the other techniques that are on"

@@ -19,7 +19,7 @@ from tensorkeep.train.techniques.base import Proof, Technique
 from tensorkeep.train.techniques.machine import Machine
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run.run import Run
+    from tensorkeep.train.run.state import Run
 
 _CPUS = Path("/sys/devices/system/cpu")
 _TASKS = Path("/proc/self/task")

@@ -16,7 +16,7 @@ from tensorkeep.train.techniques.machine import Machine
 from tensorkeep.train.techniques.rehearsal import Loss, compute_and_forget, rehearse_loss
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run.run import Run
+    from tensorkeep.train.run.state import Run
 
 _WARM_UPS = 3
 _SHAPES = "a graph is of one shape, and the lengths of its windows change"

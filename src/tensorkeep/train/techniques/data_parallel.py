@@ -12,7 +12,7 @@ from tensorkeep.train.data.batches import Batch, BatchSource
 from tensorkeep.train.techniques.drawing import Drawing
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run.run import Run
+    from tensorkeep.train.run.state import Run
 
 
 class Rows(Drawing):

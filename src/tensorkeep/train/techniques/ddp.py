@@ -18,7 +18,7 @@ from tensorkeep.train.techniques.parallel import Parallel, others_than
 from tensorkeep.train.techniques.rehearsal import Loss
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run.run import Run
+    from tensorkeep.train.run.state import Run
 
 
 class Ddp(Parallel):
@@ -93,7 +93,7 @@ class Ddp(Parallel):
 
         def watched_clip() -> Tensor:
             nonlocal equal
-            equal = run.world.agree(*_fingerprints(run.model))
+            equal = run.world.all_equal(*_fingerprints(run.model))
             return clip()
 
         run.operations.clip = watched_clip

@@ -13,7 +13,7 @@ from torch import Tensor
 from tensorkeep.train.data.batches import Batch, BatchSource
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run.run import Run
+    from tensorkeep.train.run.state import Run
 
 
 class Drawing(ABC):

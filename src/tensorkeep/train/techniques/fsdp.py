@@ -20,7 +20,7 @@ from tensorkeep.train.techniques.sharding import Division, divided, replace_para
 from tensorkeep.units import format_bytes
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run.run import Run
+    from tensorkeep.train.run.state import Run
 
 
 class Fsdp(Parallel):

@@ -23,7 +23,7 @@ from tensorkeep.train.techniques.watching import seen_outputs
 from tensorkeep.units import format_bytes
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run.run import Run
+    from tensorkeep.train.run.state import Run
 
 
 class FusedCrossEntropySettings(Section, frozen=True):

@@ -15,7 +15,7 @@ from tensorkeep.train.config.config import Config
 from tensorkeep.train.techniques.base import Proof, Technique
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run.run import Run
+    from tensorkeep.train.run.state import Run
 
 
 class FusedOptimizer(Technique):

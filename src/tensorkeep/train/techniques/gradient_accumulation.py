@@ -19,7 +19,7 @@ from tensorkeep.train.techniques.drawing import Drawing
 from tensorkeep.train.techniques.updates import seen_updates
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run.run import Run
+    from tensorkeep.train.run.state import Run
 
 
 class AccumulationSettings(Section, frozen=True):

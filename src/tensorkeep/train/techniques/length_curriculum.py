@@ -20,7 +20,7 @@ from tensorkeep.train.techniques.base import Proof, Technique
 from tensorkeep.train.techniques.drawing import Drawing, given_inputs, same_tokens
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run.run import Run
+    from tensorkeep.train.run.state import Run
 
 
 class LengthCurriculumSettings(Section, frozen=True):

@@ -18,7 +18,7 @@ from tensorkeep.train.techniques.updates import seen_updates
 from tensorkeep.units import format_bytes
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run.run import Run
+    from tensorkeep.train.run.state import Run
 
 _CLASSES = {8: "AdamW8bit", 4: "AdamW4bit", "fp8": "AdamWFp8"}
 _SIGNED = {"exp_avg": True, "exp_avg_sq": False}

@@ -15,7 +15,7 @@ from tensorkeep.train.techniques.base import Proof
 from tensorkeep.train.techniques.scheduled import ScheduleTechnique
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run.run import Run
+    from tensorkeep.train.run.state import Run
 
 
 class PlateauSettings(Section, frozen=True):
@@ -71,12 +71,12 @@ class PlateauTechnique(ScheduleTechnique):
         """See the rates, and what a copy of the schedule makes of evaluations that are no better."""
         with super().verify(run) as proof:
             yield proof
-        before, tried = run.plateau.share, copy.deepcopy(run.plateau)
+        before, tried = run.plateau.factor, copy.deepcopy(run.plateau)
         for _ in range(self.settings.patience):
-            tried.evaluated(math.inf)
-        if not math.isclose(tried.share, before * self.settings.factor):
+            tried.add(math.inf)
+        if not math.isclose(tried.factor, before * self.settings.factor):
             raise self.not_active(
                 f"{self.settings.patience} evaluations that were no better would bring the learning rate from "
-                f"{before:g} of its peak to {tried.share:g}",
+                f"{before:g} of its peak to {tried.factor:g}",
                 "report it, with the other techniques that are on",
             )

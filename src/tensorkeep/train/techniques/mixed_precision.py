@@ -21,7 +21,7 @@ from tensorkeep.train.techniques.watching import seen_inputs, seen_outputs
 
 if TYPE_CHECKING:
     from tensorkeep.train.model.attention import Kernel
-    from tensorkeep.train.run.run import Run
+    from tensorkeep.train.run.state import Run
 
 _Precision = Literal["bf16", "fp16"]
 

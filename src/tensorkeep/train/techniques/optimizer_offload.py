@@ -15,7 +15,7 @@ from tensorkeep.train.techniques.updates import seen_updates
 from tensorkeep.units import format_bytes
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run.run import Run
+    from tensorkeep.train.run.state import Run
 
 
 class OptimizerOffload(Technique):

@@ -24,7 +24,7 @@ from tensorkeep.train.techniques.stages import Stage, Stages, save_all_stages
 from tensorkeep.train.techniques.watching import counted_calls
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run.run import Run
+    from tensorkeep.train.run.state import Run
 
 _SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _ALL_BLOCKS = "its proof looks at every block, and a process has some of them"

@@ -18,7 +18,7 @@ from tensorkeep.train.techniques.base import Proof, Technique
 from tensorkeep.train.techniques.machine import Machine
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run.run import Run
+    from tensorkeep.train.run.state import Run
 
 _LARGEST = 127
 """Levels reach from -127 to 127: 255 of them, as many below 0 as above."""

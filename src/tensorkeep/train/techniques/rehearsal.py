@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run.run import Run
+    from tensorkeep.train.run.state import Run
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from tensorkeep.train.optim.schedules import share
+from tensorkeep.train.optim.schedules import learning_rate_factor
 from tensorkeep.train.techniques.base import Proof, Technique
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run.run import Run
+    from tensorkeep.train.run.state import Run
 
 _SAME = 1e-6
 """Rates that are kept in float32 are this close to what they were set to."""
@@ -33,7 +33,9 @@ class ScheduleTechnique(Technique):
             yield proof
         # A scaler of losses may have skipped the update: then what would have stepped is looked at.
         rates = stepped or [rate for optimizer in run.optimizers.values() for rate in _rates(optimizer)]
-        of_peak = share(run.config.schedule, run.progress.step, run.config.loop.steps) * run.plateau.share
+        of_peak = (
+            learning_rate_factor(run.config.schedule, run.progress.step, run.config.loop.steps) * run.plateau.factor
+        )
         optim = run.config.optim
         wanted = {of_peak * peak for peak in (optim.lr, *([optim.muon_lr] if optim.name == "muon" else []))}
         others = [rate for rate in rates if not any(math.isclose(rate, each, rel_tol=_SAME) for each in wanted)]

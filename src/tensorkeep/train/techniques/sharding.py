@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tensorkeep.train.optim.average import WeightAverage
-from tensorkeep.train.run.distributed import World
+from tensorkeep.train.run.world import World
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run.run import Run
+    from tensorkeep.train.run.state import Run
 
 
 class Division:
@@ -37,7 +37,7 @@ class Division:
 
     def whole(self, name: str, part: DTensor) -> Tensor:
         """Return the whole of a tensor that is divided as the parameter of a name is; empty where it is not saved."""
-        found = self._world.whole(part)
+        found = self._world.full_tensor(part)
         if name not in self._rows or not found.numel():
             return found
         return torch.empty_like(found).index_copy_(0, self._rows[name], found)

@@ -18,7 +18,7 @@ from tensorkeep.train.config.sections import Section
 from tensorkeep.train.techniques.base import Proof, Technique
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run.run import Run
+    from tensorkeep.train.run.state import Run
 
 
 class SparseAttentionSettings(Section, frozen=True):

@@ -16,7 +16,7 @@ from tensorkeep.train.techniques.base import Changed, Proof, Technique
 from tensorkeep.train.techniques.machine import Machine
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run.run import Run
+    from tensorkeep.train.run.state import Run
 
 KIND = "techniques"
 

@@ -14,10 +14,10 @@ from tensorkeep.train.model.cache import Cache
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.model.positions import RotaryPositions
 from tensorkeep.train.optim.average import WeightAverage
-from tensorkeep.train.run.distributed import World
+from tensorkeep.train.run.world import World
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run.run import Run
+    from tensorkeep.train.run.state import Run
 
 
 class Stages:
@@ -42,7 +42,7 @@ class Stages:
         layers, size = model.config.n_layers, world.size
         self._ends = [layers * stage // size for stage in range(size + 1)]
         self.blocks = range(self._ends[world.rank], self._ends[world.rank + 1])
-        self.first = world.leads
+        self.first = world.is_main
         self.last = world.rank == size - 1
 
     def owner(self, name: str) -> int:
@@ -67,7 +67,7 @@ class Stages:
                 parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
 
     def from_owner(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a tensor that goes with a parameter as its owner has it, on the CPU; see `World.collect`."""
+        """Return a tensor that goes with a parameter as its owner has it, on the CPU; see `World.gather_state`."""
         owner = self.owner(name)
         found = tensor.detach().clone() if self.world.rank == owner else tensor.new_empty(tensor.shape)
         dist.broadcast(found, src=owner)
@@ -77,7 +77,7 @@ class Stages:
         """Return the state that the owner's optimizer has for a parameter."""
         mine = {key: value.detach() for key, value in state.items()}
         shapes = {key: (list(value.shape), str(value.dtype).removeprefix("torch.")) for key, value in mine.items()}
-        told: dict[str, Any] = json.loads(self.world.text_of(self.owner(name), json.dumps(shapes)))
+        told: dict[str, Any] = json.loads(self.world.broadcast_text(json.dumps(shapes), source=self.owner(name)))
         like = {key: torch.empty(shape, dtype=getattr(torch, dtype)) for key, (shape, dtype) in told.items()}
         return {key: self.from_owner(name, mine.get(key, each).cpu()) for key, each in like.items()}
 

@@ -24,7 +24,7 @@ from tensorkeep.train.techniques.parallel import Parallel, others_than
 from tensorkeep.train.techniques.sharding import Division, divided, replace_parameters, updated_by
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run.run import Run
+    from tensorkeep.train.run.state import Run
 
 _BY_ROWS = ("attention.qkv", "mlp.up", "mlp.gate")
 _BY_COLUMNS = ("attention.out", "mlp.down")

@@ -16,7 +16,7 @@ from tensorkeep.train.techniques.machine import Machine
 from tensorkeep.train.techniques.watching import seen_outputs
 
 if TYPE_CHECKING:
-    from tensorkeep.train.run.run import Run
+    from tensorkeep.train.run.state import Run
 
 _LEVELS = {"tf32": "high", "bf16": "medium"}
 _SIZE = 256

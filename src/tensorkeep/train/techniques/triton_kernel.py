@@ -17,7 +17,7 @@ from tensorkeep.train.techniques.machine import Machine
 if TYPE_CHECKING:
     from tensorkeep.train.config.sections import Section
     from tensorkeep.train.model.mlp import MLP
-    from tensorkeep.train.run.run import Run
+    from tensorkeep.train.run.state import Run
 
 _WON = ("relu2", "swiglu", "geglu")
 """Activations that torch computes in several passes; GELU is one kernel there."""

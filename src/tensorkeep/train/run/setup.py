@@ -1,0 +1,364 @@
+"""Setting up a run: from a configuration, a folder and data to a `Run` that is ready for its next step.
+
+`open_run` is the only way in, for new and resumed runs. It joins the ranks, refuses what would fail later, opens the
+data, builds the model and what belongs to it, applies the techniques, and restores the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tensorkeep.checkpoint import settings
+from tensorkeep.checkpoint.manager.manager import CheckpointManager
+from tensorkeep.checkpoint.manager.retention import KeepBest
+from tensorkeep.checkpoint.manager.steps import step_path
+from tensorkeep.errors import OutOfMemoryError, RanksDisagreeError, UsageError
+from tensorkeep.formats.native.writer import chosen_codec
+from tensorkeep.train.config.config import TECHNIQUES, Config, differences
+from tensorkeep.train.config.sections import CheckpointConfig
+from tensorkeep.train.data.batches import Batches
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.generate import prompt_ids
+from tensorkeep.train.guard import check_finite
+from tensorkeep.train.model.config import ModelConfig
+from tensorkeep.train.model.gpt import GPT
+from tensorkeep.train.operations import default_operations
+from tensorkeep.train.optim.average import WeightAverage
+from tensorkeep.train.optim.optimizers import build_optimizers, check_optimizers
+from tensorkeep.train.optim.schedules import Plateau
+from tensorkeep.train.run.data import with_data
+from tensorkeep.train.run.device import chosen_device, surroundings
+from tensorkeep.train.run.folder import Changes, RunFolder, RunRecord
+from tensorkeep.train.run.log import RunLog
+from tensorkeep.train.run.speed import Speedometer, measured_peak
+from tensorkeep.train.run.state import METRIC, Run, RunRandomState
+from tensorkeep.train.run.world import World, can_join, join, launched_ranks
+from tensorkeep.train.techniques.machine import Machine
+from tensorkeep.train.techniques.parallel import TOGETHER, Parallel
+from tensorkeep.train.techniques.stack import Stack
+
+logger = logging.getLogger(__name__)
+
+OpenData = Callable[[World], Dataset]
+"""Opens the data of a run, given its ranks; a collective."""
+
+_MAY_CHANGE = (
+    *("log.", "sample.", "checkpoint.", "loop.on_divergence", "loop.device", "loop.threads", "data.source"),
+    *(f"{TECHNIQUES}{name}" for name in TOGETHER),
+)
+"""What the names of settings begin with that a resumed run may change: they do not decide what it computes, except for
+rounding on another machine."""
+
+
+@dataclass(kw_only=True)
+class OpenRun(Run):
+    """A run with its techniques.
+
+    Attributes
+    ----------
+    techniques : Stack
+        Those that are on.
+    """
+
+    techniques: Stack
+
+    def state(self) -> dict[str, Any]:
+        """Return all that a checkpoint of the run holds."""
+        return {
+            "model": self.model,
+            "average": self.average,
+            "optimizers": dict(self.optimizers),
+            "plateau": self.plateau,
+            "batches": self.batches,
+            "progress": self.progress,
+            "techniques": self.techniques,
+            "rng": RunRandomState(self.world),
+        }
+
+
+@contextmanager
+def open_run(config: Config, folder: RunFolder, data: Dataset | OpenData, *, resume: bool = False) -> Iterator[OpenRun]:
+    """Open a new run, or resume the one in the folder after its last undamaged checkpoint.
+
+    It seeds torch's global random state, from which dropout is drawn, and sets the number of torch's CPU threads.
+
+    Parameters
+    ----------
+    config : Config
+    folder : RunFolder
+    data : Dataset or callable
+        The data, or a function that opens it. It is called after everything was checked that needs no data, because
+        preparing data may take long.
+    resume : bool
+        Resume the run in the folder, if there is one.
+
+    Yields
+    ------
+    OpenRun
+
+    Raises
+    ------
+    UsageError
+        If configuration, data and run do not fit together, or the machine has no such device or optimizer, or
+        techniques conflict.
+    UnsupportedError
+        If there is no such technique, or this machine lacks what it needs.
+    MissingExtraError
+        If TensorBoard, or a package that a technique needs, is not installed.
+    DestinationExistsError
+        If the folder holds a run and ``resume`` is false.
+    OutOfMemoryError
+        If there is not enough memory for the model.
+    StoreError
+        If another process writes there, or the operating system refuses.
+    """
+    with ExitStack() as stack:
+        world = stack.enter_context(joined(config))
+        record = folder.record() if resume and folder.exists() else None
+        if record is None:
+            folder.check_new()
+        device, manager, log = check_settings(config, folder)
+        dataset = data if isinstance(data, Dataset) else data(world)
+        if record is not None:
+            # First: with other data, other messages would be misleading.
+            folder.check_data(dataset)
+        techniques, final = _configured(with_data(config, folder, dataset, resume=record is not None), world)
+        changed = {} if record is None else changed_settings(record, final, folder)
+        if final.optim != config.optim:
+            check_optimizers(final.optim, device)
+        _check_data(final, dataset)
+        stack.enter_context(techniques.process())
+        run = _build(final, folder, dataset, device, techniques, world, manager, log)
+        stack.enter_context(manager)
+        stack.enter_context(log)
+        # Not `run.config`, in which techniques divide the batch among ranks.
+        _start(run, final, record, changed)
+        yield run
+
+
+@contextmanager
+def joined(config: Config) -> Iterator[World]:
+    """Join the other ranks if a technique of the run is for several ranks.
+
+    Raises
+    ------
+    UsageError
+        If torchrun started several ranks and no technique trains them together, or there is no GPU for each.
+    RanksDisagreeError
+        If another rank ends or does not answer.
+    """
+    parallel = any(isinstance(each, Parallel) for each in Stack.of(config.techniques).techniques)
+    if not parallel and launched_ranks() > 1:
+        raise UsageError(
+            f"torchrun started {launched_ranks()} processes, and no technique trains them together",
+            remedy="turn one on (--technique ddp), or leave torchrun out",
+        )
+    if parallel and can_join():
+        with join(config.loop.device) as world:
+            yield world
+    else:
+        # Without torchrun, the check of the technique reports what it lacks.
+        yield World()
+
+
+def check_settings(config: Config, folder: RunFolder) -> tuple[torch.device, CheckpointManager, RunLog]:
+    """Refuse what would end a run later, as far as it can be known without data. Nothing is written.
+
+    Returns
+    -------
+    tuple of (torch.device, CheckpointManager, RunLog)
+        What the run will use; neither the manager nor the log has opened a file.
+
+    Raises
+    ------
+    UsageError
+        If torch has no such device or no such optimizer on it, techniques conflict, or checkpoints cannot be saved with
+        these settings.
+    UnsupportedError
+        If there is no such technique, or this machine lacks what it needs.
+    MissingExtraError
+        If TensorBoard, or a package that a technique needs, is not installed.
+    """
+    device = chosen_device(config.loop.device)
+    Stack.of(config.techniques).check(Machine(device))
+    check_optimizers(config.optim, device)
+    return device, _manager(folder, config.checkpoint), RunLog(folder.log, tensorboard=config.log.tensorboard)
+
+
+def _manager(folder: RunFolder, config: CheckpointConfig) -> CheckpointManager:
+    """Return the manager of the run's checkpoints, after a check of the settings of its saves."""
+    try:
+        manager = CheckpointManager(
+            folder.checkpoints,
+            keep_last=config.keep_last,
+            keep_best=KeepBest(config.keep_best, METRIC) if config.keep_best else None,
+            compression=config.compression,
+            incremental=config.incremental,
+            asynchronous=config.asynchronous,
+            memory_budget=config.memory_budget,
+        )
+        choice = settings.choose(
+            step_path(folder.checkpoints, 0),
+            "native",
+            compression=config.compression,
+            threads=None,
+            memory_budget=None,
+            options={},
+        )
+        if choice.compression != "auto":
+            chosen_codec(choice.compression)
+    except UsageError as error:
+        raise UsageError(
+            f"checkpoints cannot be saved with these settings: {error.message}", path=error.path, remedy=error.remedy
+        ) from error
+    return manager
+
+
+def _configured(config: Config, world: World) -> tuple[Stack, Config]:
+    """Return the techniques of a run, and its configuration as they change it; all ranks get those of rank 0.
+
+    A technique may choose a setting by a measurement, which may come out differently on each rank.
+    """
+    techniques = Stack.of(config.techniques)
+    config = techniques.configure(config)
+    if world.size > 1:
+        config = Config.from_dict(json.loads(world.broadcast_text(json.dumps(config.as_dict()))))
+        techniques = Stack.of(config.techniques)
+        config = techniques.configure(config)
+    return techniques, config
+
+
+def changed_settings(record: RunRecord, config: Config, folder: RunFolder) -> Changes:
+    """Return the settings in which a configuration differs from that of a run's start.
+
+    Raises
+    ------
+    UsageError
+        If one of them decides what the run computes.
+    """
+    found = differences(record.config, config)
+    refused = [
+        f"{name}: {before!r} then, {now!r} now"
+        for name, (before, now) in found.items()
+        if not name.startswith(_MAY_CHANGE)
+    ]
+    if refused:
+        raise UsageError(
+            f"was started with another configuration: {'; '.join(refused)}",
+            path=folder.path,
+            remedy="leave these settings out to resume with those of the run, or start a new run in another --out",
+        )
+    return found
+
+
+def _check_data(config: Config, dataset: Dataset) -> None:
+    """Refuse data that is too short, and a prompt that the tokenizer does not know."""
+    length = config.model.context_length
+    for split, tokens in (("training", dataset.train), ("validation", dataset.validation)):
+        if len(tokens) <= length:
+            raise UsageError(
+                f"the {split} split has {len(tokens):,} tokens, and a context of {length:,} needs {length + 1:,}",
+                path=dataset.path,
+                remedy="use a shorter context (--model.context_length), or prepare more text",
+            )
+    if config.sample.every:
+        prompt_ids(dataset.tokenizer, config.sample.prompt)
+
+
+def _build(
+    config: Config,
+    folder: RunFolder,
+    dataset: Dataset,
+    device: torch.device,
+    techniques: Stack,
+    world: World,
+    manager: CheckpointManager,
+    log: RunLog,
+) -> OpenRun:
+    """Return a run before its first step, with its techniques applied. Nothing is written."""
+    if config.loop.threads is not None:
+        torch.set_num_threads(config.loop.threads)
+    torch.manual_seed(config.loop.seed)
+    model = _model(config.model, config.loop.seed, device)
+    optimizers = build_optimizers(model, config.optim)
+    run = OpenRun(
+        config=config,
+        folder=folder,
+        dataset=dataset,
+        device=device,
+        model=model,
+        optimizers=optimizers,
+        plateau=Plateau(config.schedule),
+        batches=Batches(
+            dataset.train,
+            context_length=config.model.context_length,
+            batch_size=config.loop.batch_size,
+            seed=config.loop.seed,
+            order=config.data.order,
+        ),
+        average=WeightAverage(model, config.ema.decay),
+        operations=default_operations(
+            model, optimizers, clip=config.optim.clip, accepts=lambda loss, norm: check_finite(run, loss, norm)
+        ),
+        manager=manager,
+        log=log,
+        speed=Speedometer(measured_peak(device)),
+        world=world,
+        techniques=techniques,
+    )
+    techniques.apply(run)
+    run.speed.peak *= world.size
+    return run
+
+
+def _model(config: ModelConfig, seed: int, device: torch.device) -> GPT:
+    try:
+        return GPT(config, generator=torch.Generator().manual_seed(seed), device=device)
+    except (RuntimeError, OverflowError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise OutOfMemoryError(
+            f"there is not enough memory for a model of {config.parameter_count():,} parameters: {reason}",
+            remedy="use a smaller model (--model.d_model, --model.n_layers)",
+        ) from error
+
+
+def _start(run: OpenRun, config: Config, record: RunRecord | None, changed: Changes) -> None:
+    """Write the record of a new run; restore a run that is resumed, and add that to its record."""
+    world, folder = run.world, run.folder
+    here = surroundings(run.device) | {"processes": world.size}
+    # Until here, every rank has only read. From here on, rank 0 writes.
+    world.barrier()
+    if world.is_main:
+        # The lock first: another process may be working on this run.
+        run.manager.claim()
+        if record is None:
+            # Another process may also have started a run here since the first check.
+            folder.check_new()
+            folder.start(config, run.dataset, here)
+    world.barrier()
+    if run.manager.latest() is not None:
+        run.manager.restore(into=run.state())
+    if not world.all_equal(run.progress.step):
+        # Each rank looks for the last undamaged checkpoint by itself.
+        raise RanksDisagreeError(
+            "the ranks of the run have found different checkpoints",
+            path=folder.checkpoints,
+            remedy="give all ranks the same folder",
+        )
+    began = {} if record is None else record.surroundings
+    moved = {name: (began[name], now) for name, now in here.items() if name in began and began[name] != now}
+    if moved:
+        differing = "; ".join(f"{name} was {before}, and is {now}" for name, (before, now) in moved.items())
+        run.notes = (f"results may differ in the last bits from those of an uninterrupted run: {differing}",)
+    if world.is_main:
+        run.log.begin(run.progress.step)
+        if record is not None:
+            logger.info("resuming %s after step %d", folder.path, run.progress.step)
+            folder.add_resumption(run.progress.step, changed, moved)

@@ -1,0 +1,176 @@
+"""The state of a run: what a step of training reads and changes, and what a checkpoint holds.
+
+`Run` is what techniques and the divergence guard work on. It does not know them: `tensorkeep.train.run.setup` builds a
+run, applies its techniques and adds them to what is saved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from tensorkeep.checkpoint.manager.manager import CheckpointManager
+from tensorkeep.checkpoint.restore.stateful import RandomState
+from tensorkeep.train.config.config import Config
+from tensorkeep.train.data.batches import BatchSource
+from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.model.gpt import GPT
+from tensorkeep.train.operations import Operations
+from tensorkeep.train.optim.average import WeightAverage
+from tensorkeep.train.optim.optimizers import Optimizers
+from tensorkeep.train.optim.range_test import RangeTest
+from tensorkeep.train.optim.schedules import Plateau
+from tensorkeep.train.run.folder import RunFolder
+from tensorkeep.train.run.log import RunLog
+from tensorkeep.train.run.speed import Clock, Speedometer
+from tensorkeep.train.run.world import World
+
+METRIC = "validation_loss"
+"""The metric that is saved with each checkpoint, and by which the best one is chosen."""
+
+
+@dataclass
+class Progress:
+    """How far a run is and how well it did; all of it is part of a checkpoint.
+
+    Attributes
+    ----------
+    step : int
+        Steps done.
+    tokens : int
+        Tokens trained on.
+    best : float
+        The best validation loss so far.
+    waited : int
+        Evaluations since then.
+    loss : float
+        The last validation loss; infinite before the first evaluation.
+    skipped : int
+        Updates skipped because the loss or the gradient norm was not finite.
+    skipped_in_a_row : int
+        Updates skipped since the last one that was made.
+    range_test : RangeTest
+        The state of the learning-rate range test; unused by other schedules.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    best: float = math.inf
+    waited: int = 0
+    loss: float = math.inf
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    range_test: RangeTest = field(default_factory=RangeTest)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all fields as plain values."""
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        vars(self).update({**state, "range_test": RangeTest(**state["range_test"])})
+
+
+@dataclass(kw_only=True)
+class Run:
+    """A run of training, ready for its next step; see `tensorkeep.train.run.setup.open_run`.
+
+    Attributes
+    ----------
+    config : Config
+    folder : RunFolder
+    dataset : Dataset
+    device : torch.device
+    model : GPT
+    optimizers : dict of str to Optimizer
+    plateau : Plateau
+    batches : BatchSource
+        The training batches.
+    average : WeightAverage
+    operations : Operations
+        What a step consists of; techniques replace or wrap them.
+    manager : CheckpointManager
+    log : RunLog
+    speed : Speedometer
+    world : World
+        The ranks that train it together.
+    replicas : int
+        How many ranks train on data of their own.
+    progress : Progress
+    clock : Clock
+    notes : tuple of str
+        Warnings for the user, known when the run was opened.
+    drawn : range
+        The numbers of the batches of the last step.
+    """
+
+    config: Config
+    folder: RunFolder
+    dataset: Dataset
+    device: torch.device
+    model: GPT
+    optimizers: Optimizers
+    plateau: Plateau
+    batches: BatchSource
+    average: WeightAverage
+    operations: Operations
+    manager: CheckpointManager
+    log: RunLog
+    speed: Speedometer
+    world: World = field(default_factory=World)
+    replicas: int = 1
+    progress: Progress = field(default_factory=Progress)
+    clock: Clock = field(default_factory=Clock)
+    notes: tuple[str, ...] = ()
+    drawn: range = field(default=range(0), init=False)
+
+
+class RunRandomState(RandomState):
+    """The random states of a run: those of rank 0, and beside them torch's of the other ranks.
+
+    A run may resume on another number of GPUs: the states of GPUs are then not restored. It may resume on another
+    number of ranks: the states of rank 0 are then restored on rank 0 only.
+
+    Parameters
+    ----------
+    world : World
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the current states; a collective."""
+        own = super().state_dict()
+        if self._world.size == 1:
+            return own
+        cuda = own.get("cuda", [])
+        gathered = self._world.all_gather(torch.cat([own["torch"], *cuda]))
+        sizes = [len(each) for each in (own["torch"], *cuda)]
+        others = {}
+        for rank, each in enumerate(gathered[1:], start=1):
+            states = torch.split(each, sizes)
+            others[str(rank)] = {"torch": states[0].clone(), "cuda": [state.clone() for state in states[1:]]}
+        return {**own, "others": others}
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Check whether the states can be restored here."""
+        super().check_state_dict(_for_these_gpus(state))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the states of this rank, if they were saved."""
+        others = state.get("others", {})
+        if self._world.is_main:
+            super().load_state_dict(_for_these_gpus(state))
+        elif len(others) + 1 == self._world.size:
+            super().load_state_dict(_for_these_gpus({**state, **others[str(self._world.rank)]}))
+
+
+def _for_these_gpus(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return random states without those of GPUs, if this machine has another number of them."""
+    fits = len(state.get("cuda", ())) == torch.cuda.device_count()
+    return {name: each for name, each in state.items() if name != "cuda" or fits}

@@ -1,0 +1,194 @@
+"""The ranks of a run: the process group that torchrun started, and the collectives that the trainer needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from tensorkeep.checkpoint.restore.stateful import expand
+from tensorkeep.errors import RanksDisagreeError, TensorkeepError, UsageError
+
+_TIMEOUT = timedelta(minutes=30)
+"""For a collective: ranks also wait while rank 0 alone prepares data or saves."""
+
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+class World:
+    """The ranks that train one run together. Rank 0 is the main one: it alone writes files and prints.
+
+    Every method that communicates is a collective: all ranks call it, in the same order, and all get the same result
+    unless its description says otherwise. With one rank nothing is sent.
+
+    Parameters
+    ----------
+    rank, size : int
+        The rank of this process, and how many ranks there are.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank = rank
+        self.size = size
+        self._gathering = False
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is rank 0."""
+        return self.rank == 0
+
+    def any(self, flag: bool) -> bool:
+        """Return whether a flag is set on any rank."""
+        if self.size == 1:
+            return flag
+        found = torch.tensor(int(flag))
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return bool(found)
+
+    def all_equal(self, *values: int) -> bool:
+        """Return whether all ranks pass the same integers."""
+        if self.size == 1:
+            return True
+        # The maximum of a value and of its negative gives the largest and the smallest value of all ranks.
+        found = torch.tensor([*values, *(-value for value in values)])
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        highest, lowest = found.chunk(2)
+        return bool((highest == -lowest).all())
+
+    def broadcast(self, value: float) -> float:
+        """Return the number that rank 0 has."""
+        if self.size == 1:
+            return value
+        found = torch.tensor(value, dtype=torch.float64)
+        dist.broadcast(found, src=0)
+        return found.item()
+
+    def broadcast_text(self, text: str, *, source: int = 0) -> str:
+        """Return the text that rank ``source`` has."""
+        if self.size == 1:
+            return text
+        encoded = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        length = torch.tensor(len(encoded))
+        dist.broadcast(length, src=source)
+        found = encoded if self.rank == source else torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(found, src=source)
+        return bytes(found.tolist()).decode()
+
+    def mean(self, value: Tensor) -> Tensor:
+        """Return the mean of a scalar over the ranks, on its device."""
+        if self.size == 1:
+            return value
+        total = value.clone()
+        dist.all_reduce(total)
+        return total / self.size
+
+    def barrier(self) -> None:
+        """Wait until every rank has arrived."""
+        self.any(False)
+
+    def gather_state(self, state: object) -> Any:
+        """Return a state that rank 0 can save: its sharded tensors are full on rank 0, and empty on the other ranks."""
+        if self.size == 1:
+            return state
+        self._gathering = not self.is_main
+        try:
+            return expand(state)
+        finally:
+            self._gathering = False
+
+    def full_tensor(self, tensor: Any) -> Tensor:
+        """Return the full tensor of a DTensor on the CPU; see `kept` for the other ranks."""
+        full: Tensor = tensor.full_tensor()
+        return self.kept(full)
+
+    def kept(self, full: Tensor) -> Tensor:
+        """Return a full tensor on the CPU; within `gather_state`, an empty one on every rank but rank 0."""
+        return full.new_empty(0, device="cpu") if self._gathering else full.cpu()
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return the CPU tensors of all ranks, by rank; they have one shape."""
+        found = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(found, tensor)
+        return found
+
+
+def launched_ranks() -> int:
+    """Return how many ranks torchrun started; 0 if it did not start this process."""
+    return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in _TORCHRUN_VARIABLES) else 0
+
+
+def can_join() -> bool:
+    """Return whether this process belongs to a process group, or torchrun started it."""
+    return dist.is_initialized() or launched_ranks() > 0
+
+
+@contextmanager
+def join(device: str) -> Iterator[World]:
+    """Join the process group of the run; an existing group is used and left as it is.
+
+    Parameters
+    ----------
+    device : str
+        The setting ``loop.device``. On ``"auto"`` and ``"cuda"`` each rank of a machine takes its own GPU.
+
+    Raises
+    ------
+    UsageError
+        If there is no GPU for each rank.
+    RanksDisagreeError
+        If another rank ended or does not answer.
+    """
+    with _lost_ranks_reported(), _process_group(device):
+        yield World(dist.get_rank(), dist.get_world_size())
+
+
+@contextmanager
+def _process_group(device: str) -> Iterator[None]:
+    if dist.is_initialized():
+        yield
+        return
+    on_cuda = device != "cpu" and torch.cuda.is_available()
+    if on_cuda:
+        torch.cuda.set_device(_own_gpu(device))
+    # `World` communicates on the CPU, by gloo, so that it never waits for a GPU.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo", timeout=_TIMEOUT)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _own_gpu(device: str) -> int:
+    rank, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if device not in ("auto", "cuda"):
+        raise UsageError(
+            f"loop.device is {device!r}, and each rank takes its own GPU", remedy='give "auto", "cuda" or "cpu"'
+        )
+    if rank >= count:
+        raise UsageError(
+            f"local rank {rank} has no GPU: this machine has {count}",
+            remedy=f"torchrun --nproc-per-node {count}, or --loop.device cpu",
+        )
+    return rank
+
+
+@contextmanager
+def _lost_ranks_reported() -> Iterator[None]:
+    """Raise the RuntimeError of a failed collective as RanksDisagreeError."""
+    try:
+        yield
+    except TensorkeepError:
+        raise
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        raise RanksDisagreeError(
+            f"another rank of the run has ended or does not answer: {str(error).splitlines()[0]}",
+            remedy="see the error of that rank, then resume with --resume",
+        ) from error
