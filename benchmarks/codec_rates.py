@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tensorkeep import plugins
 from tensorkeep.bench.checkpoint.probes import seconds_of
 from tensorkeep.codecs import probe
+from tensorkeep.codecs.base import CODECS
 from tensorkeep.errors import UsageError
 from tensorkeep.formats.base import BLOCK_BYTES
 from tensorkeep.state.dtypes import DType
-from tensorkeep.state.leaf import Leaf
-from tensorkeep.state.source import Bytes
+from tensorkeep.state.leaf import Bytes, Leaf
 from tensorkeep.state.tree import Flat
 
 MOST_BLOCKS = 12
@@ -60,7 +59,7 @@ def measure_codecs(flat: Flat[Leaf]) -> CodecRate:
         coded: list[tuple[str, int]] = []
         encoding += seconds_of(lambda: coded.append(probe.encode(block, dtype, out)))  # noqa: B023
         name, length = coded[0]
-        codec = plugins.get("codecs", name)
+        codec = CODECS.get(name)
         decoding += seconds_of(lambda: codec.decode(out[:length], dtype, back))  # noqa: B023
         if not np.array_equal(back, block):
             raise AssertionError(f"codec {name} gave back other bytes")

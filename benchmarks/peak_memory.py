@@ -14,10 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tensorkeep.bench.checkpoint.probes import peak_resident_bytes, release_memory, reset_peak, resident_bytes
+from tensorkeep.bench.checkpoint.probes import release_memory
 from tensorkeep.checkpoint.load.load import load
 from tensorkeep.checkpoint.save.save import save
 from tensorkeep.errors import TensorkeepError
+from tensorkeep.machine import peak_resident_bytes, reset_peak_resident, resident_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +96,7 @@ def _cycle(tensor: torch.Tensor, compression: str, budget: int, path: Path) -> t
 def _extra(call: Callable[[], object]) -> int:
     release_memory()
     before = resident_bytes()
-    reset_peak()
+    reset_peak_resident()
     call()
     return peak_resident_bytes() - before
 

@@ -12,11 +12,10 @@ from typing import Any
 
 import msgspec
 
-from tensorkeep import plugins
 from tensorkeep.bench.results import Arm, Results, Statistics, read_results
 from tensorkeep.bench.results import printable as clean
 from tensorkeep.report.wording import gain, interval, not_run
-from tensorkeep.train.techniques.base import Technique
+from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Technique
 from tensorkeep.train.techniques.combinations import COMBINATIONS
 
 RESULTS = Path(__file__).parent / "results"
@@ -48,7 +47,7 @@ lower loss. What is within the noise of the machine says so.
 def page() -> str:
     """Return the page."""
     measured = [read_results(path) for path in sorted(RESULTS.glob("techniques*.json"))]
-    techniques: list[type[Technique]] = [plugins.get("techniques", name) for name in plugins.names("techniques")]
+    techniques: list[type[Technique]] = [TECHNIQUE_CLASSES.get(name) for name in TECHNIQUE_CLASSES.names()]
     parts = [_HEAD, *map(_about_results, measured), _overview(techniques, measured)]
     combined = "".join(
         f"* `{name}`: {', '.join(f'`{each}`' for each in parts)}\n" for name, parts in COMBINATIONS.items()

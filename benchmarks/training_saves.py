@@ -404,7 +404,7 @@ def delta_lines(samples: dict[str, Any]) -> Iterator[Line]:
 _MEMORY = """
 import sys, json, tensorkeep
 from tensorkeep.bench.checkpoint.models import build, spec_of_size
-from tensorkeep.bench.checkpoint.probes import peak_resident_bytes, reset_peak, resident_bytes
+from tensorkeep.machine import peak_resident_bytes, reset_peak_resident, resident_bytes
 size, path, budget = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 state = build(spec_of_size(size), seed=1)
 found = {}
@@ -415,13 +415,13 @@ for name, options in {"none": {}, "lossless": {"compression": "lossless"}, "delt
     manager.close()
     manager = tensorkeep.CheckpointManager(f"{path}/{name}", memory_budget=budget, keep_last=1, **options)
     before = resident_bytes()
-    reset_peak()
+    reset_peak_resident()
     manager.save(1, state)
     manager.wait()
     found[f"save, {name}"] = peak_resident_bytes() - before
     manager.close()
     before = resident_bytes()
-    reset_peak()
+    reset_peak_resident()
     tensorkeep.load(f"{path}/{name}/step-000001", into=state)
     found[f"load, {name}"] = peak_resident_bytes() - before
 print(json.dumps(found))

@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 from tensorkeep.bench.tune.rounds import NotRun
-from tensorkeep.state.source import Bytes
+from tensorkeep.state.leaf import Bytes
 
 BUFFER_BYTES = 16 * 1024**2
 

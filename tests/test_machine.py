@@ -1,10 +1,15 @@
-"""How much memory there is to take, as files of the kernel's tell it."""
+"""Memory, control groups and processors are read from the kernel's files; each test lays out files of its own."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from tensorkeep.io.available import available_bytes
+import pytest
+
+from tensorkeep import machine
+from tensorkeep.errors import NotFoundError
+from tensorkeep.machine import available_bytes, physical_cores
 
 MIB = 1024**2
 
@@ -22,11 +27,11 @@ def kernel(tmp_path: Path, cgroup: str, files: dict[str, str]) -> dict[str, Path
     return {"proc": tmp_path / "proc", "groups": tmp_path / "groups"}
 
 
-def test_without_a_group_it_is_what_the_kernel_says(tmp_path: Path) -> None:
+def test_available_memory_without_a_control_group_is_that_of_meminfo(tmp_path: Path) -> None:
     assert available_bytes(**kernel(tmp_path, "0::/\n", {})) == 2 * MIB
 
 
-def test_a_group_above_limits_it_and_its_page_cache_counts_as_free(tmp_path: Path) -> None:
+def test_a_parent_group_limits_memory_and_its_page_cache_counts_as_free(tmp_path: Path) -> None:
     files = {
         "a/memory.max": "1000000\n",
         "a/memory.current": "900000\n",
@@ -37,16 +42,66 @@ def test_a_group_above_limits_it_and_its_page_cache_counts_as_free(tmp_path: Pat
     assert available_bytes(**kernel(tmp_path, "0::/a/b\n", files)) == 150_000
 
 
-def test_a_group_of_version_1(tmp_path: Path) -> None:
+def test_a_version_1_group_limits_memory(tmp_path: Path) -> None:
     files = {"memory/x/memory.limit_in_bytes": "5000\n", "memory/x/memory.usage_in_bytes": "4000\n"}
     cgroup = "5:cpu:/x\n4:hugetlb,memory:/x\n"
     assert available_bytes(**kernel(tmp_path, cgroup, files)) == 1000
 
 
-def test_a_group_whose_folder_is_mounted_as_the_root(tmp_path: Path) -> None:
+def test_a_group_that_is_mounted_as_the_root_limits_memory(tmp_path: Path) -> None:
     files = {"memory.max": "7000\n", "memory.current": "8000\n"}
     assert available_bytes(**kernel(tmp_path, "0::/not/visible/here\n", files)) == 0
 
 
-def test_this_machine_has_some() -> None:
-    assert available_bytes() > 0
+def test_without_meminfo_free_pages_are_available(tmp_path: Path) -> None:
+    assert available_bytes(proc=tmp_path, groups=tmp_path) > 0
+
+
+def test_available_memory_of_this_machine() -> None:
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < available_bytes() < physical
+
+
+@pytest.mark.parametrize("status", [None, "VmRSS:\t1 kB\n"])
+def test_peak_memory_without_vmhwm_is_that_of_getrusage(tmp_path: Path, status: str | None) -> None:
+    if status is not None:
+        (tmp_path / "self").mkdir()
+        (tmp_path / "self" / "status").write_text(status)
+    assert machine.peak_resident_bytes(proc=tmp_path) > MIB
+
+
+def test_private_memory_of_this_process_and_of_one_that_ended() -> None:
+    assert 0 < machine.private_bytes(os.getpid()) <= machine.resident_bytes()
+    assert machine.private_bytes(2**30) == 0
+
+
+def test_physical_cores_are_the_first_of_their_hyper_threads(tmp_path: Path) -> None:
+    for cpu, siblings in {0: "0,4", 1: "1,5", 4: "0,4", 5: "1,5"}.items():
+        (tmp_path / f"cpu{cpu}" / "topology").mkdir(parents=True)
+        (tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list").write_text(f"{siblings}\n")
+    assert physical_cores({0, 1, 4, 5}, cpus=tmp_path) == {0, 1}
+    assert physical_cores({4, 5}, cpus=tmp_path) == {4, 5}
+    assert physical_cores({0, 4, 9}, cpus=tmp_path) == {0, 9}
+
+
+def test_storage_names_a_missing_folder(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="no such folder"):
+        machine.storage(tmp_path / "missing")
+
+
+def test_storage_of_a_folder_leaves_it_empty(tmp_path: Path) -> None:
+    found = machine.storage(tmp_path)
+    assert found["path"] == str(tmp_path.resolve())
+    assert found["problem"] is None
+    assert 0 < found["free_bytes"] <= found["total_bytes"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mount_point_with_blanks_and_foreign_letters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "mountinfo").write_text(
+        "1 0 8:1 / / rw - ext4 /dev/a rw\n2 1 8:2 / /mnt/data\\040été中 rw - xfs /dev/b rw\n"
+    )
+    monkeypatch.setattr(machine, "_PROC", tmp_path)
+    assert machine._mount(Path("/mnt/data été中/run")) == ("xfs", "/mnt/data été中")
+    assert machine._mount(Path("/mnt/other")) == ("ext4", "/")

@@ -128,16 +128,36 @@ class StateMismatchError(UsageError):
 
 
 class StoreError(TensorkeepError, OSError):
-    """The disk or the network failed: no space, no permission, an I/O error."""
+    """The disk or the network failed: no space, no permission, an I/O error.
+
+    Attributes
+    ----------
+    errno : int or None
+        The operating system's error number, if it refused a call, as of any `OSError`.
+    """
 
     kind = "store"
     exit_code = 3
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: PathLike | None = None,
+        name: str | None = None,
+        remedy: str | None = None,
+        errno: int | None = None,
+    ) -> None:
+        super().__init__(message, path=path, name=name, remedy=remedy)
+        if errno is not None:
+            self.errno = errno
 
 
 class BusyError(StoreError, BlockingIOError):
     """Another live process is writing to this path."""
 
     kind = "busy"
+    errno = codes.EAGAIN
 
 
 class OutOfMemoryError(TensorkeepError, MemoryError):

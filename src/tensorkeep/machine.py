@@ -1,32 +1,84 @@
-"""What of a machine matters to checkpoints: versions, processors, memory, devices, and a folder's file system."""
+"""This machine: versions, processors, memory, control groups, GPUs and file systems.
+
+The only module that asks the kernel about them. Every function reads afresh, because limits and free memory change.
+"""
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import platform
+import resource
 import shutil
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
 from importlib import metadata
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import TypedDict
 
-import numpy as np
+from tensorkeep.errors import NotFoundError, UnsupportedError
 
-from tensorkeep.errors import NotFoundError, StoreError
-from tensorkeep.io.buffers import ALIGNMENT, BufferPool
-from tensorkeep.io.files import DirectFile
-
+_PROC = Path("/proc")
+_GROUPS = Path("/sys/fs/cgroup")
+_CPUS = Path("/sys/devices/system/cpu")
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _PACKAGES = ("tensorkeep", "torch", "numpy", "ml_dtypes", "safetensors", "zstandard", "xxhash", "msgspec")
 _PEERS = ("tensorstore", "orbax-checkpoint", "jax", "zipnn")
 
 
-def describe(path: Path) -> dict[str, Any]:
-    """Return everything that this module knows, for a bug report or a results file; ``path`` is a folder to write in.
+class Processor(TypedDict):
+    """The CPU: its model, its logical cores, and how many of them this process may use."""
+
+    model: str
+    cores: int | None
+    usable_cores: int
+
+
+class Memory(TypedDict):
+    """Bytes of memory; ``limit_bytes`` is the smallest limit of the process's control groups, None without one."""
+
+    total_bytes: int | None
+    available_bytes: int
+    limit_bytes: int | None
+    transparent_huge_pages: str | None
+
+
+class Device(TypedDict):
+    """A CUDA device."""
+
+    name: str
+    total_bytes: int
+
+
+class Storage(TypedDict):
+    """The file system of a folder; ``direct_io`` is None, and ``problem`` the reason, if nothing can be written."""
+
+    path: str
+    file_system: str | None
+    mount_point: str | None
+    total_bytes: int
+    free_bytes: int
+    direct_io: bool | None
+    problem: str | None
+
+
+class Description(TypedDict):
+    """All of the above, for a bug report or a results file."""
+
+    versions: dict[str, str | None]
+    processor: Processor
+    memory: Memory
+    devices: list[Device]
+    storage: Storage
+
+
+def describe(path: Path) -> Description:
+    """Return all that is known of this machine; ``path`` is a folder, in which a small file is written and removed.
 
     Raises
     ------
-    NotACheckpointError
+    NotFoundError
         If there is no such folder.
     """
     return {
@@ -49,35 +101,172 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def processor() -> dict[str, Any]:
-    """Return the model of the CPU, its cores, and how many of them this process may use."""
-    model = platform.machine()
-    for line in _lines("/proc/cpuinfo"):
-        if line.startswith("model name"):
-            model = line.partition(":")[2].strip()
-            break
-    return {"model": model, "cores": os.cpu_count(), "usable_cores": len(os.sched_getaffinity(0))}
+# Processors
 
 
-def memory() -> dict[str, Any]:
-    """Return bytes of memory, those available, the control group's limit (None without one), and the THP setting."""
-    sizes = {}
-    for line in _lines("/proc/meminfo"):
-        key, _, rest = line.partition(":")
-        if rest.endswith(" kB"):
-            sizes[key] = int(rest.removesuffix(" kB")) * 1024
-    limit = next(iter(_lines("/sys/fs/cgroup/memory.max")), "max")
-    huge = next(iter(_lines("/sys/kernel/mm/transparent_hugepage/enabled")), "")
+def processor() -> Processor:
+    """Return the model of the CPU and its cores."""
+    names = (line.partition(":")[2].strip() for line in _lines(_PROC / "cpuinfo") if line.startswith("model name"))
     return {
-        "total_bytes": sizes.get("MemTotal"),
-        "available_bytes": sizes.get("MemAvailable"),
-        "limit_bytes": int(limit) if limit.isdigit() else None,
-        "transparent_huge_pages": huge.partition("[")[2].partition("]")[0] or None,
+        "model": next(names, platform.machine()),
+        "cores": os.cpu_count(),
+        "usable_cores": len(usable_processors()),
     }
 
 
-def devices() -> list[dict[str, Any]]:
-    """Return the name and the memory in bytes of each CUDA device."""
+def usable_processors() -> set[int]:
+    """Return the numbers of the logical processors that this process may use."""
+    return os.sched_getaffinity(0)
+
+
+def physical_cores(processors: Iterable[int], *, cpus: Path = _CPUS) -> set[int]:
+    """Return the first logical processor of each physical core; the others are its hyper-threads.
+
+    Parameters
+    ----------
+    processors : iterable of int
+        Numbers of logical processors.
+    cpus : Path
+        The kernel's folder of processors.
+    """
+    first_of_core: dict[str, int] = {}
+    for number in sorted(processors):
+        siblings = _lines(cpus / f"cpu{number}" / "topology" / "thread_siblings_list")
+        first_of_core.setdefault(siblings[0] if siblings else str(number), number)
+    return set(first_of_core.values())
+
+
+def thread_ids() -> list[int]:
+    """Return the kernel's ids of all threads of this process, those of libraries included."""
+    return [int(task.name) for task in (_PROC / "self" / "task").iterdir()]
+
+
+# Memory
+
+
+def memory() -> Memory:
+    """Return the memory of the machine, and what this process may use of it."""
+    huge_pages = next(iter(_lines(_HUGE_PAGES)), "")
+    return {
+        "total_bytes": _sizes(_PROC / "meminfo").get("MemTotal"),
+        "available_bytes": available_bytes(),
+        "limit_bytes": min((limit for limit, _ in _group_limits(_PROC, _GROUPS)), default=None),
+        "transparent_huge_pages": huge_pages.partition("[")[2].partition("]")[0] or None,
+    }
+
+
+def available_bytes(*, proc: Path = _PROC, groups: Path = _GROUPS) -> int:
+    """Return the bytes of memory that this process can still allocate without swapping.
+
+    The minimum of ``MemAvailable`` and of what each control group above the process (version 1 or 2) has left. Page
+    cache that a group can drop counts as left.
+
+    Parameters
+    ----------
+    proc, groups : Path
+        Where the proc and the control group file systems are mounted.
+    """
+    unused = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
+    left = [max(0, limit - used) for limit, used in _group_limits(proc, groups)]
+    return min([_sizes(proc / "meminfo").get("MemAvailable", unused), *left])
+
+
+def resident_bytes() -> int:
+    """Return this process's resident memory (``VmRSS``).
+
+    Raises
+    ------
+    UnsupportedError
+        If the kernel does not report it.
+    """
+    sizes = _sizes(_PROC / "self" / "status")
+    if "VmRSS" not in sizes:
+        raise UnsupportedError("the kernel does not report VmRSS", path=_PROC / "self" / "status")
+    return sizes["VmRSS"]
+
+
+def peak_resident_bytes(*, proc: Path = _PROC) -> int:
+    """Return the most resident memory since the start or the last `reset_peak_resident` (``VmHWM``)."""
+    # getrusage is the second choice: it begins with the peak of the process that started this one.
+    rusage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return _sizes(proc / "self" / "status").get("VmHWM", rusage)
+
+
+def reset_peak_resident() -> None:
+    """Let `peak_resident_bytes` start again from the present resident memory.
+
+    Raises
+    ------
+    UnsupportedError
+        If the kernel refuses.
+    """
+    try:
+        (_PROC / "self" / "clear_refs").write_text("5")
+    except OSError as error:
+        raise UnsupportedError(f"peak memory cannot be measured here: {error.strerror}") from error
+
+
+def private_bytes(process: int) -> int:
+    """Return the memory of a process without the files that it maps, which can be dropped at any time; 0 once it ended.
+
+    Parameters
+    ----------
+    process : int
+        Its id.
+    """
+    sizes = _sizes(_PROC / str(process) / "status")
+    return sizes.get("RssAnon", 0) + sizes.get("RssShmem", 0)
+
+
+def written_bytes() -> int:
+    """Return the bytes that this process has caused to be written to disks.
+
+    Raises
+    ------
+    UnsupportedError
+        If the kernel does not count them.
+    """
+    for line in _lines(_PROC / "self" / "io"):
+        name, _, count = line.partition(": ")
+        if name == "write_bytes":
+            return int(count)
+    raise UnsupportedError("the kernel does not count what is written", path=_PROC / "self" / "io")
+
+
+# Control groups version 2, then version 1: the limit, what is used, and how much of that is page cache to be dropped.
+_GROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def _group_limits(proc: Path, groups: Path) -> Iterator[tuple[int, int]]:
+    """Yield the limit and the used bytes of each control group of the process that has a limit."""
+    for folder in _group_folders(proc, groups):
+        for limit_file, usage_file, cache in _GROUP_FILES:
+            limit, usage = (next(iter(_lines(folder / name)), "") for name in (limit_file, usage_file))
+            if limit.isdigit() and usage.isdigit():
+                statistics = dict(line.split(maxsplit=1) for line in _lines(folder / "memory.stat"))
+                yield int(limit), int(usage) - int(statistics.get(cache, 0))
+
+
+def _group_folders(proc: Path, groups: Path) -> Iterator[Path]:
+    """Yield the folders of the process's memory groups and of those above them, as far as they are visible."""
+    for line in _lines(proc / "self" / "cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = groups / "memory" if controllers else groups
+        place = PurePosixPath(path.lstrip("/"))
+        # In a container the group's own folder is what is mounted as the root.
+        yield from (root / group for group in (place, *place.parents) if (root / group).is_dir())
+
+
+# GPUs and file systems
+
+
+def devices() -> list[Device]:
+    """Return the name and the memory of each CUDA device."""
     import torch
 
     if not torch.cuda.is_available():
@@ -86,23 +275,23 @@ def devices() -> list[dict[str, Any]]:
     return [{"name": device.name, "total_bytes": device.total_memory} for device in found]
 
 
-def storage(path: Path) -> dict[str, Any]:
-    """Return a folder's file system, its free bytes, and whether it takes direct I/O.
-
-    Attributes of the answer: ``direct_io`` is None, and ``problem`` says why, where nothing can be written.
+def storage(path: Path) -> Storage:
+    """Return a folder's file system, its free bytes, and whether it accepts direct I/O.
 
     Raises
     ------
-    NotACheckpointError
+    NotFoundError
         If there is no such folder.
     """
     if not path.is_dir():
         raise NotFoundError("there is no such folder", path=path, remedy="give an existing folder with --path")
     usage = shutil.disk_usage(path)
+    file_system, mount_point = _mount(path.resolve())
     direct, problem = _direct_io(path)
     return {
         "path": str(path.resolve()),
-        **_mount(path.resolve()),
+        "file_system": file_system,
+        "mount_point": mount_point,
         "total_bytes": usage.total,
         "free_bytes": usage.free,
         "direct_io": direct,
@@ -110,39 +299,43 @@ def storage(path: Path) -> dict[str, Any]:
     }
 
 
-def _direct_io(path: Path) -> tuple[bool | None, str | None]:
-    """Try it: some file systems accept the flag and refuse the first write."""
+def _direct_io(folder: Path) -> tuple[bool | None, str | None]:
+    """Try a direct write: some file systems accept the flag and refuse the first write."""
     try:
-        with tempfile.TemporaryDirectory(dir=path, prefix=".tensorkeep-env-") as folder:
-            file = DirectFile(Path(folder) / "probe")
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".tensorkeep-env-") as scratch:
+            fd = os.open(Path(scratch) / "probe", os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
             try:
-                with BufferPool().acquire(ALIGNMENT) as buffer:
-                    buffer[:ALIGNMENT] = np.uint8(0)
-                    file.write(0, buffer[:ALIGNMENT])
-                return file.direct, None
+                os.pwrite(fd, mmap.mmap(-1, mmap.PAGESIZE), 0)
             finally:
-                file.close()
-    except (OSError, StoreError) as error:
-        return None, error.message if isinstance(error, StoreError) else error.strerror
+                os.close(fd)
+    except OSError as error:
+        return (False, None) if error.errno == errno.EINVAL else (None, error.strerror)
+    return True, None
 
 
-def _mount(path: Path) -> dict[str, str | None]:
+def _mount(path: Path) -> tuple[str | None, str | None]:
     """Return the type and the mount point of the file system that holds a path."""
-    best: dict[str, str | None] = {"file_system": None, "mount_point": None}
+    best: tuple[str | None, str | None] = (None, None)
     longest = -1
-    for line in _lines("/proc/self/mountinfo"):
+    for line in _lines(_PROC / "self" / "mountinfo"):
         left, _, right = line.partition(" - ")
         # The kernel writes blanks and backslashes in octal.
-        point = left.split()[4].encode().decode("unicode_escape")
+        point = left.split()[4].encode("latin-1", "backslashreplace").decode("unicode_escape")
         # Of two mounts at one place the later one hides the earlier.
         if path.is_relative_to(point) and len(point) >= longest:
-            longest = len(point)
-            best = {"file_system": right.split()[0], "mount_point": point}
+            longest, best = len(point), (right.split()[0], point)
     return best
 
 
-def _lines(path: str) -> list[str]:
+def _sizes(path: Path) -> dict[str, int]:
+    """Return the sizes that a file of the proc file system lists in kB, as bytes by name."""
+    lines = (line.replace(":", " ").split() for line in _lines(path))
+    return {words[0]: int(words[1]) * 1024 for words in lines if len(words) == 3 and words[2] == "kB"}
+
+
+def _lines(path: Path) -> list[str]:
     # Not every kernel and container has each of these files.
-    with suppress(OSError):
-        return Path(path).read_text(errors="replace").splitlines()
-    return []
+    try:
+        return path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []

@@ -1,53 +1,78 @@
-"""One registry for formats, codecs and whatever else comes as a plug-in.
+"""Plug-ins: formats, codecs and techniques, found by their entry points.
 
-Built-ins are listed as entry points in this package's own ``pyproject.toml``, exactly as a third party lists
-theirs, so that there is one way in::
+The built-in ones are listed in this package's own ``pyproject.toml`` exactly as a third party lists its own::
 
     [project.entry-points."tensorkeep.formats"]
     mine = "my_package.my_format:FORMAT"
+
+Each kind has one `Registry`, beside the contract that its plug-ins fulfil: ``codecs.base.CODECS``,
+``formats.base.FORMATS`` and ``train.techniques.base.TECHNIQUES``.
 """
 
 from __future__ import annotations
 
 import difflib
-from functools import cache
+from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Generic, TypeVar
 
 from tensorkeep.errors import UnsupportedError
 
-
-@cache
-def _entries(kind: str) -> dict[str, EntryPoint]:
-    found: dict[str, EntryPoint] = {}
-    for entry in entry_points(group=f"tensorkeep.{kind}"):
-        # A name that two distributions claim goes to the built-in, so that nothing can replace a format unseen.
-        if entry.name not in found or entry.value.startswith("tensorkeep."):
-            found[entry.name] = entry
-    return found
+P = TypeVar("P")
 
 
-def names(kind: str) -> list[str]:
-    """Return the registered names of a kind (``"formats"``, ``"codecs"``, ``"techniques"``) in alphabetical order.
+class Registry(Generic[P]):
+    """The plug-ins of one kind, each imported on first use.
 
-    Installers list them in orders of their own.
+    Parameters
+    ----------
+    kind : str
+        What one plug-in is called: ``"codec"`` for those of the entry point group ``tensorkeep.codecs``.
+
+    Examples
+    --------
+    >>> from tensorkeep.codecs.base import CODECS
+    >>> CODECS.names()
+    ['gzip', 'planes', 'raw', 'zstd']
+    >>> CODECS.get("zstd").name
+    'zstd'
     """
-    return sorted(_entries(kind))
 
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._loaded: dict[str, P] = {}
 
-@cache
-def get(kind: str, name: str) -> Any:
-    """Return the plug-in of that kind and name, importing it on first use.
+    @cached_property
+    def _entries(self) -> dict[str, EntryPoint]:
+        found: dict[str, EntryPoint] = {}
+        for entry in entry_points(group=f"tensorkeep.{self._kind}s"):
+            # A third party cannot replace a built-in plug-in by one of the same name.
+            if entry.name not in found or entry.value.startswith("tensorkeep."):
+                found[entry.name] = entry
+        return found
 
-    Raises
-    ------
-    UnsupportedError
-        If there is none of that name; the remedy names the nearest one.
-    """
-    entries = _entries(kind)
-    if name not in entries:
-        near = difflib.get_close_matches(name, entries, n=1)
-        known = ", ".join(sorted(entries)) or "none: reinstall tensorkeep"
-        remedy = f"did you mean {near[0]!r}?" if near else f"known: {known}"
-        raise UnsupportedError(f"there is no {kind[:-1]} named {name!r}", remedy=remedy)
-    return entries[name].load()
+    def names(self) -> list[str]:
+        """Return the registered names in alphabetical order."""
+        return sorted(self._entries)
+
+    def get(self, name: str) -> P:
+        """Return a plug-in.
+
+        Raises
+        ------
+        UnsupportedError
+            If no plug-in has this name; the remedy gives the nearest name.
+        """
+        if name not in self._loaded:
+            self._loaded[name] = self._load(name)
+        return self._loaded[name]
+
+    def _load(self, name: str) -> P:
+        if name not in self._entries:
+            near = difflib.get_close_matches(name, self._entries, n=1)
+            known = ", ".join(self.names()) or "none: reinstall tensorkeep"
+            remedy = f"did you mean {near[0]!r}?" if near else f"known: {known}"
+            raise UnsupportedError(f"there is no {self._kind} named {name!r}", remedy=remedy)
+        # What an entry point names is not typed: the conformance suite of the kind checks it.
+        plugin: P = self._entries[name].load()
+        return plugin

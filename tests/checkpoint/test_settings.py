@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import tensorkeep
-from tensorkeep import plugins
 from tensorkeep.checkpoint import settings
 from tensorkeep.checkpoint.settings import SaveTable
+from tensorkeep.formats.base import FORMATS
 
 STATE = {"w": torch.zeros(100_000)}
 
@@ -158,7 +158,7 @@ def test_a_file_that_is_exchanged_for_somebody_elses_does_not_count(
 def test_the_docstring_of_save_names_all_formats() -> None:
     said = " ".join((tensorkeep.save.__doc__ or "").split())
     said = said[said.index("format : str") : said.index("overwrite : bool")]
-    assert [name for name in plugins.names("formats") if f'"{name}"' not in said] == []
+    assert [name for name in FORMATS.names() if f'"{name}"' not in said] == []
 
 
 def test_a_link_that_leads_nowhere_is_told(tmp_path: Path) -> None:

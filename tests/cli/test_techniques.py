@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tensorkeep import plugins
 from tensorkeep.cli import list_techniques as techniques
 from tensorkeep.cli.main import main
+from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES
 from tensorkeep.train.techniques.combinations import COMBINATIONS
 from tensorkeep.train.techniques.machine import Machine
 
@@ -99,7 +99,7 @@ def test_the_list_shows_needs_effect_and_settings(
 ) -> None:
     code, found = run_json("train", "--list-techniques", "--loop.device", "cpu")
     assert code == 0
-    assert [each["name"] for each in found["techniques"]] == plugins.names("techniques")
+    assert [each["name"] for each in found["techniques"]] == TECHNIQUE_CLASSES.names()
     assert found["combinations"] == json.loads(json.dumps(COMBINATIONS))
     assert main(["train", "--list-techniques", "--loop.device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()

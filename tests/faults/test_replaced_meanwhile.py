@@ -76,14 +76,14 @@ def test_more_files_than_file_descriptors(tmp_path: Path, compression: str) -> N
 
 def test_files_opened_after_a_replacement_raise_an_error(tmp_path: Path) -> None:
     tensorkeep.save(state(1), tmp_path / "ckpt")
-    with mock.patch.object(directory, "MOST_OPEN", 3), tensorkeep.open(tmp_path / "ckpt") as opened:
+    with mock.patch.object(directory, "MAX_OPEN_FILES", 3), tensorkeep.open(tmp_path / "ckpt") as opened:
         tensorkeep.save(state(2), tmp_path / "ckpt", overwrite=True)
         with pytest.raises(tensorkeep.StoreError, match="was replaced while it was read"):
             opened["part0.w"].load()
         assert same(tensorkeep.load(tmp_path / "ckpt"), state(2))
         (tmp_path / "ckpt" / "part0.safetensors").unlink()
     with (
-        mock.patch.object(directory, "MOST_OPEN", 3),
+        mock.patch.object(directory, "MAX_OPEN_FILES", 3),
         pytest.raises(tensorkeep.CorruptCheckpointError, match="missing"),
     ):
         tensorkeep.open(tmp_path / "ckpt")

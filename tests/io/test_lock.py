@@ -15,16 +15,16 @@ import torch
 from faults import injection as faults
 from tensorkeep import BusyError, CheckpointManager
 from tensorkeep.io import lock
-from tensorkeep.io.lock import Ownership
+from tensorkeep.io.lock import FolderLock
 
 
 def test_an_owner_that_is_dropped_lets_go(tmp_path: Path) -> None:
-    first = Ownership(tmp_path)
+    first = FolderLock(tmp_path)
     with pytest.raises(BusyError):
-        Ownership(tmp_path)
+        FolderLock(tmp_path)
     del first
     gc.collect()
-    Ownership(tmp_path).release()
+    FolderLock(tmp_path).release()
 
 
 def test_a_manager_that_is_dropped_lets_go(tmp_path: Path) -> None:
@@ -38,26 +38,26 @@ def test_a_manager_that_is_dropped_lets_go(tmp_path: Path) -> None:
 
 
 def test_a_second_release_does_nothing(tmp_path: Path) -> None:
-    first = Ownership(tmp_path)
+    first = FolderLock(tmp_path)
     first.release()
-    second = Ownership(tmp_path)
+    second = FolderLock(tmp_path)
     first.release()
-    assert second.still_holds()
+    assert second.is_held()
     second.release()
 
 
 def test_an_owner_can_tell_that_its_folder_is_gone(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    owner = Ownership(folder)
-    assert owner.still_holds()
+    owner = FolderLock(folder)
+    assert owner.is_held()
     shutil.rmtree(folder)
-    assert not owner.still_holds()
+    assert not owner.is_held()
     folder.mkdir()
-    assert not owner.still_holds()
-    other = Ownership(folder)
-    assert other.still_holds()
+    assert not owner.is_held()
+    other = FolderLock(folder)
+    assert other.is_held()
     other.release()
-    assert not other.still_holds()
+    assert not other.is_held()
     owner.release()
 
 
@@ -74,22 +74,22 @@ def test_a_folder_that_is_made_again_before_it_is_locked(tmp_path: Path) -> None
         real(fd, operation)
 
     with mock.patch.object(lock.fcntl, "flock", flock):
-        owner = Ownership(folder)
-    assert owner.still_holds()
+        owner = FolderLock(folder)
+    assert owner.is_held()
     with pytest.raises(BusyError):
-        Ownership(folder)
+        FolderLock(folder)
     owner.release()
 
 
 def test_a_child_that_drops_what_it_inherits_leaves_the_lock_to_its_parent(tmp_path: Path) -> None:
-    held = [Ownership(tmp_path)]
+    held = [FolderLock(tmp_path)]
 
     def child() -> None:
         held.clear()
         gc.collect()
 
     assert faults.in_child(child) == 0
-    assert held[0].still_holds()
+    assert held[0].is_held()
     with pytest.raises(BusyError, match=f"process {os.getpid()}"):
-        Ownership(tmp_path)
+        FolderLock(tmp_path)
     held[0].release()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tensorkeep.errors import StoreError, UnsupportedError, UnsupportedLeafError, UsageError
+from tensorkeep.errors import OutOfMemoryError, UnsupportedError, UnsupportedLeafError, UsageError
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.state.leaf import Leaf, allocate
 from tensorkeep.testing.equality import leaf_bytes
@@ -259,5 +259,5 @@ def test_allocation_refuses_what_cannot_be() -> None:
     with pytest.raises(UnsupportedError, match="numpy has no dtype complex32"):
         allocate("ndarray", BY_NAME["complex32"], (2,))
     for kind in ("tensor", "ndarray"):
-        with pytest.raises(StoreError, match="cannot allocate"):
+        with pytest.raises(OutOfMemoryError, match="cannot allocate"):
             allocate(kind, BY_NAME["float32"], (2**30, 2**30))

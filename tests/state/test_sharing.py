@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 import tensorkeep
 from tensorkeep.errors import StateMismatchError
-from tensorkeep.state.aliases import whole
+from tensorkeep.state.aliases import extent_of, full_view, share_elements, sharing_conflict
 from tensorkeep.state.leaf import Leaf
-from tensorkeep.state.memory import extent_of, share_elements, sharing_conflict
 from tensorkeep.state.tree import flatten
 from tensorkeep.testing.equality import leaf_bytes
 
@@ -97,7 +96,7 @@ def extent(tensor: torch.Tensor) -> Any:
 @given(patterns(), patterns())
 def test_conflicts_are_found_wherever_values_would_be_torn(saved: Any, given_: Any) -> None:
     flat = flatten(build(saved, SHAPES, None)[0])
-    places = {name: flat.aliases.get(name) or whole(name, SHAPES[name]) for name in SHAPES}
+    places = {name: flat.aliases.get(name) or full_view(name, SHAPES[name]) for name in SHAPES}
     target = flatten_all(build(given_, SHAPES, 0.0)[0])
     conflict = sharing_conflict(target, places, set(SHAPES))
     # The oracle: which saved element each address would hold.

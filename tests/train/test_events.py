@@ -18,11 +18,11 @@ import torch
 from rich.console import Console
 
 from tensorkeep import CheckpointManager
-from tensorkeep.bench.checkpoint.probes import resident_bytes
 from tensorkeep.checkpoint.save.pending import PendingSave
 from tensorkeep.cli.output import Output
 from tensorkeep.cli.train_progress import Lines, bar, document, print_summary
 from tensorkeep.errors import StoreError
+from tensorkeep.machine import resident_bytes
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import Summary, train
 from tensorkeep.train.memory import limits
@@ -178,15 +178,6 @@ def test_peak_memory_grows_with_what_is_taken_and_stays_when_it_is_freed() -> No
     del held
     # Exactly the same it need not be: the kernel counts pages in steps.
     assert limits.peak_memory(cpu) > before + more // 2
-
-
-def test_a_kernel_that_does_not_tell_the_peak_in_proc_is_asked_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for status in (tmp_path / "missing", tmp_path / "short"):
-        (tmp_path / "short").write_text("VmRSS:\t1 kB\n")
-        monkeypatch.setattr(limits, "_STATUS", status)
-        assert limits.peak_memory(torch.device("cpu")) > 1024**2
 
 
 # The range test

@@ -6,11 +6,9 @@ import os
 import re
 import stat
 from pathlib import Path
-from typing import cast
 
-from tensorkeep import plugins
 from tensorkeep.errors import NotACheckpointError, NotFoundError, PathLike, TensorkeepError, UsageError
-from tensorkeep.formats.base import Format, OpenSettings, Reader
+from tensorkeep.formats.base import FORMATS, Format, OpenSettings, Reader
 from tensorkeep.formats.probe import file_mode, names_in
 
 _MOST_LOOKED_AT = 1000
@@ -25,7 +23,7 @@ def get_format(name: str) -> Format:
     UnsupportedError
         If there is none; the remedy names the nearest one.
     """
-    return cast(Format, plugins.get("formats", name))
+    return FORMATS.get(name)
 
 
 def find_format(path: PathLike) -> Format:
@@ -45,7 +43,7 @@ def find_format(path: PathLike) -> Format:
     inside = _checkpoints_in(place) if stat.S_ISDIR(file_mode(place)) else []
     if inside:
         raise _a_folder_of(inside, path)
-    known = ", ".join(plugins.names("formats"))
+    known = ", ".join(FORMATS.names())
     raise NotACheckpointError(
         "is not a checkpoint of any known format",
         path=path,
@@ -70,7 +68,7 @@ def _existing(path: PathLike) -> Path:
 
 
 def _recognised(place: Path) -> Format | None:
-    return next((found for found in map(get_format, plugins.names("formats")) if found.recognises(place)), None)
+    return next((found for found in map(get_format, FORMATS.names()) if found.recognises(place)), None)
 
 
 def _checkpoints_in(folder: Path) -> list[str]:

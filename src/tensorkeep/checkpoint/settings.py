@@ -15,8 +15,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from tensorkeep import plugins
 from tensorkeep.checkpoint.arguments import MemorySize
+from tensorkeep.codecs.base import CODECS
 from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.io.buffers import MINIMUM_BUDGET
 from tensorkeep.io.files import store_error
@@ -246,9 +246,9 @@ def _wrong(key: str, value: object, path: Path, remedy: str) -> UsageError:
 
 def _compression(value: object, path: Path) -> str:
     known = ["none", "lossless", "auto"]
-    if isinstance(value, str) and (value in known or value in plugins.names("codecs")):
+    if isinstance(value, str) and (value in known or value in CODECS.names()):
         return value
-    known += plugins.names("codecs")
+    known += CODECS.names()
     near = difflib.get_close_matches(str(value), known, n=1)
     remedy = f"did you mean {near[0]!r}?" if near else f"choose one of: {', '.join(known)}"
     raise _wrong("compression", value, path, remedy)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from tensorkeep import machine
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import printable
+from tensorkeep.machine import Description, Memory, Processor, Storage, describe
 from tensorkeep.units import format_bytes
 
 
@@ -19,12 +18,12 @@ def env(*, path: Path = Path(), output: Output = DEFAULT) -> int:
     path
         The folder whose file system is shown; a small file is written there and removed.
     """
-    document = machine.describe(path)
+    document = describe(path)
     output.show(document, lambda: _print_environment(document))
     return 0
 
 
-def _print_environment(document: dict[str, Any]) -> None:
+def _print_environment(document: Description) -> None:
     lines = [(name, version or "not installed") for name, version in document["versions"].items()]
     lines += [
         ("cpu", _processor(document["processor"])),
@@ -40,23 +39,24 @@ def _print_environment(document: dict[str, Any]) -> None:
         print(f"{label.ljust(width)}  {printable(text)}")
 
 
-def _processor(found: dict[str, Any]) -> str:
+def _processor(found: Processor) -> str:
     return f"{found['model']}, {found['usable_cores']} of {found['cores']} cores usable"
 
 
-def _memory(found: dict[str, Any]) -> str:
-    phrases = [
-        f"{format_bytes(found[key])} {what}"
-        for key, what in (("total_bytes", "in all"), ("available_bytes", "available"), ("limit_bytes", "at most here"))
-        if found[key] is not None
-    ]
-    return ", ".join(phrases) or "unknown"
+def _memory(found: Memory) -> str:
+    sizes = {
+        "in all": found["total_bytes"],
+        "available": found["available_bytes"],
+        "at most here": found["limit_bytes"],
+    }
+    return ", ".join(f"{format_bytes(size)} {meaning}" for meaning, size in sizes.items() if size is not None)
 
 
-def _storage(found: dict[str, Any]) -> list[tuple[str, str]]:
-    direct = {True: "yes", False: "no: checkpoints go through the page cache"}.get(
-        found["direct_io"], f"unknown: {found['problem']}"
-    )
+def _storage(found: Storage) -> list[tuple[str, str]]:
+    if found["direct_io"] is None:
+        direct = f"unknown: {found['problem']}"
+    else:
+        direct = "yes" if found["direct_io"] else "no: checkpoints go through the page cache"
     return [
         ("folder", found["path"]),
         ("file system", f"{found['file_system'] or 'unknown'}, mounted at {found['mount_point'] or '?'}"),

@@ -10,16 +10,14 @@ from dataclasses import asdict, dataclass
 
 import msgspec
 
-from tensorkeep import plugins
 from tensorkeep.cli.output import Output
 from tensorkeep.cli.text import Table, printable
 from tensorkeep.errors import UnsupportedError, UsageError
 from tensorkeep.train.config.config import TECHNIQUES
 from tensorkeep.train.run.device import chosen_device
-from tensorkeep.train.techniques.base import Technique
+from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES
 from tensorkeep.train.techniques.combinations import COMBINATIONS, expanded
 from tensorkeep.train.techniques.machine import Machine
-from tensorkeep.train.techniques.stack import KIND
 
 _INDENT = "    "
 
@@ -54,7 +52,7 @@ def check_names(names: Iterable[str]) -> None:
         if name.upper() in COMBINATIONS:
             remedy = f"did you mean the combination? --technique {name.upper()}"
             raise UnsupportedError(f"there is no technique named {name!r}", remedy=remedy)
-        plugins.get(KIND, name)
+        TECHNIQUE_CLASSES.get(name)
 
 
 def names_among(settings: Iterable[str]) -> Iterator[str]:
@@ -96,8 +94,8 @@ def list_techniques(output: Output, device: str) -> int:
 
 
 def _listed(machine: Machine) -> Iterator[Listed]:
-    for name in plugins.names(KIND):
-        technique: type[Technique] = plugins.get(KIND, name)
+    for name in TECHNIQUE_CLASSES.names():
+        technique = TECHNIQUE_CLASSES.get(name)
         settings = technique.Settings()
         yield Listed(
             name=name,

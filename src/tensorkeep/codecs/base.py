@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tensorkeep.plugins import Registry
+
 if TYPE_CHECKING:
     from tensorkeep.state.dtypes import DType
 
@@ -60,3 +62,7 @@ class Codec(Protocol):
             If the bytes are damaged or would decode to another length. Never writes outside ``out`` and never
             allocates more than the raw length, whatever the bytes claim.
         """
+
+
+CODECS: Registry[Codec] = Registry("codec")
+"""All codecs that are installed; an entry point of ``tensorkeep.codecs`` adds one."""

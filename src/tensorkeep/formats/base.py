@@ -32,12 +32,14 @@ from tensorkeep.formats.write import (
 )
 from tensorkeep.io.buffers import BufferPool
 from tensorkeep.io.files import Bytes
+from tensorkeep.plugins import Registry
 from tensorkeep.state.dtypes import DType
-from tensorkeep.state.source import Source
+from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat, LeafSpec
 
 __all__ = [
     "BLOCK_BYTES",
+    "FORMATS",
     "Entry",
     "Format",
     "FormatOptions",
@@ -356,3 +358,7 @@ class Format(ABC):
                 raise UsageError(f"the option {option} is {value!r:.80}", remedy=str(error)) from error
         # Not by msgspec.convert: it would wrap the UsageError of a `__post_init__`.
         return self.options(**values)
+
+
+FORMATS: Registry[Format] = Registry("format")
+"""All formats that are installed; an entry point of ``tensorkeep.formats`` adds one."""

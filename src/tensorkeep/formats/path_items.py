@@ -8,10 +8,8 @@ from math import prod
 from typing import Any
 
 from tensorkeep.errors import UnsupportedError
-from tensorkeep.state.names import key_text
-from tensorkeep.state.pruning import layout
-from tensorkeep.state.source import Source
-from tensorkeep.state.tree import Flat, unflatten
+from tensorkeep.state.leaf import LEAF_KINDS, Source
+from tensorkeep.state.tree import Flat, child_nodes, node_key_text, node_tag, unflatten
 
 Path = tuple[str | int, ...]
 
@@ -67,31 +65,22 @@ def _is_stored(name: str, flat: Flat[Source]) -> bool:
 
 def _walk(node: Any, path: Path, *, in_value: bool) -> Iterator[Item]:
     """Yield the entries below a node; as DCP does, dicts are entered, and lists if there is something to enter."""
-    shape = layout(node)
-    if shape is not None and shape.leaf_name is not None:
-        yield Item(shape.leaf_name, path, True)
+    tag = node_tag(node)
+    if tag in LEAF_KINDS:
+        yield Item(node[tag], path, True)
         return
-    tag = "list" if isinstance(node, list) else next(iter(node)) if shape is not None else ""
-    enters = shape is not None and not in_value and (tag in _DICTS or (tag in _LISTS and _holds_more(node)))
+    children = child_nodes(node)
+    enters = not in_value and (tag in _DICTS or (tag in _LISTS and _holds_more(node)))
     if not enters and not in_value and path and (value := _plain(node)) is not _NONE:
         yield Item(".".join(map(str, path)), path, False, value)
-    if shape is not None:
-        for key, child in shape.items:
-            text = key if tag in _LISTS else _text(key)
-            yield from _walk(child, (*path, text), in_value=in_value or not enters)
-
-
-def _text(key: Any) -> str:
-    # A key that is no string stands in its node's form.
-    return key if isinstance(key, str) else key_text(next(iter(key.values())) if isinstance(key, dict) else key)
+    for key, child in children or ():
+        text = key if tag in _LISTS else node_key_text(key)
+        yield from _walk(child, (*path, text), in_value=in_value or not enters)
 
 
 def _holds_more(node: Any) -> bool:
-    shape = layout(node)
-    if shape is None:
-        return False
-    tag = "list" if isinstance(node, list) else next(iter(node))
-    return shape.leaf_name is not None or tag in _DICTS or any(_holds_more(child) for _, child in shape.items)
+    tag = node_tag(node)
+    return tag in LEAF_KINDS or tag in _DICTS or any(_holds_more(child) for _, child in child_nodes(node) or ())
 
 
 _NONE = object()

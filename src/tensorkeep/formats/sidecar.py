@@ -26,7 +26,7 @@ from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import write_small
 from tensorkeep.state.aliases import Alias
 from tensorkeep.state.dtypes import BY_NAME, DType
-from tensorkeep.state.source import Source
+from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat, LeafSpec
 from tensorkeep.version import __version__
 
@@ -225,7 +225,7 @@ def _check_file(directory: Directory, name: str, note: FileNote) -> None:
     try:
         if folder:
             # By the open descriptor: the directory's name may stand for another one by now.
-            with Directory(Path(directory.held_path) / folder) as inner:
+            with Directory(Path(directory.fd_path) / folder) as inner:
                 size, digest = _measure(inner, last, note)
         else:
             size, digest = _measure(directory, last, note)

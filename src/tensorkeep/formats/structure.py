@@ -10,7 +10,7 @@ import msgspec
 
 from tensorkeep.state.aliases import Alias
 from tensorkeep.state.dtypes import DType
-from tensorkeep.state.source import Source
+from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat, LeafSpec, leaf_specs
 
 _MOST = 2**63

@@ -14,12 +14,12 @@ import msgspec
 
 from tensorkeep.errors import UsageError
 from tensorkeep.io import parallel
-from tensorkeep.io.buffers import ALIGNMENT, BufferPool, Loan, buffer_bytes
+from tensorkeep.io.buffers import ALIGNMENT, Buffer, BufferPool, buffer_bytes
 from tensorkeep.io.files import Bytes
-from tensorkeep.io.parallel import LOOK_AGAIN, Cancellation, Progress, default_threads
-from tensorkeep.state.cuda import beside_the_caller
+from tensorkeep.io.parallel import POLL_SECONDS, Cancellation, Progress, default_threads
+from tensorkeep.state.cuda import side_stream
 from tensorkeep.state.dtypes import DType
-from tensorkeep.state.source import Source
+from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 from tensorkeep.units import format_bytes
 
@@ -252,7 +252,7 @@ class FullCopyWrite(StagedWrite):
 
     def run(self) -> WriteResult:
         try:
-            while self._pool is not None and not self._copied.wait(LOOK_AGAIN):
+            while self._pool is not None and not self._copied.wait(POLL_SECONDS):
                 self._cancellation.check()
             return self._write(self._flat, self._destination, self._settings)
         finally:
@@ -268,31 +268,31 @@ class FullCopyWrite(StagedWrite):
 
 
 class _HostCopy:
-    """A leaf's bytes in a buffer; a `tensorkeep.state.source.Source`."""
+    """A leaf's bytes in a buffer; a `tensorkeep.state.leaf.Source`."""
 
-    def __init__(self, source: Source, loan: Loan) -> None:
+    def __init__(self, source: Source, buffer: Buffer) -> None:
         self.name: str = source.name
         self.dtype: DType = source.dtype
         self.shape: tuple[int, ...] = source.shape
         self.nbytes: int = source.nbytes
         self._source: Source | None = source
-        self._loan = loan
+        self._buffer = buffer
 
     def host_bytes(self) -> Bytes | None:
-        return self._loan.array[: self.nbytes]
+        return self._buffer.array[: self.nbytes]
 
     def read(self, start: int, stop: int, out: Bytes) -> None:
-        out[:] = self._loan.array[start:stop]
+        out[:] = self._buffer.array[start:stop]
 
     def copy(self, start: int, stop: int) -> None:
         """Copy a range of the leaf into the buffer."""
         if self._source is not None:
-            with beside_the_caller(self._source):
-                self._source.read(start, stop, self._loan.array[start:stop])
+            with side_stream(self._source):
+                self._source.read(start, stop, self._buffer.array[start:stop])
 
     def forget_source(self) -> None:
         """Drop the reference to the leaf, so that the caller can free its memory."""
         self._source = None
 
     def release(self) -> None:
-        self._loan.release()
+        self._buffer.release()

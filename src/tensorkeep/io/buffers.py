@@ -12,14 +12,13 @@ import os
 import threading
 import weakref
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from tensorkeep.errors import UsageError
-from tensorkeep.io.page_lock import PageLock
-from tensorkeep.io.parallel import LOOK_AGAIN, Cancellation
+from tensorkeep.io.parallel import POLL_SECONDS, Cancellation
 from tensorkeep.units import format_bytes
 
 ALIGNMENT = 4096
@@ -48,7 +47,17 @@ def buffer_bytes(nbytes: int) -> int:
     return round_up(max(nbytes, 1), ALIGNMENT if nbytes < _HUGE_PAGE else _HUGE_PAGE)
 
 
-class Loan:
+class PageLock(Protocol):
+    """Page-locks buffers for a device; `tensorkeep.state.cuda.CudaPageLock` does it for CUDA."""
+
+    def lock(self, memory: mmap.mmap) -> None:
+        """Page-lock a buffer; if the system refuses, log a warning and leave the buffer as it is."""
+
+    def unlock(self, memory: mmap.mmap) -> None:
+        """Undo `lock` before the buffer has another user; does nothing if it is not page-locked."""
+
+
+class Buffer:
     """A buffer that a pool has lent: to be given back by `release`, in any thread, or at the end of a ``with``.
 
     Attributes
@@ -142,7 +151,7 @@ class BufferPool:
             )
         return max(1, min(wanted, self.budget // bytes_each))
 
-    def acquire(self, nbytes: int, cancellation: Cancellation | None = None) -> Loan:
+    def acquire(self, nbytes: int, cancellation: Cancellation | None = None) -> Buffer:
         """Lend a page-aligned uint8 array of at least ``nbytes``; waits while the budget is used up.
 
         Parameters
@@ -160,7 +169,7 @@ class BufferPool:
         memory, new = self._take(size, cancellation)
         if new and self.page_lock is not None:
             self.page_lock.lock(memory)
-        return Loan(self, memory)
+        return Buffer(self, memory)
 
     def _put(self, memory: mmap.mmap) -> None:
         with self._changed:
@@ -191,7 +200,7 @@ class BufferPool:
                     self._changed.wait()
                 else:
                     cancellation.check()
-                    self._changed.wait(timeout=LOOK_AGAIN)
+                    self._changed.wait(timeout=POLL_SECONDS)
 
     def close(self) -> None:
         """Give the free buffers back; the pool can still be used."""

@@ -24,8 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tensorkeep.errors import BusyError, DestinationExistsError, StoreError
-from tensorkeep.io.files import store_error, sync_directory
+from tensorkeep.errors import BusyError, DestinationExistsError, StoreError, TensorkeepError
+from tensorkeep.io.files import store_error, store_errors, sync_directory
 from tensorkeep.io.temporaries import SUFFIX, lock, prefix, remove, remove_stale
 
 _CHOOSE = "choose another path, or ask to overwrite it (overwrite=True, --overwrite)"
@@ -80,12 +80,10 @@ class Commit:
         self.path = self.destination
 
     def __enter__(self) -> Self:
-        try:
-            make_durable(self.destination.parent)
+        with store_errors(self.destination, "save here"):
+            make_directory(self.destination.parent)
             self._check_destination()
             self._hold()
-        except OSError as error:
-            raise store_error(error, self.destination, "save here") from error
         return self
 
     def _check_destination(self) -> None:
@@ -166,6 +164,8 @@ class Commit:
                 self._publish_directory()
             else:
                 self._publish_file()
+        except TensorkeepError:
+            raise
         except FileExistsError as error:
             raise DestinationExistsError(
                 "something appeared here while it was being saved",
@@ -244,7 +244,7 @@ def _without_links(destination: Path) -> Path:
     return Path(os.path.realpath(destination.parent), destination.name)
 
 
-def make_durable(folder: Path) -> None:
+def make_directory(folder: Path) -> None:
     """Create the folders that are missing on the way to one, each durable before the next."""
     missing = []
     while not folder.exists():
@@ -256,7 +256,7 @@ def make_durable(folder: Path) -> None:
         sync_directory(made.parent)
 
 
-def withdraw(path: Path) -> None:
+def remove_checkpoint(path: Path) -> None:
     """Make a checkpoint invisible by one rename, durably, then remove it.
 
     Killed on the way, it is there whole or not at all; what is left of it goes with the next save in that place.

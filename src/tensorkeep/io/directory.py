@@ -18,7 +18,7 @@ from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, NotFo
 from tensorkeep.io.files import Bytes, store_error
 from tensorkeep.io.source_file import SourceFile
 
-MOST_OPEN = 200
+MAX_OPEN_FILES = 200
 """Files that one checkpoint keeps open: two descriptors each, and two checkpoints, within the usual limit of 1024."""
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ class Readable(Protocol):
     def read_into(self, offset: int, out: Bytes) -> None:
         """Fill ``out`` from the file."""
 
-    def goes_direct(self, offset: int, count: int) -> bool:
+    def bypasses_cache(self, offset: int, count: int) -> bool:
         """Say whether `fetch` would go around the page cache for a range."""
 
     def fetch(self, offset: int, count: int, scratch: Bytes) -> Bytes:
@@ -67,7 +67,7 @@ class Directory:
             raise store_error(error, path, "open the directory") from error
 
     @property
-    def held_path(self) -> str:
+    def fd_path(self) -> str:
         """A path that stays this directory's, whatever its name becomes; for libraries that open by path."""
         return f"/proc/self/fd/{self._fd}"
 
@@ -77,7 +77,7 @@ class Directory:
 
     def open_one_of(self, count: int, name: str, *, follow_links: bool = True, page_cache: bool = True) -> Readable:
         """Open a file for as long as the checkpoint is open, or for each read where it has too many files for that."""
-        if count <= MOST_OPEN:
+        if count <= MAX_OPEN_FILES:
             return self.open(name, follow_links=follow_links, page_cache=page_cache)
         return _ReopenedFile(self, name, follow_links=follow_links)
 
@@ -124,7 +124,7 @@ class _ReopenedFile:
                 ) from error
             raise CorruptCheckpointError("the file has been removed", path=self.path) from error
 
-    def goes_direct(self, offset: int, count: int) -> bool:
+    def bypasses_cache(self, offset: int, count: int) -> bool:
         return False
 
     def fetch(self, offset: int, count: int, scratch: Bytes) -> Bytes:
@@ -140,7 +140,7 @@ class _ReopenedFile:
         pass
 
 
-def hold(path: Path, read: Callable[[Directory], T]) -> T:
+def read_directory(path: Path, read: Callable[[Directory], T]) -> T:
     """Call a function with a directory held open; once more, if that failed because another took its place meanwhile.
 
     What the function returns must close the directory, which stays open unless it raises.

@@ -10,12 +10,14 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from tensorkeep.errors import StoreError
+from tensorkeep.errors import PathLike, StoreError, TensorkeepError
 from tensorkeep.io.buffers import ALIGNMENT, round_down
 from tensorkeep.io.parallel import default_threads
 
@@ -41,19 +43,42 @@ class _Transfers:
 transfers = _Transfers()
 
 
-def store_error(error: OSError, path: str | os.PathLike[str], doing: str) -> StoreError:
-    """Return the error of the operating system as ours, with what to do about it."""
-    remedies = {
-        errno.ENOSPC: "free some space, or save elsewhere",
-        errno.EDQUOT: "free some of your quota, or save elsewhere",
-        errno.EROFS: "the file system is read-only: save elsewhere",
-        errno.EACCES: "check the permissions",
-        errno.EPERM: "check the permissions",
-        errno.EIO: "the device reports an I/O error: check it (dmesg) before you trust it",
-        errno.ENAMETOOLONG: "choose a shorter name",
-    }
+_REMEDIES = {
+    errno.ENOSPC: "free some space, or save elsewhere",
+    errno.EDQUOT: "free some of your quota, or save elsewhere",
+    errno.EROFS: "the file system is read-only: save elsewhere",
+    errno.EACCES: "check the permissions",
+    errno.EPERM: "check the permissions",
+    errno.EIO: "the device reports an I/O error: check it (dmesg) before you trust it",
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
+
+
+def store_error(error: OSError, path: PathLike, action: str) -> StoreError:
+    """Return the `StoreError` for an error of the operating system: "cannot <action>", its ``errno`` and a remedy."""
     reason = error.strerror or str(error)
-    return StoreError(f"cannot {doing}: {reason}", path=path, remedy=remedies.get(error.errno or 0))
+    return StoreError(
+        f"cannot {action}: {reason}", path=path, remedy=_REMEDIES.get(error.errno or 0), errno=error.errno
+    )
+
+
+@contextmanager
+def store_errors(path: PathLike, action: str) -> Iterator[None]:
+    """Raise errors of the operating system as `StoreError`; errors of this package, which may be OSErrors, pass.
+
+    Parameters
+    ----------
+    path : path-like
+        The file or directory, for the message.
+    action : str
+        What is done, as in "cannot <action>".
+    """
+    try:
+        yield
+    except TensorkeepError:
+        raise
+    except OSError as error:
+        raise store_error(error, path, action) from error
 
 
 class DirectFile:

@@ -12,14 +12,14 @@ import weakref
 from pathlib import Path
 
 from tensorkeep.errors import BusyError
-from tensorkeep.io.commit import make_durable
+from tensorkeep.io.commit import make_directory
 from tensorkeep.io.files import store_error
 
 # Weak, so that an owner that is dropped without a word lets go of its folder.
-_owned: weakref.WeakSet[Ownership] = weakref.WeakSet()
+_owned: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
-class Ownership:
+class FolderLock:
     """The right to write in a folder, which one process has at a time; an owner that is collected loses it.
 
     Raises
@@ -36,12 +36,12 @@ class Ownership:
             self._fd = _locked(folder)
             self._release = weakref.finalize(self, _unlock, self._fd, os.getpid())
             _owned.add(self)
-            if self.still_holds():
+            if self.is_held():
                 return
             # The folder was removed, and perhaps made again, between the opening and the locking.
             self.release()
 
-    def still_holds(self) -> bool:
+    def is_held(self) -> bool:
         """Say whether the folder that is owned is still the one at its path.
 
         It may have been removed and made again, by hand for example; somebody else may own the new one.
@@ -70,7 +70,7 @@ class Ownership:
 def _locked(folder: Path) -> int:
     """Return a descriptor that holds the lock of a folder, which is made if it is missing."""
     try:
-        make_durable(folder)
+        make_directory(folder)
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise store_error(error, folder, "save here") from error

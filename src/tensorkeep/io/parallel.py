@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+
+from tensorkeep.machine import usable_processors
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all, from any thread, one call at a time."""
 
 
-LOOK_AGAIN = 0.1
+POLL_SECONDS = 0.1
 """Seconds after which a wait that can be cancelled looks whether it was."""
 
 
 def default_threads() -> int:
     """Return twice the cores that this process may use, between 2 and 8: half the threads wait for the disk."""
-    return max(2, min(8, 2 * len(os.sched_getaffinity(0))))
+    return max(2, min(8, 2 * len(usable_processors())))
 
 
 class Cancelled(Exception):
@@ -55,7 +56,7 @@ class Order:
         with self._changed:
             while self._next != number:
                 self._cancellation.check()
-                self._changed.wait(timeout=LOOK_AGAIN)
+                self._changed.wait(timeout=POLL_SECONDS)
         yield
         with self._changed:
             self._next += 1
@@ -99,7 +100,7 @@ def run(tasks: Iterable[Callable[[], None]], threads: int, cancellation: Cancell
             if interrupted:
                 crew.cancellation.cancel()
             # An interrupt may have come just before the foreman began; then it never will.
-            if crew.finished.wait(timeout=PATIENCE) or foreman.ident is None:
+            if crew.finished.wait(timeout=THREAD_START_SECONDS) or foreman.ident is None:
                 break
         except KeyboardInterrupt as error:
             interrupted = error
@@ -107,7 +108,7 @@ def run(tasks: Iterable[Callable[[], None]], threads: int, cancellation: Cancell
         raise failure
 
 
-PATIENCE = 1.0
+THREAD_START_SECONDS = 1.0
 """Seconds within which a thread that was started begins to run."""
 
 

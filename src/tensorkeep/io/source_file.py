@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import mmap
 import os
 import stat
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -14,7 +17,6 @@ import numpy as np
 from tensorkeep.errors import CorruptCheckpointError, NotFoundError
 from tensorkeep.io.buffers import ALIGNMENT, round_down, round_up
 from tensorkeep.io.files import Bytes, store_error, transfers
-from tensorkeep.io.residency import Residency
 
 
 class SourceFile:
@@ -66,7 +68,7 @@ class SourceFile:
             self._residency = Residency(self._fd, self.size) if self._direct_fd >= 0 else None
 
     @property
-    def held_path(self) -> str:
+    def fd_path(self) -> str:
         """A path that stays this file's, whatever its name becomes; for libraries that open by path."""
         return f"/proc/self/fd/{self._fd}"
 
@@ -91,7 +93,7 @@ class SourceFile:
                 )
             done += count
 
-    def goes_direct(self, offset: int, count: int) -> bool:
+    def bypasses_cache(self, offset: int, count: int) -> bool:
         """Say whether `fetch` would go around the page cache for a range: it may, and the range is not cached."""
         return self._residency is not None and not self._residency.holds(offset, count)
 
@@ -103,7 +105,7 @@ class SourceFile:
         scratch : uint8 array
             Page-aligned, at least ``count`` and two pages long.
         """
-        if not self.goes_direct(offset, count):
+        if not self.bypasses_cache(offset, count):
             self.read_into(offset, scratch[:count])
             return scratch[:count]
         first = round_down(offset)
@@ -154,3 +156,40 @@ def _reopen_direct(fd: int) -> int:
         return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
     except (OSError, AttributeError):
         return -1
+
+
+_SAMPLE_BYTES = 1024**2
+"""One page is asked about in every so many bytes: the cache is filled and emptied in longer runs than single pages."""
+
+
+class Residency:
+    """The page-cache residency of an open file, by ``mincore(2)`` on a mapping that is never touched.
+
+    Parameters
+    ----------
+    fd : int
+    size : int
+        Bytes of the file; not zero.
+    """
+
+    def __init__(self, fd: int, size: int) -> None:
+        # The array keeps the mapping alive, and knows its address.
+        self._pages = np.frombuffer(mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8)
+
+    def holds(self, offset: int, count: int) -> bool:
+        """Say whether all sampled pages of a range are cached.
+
+        A kernel that does not tell, as it need not of another user's file, says so of all.
+        """
+        places = [*range(offset, offset + count, _SAMPLE_BYTES), offset + count - 1]
+        return all(self._holds_page(round_down(place, mmap.PAGESIZE)) for place in places)
+
+    def _holds_page(self, place: int) -> bool:
+        answer = (ctypes.c_ubyte * 1)()
+        address = ctypes.c_void_p(self._pages.ctypes.data + place)
+        return _libc().mincore(address, ctypes.c_size_t(1), answer) == 0 and bool(answer[0] & 1)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)

@@ -1,27 +1,26 @@
 """Tensors that share storage: stored once, shared again on load.
 
-A leaf whose memory lies wholly inside that of another leaf of the same dtype, dense and in C order, is stored as an
-`Alias` of it: a tied weight, a transposed one, ``q = qkv[:n]``, an expanded row. So are two views of the very same
-elements in any layout. Leaves that overlap only partly, with no leaf that holds both, are stored separately and come
-back unshared; so do lazily conjugated or negated tensors, and a tensor and a numpy array of the same memory.
+A leaf whose memory lies within that of another leaf of the same dtype, dense and in C order, is stored as an `Alias` of
+it: a tied weight, a transposed one, ``q = qkv[:n]``, an expanded row. Two views of the same elements in any layout are
+stored once, too. Stored separately, and no longer shared after a load, are leaves that overlap in part without a leaf
+that holds both, lazily conjugated or negated tensors, and a tensor and a numpy array of the same memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from tensorkeep.state.memory import extent_of
+from tensorkeep.state.leaf import Leaf
+from tensorkeep.state.strided import Array, is_lazy
 
-if TYPE_CHECKING:
-    from tensorkeep.state.leaf import Leaf
-    from tensorkeep.state.strided import Array
-
-_MOST = 2**63
+_MAX_INTEGER = 2**63
+_MAX_SEARCH_STEPS = 10_000
+"""Limit of numpy's search for an element that two layouts share; layouts made by slicing need far fewer steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +37,13 @@ class Alias:
         Lengths of the view's dimensions.
     strides : tuple of int
         Steps of the view's dimensions, in elements; negative ones for numpy arrays only.
+
+    Examples
+    --------
+    The transpose of a stored 2 x 3 matrix:
+
+    >>> Alias("weight", 0, (3, 2), (1, 3)).is_full((2, 3))
+    False
     """
 
     of: str
@@ -48,20 +54,25 @@ class Alias:
     def validate(self, base_shape: Sequence[int]) -> None:
         """Check a view that comes from a file.
 
+        Parameters
+        ----------
+        base_shape : sequence of int
+            The shape of the stored leaf.
+
         Raises
         ------
         ValueError
-            If a field is of the wrong type or an element would lie outside the base.
+            If a field has the wrong type or an element would lie outside the stored leaf.
         """
         numbers = (self.offset_elements, *self.shape, *self.strides)
-        if not all(type(number) is int and -_MOST < number < _MOST for number in numbers):
-            raise ValueError("the view of another tensor has a field that is no 64-bit integer")
+        if not all(type(number) is int and -_MAX_INTEGER < number < _MAX_INTEGER for number in numbers):
+            raise ValueError("the view of another tensor has a field that is not a 64-bit integer")
         if len(self.shape) != len(self.strides) or len(self.shape) > 64 or min(self.shape, default=0) < 0:
             raise ValueError("the view of another tensor has an impossible shape")
-        if math.prod(self.shape) >= _MOST // 16:
-            raise ValueError("the view of another tensor is larger than any memory")
+        if math.prod(self.shape) >= _MAX_INTEGER // 16:
+            raise ValueError("the view of another tensor is too large")
         if 0 in self.shape:
-            raise ValueError("an empty tensor is no view of another")
+            raise ValueError("an empty tensor cannot be a view of another")
         spans = [(length - 1) * stride for length, stride in zip(self.shape, self.strides, strict=True)]
         low = self.offset_elements + sum(span for span in spans if span < 0)
         high = self.offset_elements + sum(span for span in spans if span > 0)
@@ -69,22 +80,18 @@ class Alias:
             raise ValueError(f"the view reaches elements {low} to {high} of a tensor of {math.prod(base_shape)}")
 
     @property
-    def is_run(self) -> bool:
-        """Whether its elements follow one another in the stored leaf."""
+    def is_contiguous(self) -> bool:
+        """Whether its elements are contiguous in the stored leaf."""
         dense = zip(self.shape, self.strides, contiguous_strides(self.shape), strict=True)
         return all(length == 1 or stride == expected for length, stride, expected in dense)
 
-    def is_whole(self, base_shape: Sequence[int]) -> bool:
-        """Return whether the view is the stored leaf itself, so that both come back as one object."""
-        return (
-            self.offset_elements == 0
-            and self.shape == tuple(base_shape)
-            and self.strides == contiguous_strides(self.shape)
-        )
+    def is_full(self, base_shape: Sequence[int]) -> bool:
+        """Return whether the view is all of the stored leaf, so that a load returns one object for both."""
+        return self == full_view(self.of, base_shape)
 
 
-def whole(name: str, shape: Sequence[int]) -> Alias:
-    """Return the view of a stored leaf that is all of it."""
+def full_view(name: str, shape: Sequence[int]) -> Alias:
+    """Return the view of a stored leaf that is all of it, in C order."""
     return Alias(name, 0, tuple(shape), contiguous_strides(shape))
 
 
@@ -97,7 +104,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def make_view(base: Array, alias: Alias) -> Array:
-    """Return the view of a loaded leaf that an alias describes; the leaf itself when the alias is all of it.
+    """Return the view of a loaded leaf that an alias describes; the leaf itself if the alias is all of it.
 
     Parameters
     ----------
@@ -109,17 +116,24 @@ def make_view(base: Array, alias: Alias) -> Array:
     Raises
     ------
     ValueError
-        If the view does not lie within the base.
+        If the view does not lie within the leaf.
     """
     alias.validate(base.shape)
-    if alias.is_whole(base.shape):
+    if alias.is_full(base.shape):
         return base
     if isinstance(base, np.ndarray):
-        return _numpy_view(base, alias)
+        if not base.flags.c_contiguous:
+            raise ValueError("only an array in C order can have views")
+        size = base.itemsize
+        strides = tuple(stride * size for stride in alias.strides)
+        # Unlike as_strided, the constructor checks the bounds once more.
+        return np.ndarray(
+            alias.shape, base.dtype, base.reshape(-1).view(np.uint8), alias.offset_elements * size, strides
+        )
     if min(alias.strides, default=0) < 0:
         raise ValueError("a tensor cannot have negative strides")
     if not base.is_contiguous():
-        raise ValueError("views can be made of tensors in C order only")
+        raise ValueError("only a tensor in C order can have views")
     import torch
 
     with torch.no_grad():
@@ -127,82 +141,193 @@ def make_view(base: Array, alias: Alias) -> Array:
         return base.detach().as_strided(alias.shape, alias.strides, offset)
 
 
+class Extent(NamedTuple):
+    """The memory of a leaf that is not empty.
+
+    Attributes
+    ----------
+    device : str
+        ``"cpu"`` for tensors of the CPU and numpy arrays alike.
+    low, high : int
+        All elements lie at the addresses [low, high).
+    origin : int
+        Address of the first element in C order.
+    shape, strides : tuple of int
+        Lengths of the dimensions, and their steps in bytes.
+    itemsize : int
+        Bytes of one element.
+    """
+
+    device: str
+    low: int
+    high: int
+    origin: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+
+
+def extent_of(leaf: Leaf) -> Extent:
+    """Return the memory of a leaf that is not empty."""
+    size = leaf.dtype.itemsize
+    if leaf.is_torch:
+        device, origin = str(leaf.array.device), leaf.array.data_ptr()
+        strides = tuple(stride * size for stride in leaf.array.stride())
+    else:
+        device, origin, strides = "cpu", leaf.array.ctypes.data, tuple(leaf.array.strides)
+    spans = [(length - 1) * stride for length, stride in zip(leaf.shape, strides, strict=True)]
+    low = origin + sum(span for span in spans if span < 0)
+    high = origin + sum(span for span in spans if span > 0) + size
+    return Extent(device, low, high, origin, leaf.shape, strides, size)
+
+
+# Saving: which leaves are views of others
+
+
 def find_aliases(leaves: Iterable[Leaf]) -> dict[str, Alias]:
     """Return the leaves that need not be stored, by name, each as a view of one that is.
 
     The base is the largest leaf around the view; among equals one in C order, then the first in traversal order.
     """
-    groups: dict[object, list[_Extent]] = {}
+    groups: dict[Hashable, list[_Candidate]] = {}
     for order, leaf in enumerate(leaves):
-        extent = _extent(leaf, order)
-        if extent is not None:
-            groups.setdefault((extent.place, leaf.dtype.name), []).append(extent)
+        candidate = _candidate(leaf, order)
+        if candidate is not None:
+            # A tensor and an array never share, even at one address.
+            place = candidate.extent.device if leaf.is_torch else "numpy"
+            groups.setdefault((place, leaf.dtype.name), []).append(candidate)
     found: dict[int, tuple[str, Alias]] = {}
     for group in groups.values():
         if len(group) > 1:
-            found.update(_within(group))
+            found.update(_aliases_in(group))
     return dict(found[order] for order in sorted(found))
 
 
-class _Extent(NamedTuple):
-    """Where a leaf lies in memory: bytes [low, high) of a place, the first element at ``origin``."""
+class _Candidate(NamedTuple):
+    """A leaf that may share memory: its place in the traversal, whether it is in C order, its strides in elements."""
 
-    low: int
-    high: int
-    origin: int
-    strides: tuple[int, ...]
-    dense: bool
-    order: int
-    place: str
     leaf: Leaf
+    order: int
+    dense: bool
+    strides: tuple[int, ...]
+    extent: Extent
 
 
-def _extent(leaf: Leaf, order: int) -> _Extent | None:
-    """Return a leaf's place in memory, or None for what is never shared: empty, lazy, odd strides."""
+def _candidate(leaf: Leaf, order: int) -> _Candidate | None:
+    """Return None for a leaf that is never shared: empty, lazy, or with strides of part of an element."""
     size = leaf.dtype.itemsize
-    if leaf.nbytes == 0 or (leaf.is_torch and (leaf.array.is_conj() or leaf.array.is_neg())):
+    if leaf.nbytes == 0 or (leaf.is_torch and is_lazy(leaf.array)):
         return None
-    memory = extent_of(leaf)
-    if any(stride % size for stride in memory.strides):
+    extent = extent_of(leaf)
+    if any(stride % size for stride in extent.strides):
         return None
-    dense = leaf.array.is_contiguous() if leaf.is_torch else leaf.array.flags.c_contiguous
+    dense = bool(leaf.array.is_contiguous() if leaf.is_torch else leaf.array.flags.c_contiguous)
     # The strides of dimensions of length 1 mean nothing and differ between equal views.
-    strides = contiguous_strides(leaf.shape) if dense else tuple(stride // size for stride in memory.strides)
-    place = memory.device if leaf.is_torch else "numpy"
-    return _Extent(memory.low, memory.high, memory.origin, strides, bool(dense), order, place, leaf)
+    strides = contiguous_strides(leaf.shape) if dense else tuple(stride // size for stride in extent.strides)
+    return _Candidate(leaf, order, dense, strides, extent)
 
 
-def _within(group: list[_Extent]) -> dict[int, tuple[str, Alias]]:
-    """Return the aliases among leaves of one dtype in one place, by traversal index.
+def _aliases_in(group: list[_Candidate]) -> dict[int, tuple[str, Alias]]:
+    """Return the aliases among leaves of one dtype and device, by traversal index.
 
-    Sorted by address, larger first, the last leaf that became a base reaches furthest: if it does not hold a leaf,
-    no other base does.
+    The leaves are swept by address, at equal addresses the largest first. Then the base found last reaches furthest: a
+    leaf that does not lie within it lies within no other.
     """
     found: dict[int, tuple[str, Alias]] = {}
-    base: _Extent | None = None
-    alike: dict[Any, _Extent] = {}
-    for extent in sorted(group, key=lambda e: (e.low, -e.high, not e.dense, e.order)):
-        leaf = extent.leaf
-        size = leaf.dtype.itemsize
-        if base is not None and extent.high <= base.high and (extent.origin - base.origin) % size == 0:
-            offset = (extent.origin - base.origin) // size
-            found[extent.order] = leaf.name, Alias(base.leaf.name, offset, leaf.shape, extent.strides)
-        elif extent.dense:
-            base = extent
+    base: _Candidate | None = None
+    first_of_layout: dict[Hashable, _Candidate] = {}
+    for each in sorted(group, key=lambda c: (c.extent.low, -c.extent.high, not c.dense, c.order)):
+        leaf, extent = each.leaf, each.extent
+        distance = extent.origin - base.extent.origin if base is not None else 0
+        if base is not None and extent.high <= base.extent.high and distance % extent.itemsize == 0:
+            alias = Alias(base.leaf.name, distance // extent.itemsize, leaf.shape, each.strides)
+            found[each.order] = leaf.name, alias
+        elif each.dense:
+            base = each
         else:
-            first = alike.setdefault((extent.origin, leaf.shape, extent.strides), extent)
-            if first is not extent:
-                strides = contiguous_strides(leaf.shape)
-                found[extent.order] = leaf.name, Alias(first.leaf.name, 0, leaf.shape, strides)
+            first = first_of_layout.setdefault((extent.origin, leaf.shape, each.strides), each)
+            if first is not each:
+                found[each.order] = leaf.name, full_view(first.leaf.name, leaf.shape)
     return found
 
 
-def _numpy_view(base: Array, alias: Alias) -> Array:
-    if not base.flags.c_contiguous:
-        raise ValueError("views can be made of arrays in C order only")
-    memory = base.reshape(-1).view(np.uint8)
-    size = base.itemsize
-    # Unlike as_strided, this checks the bounds once more.
-    return np.ndarray(
-        alias.shape, base.dtype, memory, alias.offset_elements * size, tuple(stride * size for stride in alias.strides)
-    )
+# Loading into existing memory: whether it is shared as in the checkpoint
+
+
+class _Placed(NamedTuple):
+    name: str
+    extent: Extent
+    mapping: Hashable
+
+
+def sharing_conflict(
+    leaves: Mapping[str, Leaf], saved: Mapping[str, Alias], chosen: Collection[str]
+) -> tuple[str, str] | None:
+    """Return two leaves that share memory although the checkpoint has different elements there, or None.
+
+    Parameters
+    ----------
+    leaves : mapping of str to Leaf
+        Leaves in memory.
+    saved : mapping of str to Alias
+        For each leaf that has the checkpoint's shape and dtype: which elements of which stored leaf it is.
+    chosen : collection of str
+        The leaves that will be overwritten; sharing among the others is ignored.
+    """
+    placed = []
+    for name, leaf in leaves.items():
+        if leaf.nbytes:
+            extent = extent_of(leaf)
+            placed.append(_Placed(name, extent, _mapping(leaf, extent, saved.get(name))))
+    # Swept by address: only leaves that begin before another ends can share with it.
+    overlapping: list[_Placed] = []
+    for one in sorted(placed, key=lambda p: (p.extent.device, p.extent.low)):
+        overlapping = [
+            p for p in overlapping if p.extent.device == one.extent.device and p.extent.high > one.extent.low
+        ]
+        for other in overlapping:
+            written = one.name in chosen or other.name in chosen
+            if written and one.mapping != other.mapping and share_elements(one.extent, other.extent):
+                return other.name, one.name
+        overlapping.append(one)
+    return None
+
+
+def _mapping(leaf: Leaf, extent: Extent, saved: Alias | None) -> Hashable:
+    """Return how addresses map to stored elements; leaves of equal mappings have equal elements where they overlap."""
+    if saved is None or (leaf.is_torch and is_lazy(leaf.array)):
+        return "unlike any other", leaf.name
+    size = extent.itemsize
+    steps = [
+        (length, stride, saved_stride * size)
+        for length, stride, saved_stride in zip(extent.shape, extent.strides, saved.strides, strict=True)
+        if length > 1
+    ]
+    if all(stride == saved_stride for _, stride, saved_stride in steps):
+        return saved.of, saved.offset_elements * size - extent.origin
+    # Dimensions in another order are the same mapping.
+    return saved.of, saved.offset_elements, extent.origin, tuple(sorted(steps))
+
+
+def share_elements(a: Extent, b: Extent) -> bool:
+    """Return whether any byte belongs to both: interleaved columns do not share, a tensor and its slice do."""
+    if a.device != b.device or a.high <= b.low or b.high <= a.low:
+        return False
+    try:
+        # numpy takes any number of steps, although its type stubs do not.
+        return np.shares_memory(np.asarray(_Addresses(a)), np.asarray(_Addresses(b)), max_work=_MAX_SEARCH_STEPS)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
+
+
+class _Addresses:
+    """Shows numpy a layout of memory; the addresses may be another device's, since nothing is ever read."""
+
+    def __init__(self, extent: Extent) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": f"|V{extent.itemsize}",
+            "shape": extent.shape,
+            "strides": extent.strides,
+            "data": (extent.origin, True),
+        }

@@ -1,4 +1,4 @@
-"""Order between the caller's CUDA streams and the threads that copy.
+"""CUDA: the order of copies in other threads after the caller's kernels, and page-locked host memory.
 
 The current stream is a setting of each thread. Inside ``with torch.cuda.stream(s)`` the caller's kernels run on ``s``,
 while the threads that gather and scatter leaves copy on the default stream, which does not wait for ``s``.
@@ -6,22 +6,29 @@ while the threads that gather and scatter leaves copy on the default stream, whi
 
 from __future__ import annotations
 
+import logging
+import mmap
+import os
 import threading
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from tensorkeep.state.leaf import Leaf
-from tensorkeep.state.source import Source
+import numpy as np
+
+from tensorkeep.state.leaf import Leaf, Source
+from tensorkeep.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger(__name__)
+
 
 def wait_for_caller(leaves: Iterable[Leaf]) -> None:
-    """Wait until all that the calling thread has queued for the leaves' CUDA devices is done.
+    """Wait for all kernels that the calling thread has queued on the leaves' CUDA devices.
 
-    To be called in the caller's thread, before other threads read or overwrite the leaves.
+    Call it in the caller's thread, before other threads read or overwrite the leaves.
     """
     for device in _cuda_devices(leaves):
         import torch
@@ -30,7 +37,7 @@ def wait_for_caller(leaves: Iterable[Leaf]) -> None:
 
 
 def wait_for_copies(leaves: Iterable[Leaf]) -> None:
-    """Wait until what other threads copied into the leaves has arrived; they copied on the default streams."""
+    """Wait for the copies of other threads into the leaves, which run on the default streams."""
     for device in _cuda_devices(leaves):
         import torch
 
@@ -38,35 +45,97 @@ def wait_for_copies(leaves: Iterable[Leaf]) -> None:
 
 
 def on_cuda(leaves: Iterable[Leaf]) -> bool:
-    """Say whether any of the leaves lies on a CUDA device."""
+    """Return whether any of the leaves is on a CUDA device."""
     return bool(_cuda_devices(leaves))
 
 
-def beside_the_caller(source: Source) -> AbstractContextManager[Any]:
-    """Return a context in which a leaf is copied on a CUDA stream of the calling thread's own.
+def side_stream(source: Source) -> AbstractContextManager[Any]:
+    """Return a context in which a leaf is copied on a CUDA stream that only the calling thread uses.
 
-    Such a copy neither waits for kernels that are queued on the default stream meanwhile nor holds them up. What the
-    leaf's values come from must be done before: see `wait_for_caller`. Nothing for a leaf that is not on a CUDA device.
+    Such a copy does not wait for kernels queued later on the default stream, nor delay them. The kernels that compute
+    the leaf must have ended: see `wait_for_caller`. The context does nothing for a leaf that is not on a CUDA device.
     """
     if not isinstance(source, Leaf) or not source.is_torch or not source.array.is_cuda:
         return nullcontext()
     import torch
 
     device = source.array.device
-    if device not in _own.streams:
-        _own.streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return torch.cuda.stream(_own.streams[device])
+    if device not in _side_streams.by_device:
+        _side_streams.by_device[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return torch.cuda.stream(_side_streams.by_device[device])
 
 
-class _Own(threading.local):
-    """The streams of one thread, by device."""
+class _SideStreams(threading.local):
+    """The side streams of one thread."""
 
     def __init__(self) -> None:
-        self.streams: dict[torch.device, torch.cuda.Stream] = {}
+        self.by_device: dict[torch.device, torch.cuda.Stream] = {}
 
 
-_own = _Own()
+_side_streams = _SideStreams()
 
 
 def _cuda_devices(leaves: Iterable[Leaf]) -> set[torch.device]:
     return {leaf.array.device for leaf in leaves if leaf.is_torch and leaf.array.is_cuda}
+
+
+class CudaPageLock:
+    """Page-locks host memory by ``cudaHostRegister``, so that a GPU copies to it at the speed of its bus.
+
+    Copies to other memory go through a small buffer of the driver and are several times slower. torch's own pinned
+    memory is rounded up to powers of two, which would break a memory budget. See `tensorkeep.io.buffers.PageLock`.
+    """
+
+    _PORTABLE = 1  # for all devices of the process, not only the current one
+
+    def __init__(self) -> None:
+        self._locked: set[int] = set()
+        self._guard = threading.Lock()
+        self._process = os.getpid()
+
+    def lock(self, memory: mmap.mmap) -> None:
+        address = _address(memory)
+        error = int(_runtime().cudaHostRegister(address, len(memory), self._PORTABLE))
+        if error:
+            _clear_last_error()
+            logger.warning(
+                "CUDA refuses to page-lock %s of host memory (cudaHostRegister returns %d): copies from the GPU are "
+                "slower",
+                format_bytes(len(memory)),
+                error,
+            )
+            return
+        with self._guard:
+            self._locked.add(address)
+
+    def unlock(self, memory: mmap.mmap) -> None:
+        # Memory that a forked child inherits is locked for its parent, and CUDA cannot be used in the child.
+        if os.getpid() != self._process:
+            return
+        address = _address(memory)
+        with self._guard:
+            locked = address in self._locked
+            self._locked.discard(address)
+        if locked:
+            _runtime().cudaHostUnregister(address)
+
+
+def _runtime() -> Any:
+    import torch
+
+    runtime: Any = torch.cuda  # which is not typed
+    return runtime.cudart()
+
+
+def _address(memory: mmap.mmap) -> int:
+    return int(np.frombuffer(memory, np.uint8).ctypes.data)
+
+
+def _clear_last_error() -> None:
+    """Keep the error from being reported by the next kernel, which has nothing to do with it."""
+    import torch
+
+    try:
+        torch.zeros(1, device="cuda")
+    except RuntimeError:
+        torch.zeros(1, device="cuda")

@@ -1,7 +1,7 @@
-"""The only table of dtypes: what each is called in torch, numpy and safetensors, and how its bits lie.
+"""The table of dtypes: the name, size and bits of each in torch, numpy and safetensors.
 
-Names are torch's where torch has the dtype, ml_dtypes' otherwise. ``torch`` is imported only when asked for, so that
-reading headers and printing tables stays fast.
+Names are torch's where torch has the dtype, ml_dtypes' otherwise. ``torch`` is imported only by `DType.torch`, so that
+reading headers and printing tables does not wait for it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import ml_dtypes
 import numpy as np
 
-from tensorkeep.errors import UnsupportedError
+from tensorkeep.errors import UnsupportedError, UnsupportedLeafError
 
 if TYPE_CHECKING:
     import torch
@@ -34,11 +34,11 @@ class DType:
     kind : str
         ``"float"``, ``"int"``, ``"uint"``, ``"bool"`` or ``"complex"``.
     safetensors : str or None
-        The tag in a safetensors header; None when that format lacks the dtype (it is then stored as ``U8``).
+        The tag in a safetensors header; None if that format lacks the dtype, which is then stored as ``U8``.
     exponent_bits : int
         Exponent bits of a float, or of each half of a complex number; 0 for the others.
     has_torch, has_numpy : bool
-        Whether torch, and numpy with ml_dtypes, know the dtype.
+        Whether torch has the dtype, and whether numpy or ml_dtypes has it.
     """
 
     name: str
@@ -59,7 +59,7 @@ class DType:
         Raises
         ------
         UnsupportedError
-            If torch lacks it.
+            If torch does not have it.
         """
         import torch
 
@@ -71,7 +71,7 @@ class DType:
 
     @property
     def numpy(self) -> np.dtype[Any]:
-        """The numpy dtype (ml_dtypes' for those that numpy itself lacks).
+        """The numpy dtype, from ml_dtypes if numpy itself lacks it.
 
         Raises
         ------
@@ -103,12 +103,12 @@ _TABLE = (
     DType("uint8", 1, "uint", "U8"),
     DType("bool", 1, "bool", "BOOL"),
     DType("complex64", 8, "complex", "C64", 8),
-    # What safetensors lacks.
+    # Not in safetensors.
     DType("complex128", 16, "complex", None, 11),
     DType("complex32", 4, "complex", None, 5, has_numpy=False),
     # Two four-bit floats in a byte: torch counts the bytes, safetensors the halves, hence U8 there.
     DType("float4_e2m1fn_x2", 1, "uint", None, has_numpy=False),
-    # Numpy arrays of ml_dtypes: one byte an element, whatever the width.
+    # Numpy arrays of ml_dtypes: one byte an element, also for the narrower ones.
     DType("float8_e4m3", 1, "float", None, 4, has_torch=False),
     DType("float8_e3m4", 1, "float", None, 3, has_torch=False),
     DType("float8_e4m3b11fnuz", 1, "float", None, 4, has_torch=False),
@@ -125,17 +125,51 @@ BY_NAME = {dtype.name: dtype for dtype in _TABLE}
 BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in _TABLE if dtype.safetensors is not None}
 
 
-def of_torch(dtype: torch.dtype) -> DType | None:
-    """Return the table's entry for a torch dtype, or None when it cannot be stored (quantised, sub-byte)."""
-    found = BY_NAME.get(str(dtype).removeprefix("torch."))
-    return found if found is not None and found.has_torch else None
-
-
 def of_numpy(dtype: np.dtype[Any]) -> DType | None:
-    """Return the table's entry for a numpy dtype, or None for strings, objects, records, foreign byte orders..."""
-    return _numpy_table().get(dtype)
+    """Return the entry of a numpy dtype; None for strings, objects, records, foreign byte orders and the like."""
+    return _numpy_table().get(dtype) if dtype.isnative and dtype.fields is None else None
 
 
 @cache
 def _numpy_table() -> dict[np.dtype[Any], DType]:
     return {dtype.numpy: dtype for dtype in _TABLE if dtype.has_numpy}
+
+
+def check_numpy(name: str, dtype: np.dtype[Any]) -> DType:
+    """Return the entry of an array's dtype.
+
+    Raises
+    ------
+    UnsupportedLeafError
+        If it has none; ``name`` is the array's.
+    """
+    found = of_numpy(dtype)
+    if found is not None:
+        return found
+    if not dtype.isnative:
+        remedy = "convert it with x.astype(x.dtype.newbyteorder('='))"
+    elif dtype.kind in "OUST":
+        remedy = "save strings and objects as lists of plain values, e.g. x.tolist()"
+    elif dtype.kind in "Mm":
+        remedy = "save x.view('int64') and the unit"
+    elif dtype.fields is not None:
+        remedy = "save each field as an array of its own"
+    else:
+        remedy = "convert it to a dtype that torch or ml_dtypes has"
+    raise UnsupportedLeafError(f"numpy dtype {dtype} cannot be saved", name=name, remedy=remedy)
+
+
+def check_torch(name: str, dtype: torch.dtype) -> DType:
+    """Return the entry of a tensor's dtype.
+
+    Raises
+    ------
+    UnsupportedLeafError
+        If it has none (quantised, sub-byte); ``name`` is the tensor's.
+    """
+    found = BY_NAME.get(str(dtype).removeprefix("torch."))
+    if found is not None and found.has_torch:
+        return found
+    raise UnsupportedLeafError(
+        f"a tensor of {dtype} cannot be saved", name=name, remedy="convert it to a dtype of whole bytes"
+    )

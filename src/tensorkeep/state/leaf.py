@@ -1,8 +1,8 @@
-"""A leaf: one tensor or array of a state, with its dtype, its shape and its bytes.
+"""A leaf: one tensor or array of a state, read and written as one stream of bytes.
 
-Whatever lies in memory (transposed, expanded, reversed, on a GPU, lazily conjugated), a leaf reads and writes as one
-stream of bytes: the elements in C order, little-endian. Where the memory already is that stream, `Leaf.host_bytes`
-gives it without a copy; elsewhere a range of the stream is gathered with extra memory of the range's size only.
+The stream holds the elements in C order, little-endian, whatever the memory layout: transposed, expanded, reversed, on
+a GPU, lazily conjugated. If the memory is that stream already, `Leaf.host_bytes` returns it without a copy. Otherwise a
+range of the stream is gathered, with extra memory of the range's size only.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
-from tensorkeep.errors import OutOfMemoryError, UsageError
-from tensorkeep.state.dtypes import DType
-from tensorkeep.state.storable import numpy_dtype, refuse_array, refuse_tensor, torch_dtype
+from tensorkeep.errors import OutOfMemoryError, UnsupportedLeafError, UsageError
+from tensorkeep.state.dtypes import DType, check_numpy, check_torch
 from tensorkeep.state.strided import (
     Array,
     Bytes,
@@ -38,7 +37,7 @@ from tensorkeep.units import format_bytes
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LEAF_KINDS", "Array", "Bytes", "Leaf", "LeafKind", "allocate"]
+__all__ = ["LEAF_KINDS", "Array", "Bytes", "Leaf", "LeafKind", "Source", "allocate"]
 
 LeafKind = Literal["tensor", "parameter", "ndarray", "npscalar"]
 LEAF_KINDS: tuple[LeafKind, ...] = ("tensor", "parameter", "ndarray", "npscalar")
@@ -47,9 +46,35 @@ if sys.byteorder != "little":  # pragma: no cover
     raise ImportError("tensorkeep stores little-endian bytes and runs on little-endian machines only")
 
 
+class Source(Protocol):
+    """What a writer stores: a `Leaf` in memory, or a tensor of another checkpoint."""
+
+    @property
+    def name(self) -> str:
+        """Its full dotted name."""
+
+    @property
+    def dtype(self) -> DType:
+        """The element type."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The lengths of its dimensions."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its stream."""
+
+    def host_bytes(self) -> Bytes | None:
+        """Return the stream without a copy if it lies in host memory in C order, else None."""
+
+    def read(self, start: int, stop: int, out: Bytes) -> None:
+        """Copy the bytes ``start:stop`` of the stream to ``out``; both are multiples of the item size."""
+
+
 @dataclass(slots=True)
 class Leaf:
-    """One tensor or array of a state.
+    """One tensor or array of a state in memory; a `Source` that can also be overwritten.
 
     Attributes
     ----------
@@ -66,7 +91,7 @@ class Leaf:
     shape : tuple of int
         The lengths of its dimensions.
     nbytes : int
-        The bytes of its stream: elements times item size, whatever the memory layout.
+        The bytes of its stream: the number of elements times the item size.
     """
 
     name: str
@@ -74,7 +99,7 @@ class Leaf:
     dtype: DType
     array: Array
     requires_grad: bool = False
-    # A save asks for them many times.
+    # Stored, because a save reads them many times.
     shape: tuple[int, ...] = field(init=False)
     nbytes: int = field(init=False)
 
@@ -93,16 +118,21 @@ class Leaf:
             subclass, or of a dtype that is not in the table.
         """
         if isinstance(value, np.generic):
-            return cls(name, "npscalar", numpy_dtype(name, value.dtype), np.array(value))
+            return cls(name, "npscalar", check_numpy(name, value.dtype), np.array(value))
         if isinstance(value, np.ndarray):
-            refuse_array(name, value)
-            return cls(name, "ndarray", numpy_dtype(name, value.dtype), np.asarray(value))
-        # A state cannot hold tensors when torch was never imported.
+            if type(value) not in (np.ndarray, np.memmap):
+                raise UnsupportedLeafError(
+                    f"{type(value).__name__} is a subclass of numpy.ndarray",
+                    name=name,
+                    remedy="save np.asarray(x), and what the subclass adds (such as a mask) beside it",
+                )
+            return cls(name, "ndarray", check_numpy(name, value.dtype), np.asarray(value))
+        # A state cannot hold tensors if torch was never imported.
         torch = sys.modules.get("torch")
         if torch is None or not isinstance(value, torch.Tensor):
             return None
-        refuse_tensor(name, value)
-        dtype = torch_dtype(name, value.dtype)
+        _check_plain(name, value)
+        dtype = check_torch(name, value.dtype)
         kind: LeafKind = "parameter" if type(value) is torch.nn.Parameter else "tensor"
         return cls(name, kind, dtype, value.detach(), value.requires_grad)
 
@@ -113,20 +143,20 @@ class Leaf:
 
     @property
     def writable(self) -> bool:
-        """Whether `write` may change it: no numpy scalar, no read-only array, no two elements at one address."""
+        """Whether `write` can change it: not a numpy scalar, a read-only array, or a view with overlapping elements."""
         if self.kind == "npscalar" or (self.kind == "ndarray" and not self.array.flags.writeable):
             return False
         strides = self.array.stride() if self.is_torch else self.array.strides
         return not may_overlap(self.shape, strides, 1 if self.is_torch else self.dtype.itemsize)
 
     def host_bytes(self) -> Bytes | None:
-        """Return the stream as a zero-copy view of the value's memory, or None where the memory is not the stream.
+        """Return the stream as a view of the value's memory, without a copy.
 
         Returns
         -------
         uint8 array, shape (nbytes,), or None
-            None for memory of another device, elements out of C order or with gaps, and lazily conjugated or negated
-            tensors.
+            None if the memory is not the stream: on another device, elements out of C order or with gaps, a lazily
+            conjugated or negated tensor.
         """
         if self.nbytes == 0:
             return np.empty(0, np.uint8)
@@ -138,15 +168,13 @@ class Leaf:
             return None
         import torch
 
-        # Not reshape(-1): one element may lie with any stride, which view() then objects to.
+        # Not reshape(-1): a single element may have any stride, which view() does not accept.
         flat = as_integers(tensor).as_strided((tensor.numel(),), (1,))
         view: Bytes = flat.view(torch.uint8).numpy()
         return view
 
     def read(self, start: int, stop: int, out: Bytes) -> None:
-        """Copy the bytes [start, stop) of the stream into ``out``.
-
-        Extra memory is at most of the order of the range, never of the tensor.
+        """Copy the bytes [start, stop) of the stream to ``out``; extra memory is at most the size of the range.
 
         Parameters
         ----------
@@ -201,12 +229,13 @@ class Leaf:
                 piece[...] = part.view(piece.dtype).reshape(piece.shape)
 
     def _check_range(self, start: int, stop: int, data: Bytes) -> None:
+        """Raise ValueError unless the range lies in the stream, at whole elements, and has the length of the data."""
         size = self.dtype.itemsize
         if not 0 <= start <= stop <= self.nbytes or start % size or stop % size or len(data) != stop - start:
             raise ValueError(f"bytes [{start}, {stop}) of {self.nbytes} do not fit {len(data)} bytes of {self.dtype}")
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[Array, int]]:
-        """Yield sub-arrays that together hold the range, in order, each with its byte offset in the range."""
+        """Yield sub-arrays that together are the range, in order, each with its byte offset in the range."""
         size = self.dtype.itemsize
         array = self.array
         if not self.is_torch:
@@ -221,7 +250,31 @@ class Leaf:
             place += math.prod(piece.shape) * size
 
 
-def allocate(kind: str, dtype: DType, shape: Sequence[int], *, device: torch.device | str | None = None) -> Array:
+def _check_plain(name: str, tensor: torch.Tensor) -> None:
+    """Raise UnsupportedLeafError for a tensor that is not plain strided memory."""
+    import torch
+    from torch.nn.parameter import is_lazy
+
+    if tensor.layout is not torch.strided:
+        problem, remedy = f"a tensor of layout {tensor.layout}", "save x.to_dense(), or its indices and values"
+    elif tensor.is_nested:
+        problem, remedy = "a nested tensor", "save x.unbind() as a list"
+    elif is_lazy(tensor):
+        problem, remedy = "a lazy parameter without data", "run the module once before saving"
+    elif type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        problem = f"the tensor subclass {type(tensor).__name__}"
+        remedy = "save the plain tensors that it consists of: x.to_local() or x.full_tensor() of a DTensor, "
+        remedy += "x.dequantize() of a quantised one"
+    elif tensor.is_quantized:
+        problem, remedy = "a quantised tensor", "save x.int_repr() with its scale and zero point, or x.dequantize()"
+    elif tensor.is_meta:
+        problem, remedy = "a tensor on the meta device, which has no data", "materialise it first"
+    else:
+        return
+    raise UnsupportedLeafError(f"{problem} cannot be saved", name=name, remedy=remedy)
+
+
+def allocate(kind: LeafKind, dtype: DType, shape: Sequence[int], *, device: torch.device | str | None = None) -> Array:
     """Return uninitialised memory for a leaf.
 
     Parameters
@@ -233,14 +286,14 @@ def allocate(kind: str, dtype: DType, shape: Sequence[int], *, device: torch.dev
     shape : sequence of int
         Lengths of the dimensions.
     device : torch.device or str, optional
-        Where tensors go; numpy arrays are always in host memory.
+        The device of a tensor; numpy arrays are always in host memory.
 
     Raises
     ------
     UnsupportedError
-        If torch (or numpy, by kind) lacks the dtype.
-    StoreError
-        If the memory cannot be had.
+        If torch (numpy, for its kinds) does not have the dtype.
+    OutOfMemoryError
+        If the allocation fails.
     """
     target = dtype.numpy if kind in ("ndarray", "npscalar") else dtype.torch
     try:
@@ -248,29 +301,28 @@ def allocate(kind: str, dtype: DType, shape: Sequence[int], *, device: torch.dev
             return np.empty(tuple(shape), target)
         import torch
 
-        # Made as integers, because torch warns at the birth of some exotic dtypes.
+        # Allocated as integers, because torch warns when some exotic dtypes are created.
         tensor = torch.empty(tuple(shape), dtype=integer_dtype(dtype.itemsize) or target, device=device)
         if tensor.device.type == "cpu":
-            _ask_for_huge_pages(tensor.data_ptr(), tensor.nbytes)
+            _advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
         return tensor.view(target)
     except (MemoryError, RuntimeError, ValueError) as error:
-        wanted = format_bytes(math.prod(shape) * dtype.itemsize)
-        raise OutOfMemoryError(f"cannot allocate {wanted} for a {dtype} of shape {tuple(shape)}: {error}") from error
+        size = format_bytes(math.prod(shape) * dtype.itemsize)
+        raise OutOfMemoryError(f"cannot allocate {size} for a {dtype} of shape {tuple(shape)}: {error}") from error
 
 
-_PAGE_BYTES = mmap.PAGESIZE
 _HUGE_PAGE_BYTES = 2 * 1024**2
 
 
-def _ask_for_huge_pages(address: int, nbytes: int) -> None:
-    """Advise the kernel to back untouched memory by huge pages; numpy does the same for its own.
+def _advise_huge_pages(address: int, nbytes: int) -> None:
+    """Ask the kernel to back untouched memory by huge pages, as numpy does for its own.
 
-    Filling new memory is bound by the first touch of each page: with pages of 4 KiB that costs three times the read.
-    A kernel that declines changes nothing but the speed.
+    The time to fill new memory is that of the first touch of each page: with pages of 4 KiB three times that of the
+    read. A kernel that declines changes only the speed.
     """
-    if nbytes >= 2 * _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        start = -(-address // _PAGE_BYTES) * _PAGE_BYTES
-        length = (address + nbytes - start) // _PAGE_BYTES * _PAGE_BYTES
+    if nbytes >= 2 * _HUGE_PAGE_BYTES:
+        start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (address + nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
         _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
 
 

@@ -1,7 +1,7 @@
-"""Skeleton -> state: the decoders of each node; ``tree.py`` documents the nodes.
+"""Skeleton -> state: the value of each node; ``skeleton_writer.py`` lists the nodes.
 
-Skeletons come from untrusted files. Whatever they hold, nothing but `ValueError` comes out, and `UnsupportedError` for
-a class that the process does not know.
+Skeletons come from untrusted files. A malformed one raises `ValueError` and nothing else; one that needs a class that
+is not registered in this process raises `UnsupportedError`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import enum
 from collections import Counter, OrderedDict, namedtuple
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,6 +33,21 @@ MAX_DEPTH = 128
 """Containers within containers, at most, both when saving and when loading."""
 
 
+class LeafSpec(NamedTuple):
+    """What a skeleton records of a leaf.
+
+    Attributes
+    ----------
+    kind : str
+        ``"tensor"``, ``"parameter"``, ``"ndarray"`` or ``"npscalar"``.
+    requires_grad : bool
+        Whether it tracks gradients.
+    """
+
+    kind: LeafKind
+    requires_grad: bool
+
+
 class SkeletonReader:
     """Decodes one skeleton.
 
@@ -40,19 +55,19 @@ class SkeletonReader:
     ----------
     values : mapping of str to array, or None
         The leaves' data. None only checks the skeleton: leaves and registered objects decode to None.
-    as_given : bool
+    as_is : bool
         Take each value as it is, whatever the skeleton says of it.
 
     Attributes
     ----------
-    seen : dict of str to (str, bool)
-        Kind and ``requires_grad`` of the leaves met so far.
+    leaf_specs : dict of str to LeafSpec
+        The leaves decoded so far, in order.
     """
 
-    def __init__(self, values: Mapping[str, Array] | None, *, as_given: bool = False) -> None:
-        self.seen: dict[str, tuple[LeafKind, bool]] = {}
+    def __init__(self, values: Mapping[str, Array] | None, *, as_is: bool = False) -> None:
+        self.leaf_specs: dict[str, LeafSpec] = {}
         self._values = values
-        self._as_given = as_given
+        self._as_is = as_is
         self._made: dict[tuple[int, LeafKind, bool], tuple[Array, Any]] = {}
 
     def decode(self, node: object, depth: int = 0) -> Any:
@@ -94,15 +109,15 @@ class SkeletonReader:
         allowed = {kind, "requires_grad"} if kind in ("tensor", "parameter") else {kind}
         if not name or not isinstance(grad, bool) or not node.keys() <= allowed:
             raise ValueError(f"{brief(node)} is no leaf")
-        if name in self.seen:
+        if name in self.leaf_specs:
             raise ValueError(f"two leaves are called {name!r}")
-        self.seen[name] = (kind, grad)
+        self.leaf_specs[name] = LeafSpec(kind, grad)
         if self._values is None:
             return None
         if name not in self._values:
             raise ValueError(f"there is no data for the leaf {name!r}")
         value = self._values[name]
-        if self._as_given:
+        if self._as_is:
             return value
         identity = (id(value), kind, grad)
         if identity not in self._made:

@@ -1,79 +1,49 @@
-"""Nested state -> skeleton + named leaves, and back, exactly.
+"""Nested state <-> skeleton and named leaves, exactly.
 
-The skeleton is plain JSON (objects, arrays, strings, integers, booleans, null; no floats) and part of the on-disk
-format, so it must stay readable for ever. Every value is a *node*:
-
-===========================================================  =======================================================
-node                                                         value
-===========================================================  =======================================================
-``null``, ``true``, ``false``, a string                      itself
-an integer                                                   an int below 2**53 in magnitude
-``{"int": "0x20000000000000"}``                              any other int, in hexadecimal
-``{"float": "0.1"}``                                         a float: the shortest decimal that reads back the same;
-                                                             ``inf``, ``-inf``; a NaN as ``nan:`` and its 64 bits
-``{"complex": ["0.0", "-1.5"]}``                             a complex: real and imaginary part as such floats
-``{"bytes": "aGk="}``, ``{"bytearray": "aGk="}``             bytes in base64
-``{"range": [0, 10, 2]}``                                    a range: start, stop, step (integers as above)
-``{"set": [KEY, ...]}``, ``{"frozenset": [KEY, ...]}``       a set of plain scalars
-``[NODE, ...]``                                              a list
-``{"tuple": [NODE, ...]}``                                   a tuple
-``{"dict": {"key": NODE, ...}}``                             a dict whose keys are all strings, in order
-``{"items": [[KEY, NODE], ...]}``                            a dict of other keys, too. KEY is null, a boolean, a
-                                                             string, an integer, ``{"int": ...}`` or ``{"float": ...}``
-``{"ordered": {...}}``, ``{"ordered_items": [...]}``         an OrderedDict, likewise; with ``"_metadata": NODE``
-                                                             beside it if it has torch's ``_metadata`` attribute
-``{"counter": [[KEY, NODE], ...]}``                           a collections.Counter
-``{"namedtuple": ["Point", {"x": NODE, ...}]}``              a named tuple that was not registered
-``{"object": ["module:Class", {"field": NODE, ...}]}``       a registered dataclass or named tuple
-``{"enum": ["module:Class", "MEMBER"]}``                     a registered enum; a combination of flags by its integer
-``{"size": [2, 3]}``                                         a torch.Size
-``{"dtype": "bfloat16"}``, ``{"device": "cuda:0"}``          a torch.dtype, a torch.device
-``{"tensor": NAME}``                                         a leaf, by name: a torch tensor;
-``{"parameter": NAME}``                                      a torch.nn.Parameter;
-``{"ndarray": NAME}``, ``{"npscalar": NAME}``                a numpy array; a numpy scalar, stored as a 0-d array
-===========================================================  =======================================================
-
-A tensor that tracks gradients has ``"requires_grad": true`` beside its name, a parameter that does not ``false``.
-dtype, shape and place of a leaf are not here but in the manifest's table of leaves. A dict, list or object that stands
-in two places of a state comes back as two; tensors that share storage are shared again (see ``aliases.py``).
+The skeleton is the structure and the plain values of a state as JSON; ``skeleton_writer.py`` lists its nodes. A dict,
+list or object that is in two places of a state is two objects after a load; tensors that share storage are shared again
+(``aliases.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from tensorkeep.errors import PathLike, UnsupportedError
 from tensorkeep.state import names
 from tensorkeep.state.aliases import Alias, find_aliases
-from tensorkeep.state.leaf import Leaf, LeafKind
-from tensorkeep.state.pruning import prune
-from tensorkeep.state.skeleton_reader import MAX_DEPTH, SkeletonReader
+from tensorkeep.state.leaf import LEAF_KINDS, Leaf, Source
+from tensorkeep.state.skeleton_reader import MAX_DEPTH, LeafSpec, SkeletonReader
 from tensorkeep.state.skeleton_writer import FoundLeaf, SkeletonWriter
-from tensorkeep.state.source import Source
 from tensorkeep.state.strided import Array
 
 __all__ = [
     "MAX_DEPTH",
     "Flat",
-    "GivenLeaf",
     "LeafSpec",
+    "PlainValue",
+    "StateLeaf",
+    "child_nodes",
     "flatten",
-    "given_leaves",
-    "given_paths",
+    "leaf_paths",
     "leaf_specs",
+    "node_key_text",
+    "node_tag",
+    "plain_values",
     "prune",
+    "state_leaves",
     "unflatten",
 ]
-
 
 S_co = TypeVar("S_co", bound=Source, covariant=True)
 
 
 @dataclass(frozen=True)
 class Flat(Generic[S_co]):
-    """A state, flattened.
+    """A flattened state.
 
     Attributes
     ----------
@@ -93,35 +63,29 @@ class Flat(Generic[S_co]):
     parts: dict[str, tuple[str, str]]
 
 
-class LeafSpec(NamedTuple):
-    """What a skeleton says of a leaf.
-
-    Attributes
-    ----------
-    kind : str
-        ``"tensor"``, ``"parameter"``, ``"ndarray"`` or ``"npscalar"``.
-    requires_grad : bool
-        Whether it tracks gradients.
-    """
-
-    kind: LeafKind
-    requires_grad: bool
-
-
-class GivenLeaf(NamedTuple):
-    """A leaf of a state that is to be filled, and the caller's own tensor or array, which it shares its memory with."""
+class StateLeaf(NamedTuple):
+    """A leaf of a state in memory, and the tensor or array in the state that it shares its memory with."""
 
     leaf: Leaf
     value: Any
 
 
 def flatten(state: object) -> Flat[Leaf]:
-    """Take a nested state apart; no tensor is copied.
+    """Split a nested state into its skeleton and its leaves; no tensor is copied.
 
     Raises
     ------
     UnsupportedLeafError
         For the first value that cannot be saved; it names the key and says what to do.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> flat = flatten({"model": {"w": np.zeros((2, 3), np.float32)}, "step": 7})
+    >>> flat.skeleton
+    {'dict': {'model': {'dict': {'w': {'ndarray': 'model.w'}}}, 'step': 7}}
+    >>> flat.leaves["model.w"].shape
+    (2, 3)
     """
     skeleton, found = _encode(state)
     leaves = [one.leaf for one in found]
@@ -132,18 +96,18 @@ def flatten(state: object) -> Flat[Leaf]:
     return Flat(skeleton, stored, aliases, parts)
 
 
-def given_leaves(state: object) -> dict[str, GivenLeaf]:
-    """Return every leaf of a state by its name, those that share another's storage included.
+def state_leaves(state: object) -> dict[str, StateLeaf]:
+    """Return every leaf of a state by its name, also those that share another leaf's storage.
 
     Raises
     ------
     UnsupportedLeafError
-        As `flatten`.
+        For the first value that cannot be saved.
     """
-    return {one.leaf.name: GivenLeaf(one.leaf, one.value) for one in _encode(state)[1]}
+    return {one.leaf.name: StateLeaf(one.leaf, one.value) for one in _encode(state)[1]}
 
 
-def given_paths(state: object) -> dict[str, names.Path]:
+def leaf_paths(state: object) -> dict[str, names.Path]:
     """Return the keys that lead to each leaf of a state, by its name."""
     return {one.leaf.name: one.path for one in _encode(state)[1]}
 
@@ -159,7 +123,7 @@ def _encode(state: object) -> tuple[object, list[FoundLeaf]]:
 
 
 def unflatten(
-    skeleton: object, values: Mapping[str, Array], *, as_given: bool = False, path: PathLike | None = None
+    skeleton: object, values: Mapping[str, Array], *, as_is: bool = False, path: PathLike | None = None
 ) -> Any:
     """Rebuild a state.
 
@@ -168,11 +132,11 @@ def unflatten(
     skeleton : object
         From `flatten`, or from a file.
     values : mapping of str to torch.Tensor or numpy.ndarray
-        For each leaf that the skeleton names its data, of the leaf's kind as ``leaf.allocate`` makes it. Where two
-        names have the same object, the state gets the same object, too (a tied parameter is one parameter again).
-        A `torch.nn.Parameter` or tensor that already tracks gradients as the leaf did is taken as it is.
-    as_given : bool
-        Put each value into the state as it is: a parameter stays one, a tensor tracks gradients or not as before.
+        The data of each leaf that the skeleton names, of the leaf's kind as ``leaf.allocate`` returns it. If two names
+        have the same object, so has the state: a tied parameter is one parameter again. A `torch.nn.Parameter`, or a
+        tensor that tracks gradients as the leaf did, is used without a wrapper.
+    as_is : bool
+        Put every value into the state unchanged, whatever kind the skeleton records.
     path : path-like, optional
         The checkpoint, for error messages.
 
@@ -182,15 +146,20 @@ def unflatten(
         If the skeleton is malformed, or names a leaf that ``values`` lacks.
     UnsupportedError
         If it holds an object of a class that is not registered in this process, or has other fields now.
+
+    Examples
+    --------
+    >>> unflatten({"dict": {"step": 7, "shape": {"tuple": [2, 3]}}}, {})
+    {'step': 7, 'shape': (2, 3)}
     """
     try:
-        return SkeletonReader(values, as_given=as_given).decode(skeleton)
+        return SkeletonReader(values, as_is=as_is).decode(skeleton)
     except UnsupportedError as error:
         raise UnsupportedError(error.message, path=path, name=error.name, remedy=error.remedy) from None
 
 
 def leaf_specs(skeleton: object) -> dict[str, LeafSpec]:
-    """Return the leaves that a skeleton names, in order, having checked all of it.
+    """Check a whole skeleton and return the leaves that it names, in order.
 
     Raises
     ------
@@ -199,4 +168,158 @@ def leaf_specs(skeleton: object) -> dict[str, LeafSpec]:
     """
     reader = SkeletonReader(None)
     reader.decode(skeleton)
-    return {name: LeafSpec(kind, grad) for name, (kind, grad) in reader.seen.items()}
+    return reader.leaf_specs
+
+
+def prune(skeleton: object, selected: Collection[str]) -> object:
+    """Return the skeleton with only the selected leaves.
+
+    A container that loses all its leaves is removed: from a dict with its key, elsewhere (lists, tuples, objects) None
+    takes its place. Plain values, and containers that never had a leaf, remain with the container around them. The top
+    of the state always remains.
+
+    Parameters
+    ----------
+    skeleton : object
+        A whole skeleton.
+    selected : collection of str
+        Names of the leaves to keep.
+
+    Raises
+    ------
+    ValueError
+        If the skeleton is malformed.
+    """
+    leaf_specs(skeleton)
+    kept = selected if isinstance(selected, set | frozenset | Mapping) else set(selected)
+    return _prune(skeleton, kept)[0]
+
+
+def _prune(node: Any, kept: Collection[str]) -> tuple[Any, bool, bool]:
+    """Return the pruned node, whether it had leaves, and whether it still has any."""
+    tag = node_tag(node)
+    if tag in LEAF_KINDS:
+        keeps = node[tag] in kept
+        return (node if keeps else None), True, keeps
+    children = child_nodes(node)
+    if children is None:
+        return node, False, False
+    pruned = [(key, *_prune(child, kept)) for key, child in children]
+    had, has = any(child[2] for child in pruned), any(child[3] for child in pruned)
+    if tag in (*_MAPPINGS, *_PAIRS):
+        pruned = [child for child in pruned if child[3] or not child[2]]
+    remaining = [(key, child if has_some or not had_some else None) for key, child, had_some, has_some in pruned]
+    return _with_children(node, remaining), had, has
+
+
+class PlainValue(NamedTuple):
+    """What is in one place of a state.
+
+    Attributes
+    ----------
+    name : str
+        The dotted path.
+    kind : str
+        ``"plain"``, or the kind of leaf or container: ``"tensor"``, ``"list"``, ``"tuple"``...
+    node : object
+        The node of a plain value, which has floats bit for bit; the kind of everything else.
+    is_content : bool
+        Whether its absence elsewhere is a difference: true of plain values and of empty containers.
+    """
+
+    name: str
+    kind: str
+    node: Any
+    is_content: bool
+
+    def equals(self, other: PlainValue) -> bool:
+        """Return whether two values are the same in type and in every bit."""
+        return self.kind == other.kind and json.dumps(self.node) == json.dumps(other.node)
+
+
+def plain_values(skeleton: object) -> dict[tuple[str, ...], PlainValue]:
+    """Return what is in each place of a state, by the keys that lead there.
+
+    Parameters
+    ----------
+    skeleton : object
+        A valid skeleton.
+
+    Returns
+    -------
+    dict
+        The keys are in JSON, so that ``1``, ``True`` and ``"1"`` are three, and a key with a dot is not a path.
+    """
+    found: dict[tuple[str, ...], PlainValue] = {}
+    _collect(skeleton, (), "", found)
+    return found
+
+
+# Equal kinds: an OrderedDict is a dict, whatever its keys, and a parameter is a tensor.
+_KINDS = {
+    "items": "dict",
+    "ordered": "dict",
+    "ordered_items": "dict",
+    "parameter": "tensor",
+    "object": "registered object",
+}
+
+
+def _collect(node: Any, path: tuple[str, ...], name: str, found: dict[tuple[str, ...], PlainValue]) -> None:
+    tag = node_tag(node)
+    children = child_nodes(node)
+    if children is None and tag not in LEAF_KINDS:
+        if tag in ("set", "frozenset"):
+            # The order of a set changes from process to process.
+            node = {tag: sorted(node[tag], key=json.dumps)}
+        found[path] = PlainValue(name, "plain", node, True)
+        return
+    assert tag is not None  # a scalar is a plain value
+    kind = _KINDS.get(tag, tag)
+    if tag in _FIELDS:
+        kind = f"{kind} {node[tag][0]}"
+    found[path] = PlainValue(name, kind, kind, children == [])
+    for key, child in children or ():
+        text = node_key_text(key)
+        _collect(child, (*path, json.dumps(key)), f"{name}.{text}" if name else text, found)
+
+
+# Nodes that have children, by the form of these.
+_MAPPINGS = ("dict", "ordered")
+_PAIRS = ("items", "ordered_items", "counter")
+_FIELDS = ("namedtuple", "object")
+
+
+def node_tag(node: Any) -> str | None:
+    """Return the tag of a valid node, such as ``"tensor"`` or ``"dict"``; ``"list"`` for a list, None for scalars."""
+    return "list" if isinstance(node, list) else next(iter(node)) if isinstance(node, dict) else None
+
+
+def child_nodes(node: Any) -> list[tuple[Any, Any]] | None:
+    """Return the children of a valid node with their keys; None for a leaf or a plain value."""
+    tag = node_tag(node)
+    if tag in _MAPPINGS:
+        return list(node[tag].items())
+    if tag in _FIELDS:
+        return list(node[tag][1].items())
+    if tag in _PAIRS:
+        return [(key, child) for key, child in node[tag]]
+    return list(enumerate(node if tag == "list" else node[tag])) if tag in ("list", "tuple") else None
+
+
+def node_key_text(key: Any) -> str:
+    """Return the text of a key from `child_nodes`, which may be a node itself, such as ``{"int": "0x..."}``."""
+    return names.key_text(next(iter(key.values())) if isinstance(key, dict) else key)
+
+
+def _with_children(node: Any, children: list[tuple[Any, Any]]) -> Any:
+    """Return a copy of a node that has other children."""
+    tag = node_tag(node)
+    if tag in _MAPPINGS:
+        return {**node, tag: dict(children)}
+    if tag in _FIELDS:
+        return {tag: [node[tag][0], dict(children)]}
+    if tag in _PAIRS:
+        return {**node, tag: [list(pair) for pair in children]}
+    values = [child for _, child in children]
+    return values if tag == "list" else {tag: values}

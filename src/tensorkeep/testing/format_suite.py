@@ -21,9 +21,8 @@ import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from tensorkeep import plugins
 from tensorkeep.errors import DestinationExistsError, StoreError, TensorkeepError, UnsupportedError, UsageError
-from tensorkeep.formats.base import Format, OpenSettings, Problem, WriteResult, WriteSettings
+from tensorkeep.formats.base import FORMATS, Format, OpenSettings, Problem, WriteResult, WriteSettings
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.state.tree import flatten, leaf_specs
 from tensorkeep.testing import strategies
@@ -163,10 +162,10 @@ class FormatSuite:
         (tmp_path / "empty").mkdir()
         (tmp_path / "text.txt").write_text("hello")
         others = [tmp_path / "empty", tmp_path / "text.txt", tmp_path / "missing"]
-        for name in plugins.names("formats"):
+        for name in FORMATS.names():
             if name != self.format.name:
                 others.append(tmp_path / f"of-{name}")
-                plugins.get("formats", name).write(flatten(STATES["flat"]()), others[-1], WriteSettings())
+                FORMATS.get(name).write(flatten(STATES["flat"]()), others[-1], WriteSettings())
         assert [path.name for path in others if self.format.recognises(path)] == []
 
     def test_metadata_comes_back_or_is_refused(self, tmp_path: Path) -> None:
@@ -260,7 +259,7 @@ class FormatSuite:
 
     def test_a_checkpoint_is_a_source(self, tmp_path: Path) -> None:
         """Converting: the leaves come from another checkpoint, never held as a whole state."""
-        native = plugins.get("formats", "native")
+        native = FORMATS.get("native")
         native.write(flatten(training_state()), tmp_path / "native", WriteSettings())
         with native.open(tmp_path / "native", OpenSettings()) as reader:
             options = self.format.parse_options(self.options)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 
 from tensorkeep.state.dtypes import BY_NAME, DType
-from tensorkeep.state.leaf import Leaf, allocate
+from tensorkeep.state.leaf import Leaf, LeafKind, allocate
 
 Point = namedtuple("Point", ["x", "y"])
 
@@ -24,7 +24,7 @@ shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 
 @st.composite
-def _filled(draw: st.DrawFn, kind: str, dtype: DType, shape: tuple[int, ...]) -> Any:
+def _filled(draw: st.DrawFn, kind: LeafKind, dtype: DType, shape: tuple[int, ...]) -> Any:
     """Dense arrays of random bits, with NaN payloads and denormals."""
     array = allocate(kind, dtype, shape)
     leaf = Leaf.of("x", array)

@@ -19,7 +19,6 @@ from typing import Any, ClassVar, get_args
 import pytest
 import torch
 
-from tensorkeep import plugins
 from tensorkeep.checkpoint.manager.manager import CheckpointManager
 from tensorkeep.errors import TechniqueNotActiveError
 from tensorkeep.testing.equality import difference
@@ -32,7 +31,7 @@ from tensorkeep.train.run.device import chosen_device
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import open_run
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Changed, Kind, Technique
+from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Changed, Kind, Technique
 from tensorkeep.train.techniques.machine import Machine
 
 STEPS = 6
@@ -136,14 +135,14 @@ class TechniqueSuite:
 
     def test_it_says_what_it_is(self) -> None:
         """It declares a kind, sentences for people, a reference, and is registered by its name."""
-        assert plugins.get("techniques", self.technique.name) is self.technique
+        assert TECHNIQUE_CLASSES.get(self.technique.name) is self.technique
         assert self.technique.kind in get_args(Kind)
         assert self.technique.changes in get_args(Changed)
         for text in (self.technique.summary, self.technique.effect, self.technique.reference):
             assert text and "\n" not in text and not text.endswith(".")
         self._settings({})
         for other, reason in self.technique.conflicts.items():
-            assert other in plugins.names("techniques") and reason
+            assert other in TECHNIQUE_CLASSES.names() and reason
 
     def test_losses_stay_where_its_kind_says(self, tmp_path: Path, data: Path) -> None:
         """A systems technique leaves the losses where they were; an algorithmic one leaves them finite."""

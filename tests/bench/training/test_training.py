@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tensorkeep import plugins
 from tensorkeep.bench.checkpoint.gate import GateError
 from tensorkeep.bench.experiment.experiment import read_experiment, shipped
 from tensorkeep.bench.experiment.workload import DoesNotApplyError, Task
@@ -24,7 +23,7 @@ from tensorkeep.errors import UsageError
 from tensorkeep.train import loop
 from tensorkeep.train.config.recipes import RECIPES
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Proof, Technique
+from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Proof, Technique
 from tensorkeep.train.techniques.combinations import COMBINATIONS
 from train.tiny_training import CONFIG, prepared
 
@@ -121,7 +120,7 @@ def test_an_evaluation_is_part_of_the_peak_of_memory_only_where_it_is_to_be(
 def test_the_first_step_has_what_is_compiled_before_it(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind = plugins.get("techniques", "activation-checkpointing")
+    kind = TECHNIQUE_CLASSES.get("activation-checkpointing")
     monkeypatch.setattr(kind, "rehearse", lambda *_: time.sleep(0.5))
     figures = measured(data, tmp_path / "a", {"techniques.activation-checkpointing": "on"})
     assert figures[cell.FIRST] > 0.5
@@ -132,7 +131,7 @@ def test_nothing_that_was_compiled_before_is_used_again(
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "earlier")
     seen = []
-    kind = plugins.get("techniques", "activation-checkpointing")
+    kind = TECHNIQUE_CLASSES.get("activation-checkpointing")
     monkeypatch.setattr(kind, "rehearse", lambda *_: seen.append(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
     measured(data, tmp_path / "a", {"techniques.activation-checkpointing": "on"})
     assert seen == [str(tmp_path / "a" / "cell" / "compiled")]
@@ -189,10 +188,10 @@ class Absent(Wrong):
 @pytest.fixture
 def others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Register the techniques above."""
-    known, named = plugins.get, plugins.names
+    known, named = TECHNIQUE_CLASSES.get, TECHNIQUE_CLASSES.names
     mine = {"wrong": Wrong, "absent": Absent}
-    monkeypatch.setattr(plugins, "get", lambda kind, name: mine.get(name) or known(kind, name))
-    monkeypatch.setattr(plugins, "names", lambda kind: [*named(kind), *mine])
+    monkeypatch.setattr(TECHNIQUE_CLASSES, "get", lambda name: mine.get(name) or known(name))
+    monkeypatch.setattr(TECHNIQUE_CLASSES, "names", lambda: [*named(), *mine])
 
 
 @pytest.mark.usefixtures("others")
@@ -284,7 +283,7 @@ def test_the_experiments_that_ship_are_valid(name: str) -> None:
 
 def test_each_technique_is_measured_alone() -> None:
     used = {key.split(".")[1] for arm in read_experiment("techniques").arms for key in arm.settings if "tech" in key}
-    assert used == set(plugins.names("techniques"))
+    assert used == set(TECHNIQUE_CLASSES.names())
 
 
 def test_the_combinations_are_those_of_the_command_line() -> None:

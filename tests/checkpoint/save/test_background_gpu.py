@@ -10,7 +10,7 @@ import torch
 
 import tensorkeep
 from tensorkeep.io.buffers import BufferPool
-from tensorkeep.io.page_lock import CudaPageLock
+from tensorkeep.state.cuda import CudaPageLock
 
 pytestmark = [
     pytest.mark.gpu,

@@ -179,7 +179,7 @@ def test_no_thread_to_be_had_is_heard_and_leaves_nothing(tmp_path: Path, monkeyp
 
     manager = CheckpointManager(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr("tensorkeep.checkpoint.save.pending.PATIENCE", 0.1)
+        patched.setattr("tensorkeep.checkpoint.save.pending.THREAD_START_SECONDS", 0.1)
         patched.setattr(threading.Thread, "start", start)
         with pytest.raises(RuntimeError, match="can't start new thread"):
             manager.save(1, {"w": zeros(1)})
@@ -305,14 +305,14 @@ def test_after_going_back_a_step_that_was_saved_stays(tmp_path: Path) -> None:
 def test_steps_that_cannot_be_deleted_are_said_and_cost_no_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = tensorkeep.checkpoint.manager.steps.withdraw
+    real = tensorkeep.checkpoint.manager.steps.remove_checkpoint
 
-    def withdraw(path: Path) -> None:
+    def remove_checkpoint(path: Path) -> None:
         if path.name == "step-000001":
             raise PermissionError(13, "Permission denied")
         real(path)
 
-    monkeypatch.setattr("tensorkeep.checkpoint.manager.steps.withdraw", withdraw)
+    monkeypatch.setattr("tensorkeep.checkpoint.manager.steps.remove_checkpoint", remove_checkpoint)
     manager = CheckpointManager(tmp_path, keep_last=1)
     manager.save(1, {"w": zeros(1)}).wait()
     assert manager.save(2, {"w": zeros(1)}).wait().state_bytes == MIB

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tensorkeep.errors import TechniqueNotActiveError, UnsupportedError, UsageError
+from tensorkeep.machine import physical_cores
 from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, train_run, with_techniques
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import take_step
@@ -22,7 +23,6 @@ from tensorkeep.train.techniques.cpu_threads import (
     CpuThreads,
     CpuThreadsSettings,
     _in_words,
-    _one_of_each_core,
     _parsed,
 )
 
@@ -57,7 +57,7 @@ class TestCpuThreads(TechniqueSuite):
         """A run that goes on where there are more cores computes with as many threads, as its bits depend on them."""
         train_run(with_techniques(TINY, {"cpu-threads": {}}), tmp_path / "run", data, stop_after=1)
         kept = RunFolder(tmp_path / "run").record().config
-        assert kept.loop.threads == kept.techniques["cpu-threads"]["threads"] == len(_one_of_each_core(ALLOWED))
+        assert kept.loop.threads == kept.techniques["cpu-threads"]["threads"] == len(physical_cores(ALLOWED))
 
     def test_more_threads_than_processors_are_refused(self, tmp_path: Path, data: Path) -> None:
         """They would wait for each other; so would threads of a processor that is not there."""
@@ -93,15 +93,6 @@ def test_the_threads_of_the_loop_are_taken_over() -> None:
     technique = CpuThreads(CpuThreadsSettings())
     config = technique.configure(TINY.changed({"loop.threads": 3}))
     assert config.loop.threads == technique.settings.threads == 3
-
-
-def test_of_hyper_threads_the_first_one_is_taken(tmp_path: Path) -> None:
-    for cpu, siblings in {0: "0,4", 1: "1,5", 4: "0,4", 5: "1,5"}.items():
-        (tmp_path / f"cpu{cpu}" / "topology").mkdir(parents=True)
-        (tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list").write_text(f"{siblings}\n")
-    assert _one_of_each_core({0, 1, 4, 5}, tmp_path) == {0, 1}
-    assert _one_of_each_core({4, 5}, tmp_path) == {4, 5}
-    assert _one_of_each_core({0, 4, 9}, tmp_path) == {0, 9}
 
 
 @pytest.mark.parametrize("text", ["0", "0-3,8", "1,3,5-6"])

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from tensorkeep import plugins
 from tensorkeep.errors import UsageError
 from tensorkeep.testing.equality import difference
 from tensorkeep.testing.technique_suite import TINY, last_state, losses, train_run, with_techniques
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.run.folder import RunFolder
+from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES
 from tensorkeep.train.techniques.machine import Machine
 from tensorkeep.train.techniques.stack import Stack
 
@@ -32,13 +32,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def lack(name: str) -> str | None:
-    technique = plugins.get("techniques", name)
+    technique = TECHNIQUE_CLASSES.get(name)
     settings = technique.Settings(**SETTINGS.get(name, {}))
     found: str | None = technique(settings).lacks(Machine(torch.device("cpu")))
     return found
 
 
-HERE = [name for name in plugins.names("techniques") if lack(name) is None]
+HERE = [name for name in TECHNIQUE_CLASSES.names() if lack(name) is None]
 PAIRS = list(combinations(HERE, 2))
 
 

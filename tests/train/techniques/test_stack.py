@@ -9,12 +9,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from tensorkeep import plugins
 from tensorkeep.errors import MissingExtraError, UnsupportedError, UsageError
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.recipes import RECIPES, get_recipe
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Proof, Technique
+from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Proof, Technique
 from tensorkeep.train.techniques.combinations import COMBINATIONS, expanded
 from tensorkeep.train.techniques.machine import Machine
 from tensorkeep.train.techniques.stack import Stack
@@ -91,7 +90,7 @@ def test_what_a_machine_lacks_is_said() -> None:
 def test_combinations_are_of_known_techniques() -> None:
     assert expanded(["C", "low-bit-optimizer", "tf32"]) == ["activation-checkpointing", "low-bit-optimizer", "tf32"]
     for names in COMBINATIONS.values():
-        assert set(names) <= set(plugins.names("techniques"))
+        assert set(names) <= set(TECHNIQUE_CLASSES.names())
         Stack.of({name: {} for name in names})
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from tensorkeep.errors import TensorkeepError
-from tensorkeep.state.leaf import Leaf
-from tensorkeep.state.source import Bytes
+from tensorkeep.state.leaf import Bytes, Leaf
 from tensorkeep.state.tree import flatten
 
 _PIECE = 4 * 1024**2

@@ -22,18 +22,15 @@ from tensorkeep.bench.checkpoint.probes import (
     evict,
     files_of,
     make_cold,
-    peak_resident_bytes,
     release_memory,
-    reset_peak,
-    resident_bytes,
     seconds_of,
     size_on_disk,
     sync_tree,
     warm,
-    written_bytes,
 )
 from tensorkeep.bench.checkpoint.subject import Subject
 from tensorkeep.bench.checkpoint.tools.base import Tool
+from tensorkeep.machine import peak_resident_bytes, reset_peak_resident, resident_bytes, written_bytes
 
 SAVE = "save"
 RETURNED = "returned"
@@ -118,7 +115,7 @@ def _save(tool: Tool, subject: Subject, path: Path, found: Visited) -> None:
 def _save_once(tool: Tool, state: Any, path: Path, found: Visited) -> None:
     release_memory()
     before, written = resident_bytes(), written_bytes()
-    reset_peak()
+    reset_peak_resident()
     begin = time.perf_counter()
     tool.save(state, path)
     returned = time.perf_counter()

@@ -19,14 +19,13 @@ import numpy as np
 
 from tensorkeep.errors import StoreError, UnsupportedError
 from tensorkeep.io.files import sync_directory
+from tensorkeep.machine import available_bytes
 from tensorkeep.units import format_bytes
 
 COLD_SHARE = 0.01
 """A file counts as cold when at most this share of it lies in memory: the kernel may keep a page that it looks at."""
 
 _READ_BYTES = 8 * 1024**2
-_SELF = Path("/proc/self")
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def seconds_of(call: Callable[[], object]) -> float:
@@ -147,56 +146,6 @@ def release_memory() -> None:
         trim(0)
 
 
-def resident_bytes() -> int:
-    """Return this process's resident memory (``VmRSS``)."""
-    return _kilobytes(_SELF / "status", "VmRSS") * 1024
-
-
-def peak_resident_bytes() -> int:
-    """Return the most resident memory since the start or since `reset_peak` (``VmHWM``)."""
-    return _kilobytes(_SELF / "status", "VmHWM") * 1024
-
-
-def written_bytes() -> int:
-    """Return the bytes that this process has caused to be written to disks, as the kernel counts them.
-
-    Raises
-    ------
-    UnsupportedError
-        If the kernel does not count.
-    """
-    try:
-        lines = (_SELF / "io").read_text().splitlines()
-    except OSError as error:
-        raise UnsupportedError(f"the kernel does not count what is written: {error.strerror}") from error
-    counts = dict(line.split(": ") for line in lines)
-    return int(counts["write_bytes"])
-
-
-def reset_peak() -> None:
-    """Let the peak start again from what is resident now.
-
-    Raises
-    ------
-    UnsupportedError
-        If the kernel offers no such thing.
-    """
-    try:
-        (_SELF / "clear_refs").write_text("5")
-    except OSError as error:
-        raise UnsupportedError(f"peak memory cannot be measured here: {error.strerror}") from error
-
-
-def available_memory() -> int:
-    """Return the bytes that this process can still take without swapping, a container's limit included."""
-    available = _kilobytes(Path("/proc/meminfo"), "MemAvailable") * 1024
-    limit = _CGROUP / "memory.max"
-    if not limit.is_file() or (text := limit.read_text().strip()) == "max":
-        return available
-    statistics = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-    return min(available, int(text) - int(statistics["anon"]))
-
-
 def check_room(directory: Path, *, disk: int, memory: int) -> None:
     """Refuse to start what will not fit.
 
@@ -213,15 +162,8 @@ def check_room(directory: Path, *, disk: int, memory: int) -> None:
             path=directory,
             remedy="choose another folder, or a smaller state",
         )
-    if (available := available_memory()) < memory:
+    if (available := available_bytes()) < memory:
         raise StoreError(
             f"{format_bytes(memory)} of memory are needed, {format_bytes(available)} are available",
             remedy="close what you do not need, or choose a smaller state",
         )
-
-
-def _kilobytes(path: Path, field: str) -> int:
-    for line in path.read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1])
-    raise UnsupportedError(f"the kernel does not report {field}", path=path)

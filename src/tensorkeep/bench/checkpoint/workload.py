@@ -21,7 +21,7 @@ from tensorkeep.bench.results import Measure
 from tensorkeep.checkpoint.inspect.info import info
 from tensorkeep.checkpoint.load.load import load
 from tensorkeep.checkpoint.save.save import save
-from tensorkeep.state.source import Source
+from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import flatten
 from tensorkeep.units import format_bytes
 

@@ -20,6 +20,7 @@ from tensorkeep.bench.checkpoint.measure import remove
 from tensorkeep.bench.experiment.workload import Task
 from tensorkeep.bench.results import Limits
 from tensorkeep.bench.run.worker import MARK
+from tensorkeep.machine import private_bytes
 from tensorkeep.units import format_bytes, format_seconds
 
 _LOOK_SECONDS = 0.2
@@ -83,17 +84,8 @@ def _watch(process: subprocess.Popen[bytes], limits: Limits, begin: float) -> tu
             return None
         if limits.seconds is not None and time.perf_counter() - begin > limits.seconds:
             return "timeout", f"took longer than its limit of {format_seconds(limits.seconds)}"
-        if limits.memory_bytes is not None and (held := _resident(process.pid)) > limits.memory_bytes:
+        if limits.memory_bytes is not None and (held := private_bytes(process.pid)) > limits.memory_bytes:
             return "memory", f"held {format_bytes(held)}, its limit is {format_bytes(limits.memory_bytes)}"
-
-
-def _resident(pid: int) -> int:
-    """Return the memory of a process that is its own: what it maps of files can be dropped at any time."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -105,8 +105,8 @@ def execute(
             documents.write(document, results)
 
 
-def _same_machine(before: Mapping[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    if before and any(before[key] != now[key] for key in ("versions", "processor")):
+def _same_machine(before: Mapping[str, Any], now: machine.Description) -> machine.Description:
+    if before and (before["versions"], before["processor"]) != (now["versions"], now["processor"]):
         raise UsageError(
             "the machine or its software is not what this run began on", remedy="start anew with another --out"
         )

@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 
-from tensorkeep import plugins
 from tensorkeep.errors import UnsupportedError, UsageError
 from tensorkeep.train.config.config import TECHNIQUES, Config, nearest, setting_names
 from tensorkeep.train.config.recipes import get_recipe
 from tensorkeep.train.run.device import chosen_device
+from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES
 from tensorkeep.train.techniques.machine import Machine
-from tensorkeep.train.techniques.stack import KIND, Stack
+from tensorkeep.train.techniques.stack import Stack
 
 DEFAULT_RECIPE = "shakespeare-char-cpu"
 
@@ -112,11 +112,13 @@ def _stack(settings: Mapping[str, Any]) -> Stack:
 
 def without_systems(config: Config) -> Config:
     """Return a configuration without those of its techniques that must not move the losses."""
-    kept = {name: given for name, given in config.techniques.items() if plugins.get(KIND, name).kind == "algorithmic"}
+    kept = {
+        name: given for name, given in config.techniques.items() if TECHNIQUE_CLASSES.get(name).kind == "algorithmic"
+    }
     return msgspec.structs.replace(config, techniques=kept)
 
 
 def tolerance_of(config: Config) -> float:
     """Return how far the losses may lie from those of `without_systems`, as a share: what each allows, added up."""
-    kinds = (plugins.get(KIND, name) for name in config.techniques)
+    kinds = (TECHNIQUE_CLASSES.get(name) for name in config.techniques)
     return float(sum(each.tolerance for each in kinds if each.kind == "systems"))

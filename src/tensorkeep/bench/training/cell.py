@@ -13,10 +13,11 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tensorkeep.bench.checkpoint.gate import GateError
-from tensorkeep.bench.checkpoint.probes import release_memory, reset_peak, resident_bytes
+from tensorkeep.bench.checkpoint.probes import release_memory
 from tensorkeep.bench.experiment.workload import DoesNotApplyError, Outcome
 from tensorkeep.bench.training.reference_losses import LossGate
 from tensorkeep.errors import TechniqueNotActiveError, UnsupportedError, UsageError
+from tensorkeep.machine import reset_peak_resident, resident_bytes
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.batches import windows
 from tensorkeep.train.data.dataset import Dataset
@@ -91,7 +92,7 @@ def _begin_peak(run: Run) -> int:
         torch.cuda.reset_peak_memory_stats(run.device)
         return 0
     release_memory()
-    reset_peak()
+    reset_peak_resident()
     states = [value for each in run.optimizers.values() for state in each.state.values() for value in state.values()]
     averages = run.average.state_dict().values()
     return resident_bytes() - sum(_nbytes(each) for each in (*run.model.parameters(), *states, *averages))

@@ -8,7 +8,6 @@ setting is faster beyond the noise, see `Contest.winner`.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from tensorkeep.checkpoint.load.load import load
 from tensorkeep.checkpoint.save.save import save
 from tensorkeep.errors import UsageError
 from tensorkeep.io.buffers import DEFAULT_BUDGET
+from tensorkeep.machine import usable_processors
 from tensorkeep.state.tree import flatten
 
 DEFAULT_SECONDS = 15.0
@@ -157,7 +157,7 @@ def _first(start: Setting) -> list[Setting]:
 
 
 def _second(start: Setting) -> list[Setting]:
-    most = min(_MOST_THREADS, 2 * len(os.sched_getaffinity(0)))
+    most = min(_MOST_THREADS, 2 * len(usable_processors()))
     counts = [2**power for power in range(int(math.log2(most)) + 1)]
     return [start, *(replace(start, threads=count) for count in counts if count != start.threads)]
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tensorkeep.bench.checkpoint.probes import resident_bytes
 from tensorkeep.bench.training.cell import MEMORY
 from tensorkeep.bench.tune.batch_trial import Trial, Try, fits, largest_batch
 from tensorkeep.bench.tune.memory_choices import Choice, choices
+from tensorkeep.machine import resident_bytes
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.memory.ledger import predict
 from tensorkeep.train.run.device import chosen_device

@@ -123,7 +123,7 @@ def _grid(nbytes: int, step: int) -> Iterator[tuple[int, int]]:
 
 def _is_whole(reader: Reader, name: str) -> bool:
     alias = reader.flat.aliases.get(name)
-    return alias is None or alias.is_whole(reader.flat.leaves[alias.of].shape)
+    return alias is None or alias.is_full(reader.flat.leaves[alias.of].shape)
 
 
 def _stored(reader: Reader, name: str) -> str:

@@ -17,7 +17,7 @@ from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings, Reader, WriteSett
 from tensorkeep.io.buffers import DEFAULT_BUDGET, BufferPool
 from tensorkeep.io.parallel import Progress
 from tensorkeep.state import names
-from tensorkeep.state.source import Source
+from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat, prune
 
 

@@ -18,7 +18,7 @@ from tensorkeep.io.buffers import DEFAULT_BUDGET
 from tensorkeep.io.parallel import Progress
 from tensorkeep.state import names
 from tensorkeep.state.dtypes import DType
-from tensorkeep.state.plain_values import plain_values, same
+from tensorkeep.state.tree import plain_values
 
 __all__ = ["DiffReport", "Mismatch", "TensorDiff", "diff"]
 
@@ -168,10 +168,10 @@ def _values(left: Reader, right: Reader) -> list[Mismatch]:
     for path in dict.fromkeys([*first, *second]):
         a, b = first.get(path), second.get(path)
         if a and b:
-            if not same(a, b):
+            if not a.equals(b):
                 found.append(Mismatch(a.name, a.node, b.node))
-        elif a and a.counts:
+        elif a and a.is_content:
             found.append(Mismatch(a.name, a.node, None))
-        elif b and b.counts:
+        elif b and b.is_content:
             found.append(Mismatch(b.name, None, b.node))
     return found

@@ -20,7 +20,7 @@ def run_of(reader: Reader, name: str) -> tuple[str, int] | None:
     alias = reader.flat.aliases.get(name)
     if alias is None:
         return name, 0
-    return (alias.of, alias.offset_elements * reader.entries[name].dtype.itemsize) if alias.is_run else None
+    return (alias.of, alias.offset_elements * reader.entries[name].dtype.itemsize) if alias.is_contiguous else None
 
 
 def fill(reader: Reader, name: str, leaf: Leaf, pool: BufferPool, *, start: int = 0) -> None:

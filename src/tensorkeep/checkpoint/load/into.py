@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 from tensorkeep.errors import StateMismatchError
 from tensorkeep.formats.base import Reader
-from tensorkeep.state.aliases import find_aliases, whole
+from tensorkeep.state.aliases import find_aliases, full_view, sharing_conflict
 from tensorkeep.state.leaf import Leaf
-from tensorkeep.state.memory import sharing_conflict
-from tensorkeep.state.tree import GivenLeaf, LeafSpec
+from tensorkeep.state.tree import LeafSpec, StateLeaf
 
 _MOST_NAMED = 5
 _REMEDY = "load without `into`, or `select` the tensors that both have"
@@ -37,13 +36,13 @@ class Target(NamedTuple):
 
 
 def match(
-    given: Mapping[str, GivenLeaf], reader: Reader, specs: Mapping[str, LeafSpec], chosen: list[str], *, partial: bool
+    given: Mapping[str, StateLeaf], reader: Reader, specs: Mapping[str, LeafSpec], chosen: list[str], *, partial: bool
 ) -> dict[str, Target]:
     """Return where each of the chosen tensors goes.
 
     Parameters
     ----------
-    given : mapping of str to GivenLeaf
+    given : mapping of str to StateLeaf
         All leaves of the state.
     specs : mapping of str to LeafSpec
         What the checkpoint's skeleton says of each.
@@ -68,7 +67,7 @@ def match(
     return targets
 
 
-def _targets(given: Mapping[str, GivenLeaf], chosen: list[str]) -> dict[str, Target]:
+def _targets(given: Mapping[str, StateLeaf], chosen: list[str]) -> dict[str, Target]:
     wanted = set(chosen)
     bases = find_aliases(found.leaf for found in given.values())
     return {
@@ -117,7 +116,7 @@ class Differences:
 
 
 def compare(
-    given: Mapping[str, GivenLeaf], reader: Reader, specs: Mapping[str, LeafSpec], chosen: list[str], *, partial: bool
+    given: Mapping[str, StateLeaf], reader: Reader, specs: Mapping[str, LeafSpec], chosen: list[str], *, partial: bool
 ) -> Differences:
     """Return what does not fit; see `match`."""
     wanted = set(chosen)
@@ -135,7 +134,7 @@ def compare(
 
 
 def sharing_conflict_of(
-    given: Mapping[str, GivenLeaf], reader: Reader, specs: Mapping[str, LeafSpec], wanted: Collection[str]
+    given: Mapping[str, StateLeaf], reader: Reader, specs: Mapping[str, LeafSpec], wanted: Collection[str]
 ) -> tuple[str, str] | None:
     """Return two tensors that share memory, but not in the checkpoint: one value would overwrite another.
 
@@ -144,7 +143,7 @@ def sharing_conflict_of(
     """
     leaves = {name: found.leaf for name, found in given.items() if name in reader.entries}
     saved = {
-        name: reader.flat.aliases.get(name) or whole(name, leaf.shape)
+        name: reader.flat.aliases.get(name) or full_view(name, leaf.shape)
         for name, leaf in leaves.items()
         if not _differs(leaf, reader, specs, name)
     }

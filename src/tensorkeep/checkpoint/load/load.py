@@ -15,7 +15,7 @@ from tensorkeep.formats.base import OpenSettings, Reader
 from tensorkeep.io.buffers import DEFAULT_BUDGET, BufferPool
 from tensorkeep.io.parallel import Progress
 from tensorkeep.state import names
-from tensorkeep.state.tree import given_leaves, leaf_specs, prune, unflatten
+from tensorkeep.state.tree import leaf_specs, prune, state_leaves, unflatten
 
 if TYPE_CHECKING:
     import torch
@@ -104,8 +104,8 @@ def load_open(
     with structure_of(reader.path):
         specs = leaf_specs(reader.flat.skeleton)
         skeleton = reader.flat.skeleton if select is None else prune(reader.flat.skeleton, set(chosen))
-    given = {} if into is None else match(given_leaves(into), reader, specs, chosen, partial=select is not None)
+    given = {} if into is None else match(state_leaves(into), reader, specs, chosen, partial=select is not None)
     plan = Plan(reader, specs, chosen, given, device)
     plan.read(count, pool, progress)
     with structure_of(reader.path):
-        return unflatten(skeleton, plan.values(), as_given=into is not None, path=reader.path)
+        return unflatten(skeleton, plan.values(), as_is=into is not None, path=reader.path)

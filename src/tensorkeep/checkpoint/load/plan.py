@@ -98,7 +98,7 @@ class Plan:
             alias = flat.aliases.get(name)
             if alias is None:
                 continue
-            whole = alias.is_whole(flat.leaves[alias.of].shape)
+            whole = alias.is_full(flat.leaves[alias.of].shape)
             if not whole or self.read_at_once.setdefault(alias.of, leaf) is not leaf:
                 self.filled_after.append(leaf)
 

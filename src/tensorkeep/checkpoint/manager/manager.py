@@ -33,7 +33,7 @@ from tensorkeep.errors import (
     UsageError,
 )
 from tensorkeep.formats.base import StepRecord
-from tensorkeep.io.lock import Ownership
+from tensorkeep.io.lock import FolderLock
 from tensorkeep.io.parallel import Progress
 from tensorkeep.io.temporaries import remove_abandoned
 
@@ -126,7 +126,7 @@ class CheckpointManager(StepFolder):
     def _begin(self) -> None:
         """Begin without a save on its way and without the folder; a forked child does, too."""
         self._queue = SaveQueue(self._when_busy, self._budget)
-        self._ownership: Ownership | None = None
+        self._ownership: FolderLock | None = None
         self._mutex = threading.RLock()
         self._saving = threading.RLock()
         self._inside = False
@@ -368,8 +368,8 @@ class CheckpointManager(StepFolder):
             If the operating system refuses.
         """
         with self._mutex:
-            if self._ownership is None or not self._ownership.still_holds():
-                self._ownership = Ownership(self.root)
+            if self._ownership is None or not self._ownership.is_held():
+                self._ownership = FolderLock(self.root)
                 remove_abandoned(self.root)
 
     def close(self) -> None:

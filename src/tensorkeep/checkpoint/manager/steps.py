@@ -14,7 +14,7 @@ from typing import SupportsIndex
 from tensorkeep.errors import NotACheckpointError, NotFoundError, PathLike, TensorkeepError, UsageError
 from tensorkeep.formats.native.reader import foreign_names, is_native, look
 from tensorkeep.formats.probe import names_in
-from tensorkeep.io.commit import withdraw
+from tensorkeep.io.commit import remove_checkpoint
 from tensorkeep.io.files import store_error
 
 _NAME = re.compile(r"step-(\d{6,18})")
@@ -182,7 +182,7 @@ def remove_step(path: Path) -> None:
         return
     check_removable(path)
     try:
-        withdraw(path)
+        remove_checkpoint(path)
     except FileNotFoundError:
         return
     except OSError as error:

@@ -15,7 +15,7 @@ from tensorkeep.checkpoint.restore.structure import below, compare_keys
 from tensorkeep.checkpoint.selection import select_parts
 from tensorkeep.formats.base import Reader
 from tensorkeep.state.names import Path, display
-from tensorkeep.state.tree import GivenLeaf, given_leaves, given_paths, leaf_specs, unflatten
+from tensorkeep.state.tree import StateLeaf, leaf_paths, leaf_specs, state_leaves, unflatten
 
 _EXTRA_STATE = "_extra_state"
 _REMEDY = (
@@ -70,13 +70,13 @@ class Fit:
         self._reader = reader
         self._partial = select is not None
         state_dicts = plain(state)
-        self._given = given_leaves(state_dicts)
-        self._given_paths = given_paths(state_dicts)
+        self._given = state_leaves(state_dicts)
+        self._given_paths = leaf_paths(state_dicts)
         with structure_of(reader.path):
             self.specs = leaf_specs(reader.flat.skeleton)
             self.markers = {n: Saved(n, self.specs[n].kind, entry) for n, entry in reader.entries.items()}
             as_values: dict[str, Any] = {**self.markers}
-            saved = unflatten(reader.flat.skeleton, as_values, as_given=True, path=reader.path)
+            saved = unflatten(reader.flat.skeleton, as_values, as_is=True, path=reader.path)
         paths = {marker.name: path for path, marker in paths_to(saved, Saved)}
         self._saved_paths = {name: paths.get(name, ()) for name in reader.entries}
         self._keys = compare_keys(state, saved)
@@ -189,7 +189,7 @@ class Fit:
     def _kept(self) -> list[str]:
         return [name for name in self.chosen if name not in self.new]
 
-    def _there(self) -> Mapping[str, GivenLeaf]:
+    def _there(self) -> Mapping[str, StateLeaf]:
         return {name: leaf for name, leaf in self._given.items() if name not in self._replaced}
 
     def first(self) -> dict[Path, set[str]]:

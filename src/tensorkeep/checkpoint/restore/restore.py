@@ -23,7 +23,7 @@ from tensorkeep.formats.base import OpenSettings, Reader
 from tensorkeep.io.buffers import DEFAULT_BUDGET, BufferPool
 from tensorkeep.io.parallel import Progress
 from tensorkeep.state import names
-from tensorkeep.state.tree import given_leaves, prune, unflatten
+from tensorkeep.state.tree import prune, state_leaves, unflatten
 
 if TYPE_CHECKING:
     import torch
@@ -131,7 +131,7 @@ class _Restoring:
 
     def _rebuilt(self, skeleton: object, values: dict[str, Any]) -> Any:
         with structure_of(self._reader.path):
-            return unflatten(skeleton, values, as_given=True, path=self._reader.path)
+            return unflatten(skeleton, values, as_is=True, path=self._reader.path)
 
     def _give_first(self, loaded: Any) -> None:
         """Give their states to the objects that come first; if one refuses, give all of them what they had."""
@@ -178,7 +178,7 @@ def _give(path: names.Path, held: Held, state: Any) -> None:
 def _copied(held: Held) -> Any:
     """Return a copy of an object's state with the same tensors, which may be large: objects replace them."""
     state = plain(held.state)
-    arrays = [found.value for found in given_leaves(state).values()]
+    arrays = [found.value for found in state_leaves(state).values()]
     return copy.deepcopy(state, {id(array): array for array in arrays})
 
 

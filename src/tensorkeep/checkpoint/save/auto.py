@@ -19,7 +19,7 @@ from tensorkeep.errors import StoreError
 from tensorkeep.formats.base import StoredLeaf, WriteSettings
 from tensorkeep.formats.blockfile.plan import BlockFileOptions
 from tensorkeep.formats.native.history import NativeOptions
-from tensorkeep.state.source import Source
+from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 from tensorkeep.units import format_bytes
 

@@ -25,7 +25,7 @@ from tensorkeep.errors import DestinationExistsError, PathLike
 from tensorkeep.formats.base import StepRecord, WriteSettings
 from tensorkeep.io.parallel import Progress
 from tensorkeep.state import cuda
-from tensorkeep.state.source import Source
+from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat, flatten
 
 

@@ -6,9 +6,9 @@ from tensorkeep.checkpoint.arguments import MemorySize
 from tensorkeep.errors import UsageError
 from tensorkeep.formats.base import BLOCK_BYTES, thread_bytes
 from tensorkeep.formats.native.writer import buffers_each
-from tensorkeep.io.available import available_bytes
-from tensorkeep.io.buffers import DEFAULT_BUDGET, MINIMUM_BUDGET, BufferPool
-from tensorkeep.io.page_lock import CudaPageLock, PageLock
+from tensorkeep.io.buffers import DEFAULT_BUDGET, MINIMUM_BUDGET, BufferPool, PageLock
+from tensorkeep.machine import available_bytes
+from tensorkeep.state.cuda import CudaPageLock
 from tensorkeep.units import format_bytes, parse_bytes
 
 _LITTLE_MORE = 1.25

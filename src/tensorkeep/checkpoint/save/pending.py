@@ -15,7 +15,7 @@ from tensorkeep.checkpoint.save.memory import SaveMemory
 from tensorkeep.checkpoint.save.save import About, SaveReport
 from tensorkeep.errors import BusyError, UsageError
 from tensorkeep.formats.base import StagedWrite
-from tensorkeep.io.parallel import PATIENCE, Cancelled, default_threads
+from tensorkeep.io.parallel import THREAD_START_SECONDS, Cancelled, default_threads
 
 Callback = Callable[[], None]
 
@@ -216,7 +216,7 @@ atexit.register(_tell)
 
 def _begins(thread: threading.Thread) -> bool:
     """Say whether a thread runs, or has run, whose start was interrupted."""
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + THREAD_START_SECONDS
     while thread.ident is None and time.monotonic() < end:
         time.sleep(0.01)
     return thread.ident is not None

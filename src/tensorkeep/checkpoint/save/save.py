@@ -19,7 +19,7 @@ from tensorkeep.formats.base import WriteResult, WriteSettings
 from tensorkeep.io.buffers import DEFAULT_BUDGET
 from tensorkeep.io.parallel import Progress
 from tensorkeep.state import cuda
-from tensorkeep.state.source import Source
+from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat, flatten
 
 _BY_SUFFIX = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch"}

@@ -26,7 +26,7 @@ from tensorkeep.io import parallel
 from tensorkeep.io.buffers import BufferPool, round_up
 from tensorkeep.io.commit import Commit
 from tensorkeep.io.files import Bytes, DirectFile
-from tensorkeep.state.source import Source
+from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 
 PATIENCE = 0.1

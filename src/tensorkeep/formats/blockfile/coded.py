@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from tensorkeep import plugins
+from tensorkeep.codecs.base import CODECS
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
 from tensorkeep.formats.blockfile.header import MAX_DIMENSIONS, Header, TensorRecord
 from tensorkeep.formats.blockfile.plan import FilePlan, Placed
@@ -138,7 +138,7 @@ def widest(plan: FilePlan, block_bytes: int, *, changes: bool = False, delta: bo
     changes, delta : bool
         Whether only some blocks may be there, and whether some of those may be differences.
     """
-    longest = max(plugins.names("codecs"), key=len)
+    longest = max(CODECS.names(), key=len)
     end = 2 * plan.raw_bytes + block_bytes
     records = [TensorRecord(leaf.key, "U8", (end,), end, end) for leaf in plan.leaves]
     tensors: dict[str, Note] = {}

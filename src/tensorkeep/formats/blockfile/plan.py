@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from tensorkeep.errors import UsageError
 from tensorkeep.formats.structure import Structure
 from tensorkeep.formats.write import FormatOptions
+from tensorkeep.state.leaf import Source
 from tensorkeep.state.names import part_file_stems
-from tensorkeep.state.source import Source
 from tensorkeep.state.tree import Flat
 from tensorkeep.units import parse_bytes
 

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
-from tensorkeep import plugins
-from tensorkeep.codecs.base import Codec, CodecError
+from tensorkeep.codecs.base import CODECS, Codec, CodecError
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
 from tensorkeep.formats.sealed import hasher_for
 from tensorkeep.io.buffers import ALIGNMENT, BufferPool, round_up
@@ -135,7 +134,7 @@ class BlockReader:
         if block.length != len(out):
             raise CorruptCheckpointError(f"{block.length:,} raw bytes stand for {len(out):,}")
         hasher = hasher_for(block.raw) if self._verify and block.raw else None
-        if len(out) >= _SMALL_BYTES and file.goes_direct(block.offset, len(out)):
+        if len(out) >= _SMALL_BYTES and file.bypasses_cache(block.offset, len(out)):
             with self._pool.acquire(_room(len(out))) as scratch:
                 data = file.fetch(block.offset, len(out), scratch)
                 for piece in _pieces(len(out)):
@@ -234,7 +233,7 @@ def _is_coded(block: StoredBlock, raw_bytes: int) -> bool:
 
 def _codec(block: StoredBlock) -> Codec:
     try:
-        return cast(Codec, plugins.get("codecs", block.codec))
+        return CODECS.get(block.codec)
     except UnsupportedError as error:
         raise UnsupportedError(
             f"holds blocks of codec {block.codec!r}, which is not installed",

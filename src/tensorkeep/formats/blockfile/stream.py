@@ -24,10 +24,10 @@ from tensorkeep.codecs.base import Codec
 from tensorkeep.formats.blockfile.plan import Block, FilePlan
 from tensorkeep.formats.blockfile.records import BlockRecord
 from tensorkeep.formats.sealed import digest, new_hasher
-from tensorkeep.io.buffers import ALIGNMENT, BufferPool, Loan, aligned_copy, round_down, round_up
+from tensorkeep.io.buffers import ALIGNMENT, Buffer, BufferPool, aligned_copy, round_down, round_up
 from tensorkeep.io.files import Bytes, DirectFile
 from tensorkeep.io.parallel import Cancellation, Meter, Order
-from tensorkeep.state.cuda import beside_the_caller
+from tensorkeep.state.cuda import side_stream
 
 _HASH_BYTES = 1024**2
 """Bytes that are hashed right after they were copied, while they are still in the core's cache."""
@@ -92,13 +92,13 @@ class Stream(ABC):
         self._file = DirectFile(path, direct=how.direct)
 
     @abstractmethod
-    def task(self, number: int, staged: Loan | None = None) -> None:
+    def task(self, number: int, staged: Buffer | None = None) -> None:
         """Write the blocks of a task; tasks start in order and each runs once.
 
         Parameters
         ----------
         number : int
-        staged : Loan, optional
+        staged : Buffer, optional
             The task's bytes, as `stage` laid them out, to be written instead of what lies in the state by now; given
             back here.
         """
@@ -122,7 +122,7 @@ class RawStream(Stream):
         self._edges = _SharedPages(self.size)
         self._file.preallocate(self.size)
 
-    def task(self, number: int, staged: Loan | None = None) -> None:
+    def task(self, number: int, staged: Buffer | None = None) -> None:
         """Write the task's blocks, but for the pages that it shares with others and that are not complete yet."""
         blocks = self._groups[number]
         begin = self._room + blocks[0].leaf.start + blocks[0].start
@@ -191,7 +191,7 @@ class CodedStream(Stream):
         self._order = Order(how.cancellation)
         self._end = room
 
-    def task(self, number: int, staged: Loan | None = None) -> None:
+    def task(self, number: int, staged: Buffer | None = None) -> None:
         blocks = self._groups[number]
         gathering = 0 if staged else max((b.nbytes for b in blocks if b.leaf.source.host_bytes() is None), default=0)
         # A coded block is never longer than the raw one, but coders may use room beyond while they work.
@@ -275,7 +275,7 @@ def stage(blocks: list[Block], buffer: Bytes) -> None:
     for block, place in places(blocks):
         raw = block.leaf.source.host_bytes()
         if raw is None:
-            with beside_the_caller(block.leaf.source):
+            with side_stream(block.leaf.source):
                 block.leaf.source.read(block.start, block.stop, buffer[place])
         else:
             np.copyto(buffer[place], raw[block.start : block.stop])

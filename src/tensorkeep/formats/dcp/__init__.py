@@ -16,7 +16,7 @@ from tensorkeep.formats.dcp.options import DcpOptions
 from tensorkeep.formats.dcp.reader import DcpReader
 from tensorkeep.formats.probe import first_bytes, names_in
 from tensorkeep.formats.torch_file.zip_file import begins_like_old_pickle
-from tensorkeep.state.source import Source
+from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 
 __all__ = ["FORMAT", "DcpFormat"]

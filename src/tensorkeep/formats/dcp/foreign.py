@@ -12,7 +12,7 @@ from tensorkeep.formats.dcp.metadata import Contents
 from tensorkeep.formats.dcp.slice_zip import MappedFile, load_value
 from tensorkeep.state.dtypes import DType
 from tensorkeep.state.leaf import Leaf, allocate
-from tensorkeep.state.tree import Flat, flatten, given_leaves
+from tensorkeep.state.tree import Flat, flatten, state_leaves
 
 _MOST_GAPS = 10_000
 """Places of all lists together that nothing was saved for, besides three for each that something was."""
@@ -53,7 +53,7 @@ def rebuild(contents: Contents, files: Mapping[str, MappedFile], path: Path) -> 
     except UnsupportedLeafError as error:
         raise UnsupportedError(error.message, path=path, name=error.name, remedy=error.remedy) from error
     names = {id(tensor): name for name, tensor in stand_ins.items()}
-    keys = {name: names[id(given.value)] for name, given in given_leaves(state).items() if id(given.value) in names}
+    keys = {name: names[id(given.value)] for name, given in state_leaves(state).items() if id(given.value) in names}
     return Rebuilt(flat, keys)
 
 

@@ -17,7 +17,7 @@ from tensorkeep.formats.dcp.slices import TensorSlice
 from tensorkeep.formats.dcp.tiling import copy_common, have_common, runs
 from tensorkeep.formats.probe import names_in
 from tensorkeep.formats.sidecar import Sidecar
-from tensorkeep.io.directory import Directory, hold
+from tensorkeep.io.directory import Directory, read_directory
 from tensorkeep.io.files import Bytes
 from tensorkeep.state.dtypes import BY_NAME, DType
 from tensorkeep.state.leaf import Leaf
@@ -34,7 +34,7 @@ class DcpReader(Reader):
     def __init__(self, path: Path, settings: OpenSettings) -> None:
         self.path = path
         self._verify = settings.verify
-        hold(path, self._open)
+        read_directory(path, self._open)
 
     def _open(self, directory: Directory) -> None:
         notes = _sidecar(directory)

@@ -35,7 +35,7 @@ class MappedFile:
             self.content: Bytes = np.empty(0, np.uint8)
             if file.size:
                 # Torch keeps no descriptor open for a mapping, of which a checkpoint of many ranks has thousands.
-                storage = torch.UntypedStorage.from_file(file.held_path, False, file.size)
+                storage = torch.UntypedStorage.from_file(file.fd_path, False, file.size)
                 self.content = torch.empty(0, dtype=torch.uint8).set_(cast(Any, storage)).numpy()
 
 

@@ -26,8 +26,7 @@ from tensorkeep.io import parallel
 from tensorkeep.io.commit import Commit
 from tensorkeep.io.files import store_error
 from tensorkeep.state.aliases import Alias, make_view
-from tensorkeep.state.leaf import Array, Leaf, allocate
-from tensorkeep.state.source import Source
+from tensorkeep.state.leaf import Array, Leaf, Source, allocate
 from tensorkeep.state.strided import is_lazy
 from tensorkeep.state.tree import Flat
 

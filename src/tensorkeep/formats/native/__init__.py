@@ -10,7 +10,7 @@ from pathlib import Path
 from tensorkeep.formats.base import Format, OpenSettings, Reader, StagedWrite, WriteResult, WriteSettings
 from tensorkeep.formats.native import reader, writer
 from tensorkeep.formats.native.history import NativeOptions
-from tensorkeep.state.source import Source
+from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 
 

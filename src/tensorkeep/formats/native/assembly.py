@@ -21,7 +21,7 @@ from tensorkeep.formats.blockfile.stream import Stream
 from tensorkeep.formats.native.history import History
 from tensorkeep.formats.native.incremental import ChangesStream
 from tensorkeep.formats.structure import AliasRecord
-from tensorkeep.state.source import Source
+from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 from tensorkeep.version import __version__
 

@@ -27,7 +27,7 @@ from tensorkeep.formats.native.assembly import FinishedStream
 from tensorkeep.formats.native.history import CHANGES_PREFIX
 from tensorkeep.formats.native.incremental import ChangesStream
 from tensorkeep.formats.native.previous import Previous
-from tensorkeep.io.buffers import Loan
+from tensorkeep.io.buffers import Buffer
 
 
 class DataFile:
@@ -52,7 +52,7 @@ class DataFile:
         self._stream: Stream | None = None
         self._finished: FinishedStream | None = None
 
-    def task(self, number: int, take: Callable[[], Loan] | None) -> None:
+    def task(self, number: int, take: Callable[[], Buffer] | None) -> None:
         """Write the blocks of a task; the file exists from the first one on, and is durable after the last."""
         staged = take() if take else None
         try:

@@ -52,7 +52,7 @@ class Links:
             return f"{record.name} cannot be linked: its new name would be too long"
         link = self._directory / name
         try:
-            os.link(f"{self._opened.directory.held_path}/{record.name}", link)
+            os.link(f"{self._opened.directory.fd_path}/{record.name}", link)
         except OSError as error:
             return f"{record.name} cannot be linked: {error.strerror}"
         if not self._is_the_open_file(link, number):

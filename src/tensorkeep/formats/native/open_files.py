@@ -10,7 +10,7 @@ from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.blockfile.read import BlockReader, StoredBlock, StoredTensor
 from tensorkeep.formats.blockfile.records import BlockRecord, FileRecord, LeafRecord, PlaceRecord
 from tensorkeep.formats.native import manifest as manifests
-from tensorkeep.io.directory import Directory, Readable, hold
+from tensorkeep.io.directory import Directory, Readable, read_directory
 from tensorkeep.io.files import store_error
 from tensorkeep.io.source_file import SourceFile
 from tensorkeep.state.dtypes import BY_NAME
@@ -50,7 +50,7 @@ class OpenFiles:
         self.blocks = BlockReader(settings.pool, verify=settings.verify)
         self.files: list[Readable] = []
         self.statuses: list[os.stat_result] = []
-        hold(path, lambda directory: self._open(directory, settings))
+        read_directory(path, lambda directory: self._open(directory, settings))
 
     def _open(self, directory: Directory, settings: OpenSettings) -> None:
         self.directory = directory
@@ -78,7 +78,7 @@ class OpenFiles:
     def _status(self, name: str, file: Readable | None = None) -> os.stat_result:
         """Return what the system says of a file: of the one that is open, whatever its name stands for by now."""
         try:
-            return os.stat(file.held_path if isinstance(file, SourceFile) else f"{self.directory.held_path}/{name}")
+            return os.stat(file.fd_path if isinstance(file, SourceFile) else f"{self.directory.fd_path}/{name}")
         except OSError as error:
             raise store_error(error, self.path / name, "look at the file") from error
 

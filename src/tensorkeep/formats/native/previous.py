@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tensorkeep import plugins
+from tensorkeep.codecs.base import CODECS
 from tensorkeep.errors import CorruptCheckpointError, StoreError, UnsupportedError
 from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings
 from tensorkeep.formats.blockfile.coded import SMALLEST_DIFFERENCE
@@ -93,7 +93,7 @@ class Previous:
         self.delta = delta
         manifest = self._opened.manifest
         self._leaves = {leaf.name: (leaf, leaf.located()) for leaf in manifest.leaves}
-        self._foreign_codecs = self._codecs() - set(plugins.names("codecs"))
+        self._foreign_codecs = self._codecs() - set(CODECS.names())
         self._links: Links | None = None
         self._usable: set[int] = set()
         self._used: set[int] = set()

@@ -19,7 +19,7 @@ from tensorkeep.formats.native.details import about
 from tensorkeep.formats.native.open_files import OpenFiles, missing, wrong_size
 from tensorkeep.formats.native.space import occupied_bytes
 from tensorkeep.formats.probe import first_bytes
-from tensorkeep.io.directory import Directory, Readable, hold
+from tensorkeep.io.directory import Directory, Readable, read_directory
 from tensorkeep.io.files import Bytes, store_error
 from tensorkeep.state.tree import Flat
 
@@ -159,7 +159,7 @@ def look(path: Path) -> tuple[StepRecord | None, int, int]:
     ------
     NotACheckpointError, CorruptCheckpointError, UnsupportedError, StoreError
     """
-    return hold(path, _look_at)
+    return read_directory(path, _look_at)
 
 
 def _look_at(directory: Directory) -> tuple[StepRecord | None, int, int]:
@@ -169,7 +169,7 @@ def _look_at(directory: Directory) -> tuple[StepRecord | None, int, int]:
     for name, size in sizes.items():
         path = directory.path / name
         try:
-            status = os.stat(f"{directory.held_path}/{name}", follow_symlinks=False)
+            status = os.stat(f"{directory.fd_path}/{name}", follow_symlinks=False)
         except FileNotFoundError as error:
             raise missing(path) from error
         except OSError as error:

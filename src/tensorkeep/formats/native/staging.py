@@ -8,8 +8,8 @@ import threading
 from tensorkeep.formats.blockfile.plan import Block
 from tensorkeep.formats.blockfile.stream import stage, staging_bytes
 from tensorkeep.io import parallel
-from tensorkeep.io.buffers import BufferPool, Loan, buffer_bytes
-from tensorkeep.io.parallel import LOOK_AGAIN, Cancellation, Order
+from tensorkeep.io.buffers import Buffer, BufferPool, buffer_bytes
+from tensorkeep.io.parallel import POLL_SECONDS, Cancellation, Order
 
 
 class Staging:
@@ -32,7 +32,7 @@ class Staging:
         self._pool = pool
         self._cancellation = cancellation
         self._order = Order(cancellation)
-        self._ready: dict[int, Loan] = {}
+        self._ready: dict[int, Buffer] = {}
         self._closed = False
         self._changed = threading.Condition()
 
@@ -51,33 +51,33 @@ class Staging:
     def _copy(self, number: int) -> None:
         blocks = self._groups[number]
         with self._order.turn(number):
-            loan = self._pool.acquire(staging_bytes(blocks), self._cancellation)
+            buffer = self._pool.acquire(staging_bytes(blocks), self._cancellation)
         try:
-            stage(blocks, loan.array)
+            stage(blocks, buffer.array)
         except BaseException:
-            loan.release()
+            buffer.release()
             raise
         with self._changed:
             if self._closed:
-                loan.release()
+                buffer.release()
             else:
-                self._ready[number] = loan
+                self._ready[number] = buffer
             self._changed.notify_all()
 
-    def take(self, number: int) -> Loan:
+    def take(self, number: int) -> Buffer:
         """Return the copy of a task's blocks, once it is made; the caller gives it back."""
         with self._changed:
             while number not in self._ready:
                 self._cancellation.check()
-                self._changed.wait(timeout=LOOK_AGAIN)
+                self._changed.wait(timeout=POLL_SECONDS)
             return self._ready.pop(number)
 
     def close(self) -> None:
         """Give back what was not taken."""
         with self._changed:
             self._closed = True
-            for loan in self._ready.values():
-                loan.release()
+            for buffer in self._ready.values():
+                buffer.release()
             self._ready.clear()
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import cast
 
 import msgspec
 
-from tensorkeep import plugins
 from tensorkeep.codecs import raw
-from tensorkeep.codecs.base import Codec
+from tensorkeep.codecs.base import CODECS, Codec
 from tensorkeep.errors import UsageError
 from tensorkeep.formats import sealed
 from tensorkeep.formats.base import BLOCK_BYTES, StagedWrite, WriteResult, WriteSettings, thread_bytes
@@ -29,7 +27,7 @@ from tensorkeep.io.buffers import BufferPool
 from tensorkeep.io.commit import Commit
 from tensorkeep.io.files import write_small
 from tensorkeep.io.parallel import Cancellation
-from tensorkeep.state.source import Source
+from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 
 
@@ -134,10 +132,10 @@ def chosen_codec(compression: str) -> Codec | None:
     """Return the codec that was asked for by name, or None when each block chooses its own (or none is used)."""
     if compression in ("none", "lossless"):
         return None
-    if compression not in plugins.names("codecs"):
-        known = ", ".join(["none", "lossless", "auto", *plugins.names("codecs")])
+    if compression not in CODECS.names():
+        known = ", ".join(["none", "lossless", "auto", *CODECS.names()])
         raise UsageError(f"there is no compression {compression!r}", remedy=f"choose one of: {known}")
-    return cast(Codec, plugins.get("codecs", compression))
+    return CODECS.get(compression)
 
 
 def write_streams(

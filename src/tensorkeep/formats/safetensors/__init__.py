@@ -14,7 +14,7 @@ from tensorkeep.formats.base import Format, OpenSettings, Reader, WriteResult, W
 from tensorkeep.formats.blockfile.plan import BlockFileOptions
 from tensorkeep.formats.safetensors.reader import SafetensorsReader, locate
 from tensorkeep.formats.safetensors.writer import write
-from tensorkeep.state.source import Source
+from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 
 

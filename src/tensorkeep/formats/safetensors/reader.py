@@ -19,7 +19,7 @@ from tensorkeep.formats.blockfile.read import BlockReader, StoredTensor, lay_out
 from tensorkeep.formats.native.manifest import FILE_NAME as MANIFEST_NAME
 from tensorkeep.formats.probe import file_mode, first_bytes, names_in
 from tensorkeep.formats.structure import Structure
-from tensorkeep.io.directory import Directory, Readable, hold
+from tensorkeep.io.directory import Directory, Readable, read_directory
 from tensorkeep.io.files import Bytes
 from tensorkeep.state.dtypes import BY_NAME, BY_SAFETENSORS, DType
 from tensorkeep.state.names import DEFAULT_PART, assign_names
@@ -72,7 +72,7 @@ class SafetensorsReader(Reader):
         self._blocks = BlockReader(settings.pool, verify=settings.verify)
         self._page_cache = settings.page_cache
         self._files: list[Readable] = []
-        data = hold(path if path.is_dir() else path.parent, self._open)
+        data = read_directory(path if path.is_dir() else path.parent, self._open)
         self.metadata = {}
         for found in reversed(data):
             self.metadata |= found.header.metadata

@@ -18,8 +18,8 @@ from tensorkeep.formats.safetensors.reader import INDEX_SUFFIX, SUFFIX, begins_l
 from tensorkeep.formats.structure import Structure
 from tensorkeep.io.commit import Commit
 from tensorkeep.io.files import write_small
+from tensorkeep.state.leaf import Source
 from tensorkeep.state.names import DEFAULT_PART
-from tensorkeep.state.source import Source
 from tensorkeep.state.tree import Flat
 
 

@@ -15,7 +15,7 @@ from tensorkeep.formats.probe import file_mode, first_bytes, names_in
 from tensorkeep.formats.t5x.loading import load_arrays
 from tensorkeep.formats.t5x.tree import FILE_NAME
 from tensorkeep.formats.tensorstore.settings import T5XOptions
-from tensorkeep.state.source import Source
+from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 
 __all__ = ["FORMAT", "T5XFormat", "load_arrays"]

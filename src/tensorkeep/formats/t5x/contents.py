@@ -24,7 +24,7 @@ from tensorkeep.io.files import Bytes
 from tensorkeep.state.aliases import Alias
 from tensorkeep.state.dtypes import BY_NAME, DType, of_numpy
 from tensorkeep.state.leaf import Leaf, allocate
-from tensorkeep.state.tree import Flat, flatten, given_leaves
+from tensorkeep.state.tree import Flat, flatten, state_leaves
 
 _ZARR = 2
 
@@ -151,7 +151,7 @@ def _foreign(tree: dict[str, Any], path: Path) -> Contents:
         raise UnsupportedError(error.message, path=path, name=error.name, remedy=error.remedy) from error
     wanted = {
         name: Wanted(arrays[id(given.value)][1], _ZARR)
-        for name, given in given_leaves(state).items()
+        for name, given in state_leaves(state).items()
         if id(given.value) in arrays
     }
     inline = {

@@ -52,7 +52,7 @@ def load_arrays(
     """
     limits = ReadLimits.of(concurrency, in_flight, memory)
     with Directory(Path(path)) as directory:
-        root = f"{directory.held_path}/"
+        root = f"{directory.fd_path}/"
         contents = look(directory)
         check_folders(root, (wanted.key for wanted in contents.wanted.values()), directory.path)
         tensors = read_whole(directory.path, Place(root), contents.wanted, limits)

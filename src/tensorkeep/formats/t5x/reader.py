@@ -15,7 +15,7 @@ from tensorkeep.formats.tensorstore.failures import tensorstore
 from tensorkeep.formats.tensorstore.opened import ArraySet
 from tensorkeep.formats.tensorstore.specs import Place
 from tensorkeep.formats.tensorstore.walking import check_folders, files_below
-from tensorkeep.io.directory import Directory, hold
+from tensorkeep.io.directory import Directory, read_directory
 from tensorkeep.io.files import Bytes
 
 
@@ -32,12 +32,12 @@ class T5XReader(Reader):
         tensorstore()
         refuse_unfinished(path)
         self.path = path
-        hold(path, lambda directory: self._open(directory, settings))
+        read_directory(path, lambda directory: self._open(directory, settings))
 
     def _open(self, directory: Directory, settings: OpenSettings) -> None:
         self._directory = directory
         # By its descriptor: its path may be another directory's by now.
-        self._root = f"{directory.held_path}/"
+        self._root = f"{directory.fd_path}/"
         contents = look(directory)
         check_folders(self._root, (wanted.key for wanted in contents.wanted.values()), self.path)
         self._inline = contents.inline

@@ -31,8 +31,7 @@ from tensorkeep.formats.tensorstore.writer import WrittenArray, write_arrays
 from tensorkeep.io.commit import Commit
 from tensorkeep.io.files import write_small
 from tensorkeep.io.parallel import Meter
-from tensorkeep.state.leaf import Leaf, allocate
-from tensorkeep.state.source import Source
+from tensorkeep.state.leaf import Leaf, Source, allocate
 from tensorkeep.state.tree import Flat
 
 _DEFAULTS: dict[str, Any] = {
@@ -136,7 +135,7 @@ def _leaves(
             found[name] = _inline(source)
     for name, alias in flat.aliases.items():
         # Two names for one array; T5X has no word for a part of one.
-        if alias.is_whole(flat.leaves[alias.of].shape):
+        if alias.is_full(flat.leaves[alias.of].shape):
             found[name] = found[alias.of]
     return found
 

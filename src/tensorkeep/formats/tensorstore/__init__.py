@@ -12,7 +12,7 @@ from tensorkeep.formats.base import Format, OpenSettings, Reader, WriteResult, W
 from tensorkeep.formats.tensorstore import discovery
 from tensorkeep.formats.tensorstore.loading import load_arrays
 from tensorkeep.formats.tensorstore.settings import TensorStoreOptions
-from tensorkeep.state.source import Source
+from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 
 

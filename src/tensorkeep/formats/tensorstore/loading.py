@@ -118,7 +118,7 @@ def read_whole(directory: Path, place: Place, wanted: dict[str, Wanted], limits:
 
 
 def _arrays(directory: Directory) -> tuple[Place, dict[str, Wanted], dict[str, Alias]]:
-    root = f"{directory.held_path}/"
+    root = f"{directory.fd_path}/"
     if not sidecars.is_ours(Path(root)):
         return *foreign_arrays(directory.path, root), {}
     found, place, wanted = own_arrays(directory, root)

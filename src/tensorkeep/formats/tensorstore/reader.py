@@ -13,7 +13,7 @@ from tensorkeep.formats.tensorstore.opened import ArraySet
 from tensorkeep.formats.tensorstore.places import foreign_arrays, own_arrays
 from tensorkeep.formats.tensorstore.saving import as_details
 from tensorkeep.formats.tensorstore.walking import files_below
-from tensorkeep.io.directory import Directory, hold
+from tensorkeep.io.directory import Directory, read_directory
 from tensorkeep.io.files import Bytes
 from tensorkeep.state.dtypes import DType
 from tensorkeep.state.names import DEFAULT_PART
@@ -34,12 +34,12 @@ class TensorStoreReader(Reader):
     def __init__(self, path: Path, settings: OpenSettings) -> None:
         tensorstore()
         self.path = path
-        hold(path, lambda directory: self._open(directory, settings))
+        read_directory(path, lambda directory: self._open(directory, settings))
 
     def _open(self, directory: Directory, settings: OpenSettings) -> None:
         self._directory = directory
         # By its descriptor: its path may be another directory's by now.
-        root = f"{directory.held_path}/"
+        root = f"{directory.fd_path}/"
         budget = settings.pool.budget
         if sidecars.is_ours(Path(root)):
             found, self._place, wanted = own_arrays(directory, root)

@@ -26,7 +26,7 @@ from tensorkeep.io.commit import Commit
 from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import DirectFile, store_error, sync_directory, write_small
 from tensorkeep.io.parallel import Meter
-from tensorkeep.state.source import Source
+from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 from tensorkeep.version import __version__
 

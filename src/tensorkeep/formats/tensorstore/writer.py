@@ -28,7 +28,7 @@ from tensorkeep.formats.tensorstore.specs import Layout, Place, layout_of
 from tensorkeep.formats.tensorstore.stored_types import StoredType, stored_type
 from tensorkeep.io import parallel
 from tensorkeep.io.files import Bytes
-from tensorkeep.state.source import Source
+from tensorkeep.state.leaf import Source
 
 _SHARE = 4
 """A region is at most this part of the budget, if a chunk is, so that several are in flight."""

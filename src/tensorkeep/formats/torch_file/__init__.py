@@ -31,8 +31,7 @@ from tensorkeep.formats.torch_file.zip_file import (
     restricted_load,
 )
 from tensorkeep.io.files import Bytes
-from tensorkeep.state.leaf import Leaf
-from tensorkeep.state.source import Source
+from tensorkeep.state.leaf import Leaf, Source
 from tensorkeep.state.tree import Flat, flatten
 
 _CRC_BYTES = 4 * 1024**2

@@ -19,8 +19,7 @@ from tensorkeep.io import parallel
 from tensorkeep.io.commit import Commit
 from tensorkeep.io.files import DirectFile
 from tensorkeep.state.aliases import make_view
-from tensorkeep.state.leaf import Leaf, allocate
-from tensorkeep.state.source import Source
+from tensorkeep.state.leaf import Leaf, Source, allocate
 from tensorkeep.state.strided import Array, Bytes, is_lazy
 from tensorkeep.state.tree import Flat, LeafSpec, leaf_specs, unflatten
 

@@ -14,7 +14,7 @@ import numpy as np
 from tensorkeep.checkpoint.arguments import checked_path
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, PathLike
 from tensorkeep.formats.sealed import new_hasher
-from tensorkeep.io.directory import Directory, hold
+from tensorkeep.io.directory import Directory, read_directory
 from tensorkeep.io.files import store_error
 from tensorkeep.io.parallel import Meter, Progress
 from tensorkeep.io.source_file import SourceFile
@@ -105,7 +105,7 @@ class Dataset:
         ('to be or', 7)
         """
         path = Path(checked_path(folder))
-        return hold(path, partial(_read, verify=verify, progress=progress, check=check))
+        return read_directory(path, partial(_read, verify=verify, progress=progress, check=check))
 
 
 def _read(
@@ -155,7 +155,7 @@ def _open_tokens(directory: Directory, layout: Layout, split: str) -> SourceFile
 def _map_tokens(file: SourceFile, layout: Layout, split: str) -> Tokens:
     dtype = np.dtype(layout.dtype).newbyteorder("<")
     try:
-        mapped = np.memmap(file.held_path, dtype, mode="r", shape=(layout.splits[split].tokens,))
+        mapped = np.memmap(file.fd_path, dtype, mode="r", shape=(layout.splits[split].tokens,))
     except OSError as error:
         raise store_error(error, file.path, "map the file into memory") from error
     # Slicing a plain array is ten times as fast as slicing a numpy.memmap.

@@ -12,14 +12,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tensorkeep import plugins
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.evaluate import evaluation_batch_size
 from tensorkeep.train.memory.activations import Activations, Shape
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.optim.muon import update_bytes
-from tensorkeep.train.techniques.stack import KIND, Stack
+from tensorkeep.train.techniques.low_bit_optimizer import LowBitSettings
+from tensorkeep.train.techniques.stack import Stack
 
 FLOAT = 4
 _ADAMW = 2 * FLOAT
@@ -176,8 +176,7 @@ def _is_muons(config: Config, name: str, parameter: Tensor) -> bool:
 def _adamw(config: Config, count: int) -> int:
     if "low-bit-optimizer" not in config.techniques:
         return _ADAMW * count
-    settings = plugins.get(KIND, "low-bit-optimizer").Settings
-    bits = config.techniques["low-bit-optimizer"].get("bits", settings().bits)
+    bits = config.techniques["low-bit-optimizer"].get("bits", LowBitSettings().bits)
     element, shared, table = _LOW_BITS[str(bits)]
     if count < _QUANTISED_FROM or count % shared:
         return _ADAMW * count

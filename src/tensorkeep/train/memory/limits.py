@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import resource
-from pathlib import Path
-
 import torch
 
-_STATUS = Path("/proc/self/status")
+from tensorkeep.machine import peak_resident_bytes
 
 
 def peak_memory(device: torch.device) -> int:
@@ -22,12 +19,4 @@ def peak_memory(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    try:
-        lines = _STATUS.read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    # Second choice: it begins with the peak of the process that started this one.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return peak_resident_bytes()

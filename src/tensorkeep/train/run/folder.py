@@ -190,7 +190,7 @@ class RunFolder:
             ),
             started=_now(),
             git=_git(),
-            environment=machine.describe(self.path),
+            environment=dict(machine.describe(self.path)),
             surroundings=surroundings,
         )
         replace_file(self.path / TOKENIZER, sealed.seal(dataset.tokenizer.as_dict()))

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from tensorkeep.errors import TechniqueNotActiveError
+from tensorkeep.plugins import Registry
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.sections import Section
 from tensorkeep.train.techniques.machine import Machine
@@ -158,3 +159,7 @@ class Proof:
     def is_that(self, seen: str, **figures: Any) -> None:
         """Say what was seen."""
         self.seen, self.figures = seen, figures
+
+
+TECHNIQUE_CLASSES: Registry[type[Technique]] = Registry("technique")
+"""All techniques that are installed; an entry point of ``tensorkeep.techniques`` adds one."""

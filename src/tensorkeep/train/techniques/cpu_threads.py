@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import msgspec
 import torch
 
 from tensorkeep.errors import UsageError
+from tensorkeep.machine import physical_cores, thread_ids
 from tensorkeep.train.config.bounds import check_bounds
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.sections import Section
@@ -21,8 +21,6 @@ from tensorkeep.train.techniques.machine import Machine
 if TYPE_CHECKING:
     from tensorkeep.train.run.state import Run
 
-_CPUS = Path("/sys/devices/system/cpu")
-_TASKS = Path("/proc/self/task")
 _MOST = 65535
 """No machine has a processor of a higher number."""
 _SEVERAL = "several processes on a machine would all take the same cores: torchrun --numa-binding tells them apart"
@@ -96,7 +94,7 @@ class CpuThreads(Technique):
         if self.settings.cores != "auto":
             return _parsed(self.settings.cores)
         allowed = os.sched_getaffinity(0)
-        cores = _one_of_each_core(allowed)
+        cores = physical_cores(allowed)
         return allowed if len(cores) < threads else cores
 
     @contextmanager
@@ -141,31 +139,17 @@ class CpuThreads(Technique):
 
 
 def _pin(cores: set[int]) -> None:
-    for thread in _threads():
+    for thread in thread_ids():
         with suppress(ProcessLookupError):  # it has ended
             os.sched_setaffinity(thread, cores)
 
 
 def _places() -> dict[int, set[int]]:
     places = {}
-    for thread in _threads():
+    for thread in thread_ids():
         with suppress(ProcessLookupError):
             places[thread] = os.sched_getaffinity(thread)
     return places
-
-
-def _threads() -> list[int]:
-    return [int(each.name) for each in _TASKS.iterdir()]
-
-
-def _one_of_each_core(allowed: Iterable[int], cpus: Path = _CPUS) -> set[int]:
-    """Return the first processor of each core: the others are hyper-threads, which share what computes."""
-    firsts: dict[str, int] = {}
-    for cpu in sorted(allowed):
-        siblings = cpus / f"cpu{cpu}" / "topology" / "thread_siblings_list"
-        core = siblings.read_text() if siblings.exists() else str(cpu)
-        firsts.setdefault(core, cpu)
-    return set(firsts.values())
 
 
 def _parsed(text: str) -> set[int]:

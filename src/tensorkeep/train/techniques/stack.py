@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import msgspec
 
-from tensorkeep import plugins
 from tensorkeep.errors import MissingExtraError, UnsupportedError, UsageError
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.sections import Section
-from tensorkeep.train.techniques.base import Changed, Proof, Technique
+from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Changed, Proof, Technique
 from tensorkeep.train.techniques.machine import Machine
 
 if TYPE_CHECKING:
     from tensorkeep.train.run.state import Run
 
-KIND = "techniques"
 
 MOST_WATCHED = 40
 """Steps after the last of which a technique must have been seen: no run may skip as many updates in a row."""
@@ -131,7 +129,7 @@ class Stack:
 
 
 def _build(name: str, given: Mapping[str, Any]) -> Technique:
-    technique: type[Technique] = plugins.get(KIND, name)
+    technique = TECHNIQUE_CLASSES.get(name)
     try:
         settings: Section = msgspec.convert(_with_lists(given, technique), technique.Settings, strict=False)
     except UsageError as error:
