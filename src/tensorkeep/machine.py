@@ -299,6 +299,14 @@ def storage(path: Path) -> Storage:
     }
 
 
+def lock_holder(fd: int) -> int | None:
+    """Return the id of the process that holds the ``flock`` of an open file; None if the kernel does not list it."""
+    status = os.fstat(fd)
+    file = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    locks = (line.split() for line in _lines(_PROC / "locks"))
+    return next((int(lock[4]) for lock in locks if len(lock) > 5 and lock[1] == "FLOCK" and lock[5] == file), None)
+
+
 def _direct_io(folder: Path) -> tuple[bool | None, str | None]:
     """Try a direct write: some file systems accept the flag and refuse the first write."""
     try:

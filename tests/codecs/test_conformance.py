@@ -1,4 +1,4 @@
-"""Every codec sits the exam that a plug-in's codec sits."""
+"""Every built-in codec passes the conformance suite for codecs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planes codec: its layout on disk, spelled out, and what it refuses."""
+"""The planes codec: its layout on disk as literal bytes, and the damage that it refuses."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def test_a_block_spelled_out_by_hand_decodes() -> None:
         (0, 0x5B, "not a block of byte planes"),
         (4, 0x13, "do not agree"),
         (8, 2, "version 2"),
-        (9, 2, "no layout 2"),
-        (10, 1, "no layout 1 of 1 bytes"),
-        (10, 3, "no layout 1 of 3 bytes"),
+        (9, 2, "unknown layout 2"),
+        (10, 1, "unknown layout 1 of elements of 1 bytes"),
+        (10, 3, "unknown layout 1 of elements of 3 bytes"),
         (11, 1, "not a block of byte planes"),
         (12, 6, "decodes to 6 bytes"),
         (19, 0x80, "decodes to"),
@@ -77,11 +77,11 @@ def test_a_block_spelled_out_by_hand_decodes() -> None:
         (42, 0x17, "damaged Zstandard frame"),
     ],
 )
-def test_a_lie_in_the_structure_is_refused_by_name(place: int, value: int, message: str) -> None:
-    lie = bytearray(GOLDEN_BLOCK)
-    lie[place] = value
+def test_each_damaged_field_is_refused(place: int, value: int, message: str) -> None:
+    damaged = bytearray(GOLDEN_BLOCK)
+    damaged[place] = value
     with pytest.raises(CodecError, match=message):
-        CODEC.decode(block_of(bytes(lie)), BF16, np.empty(4, np.uint8))
+        CODEC.decode(block_of(bytes(damaged)), BF16, np.empty(4, np.uint8))
 
 
 def with_frame(frame: bytes) -> Bytes:
@@ -96,19 +96,19 @@ def test_a_frame_that_declares_no_length_is_refused() -> None:
         CODEC.decode(with_frame(frame), BF16, np.empty(4, np.uint8))
 
 
-def test_a_frame_that_unpacks_to_a_gigabyte_is_refused_unopened() -> None:
+def test_a_frame_that_declares_a_gigabyte_is_refused_before_decoding() -> None:
     frame = bytes.fromhex("28b52ffd a0 00000040 02000000")
     with pytest.raises(CodecError, match="claims another length"):
         CODEC.decode(with_frame(frame), BF16, np.empty(4, np.uint8))
 
 
-def test_a_frame_that_asks_for_a_dictionary_is_refused() -> None:
+def test_a_frame_that_needs_a_dictionary_is_refused() -> None:
     frame = bytes.fromhex("28b52ffd 21 07 02 110000 7f80")
     with pytest.raises(CodecError, match="dictionary"):
         CODEC.decode(with_frame(frame), BF16, np.empty(4, np.uint8))
 
 
-def test_a_frame_that_asks_for_a_large_window_is_refused() -> None:
+def test_a_frame_that_needs_a_large_window_is_refused() -> None:
     # No single segment: a window of 2**30 bytes, and two bytes of content declared in four.
     frame = bytes.fromhex("28b52ffd 80 a0 02000000 110000 7f80")
     with pytest.raises(CodecError, match="window"):
@@ -125,7 +125,7 @@ def test_two_frames_in_place_of_one_are_refused() -> None:
         CODEC.decode(with_frame(GOLDEN_BLOCK[36:] * 2), BF16, np.empty(4, np.uint8))
 
 
-def test_any_zstd_decoder_reads_the_block_and_finds_the_exponents() -> None:
+def test_any_zstd_decoder_reads_the_exponents_of_a_block() -> None:
     raw = normal("bfloat16", 2 * RUN + 5)
     stream = io.BytesIO(coded(raw, "bfloat16").tobytes())
     exponents = zstandard.ZstdDecompressor().stream_reader(stream, read_across_frames=True).read()
@@ -134,7 +134,7 @@ def test_any_zstd_decoder_reads_the_block_and_finds_the_exponents() -> None:
 
 @pytest.mark.parametrize("count", [RUN - 1, RUN, RUN + 1, 3 * RUN])
 @pytest.mark.parametrize("name", ["bfloat16", "float64"])
-def test_runs_join_without_a_seam(count: int, name: str) -> None:
+def test_blocks_of_several_runs_round_trip(count: int, name: str) -> None:
     raw = normal(name, count)
     out = np.empty_like(raw)
     CODEC.decode(coded(raw, name), BY_NAME[name], out)
@@ -146,22 +146,22 @@ def test_runs_join_without_a_seam(count: int, name: str) -> None:
     ("name", "most"),
     [("bfloat16", 0.665), ("float16", 0.85), ("float32", 0.84), ("float64", 0.895), ("float8_e4m3fn", 0.68)],
 )
-def test_weights_shrink_as_far_as_their_exponents_allow(name: str, most: float) -> None:
+def test_weights_shrink_to_the_entropy_of_their_exponents(name: str, most: float) -> None:
     raw = normal(name, 400_000)
     assert coded(raw, name).size <= most * raw.size
 
 
-def test_a_bfloat16_kept_as_float32_costs_what_it_would_have() -> None:
+def test_a_bfloat16_stored_as_float32_is_as_small() -> None:
     raw = as_bytes(normal("bfloat16", 300_000).view(BF16.numpy).astype(np.float32))
     assert coded(raw, "float32").size <= 0.34 * raw.size
 
 
-def test_counters_cost_next_to_nothing() -> None:
+def test_counters_shrink_to_almost_nothing() -> None:
     raw = as_bytes(np.arange(300_000))
     assert coded(raw, "int64").size <= 0.005 * raw.size
 
 
-def test_noise_costs_a_header() -> None:
+def test_noise_grows_by_a_header_only() -> None:
     raw = np.random.default_rng(0).integers(0, 256, 300_000, np.uint8)
     assert coded(raw, "uint8").size - raw.size < 64
 
@@ -179,7 +179,7 @@ def test_the_exponent_layout_puts_the_exponent_on_the_top_plane() -> None:
 @pytest.mark.parametrize(
     ("layout", "width"), [(layout, width) for layout, widths in bitplanes.LAYOUT_WIDTHS.items() for width in widths]
 )
-def test_every_layout_is_undone(layout: int, width: int) -> None:
+def test_merge_inverts_split_for_every_layout(layout: int, width: int) -> None:
     words = np.random.default_rng(3).integers(0, 256, 999 * width, np.uint8).view(f"<u{width}")
     planes = [np.empty(999, np.uint8) for _ in range(width)]
     scratch = bitplanes.Scratch(999)

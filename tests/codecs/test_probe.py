@@ -1,4 +1,4 @@
-"""Which codec each kind of tensor gets."""
+"""The codec that the probe chooses for each kind of tensor."""
 
 from __future__ import annotations
 
@@ -56,23 +56,23 @@ def test_an_embedding_of_repeated_rows_goes_to_zstd(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float32"])
-def test_each_row_four_times_over_is_stored_about_once(name: str) -> None:
+def test_rows_repeated_four_times_are_stored_about_once(name: str) -> None:
     width = 6400 // BY_NAME[name].itemsize
     table = normal(name, 200, width).reshape(200, 6400).repeat(4, axis=0)
     assert chosen(as_bytes(table), name)[1] < 0.26
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float32", "int64", "bool"])
-def test_zeros_cost_nothing(name: str) -> None:
+def test_zeros_shrink_to_almost_nothing(name: str) -> None:
     assert chosen(np.zeros(4 << 20, np.uint8), name)[1] < 0.001
 
 
-def test_a_constant_costs_nothing() -> None:
+def test_a_constant_shrinks_to_almost_nothing() -> None:
     assert chosen(as_bytes(np.full(1 << 20, 1.25, BY_NAME["bfloat16"].numpy)), "bfloat16")[1] < 0.001
 
 
 @pytest.mark.parametrize(("name", "most"), [("bfloat16", 0.19), ("float32", 0.16)])
-def test_a_tensor_of_mostly_zeros_shrinks_to_what_is_left(name: str, most: float) -> None:
+def test_a_sparse_tensor_shrinks_to_its_non_zeros(name: str, most: float) -> None:
     random = np.random.default_rng(6)
     values = random.standard_normal(1 << 20) * 0.02 * (random.random(1 << 20) < 0.05)
     assert chosen(as_bytes(values.astype(BY_NAME[name].numpy)), name)[1] < most
@@ -89,7 +89,7 @@ def test_a_one_hot_mask_shrinks_to_a_few_bits(name: str, most: float) -> None:
     [(np.arange(500_000), 0.005), (np.random.default_rng(8).integers(0, 50_000, 500_000), 0.26)],
     ids=["counters", "tokens"],
 )
-def test_integers_lose_the_bytes_that_are_always_zero(values: np.ndarray, most: float) -> None:
+def test_high_zero_bytes_of_integers_shrink(values: np.ndarray, most: float) -> None:
     assert chosen(as_bytes(values), "int64")[1] < most
 
 
@@ -106,7 +106,7 @@ def test_a_small_bias_shrinks_too() -> None:
 
 
 @pytest.mark.parametrize("block", list(blocks()), ids=lambda block: block.label)
-def test_nothing_ever_grows_and_the_bits_come_back(block: Block) -> None:
+def test_no_block_grows_and_every_block_round_trips(block: Block) -> None:
     out = np.empty(probe.bound(block.raw.size), np.uint8)
     codec, length = probe.encode(block.raw, block.dtype, out)
     assert length <= block.raw.size
@@ -115,5 +115,5 @@ def test_nothing_ever_grows_and_the_bits_come_back(block: Block) -> None:
     assert np.array_equal(back, block.raw)
 
 
-def test_every_codec_that_the_probe_names_is_registered() -> None:
+def test_every_codec_of_the_probe_is_registered() -> None:
     assert set(TRIED) <= set(CODECS.names())

@@ -1,4 +1,4 @@
-"""Codecs against bytes and blocks that nobody thought of."""
+"""Codecs with generated blocks and damaged bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ dtypes = st.sampled_from(list(BY_NAME.values()))
 
 @st.composite
 def structured(draw: st.DrawFn) -> Bytes:
-    """Bytes with repeats and noise, so that every mode and fallback is taken."""
+    """Bytes with repeats and noise, so that every mode and fallback is used."""
     pattern = draw(st.binary(max_size=64))
     noise = np.random.default_rng(draw(st.integers(0, 99))).integers(0, 256, draw(st.integers(0, 9000)), np.uint8)
     pieces = [np.frombuffer(pattern, np.uint8).repeat(draw(st.integers(1, 90))), noise & draw(st.integers(0, 255))]
@@ -32,7 +32,7 @@ def encode(codec: Codec, block: Bytes, dtype: DType) -> Bytes:
 
 @each_codec
 @given(block=structured(), dtype=dtypes, padding=st.integers(0, 100))
-def test_whatever_goes_in_comes_out(codec: Codec, block: Bytes, dtype: DType, padding: int) -> None:
+def test_every_block_round_trips(codec: Codec, block: Bytes, dtype: DType, padding: int) -> None:
     stored = np.concatenate([encode(codec, block, dtype), np.zeros(padding, np.uint8)])
     out = np.empty_like(block)
     codec.decode(stored, dtype, out)
@@ -69,7 +69,7 @@ def test_damage_raises_nothing_but_codec_errors(codec: Codec, block: Bytes, dtyp
 
 
 def decodes_or_refuses(codec: Codec, stored: Bytes, dtype: DType, nbytes: int) -> bool:
-    """Say whether nothing was written outside of the room that was given; any error but the codec's comes out."""
+    """Return whether nothing was written outside the output; errors other than the codec's are raised."""
     room = np.full(nbytes + 32, 0xA5, np.uint8)
     try:
         codec.decode(stored, dtype, room[16:-16])

@@ -1,4 +1,4 @@
-"""zstd and gzip blocks are streams that every tool reads."""
+"""zstd and gzip blocks are standard streams."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def test_gzip_is_one_standard_member_without_a_date() -> None:
     assert stored[4:8] == bytes(4)
 
 
-def test_zstd_finds_a_row_of_an_embedding_megabytes_later() -> None:
+def test_zstd_matches_a_row_that_is_repeated_megabytes_later() -> None:
     raw = rows(300, 1200)
     assert coded(zstd.CODEC, raw).size < 0.4 * raw.size
 
 
 @pytest.mark.parametrize("codec", [zstd.CODEC, gzip.CODEC], ids=lambda codec: codec.name)
-def test_a_bomb_is_refused(codec: Codec) -> None:
+def test_a_decompression_bomb_is_refused(codec: Codec) -> None:
     bomb = coded(codec, np.zeros(8 << 20, np.uint8))
     with pytest.raises(CodecError):
         codec.decode(bomb, U8, np.empty(1000, np.uint8))
@@ -64,6 +64,6 @@ def test_a_bomb_is_refused(codec: Codec) -> None:
         ("28b52ffd 24 02 110000 7f80 00000000", "damaged"),
     ],
 )
-def test_a_frame_that_lies_is_refused_by_name(frame: str, message: str) -> None:
+def test_each_false_claim_of_a_frame_is_refused(frame: str, message: str) -> None:
     with pytest.raises(CodecError, match=message):
         zstd.CODEC.decode(np.frombuffer(bytes.fromhex(frame), np.uint8), U8, np.empty(2, np.uint8))

@@ -1,4 +1,4 @@
-"""One writer for a folder: whoever is dropped lets go of it, and whoever lost it can tell."""
+"""One writer for a folder: a lock is released with its object, and a lost one is noticed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tensorkeep.io import lock
 from tensorkeep.io.lock import FolderLock
 
 
-def test_an_owner_that_is_dropped_lets_go(tmp_path: Path) -> None:
+def test_a_lock_that_is_collected_is_released(tmp_path: Path) -> None:
     first = FolderLock(tmp_path)
     with pytest.raises(BusyError):
         FolderLock(tmp_path)
@@ -27,7 +27,7 @@ def test_an_owner_that_is_dropped_lets_go(tmp_path: Path) -> None:
     FolderLock(tmp_path).release()
 
 
-def test_a_manager_that_is_dropped_lets_go(tmp_path: Path) -> None:
+def test_a_manager_that_is_collected_releases_its_folder(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, asynchronous=False)
     manager.save(1, {"w": torch.zeros(2)})
     del manager
@@ -46,22 +46,22 @@ def test_a_second_release_does_nothing(tmp_path: Path) -> None:
     second.release()
 
 
-def test_an_owner_can_tell_that_its_folder_is_gone(tmp_path: Path) -> None:
+def test_a_lock_is_lost_with_its_folder(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    owner = FolderLock(folder)
-    assert owner.is_held()
+    folder_lock = FolderLock(folder)
+    assert folder_lock.is_held()
     shutil.rmtree(folder)
-    assert not owner.is_held()
+    assert not folder_lock.is_held()
     folder.mkdir()
-    assert not owner.is_held()
+    assert not folder_lock.is_held()
     other = FolderLock(folder)
     assert other.is_held()
     other.release()
     assert not other.is_held()
-    owner.release()
+    folder_lock.release()
 
 
-def test_a_folder_that_is_made_again_before_it_is_locked(tmp_path: Path) -> None:
+def test_a_folder_that_is_created_again_before_it_is_locked(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     real = fcntl.flock
     swapped: list[int] = []
@@ -74,14 +74,14 @@ def test_a_folder_that_is_made_again_before_it_is_locked(tmp_path: Path) -> None
         real(fd, operation)
 
     with mock.patch.object(lock.fcntl, "flock", flock):
-        owner = FolderLock(folder)
-    assert owner.is_held()
+        folder_lock = FolderLock(folder)
+    assert folder_lock.is_held()
     with pytest.raises(BusyError):
         FolderLock(folder)
-    owner.release()
+    folder_lock.release()
 
 
-def test_a_child_that_drops_what_it_inherits_leaves_the_lock_to_its_parent(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_release_the_lock_of_its_parent(tmp_path: Path) -> None:
     held = [FolderLock(tmp_path)]
 
     def child() -> None:

@@ -1,7 +1,7 @@
 """The contract of a codec: bytes to bytes, lossless, one block at a time.
 
-A codec sees one block (at most 64 MiB of one tensor's raw bytes) and is called from many threads at once. Its exam is
-``tensorkeep.testing.codec_suite.CodecSuite``.
+A codec encodes one block (at most 64 MiB of one tensor's raw bytes) and is called from many threads at once. Test an
+implementation by subclassing ``tensorkeep.testing.codec_suite.CodecSuite``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class CodecError(ValueError):
-    """Stored bytes that the codec cannot have written; the reader turns it into ``CorruptCheckpointError``."""
+    """Stored bytes that the codec cannot have written; readers raise it as ``CorruptCheckpointError``."""
 
 
 class Codec(Protocol):
@@ -30,13 +30,25 @@ class Codec(Protocol):
     Attributes
     ----------
     name : str
-        What manifests call it.
+        Its name in manifests.
+
+    Examples
+    --------
+    >>> from tensorkeep.state.dtypes import BY_NAME
+    >>> codec, dtype = CODECS.get("zstd"), BY_NAME["uint8"]
+    >>> raw = np.zeros(1000, np.uint8)
+    >>> out = np.empty(codec.bound(raw.size), np.uint8)
+    >>> length = codec.encode(raw, dtype, out)
+    >>> decoded = np.empty_like(raw)
+    >>> codec.decode(out[:length], dtype, decoded)
+    >>> length < 30, np.array_equal(decoded, raw)
+    (True, True)
     """
 
     name: str
 
     def bound(self, nbytes: int) -> int:
-        """Return the most bytes that ``encode`` writes for a block of that many raw bytes."""
+        """Return the maximum bytes that ``encode`` writes for a block of that many raw bytes."""
 
     def encode(self, raw: Bytes, dtype: DType, out: Bytes) -> int:
         """Write the coded block to the front of ``out`` and return its length.
@@ -46,7 +58,7 @@ class Codec(Protocol):
         raw : uint8 array, shape (n,)
             The block's bytes, in C order, little-endian; n is a multiple of ``dtype.itemsize``.
         dtype : DType
-            What the bytes are; a hint to shrink them better, never needed to be right for correctness.
+            The type of the elements; a hint for better compression, never needed for correctness.
         out : uint8 array, shape (m,), m >= bound(n)
             Scratch that the caller owns.
         """
@@ -54,14 +66,27 @@ class Codec(Protocol):
     def decode(self, stored: Bytes, dtype: DType, out: Bytes) -> None:
         """Fill ``out``, which has exactly the raw length, from a coded block.
 
-        ``stored`` may be longer than what ``encode`` returned: zeros may follow.
+        ``stored`` may be longer than the length that ``encode`` returned: zeros may follow.
 
         Raises
         ------
         CodecError
-            If the bytes are damaged or would decode to another length. Never writes outside ``out`` and never
-            allocates more than the raw length, whatever the bytes claim.
+            If the bytes are damaged or would decode to another length. Whatever they claim, nothing is written outside
+            ``out`` and no more than the raw length is allocated.
         """
+
+
+def append(data: bytes, out: Bytes, start: int) -> int:
+    """Copy ``data`` to ``out`` at ``start``; return its end there."""
+    end = start + len(data)
+    out[start:end] = np.frombuffer(data, np.uint8)
+    return end
+
+
+def check_padding(stored: Bytes, end: int) -> None:
+    """Raise CodecError unless only zeros follow the ``end`` of a coded block."""
+    if stored[end:].any():
+        raise CodecError("something other than zeros follows the coded block")
 
 
 CODECS: Registry[Codec] = Registry("codec")

@@ -1,20 +1,20 @@
 """Elements to byte planes and back: plane ``k`` holds byte ``k`` (0 = least significant) of every element.
 
-Two layouts, known by the number that the ``planes`` codec stores:
+Two layouts, with the number that the ``planes`` codec stores:
 
 ``BYTES`` (0)
     The bytes as they are.
 ``EXPONENT`` (1)
-    For floats whose exponent has eight bits or more (bfloat16, float32, float64), where it straddles the two top
-    bytes. Those exchange one bit, so that the top plane holds nothing but exponent bits (all eight of bfloat16 and
-    float32, the upper eight of float64) and the sign lies where the lowest of them was::
+    For floats whose exponent has eight bits or more (bfloat16, float32, float64), so that it straddles the two top
+    bytes. These exchange one bit: the top plane then has only exponent bits (all eight of bfloat16 and float32, the
+    upper eight of float64), and the sign is where the lowest of them was::
 
         s eeeeeee | e mmmmmmm   ->   eeeeeeee | s mmmmmmm
 
-    A rotation by one bit would do the same; the exchange is cheaper to undo, and leaves the lower bytes alone, so that
-    a float32 that was once a bfloat16 keeps its two zero planes.
+    A rotation by one bit has the same effect; the exchange is faster to undo and leaves the lower bytes as they are, so
+    that a float32 that was once a bfloat16 keeps its two zero planes.
 
-Everything is vectorised over runs that stay in the cache; nothing is allocated but the scratch.
+Everything is vectorised over runs that fit in the cache; only the scratch is allocated.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ _SIGN_AND_MANTISSA = 0x807F
 
 
 class Scratch:
-    """Temporaries of one thread, for runs of at most ``count`` elements; made when first asked for."""
+    """Temporaries of one thread, for runs of at most ``count`` elements, allocated on first use."""
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._arrays: dict[tuple[str, int], Words] = {}
 
     def words(self, slot: str, width: int, count: int) -> Words:
-        """Return ``count`` words of ``width`` bytes; a slot's contents last until it is asked for again."""
+        """Return ``count`` words of ``width`` bytes; the next call for the same slot overwrites them."""
         if (slot, width) not in self._arrays:
             self._arrays[slot, width] = np.empty(self._count, _WORD[width])
         return self._arrays[slot, width][:count]
 
 
 def as_words(raw: Bytes, width: int) -> Words:
-    """Return the bytes seen as little-endian words; their number must be a multiple of ``width``."""
+    """Return a view of the bytes as little-endian words; their number must be a multiple of ``width``."""
     return raw.view(_WORD[width])
 
 
@@ -65,7 +65,7 @@ def split(words: Words, planes: Sequence[Bytes], layout: int, scratch: Scratch) 
     words : uint8, uint16, uint32 or uint64 array, shape (n,)
     planes : sequence of uint8 arrays, shape (n,), one for each byte of a word
     layout : int
-        ``BYTES`` or ``EXPONENT``; the latter asks for words of two bytes or more.
+        ``BYTES``, or ``EXPONENT`` for words of two bytes or more.
     scratch : Scratch
         For at least n elements.
     """
@@ -88,7 +88,7 @@ def split(words: Words, planes: Sequence[Bytes], layout: int, scratch: Scratch) 
 
 
 def merge(planes: Sequence[Bytes], words: Words, layout: int, scratch: Scratch) -> None:
-    """Undo ``split``: fill the words from their planes (shapes, dtypes and layouts as there)."""
+    """Fill the words from their planes: the inverse of ``split``, with the same shapes, dtypes and layouts."""
     width = words.itemsize
     if width == 1:
         np.copyto(words, planes[0])

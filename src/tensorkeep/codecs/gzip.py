@@ -1,25 +1,23 @@
-"""One standard gzip member (RFC 1952), for readers that have nothing newer than zlib."""
+"""One standard gzip member (RFC 1952), for readers that have only zlib."""
 
 from __future__ import annotations
 
 import zlib
 
-import numpy as np
-
-from tensorkeep.codecs.base import Bytes, Codec, CodecError
+from tensorkeep.codecs.base import Bytes, Codec, CodecError, append, check_padding
 from tensorkeep.state.dtypes import DType
 
-_GZIP_WINDOW = 31  # 15 bits of window, and 16 to ask zlib for gzip's header: no name, time zero
+_GZIP_WINDOW = 31  # 15 bits of window, and 16 for a gzip header: no name, time zero
 _INPUT_PIECE = 64 << 10
 
 
 class GzipCodec:
-    """zlib's deflate in gzip's header.
+    """zlib's deflate in a gzip header.
 
     Parameters
     ----------
     level : int
-        zlib's, 1 (fast) to 9.
+        zlib's level, 1 (fast) to 9.
     """
 
     name = "gzip"
@@ -28,37 +26,32 @@ class GzipCodec:
         self._level = level
 
     def bound(self, nbytes: int) -> int:
-        # zlib-ng's fastest level may spend nine bits on a byte that it cannot shrink.
+        # zlib-ng's fastest level may write nine bits for an incompressible byte.
         return nbytes + nbytes // 8 + 64
 
     def encode(self, raw: Bytes, dtype: DType, out: Bytes) -> int:
         deflate = zlib.compressobj(self._level, zlib.DEFLATED, _GZIP_WINDOW)
-        length = 0
-        for piece in (deflate.compress(raw.data), deflate.flush()):
-            out[length : length + len(piece)] = np.frombuffer(piece, np.uint8)
-            length += len(piece)
-        return length
+        length = append(deflate.compress(raw.data), out, 0)
+        return append(deflate.flush(), out, length)
 
     def decode(self, stored: Bytes, dtype: DType, out: Bytes) -> None:
         inflate = zlib.decompressobj(_GZIP_WINDOW)
         filled = 0
         for start in range(0, stored.size, _INPUT_PIECE):
-            # One byte more than is wanted shows a block that is too long, and bounds what a bomb can unpack.
-            room = out.size - filled + 1
+            # One byte more than needed reveals a block that is too long, and bounds the output of a zip bomb.
+            limit = out.size - filled + 1
             try:
-                piece = inflate.decompress(stored[start : start + _INPUT_PIECE].data, room)
+                piece = inflate.decompress(stored[start : start + _INPUT_PIECE].data, limit)
             except zlib.error as error:
                 raise CodecError(f"not a gzip member: {error}") from None
-            if len(piece) == room:
+            if len(piece) == limit:
                 raise CodecError(f"decodes to more than the {out.size} bytes of the block")
-            out[filled : filled + len(piece)] = np.frombuffer(piece, np.uint8)
-            filled += len(piece)
+            filled = append(piece, out, filled)
             if inflate.eof:
+                check_padding(stored, min(start + _INPUT_PIECE, stored.size) - len(inflate.unused_data))
                 break
         if not inflate.eof or filled != out.size:
             raise CodecError(f"decodes to {filled} bytes, the block has {out.size}")
-        if inflate.unused_data.strip(b"\0") or stored[start + _INPUT_PIECE :].any():
-            raise CodecError("something other than zeros follows the gzip member")
 
 
 CODEC: Codec = GzipCodec()

@@ -1,30 +1,30 @@
-"""Byte planes, each raw or Huffman-coded: what shrinks trained weights at the speed of a disk.
+"""Byte planes, each raw or Huffman-coded: shrinks trained weights at the speed of a disk.
 
-A weight's exponent takes few values; its sign and mantissa are noise. So the elements are split into byte planes
-(``bitplanes``), a small sample tells which planes shrink, and those are coded in frames of 256 KiB by Zstandard, set so
-that it looks for no matches to speak of and only Huffman-codes. The others are stored raw.
+A weight's exponent has few different values; its sign and mantissa are noise. So the elements are split into byte
+planes (``bitplanes``). The planes that shrink in a small sample are coded in frames of 256 KiB by Zstandard with
+parameters that make it find next to no matches and only Huffman-code. The others are stored raw.
 
 The block on disk, version 1
 ----------------------------
-All integers are little-endian. Files with such blocks MUST load for ever. The block is a stream of Zstandard frames
-(RFC 8878), so that ``zstd -d`` reads it, and prints the coded planes::
+All integers are little-endian. Files with such blocks MUST load for ever. A block is a stream of Zstandard frames
+(RFC 8878): ``zstd -d`` reads it and prints the coded planes::
 
     u32  magic 0x184D2A5A          a skippable frame: the header
     u32  length of what follows, to the first frame below
       u8   version = 1
       u8   layout: 0 = bytes as they are, 1 = exponent on the top plane (see ``bitplanes``)
-      u8   width w of an element in bytes: 1, 2, 4 or 8; layout 1 asks for 2 or more
+      u8   width w of an element in bytes: 1, 2, 4 or 8; 2 or more with layout 1
       u8   zero
       u64  n, the raw length of the block, a multiple of w
       u8   mode of each plane, least significant first: 0 = raw, 1 = coded          (w times)
       u32  length of each Zstandard frame, in the order in which they follow        (coded planes x runs)
-    u32  magic 0x184D2A5B          a skippable frame: the raw planes; absent if there are none
+    u32  magic 0x184D2A5B          a skippable frame: the raw planes; absent without any
     u32  length = (raw planes) x n / w
-      the raw planes whole, one after the other, least significant first
+      the raw planes, one after the other, least significant first
     the coded planes, as Zstandard frames: for each run of 262,144 elements (the last may be shorter), one frame for
     each coded plane, least significant first
 
-A run's frames lie together, so a slice of a tensor is read by decoding its runs alone. Each frame MUST declare its
+The frames of a run are adjacent, so reading a slice of a tensor decodes only its runs. Each frame MUST declare its
 content size, use no dictionary and a window of at most 256 KiB. Zeros MAY follow the block; a reader MUST refuse
 anything else.
 """
@@ -40,7 +40,7 @@ import numpy as np
 import zstandard
 
 from tensorkeep.codecs import bitplanes
-from tensorkeep.codecs.base import Bytes, CodecError
+from tensorkeep.codecs.base import Bytes, CodecError, append, check_padding
 from tensorkeep.codecs.zstd import check_frame, zstd_bound
 from tensorkeep.state.dtypes import DType
 
@@ -55,17 +55,17 @@ _FIXED = struct.Struct("<BBBBQ")
 _LENGTH = np.dtype("<u4")
 _RAW, _CODED = 0, 1
 
-# What is tried of a plane: enough that the table of Huffman codes weighs little, and that zstd finds its matches.
+# The sample of a plane: so large that the table of Huffman codes is negligible and zstd finds matches.
 _SAMPLE_PIECES = 4
 _SAMPLE_PIECE = 4096
 _SAMPLE_PIECE_MIN = 1024
-_SAMPLE_SHARE = 64
+_SAMPLE_DIVISOR = 64
 _WORTH_CODING = 0.98
 _WORTH_MATCHING = 0.95
 
 
 class PlanesCodec:
-    """The codec of this module's format; the dtype only guides how the elements are split."""
+    """The codec of this module's format; the dtype decides only how the elements are split."""
 
     name = "planes"
 
@@ -78,7 +78,7 @@ class PlanesCodec:
         return header + nbytes + nbytes // 256 + frames * (_LENGTH.itemsize + zstd_bound(0))
 
     def shrinks(self, raw: Bytes, dtype: DType) -> bool:
-        """Tell from a small sample whether any plane of the block is worth coding."""
+        """Return whether any plane of the block shrinks, judging by a small sample."""
         layout, width = _layout(raw.size, dtype)
         return any(_choose_coders(bitplanes.as_words(raw, width), layout, self._contexts))
 
@@ -100,8 +100,7 @@ class PlanesCodec:
             for plane, coder in zip(planes, coders, strict=True):
                 if coder is not None:
                     frame = coder.compress(plane.data)
-                    out[end : end + len(frame)] = np.frombuffer(frame, np.uint8)
-                    end += len(frame)
+                    end = append(frame, out, end)
                     lengths.append(len(frame))
         header.write(out, lengths)
         return end
@@ -127,13 +126,13 @@ class PlanesCodec:
 
 
 class _Contexts(threading.local):
-    """What a thread needs; Zstandard's contexts and the temporaries are not to be shared."""
+    """Zstandard's contexts and the temporaries of one thread."""
 
     def __init__(self) -> None:
-        # Matches of seven bytes and a table of 64 of them: next to none are found, and next to no time is spent on it.
+        # Matches of seven bytes and a table of 64: next to none are found, and next to no time is spent on them.
         huffman = zstandard.ZstdCompressionParameters(
             strategy=zstandard.STRATEGY_FAST,
-            target_length=0,  # more would stop the coding of literals
+            target_length=0,  # with more, zstd does not code literals
             min_match=7,
             hash_log=6,
             chain_log=6,
@@ -153,7 +152,7 @@ class _Contexts(threading.local):
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """Where everything of a block lies."""
+    """The header of a block, and the places of what follows it."""
 
     layout: int
     nbytes: int
@@ -185,7 +184,7 @@ class _Header:
         return self.raw_start + (_SKIPPABLE.size + raw * self.count if raw else 0)
 
     def raw_planes(self, block: Bytes) -> list[Bytes | None]:
-        """Return the raw planes as they lie in the block, None for the coded ones."""
+        """Return views of the raw planes in the block, None for the coded ones."""
         planes: list[Bytes | None] = []
         start = self.raw_start + _SKIPPABLE.size
         for mode in self.modes:
@@ -196,23 +195,22 @@ class _Header:
     def write(self, block: Bytes, lengths: list[int]) -> None:
         fixed = _FIXED.pack(VERSION, self.layout, self.width, 0, self.nbytes) + bytes(self.modes)
         payload = fixed + np.array(lengths, _LENGTH).tobytes()
-        start = _SKIPPABLE.pack(_HEADER_MAGIC, len(payload)) + payload
+        end = append(_SKIPPABLE.pack(_HEADER_MAGIC, len(payload)) + payload, block, 0)
         if _RAW in self.modes:
-            start += _SKIPPABLE.pack(_RAW_MAGIC, self.modes.count(_RAW) * self.count)
-        block[: len(start)] = np.frombuffer(start, np.uint8)
+            append(_SKIPPABLE.pack(_RAW_MAGIC, self.modes.count(_RAW) * self.count), block, end)
 
 
 def _layout(nbytes: int, dtype: DType) -> tuple[int, int]:
-    """Return the layout and the width of the elements that a block is split into."""
+    """Return the layout, and the width of the elements to split."""
     width = dtype.itemsize // 2 if dtype.kind == "complex" else dtype.itemsize
     if width not in bitplanes.WIDTHS or nbytes % width:
         return bitplanes.BYTES, 1
-    # float16's exponent already lies within its top byte.
+    # float16's exponent is within its top byte already.
     return (bitplanes.EXPONENT if width > 1 and dtype.exponent_bits >= 8 else bitplanes.BYTES), width
 
 
 def _choose_coders(words: bitplanes.Words, layout: int, contexts: _Contexts) -> list[zstandard.ZstdCompressor | None]:
-    """Return what codes each plane best, by trying a few pieces; None where nothing shrinks it."""
+    """Return the compressor that shrinks a sample of each plane most; None if none does."""
     sample = _sample(words)
     planes = [np.empty(sample.size, np.uint8) for _ in range(words.itemsize)]
     bitplanes.split(sample, planes, layout, contexts.scratch)
@@ -225,7 +223,7 @@ def _choose_coders(words: bitplanes.Words, layout: int, contexts: _Contexts) -> 
 
 
 def _sample(words: bitplanes.Words) -> bitplanes.Words:
-    piece = min(max(words.size // _SAMPLE_SHARE // _SAMPLE_PIECES, _SAMPLE_PIECE_MIN), _SAMPLE_PIECE)
+    piece = min(max(words.size // _SAMPLE_DIVISOR // _SAMPLE_PIECES, _SAMPLE_PIECE_MIN), _SAMPLE_PIECE)
     if words.size <= piece * _SAMPLE_PIECES:
         return words
     starts = np.linspace(0, words.size - piece, _SAMPLE_PIECES).astype(int)
@@ -240,8 +238,7 @@ def _read(stored: Bytes, nbytes: int) -> tuple[_Header, Iterator[Bytes]]:
     end = int(ends[-1]) if ends.size else header.frames_start
     if end > stored.size:
         raise CodecError(f"{stored.size} bytes are stored where the frames need {end}")
-    if stored[end:].any():
-        raise CodecError("something other than zeros follows the block")
+    check_padding(stored, end)
     starts = (ends - lengths).tolist()
     return header, (stored[start:stop] for start, stop in zip(starts, ends.tolist(), strict=True))
 
@@ -255,11 +252,9 @@ def _read_header(stored: Bytes, nbytes: int) -> _Header:
     if magic != _HEADER_MAGIC or reserved:
         raise CodecError("not a block of byte planes")
     if version != VERSION:
-        raise CodecError(f"version {version} of the byte planes; this reader knows {VERSION}")
-    if layout not in (bitplanes.BYTES, bitplanes.EXPONENT) or width not in (
-        bitplanes.WIDTHS if layout == bitplanes.BYTES else bitplanes.WIDTHS[1:]
-    ):
-        raise CodecError(f"there is no layout {layout} of {width} bytes")
+        raise CodecError(f"version {version} of the byte planes; this reader supports version {VERSION}")
+    if width not in bitplanes.LAYOUT_WIDTHS.get(layout, ()):
+        raise CodecError(f"unknown layout {layout} of elements of {width} bytes")
     if declared != nbytes or nbytes % width:
         raise CodecError(f"decodes to {declared} bytes in elements of {width}, the block has {nbytes}")
     modes = tuple(stored[start : start + width].tolist())

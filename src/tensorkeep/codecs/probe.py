@@ -1,8 +1,8 @@
-"""Which codec a block of a lossless checkpoint gets, decided on a few small samples.
+"""Choosing the codec of a block of a lossless checkpoint, from a few small samples.
 
-Trained weights go to ``planes``, whose own probe decides plane by plane. Blocks that repeat themselves (rows of an
-embedding, masks, zeros) may do better with ``zstd``: a look at a few windows tells whether anything repeats, and only
-then are both tried on a larger sample. What neither shrinks stays ``raw``.
+Trained weights get ``planes``, which samples each plane itself. Blocks with repetitions (equal rows of an embedding,
+masks, zeros) may shrink more with ``zstd``: if a few windows contain repeated words, both are tried on a larger sample.
+A block that neither shrinks is stored ``raw``.
 """
 
 from __future__ import annotations
@@ -13,39 +13,39 @@ from tensorkeep.codecs import planes, raw, zstd
 from tensorkeep.codecs.base import Bytes, Codec
 from tensorkeep.state.dtypes import DType
 
-# Below this, no saving pays for a header.
+# Below this, a header costs more than is saved.
 _TINY = 512
-# Up to this, the block is its own sample.
+# Up to this, the whole block is the sample.
 _SMALL = 4 << 10
 _WINDOWS, _WINDOW = 8, 32 << 10
 _TRIAL_PIECES, _TRIAL_PIECE = 4, 256 << 10
-_TRIAL_SHARE = 16
+_TRIAL_DIVISOR = 16
 _ESTIMATE_PIECE = 64 << 10
 
-# One word in 16 is looked at, chosen by its value, so that a row that comes again has the same words chosen.
+# One word in 16 is compared, selected by its value, so that the same words of repeated rows are selected.
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
-_CHOSEN_SHIFT = np.uint64(60)
-_REPEATED_SHARE = 0.005
+_SELECTED_SHIFT = np.uint64(60)
+_REPEATED_FRACTION = 0.005
 
-# `planes` decodes faster than `zstd` on most data, so a tie goes to it.
+# `planes` decodes faster than `zstd` on most data, so it wins a tie.
 _WORTH_MATCHING = 0.97
 _WORTH_CODING = 0.98
 
 
 def bound(nbytes: int) -> int:
-    """Return the most bytes that ``encode`` needs as scratch for a block of that many raw bytes."""
+    """Return the scratch bytes that ``encode`` needs for a block of that many raw bytes."""
     return max(codec.bound(nbytes) for codec in (planes.CODEC, zstd.CODEC, raw.CODEC))
 
 
 def choose(block: Bytes, dtype: DType) -> Codec:
-    """Return the codec that is expected to shrink a block best at a disk's speed.
+    """Return the codec that is expected to shrink a block most, at the speed of a disk.
 
     Parameters
     ----------
     block : uint8 array, shape (n,)
         Raw bytes, in C order.
     dtype : DType
-        What they are.
+        The type of the elements.
 
     Returns
     -------
@@ -57,26 +57,29 @@ def choose(block: Bytes, dtype: DType) -> Codec:
     if block.size <= _SMALL:
         return _try(block, dtype)
     if _repeats(block):
-        return _try(_spread(block, _trial_piece(block.size), _TRIAL_PIECES, dtype.itemsize), dtype)
+        piece = min(max(block.size // _TRIAL_DIVISOR // _TRIAL_PIECES, _WINDOW), _TRIAL_PIECE)
+        return _try(_spread(block, piece, _TRIAL_PIECES, dtype.itemsize), dtype)
     return planes.CODEC if planes.CODEC.shrinks(block, dtype) else raw.CODEC
 
 
 def encode(block: Bytes, dtype: DType, out: Bytes) -> tuple[str, int]:
-    """Code a block by the chosen codec, or store it raw where the coded form is not smaller.
+    """Encode a block by the chosen codec, or store it raw if that does not make it smaller.
 
     Parameters
     ----------
     block : uint8 array, shape (n,)
         Raw bytes, in C order.
     dtype : DType
-        What they are.
+        The type of the elements.
     out : uint8 array, shape (m,), m >= bound(n)
         Scratch that the caller owns.
 
     Returns
     -------
-    tuple of str and int
-        The codec's name, and the bytes at the front of ``out``: never more than n.
+    name : str
+        The codec's name.
+    length : int
+        The bytes written to the front of ``out``, at most n.
     """
     codec = choose(block, dtype)
     length = codec.encode(block, dtype, out)
@@ -86,37 +89,33 @@ def encode(block: Bytes, dtype: DType, out: Bytes) -> tuple[str, int]:
 
 
 def estimate(block: Bytes, dtype: DType) -> float:
-    """Return the share of a block that is left when it is coded, going by a few samples of it."""
+    """Return the expected size of a coded block relative to its raw size, from a few samples."""
     sample = block if block.size <= _SMALL else _spread(block, _ESTIMATE_PIECE, _TRIAL_PIECES, dtype.itemsize)
     if not sample.size:
         return 1.0
     out = np.empty(bound(sample.size), np.uint8)
-    return (
-        min(zstd.CODEC.encode(sample, dtype, out), planes.CODEC.encode(sample, dtype, out), sample.size) / sample.size
-    )
+    coded = [codec.encode(sample, dtype, out) for codec in (zstd.CODEC, planes.CODEC)]
+    return min(*coded, sample.size) / sample.size
 
 
 def _repeats(block: Bytes) -> bool:
-    """Tell whether eight-byte words come again, near or far, more often than noise would have it."""
+    """Return whether eight-byte words are repeated, near or far, more often than in noise."""
     words = _spread(block, _WINDOW, _WINDOWS, 8).view(np.uint64)
-    chosen = words[(words * _MULTIPLIER) >> _CHOSEN_SHIFT == 0]
-    if chosen.size < 2:
+    selected = words[(words * _MULTIPLIER) >> _SELECTED_SHIFT == 0]
+    if selected.size < 2:
         return False
-    chosen.sort()
-    return bool(np.count_nonzero(chosen[1:] == chosen[:-1]) > _REPEATED_SHARE * chosen.size)
+    selected.sort()
+    return bool(np.count_nonzero(selected[1:] == selected[:-1]) > _REPEATED_FRACTION * selected.size)
 
 
 def _try(sample: Bytes, dtype: DType) -> Codec:
+    """Return the codec that shrinks a sample most."""
     out = np.empty(bound(sample.size), np.uint8)
     matched = zstd.CODEC.encode(sample, dtype, out)
     split = planes.CODEC.encode(sample, dtype, out)
     if min(matched, split) >= _WORTH_CODING * sample.size:
         return raw.CODEC
     return zstd.CODEC if matched < _WORTH_MATCHING * split else planes.CODEC
-
-
-def _trial_piece(nbytes: int) -> int:
-    return min(max(nbytes // _TRIAL_SHARE // _TRIAL_PIECES, _WINDOW), _TRIAL_PIECE)
 
 
 def _spread(block: Bytes, piece: int, pieces: int, alignment: int) -> Bytes:

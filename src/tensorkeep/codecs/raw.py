@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from tensorkeep.codecs.base import Bytes, Codec, CodecError
+from tensorkeep.codecs.base import Bytes, Codec, CodecError, check_padding
 from tensorkeep.state.dtypes import DType
 
 
 class RawCodec:
-    """Copies; what the writer falls back to when nothing shrinks a block."""
+    """Copies; used when nothing shrinks a block."""
 
     name = "raw"
 
@@ -23,8 +23,7 @@ class RawCodec:
     def decode(self, stored: Bytes, dtype: DType, out: Bytes) -> None:
         if stored.size < out.size:
             raise CodecError(f"{stored.size} bytes are stored where {out.size} are needed")
-        if stored[out.size :].any():
-            raise CodecError("something other than zeros follows the block")
+        check_padding(stored, out.size)
         np.copyto(out, stored[: out.size])
 
 

@@ -1,17 +1,16 @@
-"""One standard Zstandard frame (RFC 8878), for blocks that repeat themselves: rows, runs of zeros, counters."""
+"""One standard Zstandard frame (RFC 8878), for blocks with repetitions: equal rows, runs of zeros, counters."""
 
 from __future__ import annotations
 
 import threading
 
-import numpy as np
 import zstandard
 
-from tensorkeep.codecs.base import Bytes, Codec, CodecError
+from tensorkeep.codecs.base import Bytes, Codec, CodecError, append, check_padding
 from tensorkeep.state.dtypes import DType
 
 _MAX_WINDOW_LOG = 24
-# Level 1's own table (2**14) forgets a row of an embedding long before it comes again.
+# Level 1's own table (2**14) forgets a row of an embedding long before the row is repeated.
 _HASH_LOG = 17
 _BLOCK_HEADER = 3
 _RLE_BLOCK, _RESERVED_BLOCK = 1, 3
@@ -23,7 +22,7 @@ class ZstdCodec:
     Parameters
     ----------
     level : int
-        Zstandard's, 1 (fast) to 22.
+        Zstandard's level, 1 (fast) to 22.
     """
 
     name = "zstd"
@@ -36,17 +35,14 @@ class ZstdCodec:
         return zstd_bound(nbytes)
 
     def encode(self, raw: Bytes, dtype: DType, out: Bytes) -> int:
-        frame = self._contexts.compressor(self._level, raw.size).compress(raw.data)
-        out[: len(frame)] = np.frombuffer(frame, np.uint8)
-        return len(frame)
+        return append(self._contexts.compressor(self._level, raw.size).compress(raw.data), out, 0)
 
     def decode(self, stored: Bytes, dtype: DType, out: Bytes) -> None:
         check_frame(stored, out.size, window=1 << _MAX_WINDOW_LOG)
         length = _frame_length(stored)
-        if stored[length:].any():
-            raise CodecError("something other than zeros follows the Zstandard frame")
+        check_padding(stored, length)
         try:
-            # Into `out` without a copy: zstd decodes in one pass where the whole frame and its whole room are given.
+            # Into `out` without a copy: zstd decodes in one pass if it has the whole frame and space for its content.
             with self._contexts.decompressor.stream_reader(stored[:length].data) as reader:
                 filled = reader.readinto(out) if out.size else 0
         except zstandard.ZstdError as error:
@@ -56,7 +52,7 @@ class ZstdCodec:
 
 
 class _Contexts(threading.local):
-    """Zstandard's contexts are not to be shared between threads; making one costs more than a small block."""
+    """Threads must not share Zstandard's contexts, and creating one takes longer than coding a small block."""
 
     def __init__(self) -> None:
         self.decompressor = zstandard.ZstdDecompressor(max_window_size=1 << _MAX_WINDOW_LOG)
@@ -73,28 +69,28 @@ class _Contexts(threading.local):
 
 
 def zstd_bound(nbytes: int) -> int:
-    """Return the most bytes that a frame of that many bytes can take (``ZSTD_COMPRESSBOUND``, rounded up)."""
+    """Return the maximum size of a frame of that many bytes (``ZSTD_COMPRESSBOUND``, rounded up)."""
     return nbytes + nbytes // 256 + 64
 
 
 def check_frame(frame: Bytes, content: int, *, window: int) -> None:
-    """Check what a frame's header claims, before anything is decoded or allocated.
+    """Check a frame's header before anything is decoded or allocated.
 
     Parameters
     ----------
     frame : uint8 array, shape (n,)
         Begins with a Zstandard frame.
     content : int
-        The bytes that it must declare to decode to.
+        The content size that it must declare.
     window : int
-        The most bytes of window that it may ask for, unless it is as long as its content.
+        The maximum window that it may need, unless the window is as long as the content.
 
     Raises
     ------
     CodecError
-        If the header is damaged or claims anything else.
+        If the header is damaged, or declares anything else or a dictionary.
     """
-    # Skippable frames declare a length too, and decode to nothing.
+    # Skippable frames declare a length, too, but decode to nothing.
     if frame[: len(zstandard.FRAME_HEADER)].tobytes() != zstandard.FRAME_HEADER:
         raise CodecError("not a Zstandard frame")
     try:
@@ -104,9 +100,9 @@ def check_frame(frame: Bytes, content: int, *, window: int) -> None:
     if header.content_size != content:
         raise CodecError(f"a frame claims another length than the {content} bytes expected")
     if header.dict_id:
-        raise CodecError("a frame asks for a dictionary")
+        raise CodecError("a frame needs a dictionary")
     if header.window_size > max(window, content):
-        raise CodecError(f"a frame asks for a window of {header.window_size} bytes")
+        raise CodecError(f"a frame needs a window of {header.window_size} bytes")
 
 
 def _frame_length(stored: Bytes) -> int:

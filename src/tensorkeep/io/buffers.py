@@ -1,8 +1,8 @@
-"""Aligned buffers under one byte budget.
+"""Page-aligned buffers under one byte budget.
 
-Threads times block size is memory, so the budget is one number over everything that an operation holds, not one per
-tensor. A task takes all that it needs in a single ``acquire``: a task that holds one buffer and waits for a second
-could wait for ever.
+The memory of an operation is its threads times the size of their blocks, so the budget is one number for all of them,
+not one for each tensor. A task acquires all that it needs in one call: two tasks that each hold a buffer and wait for
+another could deadlock.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tensorkeep.io.parallel import POLL_SECONDS, Cancellation
 from tensorkeep.units import format_bytes
 
 ALIGNMENT = 4096
-"""Bytes that O_DIRECT wants addresses, offsets and lengths to be multiples of, on every common device."""
+"""O_DIRECT needs addresses, offsets and lengths that are multiples of this many bytes, on every common device."""
 
 _HUGE_PAGE = 2 * 1024**2
 
@@ -41,7 +41,7 @@ def round_down(count: int, multiple: int = ALIGNMENT) -> int:
 
 
 def buffer_bytes(nbytes: int) -> int:
-    """Return the size of the buffer that a need of so many bytes is given."""
+    """Return the size of the buffer that `BufferPool.acquire` allocates for so many bytes."""
     # The kernel backs a mapping by huge pages throughout only if its length is a multiple of theirs; direct writes
     # from small pages are a tenth slower.
     return round_up(max(nbytes, 1), ALIGNMENT if nbytes < _HUGE_PAGE else _HUGE_PAGE)
@@ -58,12 +58,12 @@ class PageLock(Protocol):
 
 
 class Buffer:
-    """A buffer that a pool has lent: to be given back by `release`, in any thread, or at the end of a ``with``.
+    """A buffer of a pool, until `release` (in any thread) or the end of a ``with`` returns it.
 
     Attributes
     ----------
-    array : uint8 array
-        Page-aligned; it holds whatever the last user left in it.
+    array : uint8 array, shape (n,)
+        Page-aligned; the contents are undefined.
     """
 
     def __init__(self, pool: BufferPool, memory: mmap.mmap) -> None:
@@ -72,7 +72,7 @@ class Buffer:
         self._memory: mmap.mmap | None = memory
 
     def release(self) -> None:
-        """Give the buffer back; a second call does nothing."""
+        """Return the buffer to its pool; a second call does nothing."""
         memory, self._memory = self._memory, None
         if memory is not None:
             self._pool._put(memory)
@@ -85,30 +85,36 @@ class Buffer:
 
 
 class BufferPool:
-    """Page-aligned host buffers, reused, never more than the budget at once; a context manager.
+    """Reusable page-aligned host buffers whose sum never exceeds a budget; a context manager.
 
-    At its end the buffers go to a shelf of the process, from which the next pool takes them: memory that was touched
-    before is filled several times faster than new memory.
+    When a pool is closed, its buffers are kept for the next pool of the process: memory that was touched before is
+    filled several times faster than new memory.
 
     Parameters
     ----------
     budget : int
-        The most bytes that all buffers together may take, those that lie free for reuse included.
+        Maximum bytes of all buffers together, free ones included.
     exact : bool
-        Lend no buffer that is larger than `buffer_bytes` of the need, so that needs which add up to the budget can all
-        be met at once. Otherwise a free buffer of up to twice the size is as good.
+        Use no buffer that is larger than `buffer_bytes` of the request, so that requests which add up to the budget can
+        all be served at once. Otherwise a free buffer of up to twice the size is used.
     page_lock : PageLock, optional
-        What page-locks the buffers as long as they are the pool's.
+        Page-locks the buffers while they belong to the pool.
 
     Attributes
     ----------
     peak_bytes : int
-        The most bytes that were allocated at one moment.
+        Maximum bytes that were allocated at one time.
 
     Raises
     ------
     UsageError
-        If the budget is below 64 MiB: one thread needs that much to code and write blocks of 16 MiB.
+        If the budget is below 64 MiB, which one thread needs to code and write blocks of 16 MiB.
+
+    Examples
+    --------
+    >>> with BufferPool(64 * 1024**2) as pool, pool.acquire(5000) as array:
+    ...     print(array.size, array.ctypes.data % ALIGNMENT)
+    8192 0
     """
 
     def __init__(self, budget: int = DEFAULT_BUDGET, *, exact: bool = False, page_lock: PageLock | None = None) -> None:
@@ -120,29 +126,28 @@ class BufferPool:
         self.budget = budget
         self.page_lock = page_lock
         self.peak_bytes = 0
-        self._largest = 1 if exact else 2
+        self._largest_fit = 1 if exact else 2
         self._allocated = 0
         self._free: list[mmap.mmap] = []
         self._changed = threading.Condition()
         if page_lock is not None:
-            # Memory that is unmapped while it is locked is lost to the system. At exit all of it goes anyway.
+            # Memory that is unmapped while it is page-locked is lost to the system, except when the process exits.
             weakref.finalize(self, _unlock_all, page_lock, self._free).atexit = False
 
     @property
     def allocated_bytes(self) -> int:
-        """What the buffers take now, those that are kept for the next use included."""
+        """The present bytes of all buffers, free ones included."""
         return self._allocated
 
     def threads(self, wanted: int, bytes_each: int) -> int:
-        """Return how many threads, at most ``wanted``, can have that much memory each.
+        """Return how many threads, at most ``wanted``, the budget allows if each holds ``bytes_each`` at once.
 
-        No more may run than all that each can hold at once is there for: else one could wait for ever for what
-        another holds.
+        More threads could deadlock, each waiting for what another holds.
 
         Raises
         ------
         UsageError
-            If there is not enough for one.
+            If the budget is too small for one.
         """
         if bytes_each > self.budget:
             raise UsageError(
@@ -152,13 +157,19 @@ class BufferPool:
         return max(1, min(wanted, self.budget // bytes_each))
 
     def acquire(self, nbytes: int, cancellation: Cancellation | None = None) -> Buffer:
-        """Lend a page-aligned uint8 array of at least ``nbytes``; waits while the budget is used up.
+        """Return a buffer of at least ``nbytes``; waits while the budget is used up.
 
         Parameters
         ----------
         nbytes : int
+            Bytes needed.
         cancellation : Cancellation, optional
-            Ends the waiting.
+            Ends the wait with `Cancelled`.
+
+        Raises
+        ------
+        UsageError
+            If the buffer alone would exceed the budget.
         """
         size = buffer_bytes(nbytes)
         if size > self.budget:
@@ -180,19 +191,14 @@ class BufferPool:
         """Return a buffer, and whether it is new to the pool."""
         with self._changed:
             while True:
-                # Not one far too large: the accounting of `threads` relies on what each need takes.
-                largest = self._largest * size
-                fitting = [memory for memory in self._free if size <= len(memory) <= largest]
-                if fitting:
-                    best = min(fitting, key=len)
-                    self._free.remove(best)
+                # A much larger buffer would break the count of `threads`, which relies on the size of each request.
+                largest = self._largest_fit * size
+                if best := _take_smallest(self._free, size, largest):
                     return best, False
                 while self._free and self._allocated + size > self.budget:
-                    # Views of a lent array may still be alive somewhere; the memory then goes when they do.
-                    self._allocated -= len(self._part_with(self._free.pop()))
+                    self._remove_free()
                 if self._allocated + size <= self.budget:
-                    largest = min(largest, self.budget - self._allocated)
-                    memory = _shelf.take(size, at_most=largest) or _map(size)
+                    memory = _spares.take(size, at_most=min(largest, self.budget - self._allocated)) or _map(size)
                     self._allocated += len(memory)
                     self.peak_bytes = max(self.peak_bytes, self._allocated)
                     return memory, True
@@ -202,18 +208,19 @@ class BufferPool:
                     cancellation.check()
                     self._changed.wait(timeout=POLL_SECONDS)
 
-    def close(self) -> None:
-        """Give the free buffers back; the pool can still be used."""
-        with self._changed:
-            while self._free:
-                memory = self._part_with(self._free.pop())
-                self._allocated -= len(memory)
-                _shelf.put(memory)
-
-    def _part_with(self, memory: mmap.mmap) -> mmap.mmap:
+    def _remove_free(self) -> mmap.mmap:
+        # Views of its array may still be alive; the memory is then unmapped with the last of them.
+        memory = self._free.pop()
         if self.page_lock is not None:
             self.page_lock.unlock(memory)
+        self._allocated -= len(memory)
         return memory
+
+    def close(self) -> None:
+        """Give up the free buffers; the pool can still be used."""
+        with self._changed:
+            while self._free:
+                _spares.put(self._remove_free())
 
     def __enter__(self) -> Self:
         return self
@@ -227,14 +234,22 @@ def _unlock_all(page_lock: PageLock, buffers: list[mmap.mmap]) -> None:
         page_lock.unlock(memory)
 
 
-class _Shelf:
-    """Buffers that no pool has, kept for the next one; a bounded number of bytes for the life of the process."""
+def _take_smallest(buffers: list[mmap.mmap], size: int, at_most: int) -> mmap.mmap | None:
+    """Remove and return the smallest buffer of a size in the range."""
+    best = min((memory for memory in buffers if size <= len(memory) <= at_most), key=len, default=None)
+    if best is not None:
+        buffers.remove(best)
+    return best
 
-    _MOST_BYTES = 96 * 1024**2
+
+class _Spares:
+    """Buffers of closed pools, for the next pool; a bounded number of bytes for the life of the process."""
+
+    _MAX_BYTES = 96 * 1024**2
 
     def __init__(self) -> None:
         self.clear()
-        # A child that is forked while another thread holds the lock would wait for it for ever.
+        # In a forked child, a lock that another thread held would never be released.
         os.register_at_fork(after_in_child=self.clear)
 
     def clear(self) -> None:
@@ -243,39 +258,35 @@ class _Shelf:
 
     def take(self, size: int, *, at_most: int) -> mmap.mmap | None:
         with self._lock:
-            fitting = [memory for memory in self._buffers if size <= len(memory) <= at_most]
-            if not fitting:
-                # New memory takes the place of what lies here unused, so that both together do not grow.
+            best = _take_smallest(self._buffers, size, at_most)
+            if best is None:
+                # The caller maps new memory: unused buffers of that size go, so that the sum does not grow.
                 self._drop(size)
-                return None
-            best = min(fitting, key=len)
-            self._buffers.remove(best)
             return best
 
     def put(self, memory: mmap.mmap) -> None:
         with self._lock:
             self._buffers.append(memory)
-            self._drop(sum(map(len, self._buffers)) - self._MOST_BYTES)
+            self._drop(sum(map(len, self._buffers)) - self._MAX_BYTES)
 
     def _drop(self, nbytes: int) -> None:
-        """Give up so many bytes, or all there are, the oldest buffers first."""
+        """Unmap so many bytes, or all there are, the oldest buffers first."""
         while nbytes > 0 and self._buffers:
             nbytes -= len(self._buffers.pop(0))
 
 
-_shelf = _Shelf()
+_spares = _Spares()
 
 
 def _map(size: int) -> mmap.mmap:
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # First-touch faults of 4 KiB pages cost as much as the copy into them.
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
 def aligned_copy(data: bytes) -> npt.NDArray[np.uint8]:
-    """Return the bytes in page-aligned memory of their own, as direct writes need them."""
+    """Return a copy of the bytes in page-aligned memory, which direct writes need."""
     array = np.frombuffer(_map(max(len(data), 1)), np.uint8)[: len(data)]
     array[:] = np.frombuffer(data, np.uint8)
     return array

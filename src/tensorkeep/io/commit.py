@@ -1,12 +1,11 @@
-"""The only place that makes a checkpoint visible.
+"""The only place that makes a checkpoint visible: atomic, durable, one writer at a time.
 
-Everything is written under a temporary name beside the destination. `Commit.publish` makes that durable, then one
-rename makes it visible, and the parent directory is made durable in turn. Whatever kills the process, at any
-instruction, the destination holds what it held before or the new checkpoint, whole.
+Everything is written under a temporary name beside the destination. `Commit.publish` makes that durable, makes it
+visible by one rename, and makes the name durable. A process that is killed at any instruction leaves at the destination
+either what was there before or the complete new checkpoint.
 
-A temporary name is held by a lock (``flock``) on the temporary itself, which the kernel drops with the process. The
-next save to the same destination removes the temporaries whose lock is free, so what a killed writer left behind goes
-and what a live one writes stays. Two writers that save to one destination at the same time: the second is told.
+A temporary is locked (``flock``) by its writer. The next save to the same destination removes the temporaries of dead
+writers; if a writer is alive, it raises `BusyError`.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tensorkeep.errors import BusyError, DestinationExistsError, StoreError, TensorkeepError
-from tensorkeep.io.files import store_error, store_errors, sync_directory
-from tensorkeep.io.temporaries import SUFFIX, lock, prefix, remove, remove_stale
+from tensorkeep.errors import BusyError, DestinationExistsError, StoreError
+from tensorkeep.io.files import store_errors, sync_directory
+from tensorkeep.io.temporaries import lock, new_name, remove, remove_stale
 
 _CHOOSE = "choose another path, or ask to overwrite it (overwrite=True, --overwrite)"
 
@@ -34,28 +33,28 @@ _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
 
-_held: set[Commit] = set()
+_active: set[Commit] = set()
 
 
 class Commit:
-    """A checkpoint that is being written: a context manager that removes what was not published.
+    """A checkpoint that is being written: a context manager that removes it unless it was published.
 
     Parameters
     ----------
     destination : Path
-        Where the checkpoint shall appear; missing parents are created. A symbolic link is never replaced.
+        Where the checkpoint will be; missing parents are created. A symbolic link is never replaced.
     directory : bool
         Whether the checkpoint is a directory or a single file.
     overwrite : bool
-        Whether something that is there already may be replaced.
+        Whether a checkpoint that is there may be replaced.
     replaceable : callable
-        Says of an existing path whether it is a checkpoint of this format; nothing else is ever replaced. It may raise
-        `DestinationExistsError` itself, to say more.
+        Returns whether an existing path is a checkpoint of this format; nothing else is ever replaced. It may raise
+        `DestinationExistsError` itself, with a reason.
 
     Attributes
     ----------
     path : Path
-        The temporary: an existing empty directory, or the name of a file that does not exist yet.
+        Where to write: an empty directory, or the name of a file that does not exist yet.
 
     Raises
     ------
@@ -65,6 +64,17 @@ class Commit:
         If a live process is saving there.
     StoreError
         If the operating system refuses.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from tensorkeep.io.files import write_small
+    >>> destination = Path(tempfile.mkdtemp()) / "hello"
+    >>> with Commit(destination, directory=False, overwrite=False, replaceable=Path.is_file) as commit:
+    ...     write_small(commit.path, b"hello")
+    ...     commit.publish()
+    >>> destination.read_bytes()
+    b'hello'
     """
 
     def __init__(
@@ -74,33 +84,33 @@ class Commit:
         self.overwrite = overwrite
         self._directory = directory
         self._replaceable = replaceable
-        self._checked: tuple[int, int] | None = None
-        self._lock = -1
-        self._holder = self.destination
+        self._checked: os.stat_result | None = None
+        self._lock_fd = -1
+        self._temporary = self.destination
         self.path = self.destination
 
     def __enter__(self) -> Self:
         with store_errors(self.destination, "save here"):
             make_directory(self.destination.parent)
             self._check_destination()
-            self._hold()
+            self._create_temporary()
         return self
 
     def _check_destination(self) -> None:
-        """Refuse what may not be replaced; remember what may, so that it is looked at once."""
+        """Raise unless the destination may be written; one that was replaceable before is not looked into again."""
         try:
             status = self.destination.lstat()
         except FileNotFoundError:
             return
         if not self.overwrite:
             raise DestinationExistsError("exists already", path=self.destination, remedy=_CHOOSE)
-        if self._checked == (status.st_dev, status.st_ino):
+        if self._checked is not None and os.path.samestat(self._checked, status):
             return
         if stat.S_ISLNK(status.st_mode):
             raise DestinationExistsError(
                 f"is a symbolic link to {self.destination.readlink()}, and a link is not replaced",
                 path=self.destination,
-                remedy="save to what it points to, or remove the link",
+                remedy="save to its target, or remove the link",
             )
         if not self._replaceable(self.destination):
             raise DestinationExistsError(
@@ -108,32 +118,32 @@ class Commit:
                 path=self.destination,
                 remedy="choose another path, or remove it yourself",
             )
-        # The old directory is emptied after the exchange; only who may write in it can do that.
+        # The old directory is emptied after the exchange, which needs the permission to write in it.
         if self._directory and not os.access(self.destination, os.W_OK | os.X_OK, effective_ids=True):
             raise StoreError(
-                "cannot replace it: its folder does not let you remove what is in it",
+                "cannot replace it: its folder does not let you remove its files",
                 path=self.destination,
                 remedy="check its owner and permissions, or save elsewhere",
             )
-        self._checked = (status.st_dev, status.st_ino)
+        self._checked = status
 
-    def _hold(self) -> None:
-        """Make a temporary and lock it, as the only one who saves here.
+    def _create_temporary(self) -> None:
+        """Create a temporary and lock it, as the only writer to the destination.
 
-        The lock lies on a directory, also for a single file: the file itself is renamed, and with it the lock.
+        A single file gets a directory, too, because the lock must not be renamed with the file.
         """
         while True:
             remove_stale(self.destination)
-            holder = self.destination.parent / f"{prefix(self.destination)}{secrets.token_hex(4)}{SUFFIX}"
-            os.mkdir(holder)
-            fd = lock(holder)
+            temporary = new_name(self.destination)
+            os.mkdir(temporary)
+            fd = lock(temporary)
             if fd is None:
                 continue
             try:
-                # Whoever began at the same time sees this lock, or is seen here.
-                remove_stale(self.destination, besides=holder)
+                # Of two writers that begin at once, at least one sees the other's lock here.
+                remove_stale(self.destination, besides=temporary)
             except BusyError:
-                remove(holder)
+                remove(temporary)
                 os.close(fd)
                 time.sleep(secrets.randbelow(50) / 1000)
                 continue
@@ -141,61 +151,41 @@ class Commit:
                 os.close(fd)
                 raise
             break
-        self._lock, self._holder = fd, holder
-        self.path = holder if self._directory else holder / self.destination.name
-        _held.add(self)
+        self._lock_fd, self._temporary = fd, temporary
+        self.path = temporary if self._directory else temporary / self.destination.name
+        _active.add(self)
 
     def publish(self) -> None:
-        """Make what lies at `path`, whose files are durable already, visible at the destination, and that durable.
+        """Make the checkpoint at `path`, whose files are durable already, visible at the destination, durably.
 
         Raises
         ------
         DestinationExistsError
-            If something else has come there meanwhile.
+            If something else has appeared there.
         StoreError
             If the operating system refuses. If only the new name could not be made durable, the message says that it is
-            visible; what was replaced is then kept until the next save.
+            visible; the old checkpoint is then kept until the next save.
         """
-        try:
+        with store_errors(self.destination, "make the checkpoint visible"):
             if self.overwrite:
                 self._check_destination()
-            if self._directory:
-                sync_directory(self.path)
-                self._publish_directory()
-            else:
-                self._publish_file()
-        except TensorkeepError:
-            raise
-        except FileExistsError as error:
-            raise DestinationExistsError(
-                "something appeared here while it was being saved",
-                path=self.destination,
-                remedy=_CHOOSE,
-            ) from error
-        except OSError as error:
-            raise store_error(error, self.destination, "make the checkpoint visible") from error
-        self._make_visibility_durable()
-
-    def _make_visibility_durable(self) -> None:
-        holder = self._holder
-        if self._directory:
-            # After an exchange the old checkpoint lies there, which a loss of power may bring back until this is over.
-            self._holder = self.destination
-        try:
-            sync_directory(self.destination.parent)
-        except OSError as error:
-            raise StoreError(
-                f"the checkpoint is visible and can be read, but perhaps not durable: {error.strerror or error}",
-                path=self.destination,
-                remedy="check the device, then save it again with overwrite=True, or elsewhere",
-            ) from error
-        self._holder = holder
+            try:
+                if self._directory:
+                    sync_directory(self.path)
+                    self._publish_directory()
+                else:
+                    self._publish_file()
+            except FileExistsError as error:
+                raise DestinationExistsError(
+                    "something appeared here while it was being saved", path=self.destination, remedy=_CHOOSE
+                ) from error
+        self._sync_name()
 
     def _publish_file(self) -> None:
         if self.overwrite:
             os.replace(self.path, self.destination)
         else:
-            # Unlike a rename, a link refuses to replace, on every file system that has links.
+            # Unlike a rename, a link never replaces, on any file system that has links.
             try:
                 os.link(self.path, self.destination)
             except OSError as error:
@@ -206,31 +196,47 @@ class Commit:
     def _publish_directory(self) -> None:
         if not os.path.lexists(self.destination):
             _rename(self.path, self.destination, _RENAME_NOREPLACE)
-            self._holder = self.destination
+            self._temporary = self.destination
         elif not self.overwrite:
             raise FileExistsError(errno.EEXIST, "exists", str(self.destination))
         else:
-            # After the exchange the old checkpoint lies under the temporary name, and goes with it.
+            # The old checkpoint now has the temporary name, and is removed with it.
             _rename(self.path, self.destination, _RENAME_EXCHANGE)
 
+    def _sync_name(self) -> None:
+        temporary = self._temporary
+        if self._directory:
+            # The temporary is now the old checkpoint, which a power failure may bring back until the sync: keep it.
+            self._temporary = self.destination
+        try:
+            sync_directory(self.destination.parent)
+        except OSError as error:
+            raise StoreError(
+                f"the checkpoint is visible and can be read, but perhaps not durable: {error.strerror or error}",
+                path=self.destination,
+                remedy="check the device, then save it again with overwrite=True, or elsewhere",
+                errno=error.errno,
+            ) from error
+        self._temporary = temporary
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self not in _held:  # a forked child, whose parent is still saving
+        if self not in _active:  # a forked child, whose parent is still saving
             return
         try:
-            if self._holder != self.destination:
-                remove(self._holder)
+            if self._temporary != self.destination:
+                remove(self._temporary)
         finally:
-            # Also when the removal is interrupted: a lock that stays would make this process its own rival.
+            # Also if the removal is interrupted: otherwise this process would block its own next save.
             self._release()
 
     def _release(self) -> None:
-        _held.discard(self)
-        os.close(self._lock)
+        _active.discard(self)
+        os.close(self._lock_fd)
 
 
 def _release_in_child() -> None:
-    # A child keeps what it inherits for as long as it lives, and with it the lock of a writer that was killed.
-    for commit in list(_held):
+    # Otherwise the child would keep the lock of a writer that was killed for as long as it lives.
+    for commit in list(_active):
         commit._release()
 
 
@@ -238,33 +244,33 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 
 def _without_links(destination: Path) -> Path:
-    """Return the absolute path, as the kernel would walk it; only the last component may be a symbolic link."""
+    """Return the absolute path as the kernel resolves it; only the last component may be a symbolic link."""
     if destination.name in ("", ".."):
         return Path(os.path.realpath(destination))
     return Path(os.path.realpath(destination.parent), destination.name)
 
 
 def make_directory(folder: Path) -> None:
-    """Create the folders that are missing on the way to one, each durable before the next."""
+    """Create a folder and its missing parents, each durable before the next."""
     missing = []
     while not folder.exists():
         missing.append(folder)
         folder = folder.parent
-    for made in reversed(missing):
+    for path in reversed(missing):
         with suppress(FileExistsError):
-            os.mkdir(made)
-        sync_directory(made.parent)
+            os.mkdir(path)
+        sync_directory(path.parent)
 
 
 def remove_checkpoint(path: Path) -> None:
     """Make a checkpoint invisible by one rename, durably, then remove it.
 
-    Killed on the way, it is there whole or not at all; what is left of it goes with the next save in that place.
+    If the process is killed meanwhile, the checkpoint is complete or invisible; the next save there removes the rest.
     """
-    gone = path.parent / f"{prefix(path)}{secrets.token_hex(4)}{SUFFIX}"
-    os.rename(path, gone)
+    temporary = new_name(path)
+    os.rename(path, temporary)
     sync_directory(path.parent)
-    remove(gone)
+    remove(temporary)
 
 
 @cache
@@ -273,27 +279,24 @@ def _libc() -> ctypes.CDLL:
 
 
 def _rename(source: Path, destination: Path, flag: int) -> None:
-    """Rename as ``renameat2(2)`` does: without replacing, or exchanging two names in one step."""
+    """Rename by ``renameat2(2)``: without replacing, or exchanging two names in one step."""
     code = _libc().renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(destination), flag)
     if code == 0:
         return
     number = ctypes.get_errno()
-    if number in (errno.EINVAL, errno.ENOSYS):
-        _rename_without_flags(source, destination, flag)
-    elif number == errno.EEXIST:
-        raise FileExistsError(number, os.strerror(number), str(destination))
-    else:
+    if number not in (errno.EINVAL, errno.ENOSYS):
         raise OSError(number, os.strerror(number), str(destination))
+    _rename_without_flags(source, destination, flag)
 
 
 def _rename_without_flags(source: Path, destination: Path, flag: int) -> None:
     if flag == _RENAME_EXCHANGE:
         raise StoreError(
-            "this file system cannot exchange two names in one step, so a checkpoint is never replaced on it",
+            "this file system cannot exchange two names in one step, so a checkpoint on it is never replaced",
             path=destination,
             remedy="save under a new name, then remove the old checkpoint",
         )
-    # A plain rename replaces: what appears between this look and the rename is lost, and nothing here can prevent it.
+    # A plain rename replaces: a file that appears between this check and the rename is lost, which cannot be prevented.
     if os.path.lexists(destination):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(destination))
     os.rename(source, destination)

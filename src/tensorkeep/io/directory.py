@@ -1,60 +1,39 @@
-"""A directory held open, so that its files are its own whatever happens to its name.
+"""A directory that is read through a descriptor, so that all its files belong to one checkpoint.
 
-A save exchanges the old checkpoint for the new one and removes the old. Opened by their paths, a manifest and the files
-that it lists could be of different checkpoints; opened in a directory that is held, they cannot.
+A save exchanges the old checkpoint for the new one and removes the old. Files opened by their paths could be of
+different checkpoints: the manifest of the old one and data of the new one. Files opened in an open directory cannot.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
-
-import numpy as np
+from typing import Self, TypeVar
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, NotFoundError, StoreError, TensorkeepError
 from tensorkeep.io.files import Bytes, store_error
 from tensorkeep.io.source_file import SourceFile
 
+logger = logging.getLogger(__name__)
+
 MAX_OPEN_FILES = 200
-"""Files that one checkpoint keeps open: two descriptors each, and two checkpoints, within the usual limit of 1024."""
+"""Files that one checkpoint keeps open: with two descriptors each, two checkpoints fit the usual limit of 1024."""
 
 T = TypeVar("T")
 
 
-class Readable(Protocol):
-    """A file that many threads read at once; see `tensorkeep.io.files.SourceFile`."""
-
-    path: Path
-    size: int
-
-    def read_into(self, offset: int, out: Bytes) -> None:
-        """Fill ``out`` from the file."""
-
-    def bypasses_cache(self, offset: int, count: int) -> bool:
-        """Say whether `fetch` would go around the page cache for a range."""
-
-    def fetch(self, offset: int, count: int, scratch: Bytes) -> Bytes:
-        """Return ``count`` bytes of the file, in a part of ``scratch``."""
-
-    def read(self, offset: int, count: int) -> bytes:
-        """Return ``count`` bytes of the file."""
-
-    def close(self) -> None:
-        """Close the file; a second call does nothing."""
-
-
 class Directory:
-    """A directory that is read.
+    """An open directory; a context manager.
 
     Raises
     ------
-    NotACheckpointError
-        If there is none at the path.
+    NotFoundError
+        If there is no directory at the path.
     StoreError
-        If the operating system refuses.
+        If the operating system refuses to open it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,30 +47,28 @@ class Directory:
 
     @property
     def fd_path(self) -> str:
-        """A path that stays this directory's, whatever its name becomes; for libraries that open by path."""
+        """A path of this very directory, whatever its name becomes; for libraries that open by path."""
         return f"/proc/self/fd/{self._fd}"
 
     def open(self, name: str, *, follow_links: bool = True, page_cache: bool = True) -> SourceFile:
-        """Open one of its files; see `SourceFile`, whose errors are raised."""
+        """Open a file of the directory; for the parameters and errors see `SourceFile`."""
         return SourceFile(self.path / name, follow_links=follow_links, page_cache=page_cache, directory=self._fd)
 
-    def open_one_of(self, count: int, name: str, *, follow_links: bool = True, page_cache: bool = True) -> Readable:
-        """Open a file for as long as the checkpoint is open, or for each read where it has too many files for that."""
+    def open_one_of(self, count: int, name: str, *, follow_links: bool = True, page_cache: bool = True) -> SourceFile:
+        """Open one of ``count`` files; if these are more than `MAX_OPEN_FILES`, it is opened for each read instead."""
         if count <= MAX_OPEN_FILES:
             return self.open(name, follow_links=follow_links, page_cache=page_cache)
         return _ReopenedFile(self, name, follow_links=follow_links)
 
     def was_replaced(self) -> bool:
-        """Say whether something else, or nothing, is at the path by now."""
-        here = os.fstat(self._fd)
+        """Return whether something else, or nothing, is at the path now."""
         try:
-            there = os.stat(self.path)
+            return not os.path.samestat(os.fstat(self._fd), os.stat(self.path))
         except OSError:
             return True
-        return (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino)
 
     def close(self) -> None:
-        """Close the directory, but for the files that are open; a second call does nothing."""
+        """Close the directory, but not its open files; a second call does nothing."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
@@ -103,15 +80,18 @@ class Directory:
         self.close()
 
 
-class _ReopenedFile:
+class _ReopenedFile(SourceFile):
     """A file that is opened for each read, through the page cache."""
 
     def __init__(self, directory: Directory, name: str, *, follow_links: bool) -> None:
+        super().__init__(directory.path / name, follow_links=follow_links, directory=directory._fd)
+        super().close()
         self._directory = directory
         self._follow_links = follow_links
-        self.path = directory.path / name
-        with directory.open(name, follow_links=follow_links) as file:
-            self.size = file.size
+
+    @property
+    def fd_path(self) -> str:
+        return f"{self._directory.fd_path}/{self.path.name}"
 
     def read_into(self, offset: int, out: Bytes) -> None:
         try:
@@ -124,33 +104,19 @@ class _ReopenedFile:
                 ) from error
             raise CorruptCheckpointError("the file has been removed", path=self.path) from error
 
-    def bypasses_cache(self, offset: int, count: int) -> bool:
-        return False
-
-    def fetch(self, offset: int, count: int, scratch: Bytes) -> Bytes:
-        self.read_into(offset, scratch[:count])
-        return scratch[:count]
-
-    def read(self, offset: int, count: int) -> bytes:
-        out = np.empty(count, np.uint8)
-        self.read_into(offset, out)
-        return out.tobytes()
-
-    def close(self) -> None:
-        pass
-
 
 def read_directory(path: Path, read: Callable[[Directory], T]) -> T:
-    """Call a function with a directory held open; once more, if that failed because another took its place meanwhile.
+    """Call a function with an open directory, again if it failed because the directory was replaced meanwhile.
 
-    What the function returns must close the directory, which stays open unless it raises.
+    The directory remains open unless the function raises; what the function returns must close it.
     """
     while True:
         directory = Directory(path)
         try:
             return read(directory)
         except BaseException as error:
-            again = isinstance(error, TensorkeepError) and directory.was_replaced()
+            retry = isinstance(error, TensorkeepError) and directory.was_replaced()
             directory.close()
-            if not again:
+            if not retry:
                 raise
+            logger.info("%s was replaced while it was opened; reading the new one", path)

@@ -1,13 +1,13 @@
-"""Parallel positional writes of one file, around the page cache.
+"""Parallel positional writes of one new file, around the page cache if the file system allows it.
 
-Writing goes around the page cache (O_DIRECT) where the file system allows it: a buffered write of a checkpoint costs
-a copy, then a flush that the caller waits for in ``fsync``. Where it is refused (tmpfs, some network file systems) the
-same calls go through the page cache, and ``direct`` says so.
+A buffered write of a checkpoint costs a copy, and then a flush that ``fsync`` waits for. So files are written with
+O_DIRECT. Where it is refused (tmpfs, some network file systems), the same calls go through the page cache.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -21,27 +21,29 @@ from tensorkeep.errors import PathLike, StoreError, TensorkeepError
 from tensorkeep.io.buffers import ALIGNMENT, round_down
 from tensorkeep.io.parallel import default_threads
 
+logger = logging.getLogger(__name__)
+
 Bytes = npt.NDArray[np.uint8]
+"""A one-dimensional, contiguous array of bytes."""
 
 
 class _Transfers:
-    """How many transfers may be under way at once: as many as half the threads.
+    """Limits the transfers that run at once to half the threads.
 
-    Threads that wait for one disk fall into step: all transfer, then all copy, hash or code, and the disk idles. With
-    turns, one half transfers while the other computes.
+    Threads that wait for one disk synchronise: all transfer, then all copy, hash or code while the disk is idle. With
+    the limit, one half transfers while the other half computes.
     """
 
     def __init__(self) -> None:
-        self.renew()
-        # A child that is forked while all turns are taken would wait for ever.
-        os.register_at_fork(after_in_child=self.renew)
+        self.reset()
+        # In a forked child, permits that other threads held would never be released.
+        os.register_at_fork(after_in_child=self.reset)
 
-    def renew(self) -> None:
-        self.turn = threading.BoundedSemaphore(max(2, default_threads() // 2))
+    def reset(self) -> None:
+        self.permit = threading.BoundedSemaphore(max(2, default_threads() // 2))
 
 
 transfers = _Transfers()
-
 
 _REMEDIES = {
     errno.ENOSPC: "free some space, or save elsewhere",
@@ -57,9 +59,8 @@ _REMEDIES = {
 def store_error(error: OSError, path: PathLike, action: str) -> StoreError:
     """Return the `StoreError` for an error of the operating system: "cannot <action>", its ``errno`` and a remedy."""
     reason = error.strerror or str(error)
-    return StoreError(
-        f"cannot {action}: {reason}", path=path, remedy=_REMEDIES.get(error.errno or 0), errno=error.errno
-    )
+    remedy = _REMEDIES.get(error.errno or 0)
+    return StoreError(f"cannot {action}: {reason}", path=path, remedy=remedy, errno=error.errno)
 
 
 @contextmanager
@@ -72,6 +73,14 @@ def store_errors(path: PathLike, action: str) -> Iterator[None]:
         The file or directory, for the message.
     action : str
         What is done, as in "cannot <action>".
+
+    Examples
+    --------
+    >>> with store_errors("missing", "read the file"):
+    ...     os.stat("missing")
+    Traceback (most recent call last):
+    ...
+    tensorkeep.errors.StoreError: missing: cannot read the file: No such file or directory
     """
     try:
         yield
@@ -84,10 +93,22 @@ def store_errors(path: PathLike, action: str) -> Iterator[None]:
 class DirectFile:
     """A new file that many threads write at once, at offsets and from memory that are multiples of 4096 bytes.
 
+    Parameters
+    ----------
+    path : Path
+        Where nothing must be yet.
+    direct : bool
+        Whether to try to bypass the page cache.
+
     Attributes
     ----------
     direct : bool
         Whether the page cache is bypassed.
+
+    Raises
+    ------
+    StoreError
+        If the file cannot be created.
     """
 
     def __init__(self, path: Path, *, direct: bool = True) -> None:
@@ -95,27 +116,32 @@ class DirectFile:
         self.direct = direct
         self._lock = threading.Lock()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        try:
+        with store_errors(path, "create the file"):
             self._fd = self._open(flags)
-        except OSError as error:
-            raise store_error(error, path, "create the file") from error
 
     def _open(self, flags: int) -> int:
-        if self.direct and hasattr(os, "O_DIRECT"):
+        if self.direct:
             try:
                 return os.open(self.path, flags | os.O_DIRECT, 0o666)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                # Linux creates the file before the file system gets to refuse the flag.
+                # Linux creates the file before the file system refuses the flag.
                 self.path.unlink(missing_ok=True)
-        self.direct = False
+                self._use_page_cache()
         return os.open(self.path, flags, 0o666)
 
-    def preallocate(self, size: int) -> None:
-        """Reserve ``size`` bytes, so that a full disk is found now and extents are laid out in one go.
+    def _use_page_cache(self) -> None:
+        self.direct = False
+        logger.info("%s: the file system refuses direct I/O; writing through the page cache", self.path)
 
-        The file is closed if that fails.
+    def preallocate(self, size: int) -> None:
+        """Reserve ``size`` bytes, so that a full disk is found now and extents are laid out at once.
+
+        Raises
+        ------
+        StoreError
+            If there is not enough space; the file is then closed.
         """
         try:
             os.posix_fallocate(self._fd, 0, size)
@@ -126,13 +152,13 @@ class DirectFile:
             raise store_error(error, self.path, f"reserve {size:,} bytes") from error
 
     def write(self, offset: int, data: Bytes) -> None:
-        """Write all of ``data``; offset, length and address are multiples of 4096."""
+        """Write all of ``data``; offset, length and address must be multiples of 4096."""
         done = 0
         view = memoryview(data)
         while done < len(view):
             direct = self.direct  # another thread may fall back meanwhile
             try:
-                with transfers.turn:
+                with transfers.permit:
                     written = os.pwrite(self._fd, view[done:], offset + done)
             except OSError as error:
                 if error.errno == errno.EINVAL and direct:
@@ -141,7 +167,7 @@ class DirectFile:
                 raise store_error(error, self.path, "write") from error
             if written <= 0:
                 raise StoreError("cannot write: the kernel accepted no bytes", path=self.path)
-            # The kernel may write less than asked; a direct write goes on from a page that it still accepts.
+            # After a short write, a direct write continues at the last page that was written in full.
             if direct and written < ALIGNMENT:
                 self._fall_back()
             done += round_down(written) if direct else written
@@ -153,15 +179,14 @@ class DirectFile:
                 buffered = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
                 os.dup2(buffered, self._fd, inheritable=False)
                 os.close(buffered)
-                self.direct = False
+                self._use_page_cache()
 
     def finish(self, size: int) -> None:
-        """Cut the file to ``size`` bytes, make it durable and close it."""
+        """Truncate the file to ``size`` bytes, make it durable and close it."""
         try:
-            os.ftruncate(self._fd, size)
-            os.fsync(self._fd)
-        except OSError as error:
-            raise store_error(error, self.path, "make the file durable") from error
+            with store_errors(self.path, "make the file durable"):
+                os.ftruncate(self._fd, size)
+                os.fsync(self._fd)
         finally:
             self.close()
 
@@ -173,7 +198,7 @@ class DirectFile:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
+    """Make the names in a directory durable; raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -1,4 +1,4 @@
-"""Running tasks on a few threads, in order, until done, failed or interrupted."""
+"""Running tasks on a few threads, in order, until all are done, one fails, or Ctrl-C is pressed."""
 
 from __future__ import annotations
 
@@ -9,38 +9,42 @@ from contextlib import contextmanager
 from tensorkeep.machine import usable_processors
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes done and the bytes in all, from any thread, one call at a time."""
-
+"""Called with the bytes done and the total bytes, from any thread, one call at a time."""
 
 POLL_SECONDS = 0.1
-"""Seconds after which a wait that can be cancelled looks whether it was."""
+"""Interval at which a wait checks for cancellation."""
+
+THREAD_START_SECONDS = 1.0
+"""A thread that was started begins to run within this time."""
 
 
 def default_threads() -> int:
-    """Return twice the cores that this process may use, between 2 and 8: half the threads wait for the disk."""
+    """Return twice the processors that this process may use, between 2 and 8: half the threads wait for the disk."""
     return max(2, min(8, 2 * len(usable_processors())))
 
 
 class Cancelled(Exception):
-    """Raised in tasks that wait for a task that failed; never seen by callers of `run`."""
+    """Raised in tasks that wait for a task that failed; `run` never raises it."""
 
 
 class Cancellation:
-    """A flag that tasks which wait for each other must look at."""
+    """A flag that tasks which wait for each other check."""
 
     def __init__(self) -> None:
         self._set = threading.Event()
 
     def cancel(self) -> None:
+        """Set the flag."""
         self._set.set()
 
     def check(self) -> None:
+        """Raise `Cancelled` if the flag is set."""
         if self._set.is_set():
             raise Cancelled
 
 
 class Order:
-    """Lets tasks pass a point one by one, in the order of their numbers."""
+    """Lets tasks pass a point one at a time, in the order of their numbers."""
 
     def __init__(self, cancellation: Cancellation) -> None:
         self._next = 0
@@ -49,9 +53,9 @@ class Order:
 
     @contextmanager
     def turn(self, number: int) -> Iterator[None]:
-        """Wait until all tasks of lower numbers have passed; the end of the block lets the next one pass.
+        """Wait until all tasks with lower numbers have passed; the end of the block lets the next one pass.
 
-        A task that raises in it must cancel the others, which wait for it.
+        A task that raises in the block must cancel the tasks that wait for it.
         """
         with self._changed:
             while self._next != number:
@@ -64,7 +68,7 @@ class Order:
 
 
 class Meter:
-    """Adds up bytes from many threads and hands them to a progress callback."""
+    """Adds up bytes from many threads and reports the sum to a progress callback."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self.total = total
@@ -73,6 +77,7 @@ class Meter:
         self._lock = threading.Lock()
 
     def add(self, count: int) -> None:
+        """Report that ``count`` more bytes are done."""
         if self._progress is not None:
             with self._lock:
                 self._done += count
@@ -82,37 +87,41 @@ class Meter:
 def run(tasks: Iterable[Callable[[], None]], threads: int, cancellation: Cancellation | None = None) -> None:
     """Call every task on ``threads`` threads; tasks start in order.
 
-    The first exception stops the start of further tasks, waits for those that run, and is raised. An interrupt
-    (Ctrl-C) does the same. When this returns or raises, no task is running.
+    After the first exception, or Ctrl-C, no further task starts, and those that run are waited for before it is raised.
+
+    Examples
+    --------
+    >>> squares = [0] * 4
+    >>> def square(number):
+    ...     squares[number] = number**2
+    >>> run([lambda n=n: square(n) for n in range(4)], threads=2)
+    >>> squares
+    [0, 1, 4, 9]
     """
-    crew = _Crew(tasks, threads, cancellation or Cancellation())
-    # Interrupts reach the main thread alone, at any instant. So another one starts the threads and waits for them, and
-    # the main thread only waits for that one: to the end, however often Ctrl-C is pressed, because tasks may use files
-    # that the caller is about to close.
-    foreman = threading.Thread(target=crew.lead, name="tensorkeep-foreman", daemon=True)
+    workers = _Workers(tasks, threads, cancellation or Cancellation())
+    # Python raises KeyboardInterrupt in the main thread only, at any instruction. So another thread starts the workers
+    # and waits for them, and the main thread only waits for that one, however often Ctrl-C is pressed: tasks may use
+    # files that the caller closes afterwards.
+    supervisor = threading.Thread(target=workers.supervise, name="tensorkeep-supervisor", daemon=True)
     interrupted: KeyboardInterrupt | None = None
     try:
-        foreman.start()
+        supervisor.start()
     except KeyboardInterrupt as error:
         interrupted = error
     while True:
         try:
             if interrupted:
-                crew.cancellation.cancel()
-            # An interrupt may have come just before the foreman began; then it never will.
-            if crew.finished.wait(timeout=THREAD_START_SECONDS) or foreman.ident is None:
+                workers.cancellation.cancel()
+            # An interrupt just before the supervisor began keeps it from ever starting.
+            if workers.finished.wait(timeout=THREAD_START_SECONDS) or supervisor.ident is None:
                 break
         except KeyboardInterrupt as error:
             interrupted = error
-    if failure := interrupted or crew.failure:
+    if failure := interrupted or workers.failure:
         raise failure
 
 
-THREAD_START_SECONDS = 1.0
-"""Seconds within which a thread that was started begins to run."""
-
-
-class _Crew:
+class _Workers:
     def __init__(self, tasks: Iterable[Callable[[], None]], threads: int, cancellation: Cancellation) -> None:
         self.cancellation = cancellation
         self.failure: BaseException | None = None
@@ -121,21 +130,22 @@ class _Crew:
         self._threads = threads
         self._lock = threading.Lock()
 
-    def lead(self) -> None:
+    def supervise(self) -> None:
+        """Start the threads and wait for them."""
         workers: list[threading.Thread] = []
         try:
             for number in range(self._threads):
-                worker = threading.Thread(target=self.work, name=f"tensorkeep-{number}", daemon=True)
+                worker = threading.Thread(target=self._work, name=f"tensorkeep-{number}", daemon=True)
                 worker.start()
                 workers.append(worker)
-        except BaseException as error:  # there can be no more threads
+        except BaseException as error:  # the system has no more threads
             self._fail(error)
         finally:
             for worker in workers:
                 worker.join()
             self.finished.set()
 
-    def work(self) -> None:
+    def _work(self) -> None:
         try:
             while (task := self._next()) is not None:
                 task()

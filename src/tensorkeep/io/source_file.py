@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import mmap
 import os
 import stat
@@ -18,29 +19,42 @@ from tensorkeep.errors import CorruptCheckpointError, NotFoundError
 from tensorkeep.io.buffers import ALIGNMENT, round_down, round_up
 from tensorkeep.io.files import Bytes, store_error, transfers
 
+logger = logging.getLogger(__name__)
+
+_SAMPLE_BYTES = 1024**2
+"""`bypasses_cache` looks at one page in every so many bytes: the kernel caches and drops much longer runs."""
+
 
 class SourceFile:
     """A file that many threads read at once.
 
-    Large reads take what lies in the page cache from there, and the rest around it (O_DIRECT), which is the faster way
-    from a fast disk: the kernel's copy and its small pages cost more than the read.
+    Large reads copy what is in the page cache from there and read the rest around it (O_DIRECT): from a fast disk, the
+    kernel's copy and its small pages take longer than the read.
 
     Parameters
     ----------
     path : Path
-        What to open.
+        The file.
     follow_links : bool
-        Whether the last component may be a symbolic link. A checkpoint that we wrote holds none, so a link there
-        leads out of it.
-    directory : int, optional
-        Descriptor of the directory that holds it, whatever that is called by now.
+        Whether the last component may be a symbolic link. A checkpoint never has one, so a link there leads out of it.
     page_cache : bool
-        Read everything through the page cache, and so leave it there for whoever reads the file next.
+        Read everything through the page cache, and so leave it there for the next reader.
+    directory : int, optional
+        Descriptor of the directory that has the file, whatever its path is now.
 
     Attributes
     ----------
     size : int
-        Bytes, as they were when it was opened.
+        Bytes of the file when it was opened.
+
+    Raises
+    ------
+    NotFoundError
+        If there is no such file.
+    CorruptCheckpointError
+        If it is not a regular file, or a symbolic link that is not followed.
+    StoreError
+        If the operating system refuses to open it.
     """
 
     def __init__(
@@ -48,6 +62,8 @@ class SourceFile:
     ) -> None:
         self.path = path
         self._direct_fd = -1
+        # The whole file, mapped for `mincore` only; the array keeps the mapping alive and has its address.
+        self._pages: Bytes | None = None
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
         try:
             self._fd = os.open(path if directory is None else path.name, flags, dir_fd=directory)
@@ -62,23 +78,28 @@ class SourceFile:
             self.close()
             raise CorruptCheckpointError("is not a regular file", path=path)
         self.size = status.st_size
-        self._residency: Residency | None = None
         if not page_cache and self.size:
-            self._direct_fd = _reopen_direct(self._fd)
-            self._residency = Residency(self._fd, self.size) if self._direct_fd >= 0 else None
+            self._open_direct()
+
+    def _open_direct(self) -> None:
+        try:
+            self._direct_fd = os.open(self.fd_path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+            self._pages = np.frombuffer(mmap.mmap(self._fd, self.size, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8)
+        except OSError as error:
+            logger.info("%s: no direct I/O (%s); reading through the page cache", self.path, error.strerror)
 
     @property
     def fd_path(self) -> str:
-        """A path that stays this file's, whatever its name becomes; for libraries that open by path."""
+        """A path of this very file, whatever its name becomes; for libraries that open by path."""
         return f"/proc/self/fd/{self._fd}"
 
     def read_into(self, offset: int, out: Bytes) -> None:
-        """Fill ``out`` from the file.
+        """Fill ``out`` from the file, through the page cache.
 
         Raises
         ------
         CorruptCheckpointError
-            If the file ends before.
+            If the file ends too early.
         """
         view = memoryview(out)
         done = 0
@@ -94,37 +115,45 @@ class SourceFile:
             done += count
 
     def bypasses_cache(self, offset: int, count: int) -> bool:
-        """Say whether `fetch` would go around the page cache for a range: it may, and the range is not cached."""
-        return self._residency is not None and not self._residency.holds(offset, count)
+        """Return whether `fetch` would read a range around the page cache: direct reads work and it is not cached.
+
+        ``mincore(2)`` answers without reading. A read with RWF_NOWAIT would start the read-ahead of missing pages, and
+        the disk would read the same bytes twice. The kernel may report all pages of another user's file as cached.
+        """
+        if self._pages is None:
+            return False
+        places = [*range(offset, offset + count, _SAMPLE_BYTES), offset + count - 1]
+        return not all(_is_cached(self._pages.ctypes.data + round_down(place, mmap.PAGESIZE)) for place in places)
 
     def fetch(self, offset: int, count: int, scratch: Bytes) -> Bytes:
-        """Return ``count`` bytes of the file, in a part of ``scratch``.
+        """Return ``count`` bytes of the file, in a slice of ``scratch``.
 
         Parameters
         ----------
+        offset, count : int
+            The range, in bytes.
         scratch : uint8 array
-            Page-aligned, at least ``count`` and two pages long.
+            Page-aligned, at least ``count`` bytes and two pages long.
         """
         if not self.bypasses_cache(offset, count):
             self.read_into(offset, scratch[:count])
             return scratch[:count]
         first = round_down(offset)
-        wanted = scratch[: round_up(offset + count) - first]
-        self._read_pages(first, wanted, offset + count)
+        self._read_pages(first, scratch[: round_up(offset + count) - first], offset + count)
         return scratch[offset - first : offset - first + count]
 
     def _read_pages(self, first: int, out: Bytes, end: int) -> None:
-        """Fill ``out`` from whole pages of the file, as far as byte ``end`` at least."""
+        """Fill ``out`` from whole pages of the file, at least to byte ``end`` of the file."""
         view = memoryview(out)
         done = 0
         while first + done < end:
             try:
-                with transfers.turn:
+                with transfers.permit:
                     count = os.preadv(self._direct_fd, [view[done:]], first + done)
             except OSError as error:
                 raise store_error(error, self.path, "read") from error
             if first + done + count < end and count < ALIGNMENT:
-                self.read_into(first + done, out[done : end - first])  # says where the file ends, if it does
+                self.read_into(first + done, out[done : end - first])  # raises if the file ends here
                 return
             done += round_down(count) if first + done + count < end else count
 
@@ -136,10 +165,9 @@ class SourceFile:
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
-        self._residency = None
-        for name in ("_fd", "_direct_fd"):
-            fd = getattr(self, name)
-            setattr(self, name, -1)
+        self._pages = None
+        descriptors, self._fd, self._direct_fd = (self._fd, self._direct_fd), -1, -1
+        for fd in descriptors:
             if fd >= 0:
                 os.close(fd)
 
@@ -150,44 +178,9 @@ class SourceFile:
         self.close()
 
 
-def _reopen_direct(fd: int) -> int:
-    """Return a descriptor of the same file, whatever its name is now, that goes around the page cache; -1 if none."""
-    try:
-        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-    except (OSError, AttributeError):
-        return -1
-
-
-_SAMPLE_BYTES = 1024**2
-"""One page is asked about in every so many bytes: the cache is filled and emptied in longer runs than single pages."""
-
-
-class Residency:
-    """The page-cache residency of an open file, by ``mincore(2)`` on a mapping that is never touched.
-
-    Parameters
-    ----------
-    fd : int
-    size : int
-        Bytes of the file; not zero.
-    """
-
-    def __init__(self, fd: int, size: int) -> None:
-        # The array keeps the mapping alive, and knows its address.
-        self._pages = np.frombuffer(mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8)
-
-    def holds(self, offset: int, count: int) -> bool:
-        """Say whether all sampled pages of a range are cached.
-
-        A kernel that does not tell, as it need not of another user's file, says so of all.
-        """
-        places = [*range(offset, offset + count, _SAMPLE_BYTES), offset + count - 1]
-        return all(self._holds_page(round_down(place, mmap.PAGESIZE)) for place in places)
-
-    def _holds_page(self, place: int) -> bool:
-        answer = (ctypes.c_ubyte * 1)()
-        address = ctypes.c_void_p(self._pages.ctypes.data + place)
-        return _libc().mincore(address, ctypes.c_size_t(1), answer) == 0 and bool(answer[0] & 1)
+def _is_cached(address: int) -> bool:
+    answer = (ctypes.c_ubyte * 1)()
+    return _libc().mincore(ctypes.c_void_p(address), ctypes.c_size_t(1), answer) == 0 and bool(answer[0] & 1)
 
 
 @cache

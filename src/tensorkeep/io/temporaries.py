@@ -1,97 +1,53 @@
-"""The temporaries in which checkpoints are written: their names, their locks, and those that dead writers left."""
+"""The temporaries in which checkpoints are written: their names, their locks, and the removal of abandoned ones.
+
+Each temporary is a directory beside its destination that its writer locks (``flock``). The kernel releases the lock
+when the writer dies, so a temporary without a lock is abandoned.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import xxhash
 
 from tensorkeep.errors import BusyError
-from tensorkeep.io.files import store_error, sync_directory
+from tensorkeep.io.files import store_error, store_errors, sync_directory
+
+logger = logging.getLogger(__name__)
 
 SUFFIX = ".tensorkeep-tmp"
 
-_OURS = re.compile(rf"\..*\.[0-9a-f]{{8}}\.[0-9a-f]{{8,}}{re.escape(SUFFIX)}", re.DOTALL)
+_NAME = re.compile(rf"\..*\.[0-9a-f]{{8}}\.[0-9a-f]{{8,}}{re.escape(SUFFIX)}", re.DOTALL)
 
 
-def remove_stale(destination: Path, *, besides: Path | None = None) -> list[Path]:
-    """Remove the temporaries that dead writers left beside a destination, and return them.
-
-    Parameters
-    ----------
-    destination : Path
-    besides : Path, optional
-        The caller's own.
-
-    Raises
-    ------
-    BusyError
-        If the writer of one is alive.
-    StoreError
-        If the operating system does not let us see whether it is, or refuses otherwise.
-    """
-    removed = []
-    for holder in _found(destination):
-        if holder == besides:
-            continue
-        try:
-            gone = _remove_unless_held(holder)
-        except OSError as error:
-            raise store_error(error, holder, "clear away what another save left here") from error
-        if not gone:
-            raise BusyError(
-                f"another process is saving here (see {holder.name})",
-                path=destination,
-                remedy="wait for it to end, or save elsewhere",
-            )
-        removed.append(holder)
-    return removed
+def new_name(destination: Path) -> Path:
+    """Return a path for a new temporary beside a destination."""
+    return destination.parent / f"{prefix(destination)}{secrets.token_hex(4)}{SUFFIX}"
 
 
-def remove_abandoned(folder: Path) -> None:
-    """Remove all temporaries in a folder whose writers are dead, as far as the operating system lets us.
+def prefix(destination: Path) -> str:
+    """Return the start of the names of a destination's temporaries."""
+    # The hash tells `a.b` from `a`, and keeps long names within the limit of a file name.
+    name = os.fsencode(destination.name)
+    return f".{name[:80].decode(errors='ignore')}.{xxhash.xxh3_64_hexdigest(name)[:8]}."
 
-    Raises
-    ------
-    StoreError
-        If it does not let us look into the folder.
-    """
+
+def lock(temporary: Path) -> int | None:
+    """Lock a new temporary; return the descriptor, or None if another writer took it for abandoned and removed it."""
     try:
-        found = list(_in(folder, "."))
-    except OSError as error:
-        raise store_error(error, folder, "look into the folder") from error
-    for holder in found:
-        # What another user left is in nobody's way.
-        with suppress(OSError):
-            _remove_unless_held(holder)
-
-
-def _found(destination: Path) -> Iterator[Path]:
-    return _in(destination.parent, prefix(destination))
-
-
-def _in(folder: Path, start: str) -> Iterator[Path]:
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        if entry.name.startswith(start) and _OURS.fullmatch(entry.name):
-            yield Path(entry.path)
-
-
-def lock(holder: Path) -> int | None:
-    """Return a descriptor that holds a temporary; None if another writer took it for a dead one's and removed it."""
-    try:
-        fd = _open_directory(holder)
+        fd = _open_directory(temporary)
     except FileNotFoundError:
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
-        if os.path.lexists(holder):
+        if os.path.lexists(temporary):
             return fd
     except BaseException:
         os.close(fd)
@@ -100,23 +56,85 @@ def lock(holder: Path) -> int | None:
     return None
 
 
+def remove_stale(destination: Path, *, besides: Path | None = None) -> None:
+    """Remove the abandoned temporaries of a destination.
+
+    Parameters
+    ----------
+    destination : Path
+        Where a checkpoint is about to be saved.
+    besides : Path, optional
+        The caller's own temporary.
+
+    Raises
+    ------
+    BusyError
+        If the writer of one is alive.
+    StoreError
+        If the operating system does not let us see whether it is, or refuses to remove it.
+    """
+    for temporary in _list(destination.parent, prefix(destination)):
+        if temporary == besides:
+            continue
+        with store_errors(temporary, "remove what another save left here"):
+            removed = _remove_unless_locked(temporary)
+        if not removed:
+            raise BusyError(
+                f"another process is saving here (see {temporary.name})",
+                path=destination,
+                remedy="wait for it to end, or save elsewhere",
+            )
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove all abandoned temporaries in a folder, except those that the operating system does not let us remove.
+
+    Raises
+    ------
+    StoreError
+        If the folder cannot be listed.
+    """
+    try:
+        found = _list(folder, ".")
+    except OSError as error:
+        raise store_error(error, folder, "look into the folder") from error
+    for temporary in found:
+        # One that belongs to another user does no harm.
+        with suppress(OSError):
+            _remove_unless_locked(temporary)
+
+
+def remove(temporary: Path) -> None:
+    """Remove a temporary, as far as the operating system lets us."""
+    if temporary.is_symlink() or not temporary.is_dir():
+        with suppress(OSError):
+            temporary.unlink()
+    else:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _list(folder: Path, start: str) -> list[Path]:
+    with os.scandir(folder) as entries:
+        return sorted(Path(e.path) for e in entries if e.name.startswith(start) and _NAME.fullmatch(e.name))
+
+
 def _open_directory(path: Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
-def _remove_unless_held(holder: Path) -> bool:
-    # No writer holds a link or a file: they lie here if they took a destination's place while it was exchanged.
-    if holder.is_symlink() or not holder.is_dir():
-        _take_away(holder)
+def _remove_unless_locked(temporary: Path) -> bool:
+    # No writer locks a link or a file: one gets such a name if it took a destination's place during an exchange.
+    if temporary.is_symlink() or not temporary.is_dir():
+        _rename_and_remove(temporary)
         return True
     try:
-        fd = _open_directory(holder)
+        fd = _open_directory(temporary)
     except FileNotFoundError:
         return True
     try:
-        # Held until it is gone, so that a writer which just made it sees that it lost it.
+        # Locked until it is gone, so that a writer which has just created it notices.
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _take_away(holder)
+        _rename_and_remove(temporary)
     except BlockingIOError:
         return False
     finally:
@@ -124,34 +142,20 @@ def _remove_unless_held(holder: Path) -> bool:
     return True
 
 
-def _take_away(holder: Path) -> None:
-    """Remove a temporary, having made sure that nobody needs it.
+def _rename_and_remove(temporary: Path) -> None:
+    """Remove a temporary that seems abandoned, in a way that is safe if it is not.
 
-    It may be what a checkpoint was exchanged for, so that the exchange must be durable first. And between hosts that
-    share a file system without sharing its locks, its writer may be alive: the first of the two that renames it has it.
-    A writer that comes second is told; one that comes first keeps what it has made visible.
+    It may be what a checkpoint was exchanged for, so that exchange must be durable first. Between hosts that share a
+    file system but not its locks, its writer may be alive: whichever of the two renames it first has it. A writer that
+    comes second gets an error; a writer that comes first keeps the checkpoint that it made visible.
     """
-    sync_directory(holder.parent)
-    own = holder.with_name(f"{holder.name[: -len(SUFFIX)].rpartition('.')[0]}.{secrets.token_hex(4)}{SUFFIX}")
+    sync_directory(temporary.parent)
+    start = temporary.name[: -len(SUFFIX)].rpartition(".")[0]
+    renamed = temporary.with_name(f"{start}.{secrets.token_hex(4)}{SUFFIX}")
     try:
-        os.rename(holder, own)
-    # Another user's, in a folder where only the owner may rename: it is in nobody's way.
+        temporary.rename(renamed)
+    # Permission: it belongs to another user, in a folder where only owners may rename, and does no harm.
     except (FileNotFoundError, PermissionError):
         return
-    remove(own)
-
-
-def remove(holder: Path) -> None:
-    """Remove a temporary, as far as the operating system lets us."""
-    if holder.is_symlink() or not holder.is_dir():
-        with suppress(OSError):
-            holder.unlink()
-    else:
-        shutil.rmtree(holder, ignore_errors=True)
-
-
-def prefix(destination: Path) -> str:
-    """Return how the names of a destination's temporaries begin."""
-    # The hash keeps `a.b` and `a` apart, and long names within what a file name may hold.
-    name = os.fsencode(destination.name)
-    return f".{name[:80].decode(errors='ignore')}.{xxhash.xxh3_64_hexdigest(name)[:8]}."
+    logger.info("removing %s, which a save that did not finish left", temporary)
+    remove(renamed)

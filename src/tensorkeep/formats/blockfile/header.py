@@ -17,7 +17,7 @@ import msgspec
 
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
 from tensorkeep.io.buffers import ALIGNMENT, round_up
-from tensorkeep.io.directory import Readable
+from tensorkeep.io.source_file import SourceFile
 from tensorkeep.state.dtypes import BY_SAFETENSORS
 
 MAX_HEADER_BYTES = 100_000_000
@@ -88,7 +88,7 @@ def build(records: Iterable[TensorRecord], metadata: dict[str, str], *, room: in
     return padded.to_bytes(_LENGTH_BYTES, "little") + text.ljust(padded)
 
 
-def read(file: Readable) -> Header:
+def read(file: SourceFile) -> Header:
     """Read and check the header of a file.
 
     Raises

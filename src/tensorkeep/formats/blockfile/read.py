@@ -14,8 +14,8 @@ from tensorkeep.codecs.base import CODECS, Codec, CodecError
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
 from tensorkeep.formats.sealed import hasher_for
 from tensorkeep.io.buffers import ALIGNMENT, BufferPool, round_up
-from tensorkeep.io.directory import Readable
 from tensorkeep.io.files import Bytes
+from tensorkeep.io.source_file import SourceFile
 from tensorkeep.state.dtypes import DType
 
 _HASH_BYTES = 1024**2
@@ -34,7 +34,7 @@ class StoredBlock:
     With ``bases`` its bytes are the XOR of what it decodes to and of what all of those decode to.
     """
 
-    file: Readable
+    file: SourceFile
     codec: str
     offset: int
     length: int
@@ -51,7 +51,7 @@ class StoredTensor:
     dtype: DType
     shape: tuple[int, ...]
     nbytes: int
-    file: Readable
+    file: SourceFile
     block_bytes: int
     blocks: tuple[StoredBlock, ...]
 
@@ -67,7 +67,7 @@ class StoredTensor:
         return "+".join(codecs) or "raw"
 
 
-def lay_out(file: Readable, offset: int, blocks: list[tuple[str, int]]) -> tuple[StoredBlock, ...]:
+def lay_out(file: SourceFile, offset: int, blocks: list[tuple[str, int]]) -> tuple[StoredBlock, ...]:
     """Return the blocks (codec, length) that follow one another from an offset, with no checksums."""
     starts = accumulate((length for _, length in blocks), initial=offset)
     return tuple(
@@ -130,7 +130,7 @@ class BlockReader:
             wrong = CorruptCheckpointError(f"its checksum is {found}, not {block.raw}")
             raise self._corrupt(tensor, index, wrong)
 
-    def _read_raw(self, file: Readable, block: StoredBlock, out: Bytes) -> str:
+    def _read_raw(self, file: SourceFile, block: StoredBlock, out: Bytes) -> str:
         if block.length != len(out):
             raise CorruptCheckpointError(f"{block.length:,} raw bytes stand for {len(out):,}")
         hasher = hasher_for(block.raw) if self._verify and block.raw else None

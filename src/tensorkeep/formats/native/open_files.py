@@ -10,7 +10,7 @@ from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.blockfile.read import BlockReader, StoredBlock, StoredTensor
 from tensorkeep.formats.blockfile.records import BlockRecord, FileRecord, LeafRecord, PlaceRecord
 from tensorkeep.formats.native import manifest as manifests
-from tensorkeep.io.directory import Directory, Readable, read_directory
+from tensorkeep.io.directory import Directory, read_directory
 from tensorkeep.io.files import store_error
 from tensorkeep.io.source_file import SourceFile
 from tensorkeep.state.dtypes import BY_NAME
@@ -32,7 +32,7 @@ class OpenFiles:
     path : Path
     directory : Directory
     manifest : Manifest
-    files : list of Readable
+    files : list of SourceFile
         In the manifest's order.
     statuses : list of os.stat_result
         Of these files, as they were when they were opened.
@@ -48,7 +48,7 @@ class OpenFiles:
     def __init__(self, path: Path, settings: OpenSettings) -> None:
         self.path = path
         self.blocks = BlockReader(settings.pool, verify=settings.verify)
-        self.files: list[Readable] = []
+        self.files: list[SourceFile] = []
         self.statuses: list[os.stat_result] = []
         read_directory(path, lambda directory: self._open(directory, settings))
 
@@ -64,7 +64,7 @@ class OpenFiles:
             self._close_files()
             raise
 
-    def _open_file(self, record: FileRecord, *, page_cache: bool) -> Readable:
+    def _open_file(self, record: FileRecord, *, page_cache: bool) -> SourceFile:
         count = len(self.manifest.files)
         try:
             file = self.directory.open_one_of(count, record.name, follow_links=False, page_cache=page_cache)
@@ -75,10 +75,10 @@ class OpenFiles:
             raise wrong_size(file.path, file.size, record.bytes)
         return file
 
-    def _status(self, name: str, file: Readable | None = None) -> os.stat_result:
+    def _status(self, name: str, file: SourceFile | None = None) -> os.stat_result:
         """Return what the system says of a file: of the one that is open, whatever its name stands for by now."""
         try:
-            return os.stat(file.fd_path if isinstance(file, SourceFile) else f"{self.directory.fd_path}/{name}")
+            return os.stat(file.fd_path if file is not None else f"{self.directory.fd_path}/{name}")
         except OSError as error:
             raise store_error(error, self.path / name, "look at the file") from error
 

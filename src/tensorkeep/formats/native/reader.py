@@ -19,8 +19,9 @@ from tensorkeep.formats.native.details import about
 from tensorkeep.formats.native.open_files import OpenFiles, missing, wrong_size
 from tensorkeep.formats.native.space import occupied_bytes
 from tensorkeep.formats.probe import first_bytes
-from tensorkeep.io.directory import Directory, Readable, read_directory
+from tensorkeep.io.directory import Directory, read_directory
 from tensorkeep.io.files import Bytes, store_error
+from tensorkeep.io.source_file import SourceFile
 from tensorkeep.state.tree import Flat
 
 _HASH_BYTES = 1024**2
@@ -87,7 +88,7 @@ class NativeReader(Reader):
         self._opened.close()
 
 
-def _head_digest(file: Readable, count: int) -> str:
+def _head_digest(file: SourceFile, count: int) -> str:
     hasher = xxhash.xxh3_64()
     piece = np.empty(min(count, _HASH_BYTES), np.uint8)
     for at in range(0, count, _HASH_BYTES):

@@ -19,8 +19,9 @@ from tensorkeep.formats.blockfile.read import BlockReader, StoredTensor, lay_out
 from tensorkeep.formats.native.manifest import FILE_NAME as MANIFEST_NAME
 from tensorkeep.formats.probe import file_mode, first_bytes, names_in
 from tensorkeep.formats.structure import Structure
-from tensorkeep.io.directory import Directory, Readable, read_directory
+from tensorkeep.io.directory import Directory, read_directory
 from tensorkeep.io.files import Bytes
+from tensorkeep.io.source_file import SourceFile
 from tensorkeep.state.dtypes import BY_NAME, BY_SAFETENSORS, DType
 from tensorkeep.state.names import DEFAULT_PART, assign_names
 
@@ -57,7 +58,7 @@ def _locate_in(directory: Path) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class _DataFile:
-    file: Readable
+    file: SourceFile
     header: Header
     notes: Notes
 
@@ -71,7 +72,7 @@ class SafetensorsReader(Reader):
         self.path = path
         self._blocks = BlockReader(settings.pool, verify=settings.verify)
         self._page_cache = settings.page_cache
-        self._files: list[Readable] = []
+        self._files: list[SourceFile] = []
         data = read_directory(path if path.is_dir() else path.parent, self._open)
         self.metadata = {}
         for found in reversed(data):
@@ -113,7 +114,7 @@ class SafetensorsReader(Reader):
             _check_index(index, data)
         return data
 
-    def _open_shard(self, name: str, key: str, count: int) -> Readable:
+    def _open_shard(self, name: str, key: str, count: int) -> SourceFile:
         try:
             return self._directory.open_one_of(count, name, page_cache=self._page_cache)
         except NotACheckpointError as error:
