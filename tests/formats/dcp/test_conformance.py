@@ -1,4 +1,4 @@
-"""The format of torch.distributed.checkpoint sits the exam of every format."""
+"""The conformance suite of formats, for ``dcp``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The format of ``torch.distributed.checkpoint`` (DCP): a directory with ``.metadata`` and files of many tensors.
+"""The format ``dcp``: checkpoints of ``torch.distributed.checkpoint``, a directory with ``.metadata`` and data files.
 
-Written by DCP itself, in one process; read without it and without a process group, whatever number of ranks wrote it.
+Written in one process; read without DCP's own reader and without a process group, from any number of ranks.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["FORMAT", "DcpFormat"]
 
 
 class DcpFormat(Format):
-    """See `tensorkeep.formats.base.Format`; no compression.
+    """Distributed checkpoints; see `tensorkeep.formats.base.Format`. Nothing is compressed.
 
-    Others find every tensor under its dotted name, and the plain values of dicts and lists under theirs. What DCP has
-    no place for (the kinds of containers, which tensors share storage, metadata) lies in ``tensorkeep.json``. A writer
-    that takes its tensors from another checkpoint holds one for each thread in memory.
+    Other programs find every tensor under its dotted name, and the plain values of dicts and lists under theirs. What
+    DCP has no place for (container types, tensors that share storage, metadata) is stored in ``tensorkeep.json``. A
+    conversion from another checkpoint holds one tensor for each thread in memory.
     """
 
     name: ClassVar[str] = "dcp"

@@ -1,14 +1,12 @@
-"""Reading a pickle without running it: what it would call is written down, never called.
+"""Decode a pickle without executing it: classes and calls are recorded by name, never imported or called.
 
-The metadata of a distributed checkpoint is a pickle, and so is what stands in front of each of its tensors. Both are
-made of a few classes only. Here every class is a word and every instance a record of what it was to be made from; a
-word that the caller does not expect is refused, by name. `pickletools` splits the bytes, so that no claim in them is
-believed: its reads are bounded by the bytes that there are.
+The metadata of a distributed checkpoint is a pickle, and each of its tensors begins with one. Both name a few classes
+only; any other name is refused. `pickletools` splits the bytes into opcodes and bounds every read by the bytes that
+exist, so a length in the file never causes an allocation.
 """
 
 from __future__ import annotations
 
-import functools
 import pickletools
 from collections.abc import Callable, Container
 from typing import Any, NamedTuple
@@ -16,7 +14,7 @@ from typing import Any, NamedTuple
 from tensorkeep.errors import UnsupportedError
 
 _MARK = object()
-_MOST_BYTES = 1024**3
+_MAX_BYTES = 1024**3
 
 
 class Global(NamedTuple):
@@ -29,212 +27,189 @@ class Global(NamedTuple):
         return f"{self.module}.{self.name}"
 
 
-class Made:
-    """An instance that was not made.
+class Call:
+    """Stand-in for a call (opcodes REDUCE and NEWOBJ); recorded, never executed.
 
     Attributes
     ----------
-    by : Global
-        The class, or the function that would have been called.
+    function : Global
+        The class or function to call.
     args : tuple
-        What with.
+        Its arguments.
     state : object
-        What its attributes would have been set from, if anything.
+        What the opcode BUILD would set the attributes of the result from; None without one.
     """
 
-    __slots__ = ("args", "by", "state")
+    __slots__ = ("args", "function", "state")
 
-    def __init__(self, by: Global, args: tuple[Any, ...]) -> None:
-        self.by = by
+    def __init__(self, function: Global, args: tuple[Any, ...]) -> None:
+        self.function = function
         self.args = args
         self.state: Any = None
 
 
-class Persistent(NamedTuple):
-    """Something outside of the pickle, by what it is called there."""
+class PersistentId(NamedTuple):
+    """A reference to data outside of the pickle."""
 
     key: Any
 
 
-def load(content: bytes, expected: Container[tuple[str, str]], what: str) -> Any:
-    """Return what a pickle holds: Python's plain values and containers, `Made` and `Global`.
+def decode(content: bytes, allowed: Container[tuple[str, str]], what: str) -> Any:
+    """Return what a pickle holds: Python's plain values and containers, `Call`, `Global` and `PersistentId`.
 
     Parameters
     ----------
     content : bytes
-    expected : container of (str, str)
+    allowed : container of (str, str)
         Modules and names of the classes and functions that it may name.
     what : str
-        What errors call it.
+        Subject of error messages.
 
     Raises
     ------
     ValueError
-        If it is no sound pickle.
+        If it is not a well-formed pickle, or larger than 1 GiB.
     UnsupportedError
-        If it names anything else.
+        If it names another class or function.
+
+    Examples
+    --------
+    >>> import pickle
+    >>> call = decode(pickle.dumps(complex(1, 2)), {("builtins", "complex")}, "the example")
+    >>> str(call.function), call.args
+    ('builtins.complex', (1.0, 2.0))
     """
-    if len(content) > _MOST_BYTES:
+    if len(content) > _MAX_BYTES:
         raise ValueError(f"a pickle of {len(content):,} bytes")
-    machine = _Machine(expected, what)
+    machine = _Machine(allowed, what)
     try:
         for opcode, argument, _ in pickletools.genops(content):
             if opcode.name == "STOP":
                 return machine.pop()
             action = _ACTIONS.get(opcode.name)
             if action is None:
-                raise ValueError(f"the pickle has the opcode {opcode.name}, which is not expected here")
+                raise ValueError(f"the pickle has the opcode {opcode.name}, which torch does not write")
             action(machine, argument)
     except (IndexError, KeyError, TypeError, OverflowError) as error:
-        raise ValueError(f"the pickle makes no sense ({type(error).__name__}: {error})") from error
+        raise ValueError(f"the pickle is malformed ({type(error).__name__}: {error})") from error
     raise ValueError("the pickle has no end")
 
 
 class _Machine:
-    """The stack and the memo of a pickle; one method for each kind of opcode."""
+    """The stack and the memo of a pickle, and one method for each kind of opcode."""
 
-    def __init__(self, expected: Container[tuple[str, str]], what: str) -> None:
-        self._expected = expected
+    def __init__(self, allowed: Container[tuple[str, str]], what: str) -> None:
+        self._allowed = allowed
         self._what = what
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
 
-    def _push(self, value: Any) -> None:
+    def push(self, value: Any) -> None:
         self._stack.append(value)
 
     def pop(self) -> Any:
-        value = self._stack.pop()
-        if value is _MARK:
-            raise IndexError("the stack ends in a mark")
+        value = self.top()
+        del self._stack[-1]
         return value
 
-    def _since_mark(self) -> list[Any]:
-        for place in range(len(self._stack) - 1, -1, -1):
-            if self._stack[place] is _MARK:
-                found = self._stack[place + 1 :]
-                del self._stack[place:]
-                return found
-        raise IndexError("there is no mark")
-
-    def _nothing(self, _: Any) -> None:
-        pass
-
-    def _mark(self, _: Any) -> None:
-        self._stack.append(_MARK)
-
-    def _tuple(self, _: Any) -> None:
-        self._stack.append(tuple(self._since_mark()))
-
-    def _short_tuple(self, length: int) -> None:
-        values = tuple(self._stack[-length:])
-        if len(values) < length or any(value is _MARK for value in values):
-            raise IndexError("the stack ends too early")
-        self._stack[-length:] = [values]
-
-    def _put(self, place: Any) -> None:
-        self._memo[len(self._memo) if place is None else place] = self._top()
-
-    def _get(self, place: Any) -> None:
-        self._stack.append(self._memo[place])
-
-    def _top(self) -> Any:
+    def top(self) -> Any:
         if self._stack[-1] is _MARK:
             raise IndexError("the stack ends in a mark")
         return self._stack[-1]
 
-    def _append(self, values: list[Any]) -> None:
-        target = self._top()
+    def pop_to_mark(self) -> list[Any]:
+        for index in range(len(self._stack) - 1, -1, -1):
+            if self._stack[index] is _MARK:
+                values = self._stack[index + 1 :]
+                del self._stack[index:]
+                return values
+        raise IndexError("the stack has no mark")
+
+    def short_tuple(self, length: int) -> None:
+        values = tuple(self._stack[-length:])
+        if len(values) < length or any(value is _MARK for value in values):
+            raise IndexError("the stack is too short")
+        self._stack[-length:] = [values]
+
+    def memoize(self, index: int | None) -> None:
+        self._memo[len(self._memo) if index is None else index] = self.top()
+
+    def recall(self, index: int) -> None:
+        self.push(self._memo[index])
+
+    def append(self, values: list[Any]) -> None:
+        target = self.top()
         if type(target) is not list:
-            raise TypeError("appends to what is no list")
+            raise TypeError("an append to a value that is not a list")
         target.extend(values)
 
-    def _set(self, values: list[Any]) -> None:
-        target = self._top()
+    def set_items(self, values: list[Any]) -> None:
+        target = self.top()
         if type(target) is not dict or len(values) % 2:
-            raise TypeError("sets items of what is no dict")
+            raise TypeError("an item of a value that is not a dict")
         for key, value in zip(values[::2], values[1::2], strict=True):
-            # A tuple of tuples of tuples would be hashed by recursion without an end.
-            if type(key) not in (str, int, Made):
-                raise TypeError("has a key that is neither text nor number")
+            # Hashing a tuple of tuples of tuples would recurse without bound.
+            if type(key) not in (str, int, Call):
+                raise TypeError(f"a key of type {type(key).__name__}")
             target[key] = value
 
-    def _global(self, argument: Any) -> None:
-        # The two words are joined by a space, and neither has one.
-        self._find(*argument.split(" ", 1))
-
-    def _stack_global(self, _: Any) -> None:
-        name, module = self.pop(), self.pop()
-        if type(name) is not str or type(module) is not str:
-            raise TypeError("names a class by what is no text")
-        self._find(module, name)
-
-    def _find(self, module: str, name: str) -> None:
-        if (module, name) not in self._expected:
+    def find(self, module: str, name: str) -> None:
+        if type(module) is not str or type(name) is not str:
+            raise TypeError("a class name that is not text")
+        if (module, name) not in self._allowed:
             raise UnsupportedError(
-                f"{self._what} names {module}.{name}, which none needs: loading it could run code from the file",
-                remedy="where you trust it, load it with torch.distributed.checkpoint and save tensors and values",
+                f"{self._what} names {module}.{name}, which is not allowed: loading it could run code from the file",
+                remedy="if you trust it, load it with torch.distributed.checkpoint and save tensors and plain values",
             )
-        self._stack.append(Global(module, name))
+        self.push(Global(module, name))
 
-    def _make(self, _: Any) -> None:
-        args, by = self.pop(), self.pop()
-        if type(by) is not Global or type(args) is not tuple:
-            raise TypeError("calls what is no function")
-        self._stack.append(Made(by, args))
+    def stack_global(self, _: Any) -> None:
+        name, module = self.pop(), self.pop()
+        self.find(module, name)
 
-    def _build(self, _: Any) -> None:
-        state, made = self.pop(), self._top()
-        if type(made) is not Made:
-            raise TypeError("sets the state of what has none")
-        made.state = state
+    def call(self, _: Any) -> None:
+        args, function = self.pop(), self.pop()
+        if type(function) is not Global or type(args) is not tuple:
+            raise TypeError("a call of a value that is not a function")
+        self.push(Call(function, args))
 
-    def _persistent(self, _: Any) -> None:
-        self._stack.append(Persistent(self.pop()))
-
-
-_CONSTANTS: dict[str, Callable[[], Any]] = {
-    "NONE": lambda: None,
-    "NEWTRUE": lambda: True,
-    "NEWFALSE": lambda: False,
-    "EMPTY_DICT": dict,
-    "EMPTY_LIST": list,
-    "EMPTY_TUPLE": tuple,
-}
+    def build(self, _: Any) -> None:
+        state, target = self.pop(), self.top()
+        if type(target) is not Call:
+            raise TypeError("attributes of a value that has none")
+        target.state = state
 
 
-def _push_new(make: Callable[[], Any], machine: _Machine, _: Any) -> None:
-    machine._push(make())
-
-
-_VALUES = (
+_LITERALS = (
     *("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT"),
     *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES"),
 )
 """Opcodes whose argument is the value."""
 
 _ACTIONS: dict[str, Callable[[_Machine, Any], None]] = {
-    **dict.fromkeys(_VALUES, _Machine._push),
-    **{name: functools.partial(_push_new, make) for name, make in _CONSTANTS.items()},
-    "PROTO": _Machine._nothing,
-    "FRAME": _Machine._nothing,
-    "MARK": _Machine._mark,
-    "TUPLE": _Machine._tuple,
-    "TUPLE1": lambda machine, _: machine._short_tuple(1),
-    "TUPLE2": lambda machine, _: machine._short_tuple(2),
-    "TUPLE3": lambda machine, _: machine._short_tuple(3),
-    "MEMOIZE": _Machine._put,
-    "BINPUT": _Machine._put,
-    "LONG_BINPUT": _Machine._put,
-    "BINGET": _Machine._get,
-    "LONG_BINGET": _Machine._get,
-    "APPEND": lambda machine, _: machine._append([machine.pop()]),
-    "APPENDS": lambda machine, _: machine._append(machine._since_mark()),
-    "SETITEM": lambda machine, _: machine._set([machine.pop(), machine.pop()][::-1]),
-    "SETITEMS": lambda machine, _: machine._set(machine._since_mark()),
-    "GLOBAL": _Machine._global,
-    "STACK_GLOBAL": _Machine._stack_global,
-    "REDUCE": _Machine._make,
-    "NEWOBJ": _Machine._make,
-    "BUILD": _Machine._build,
-    "BINPERSID": _Machine._persistent,
+    **dict.fromkeys(_LITERALS, _Machine.push),
+    **dict.fromkeys(("PROTO", "FRAME"), lambda machine, _: None),
+    **dict.fromkeys(("MEMOIZE", "BINPUT", "LONG_BINPUT"), _Machine.memoize),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine.recall),
+    **dict.fromkeys(("REDUCE", "NEWOBJ"), _Machine.call),
+    "NONE": lambda machine, _: machine.push(None),
+    "NEWTRUE": lambda machine, _: machine.push(True),
+    "NEWFALSE": lambda machine, _: machine.push(False),
+    "EMPTY_DICT": lambda machine, _: machine.push({}),
+    "EMPTY_LIST": lambda machine, _: machine.push([]),
+    "EMPTY_TUPLE": lambda machine, _: machine.push(()),
+    "MARK": lambda machine, _: machine.push(_MARK),
+    "TUPLE": lambda machine, _: machine.push(tuple(machine.pop_to_mark())),
+    "TUPLE1": lambda machine, _: machine.short_tuple(1),
+    "TUPLE2": lambda machine, _: machine.short_tuple(2),
+    "TUPLE3": lambda machine, _: machine.short_tuple(3),
+    "APPEND": lambda machine, _: machine.append([machine.pop()]),
+    "APPENDS": lambda machine, _: machine.append(machine.pop_to_mark()),
+    "SETITEM": lambda machine, _: machine.set_items([machine.pop(), machine.pop()][::-1]),
+    "SETITEMS": lambda machine, _: machine.set_items(machine.pop_to_mark()),
+    # The module and the name, which contain no space, are joined by one.
+    "GLOBAL": lambda machine, argument: machine.find(*argument.split(" ", 1)),
+    "STACK_GLOBAL": _Machine.stack_global,
+    "BUILD": _Machine.build,
+    "BINPERSID": lambda machine, _: machine.push(PersistentId(machine.pop())),
 }

@@ -1,7 +1,7 @@
-"""The ``.metadata`` file of a distributed checkpoint: which tensors there are, and where their pieces lie.
+"""Parse DCP's ``.metadata``: names, dtypes and shapes of tensors, and the location of each of their chunks.
 
-It is a pickle of dataclasses, read without running it (see ``inert_pickle.py``), and nothing in it is believed: names,
-dtypes, shapes, and that the pieces of a tensor cover it once.
+The file is a pickle of the dataclasses of ``torch.distributed.checkpoint.metadata``. It is decoded without executing
+it (see ``inert_pickle.py``), and every field is checked.
 """
 
 from __future__ import annotations
@@ -13,29 +13,30 @@ from pathlib import Path
 from typing import Any
 
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
-from tensorkeep.formats.dcp import inert_pickle
-from tensorkeep.formats.dcp.inert_pickle import Global, Made
+from tensorkeep.formats.boxes import Box, box_shape
+from tensorkeep.formats.dcp.inert_pickle import Call, Global, decode
 from tensorkeep.formats.dcp.tiling import check_tiling
+from tensorkeep.formats.decoding import decoding
 from tensorkeep.state.dtypes import BY_NAME, DType
 
 FILE_NAME = ".metadata"
 
 MARK = "tensorkeep"
-"""Stands among ``storage_meta.modules`` of what Tensorkeep wrote: there must be a sidecar then."""
+"""Stands in ``storage_meta.modules`` of checkpoints that Tensorkeep wrote: these must have a sidecar."""
 
-_MOST_DIMENSIONS = 64
-_MOST_FIELDS = 64
-_MOST = 2**63
+_MAX_DIMENSIONS = 64
+_MAX_FIELDS = 64
+_MAX = 2**63
 
-_PIECE_BYTES, _KEY_BYTES = 16, 1
-"""No fewer of the file describe a piece of a tensor, or a key of a path, unless it says the same again and again."""
+_CHUNK_BYTES, _KEY_BYTES = 16, 1
+"""Least bytes of the file for each chunk and for each key of a path, unless it refers to one object many times."""
 
-_HERE = "torch.distributed.checkpoint.metadata"
-_FILES = "torch.distributed.checkpoint.filesystem"
-_SHARDS = "torch.distributed._shard.sharded_tensor.metadata"
-EXPECTED = (
+_METADATA = "torch.distributed.checkpoint.metadata"
+_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+_SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
+ALLOWED = (
     {
-        (_HERE, name)
+        (_METADATA, name)
         for name in (
             "Metadata",
             "MetadataIndex",
@@ -47,25 +48,27 @@ EXPECTED = (
             "_MEM_FORMAT_ENCODING",
         )
     }
-    | {(_FILES, "_StorageInfo"), (_SHARDS, "TensorProperties"), (_SHARDS, "MEM_FORMAT_ENCODING")}
+    | {(_FILESYSTEM, "_StorageInfo"), (_SHARDED, "TensorProperties"), (_SHARDED, "MEM_FORMAT_ENCODING")}
     | {("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")}
     | {("torch", name) for name, dtype in BY_NAME.items() if dtype.has_torch}
     | {("torch", name) for name in ("quint8", "qint8", "qint32", "quint4x2", "quint2x4", "bits8", "bits16")}
     | {(module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")}
 )
-"""What the versions of torch since 2.0 put there."""
+"""Classes and functions that the metadata of torch 2.0 and later names."""
+
+KeyPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where one piece, or one plain value, lies.
+class Location:
+    """Where a chunk or a plain value is stored.
 
     Attributes
     ----------
     file : str
-        Plain name of a file beside ``.metadata``.
+        Name of a file beside ``.metadata``.
     offset, length : int
-        The bytes that are a ``torch.save`` file of their own.
+        The bytes of the file that are a ``torch.save`` file of their own.
     """
 
     file: str
@@ -75,11 +78,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor: its first corner and its size, and where it lies."""
+    """A box of a tensor, and its location."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    place: Place
+    box: Box
+    location: Location
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,69 +93,63 @@ class TensorEntry:
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
 
-    @property
-    def nbytes(self) -> int:
-        """Raw bytes."""
-        return prod(self.shape) * self.dtype.itemsize
-
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What the metadata says.
+    """What the metadata describes.
 
     Attributes
     ----------
     tensors : dict of str to TensorEntry
-    values : dict of str to Place
-        What is no tensor, pickled.
+    values : dict of str to Location
+        Pickled plain values.
     paths : dict of str to tuple
-        The keys that led to each entry before its name was made of them; text for dicts, numbers for lists.
+        The keys that lead to each entry in the nested state: text for dicts, numbers for lists.
     version : str or None
-        What DCP calls its format.
-    marked : bool
+        The version of DCP's format.
+    has_mark : bool
         Whether Tensorkeep wrote it.
     """
 
     tensors: dict[str, TensorEntry]
-    values: dict[str, Place]
-    paths: dict[str, tuple[str | int, ...]]
+    values: dict[str, Location]
+    paths: dict[str, KeyPath]
     version: str | None
-    marked: bool
+    has_mark: bool
+
+    def locations(self) -> Iterator[tuple[str, Location]]:
+        """Yield the name and the location of each chunk of each tensor, then of each plain value."""
+        for name, tensor in self.tensors.items():
+            yield from ((name, chunk.location) for chunk in tensor.chunks)
+        yield from self.values.items()
 
 
 def parse(content: bytes, path: Path) -> Contents:
-    """Return what the file says.
+    """Return what a ``.metadata`` file describes.
 
     Raises
     ------
     CorruptCheckpointError
-        If it is damaged, or what it says cannot be.
+        If it is damaged or inconsistent.
     UnsupportedError
-        If it names classes besides DCP's, or tensors that are not known here.
+        If it names a class that DCP's metadata does not need, a dtype that this torch lacks, or a transform.
     """
-    try:
-        return _contents(inert_pickle.load(content, EXPECTED, "its metadata"), len(content))
-    except UnsupportedError as error:
-        raise UnsupportedError(error.message, path=path, name=error.name, remedy=error.remedy) from error
-    except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(error.message, path=path, name=error.name, remedy=error.remedy) from error
-    except ValueError as error:
-        raise CorruptCheckpointError(f"is no metadata of a distributed checkpoint ({error})", path=path) from error
+    with decoding(path, what="is not the metadata of a distributed checkpoint"):
+        return _contents(decode(content, ALLOWED, "its metadata"), len(content))
 
 
 def _contents(root: Any, nbytes: int) -> Contents:
-    pieces, keys = _Allowance(nbytes // _PIECE_BYTES, "pieces"), _Allowance(nbytes // _KEY_BYTES, "paths")
+    chunks, keys = _Allowance(nbytes // _CHUNK_BYTES, "chunks"), _Allowance(nbytes // _KEY_BYTES, "paths")
     fields = _fields(root, "Metadata")
-    places = dict(_places(_typed(fields.get("storage_data"), dict, "storage_data")))
+    locations = dict(_locations(_typed(fields.get("storage_data"), dict, "storage_data")))
     tensors: dict[str, TensorEntry] = {}
-    values: dict[str, Place] = {}
+    values: dict[str, Location] = {}
     for name, entry in _typed(fields.get("state_dict_metadata"), dict, "state_dict_metadata").items():
-        if type(name) is not str:
-            raise ValueError("a name is no text")
+        _typed(name, str, "the name of an entry")
         if _is(entry, "BytesStorageMetadata"):
-            values[name] = _place(places, name, None)
+            values[name] = _find(locations, name, None)
         else:
-            tensors[name] = _tensor(name, _fields(entry, "TensorStorageMetadata"), places, pieces)
+            tensors[name] = _tensor(name, _fields(entry, "TensorStorageMetadata"), locations, chunks)
     known = tensors.keys() | values.keys()
     meta = fields.get("storage_meta")
     modules = _fields(meta, "StorageMeta").get("modules") if meta is not None else None
@@ -163,108 +159,109 @@ def _contents(root: Any, nbytes: int) -> Contents:
         values,
         {name: path for name, path in _paths(fields.get("planner_data"), keys) if name in known},
         version if type(version) is str else None,
-        type(modules) is list and MARK in [module for module in modules if type(module) is str],
+        type(modules) is list and any(type(module) is str and module == MARK for module in modules),
     )
 
 
 class _Allowance:
-    """How much a file of its length can describe: a pickle can name one list any number of times, in two bytes each."""
+    """How much a file of its length can describe: a pickle can refer to one list many times, in two bytes each."""
 
-    def __init__(self, most: int, what: str) -> None:
-        self._most = most
+    def __init__(self, limit: int, what: str) -> None:
+        self._left = limit
         self._what = what
 
     def spend(self, count: int) -> None:
-        self._most -= count
-        if self._most < 0:
-            raise ValueError(f"it names its {self._what} over and over")
+        self._left -= count
+        if self._left < 0:
+            raise ValueError(f"it refers to the same {self._what} many times")
 
 
 def _is(value: Any, name: str) -> bool:
-    return type(value) is Made and value.by.name == name
+    return type(value) is Call and value.function.name == name
 
 
 def _fields(value: Any, name: str) -> Mapping[str, Any]:
-    """Return the attributes of a dataclass."""
+    """Return the attributes of an instance of a dataclass."""
     if not _is(value, name):
-        raise ValueError(f"there is no {name} where one is expected")
+        raise ValueError(f"a {name} is expected")
     state = _typed({} if value.state is None else value.state, dict, name)
-    if len(state) > _MOST_FIELDS:
+    if len(state) > _MAX_FIELDS:
         raise ValueError(f"a {name} has {len(state):,} fields")
     return {key: item for key, item in state.items() if type(key) is str}
 
 
 def _typed(value: Any, kind: type, what: str) -> Any:
     if type(value) is not kind:
-        raise ValueError(f"{what} is no {kind.__name__}")
+        raise ValueError(f"{what} is not a {kind.__name__}")
     return value
 
 
 def _size(value: Any) -> tuple[int, ...]:
-    """Return a ``torch.Size``, or a plain tuple or list, of sensible lengths."""
+    """Return a ``torch.Size``, or a plain tuple or list, of valid lengths."""
     if _is(value, "Size") and len(value.args) == 1:
         value = value.args[0]
-    if type(value) not in (tuple, list) or len(value) > _MOST_DIMENSIONS:
-        raise ValueError("a shape is none")
-    if any(type(length) is not int or not 0 <= length < _MOST for length in value):
+    if type(value) not in (tuple, list) or len(value) > _MAX_DIMENSIONS:
+        raise ValueError("a shape is not a tuple of lengths")
+    if any(type(length) is not int or not 0 <= length < _MAX for length in value):
         raise ValueError("a shape has an impossible length")
     return tuple(value)
 
 
-def _places(storage: dict[Any, Any]) -> Iterator[tuple[tuple[str, tuple[int, ...] | None], Place]]:
+_Key = tuple[str, tuple[int, ...] | None]
+"""Name of an entry, and offsets of the chunk."""
+
+
+def _locations(storage: dict[Any, Any]) -> Iterator[tuple[_Key, Location]]:
     for key, value in storage.items():
         index, info = _fields(key, "MetadataIndex"), _fields(value, "_StorageInfo")
-        name = _typed(index.get("fqn"), str, "the name of a stored piece")
-        offset = index.get("offset")
-        place = Place(
-            _typed(info.get("relative_path"), str, "the file of a stored piece"),
-            _number_of_bytes(info.get("offset"), name, "offset"),
-            _number_of_bytes(info.get("length"), name, "length"),
+        name = _typed(index.get("fqn"), str, "the name of a chunk")
+        offsets = index.get("offset")
+        location = Location(
+            _typed(info.get("relative_path"), str, "the file of a chunk"),
+            _byte_count(info.get("offset"), name, "offset"),
+            _byte_count(info.get("length"), name, "length"),
         )
         if info.get("transform_descriptors"):
             raise UnsupportedError(
-                "its pieces went through a transform (such as compression) that is not known here",
+                "its chunks were written through a transform (such as compression), which is not supported",
                 name=name,
                 remedy="load it with torch.distributed.checkpoint, and save it again without extensions",
             )
-        yield (name, None if offset is None else _size(offset)), place
+        yield (name, None if offsets is None else _size(offsets)), location
 
 
-def _number_of_bytes(value: Any, name: str, what: str) -> int:
-    # Not shown: Python refuses to write a number of thousands of digits.
-    if not 0 <= _typed(value, int, f"the {what} of a stored piece") < _MOST:
-        raise CorruptCheckpointError(f"the {what} of a piece of it is impossible", name=name)
+def _byte_count(value: Any, name: str, what: str) -> int:
+    # The value is not shown: Python refuses to format a number of thousands of digits.
+    if not 0 <= _typed(value, int, f"the {what} of a chunk") < _MAX:
+        raise CorruptCheckpointError(f"the {what} of a chunk is impossible", name=name)
     return int(value)
 
 
-def _place(
-    places: Mapping[tuple[str, tuple[int, ...] | None], Place], name: str, offset: tuple[int, ...] | None
-) -> Place:
-    place = places.get((name, offset)) or places.get((name, None))
-    if place is None:
-        raise CorruptCheckpointError("the metadata does not say where a piece of it lies", name=name)
-    return place
+def _find(locations: Mapping[_Key, Location], name: str, offsets: tuple[int, ...] | None) -> Location:
+    location = locations.get((name, offsets)) or locations.get((name, None))
+    if location is None:
+        raise CorruptCheckpointError("the metadata lacks the location of a chunk", name=name)
+    return location
 
 
-def _tensor(name: str, fields: Mapping[str, Any], places: Mapping[Any, Place], pieces: _Allowance) -> TensorEntry:
+def _tensor(name: str, fields: Mapping[str, Any], locations: Mapping[_Key, Location], limit: _Allowance) -> TensorEntry:
     dtype = _dtype(name, fields.get("properties"))
     shape = _size(fields.get("size"))
-    extent = prod(length for length in shape if length) * dtype.itemsize
-    if extent >= _MOST:
+    if prod(length for length in shape if length) * dtype.itemsize >= _MAX:
         raise CorruptCheckpointError(f"has the impossible shape {list(shape)}", name=name)
-    boxes = []
-    listed = _typed(fields.get("chunks"), list, "the list of a tensor's pieces")
-    pieces.spend(len(listed))
-    for chunk in listed:
-        box = _fields(chunk, "ChunkStorageMetadata")
-        boxes.append((_size(box.get("offsets")), _size(box.get("sizes"))))
-    try:
+    listed = _typed(fields.get("chunks"), list, "the list of a tensor's chunks")
+    limit.spend(len(listed))
+    boxes: list[Box] = []
+    for item in listed:
+        chunk = _fields(item, "ChunkStorageMetadata")
+        offsets, sizes = _size(chunk.get("offsets")), _size(chunk.get("sizes"))
+        if len(offsets) != len(sizes):
+            raise ValueError("the offsets and the sizes of a chunk differ in length")
+        boxes.append(tuple(slice(start, start + length) for start, length in zip(offsets, sizes, strict=True)))
+    with decoding(name=name, what="its chunks do not make up the tensor"):
         check_tiling(shape, boxes)
-    except ValueError as error:
-        raise CorruptCheckpointError(f"its pieces do not make it up: {error}", name=name) from error
-    chunks = [
-        Chunk(offsets, sizes, _place(places, name, offsets)) for offsets, sizes in boxes if 0 not in sizes or 0 in shape
-    ]
+    stored = [box for box in boxes if 0 not in box_shape(box) or 0 in shape]
+    chunks = [Chunk(box, _find(locations, name, tuple(side.start for side in box))) for box in stored]
     return TensorEntry(name, dtype, shape, tuple(chunks))
 
 
@@ -272,22 +269,22 @@ def _dtype(name: str, properties: Any) -> DType:
     if not _is(properties, "TensorProperties"):
         raise ValueError("a tensor has no properties")
     state = properties.state
-    # A tuple since DCP has had a version of its own, a dict before.
+    # A tuple since DCP's format has a version, a dict before.
     found = state[0] if type(state) is tuple and state else state.get("dtype") if type(state) is dict else None
     if type(found) is not Global:
         raise ValueError("a tensor has no dtype")
     dtype = BY_NAME.get(found.name)
     if dtype is None or not dtype.has_torch:
-        raise UnsupportedError(f"has dtype {found}, which is not known here", name=name)
+        raise UnsupportedError(f"has dtype {found}, which is not supported", name=name)
     return dtype
 
 
-def _paths(planner_data: Any, keys: _Allowance) -> Iterator[tuple[str, tuple[str | int, ...]]]:
+def _paths(planner_data: Any, keys: _Allowance) -> Iterator[tuple[str, KeyPath]]:
     if planner_data is None:
         return
     for name, path in _typed(planner_data, dict, "planner_data").items():
         if type(path) is tuple:
             keys.spend(len(path))
-        # Whatever another planner kept there is its own affair.
+        # Other planners than torch's default may keep anything here.
         if type(path) is tuple and path and all(type(key) in (str, int) for key in path) and type(path[0]) is str:
             yield name, path

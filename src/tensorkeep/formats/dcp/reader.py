@@ -1,4 +1,4 @@
-"""Reading a distributed checkpoint without a process group, trusting nothing in it."""
+"""Read a distributed checkpoint without a process group: every chunk is mapped and checked, nothing is trusted."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from pathlib import Path
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, TensorkeepError
 from tensorkeep.formats import sidecar
 from tensorkeep.formats.base import OpenSettings, Problem, Reader, StoredLeaf
-from tensorkeep.formats.dcp.foreign import Rebuilt, rebuild
-from tensorkeep.formats.dcp.metadata import FILE_NAME, Contents, Place, TensorEntry, parse
-from tensorkeep.formats.dcp.slice_zip import MappedFile, SliceZip
-from tensorkeep.formats.dcp.slices import TensorSlice
-from tensorkeep.formats.dcp.tiling import copy_common, have_common, runs
+from tensorkeep.formats.boxes import box_shape, intersection, range_to_boxes, relative
+from tensorkeep.formats.dcp.metadata import FILE_NAME, Contents, Location, parse
+from tensorkeep.formats.dcp.nesting import NestedState, rebuild
+from tensorkeep.formats.dcp.pieces import MappedFile, PieceZip, TensorPiece
 from tensorkeep.formats.probe import names_in
 from tensorkeep.formats.sidecar import Sidecar
 from tensorkeep.io.directory import Directory, read_directory
@@ -23,11 +22,11 @@ from tensorkeep.state.dtypes import BY_NAME, DType
 from tensorkeep.state.leaf import Leaf
 from tensorkeep.state.tree import Flat
 
-_MOST_METADATA_BYTES = 1024**3
+_MAX_METADATA_BYTES = 1024**3
 
 
 class DcpReader(Reader):
-    """An open distributed checkpoint: its files are mapped, and a tensor that lies in several pieces is one again."""
+    """An open distributed checkpoint: its files are mapped, and the chunks of a tensor are assembled as it is read."""
 
     format = "dcp"
 
@@ -37,206 +36,190 @@ class DcpReader(Reader):
         read_directory(path, self._open)
 
     def _open(self, directory: Directory) -> None:
-        notes = _sidecar(directory)
+        notes = sidecar.read(directory, "dcp", Sidecar) if sidecar.FILE_NAME in names_in(directory.path) else None
         contents = parse(_metadata_bytes(directory), directory.path / FILE_NAME)
-        if contents.marked and notes is None:
+        if contents.has_mark and notes is None:
             raise CorruptCheckpointError(
-                f"tensorkeep.json, which says what the state looks like, is missing from {directory.path}",
+                f"tensorkeep.json, which describes the state, is missing from {directory.path}",
                 path=directory.path,
-                remedy="fetch the missing file, or take another copy",
+                remedy="restore the missing file, or take another copy",
             )
         self._files = _map_files(directory, contents)
         self._contents = contents
-        self._slices = {
-            name: [TensorSlice(tensor, chunk, self._files[chunk.place.file]) for chunk in tensor.chunks]
+        self._pieces = {
+            name: [TensorPiece(tensor, chunk, self._files[chunk.location.file]) for chunk in tensor.chunks]
             for name, tensor in contents.tensors.items()
         }
-        self._memory: dict[str, Leaf] = {}
+        # Tensors that were pickled among plain values, and for each other one its name in the metadata.
+        self._unpickled: dict[str, Leaf] = {}
         self._keys: dict[str, str] = {}
         if notes is not None:
-            self._set_state(self._own(notes, directory.path), directory.path / sidecar.FILE_NAME, notes.leaf_specs)
-            self.metadata = notes.metadata
+            flat = self._flat_of_sidecar(notes, directory.path)
+            self._set_state(flat, directory.path / sidecar.FILE_NAME, notes.leaf_specs)
         else:
-            self._set_state(self._foreign(rebuild(contents, self._files, self.path)), directory.path / FILE_NAME)
-            self.metadata = {}
-        checksummed = self._first_is_checksummed()
+            flat = self._flat_of_nested(rebuild(contents, self._files, self.path))
+            self._set_state(flat, directory.path / FILE_NAME)
+        self.metadata = notes.metadata if notes is not None else {}
+        first = next(contents.locations(), None)
+        checksummed = first is None or PieceZip(self._files[first[1].file], first[1]).checksummed
         self.verifiable = "CRC-32 of every record" if checksummed else None
         self.details = {
             "dcp_version": contents.version,
-            "crc32": "written" if checksummed else "not written: torch was told not to",
+            "crc32": "written" if checksummed else "not written: torch was configured not to",
             "values": len(contents.values),
             "files": {name: file.size for name, file in self._files.items()},
         }
         directory.close()
 
-    def _own(self, notes: Sidecar, path: Path) -> Flat[StoredLeaf]:
+    def _flat_of_sidecar(self, notes: Sidecar, path: Path) -> Flat[StoredLeaf]:
+        leaves: dict[str, StoredLeaf] = {}
         for name, note in notes.tensors.items():
             entry = self._contents.tensors.get(name)
             if entry is None or (entry.dtype, entry.shape) != stored_form(note.state_dtype, note.shape):
-                raise CorruptCheckpointError("is another in the metadata than in tensorkeep.json", path=path, name=name)
+                raise CorruptCheckpointError("differs between the metadata and tensorkeep.json", path=path, name=name)
             self._keys[name] = name
-        return notes.flat({name: self._leaf(name, n.state_dtype, n.shape) for name, n in notes.tensors.items()})
+            leaves[name] = self._leaf(name, note.state_dtype, note.shape)
+        return notes.flat(leaves)
 
-    def _foreign(self, rebuilt: Rebuilt) -> Flat[StoredLeaf]:
-        flat = rebuilt.flat
+    def _flat_of_nested(self, nested: NestedState) -> Flat[StoredLeaf]:
+        flat = nested.flat
+        self._keys = nested.keys
         leaves: dict[str, StoredLeaf] = {}
         for name, leaf in flat.leaves.items():
-            key = rebuilt.keys.get(name)
-            if key is None:
-                self._memory[name] = leaf
-                leaves[name] = self._leaf(name, leaf.dtype, leaf.shape)
-            else:
-                self._keys[name] = key
-                tensor = self._contents.tensors[key]
+            if name in self._keys:
+                tensor = self._contents.tensors[self._keys[name]]
                 leaves[name] = self._leaf(name, tensor.dtype, tensor.shape)
+            else:
+                self._unpickled[name] = leaf
+                leaves[name] = self._leaf(name, leaf.dtype, leaf.shape)
         return Flat(flat.skeleton, leaves, flat.aliases, flat.parts)
 
     def _leaf(self, name: str, dtype: DType, shape: tuple[int, ...]) -> StoredLeaf:
-        places = self._places(name)
-        files = sorted({place.file for place in places})
-        file = files[0] if len(files) == 1 else f"{len(files)} files"
-        return StoredLeaf(self, name, dtype, shape, stored_bytes=sum(place.length for place in places), file=file)
-
-    def _places(self, name: str) -> list[Place]:
         key = self._keys.get(name)
-        return [] if key is None else [chunk.place for chunk in self._contents.tensors[key].chunks]
-
-    def _first_is_checksummed(self) -> bool:
-        places = [chunk.place for tensor in self._contents.tensors.values() for chunk in tensor.chunks]
-        places += self._contents.values.values()
-        return all(SliceZip(self._files[place.file], place).checksummed for place in places[:1])
+        locations = [] if key is None else [chunk.location for chunk in self._contents.tensors[key].chunks]
+        files = sorted({location.file for location in locations})
+        file = files[0] if len(files) == 1 else f"{len(files)} files"
+        stored_bytes = sum(location.length for location in locations)
+        return StoredLeaf(self, name, dtype, shape, stored_bytes=stored_bytes, file=file)
 
     def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
-        if name in self._memory:
-            self._memory[name].read(start, stop, out)
+        if name in self._unpickled:
+            self._unpickled[name].read(start, stop, out)
             return
-        slices = self._slices[self._keys[name]]
-        tensor = self._contents.tensors[self._keys[name]]
-        if start == stop:
-            return
-        if len(slices) == 1:
-            self._array(slices[0]).read(start, stop, out)
-        else:
-            self._assemble(tensor, slices, start, stop, out)
-
-    def _array(self, piece: TensorSlice) -> Leaf:
-        return (piece.checked() if self._verify else piece.piece()).leaf
-
-    def _assemble(self, tensor: TensorEntry, slices: list[TensorSlice], start: int, stop: int, out: Bytes) -> None:
-        size = tensor.dtype.itemsize
-        for (offsets, sizes), place in runs(tensor.shape, start // size, stop // size):
-            part = out[place * size : (place + prod(sizes)) * size]
-            for piece in slices:
-                chunk = piece.chunk
-                if have_common((offsets, sizes), (chunk.offsets, chunk.sizes)):
-                    source = self._array(piece).array
-                    copy_common(part.view(source.dtype).reshape(sizes), offsets, source, chunk.offsets)
+        key = self._keys[name]
+        tensor = self._contents.tensors[key]
+        size, at = tensor.dtype.itemsize, 0
+        for box in range_to_boxes(tensor.shape, start // size, stop // size):
+            shape = box_shape(box)
+            for piece in self._pieces[key]:
+                common = intersection(box, piece.chunk.box)
+                if common is not None:
+                    source = (piece.checked() if self._verify else piece.map()).array
+                    target = out[at : at + prod(shape) * size].view(source.dtype).reshape(shape)
+                    target[relative(common, box)] = source[relative(common, piece.chunk.box)]
+            at += prod(shape) * size
 
     def audit(self) -> Iterator[Problem]:
         """Check what no tensor of the state is read from: plain values, and tensors that are stored twice."""
         used = set(self._keys.values())
-        places = list(self._contents.values.items())
-        for key, tensor in self._contents.tensors.items():
-            for number, chunk in enumerate(tensor.chunks):
-                if key not in used or self._lacks_checksum(key, number):
-                    places.append((key, chunk.place))
-        for key, place in places:
+        locations = list(self._contents.values.items())
+        for key, pieces in self._pieces.items():
+            locations += [(key, piece.chunk.location) for piece in pieces if key not in used or _lacks_checksum(piece)]
+        for key, location in locations:
             try:
-                archive = SliceZip(self._files[place.file], place)
+                archive = PieceZip(self._files[location.file], location)
                 archive.check()
             except TensorkeepError as error:
-                yield Problem(error.message, file=place.file, name=key)
+                yield Problem(error.message, file=location.file, name=key)
             else:
                 if self.verifiable and not archive.checksummed:
-                    yield Problem("has no CRC-32, which the rest of the checkpoint has", file=place.file, name=key)
-
-    def _lacks_checksum(self, key: str, number: int) -> bool:
-        try:
-            return self._slices[key][number].piece().crc is None
-        except TensorkeepError:
-            return True
+                    message = "has no CRC-32, unlike the rest of the checkpoint"
+                    yield Problem(message, file=location.file, name=key)
 
     def close(self) -> None:
-        self._memory = {}
-        self._slices = {}
+        self._unpickled = {}
+        self._pieces = {}
         self._files = {}
 
 
 def stored_form(dtype: DType, shape: tuple[int, ...]) -> tuple[DType, tuple[int, ...]]:
-    """Return as what a tensor is stored: as bytes, if torch lacks its dtype."""
+    """Return the dtype and the shape that a tensor is stored as: its bytes, if torch lacks its dtype."""
     return (dtype, tuple(shape)) if dtype.has_torch else (BY_NAME["uint8"], (prod(shape) * dtype.itemsize,))
 
 
-def _sidecar(directory: Directory) -> Sidecar | None:
-    if sidecar.FILE_NAME not in names_in(directory.path):
-        return None
-    return sidecar.read(directory, "dcp", Sidecar)
+def _lacks_checksum(piece: TensorPiece) -> bool:
+    try:
+        return piece.map().crc is None
+    except TensorkeepError:
+        return True
 
 
 def _metadata_bytes(directory: Directory) -> bytes:
     try:
-        with directory.open(FILE_NAME, follow_links=False) as file:
-            if file.size > _MOST_METADATA_BYTES:
-                raise CorruptCheckpointError(f"{file.size:,} bytes of metadata are too many", path=file.path)
-            return file.read(0, file.size)
+        file = directory.open(FILE_NAME, follow_links=False)
     except NotACheckpointError as error:
         raise NotACheckpointError(
-            "is no distributed checkpoint: it holds no .metadata",
+            "is not a distributed checkpoint: it holds no .metadata",
             path=directory.path,
             remedy="a save that was killed leaves none; give the directory that dcp.save was given",
         ) from error
+    with file:
+        if file.size > _MAX_METADATA_BYTES:
+            raise CorruptCheckpointError(f"{file.size:,} bytes of metadata are too many", path=file.path)
+        return file.read(0, file.size)
 
 
 def _map_files(directory: Directory, contents: Contents) -> dict[str, MappedFile]:
+    """Map all files; check, before memory is allocated, that they hold what the metadata claims."""
+    _check_lengths(contents, directory.path / FILE_NAME)
     files: dict[str, MappedFile] = {}
-    pieces = list(_pieces(contents, directory.path / FILE_NAME))
     claimed = 0
-    for name, place in [*pieces, *contents.values.items()]:
-        if place.file not in files:
-            files[place.file] = _map(directory, name, place.file)
-        file = files[place.file]
-        if place.length <= 0 or place.offset + place.length > file.size:
-            raise CorruptCheckpointError(
-                f"a piece of it lies at byte {place.offset:,} and is {place.length:,} long, the file has {file.size:,}",
-                path=file.path,
-                name=name,
-                remedy="the file was cut short or replaced: take another copy",
-            )
-        claimed += place.length
+    for name, location in contents.locations():
+        if location.file not in files:
+            files[location.file] = _map(directory, name, location.file)
+        _check_location(name, location, files[location.file])
+        claimed += location.length
     total = sum(file.size for file in files.values())
     if claimed > total:
         raise CorruptCheckpointError(
-            f"its pieces claim {claimed:,} bytes, its files have {total:,}", path=directory.path
+            f"its chunks claim {claimed:,} bytes, its files have {total:,}", path=directory.path
         )
     return files
 
 
-def _pieces(contents: Contents, path: Path) -> Iterator[tuple[str, Place]]:
-    """Yield where the pieces of tensors lie, having checked that there is room for them, before memory is allocated."""
+def _check_lengths(contents: Contents, path: Path) -> None:
     for name, tensor in contents.tensors.items():
         for chunk in tensor.chunks:
-            nbytes = prod(chunk.sizes) * tensor.dtype.itemsize
-            if nbytes > chunk.place.length:
-                raise CorruptCheckpointError(
-                    f"a piece of it is {chunk.place.length:,} bytes long, which cannot hold {nbytes:,}",
-                    path=path,
-                    name=name,
-                )
-            yield name, chunk.place
+            nbytes = prod(box_shape(chunk.box)) * tensor.dtype.itemsize
+            if nbytes > chunk.location.length:
+                message = f"a chunk of it has {chunk.location.length:,} bytes, which cannot hold {nbytes:,}"
+                raise CorruptCheckpointError(message, path=path, name=name)
+
+
+def _check_location(name: str, location: Location, file: MappedFile) -> None:
+    if location.length <= 0 or location.offset + location.length > file.size:
+        raise CorruptCheckpointError(
+            f"a chunk of it has offset {location.offset:,} and length {location.length:,}, the file has {file.size:,}",
+            path=file.path,
+            name=name,
+            remedy="the file was truncated or replaced: take another copy",
+        )
 
 
 def _map(directory: Directory, name: str, file: str) -> MappedFile:
     # One plain name beside the metadata: no separator, no parent, no drive.
     if not re.fullmatch(r"(?!\.\.?$)[^/\\\0:]{1,255}", file):
         raise CorruptCheckpointError(
-            f"the metadata names the file {file!r}, which does not lie beside it", path=directory.path, name=name
+            f"the metadata names the file {file!r}, which is not in the checkpoint's directory",
+            path=directory.path,
+            name=name,
         )
     try:
         return MappedFile(directory, file)
     except NotACheckpointError as error:
         raise CorruptCheckpointError(
-            "a piece of it lies in this file, which is missing",
+            "a chunk of it is in this file, which is missing",
             path=directory.path / file,
             name=name,
-            remedy="fetch the missing file: every rank's is needed",
+            remedy="restore the missing file: those of all ranks are needed",
         ) from error

@@ -1,83 +1,115 @@
-"""Writing a distributed checkpoint: by DCP, in this process, then visible whole or not at all."""
+"""Write a distributed checkpoint in the layout of DCP, in one process and without a process group.
+
+Each data file ``__0_{n}.distcp`` is a concatenation of ``torch.save`` files, one for each tensor or plain value, and is
+written by one thread. ``.metadata`` is a pickle of DCP's own dataclasses. One rename publishes all of it.
+"""
 
 from __future__ import annotations
 
+import functools
+import io
+import pickle
 import threading
-import warnings
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
+from typing import IO, Any, cast
 
 import numpy as np
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save
+import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from tensorkeep.errors import OutOfMemoryError, UnsupportedError
+from tensorkeep.errors import OutOfMemoryError, UnsupportedError, is_out_of_memory
 from tensorkeep.formats import sidecar
 from tensorkeep.formats.base import BLOCK_BYTES, WriteResult, WriteSettings
-from tensorkeep.formats.dcp.metadata import FILE_NAME
-from tensorkeep.formats.dcp.options import MOST_THREADS, DcpOptions
-from tensorkeep.formats.dcp.planner import Failures, Planner, Writer
+from tensorkeep.formats.dcp.metadata import FILE_NAME, MARK
+from tensorkeep.formats.dcp.options import MAX_THREADS, DcpOptions
 from tensorkeep.formats.dcp.reader import stored_form
 from tensorkeep.formats.path_items import Item, items_of
 from tensorkeep.formats.sidecar import Sidecar
 from tensorkeep.formats.structure import Structure
 from tensorkeep.io import parallel
 from tensorkeep.io.commit import Commit
-from tensorkeep.io.files import store_error
+from tensorkeep.io.files import DirectFile, write_small
 from tensorkeep.state.aliases import Alias, make_view
-from tensorkeep.state.leaf import Array, Leaf, Source, allocate
+from tensorkeep.state.leaf import Leaf, Source, allocate
 from tensorkeep.state.strided import is_lazy
 from tensorkeep.state.tree import Flat
+
+_BUFFER_BYTES = 1024**2
 
 
 def write(
     flat: Flat[Source], destination: Path, settings: WriteSettings, replaceable: Callable[[Path], bool]
 ) -> WriteResult:
     """Write a state as a directory; see `tensorkeep.formats.base.Format.write`."""
-    threads = _checked_threads(destination, settings)
-    items = items_of(flat)
-    with Commit(destination, directory=True, overwrite=settings.overwrite, replaceable=replaceable) as commit:
-        cancellation = parallel.Cancellation()
-        tensors = _Tensors(flat, items, settings, cancellation)
-        failures = Failures()
-        planner = Planner(items, tensors.stand_in, tensors.get, failures)
-        writer = Writer(commit.path, threads, len(planner.given), failures)
-        # DCP starts threads and does not expect an interrupt while it waits for them.
-        parallel.run([lambda: _save(planner, writer, failures)], 1, cancellation)
-        tensors.done()
-        size = _write_sidecar(flat, commit.path, settings)
-        commit.publish()
-    return WriteResult(stored_bytes=size, new_bytes=size, peak_buffer_bytes=tensors.peak_bytes)
-
-
-def _checked_threads(destination: Path, settings: WriteSettings) -> int:
-    threads = settings.options_as(DcpOptions).thread_count or min(settings.threads, MOST_THREADS)
     if settings.compression != "none":
         raise UnsupportedError(
             f"a distributed checkpoint cannot be compressed with {settings.compression!r}",
             path=destination,
             remedy='use compression="none", or format="native"',
         )
-    return threads
+    threads = settings.options_as(DcpOptions).thread_count or min(settings.threads, MAX_THREADS)
+    items = items_of(flat)
+    tensors = _Tensors(flat)
+    meter = parallel.Meter(sum(tensors.nbytes(item.name) for item in items if item.leaf), settings.progress)
+    with Commit(destination, directory=True, overwrite=settings.overwrite, replaceable=replaceable) as commit:
+        writer = _Writer(tensors, meter)
+        files = {f"__0_{number}.distcp": chosen for number, chosen in enumerate(_assign(items, tensors, threads))}
+        tasks = [functools.partial(writer.write_file, commit.path / name, chosen) for name, chosen in files.items()]
+        try:
+            parallel.run(tasks, threads, writer.cancellation)
+        except Exception as error:
+            if is_out_of_memory(error) and not isinstance(error, OutOfMemoryError):
+                raise OutOfMemoryError("there is not enough memory to write it", path=destination) from error
+            raise
+        write_small(commit.path / FILE_NAME, pickle.dumps(_metadata(items, tensors, writer.locations)))
+        size = _write_sidecar(flat, commit.path, settings)
+        commit.publish()
+    return WriteResult(stored_bytes=size, new_bytes=size, peak_buffer_bytes=tensors.peak_bytes)
 
 
-def _save(planner: Planner, writer: Writer, failures: Failures) -> None:
-    try:
-        with warnings.catch_warnings():
-            # It says that there is no process group, which is the point.
-            warnings.simplefilter("ignore", UserWarning)
-            save(planner.given, storage_writer=writer, planner=planner, no_dist=True)
-    except CheckpointException as error:
-        _, (failure, _) = next(iter(error.failures.items()))
-        writer.stop(failure)
-    if isinstance(failures.first, MemoryError):
-        raise OutOfMemoryError("there is not enough memory to write it", path=writer.path) from failures.first
-    if isinstance(failures.first, OSError):
-        # Of the directory, or of the metadata's last name: DCP's own calls.
-        raise store_error(failures.first, writer.path, "write it") from failures.first
-    if failures.first is not None:
-        raise failures.first
+def _assign(items: Sequence[Item], tensors: _Tensors, count: int) -> list[list[Item]]:
+    """Distribute items over files as DCP does: values in turn; tensors to the smallest file, the largest first."""
+    files: list[list[Item]] = [[] for _ in range(min(count, len(items)))]
+    for number, item in enumerate(item for item in items if not item.leaf):
+        files[number % len(files)].append(item)
+    sizes = [0] * len(files)
+    for item in sorted((item for item in items if item.leaf), key=lambda item: tensors.nbytes(item.name), reverse=True):
+        smallest = sizes.index(min(sizes))
+        files[smallest].append(item)
+        sizes[smallest] += tensors.nbytes(item.name)
+    return [chosen for chosen in files if chosen]
+
+
+def _metadata(items: Sequence[Item], tensors: _Tensors, locations: dict[str, _StorageInfo]) -> Metadata:
+    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for item in items:
+        if item.leaf:
+            like = tensors.stand_in(item.name)
+            zeros = torch.Size([0] * like.dim())
+            chunk = ChunkStorageMetadata(offsets=zeros, sizes=like.size())
+            entries[item.name] = TensorStorageMetadata(TensorProperties(dtype=like.dtype), like.size(), [chunk])
+            storage[MetadataIndex(item.name, zeros, 0)] = locations[item.name]
+        else:
+            entries[item.name] = BytesStorageMetadata()
+            storage[MetadataIndex(item.name)] = locations[item.name]
+    paths = {item.name: item.path for item in items}
+    # Without the checkpoint's path: the temporary directory will be renamed.
+    meta = StorageMeta(save_id=str(uuid.uuid4()), modules=[MARK])
+    return Metadata(entries, paths, storage, meta, CURRENT_DCP_VERSION)
 
 
 def _write_sidecar(flat: Flat[Source], directory: Path, settings: WriteSettings) -> int:
@@ -93,114 +125,166 @@ def _write_sidecar(flat: Flat[Source], directory: Path, settings: WriteSettings)
     return sidecar.write(directory, notes) + sum(note.bytes for note in files.values())
 
 
-class _Tensors:
-    """The tensors that DCP asks for, one at a time in each of its threads.
+class _Writer:
+    """Writes data files, each in one thread.
 
-    DCP keeps what it is given until a file is complete. So what was made for it is emptied when the thread asks for the
-    next one: memory holds one tensor for each thread, besides those that the caller has anyway.
+    Attributes
+    ----------
+    locations : dict of str to _StorageInfo
+        Where each entry was written.
     """
 
-    def __init__(
-        self, flat: Flat[Source], items: list[Item], settings: WriteSettings, cancellation: parallel.Cancellation
-    ) -> None:
+    def __init__(self, tensors: _Tensors, meter: parallel.Meter) -> None:
+        self.locations: dict[str, _StorageInfo] = {}
+        self.cancellation = parallel.Cancellation()
+        self._tensors = tensors
+        self._meter = meter
+
+    def write_file(self, path: Path, items: Sequence[Item]) -> None:
+        with _open_stream(path, self.cancellation) as (stream, file):
+            for item in items:
+                self.cancellation.check()
+                offset = stream.tell()
+                if item.leaf:
+                    with self._tensors.get(item.name) as tensor:
+                        torch.save(tensor, cast(IO[bytes], stream))
+                    self._meter.add(self._tensors.nbytes(item.name))
+                else:
+                    torch.save(item.value, cast(IO[bytes], stream))
+                file.raise_failure()
+                self.locations[item.name] = _StorageInfo(path.name, offset, stream.tell() - offset)
+
+
+@contextmanager
+def _open_stream(path: Path, cancellation: parallel.Cancellation) -> Iterator[tuple[io.BufferedWriter[_File], _File]]:
+    """Create a file that is made durable at the end of the block, unless that raises."""
+    file = _File(path, cancellation)
+    try:
+        # Torch's zip writer makes some forty writes of a few bytes for each tensor.
+        stream = io.BufferedWriter(file, _BUFFER_BYTES)
+        yield stream, file
+        stream.flush()
+        file.finish()
+    finally:
+        file.close()
+
+
+class _File(io.RawIOBase):
+    """A new file that is written in order.
+
+    Its first error is kept, and nothing is written after it: torch's zip writer does not survive an exception.
+    """
+
+    def __init__(self, path: Path, cancellation: parallel.Cancellation) -> None:
+        self._file = DirectFile(path, direct=False)
+        self._cancellation = cancellation
+        self._size = 0
+        self._failure: BaseException | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._size
+
+    def write(self, data: Any, /) -> int:
+        if self._failure is None:
+            try:
+                content = np.frombuffer(data, np.uint8)
+                for start in range(0, len(content), BLOCK_BYTES):
+                    self._cancellation.check()
+                    self._file.write(self._size + start, content[start : start + BLOCK_BYTES])
+            except BaseException as error:
+                self._failure = error
+        self._size += len(data)
+        return len(data)
+
+    def raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def finish(self) -> None:
+        """Make the file durable and close it."""
+        self.raise_failure()
+        self._file.finish(self._size)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+class _Tensors:
+    """The tensors to write, one at a time in each thread.
+
+    Attributes
+    ----------
+    peak_bytes : int
+        The most bytes of copies at one moment; the state's own tensors do not count.
+    """
+
+    def __init__(self, flat: Flat[Source]) -> None:
         self.peak_bytes = 0
         self._flat = flat
-        self._cancellation = cancellation
-        total = sum(self._nbytes(item.name) for item in items if item.leaf)
-        self._meter = parallel.Meter(total, settings.progress)
         self._lock = threading.Lock()
-        self._held: dict[int, Array] = {}
-        self._made = 0
+        self._bytes = 0
 
-    def stand_in(self, name: str) -> Array:
-        """Return a tensor without memory that is like the one of a name."""
+    def stand_in(self, name: str) -> torch.Tensor:
+        """Return a tensor on device ``meta`` with the dtype and the shape of the stored tensor."""
         source, alias = self._find(name)
         dtype, shape = stored_form(source.dtype, source.shape if alias is None else alias.shape)
-        return allocate("tensor", dtype, shape, device="meta")
+        return cast(torch.Tensor, allocate("tensor", dtype, shape, device="meta"))
 
-    def get(self, name: str) -> Array:
-        """Return a tensor, in C order, alone in its storage."""
-        self._cancellation.check()
-        self._release()
+    def nbytes(self, name: str) -> int:
         source, alias = self._find(name)
-        tensor = _in_memory(source) if alias is None else None
-        if tensor is None:
-            tensor = self._make(source, alias)
-        self._meter.add(self._nbytes(name))
-        return tensor
+        return source.nbytes if alias is None else prod(alias.shape) * source.dtype.itemsize
 
-    def done(self) -> None:
-        """Empty what was made last."""
-        for tensor in self._held.values():
-            tensor.untyped_storage().resize_(0)
-        self._held.clear()
+    @contextmanager
+    def get(self, name: str) -> Iterator[torch.Tensor]:
+        """Give a tensor: on the CPU, contiguous, alone in its storage."""
+        source, alias = self._find(name)
+        own = _own_tensor(source) if alias is None else None
+        if own is not None:
+            yield own
+            return
+        tensor = _copy(source, alias)
+        self._count(tensor.nbytes)
+        try:
+            yield tensor
+        finally:
+            self._count(-tensor.nbytes)
 
     def _find(self, name: str) -> tuple[Source, Alias | None]:
         alias = self._flat.aliases.get(name)
         return self._flat.leaves[alias.of if alias else name], alias
 
-    def _nbytes(self, name: str) -> int:
-        source, alias = self._find(name)
-        return source.nbytes if alias is None else prod(alias.shape) * source.dtype.itemsize
-
-    def _release(self) -> None:
+    def _count(self, nbytes: int) -> None:
         with self._lock:
-            tensor = self._held.pop(threading.get_ident(), None)
-            if tensor is not None:
-                self._made -= tensor.nbytes
-                tensor.untyped_storage().resize_(0)
-
-    def _make(self, source: Source, alias: Alias | None) -> Array:
-        dtype, shape = stored_form(source.dtype, source.shape)
-        tensor = allocate("tensor", dtype, shape)
-        _fill(tensor, source, self._cancellation)
-        if alias is not None:
-            if dtype is source.dtype:
-                tensor = make_view(tensor, alias)
-            else:
-                base = tensor.numpy().reshape(*source.shape, source.dtype.itemsize)
-                tensor = _view_of_bytes(base, alias, source.dtype.itemsize)
-            tensor = tensor.clone(memory_format=_contiguous())
-        with self._lock:
-            self._made += tensor.nbytes
-            self.peak_bytes = max(self.peak_bytes, self._made)
-            self._held[threading.get_ident()] = tensor
-        return tensor
+            self._bytes += nbytes
+            self.peak_bytes = max(self.peak_bytes, self._bytes)
 
 
-def _contiguous() -> Array:
-    import torch
-
-    return torch.contiguous_format
-
-
-def _view_of_bytes(base: Array, alias: Alias, itemsize: int) -> Array:
-    """Return the bytes of a view of elements that torch has no dtype for."""
-    import torch
-
-    raw = base.reshape(-1).view(f"V{itemsize}")
-    strides = tuple(stride * itemsize for stride in alias.strides)
-    view = np.ndarray(alias.shape, raw.dtype, raw, alias.offset_elements * itemsize, strides)
-    return torch.from_numpy(np.ascontiguousarray(view).reshape(-1).view(np.uint8))
-
-
-def _in_memory(source: Source) -> Array | None:
-    """Return the state's own tensor, if it is as DCP saves it without another copy."""
+def _own_tensor(source: Source) -> torch.Tensor | None:
+    """Return the state's own tensor, if it can be saved without a copy."""
     if not isinstance(source, Leaf) or not source.is_torch or is_lazy(source.array):
         return None
-    tensor = source.array
-    fills = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == source.nbytes
-    return tensor if fills and tensor.device.type == "cpu" else None
+    tensor: torch.Tensor = source.array
+    fills_storage = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == source.nbytes
+    return tensor if fills_storage and tensor.device.type == "cpu" else None
 
 
-def _fill(tensor: Array, source: Source, cancellation: parallel.Cancellation) -> None:
-    import torch
-
-    target = tensor.reshape(-1).view(torch.uint8)
-    # By way of a buffer: torch gives up the right to free memory that numpy has seen.
-    buffer = np.empty(min(BLOCK_BYTES, source.nbytes), np.uint8)
+def _copy(source: Source, alias: Alias | None) -> torch.Tensor:
+    dtype, shape = stored_form(source.dtype, source.shape)
+    tensor: torch.Tensor = allocate("tensor", dtype, shape)
+    out = tensor.reshape(-1).view(torch.uint8).numpy()
     for start in range(0, source.nbytes, BLOCK_BYTES):
-        cancellation.check()
         stop = min(start + BLOCK_BYTES, source.nbytes)
-        source.read(start, stop, buffer[: stop - start])
-        target[start:stop] = torch.from_numpy(buffer[: stop - start])
+        source.read(start, stop, out[start:stop])
+    if alias is None:
+        return tensor
+    if dtype is source.dtype:
+        return cast(torch.Tensor, make_view(tensor, alias)).clone(memory_format=torch.contiguous_format)
+    # Torch lacks the dtype, and the tensor is its bytes.
+    elements = out.view(f"V{source.dtype.itemsize}")
+    strides = tuple(stride * source.dtype.itemsize for stride in alias.strides)
+    view = np.ndarray(alias.shape, elements.dtype, elements, alias.offset_elements * source.dtype.itemsize, strides)
+    return torch.from_numpy(np.ascontiguousarray(view).reshape(-1).view(np.uint8))

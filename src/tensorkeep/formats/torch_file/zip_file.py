@@ -98,6 +98,8 @@ class TorchZip:
         Length in bytes and CRC-32 of each storage.
     pickle_bytes : int
         Length of the pickle.
+    records : dict of str to ZipInfo
+        Each record by its name below the archive's root folder.
 
     Raises
     ------
@@ -131,8 +133,8 @@ class TorchZip:
         root = self._root(infos)
         self.checksummed = any(info.CRC for info in infos)
         self.storages: set[tuple[int, int]] = set()
-        names = {info.filename.removeprefix(root) for info in infos}
-        if "constants.pkl" in names:
+        self.records = {info.filename.removeprefix(root): info for info in infos}
+        if "constants.pkl" in self.records:
             raise UnsupportedError(
                 "is a TorchScript archive, which holds code besides tensors",
                 path=self._path,

@@ -1,0 +1,127 @@
+"""Rebuild the nested state of a distributed checkpoint that has no sidecar, from the paths in its metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
+from tensorkeep.formats.dcp.metadata import Contents, KeyPath
+from tensorkeep.formats.dcp.pieces import MappedFile, load_value
+from tensorkeep.formats.decoding import decoding
+from tensorkeep.state.leaf import Leaf, allocate
+from tensorkeep.state.tree import Flat, flatten, given_leaves
+
+_MAX_GAPS = 10_000
+"""List items that no entry fills, in all lists together, besides three for each that one fills."""
+
+_SHARED_VALUES = 1_000_000
+
+
+class NestedState(NamedTuple):
+    """A rebuilt state. Its tensors are stand-ins without elements, but for those pickled among plain values.
+
+    Attributes
+    ----------
+    flat : Flat
+    keys : dict of str to str
+        For the name of each stand-in, the name of the tensor in the metadata.
+    """
+
+    flat: Flat[Leaf]
+    keys: dict[str, str]
+
+
+def rebuild(contents: Contents, files: Mapping[str, MappedFile], path: Path) -> NestedState:
+    """Return the state as the metadata nests it; keys that were not text come back as text.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        If a value is damaged, or the state is nested too deeply.
+    UnsupportedError
+        If a value needs a class that torch's restricted unpickler refuses, or repeats its containers too often.
+    """
+    stand_ins = {name: allocate("tensor", tensor.dtype, (0,)) for name, tensor in contents.tensors.items()}
+    values: dict[str, Any] = dict(stand_ins)
+    allowance = _SHARED_VALUES
+    for name, location in contents.values.items():
+        values[name], pickle_bytes = load_value(name, location, files[location.file])
+        with decoding(path, name):
+            allowance = _spend(values[name], allowance + 4 * pickle_bytes)
+    state = _nest(contents, values, path)
+    with decoding(path):
+        flat = flatten(state)
+    names = {id(tensor): name for name, tensor in stand_ins.items()}
+    keys = {name: names[id(given.value)] for name, given in given_leaves(state).items() if id(given.value) in names}
+    return NestedState(flat, keys)
+
+
+def _spend(value: Any, allowance: int) -> int:
+    """Subtract the number of items in all containers; refuse small pickles whose containers repeat exponentially."""
+    waiting = [value]
+    while waiting:
+        container = waiting.pop()
+        if isinstance(container, dict | list | tuple | set):
+            allowance -= 1 + len(container)
+            if allowance < 0:
+                raise UnsupportedError("its containers contain one another many times", remedy="save each once")
+            waiting.extend(container.values() if isinstance(container, dict) else container)
+    return allowance
+
+
+class _Conflict(Exception):
+    """Two paths that exclude each other."""
+
+
+class _Node:
+    """A dict or a list under construction; plain values that are dicts are never entered."""
+
+    def __init__(self, *, is_list: bool) -> None:
+        self.is_list = is_list
+        self.children: dict[str | int, Any] = {}
+
+    def child(self, key: str | int, default: Any) -> Any:
+        """Return the child at a key; put the default there if it has none."""
+        if self.is_list != (type(key) is int) or (type(key) is int and key < 0):
+            raise _Conflict
+        return self.children.setdefault(key, default)
+
+    def gaps(self) -> int:
+        """Return how many list items below no entry fills, besides three for each that one fills."""
+        own = max(0, max(map(int, self.children)) + 1 - 4 * len(self.children)) if self.is_list else 0
+        return own + sum(child.gaps() for child in self.children.values() if isinstance(child, _Node))
+
+    def build(self) -> Any:
+        built = {key: child.build() if isinstance(child, _Node) else child for key, child in self.children.items()}
+        # As torch does: an item that no entry fills is None.
+        return [built.get(index) for index in range(max(map(int, built)) + 1)] if self.is_list else built
+
+
+def _nest(contents: Contents, values: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Put each value at the end of its path; if paths exclude each other, all stay under their dotted names."""
+    paths = {name: contents.paths.get(name, (name,)) for name in [*contents.paths, *values] if name in values}
+    root = _Node(is_list=False)
+    try:
+        for name, keys in paths.items():
+            _insert(root, keys, values[name])
+        if root.gaps() > _MAX_GAPS:
+            raise _Conflict
+        return dict(root.build())
+    except _Conflict:
+        return {name: values[name] for name in paths}
+    except RecursionError as error:
+        raise CorruptCheckpointError("is nested too deeply", path=path) from error
+
+
+def _insert(root: _Node, keys: KeyPath, value: Any) -> None:
+    node = root
+    for key, following in pairwise(keys):
+        node = node.child(key, _Node(is_list=type(following) is int))
+        if not isinstance(node, _Node):
+            raise _Conflict
+    if keys[-1] in node.children:
+        raise _Conflict
+    node.child(keys[-1], value)

@@ -1,0 +1,345 @@
+"""Pieces of a distributed checkpoint: each is a complete ``torch.save`` file inside a larger, memory-mapped file.
+
+A piece that is a tensor is never unpickled: its small pickle is decoded without executing it, and the tensor becomes a
+numpy array over the mapped memory, in the layout that was saved. Torch writes the CRC-32 of that memory and does not
+check it; here it is checked before the first byte is returned.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+import zlib
+from dataclasses import dataclass
+from math import prod
+from pickle import UnpicklingError
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from tensorkeep.errors import CorruptCheckpointError, TensorkeepError, UnsupportedError
+from tensorkeep.formats.boxes import box_shape
+from tensorkeep.formats.dcp.inert_pickle import Call, Global, PersistentId, decode
+from tensorkeep.formats.dcp.metadata import Chunk, Location, TensorEntry
+from tensorkeep.formats.decoding import decoding
+from tensorkeep.formats.torch_file.zip_file import PICKLE, TorchZip, restricted_load
+from tensorkeep.io.directory import Directory
+from tensorkeep.io.files import Bytes
+from tensorkeep.state.dtypes import BY_NAME
+
+_DAMAGED = "the bytes on disk are not what was saved: take another checkpoint or copy"
+_LOCAL_HEADER_BYTES = 30
+_CRC_BYTES = 4 * 1024**2
+
+
+class MappedFile:
+    """A file in memory that is read when it is touched."""
+
+    def __init__(self, directory: Directory, name: str) -> None:
+        import torch
+
+        self.path = directory.path / name
+        with directory.open(name, follow_links=False) as file:
+            self.size = file.size
+            self.content: Bytes = np.empty(0, np.uint8)
+            if file.size:
+                # Unlike mmap, torch keeps no descriptor open: checkpoints of many ranks have thousands of files.
+                storage = torch.UntypedStorage.from_file(file.held_path, False, file.size)
+                self.content = torch.empty(0, dtype=torch.uint8).set_(cast(Any, storage)).numpy()
+
+
+class PieceZip:
+    """The zip container of a piece; all records but the storages of tensors are checked on opening.
+
+    Attributes
+    ----------
+    content : uint8 array
+        The whole piece.
+    checksummed : bool
+        Whether torch wrote a CRC-32 of each record.
+    pickle_bytes : int
+        Length of the pickle.
+
+    Raises
+    ------
+    CorruptCheckpointError, UnsupportedError
+        As `TorchZip`.
+    """
+
+    def __init__(self, file: MappedFile, location: Location) -> None:
+        self._path = file.path
+        self.content = file.content[location.offset : location.offset + location.length]
+        with io.BufferedReader(_MemoryFile(self.content)) as stream:
+            archive = TorchZip(stream, location.length, file.path)
+        self.pickle_bytes = archive.pickle_bytes
+        self.checksummed = archive.checksummed
+        self._records = archive.records
+
+    def record(self, name: str) -> Bytes:
+        """Return the bytes of a record, not copied.
+
+        Raises
+        ------
+        ValueError
+            If it is missing, or reaches beyond the piece.
+        """
+        info = self._records.get(name)
+        if info is None:
+            raise ValueError(f"it has no record {name!r}")
+        header = self.content[max(0, info.header_offset) : info.header_offset + _LOCAL_HEADER_BYTES]
+        if len(header) < _LOCAL_HEADER_BYTES:
+            raise ValueError(f"the record {name!r} reaches beyond its end")
+        name_length, extra_length = header[26:30].view("<u2")
+        start = info.header_offset + _LOCAL_HEADER_BYTES + int(name_length) + int(extra_length)
+        content = self.content[start : start + info.file_size]
+        if content.size != info.file_size:
+            raise ValueError(f"the record {name!r} reaches beyond its end")
+        return content
+
+    def crc(self, name: str) -> int | None:
+        """Return the stored CRC-32 of a record; None if torch was configured not to write one."""
+        return int(self._records[name].CRC) if self.checksummed else None
+
+    def check(self) -> None:
+        """Check every record.
+
+        Raises
+        ------
+        CorruptCheckpointError
+            If one is damaged.
+        """
+        for name in self._records:
+            with decoding(self._path, what="a piece is malformed"):
+                content = self.record(name)
+            if self.crc(name) not in (None, crc32(content)):
+                raise CorruptCheckpointError(
+                    f"the CRC-32 of the record {name!r} is wrong", path=self._path, remedy=_DAMAGED
+                )
+
+
+def crc32(content: Bytes) -> int:
+    """Return the CRC-32 of memory, computed in steps so that other threads can run in between."""
+    crc = 0
+    for start in range(0, len(content), _CRC_BYTES):
+        crc = zlib.crc32(content[start : start + _CRC_BYTES], crc)
+    return crc
+
+
+def load_value(name: str, location: Location, file: MappedFile) -> tuple[Any, int]:
+    """Return a plain value, decoded by torch's restricted unpickler, and the length of its pickle.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        If it is damaged.
+    UnsupportedError
+        If it needs classes that the restricted unpickler refuses.
+    """
+    try:
+        archive = PieceZip(file, location)
+        archive.check()
+        return restricted_load(io.BytesIO(archive.content.tobytes())), archive.pickle_bytes
+    except TensorkeepError as error:
+        error.name = error.name or name
+        raise
+    except UnpicklingError as error:
+        raise UnsupportedError(
+            "holds a value that torch's restricted unpickler refuses: loading it could run code from the file",
+            path=file.path,
+            name=name,
+            remedy="if you trust it, load it with torch.distributed.checkpoint and save tensors and plain values",
+        ) from error
+    # Hostile bytes make torch raise almost any type; whatever it is, the value cannot be read.
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0][:200]
+        raise CorruptCheckpointError(f"torch cannot read it ({reason})", path=file.path, name=name) from error
+
+
+class _MemoryFile(io.RawIOBase):
+    """Memory as a file, without the copy that `io.BytesIO` makes."""
+
+    def __init__(self, content: Bytes) -> None:
+        self._content = memoryview(content)
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self._content)}[whence]
+        if origin + offset < 0:
+            raise ValueError("a seek before the beginning")
+        self._position = origin + offset
+        return self._position
+
+    def readinto(self, buffer: Any, /) -> int:
+        content = self._content[self._position : self._position + len(buffer)]
+        buffer[: len(content)] = content
+        self._position += len(content)
+        return len(content)
+
+
+class MappedTensor(NamedTuple):
+    """A tensor in mapped memory.
+
+    Attributes
+    ----------
+    array : ndarray
+        Unsigned integers (complex128 for 16 bytes) with the bits of the elements.
+    storage : uint8 array
+        All memory of its storage.
+    crc : int or None
+        The stored CRC-32 of the storage, if there is one.
+    """
+
+    array: npt.NDArray[Any]
+    storage: Bytes
+    crc: int | None
+
+
+class TensorPiece:
+    """One chunk of a tensor; opened and checked once, by the thread that asks first."""
+
+    def __init__(self, tensor: TensorEntry, chunk: Chunk, file: MappedFile) -> None:
+        self.chunk = chunk
+        self._tensor = tensor
+        self._file = file
+        self._lock = threading.Lock()
+        self._mapped: MappedTensor | None = None
+        self._is_intact: bool | None = None
+
+    def map(self) -> MappedTensor:
+        """Return the tensor; its CRC-32 is not checked.
+
+        Raises
+        ------
+        CorruptCheckpointError, UnsupportedError
+            If it is not what the metadata describes.
+        """
+        with self._lock:
+            if self._mapped is None:
+                what = "a piece of it is not a tensor as torch saves it"
+                with decoding(self._file.path, self._tensor.name, what=what):
+                    self._mapped = self._open()
+            return self._mapped
+
+    def checked(self) -> MappedTensor:
+        """Return the tensor after its CRC-32 was checked.
+
+        Raises
+        ------
+        CorruptCheckpointError, UnsupportedError
+            As `map`, and if the CRC-32 is wrong.
+        """
+        mapped = self.map()
+        with self._lock:
+            if self._is_intact is None:
+                self._is_intact = mapped.crc in (None, crc32(mapped.storage))
+        if not self._is_intact:
+            raise CorruptCheckpointError(
+                "the CRC-32 of its storage is wrong", path=self._file.path, name=self._tensor.name, remedy=_DAMAGED
+            )
+        return mapped
+
+    def _open(self) -> MappedTensor:
+        archive = PieceZip(self._file, self.chunk.location)
+        found = _decode_tensor(decode(archive.record(PICKLE).tobytes(), _ALLOWED, "one of its pieces"))
+        dtype, shape = self._tensor.dtype, box_shape(self.chunk.box)
+        if found.dtype != dtype.name or found.shape != shape:
+            raise ValueError(f"it is {found.dtype} of {list(found.shape)}, the metadata says {dtype} of {list(shape)}")
+        record = f"data/{found.key}"
+        storage = archive.record(record)
+        if storage.size != found.storage_bytes:
+            raise ValueError(f"its storage has {storage.size:,} bytes, not {found.storage_bytes:,}")
+        steps = zip(shape, found.strides, strict=True)
+        end = found.offset + sum((length - 1) * stride for length, stride in steps) + 1
+        if 0 not in shape and end * dtype.itemsize > storage.size:
+            raise ValueError("it reaches beyond its storage")
+        if prod(shape) * dtype.itemsize > storage.size:
+            raise ValueError("it repeats the elements of its storage, which DCP never saves")
+        bits = np.dtype(f"u{dtype.itemsize}" if dtype.itemsize <= 8 else "c16")
+        if 0 in shape:
+            array: npt.NDArray[Any] = np.empty(shape, bits)
+        else:
+            strides = tuple(stride * dtype.itemsize for stride in found.strides)
+            array = np.ndarray(shape, bits, storage, found.offset * dtype.itemsize, strides)
+        return MappedTensor(array, storage, archive.crc(record))
+
+
+_STORAGES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+}
+_UNTYPED = "UntypedStorage"
+_REBUILD, _REBUILD_WITH_DTYPE, _REBUILD_PARAMETER = "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"
+_ALLOWED = (
+    {("torch._utils", name) for name in (_REBUILD, _REBUILD_WITH_DTYPE, _REBUILD_PARAMETER)}
+    | {("torch", name) for name in (*_STORAGES, _UNTYPED)}
+    | {("torch.storage", _UNTYPED), ("collections", "OrderedDict")}
+    | {("torch", name) for name, dtype in BY_NAME.items() if dtype.has_torch}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _PickledTensor:
+    """The fields of a tensor's pickle; offset and strides in elements."""
+
+    dtype: str
+    key: str
+    storage_bytes: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def _decode_tensor(value: Any) -> _PickledTensor:
+    if type(value) is Call and value.function.name == _REBUILD_PARAMETER and value.args:
+        value = value.args[0]
+    if type(value) is not Call or value.function.name not in (_REBUILD, _REBUILD_WITH_DTYPE) or value.state is not None:
+        raise ValueError("it is not a plain tensor")
+    args = value.args
+    # A true argument after these means that the values are lazily negated or conjugated.
+    count = 6 if value.function.name == _REBUILD else 7
+    if len(args) < count or (len(args) > count and args[count]):
+        raise ValueError("it is not a plain tensor")
+    kind, key, numel = _decode_storage(args[0])
+    dtype = _STORAGES.get(kind) if count == 6 else args[6].name if type(args[6]) is Global else None
+    if dtype is None or dtype not in BY_NAME:
+        raise ValueError(f"its storage is a {kind}")
+    nbytes = numel * (1 if kind == _UNTYPED else BY_NAME[dtype].itemsize)
+    (offset,), shape, strides = _integers((args[1],)), _integers(args[2]), _integers(args[3])
+    if len(shape) != len(strides):
+        raise ValueError("its shape and its strides differ in length")
+    return _PickledTensor(dtype, key, nbytes, offset, shape, strides)
+
+
+def _decode_storage(value: Any) -> tuple[str, str, int]:
+    """Return the class name, the record and the length in elements of a storage."""
+    fields = value.key if type(value) is PersistentId else ()
+    if type(fields) is not tuple or len(fields) != 5 or fields[0] != "storage":
+        raise ValueError("it has no storage")
+    _, kind, key, _, numel = fields
+    if type(kind) is not Global or type(key) is not str:
+        raise ValueError("it has no storage")
+    return kind.name, key, _integers((numel,))[0]
+
+
+def _integers(value: Any) -> tuple[int, ...]:
+    if type(value) is not tuple or len(value) > 64 or any(type(n) is not int or not 0 <= n < 2**62 for n in value):
+        raise ValueError("an offset, length or stride is impossible")
+    return value
