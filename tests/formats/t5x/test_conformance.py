@@ -1,4 +1,4 @@
-"""The format of T5X sits the exam of every format."""
+"""The conformance suite of formats, for ``t5x``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from tensorkeep.testing.format_suite import FormatSuite
 
 
 class TestT5X(FormatSuite):
-    # T5X's own float32 keeps values, but not every bit of a NaN, which the exam's random bits have.
+    # T5X's default, float32, does not keep the bits of a NaN, which random elements contain.
     format = t5x.FORMAT
     options = {"dtype": "keep"}  # noqa: RUF012

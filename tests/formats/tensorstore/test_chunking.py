@@ -1,11 +1,10 @@
-"""Chunks, regions, and the budget of bytes in flight."""
+"""Chunk shapes, and the budget of bytes in flight."""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -13,17 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorkeep.errors import UsageError
-from tensorkeep.formats.tensorstore.budget import ByteBudget
-from tensorkeep.formats.tensorstore.chunking import Chunking, dividing, halving
-from tensorkeep.formats.tensorstore.divisors import divisors
-from tensorkeep.formats.tensorstore.regions import box_shape, boxes, grown, regions, runs
+from tensorkeep.formats.tensorstore import FORMAT
+from tensorkeep.formats.tensorstore.array_writer import ByteBudget
+from tensorkeep.formats.tensorstore.chunking import chunk_shape, divide, divisors, halve
 from tensorkeep.io.parallel import Cancelled
 
 shapes = st.lists(st.integers(1, 97), min_size=1, max_size=4)
 
 
 def documented_halving(write_shape: list[int], target_elements: int) -> list[int]:
-    """The algorithm as its authors wrote it, but for the product, which numpy lets overflow."""
+    """The algorithm as its authors wrote it, with a product that does not overflow."""
     if target_elements < 1:
         target_elements = 1
     if not write_shape:
@@ -67,79 +65,45 @@ def documented_divisors(write_shape: list[int], target_elements: int) -> list[in
 
 @given(shapes, st.integers(0, 20_000))
 def test_both_algorithms_are_the_documented_ones(shape: list[int], target: int) -> None:
-    assert list(halving(shape, target)) == documented_halving(shape, target)
-    assert list(dividing(shape, target)) == documented_divisors(shape, target)
+    assert list(halve(shape, target)) == documented_halving(shape, target)
+    assert list(divide(shape, target)) == documented_divisors(shape, target)
 
 
-def test_the_documented_example_is_what_the_documents_say() -> None:
-    assert halving([32000, 3200], 16_777_216) == (4000, 3200)
-    assert dividing([32000, 3200], 16_777_216) == (4000, 3200)
-    # As the documents do not say: at a mebibyte of float32 it is a hundredth of that.
-    assert halving([32000, 3200], 262_144) == (500, 400)
+def test_documented_example() -> None:
+    assert halve([32000, 3200], 16_777_216) == (4000, 3200)
+    assert divide([32000, 3200], 16_777_216) == (4000, 3200)
+    # The documents do not mention that 1 MiB of float32 gives far smaller chunks.
+    assert halve([32000, 3200], 262_144) == (500, 400)
 
 
 @pytest.mark.parametrize("length", [1, 2, 97, 1024, 30_030, 2003 * 2011, 2003**3, 3**20])
-def test_divisors_are_those_that_trying_all_gives(length: int) -> None:
+def test_divisors_are_those_of_trial_division(length: int) -> None:
     small = [i for i in range(1, math.isqrt(length) + 1) if length % i == 0]
     assert list(divisors(length)) == sorted({*small, *(length // i for i in small)})
 
 
-def test_huge_and_prime_dimensions_are_chunked_at_once() -> None:
-    assert dividing([2**61 - 1], 1000) == (1,)
-    assert dividing([1_000_003 * 998_244_353], 2_000_000) == (1_000_003,)
+def test_huge_and_prime_dimensions_are_fast() -> None:
+    assert divide([2**61 - 1], 1000) == (1,)
+    assert divide([1_000_003 * 998_244_353], 2_000_000) == (1_000_003,)
     assert divisors(2**62)[-2] == 2**61
 
 
-def test_options_of_chunks_mean_what_they_say() -> None:
+def test_each_kind_of_chunk_limit() -> None:
     shape = [32000, 3200]
-    assert Chunking.parse("64", "halving").shape_of(shape, 4) == (64, 64)
-    assert Chunking.parse("64", "halving").shape_of([3, 100], 4) == (3, 64)
-    assert Chunking.parse("64MiB", "halving").shape_of(shape, 4) == (4000, 3200)
-    assert Chunking.parse("64MiB", "halving").shape_of(shape, 2) == (8000, 3200)
-    assert Chunking.parse(16_777_216, "divisors").shape_of(shape, 2) == (4000, 3200)
-    assert Chunking.parse(None, "halving").shape_of(shape, 2) == (32000, 3200)
-    assert Chunking.parse(1, "halving").shape_of([0, 3], 4) == (1, 1)
-    assert Chunking.parse("1B", "halving").shape_of([], 4) == ()
+    assert chunk_shape(shape, 4, "64", "halving") == (64, 64)
+    assert chunk_shape([3, 100], 4, "64", "halving") == (3, 64)
+    assert chunk_shape(shape, 4, "64MiB", "halving") == (4000, 3200)
+    assert chunk_shape(shape, 2, "64MiB", "halving") == (8000, 3200)
+    assert chunk_shape(shape, 2, 16_777_216, "divisors") == (4000, 3200)
+    assert chunk_shape(shape, 2, None, "halving") == (32000, 3200)
+    assert chunk_shape([0, 3], 4, 1, "halving") == (1, 1)
+    assert chunk_shape([], 4, "1B", "halving") == ()
     for wrong in (0, -1, True, "0", "", "many", 1.5):
         with pytest.raises(UsageError):
-            Chunking.parse(wrong, "halving")
+            FORMAT.parse_options({"chunk": wrong})
 
 
-@given(st.lists(st.integers(0, 9), max_size=4), st.data())
-def test_regions_are_whole_chunks_and_cover_the_array_once(shape: list[int], data: st.DataObject) -> None:
-    chunk = [data.draw(st.integers(1, max(1, length))) for length in shape]
-    most = data.draw(st.integers(0, 500))
-    block = grown(shape, chunk, most)
-    assert all(length % step == 0 for length, step in zip(block, chunk, strict=True))
-    assert math.prod(block) <= max(most, math.prod(chunk))
-    padded = [-(-max(1, length) // step) * step for length, step in zip(shape, chunk, strict=True)]
-    assert most < math.prod(padded) or list(block) == padded
-    seen = np.zeros(shape, int)
-    for box in regions(shape, block):
-        seen[box] += 1
-        assert all(part.start % step == 0 for part, step in zip(box, chunk, strict=True))
-    assert (seen == 1).all()
-
-
-@given(st.lists(st.integers(1, 6), max_size=4), st.data())
-def test_boxes_and_runs_are_the_stream(shape: list[int], data: st.DataObject) -> None:
-    array = np.arange(math.prod(shape)).reshape(shape)
-    start = data.draw(st.integers(0, array.size))
-    stop = data.draw(st.integers(start, array.size))
-    found = [array[box].ravel() for box in boxes(shape, start, stop)]
-    assert [n for part in found for n in part] == list(range(start, stop))
-    box = _some_box(shape, data)
-    listed = [n for first, last in runs(shape, box) for n in range(first, last)]
-    assert listed == list(array[box].ravel())
-    assert len(listed) == math.prod(box_shape(box))
-
-
-def _some_box(shape: Sequence[int], data: st.DataObject) -> tuple[slice, ...]:
-    starts = [data.draw(st.integers(0, length - 1)) for length in shape]
-    return tuple(slice(at, data.draw(st.integers(at + 1, n))) for at, n in zip(starts, shape, strict=True))
-
-
-def test_the_budget_is_never_exceeded_and_a_larger_step_goes_alone() -> None:
+def test_budget_is_never_exceeded_except_by_one_larger_region() -> None:
     budget = ByteBudget(100)
     random = np.random.default_rng(0)
     lock = threading.Lock()
@@ -170,7 +134,7 @@ def test_the_budget_is_never_exceeded_and_a_larger_step_goes_alone() -> None:
     assert budget.peak == 250
 
 
-def test_steps_are_admitted_in_the_order_in_which_they_ask() -> None:
+def test_regions_are_admitted_in_the_order_of_their_requests() -> None:
     budget = ByteBudget(10)
     budget.acquire(8)
     admitted: list[int] = []
@@ -191,7 +155,7 @@ def test_steps_are_admitted_in_the_order_in_which_they_ask() -> None:
     assert admitted == [9, 1, 2]
 
 
-def test_cancelling_wakes_whoever_waits() -> None:
+def test_cancelling_wakes_waiting_threads() -> None:
     budget = ByteBudget(10)
     budget.acquire(10)
     seen: list[str] = []

@@ -1,4 +1,4 @@
-"""TensorStore's arrays sit the exam of a format, in the ways of writing that differ most."""
+"""The conformance suite of formats, for the ways of writing arrays that differ most."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ pytest.importorskip("tensorstore")
 
 
 class TestZarr3(FormatSuite):
-    """As it is written by default: raw, with a CRC-32C of every chunk."""
+    """The default: raw, with a CRC-32C of every chunk."""
 
     format = tensorstore.FORMAT
     covers_every_byte = True
 
 
 class TestZarr2AsDocumented(FormatSuite):
-    """Chunks of 4,096 elements, the compressor's key left out, one array after the other; no checksum anywhere."""
+    """Chunks of 4,096 elements, the key ``compressor`` left out, one array after the other; without checksums."""
 
     format = tensorstore.FORMAT
     options = {"zarr": 2, "compressor": "as-documented", "chunk": 4096, "in_flight": "one"}  # noqa: RUF012

@@ -1,4 +1,4 @@
-"""The format of T5X: a directory with one msgpack file, ``checkpoint``, and a zarr v2 array for each parameter.
+"""The format ``t5x``: a directory with one msgpack file, ``checkpoint``, and a zarr v2 array for each parameter.
 
 Arrays are written and read by TensorStore, which comes with ``pip install 'tensorkeep[tensorstore]'``.
 """
@@ -12,28 +12,22 @@ from typing import ClassVar
 from tensorkeep.formats import sidecar
 from tensorkeep.formats.base import Format, FormatOptions, OpenSettings, Reader, WriteResult, WriteSettings
 from tensorkeep.formats.probe import file_mode, first_bytes, names_in
-from tensorkeep.formats.t5x.loading import load_arrays
 from tensorkeep.formats.t5x.tree import FILE_NAME
-from tensorkeep.formats.tensorstore.settings import T5XOptions
-from tensorkeep.state.leaf import Source
+from tensorkeep.formats.tensorstore.options import T5XOptions
+from tensorkeep.state.source import Source
 from tensorkeep.state.tree import Flat
 
-__all__ = ["FORMAT", "T5XFormat", "load_arrays"]
+__all__ = ["FORMAT", "T5XFormat"]
 
 _MAPS = frozenset(bytes((code,)) for code in (*range(0x80, 0x90), 0xDE, 0xDF))
 """First bytes of a msgpack map."""
 
 
 class T5XFormat(Format):
-    """See `tensorkeep.formats.base.Format`.
+    """Checkpoints of T5X; see `tensorkeep.formats.base.Format`.
 
-    All of a state lies under ``optimizer.target``: T5X finds its parameters there, nested as the state is, and plain
-    values beside them. What T5X has no place for lies in ``tensorkeep.json``.
-
-    Options, with T5X's own choices as defaults: ``dtype="float32"``, ``chunk="64MiB"``, ``chunking="divisors"``,
-    ``compressor="gzip"``, ``concurrency=128``, ``copy_concurrency``, ``in_flight="all"`` and ``sync=True``; they mean
-    what they mean for the format ``tensorstore``. Only narrower floats become float32, so that no value is lost, but
-    not every bit of a NaN is kept; ``dtype="keep"`` keeps all.
+    The whole state is stored under ``optimizer.target``: T5X finds its parameters there, nested as in the state, and
+    plain values beside them. What T5X has no place for is stored in ``tensorkeep.json``.
     """
 
     name: ClassVar[str] = "t5x"

@@ -1,110 +1,222 @@
-"""Reading T5X checkpoints, trusting nothing in them."""
+"""Read T5X checkpoints, of Tensorkeep and of T5X; nothing in them is trusted."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
+from typing import Any
 
-from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, StoreError, UnsupportedError
+import numpy as np
+
+from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedError
 from tensorkeep.formats import sidecar
-from tensorkeep.formats.base import OpenSettings, Reader, StoredLeaf
-from tensorkeep.formats.t5x.contents import look
-from tensorkeep.formats.t5x.tree import FILE_NAME
-from tensorkeep.formats.tensorstore.compressors import check_of, codec_of
-from tensorkeep.formats.tensorstore.failures import tensorstore
-from tensorkeep.formats.tensorstore.opened import ArraySet
-from tensorkeep.formats.tensorstore.specs import Place
-from tensorkeep.formats.tensorstore.walking import check_folders, files_below
-from tensorkeep.io.directory import Directory, read_directory
+from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings, StoredLeaf
+from tensorkeep.formats.decoding import decoding
+from tensorkeep.formats.probe import names_in
+from tensorkeep.formats.sidecar import Sidecar, TensorNote
+from tensorkeep.formats.structure import Structure
+from tensorkeep.formats.t5x import flax_msgpack
+from tensorkeep.formats.t5x.tree import FILE_NAME, MARK, is_spec, key_of, leaves_of, read_tree
+from tensorkeep.formats.tensorstore.arrays import KnownArray
+from tensorkeep.formats.tensorstore.library import ArrayDirectory
+from tensorkeep.formats.tensorstore.listing import list_array
+from tensorkeep.formats.tensorstore.reader import ArraysReader
+from tensorkeep.formats.tensorstore.specs import StoredType
+from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import Bytes
+from tensorkeep.state.dtypes import BY_NAME, DType, of_numpy
+from tensorkeep.state.leaf import allocate
+from tensorkeep.state.tree import flatten, given_leaves
+
+_ZARR = 2
 
 
-class T5XReader(Reader):
+class T5XReader(ArraysReader):
     """An open T5X checkpoint.
 
-    What Tensorkeep wrote is the state that was saved, and a chunk that is lost is an error. Others' checkpoints are the
-    dicts under ``optimizer`` (``target``, ``state``); in them zarr takes a chunk that is not there for one of zeros.
+    What Tensorkeep wrote is the state that was saved, and a missing chunk is an error. Checkpoints of T5X are the dicts
+    under ``optimizer`` (``target``, ``state``); zarr defines a missing chunk in them as full of zeros.
     """
 
     format = "t5x"
 
     def __init__(self, path: Path, settings: OpenSettings) -> None:
-        tensorstore()
-        refuse_unfinished(path)
-        self.path = path
-        read_directory(path, lambda directory: self._open(directory, settings))
-
-    def _open(self, directory: Directory, settings: OpenSettings) -> None:
-        self._directory = directory
-        # By its descriptor: its path may be another directory's by now.
-        self._root = f"{directory.fd_path}/"
-        contents = look(directory)
-        check_folders(self._root, (wanted.key for wanted in contents.wanted.values()), self.path)
-        self._inline = contents.inline
-        own = contents.notes is not None
-        self._set = ArraySet(
-            self.path,
-            Place(self._root),
-            contents.wanted,
-            budget=settings.pool.budget,
-            fill_missing=not own,
-        )
-        leaves: dict[str, StoredLeaf] = {}
-        for name, array in self._set.arrays.items():
-            if not array.types.dtype.has_torch and not own:
-                raise UnsupportedError(f"torch has no dtype {array.types.dtype}", path=self.path, name=name)
-            stored_bytes = sum(files_below(Path(self._root, array.key), self.path / array.key).values())
-            codec = codec_of(array.metadata)
-            leaves[name] = StoredLeaf(
-                self, name, array.types.dtype, array.shape, stored_bytes=stored_bytes, codec=codec, file=array.key
+        if re.search(r"\.tmp-\d+$", path.name):
+            raise NotACheckpointError(
+                "is unfinished: T5X writes under such a name and renames complete checkpoints",
+                path=path,
+                remedy="take an earlier step",
             )
-        for name, stored in self._inline.items():
-            size = 0 if stored.content is None else len(stored.content)
-            leaves[name] = StoredLeaf(self, name, stored.dtype, stored.shape, stored_bytes=size, file=FILE_NAME)
+        super().__init__(path, settings)
+
+    def _open(self, directory: Directory) -> None:
+        contents = read_contents(directory)
         notes = contents.notes
-        description = self.path / (sidecar.FILE_NAME if notes is not None else FILE_NAME)
-        self._set_state(contents.flat(leaves), description, None if notes is None else notes.leaf_specs)
-        self.metadata = notes.metadata if notes is not None else {}
-        checks = {check_of(array.metadata) for array in self._set.arrays.values()}
-        self.verifiable = checks.pop() if len(checks) == 1 else None
+        leaves = self._open_arrays(directory, contents.directory, contents.arrays, fill_missing=notes is None)
+        for name, leaf in leaves.items():
+            if notes is None and not leaf.dtype.has_torch:
+                raise UnsupportedError(f"torch has no dtype {leaf.dtype}", path=self.path, name=name)
+        self._inline = contents.inline
+        for name, tensor in self._inline.items():
+            size = len(tensor.content)
+            leaves[name] = StoredLeaf(self, name, tensor.dtype, tensor.shape, stored_bytes=size, file=FILE_NAME)
+        source = self.path / (FILE_NAME if notes is None else sidecar.FILE_NAME)
+        self._set_state(contents.structure.flat(leaves), source, None if notes is None else notes.leaf_specs)
+        self.metadata = {} if notes is None else notes.metadata
         self.details = {
             "t5x_version": contents.version,
-            "arrays": len(self._set.arrays),
-            "missing_chunks": "are errors" if own else "are read as zeros",
+            "arrays": len(contents.arrays),
+            "missing_chunks": "are read as zeros" if notes is None else "are errors",
         }
 
     def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
-        stored = self._inline.get(name)
-        if stored is not None:
-            if stored.content is not None:
-                out[:] = stored.content[start:stop]
-            return
-        try:
-            self._set.read(name, start, stop, out)
-        except CorruptCheckpointError as error:
-            if self._directory.was_replaced():
-                raise StoreError(
-                    "the checkpoint was replaced while it was read", path=self.path, remedy="read it again"
-                ) from error
-            raise
+        if name in self._inline:
+            out[:] = self._inline[name].content[start:stop]
+        else:
+            super().read(name, start, stop, out)
 
     def block_bytes(self, name: str) -> int:
-        return super().block_bytes(name) if name in self._inline else self._set.block_bytes(name)
-
-    def close(self) -> None:
-        self._directory.close()
+        return BLOCK_BYTES if name in self._inline else super().block_bytes(name)
 
 
-def refuse_unfinished(path: Path) -> None:
-    """Refuse a directory that T5X was still writing.
+@dataclass(frozen=True, slots=True)
+class InlineTensor:
+    """A tensor whose bytes are in the msgpack file."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    content: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """A checkpoint before its arrays are opened.
+
+    Attributes
+    ----------
+    directory : ArrayDirectory
+    arrays : dict of str to KnownArray
+        By the tensor's name.
+    inline : dict of str to InlineTensor
+    structure : Structure
+    notes : Sidecar or None
+        None if Tensorkeep did not write the checkpoint.
+    version : int
+        Of T5X's format.
+    """
+
+    directory: ArrayDirectory
+    arrays: dict[str, KnownArray]
+    inline: dict[str, InlineTensor]
+    structure: Structure
+    notes: Sidecar | None
+    version: int
+
+
+def read_contents(directory: Directory) -> Contents:
+    """Return what the msgpack file and the sidecar describe, after checking the files of the arrays.
 
     Raises
     ------
-    NotACheckpointError
+    CorruptCheckpointError, NotACheckpointError, UnsupportedError
+        As `read_tree` and `sidecar.read`; and if the two contradict each other, or an array holds a link.
     """
-    if re.search(r"\.tmp-\d+$", path.name):
-        raise NotACheckpointError(
-            "was never finished: T5X writes under such a name and renames what is complete",
-            path=path,
-            remedy="take an earlier step",
+    has_sidecar = sidecar.FILE_NAME in names_in(directory.path)
+    notes = sidecar.read(directory, "t5x", Sidecar) if has_sidecar else None
+    tree = read_tree(directory)
+    if notes is None and MARK in tree:
+        raise CorruptCheckpointError(
+            "tensorkeep.json, which describes the state, is missing",
+            path=directory.path,
+            remedy="restore the missing file, or take another copy",
         )
+    arrays = ArrayDirectory(directory.path, f"{directory.held_path}/")
+    known: dict[str, KnownArray] = {}
+    inline: dict[str, InlineTensor] = {}
+    if notes is None:
+        structure = _read_foreign(tree, arrays, known, inline)
+    else:
+        structure = notes.structure
+        for name, note in notes.tensors.items():
+            with decoding(directory.path / FILE_NAME, name, what="contradicts tensorkeep.json"):
+                _read_own(name, note, tree, arrays, known, inline)
+    return Contents(arrays, known, inline, structure, notes, int(tree["version"]))
+
+
+def _read_own(
+    name: str,
+    note: TensorNote,
+    tree: dict[str, Any],
+    arrays: ArrayDirectory,
+    known: dict[str, KnownArray],
+    inline: dict[str, InlineTensor],
+) -> None:
+    value: Any = tree["optimizer"]
+    for key in note.place:
+        value = value.get(key) if isinstance(value, dict) else None
+    if not is_spec(value):
+        nbytes = prod(note.shape) * note.state_dtype.itemsize
+        if not isinstance(value, np.ndarray) or value.shape != note.shape or value.nbytes != nbytes:
+            raise ValueError("the value in its place is not the tensor")
+        inline[name] = InlineTensor(note.state_dtype, note.shape, _bytes_of(value))
+        return
+    stored = BY_NAME.get(str(value.get("dtype")))
+    types = None if stored is None else StoredType(note.state_dtype, stored)
+    if types is None or not types.is_valid:
+        raise ValueError(f"a {note.dtype} is not stored as {value.get('dtype')!r}")
+    known[name] = _known_array(arrays, value, types, note.shape)
+
+
+def _read_foreign(
+    tree: dict[str, Any], arrays: ArrayDirectory, known: dict[str, KnownArray], inline: dict[str, InlineTensor]
+) -> Structure:
+    path = arrays.path / FILE_NAME
+    state: dict[str, Any] = {}
+    stand_ins: dict[int, tuple[Any, KnownArray]] = {}
+    for keys, value in leaves_of(tree["optimizer"], path):
+        with decoding(path, ".".join(keys)):
+            if is_spec(value):
+                leaf = allocate("tensor", BY_NAME["uint8"], (0,))
+                stand_ins[id(leaf)] = leaf, _known_array(arrays, value)
+            else:
+                leaf = _decode_value(value)
+        container = state
+        for key in keys[:-1]:
+            container = container.setdefault(key, {})
+        container[keys[-1]] = leaf
+    with decoding(path):
+        flat = flatten(state)
+    for name, given in given_leaves(state).items():
+        if id(given.value) in stand_ins:
+            known[name] = stand_ins[id(given.value)][1]
+    for name, stored in flat.leaves.items():
+        if name not in known:
+            content = np.empty(stored.nbytes, np.uint8)
+            stored.read(0, stored.nbytes, content)
+            inline[name] = InlineTensor(stored.dtype, stored.shape, content)
+    return Structure.of_state(flat)
+
+
+def _known_array(
+    arrays: ArrayDirectory, spec: dict[str, Any], types: StoredType | None = None, shape: tuple[int, ...] | None = None
+) -> KnownArray:
+    key = key_of(spec)
+    return KnownArray(key, _ZARR, sum(list_array(arrays, key).values()), types, shape)
+
+
+def _decode_value(value: Any) -> Any:
+    """Return a value as it is in the state: arrays as tensors, if torch has the dtype."""
+    if flax_msgpack.is_split(value):
+        value = flax_msgpack.join(value)
+    dtype = of_numpy(value.dtype) if isinstance(value, np.ndarray) else None
+    if dtype is None or not dtype.has_torch:
+        return value
+    import torch
+
+    return torch.from_numpy(_bytes_of(value)).view(dtype.torch).reshape(value.shape)
+
+
+def _bytes_of(array: np.ndarray[Any, Any]) -> Bytes:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -1,29 +1,31 @@
-"""TensorStore's arrays: a directory of Zarr v2 or v3 arrays, or an OCDBT database of them, as JAX's world keeps them.
+"""The format ``tensorstore``: Zarr v2 or v3 arrays in a directory or an OCDBT database, as JAX programs store them.
 
-One array per tensor, and beside them one JSON file of ours that makes a nested state of them. Arrays that others wrote
-are read, too. ``tensorstore`` is imported when it is needed and comes with ``pip install 'tensorkeep[tensorstore]'``.
+One array per tensor, and beside them ``tensorkeep.json``, which describes the nested state. Arrays of other programs
+are read, too. The package ``tensorstore`` is imported on first use: ``pip install 'tensorkeep[tensorstore]'``.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
-from tensorkeep.formats.base import Format, OpenSettings, Reader, WriteResult, WriteSettings
+from tensorkeep.formats.base import Format, FormatOptions, OpenSettings, Reader, WriteResult, WriteSettings
 from tensorkeep.formats.tensorstore import discovery
-from tensorkeep.formats.tensorstore.loading import load_arrays
-from tensorkeep.formats.tensorstore.settings import TensorStoreOptions
-from tensorkeep.state.leaf import Source
+from tensorkeep.formats.tensorstore.options import TensorStoreOptions
+from tensorkeep.state.source import Source
 from tensorkeep.state.tree import Flat
+
+__all__ = ["FORMAT", "TensorStoreFormat"]
 
 
 class TensorStoreFormat(Format):
-    """See `tensorkeep.formats.base.Format`; the options are those of ``settings.ArraySettings``.
+    """TensorStore arrays; see `tensorkeep.formats.base.Format`.
 
-    Nothing is synced but the directory's own name where the option ``sync`` is False.
+    With the option ``sync=False`` only the name of the checkpoint's directory is made durable.
     """
 
-    name = "tensorstore"
-    options = TensorStoreOptions
+    name: ClassVar[str] = "tensorstore"
+    options: ClassVar[type[FormatOptions]] = TensorStoreOptions
 
     def recognises(self, path: Path) -> bool:
         return discovery.recognises(path)
@@ -34,11 +36,9 @@ class TensorStoreFormat(Format):
         return TensorStoreReader(path, settings)
 
     def write(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> WriteResult:
-        from tensorkeep.formats.tensorstore.saving import write
+        from tensorkeep.formats.tensorstore.writer import write
 
         return write(flat, destination, settings)
 
 
 FORMAT = TensorStoreFormat()
-
-__all__ = ["FORMAT", "TensorStoreFormat", "load_arrays"]

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from tensorkeep import plugins
 from tensorkeep.bench.checkpoint.tools.base import Tool
 from tensorkeep.checkpoint.save.save import save
 from tensorkeep.io.parallel import default_threads
@@ -52,19 +53,17 @@ class TensorstoreTool(Tool, frozen=True, tag="tensorstore"):
         return {name: value for name, value in given.items() if value is not UNSET}
 
     def check(self) -> None:
-        from tensorkeep.formats.tensorstore.settings import ArraySettings
-
-        ArraySettings.of(self.options)
+        plugins.get("formats", self.format).parse_options(self.options)
 
     def save(self, state: Any, path: Path) -> None:
         # All spelled out: a tensorkeep.toml near the folder shall not change what is measured.
         save(state, path, format=self.format, threads=default_threads(), memory_budget=_MEMORY, **self.options)
 
     def load(self, path: Path) -> Any:
-        from tensorkeep.formats.tensorstore import load_arrays
+        from tensorkeep.bench.checkpoint.tools.whole_arrays import load_tensorstore
 
         options = self.options
-        return load_arrays(path, **{key: options[key] for key in ("concurrency", "in_flight") if key in options})
+        return load_tensorstore(path, **{key: options[key] for key in ("concurrency", "in_flight") if key in options})
 
 
 class T5xTool(TensorstoreTool, frozen=True, tag="t5x"):
@@ -73,13 +72,8 @@ class T5xTool(TensorstoreTool, frozen=True, tag="t5x"):
     suffix: ClassVar[str] = ".t5x"
     format: ClassVar[str] = "t5x"
 
-    def check(self) -> None:
-        from tensorkeep.formats.t5x.writer import array_settings
-
-        array_settings(self.options)
-
     def load(self, path: Path) -> Any:
-        from tensorkeep.formats.t5x import load_arrays
+        from tensorkeep.bench.checkpoint.tools.whole_arrays import load_t5x
 
         options = {"concurrency": _T5X_CONCURRENCY, **self.options}
-        return load_arrays(path, **{key: options[key] for key in ("concurrency", "in_flight") if key in options})
+        return load_t5x(path, **{key: options[key] for key in ("concurrency", "in_flight") if key in options})

@@ -1,0 +1,159 @@
+"""The package ``tensorstore``: imported on first use, and its errors raised as Tensorkeep's."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tensorkeep.errors import (
+    CorruptCheckpointError,
+    MissingExtraError,
+    OutOfMemoryError,
+    StoreError,
+    TensorkeepError,
+    UnsupportedError,
+)
+from tensorkeep.io.files import store_error
+
+KvStore = Literal["file", "ocdbt"]
+
+_NOISE = re.compile(r"\s*\[(?:source locations|tensorstore_spec|os_error_code)='(?:[^'\\]|\\.)*'\]")
+_FROM_TENSORSTORE = re.compile(r"[A-Z_]+: |Error parsing ")
+_STATUS = re.compile(r"^(?:[A-Z_]+): ")
+_FILE = re.compile(r'local file "([^"]*)"')
+_REFUSALS = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "UNAUTHENTICATED", "DEADLINE_EXCEEDED")
+_MAX_MESSAGE = 300
+
+
+def tensorstore() -> Any:
+    """Return the module, which has no type annotations.
+
+    Raises
+    ------
+    MissingExtraError
+        If it is not installed.
+    """
+    try:
+        import tensorstore as module
+    except ImportError as error:
+        raise MissingExtraError(
+            "reading and writing TensorStore arrays needs the package tensorstore, which is not installed",
+            remedy="pip install 'tensorkeep[tensorstore]'",
+        ) from error
+    return module
+
+
+def context(
+    *, concurrency: int | None = None, copy_concurrency: int | None = None, sync: bool = True, cache_bytes: int = 0
+) -> Any:
+    """Return a new context, which shares no cache with other contexts.
+
+    Parameters
+    ----------
+    concurrency, copy_concurrency : int, optional
+        Limits on concurrent file operations, and on concurrent encoding and decoding.
+    sync : bool
+        Whether written files are made durable.
+    cache_bytes : int
+        Size of the cache of decoded chunks.
+    """
+    limits: dict[str, Any] = {"cache_pool": {"total_bytes_limit": cache_bytes}, "file_io_sync": sync}
+    if concurrency is not None:
+        limits["file_io_concurrency"] = {"limit": concurrency}
+    if copy_concurrency is not None:
+        limits["data_copy_concurrency"] = {"limit": copy_concurrency}
+    return tensorstore().Context(limits)
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayDirectory:
+    """A directory or an OCDBT database of arrays, each under a key.
+
+    Attributes
+    ----------
+    path : Path
+        The path that the user knows, for errors.
+    root : str
+        The path that TensorStore opens, with a slash at its end: that of a descriptor, which stays the same directory.
+    kvstore : str
+        ``"file"`` or ``"ocdbt"``.
+    """
+
+    path: Path
+    root: str
+    kvstore: KvStore = "file"
+
+    def spec(self, key: str = "") -> dict[str, Any]:
+        """Return the spec of the key-value store of the array at a key; of all arrays for an empty key."""
+        prefix = f"{key}/" if key else ""
+        if self.kvstore == "ocdbt":
+            return {"driver": "ocdbt", "base": {"driver": "file", "path": self.root}, "path": prefix}
+        return {"driver": "file", "path": self.root + prefix}
+
+    def open_store(self, *, sync: bool = True) -> Any:
+        """Return the open key-value store of all arrays."""
+        return tensorstore().KvStore.open(self.spec(), context=context(sync=sync)).result()
+
+    @contextmanager
+    def reading(self, name: str | None = None) -> Iterator[None]:
+        """Raise the errors of TensorStore in a block that reads as Tensorkeep's.
+
+        Parameters
+        ----------
+        name : str, optional
+            The tensor that is read.
+        """
+        try:
+            yield
+        except TensorkeepError:
+            raise
+        except MemoryError as error:
+            raise OutOfMemoryError("there is not enough memory to read it", path=self.path, name=name) from error
+        # TensorStore raises a ValueError for nearly everything, and other types for malformed files.
+        except (ValueError, TypeError, OverflowError, KeyError, IndexError, OSError, NotImplementedError) as error:
+            raise self._read_error(error, name) from error
+
+    def _read_error(self, error: Exception, name: str | None) -> TensorkeepError:
+        text = str(error)
+        message, path = self._message(text)
+        number = _error_number(text)
+        if text.startswith(_REFUSALS) or (number and not text.startswith("NOT_FOUND")):
+            return StoreError(f"cannot read it: {message}", path=path, name=name)
+        if text.startswith("UNIMPLEMENTED") or "is not registered" in text or "not one of the supported" in text:
+            remedy = "a later TensorStore may: pip install --upgrade tensorstore"
+            return UnsupportedError(f"TensorStore cannot read it: {message}", path=path, name=name, remedy=remedy)
+        remedy = "the bytes on disk are not what was saved: take another checkpoint or copy"
+        return CorruptCheckpointError(f"TensorStore cannot read it: {message}", path=path, name=name, remedy=remedy)
+
+    def write_error(self, error: BaseException, name: str | None = None) -> BaseException:
+        """Return an error of TensorStore or of the operating system while writing as ours; any other unchanged."""
+        if isinstance(error, TensorkeepError):
+            return error
+        if isinstance(error, OSError):
+            return store_error(error, self.path, "write the arrays")
+        text = str(error)
+        if not _FROM_TENSORSTORE.match(text):
+            return error
+        message, path = self._message(text)
+        if number := _error_number(text):
+            return store_error(OSError(number, os.strerror(number)), path, "write the arrays")
+        return StoreError(f"TensorStore cannot write it: {message}", path=path, name=name)
+
+    def _message(self, text: str) -> tuple[str, Path]:
+        """Return a message of TensorStore in one short line, and the file that it names."""
+        message = _STATUS.sub("", _NOISE.sub("", text)).splitlines()[0] if text else "no reason given"
+        message = message.replace(self.root, "")
+        found = _FILE.search(message)
+        path = self.path / found[1] if found and not found[1].startswith("/") else self.path
+        return message[:_MAX_MESSAGE], path
+
+
+def _error_number(text: str) -> int | None:
+    """Return the operating system's error number at the end of a message."""
+    found = re.search(r"\[os_error_code='(\d+)'\]", text) or re.search(r"OS error (\d+)", text)
+    return int(found[1]) if found else None

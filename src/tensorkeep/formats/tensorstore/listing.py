@@ -1,0 +1,135 @@
+"""List the files of a checkpoint; links are refused, and a folder that cannot be listed is an error."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
+from tensorkeep.formats.tensorstore.library import ArrayDirectory
+from tensorkeep.formats.tensorstore.specs import METADATA_FILE
+from tensorkeep.io.files import store_error, sync_directory
+
+MAX_METADATA_BYTES = 16 * 1024**2
+"""Of the largest metadata file that is read."""
+
+_METADATA_FILES = frozenset(METADATA_FILE.values())
+
+
+class Tree(NamedTuple):
+    """What is below a directory.
+
+    Attributes
+    ----------
+    files : dict of str to int
+        The size in bytes of each file, by its path relative to the directory.
+    folders : list of str
+        Relative paths, each with a slash at its end; parents first, the directory itself (empty) at the front.
+    """
+
+    files: dict[str, int]
+    folders: list[str]
+
+
+def scan_folder(folder: str, shown: Path) -> list[os.DirEntry[str]]:
+    """Return the entries of a folder in the order of their names.
+
+    Raises
+    ------
+    StoreError
+        If it cannot be listed.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except OSError as error:
+        raise store_error(error, shown, "list the directory") from error
+
+
+def list_tree(top: str, shown: Path) -> Tree:
+    """Return all files and folders below a directory.
+
+    Parameters
+    ----------
+    top : str
+        The directory.
+    shown : Path
+        Its path in errors.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        If there is a link, a pipe or a device.
+    UnsupportedError
+        If an array's metadata file has more than 16 MiB.
+    StoreError
+        If the operating system refuses access.
+    """
+    files: dict[str, int] = {}
+    folders = [""]
+    for inside in folders:  # grows while it is read
+        for entry in scan_folder(f"{top}/{inside}", shown / inside):
+            # Chunks of 64 elements make tens of thousands of files: paths are made for errors only.
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(f"{inside}{entry.name}/")
+            elif entry.is_file(follow_symlinks=False):
+                files[inside + entry.name] = _size(entry, shown / inside)
+            elif entry.is_symlink():
+                raise link_error(shown / inside / entry.name)
+            else:
+                raise CorruptCheckpointError("is neither a file nor a folder", path=shown / inside / entry.name)
+    return Tree(files, folders)
+
+
+def list_array(directory: ArrayDirectory, key: str) -> dict[str, int]:
+    """Return the size of each file of an array; see `list_tree`. Nothing if the array is missing.
+
+    The directory itself (an empty key) may be reached through a link, the array may not.
+    """
+    top = directory.root + key
+    if key and os.path.islink(top):
+        raise link_error(directory.path / key)
+    return list_tree(top, directory.path / key).files if os.path.isdir(top) else {}
+
+
+def sync_directories(path: Path) -> None:
+    """Make the names in a directory, and in all those below it, durable.
+
+    Raises
+    ------
+    StoreError
+        If the operating system refuses.
+    """
+    for folder in reversed(list_tree(str(path), path).folders):
+        try:
+            sync_directory(path / folder)
+        except OSError as error:
+            raise store_error(error, path / folder, "make the directories durable") from error
+
+
+def check_metadata_size(size: int, shown: Path) -> None:
+    """Refuse a metadata file of so many bytes, if they are more than 16 MiB.
+
+    Raises
+    ------
+    UnsupportedError
+    """
+    if size > MAX_METADATA_BYTES:
+        limit = f"more than the {MAX_METADATA_BYTES:,} that are read"
+        raise UnsupportedError(f"has {size:,} bytes of metadata, {limit}", path=shown)
+
+
+def link_error(shown: Path) -> CorruptCheckpointError:
+    """Return the error for a symbolic link."""
+    return CorruptCheckpointError("is a symbolic link, which is not followed", path=shown)
+
+
+def _size(entry: os.DirEntry[str], shown: Path) -> int:
+    try:
+        size = entry.stat(follow_symlinks=False).st_size
+    except OSError as error:
+        raise store_error(error, shown / entry.name, "read the file's size") from error
+    if entry.name in _METADATA_FILES:
+        check_metadata_size(size, shown / entry.name)
+    return size

@@ -1,0 +1,217 @@
+"""Reading our arrays: every kind of damage is found, and nothing outside of the checkpoint is read."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tensorkeep
+from formats.tensorstore.array_files import damaged, files, flip, foreign_group, linked, save, write_array
+from tensorkeep import (
+    CorruptCheckpointError,
+    StoreError,
+    UnsupportedError,
+)
+from tensorkeep.formats import sealed, tensorstore
+from tensorkeep.io.directory import Directory
+from tensorkeep.testing.equality import difference
+from tensorkeep.testing.format_states import noise, training_state
+
+ts = pytest.importorskip("tensorstore")
+
+
+def readers() -> list[Callable[[Path], Any]]:
+    return [tensorkeep.load, tensorkeep.info]
+
+
+def test_nested_state_round_trips(tmp_path: Path) -> None:
+    for options in ({}, {"kvstore": "ocdbt", "compressor": "zstd:1"}, {"zarr": 2, "in_flight": "one"}):
+        save(training_state(), tmp_path / "c", overwrite=True, metadata={"run": 7}, **options)
+        assert difference(training_state(), tensorkeep.load(tmp_path / "c")) is None
+        assert tensorkeep.info(tmp_path / "c").metadata == {"run": 7}
+
+
+def test_chunk_larger_than_a_read_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tensorkeep.formats.tensorstore.arrays.BLOCK_BYTES", 4096)
+    state = {"w": noise("float32", 128, 256), "rows": noise("float32", 128, 256, seed=1)}
+    save({"w": state["w"]}, tmp_path / "w", chunk=None)
+    save({"rows": state["rows"]}, tmp_path / "rows", chunk=1024, chunking="divisors")
+    from tensorkeep.formats.base import OpenSettings
+    from tensorkeep.io.buffers import BufferPool
+
+    class Pool(BufferPool):
+        def __init__(self) -> None:
+            super().__init__()
+            self.budget = 8 * 4096
+
+    with tensorstore.FORMAT.open(tmp_path / "w", OpenSettings(pool=Pool())) as reader:
+        assert reader.block_bytes("w") == 4096
+        out = np.empty(4096, np.uint8)
+        before = _decoded(ts)
+        for start in range(0, 128 * 1024, 4096):
+            reader.read("w", start, start + 4096, out)
+            assert np.array_equal(out, state["w"].numpy().reshape(-1).view(np.uint8)[start : start + 4096])
+        assert 1 <= _decoded(ts) - before <= 2
+    with tensorstore.FORMAT.open(tmp_path / "rows", OpenSettings()) as reader:
+        assert reader.block_bytes("rows") % 1024 == 0
+        assert difference({"rows": state["rows"]}, tensorkeep.load(tmp_path / "rows")) is None
+
+
+def _decoded(module: Any) -> int:
+    """Return how many chunks' files TensorStore has read in this process."""
+    metrics = module.experimental_collect_matching_metrics("/tensorstore/kvstore/file/read")
+    return sum(value["value"] for metric in metrics if metric["name"].endswith("/read") for value in metric["values"])
+
+
+def test_replaced_checkpoint_is_never_mixed_with_the_new_one(tmp_path: Path) -> None:
+    save({"w": torch.zeros(1000)}, tmp_path / "c", chunk=100)
+    with tensorkeep.open(tmp_path / "c") as opened:
+        save({"w": torch.ones(1000)}, tmp_path / "c", chunk=100, overwrite=True)
+        with pytest.raises(StoreError, match="replaced while it was read"):
+            opened["w"][:]
+    assert tensorkeep.load(tmp_path / "c")["w"].sum() == 1000
+
+
+def test_flipped_bit_is_found_by_the_crc_and_its_file_is_named(tmp_path: Path) -> None:
+    path = damaged(tmp_path, "w/c/1/0", flip)
+    with pytest.raises(CorruptCheckpointError, match="Digest mismatch") as caught:
+        tensorkeep.load(path)
+    assert caught.value.name == "w"
+    assert caught.value.path == str(path / "w" / "c" / "1" / "0")
+    assert "[" not in caught.value.message
+    assert not tensorkeep.verify(path).ok
+
+
+@pytest.mark.parametrize("options", [{}, {"zarr": 2}, {"chunk": 10, "shard_bytes": 400}])
+def test_missing_chunk_is_an_error(options: dict[str, Any], tmp_path: Path) -> None:
+    save({"w": torch.ones(20, 20)}, tmp_path / "c", **{"chunk": 100, **options})
+    chunk = next(f for f in files(tmp_path / "c" / "w") if not f.endswith((".zarray", "zarr.json")))
+    (tmp_path / "c" / "w" / chunk).unlink()
+    with pytest.raises(CorruptCheckpointError, match="missing") as caught:
+        tensorkeep.load(tmp_path / "c")
+    assert caught.value.name == "w"
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("w/zarr.json", "metadata is not what was written"),
+        ("tensorkeep.json", "checksum is wrong"),
+        ("zarr.json", "checksum is wrong"),
+    ],
+)
+def test_changed_metadata_is_found_on_opening(file: str, message: str, tmp_path: Path) -> None:
+    path = damaged(tmp_path, file, flip)
+    with pytest.raises(CorruptCheckpointError, match=message):
+        tensorkeep.open(path)
+
+
+def test_missing_sidecar_is_an_error(tmp_path: Path) -> None:
+    path = damaged(tmp_path, "tensorkeep.json", Path.unlink)
+    with pytest.raises(CorruptCheckpointError, match=r"tensorkeep\.json: is missing"):
+        tensorkeep.load(path)
+
+
+def test_impossible_view_is_refused(tmp_path: Path) -> None:
+    base = torch.ones(4)
+    path = tmp_path / "c"
+    save({"w": base, "v": base[1:]}, path)
+    with Directory(path) as directory:
+        found = sealed.read(directory, "tensorkeep.json")
+    found["structure"]["aliases"]["v"]["of"] = "nothing"
+    (path / "tensorkeep.json").write_bytes(sealed.seal(found))
+    for read in readers():
+        with pytest.raises(CorruptCheckpointError, match="cannot be a view of 'nothing'"):
+            read(path)
+
+
+def test_array_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    def link(place: Path) -> None:
+        place.rename(tmp_path / "elsewhere")
+        place.symlink_to(tmp_path / "elsewhere")
+
+    path = damaged(tmp_path, "w", link)
+    with pytest.raises(CorruptCheckpointError, match="symbolic link"):
+        tensorkeep.load(path)
+
+
+@pytest.mark.parametrize("where", ["w", "w/c", "w/c/0", "w/c/0/0", "w/zarr.json"])
+@pytest.mark.parametrize("own", [True, False])
+def test_links_in_arrays_are_refused(where: str, own: bool, tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    save({"w": torch.ones(4, 4)}, path)
+    if not own:
+        (path / "tensorkeep.json").unlink()
+        (path / "zarr.json").write_text('{"zarr_format": 3, "node_type": "group"}')
+    linked(path / where, tmp_path)
+    for read in readers():
+        with pytest.raises(CorruptCheckpointError, match="symbolic link") as caught:
+            read(path)
+        assert caught.value.path == str(path / where)
+
+
+def test_links_in_databases_are_refused(tmp_path: Path) -> None:
+    save({"w": torch.ones(4, 4)}, tmp_path / "own", kvstore="ocdbt")
+    write_array(Path("w"), np.arange(5), base=str(tmp_path / "foreign"))
+    for name in ("own", "foreign"):
+        (tmp_path / name / "d").rename(tmp_path / f"{name}-elsewhere")
+        (tmp_path / name / "d").symlink_to(tmp_path / f"{name}-elsewhere")
+        for read in readers():
+            with pytest.raises(CorruptCheckpointError, match="symbolic link"):
+                read(tmp_path / name)
+
+
+def test_checkpoint_may_be_opened_through_a_link(tmp_path: Path) -> None:
+    save({"w": torch.ones(4)}, tmp_path / "own")
+    write_array(tmp_path / "one", np.ones(4, "f4"))
+    for name, key in (("own", "w"), ("one", "latest-one")):
+        link = tmp_path / f"latest-{name}"
+        link.symlink_to(tmp_path / name)
+        assert tensorkeep.load(link)[key].tolist() == [1] * 4
+
+
+def test_pipe_in_an_array_is_refused(tmp_path: Path) -> None:
+    save({"w": torch.ones(4)}, tmp_path / "c")
+    chunk = tmp_path / "c" / "w" / "c" / "0"
+    chunk.unlink()
+    os.mkfifo(chunk)
+    for read in readers():
+        with pytest.raises(CorruptCheckpointError, match="neither a file nor a folder"):
+            read(tmp_path / "c")
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_metadata_of_more_than_16_mib_is_not_read(own: bool, tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    if own:
+        save({"w": torch.ones(4)}, path)
+    else:
+        foreign_group(path)
+    os.truncate(path / "w" / "zarr.json", 2**40)
+    for read in readers():
+        with pytest.raises(UnsupportedError, match="bytes of metadata") as caught:
+            read(path)
+        assert caught.value.path == str(path / "w" / "zarr.json")
+
+
+def test_without_tensorstore_errors_name_the_extra_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save({"w": torch.zeros(2)}, tmp_path / "c")
+    monkeypatch.setitem(sys.modules, "tensorstore", None)
+    assert tensorstore.FORMAT.recognises(tmp_path / "c")
+    for call in (tensorkeep.load, lambda path: save({"w": torch.zeros(2)}, tmp_path / "d")):
+        with pytest.raises(tensorkeep.MissingExtraError, match=r"pip install 'tensorkeep\[tensorstore\]'"):
+            call(tmp_path / "c")
+
+
+def test_importing_the_format_imports_neither_tensorstore_nor_zarr() -> None:
+    code = "import sys, tensorkeep.formats.tensorstore; print({'tensorstore', 'zarr'} & set(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "set()"
