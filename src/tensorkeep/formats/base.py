@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin
 
 import msgspec
 
@@ -355,9 +355,17 @@ class Format(ABC):
             try:
                 values[option] = msgspec.convert(value, types[option])
             except (msgspec.ValidationError, TypeError, RecursionError) as error:
-                raise UsageError(f"the option {option} is {value!r:.80}", remedy=str(error)) from error
+                raise UsageError(
+                    f"the option {option} is {value!r:.80}", remedy=_choices(types[option]) or str(error)
+                ) from error
         # Not by msgspec.convert: it would wrap the UsageError of a `__post_init__`.
         return self.options(**values)
+
+
+def _choices(kind: object) -> str | None:
+    """Return the valid values of a `Literal` type, or None if it is not one."""
+    inner = kind if get_origin(kind) is Literal else next((a for a in get_args(kind) if get_origin(a) is Literal), None)
+    return None if inner is None else f"choose one of: {', '.join(map(repr, get_args(inner)))}"
 
 
 FORMATS: Registry[Format] = Registry("format")

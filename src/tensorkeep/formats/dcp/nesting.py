@@ -12,7 +12,7 @@ from tensorkeep.formats.dcp.metadata import Contents, KeyPath
 from tensorkeep.formats.dcp.pieces import MappedFile, load_value
 from tensorkeep.formats.decoding import decoding
 from tensorkeep.state.leaf import Leaf, allocate
-from tensorkeep.state.tree import Flat, flatten, given_leaves
+from tensorkeep.state.tree import Flat, flatten, state_leaves
 
 _MAX_GAPS = 10_000
 """List items that no entry fills, in all lists together, besides three for each that one fills."""
@@ -55,7 +55,7 @@ def rebuild(contents: Contents, files: Mapping[str, MappedFile], path: Path) -> 
     with decoding(path):
         flat = flatten(state)
     names = {id(tensor): name for name, tensor in stand_ins.items()}
-    keys = {name: names[id(given.value)] for name, given in given_leaves(state).items() if id(given.value) in names}
+    keys = {name: names[id(given.value)] for name, given in state_leaves(state).items() if id(given.value) in names}
     return NestedState(flat, keys)
 
 

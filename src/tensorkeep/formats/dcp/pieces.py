@@ -46,7 +46,7 @@ class MappedFile:
             self.content: Bytes = np.empty(0, np.uint8)
             if file.size:
                 # Unlike mmap, torch keeps no descriptor open: checkpoints of many ranks have thousands of files.
-                storage = torch.UntypedStorage.from_file(file.held_path, False, file.size)
+                storage = torch.UntypedStorage.from_file(file.fd_path, False, file.size)
                 self.content = torch.empty(0, dtype=torch.uint8).set_(cast(Any, storage)).numpy()
 
 

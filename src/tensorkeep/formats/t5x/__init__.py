@@ -14,7 +14,7 @@ from tensorkeep.formats.base import Format, FormatOptions, OpenSettings, Reader,
 from tensorkeep.formats.probe import file_mode, first_bytes, names_in
 from tensorkeep.formats.t5x.tree import FILE_NAME
 from tensorkeep.formats.tensorstore.options import T5XOptions
-from tensorkeep.state.source import Source
+from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 
 __all__ = ["FORMAT", "T5XFormat"]

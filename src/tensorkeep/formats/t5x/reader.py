@@ -28,7 +28,7 @@ from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import Bytes
 from tensorkeep.state.dtypes import BY_NAME, DType, of_numpy
 from tensorkeep.state.leaf import allocate
-from tensorkeep.state.tree import flatten, given_leaves
+from tensorkeep.state.tree import flatten, state_leaves
 
 _ZARR = 2
 
@@ -132,7 +132,7 @@ def read_contents(directory: Directory) -> Contents:
             path=directory.path,
             remedy="restore the missing file, or take another copy",
         )
-    arrays = ArrayDirectory(directory.path, f"{directory.held_path}/")
+    arrays = ArrayDirectory(directory.path, f"{directory.fd_path}/")
     known: dict[str, KnownArray] = {}
     inline: dict[str, InlineTensor] = {}
     if notes is None:
@@ -188,7 +188,7 @@ def _read_foreign(
         container[keys[-1]] = leaf
     with decoding(path):
         flat = flatten(state)
-    for name, given in given_leaves(state).items():
+    for name, given in state_leaves(state).items():
         if id(given.value) in stand_ins:
             known[name] = stand_ins[id(given.value)][1]
     for name, stored in flat.leaves.items():

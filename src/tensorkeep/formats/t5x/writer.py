@@ -28,7 +28,7 @@ from tensorkeep.io.commit import Commit
 from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import write_small
 from tensorkeep.io.parallel import Meter
-from tensorkeep.state.source import Source
+from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 
 _TARGET = "target"
@@ -52,7 +52,7 @@ def write(
         Commit(destination, directory=True, overwrite=settings.overwrite, replaceable=replaceable) as commit,
         Directory(commit.path) as held,
     ):
-        directory = ArrayDirectory(destination, f"{held.held_path}/")
+        directory = ArrayDirectory(destination, f"{held.fd_path}/")
         written: dict[str, WrittenArray] = {}
         for sources, chosen in _by_width({keys[name]: leaf for name, leaf in arrays.items()}, options):
             written |= write_arrays(directory, sources, chosen, budget=budget, threads=settings.threads, meter=meter)
@@ -95,7 +95,7 @@ def _tree_leaves(
         for name, leaf in flat.leaves.items()
     }
     # Two names of one tensor share an array; T5X has no views of a part of a tensor.
-    shared = {name: alias.of for name, alias in flat.aliases.items() if alias.is_whole(flat.leaves[alias.of].shape)}
+    shared = {name: alias.of for name, alias in flat.aliases.items() if alias.is_full(flat.leaves[alias.of].shape)}
     return leaves | {name: leaves[of] for name, of in shared.items()}
 
 

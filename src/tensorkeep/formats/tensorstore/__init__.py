@@ -12,7 +12,7 @@ from typing import ClassVar
 from tensorkeep.formats.base import Format, FormatOptions, OpenSettings, Reader, WriteResult, WriteSettings
 from tensorkeep.formats.tensorstore import discovery
 from tensorkeep.formats.tensorstore.options import TensorStoreOptions
-from tensorkeep.state.source import Source
+from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 
 __all__ = ["FORMAT", "TensorStoreFormat"]

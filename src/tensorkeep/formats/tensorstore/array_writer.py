@@ -27,7 +27,7 @@ from tensorkeep.formats.tensorstore.specs import Layout, StoredType, create_spec
 from tensorkeep.io import parallel
 from tensorkeep.io.files import Bytes
 from tensorkeep.io.parallel import Cancelled
-from tensorkeep.state.source import Source
+from tensorkeep.state.leaf import Source
 
 _REGIONS = 4
 """A region takes at most this fraction of the budget, unless a chunk is larger, so that several are in flight."""

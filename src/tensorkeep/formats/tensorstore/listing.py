@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
 from tensorkeep.formats.tensorstore.library import ArrayDirectory
 from tensorkeep.formats.tensorstore.specs import METADATA_FILE
-from tensorkeep.io.files import store_error, sync_directory
+from tensorkeep.io.files import store_errors, sync_directory
 
 MAX_METADATA_BYTES = 16 * 1024**2
 """Of the largest metadata file that is read."""
@@ -40,11 +40,8 @@ def scan_folder(folder: str, shown: Path) -> list[os.DirEntry[str]]:
     StoreError
         If it cannot be listed.
     """
-    try:
-        with os.scandir(folder) as entries:
-            return sorted(entries, key=lambda entry: entry.name)
-    except OSError as error:
-        raise store_error(error, shown, "list the directory") from error
+    with store_errors(shown, "list the directory"), os.scandir(folder) as entries:
+        return sorted(entries, key=lambda entry: entry.name)
 
 
 def list_tree(top: str, shown: Path) -> Tree:
@@ -102,10 +99,8 @@ def sync_directories(path: Path) -> None:
         If the operating system refuses.
     """
     for folder in reversed(list_tree(str(path), path).folders):
-        try:
+        with store_errors(path / folder, "make the directories durable"):
             sync_directory(path / folder)
-        except OSError as error:
-            raise store_error(error, path / folder, "make the directories durable") from error
 
 
 def check_metadata_size(size: int, shown: Path) -> None:
@@ -126,10 +121,8 @@ def link_error(shown: Path) -> CorruptCheckpointError:
 
 
 def _size(entry: os.DirEntry[str], shown: Path) -> int:
-    try:
+    with store_errors(shown, f"read the size of {entry.name}"):
         size = entry.stat(follow_symlinks=False).st_size
-    except OSError as error:
-        raise store_error(error, shown / entry.name, "read the file's size") from error
     if entry.name in _METADATA_FILES:
         check_metadata_size(size, shown / entry.name)
     return size

@@ -17,7 +17,7 @@ from tensorkeep.formats.tensorstore.discovery import find_arrays, has_mark, is_d
 from tensorkeep.formats.tensorstore.library import ArrayDirectory, KvStore, tensorstore
 from tensorkeep.formats.tensorstore.listing import list_array
 from tensorkeep.formats.tensorstore.specs import METADATA_FILE, StoredType, is_key
-from tensorkeep.io.directory import Directory, hold
+from tensorkeep.io.directory import Directory, read_directory
 from tensorkeep.io.files import Bytes
 from tensorkeep.state.names import DEFAULT_PART
 from tensorkeep.state.tree import Flat
@@ -54,7 +54,7 @@ class ArraysReader(Reader):
         tensorstore()
         self.path = path
         self._budget = settings.pool.budget
-        hold(path, self._open)
+        read_directory(path, self._open)
 
     @abstractmethod
     def _open(self, directory: Directory) -> None:
@@ -108,7 +108,7 @@ class TensorStoreReader(ArraysReader):
     format = "tensorstore"
 
     def _open(self, directory: Directory) -> None:
-        if sidecar.lies_in(Path(directory.held_path), self.format):
+        if sidecar.lies_in(Path(directory.fd_path), self.format):
             notes, arrays, known = read_own(directory)
             leaves = self._open_arrays(directory, arrays, known, fill_missing=False)
             self._set_state(notes.flat(leaves), self.path / sidecar.FILE_NAME, notes.leaf_specs)
@@ -134,7 +134,7 @@ def read_own(directory: Directory) -> tuple[TensorStoreSidecar, ArrayDirectory, 
         As `sidecar.read`; and if an array's metadata is missing or changed, or its files contain a link.
     """
     notes = sidecar.read(directory, "tensorstore", TensorStoreSidecar)
-    arrays = ArrayDirectory(directory.path, f"{directory.held_path}/", notes.kvstore)
+    arrays = ArrayDirectory(directory.path, f"{directory.fd_path}/", notes.kvstore)
     keys = {name: "".join(note.place) for name, note in notes.tensors.items()}
     if len({key.casefold() for key in keys.values()}) != len(keys):
         raise CorruptCheckpointError("two tensors have the same array", path=directory.path / sidecar.FILE_NAME)
@@ -188,7 +188,7 @@ def read_foreign(directory: Directory) -> tuple[ArrayDirectory, dict[str, KnownA
     NotACheckpointError, UnsupportedError, StoreError
         As `find_arrays`; and if two arrays would have the same name.
     """
-    root = Path(directory.held_path)
+    root = Path(directory.fd_path)
     arrays = ArrayDirectory(directory.path, f"{root}/", "ocdbt" if is_database(root) else "file")
     if has_mark(arrays):
         raise CorruptCheckpointError(

@@ -23,7 +23,7 @@ from tensorkeep.io.commit import Commit
 from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import DirectFile, write_small
 from tensorkeep.io.parallel import Meter
-from tensorkeep.state.source import Source
+from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 
 
@@ -39,7 +39,7 @@ def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Wri
         Commit(destination, directory=True, overwrite=settings.overwrite, replaceable=is_replaceable) as commit,
         Directory(commit.path) as held,
     ):
-        directory = ArrayDirectory(destination, f"{held.held_path}/", options.kvstore)
+        directory = ArrayDirectory(destination, f"{held.fd_path}/", options.kvstore)
         sources = {keys[name]: leaf for name, leaf in flat.leaves.items()}
         written = write_arrays(directory, sources, options, budget=budget, threads=settings.threads, meter=meter)
         _write_group(directory, options, commit.path)

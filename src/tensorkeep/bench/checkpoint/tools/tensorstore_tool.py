@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from tensorkeep import plugins
 from tensorkeep.bench.checkpoint.tools.base import Tool
 from tensorkeep.checkpoint.save.save import save
+from tensorkeep.formats.base import FORMATS
 from tensorkeep.io.parallel import default_threads
 
 _T5X_CONCURRENCY = 128
@@ -53,7 +53,7 @@ class TensorstoreTool(Tool, frozen=True, tag="tensorstore"):
         return {name: value for name, value in given.items() if value is not UNSET}
 
     def check(self) -> None:
-        plugins.get("formats", self.format).parse_options(self.options)
+        FORMATS.get(self.format).parse_options(self.options)
 
     def save(self, state: Any, path: Path) -> None:
         # All spelled out: a tensorkeep.toml near the folder shall not change what is measured.
