@@ -11,9 +11,8 @@ from cyclopts import Parameter
 from tensorkeep.cli.options import Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table, counted, printable
-from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.train.data.dataset import SPLITS, Dataset
 from tensorkeep.train.data.prepare import prepare as make
-from tensorkeep.train.data.splits import SPLITS
 from tensorkeep.units import format_bytes
 
 _SAMPLE = 200

@@ -12,8 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.data.batches import Batches, windows
-from tensorkeep.train.data.offsets import RandomOffsets, ShuffledOffsets
+from tensorkeep.train.data.batches import Batches, RandomOffsets, ShuffledOffsets, windows
 
 TEXT = np.arange(1000, dtype=np.uint16)
 ORDERS = ["random", "shuffled"]
@@ -98,7 +97,7 @@ def test_a_batch_larger_than_an_epoch_goes_on_in_the_next() -> None:
 def test_the_order_of_an_epoch_takes_four_bytes_a_window() -> None:
     offsets = ShuffledOffsets(1_000_000, 8, 1)
     offsets.take(0, 1)
-    assert offsets._order.nbytes == 4 * offsets.windows
+    assert offsets._block.nbytes == 4 * offsets.windows
 
 
 def test_random_reaches_both_ends_and_all_between() -> None:

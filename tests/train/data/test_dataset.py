@@ -151,7 +151,7 @@ def test_what_is_no_prepared_data(tmp_path: Path) -> None:
 
 def test_a_later_layout_is_told_from_damage(data: Path) -> None:
     put(data, {**body_of(data), "version": 2, "new": "thing"})
-    with pytest.raises(UnsupportedError, match="is of version 2 of the layout"):
+    with pytest.raises(UnsupportedError, match="has version 2 of the layout"):
         Dataset.open(data)
 
 

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from faults import injection as faults
 from tensorkeep.errors import DestinationExistsError, NotACheckpointError, StoreError, UsageError
-from tensorkeep.train.data import documents, sources
+from tensorkeep.train.data import corpus as corpus_module
+from tensorkeep.train.data import documents
 from tensorkeep.train.data.dataset import Dataset
-from tensorkeep.train.data.documents import Reading
+from tensorkeep.train.data.documents import Reading, SplitRule
 from tensorkeep.train.data.prepare import prepare
-from tensorkeep.train.data.splits import SplitRule
 from tensorkeep.train.data.tokenizers.base import END_OF_DOCUMENT
 
 TEXT = "To be, or not to be:\nthat is the question. Ünïcödé 漢字 🙂\n" * 10
@@ -149,8 +149,8 @@ def test_standard_input_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.Mo
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode())))
-    monkeypatch.setattr(sources.tempfile, "TemporaryFile", lambda buffering: Full())
-    with pytest.raises(StoreError, match="cannot keep standard input in a temporary file: No space left"):
+    monkeypatch.setattr(corpus_module.tempfile, "TemporaryFile", lambda buffering: Full())
+    with pytest.raises(StoreError, match="cannot copy standard input to a temporary file: No space left"):
         prepare("-", tmp_path / "data")
     assert names(tmp_path) == []
 
@@ -183,7 +183,7 @@ def test_documents_that_leave_a_split_empty_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"none of its 1 documents is for (train|validation)") as caught:
         prepare(corpus(tmp_path / "docs", 1), tmp_path / "data")
     assert caught.value.remedy is not None
-    assert "another share or seed" in caught.value.remedy
+    assert "another fraction or seed" in caught.value.remedy
     write(tmp_path / "none" / "a.txt", "")
     with pytest.raises(UsageError, match="holds no text"):
         prepare(tmp_path / "none", tmp_path / "data")
@@ -228,10 +228,10 @@ def test_only_prepared_data_is_replaced(tmp_path: Path) -> None:
     prepare(path, out, overwrite=True)
     assert "".join(texts(out)) == TEXT[::-1]
     write(out / "notes.md", "mine")
-    with pytest.raises(DestinationExistsError, match=r"holds 'notes.md', too"):
+    with pytest.raises(DestinationExistsError, match=r"also holds 'notes.md'"):
         prepare(path, out, overwrite=True)
     for other in (tmp_path / "a.txt", corpus(tmp_path / "docs", 1), tmp_path):
-        with pytest.raises(DestinationExistsError, match="is no prepared data"):
+        with pytest.raises(DestinationExistsError, match="is not prepared data"):
             prepare(path, other, overwrite=True)
     assert names(tmp_path) == ["a.txt", "data", "docs"]
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tensorkeep.errors import NotACheckpointError, StoreError, UsageError
 from tensorkeep.io.parallel import Meter
 from tensorkeep.train.data import documents
+from tensorkeep.train.data.corpus import open_source
 from tensorkeep.train.data.documents import PIECE, Reading
-from tensorkeep.train.data.sources import open_source
 
 
 def read(spec: str | os.PathLike[str], *, encoding: str = "utf-8") -> dict[str, str]:
@@ -118,7 +118,7 @@ def test_a_name_that_looks_like_a_pattern(tmp_path: Path) -> None:
 
 def test_a_pattern_that_is_none(tmp_path: Path) -> None:
     fill(tmp_path, {"x/a.log": "a"})
-    with pytest.raises(UsageError, match="is no pattern"):
+    with pytest.raises(UsageError, match="is not a valid pattern"):
         read(f"{tmp_path}/**x/a.log")
 
 
@@ -149,15 +149,15 @@ def test_a_jsonl_file_has_a_document_on_each_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"{", "line 2 is no document"),
-        (b"[1]", "line 2 is no document"),
+        (b"{", "line 2 is not a document"),
+        (b"[1]", "line 2 is not a document"),
         (b'{"txt": "a"}', "missing required field `text`"),
         (b'{"text": 3}', r"Expected `str`, got `int` - at `\$.text`"),
-        (b'{"text": "\\ud800"}', "line 2 is no document"),
+        (b'{"text": "\\ud800"}', "line 2 is not a document"),
         (b'{"text": "a\\u0000"}', "a character of line 2 is NUL"),
         (b'{"text": "\xff"}', r"byte 26 is not utf-8 \(invalid start byte\)"),
         (b'{"text": "\0"}', "byte 26 is NUL"),
-        (b'{"text": "a", "b": ' + b"[" * 100_000, "line 2 is no document"),
+        (b'{"text": "a", "b": ' + b"[" * 100_000, "line 2 is not a document"),
     ],
 )
 def test_a_line_that_is_no_document_is_named(tmp_path: Path, line: bytes, message: str) -> None:
@@ -231,7 +231,7 @@ def test_a_character_broken_at_the_border_of_two_pieces_is_named(tmp_path: Path)
 @pytest.mark.parametrize("place", [0, PIECE - 1, PIECE + 3])
 def test_a_binary_file_is_refused(tmp_path: Path, place: int) -> None:
     (tmp_path / "a.txt").write_bytes(b"a" * place + b"\0\xff")
-    with pytest.raises(UsageError, match=rf"a\.txt: byte {place:,} is NUL, so this is no text"):
+    with pytest.raises(UsageError, match=rf"a\.txt: byte {place:,} is NUL, so this is not text"):
         read(tmp_path)
 
 
@@ -251,7 +251,7 @@ def test_a_byte_order_mark_does_not_shift_the_place(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("encoding", ["utf-9", "hex", "", "a\0b"])
 def test_encodings_of_no_text(tmp_path: Path, encoding: str) -> None:
-    with pytest.raises(UsageError, match="is no encoding of text"):
+    with pytest.raises(UsageError, match="is not a text encoding"):
         open_source(fill(tmp_path, {"a.txt": "a"}), encoding=encoding)
 
 

@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 
 from tensorkeep.errors import CorruptCheckpointError, MissingExtraError, UnsupportedError, UsageError
 from tensorkeep.train.data.tokenizers import bpe, from_tiktoken
-from tensorkeep.train.data.tokenizers.base import END_OF_DOCUMENT, Tokenizer, token_dtype
+from tensorkeep.train.data.tokenizers.base import END_OF_DOCUMENT, LONGEST_UNCUT, Tokenizer, at_line_ends, token_dtype
 from tensorkeep.train.data.tokenizers.byte import ByteTokenizer
 from tensorkeep.train.data.tokenizers.known import learner, tokenizer_from_dict
-from tensorkeep.train.data.tokenizers.line_ends import LONGEST, at_line_ends
 
 PIECES = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12), max_size=12)
 LINES = st.lists(
@@ -83,7 +82,7 @@ def test_lines_are_cut_only_behind_visible_characters_and_nothing_is_lost(pieces
 def test_a_text_without_line_ends_is_cut_somewhere() -> None:
     pieces = ["x" * (1 << 16)] * 40
     cut = list(at_line_ends(iter(pieces)))
-    assert [len(text) for text in cut] == [LONGEST, LONGEST, 8 << 16]
+    assert [len(text) for text in cut] == [LONGEST_UNCUT, LONGEST_UNCUT, 8 << 16]
 
 
 def test_characters_are_numbered_as_nanogpt_does() -> None:
@@ -110,7 +109,7 @@ def test_half_a_surrogate_pair_is_no_text(name: str) -> None:
 def test_ids_outside_the_vocabulary_are_refused() -> None:
     tokenizer = learned("char", ["abc"])
     for id in (-1, 3):
-        with pytest.raises(UsageError, match=f"{id} is no token of char, whose vocabulary has 3"):
+        with pytest.raises(UsageError, match=f"{id} is not a token of char, whose vocabulary has 3"):
             tokenizer.decode([0, id])
 
 
@@ -218,7 +217,7 @@ def test_choices_that_make_no_sense() -> None:
             learner(name)
     with pytest.raises(UsageError, match="did you mean 'byte'"):
         learner("bytes")
-    with pytest.raises(UsageError, match="takes no vocabulary size"):
+    with pytest.raises(UsageError, match="has a fixed vocabulary size"):
         learner("char", 100)
 
 
@@ -267,14 +266,14 @@ def test_a_vocabulary_that_is_not_at_hand_is_never_downloaded(cache: Path, monke
     from tiktoken import load
 
     real = load.read_file
-    with pytest.raises(UnsupportedError, match="nothing is downloaded") as caught:
+    with pytest.raises(UnsupportedError, match="it is not downloaded") as caught:
         learner("tiktoken:tiny")
     assert ADDRESS in caught.value.message
     assert caught.value.remedy is not None
     assert "TIKTOKEN_CACHE_DIR" in caught.value.remedy
     assert load.read_file is real
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")  # which switches the cache off
-    with pytest.raises(UnsupportedError, match="nothing is downloaded"):
+    with pytest.raises(UnsupportedError, match="it is not downloaded"):
         learner("tiktoken:tiny")
 
 

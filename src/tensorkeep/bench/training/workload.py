@@ -19,8 +19,7 @@ from tensorkeep.bench.training.arms import DEFAULT_RECIPE, check_arm, config_of,
 from tensorkeep.bench.training.reference_losses import LossGate, reference_losses
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.recipes import get_recipe
-from tensorkeep.train.data.dataset import Dataset
-from tensorkeep.train.data.layout import FILE
+from tensorkeep.train.data.dataset import FILE, Dataset
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.run.data import absolute_source

@@ -1,4 +1,4 @@
-"""Where settings come from: the words of a command line, the environment, and a file."""
+"""Reading settings from the command line, the environment and a TOML file."""
 
 from __future__ import annotations
 
@@ -15,35 +15,40 @@ _PREFIX = "TENSORKEEP_"
 
 
 def read_words(words: Sequence[str], options: Collection[str] = ()) -> tuple[str | None, dict[str, str]]:
-    """Return the recipe among some words, None without one, and the settings: ``--optim.lr 3e-4``, ``--optim.lr=3e-4``.
+    """Split the words of a command line into the recipe and the settings: ``--optim.lr 3e-4`` or ``--optim.lr=3e-4``.
 
     Parameters
     ----------
     words : sequence of str
         In any order.
     options : collection of str
-        Other options of the command, such as ``"--resume"``: what a slip of the pen may have meant, too.
+        Other options of the command, such as ``"--resume"``, for the suggestions in error messages.
+
+    Returns
+    -------
+    tuple of (str or None, dict of str to str)
+        The recipe, None if there is none, and the settings by dotted name.
 
     Raises
     ------
     UsageError
-        If a setting is unknown or lacks its value, or there is a word too many.
+        If a setting is unknown or has no value, or there is a second recipe.
     """
     recipe: str | None = None
     settings: dict[str, str] = {}
     rest = iter(words)
     for word in rest:
-        name, given, value = word.partition("=")
+        name, equals, value = word.partition("=")
         if name.startswith("-"):
             _check_option(name, options)
-            found = value if given else next(rest, None)
+            found = value if equals else next(rest, None)
             if found is None:
                 raise UsageError(f"{name} has no value", remedy=f"write {name} VALUE")
             settings[name.removeprefix("--")] = found
         elif recipe is None:
             recipe = word
         else:
-            raise UsageError(f"{word!r} is no setting", remedy="write --optim.lr 3e-4, for example")
+            raise UsageError(f"{word!r} is not a setting", remedy="write --optim.lr 3e-4, for example")
     return recipe, settings
 
 
@@ -66,21 +71,21 @@ def given_settings(
     file: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> dict[str, object]:
-    """Return what was set, by dotted name: a word wins over the environment, that over the file.
+    """Return the settings that the user gave, by dotted name: command line over environment over file.
 
     Parameters
     ----------
     words : mapping of str to object, optional
-        As `read_words` returns them.
+        From `read_words`.
     file : Path, optional
-        A TOML file, of which the tables within ``[train]`` count: ``[train.optim]``.
+        A TOML file, whose tables within ``[train]`` are read, such as ``[train.optim]``.
     environment : mapping of str to str, optional
-        ``TENSORKEEP_OPTIM_LR``; that of the process by default.
+        Variables such as ``TENSORKEEP_OPTIM_LR``; by default those of the process.
 
     Raises
     ------
     UsageError
-        If the file cannot be read, or has a setting that there is none of.
+        If the file cannot be read, or has an unknown setting.
     """
     variables = os.environ if environment is None else environment
     found: dict[str, object] = {} if file is None else _from_file(file)
@@ -97,7 +102,7 @@ def _from_file(file: Path) -> dict[str, Any]:
         raise UsageError(f"is not TOML: {error}", path=file, remedy="correct the file") from error
     except OSError as error:
         raise UsageError(f"cannot read the configuration: {error.strerror}", path=file) from error
-    # What stands in no table of its own is an option of the command.
+    # A value outside of a table is an option of the command.
     settings = flat({name: value for name, value in table.items() if isinstance(value, dict)})
     known = setting_names()
     for name in settings:

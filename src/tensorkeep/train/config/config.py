@@ -1,4 +1,4 @@
-"""The configuration of a training run: frozen, validated, changed one setting at a time."""
+"""The configuration of a training run: frozen, validated, changed by dotted setting names."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from tensorkeep.train.config.sections import (
     SampleConfig,
     ScheduleConfig,
     Section,
+    read_settings,
 )
 from tensorkeep.train.model.config import ModelConfig
 
 TECHNIQUES = "techniques."
-"""What the names of the settings of techniques begin with: ``"techniques.compile.mode"``."""
+"""Prefix of the settings of techniques, such as ``"techniques.compile.mode"``."""
 
 
 class Config(Section, frozen=True):
@@ -33,13 +34,22 @@ class Config(Section, frozen=True):
     Attributes
     ----------
     recipe : str
-        The recipe that it began with.
+        The recipe that it was derived from.
     model : ModelConfig
-        Its ``vocab_size`` is raised to that of the data.
+        Its ``vocab_size`` is raised to that of the data when a run is opened.
     data, optim, schedule, loop, eval, sample, checkpoint, ema, log
-        See the sections.
+        See `tensorkeep.train.config.sections`.
     techniques : dict of str to dict
-        The techniques that are on, with their settings.
+        The settings of each technique that is on, by name.
+
+    Examples
+    --------
+    >>> from tensorkeep.train.config.recipes import get_recipe
+    >>> config = get_recipe("shakespeare-char-cpu").with_setting("optim.lr", 3e-4)
+    >>> config.setting("optim.lr"), config.loop.steps
+    (0.0003, 2000)
+    >>> config.changed({"techniques.compile.mode": "default", "loop.steps": "10"}).techniques
+    {'compile': {'mode': 'default'}}
     """
 
     recipe: str
@@ -53,13 +63,19 @@ class Config(Section, frozen=True):
     checkpoint: CheckpointConfig = CheckpointConfig()
     ema: AverageConfig = AverageConfig()
     log: LogConfig = LogConfig()
-    techniques: dict[str, dict[str, Any]] = {}  # noqa: RUF012  # msgspec gives each instance its own
+    techniques: dict[str, dict[str, Any]] = {}  # noqa: RUF012  # msgspec copies it for each instance
 
     def __post_init__(self) -> None:
-        if not self.eval.every and self.schedule.name == "plateau":
-            raise _never_evaluated("schedule.name is 'plateau'")
-        if not self.eval.every and self.eval.patience is not None:
-            raise _never_evaluated(f"eval.patience is {self.eval.patience}")
+        super().__post_init__()
+        for name, needs_evaluations in (
+            ("schedule.name", self.schedule.name == "plateau"),
+            ("eval.patience", self.eval.patience is not None),
+        ):
+            if needs_evaluations and not self.eval.every:
+                raise UsageError(
+                    f"{name} is {self.setting(name)!r}, and eval.every is 0: there is no evaluation before the end",
+                    remedy=f"give eval.every 250, for example, or leave {name} out",
+                )
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as nested plain values."""
@@ -67,18 +83,15 @@ class Config(Section, frozen=True):
         return found
 
     @classmethod
-    def from_dict(cls, values: object) -> Self:
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Return the configuration that `as_dict` gave.
 
         Raises
         ------
         UsageError
-            If a value is missing, unknown, of the wrong type or out of range.
+            If a value is missing, unknown, of the wrong type or out of bounds.
         """
-        try:
-            return msgspec.convert(values, cls, strict=False)
-        except msgspec.ValidationError as error:
-            raise UsageError(f"the configuration is not valid: {error}") from error
+        return read_settings(values, cls)
 
     def setting(self, name: str) -> Any:
         """Return the value of a setting by its dotted name, such as ``"optim.lr"``.
@@ -100,18 +113,18 @@ class Config(Section, frozen=True):
     def changed(self, settings: Mapping[str, object]) -> Self:
         """Return the configuration with some settings changed.
 
-        With another tokenizer, the size of a vocabulary that was set for the one before is dropped.
+        A new ``data.tokenizer`` resets ``data.vocab_size``, unless that is changed as well.
 
         Parameters
         ----------
         settings : mapping of str to object
-            By dotted name, such as ``"optim.lr"``; texts are converted, and ``"none"`` is no value. A technique is
-            turned ``"on"`` or ``"off"`` by its name, ``"techniques.compile"``, and on by any of its settings.
+            By dotted name, such as ``"optim.lr"``. Text is converted, and ``"none"`` means None. A technique is turned
+            ``"on"`` or ``"off"`` by its name, ``"techniques.compile"``, and turned on by any of its settings.
 
         Raises
         ------
         UsageError
-            If there is no such setting, or it does not take the value.
+            If there is no such setting, or its value is of the wrong type or out of bounds.
         """
         values = self.as_dict()
         known = flat(values)
@@ -126,20 +139,12 @@ class Config(Section, frozen=True):
             section, _, field = name.rpartition(".")
             table = values[section] if section else values
             table[field] = None if value == "none" else value
-        try:
-            # All at once: one may only make sense with another.
-            return msgspec.convert(values, type(self), strict=False)
-        except msgspec.ValidationError as error:
-            reason, _, place = str(error).partition(" - at `$.")
-            name = place.rstrip("`")
-            raise UsageError(
-                f"{name} is {flat(values).get(name)!r}: {reason.lower()}",
-                remedy=f"it was {known.get(name)!r}",
-            ) from error
+        # All at once: settings may be valid in combination only.
+        return read_settings(values, type(self))
 
 
 def _set_technique(techniques: dict[str, dict[str, Any]], name: str, value: object) -> None:
-    """Turn a technique on, with all its settings; or off; or change one of its settings, which turns it on."""
+    """Turn a technique on or off, replace all its settings, or change one of them."""
     name, _, setting = name.partition(".")
     if setting:
         techniques[name] = {**techniques.get(name, {}), setting: value}
@@ -155,13 +160,6 @@ def _set_technique(techniques: dict[str, dict[str, Any]], name: str, value: obje
         )
 
 
-def _never_evaluated(waiting: str) -> UsageError:
-    return UsageError(
-        f"{waiting}, and eval.every is 0: there is no evaluation before the end",
-        remedy="give eval.every 250, for example, or leave that out",
-    )
-
-
 def setting_names() -> list[str]:
     """Return the dotted names of all settings."""
     return list(_names(Config, ""))
@@ -175,22 +173,20 @@ def _names(kind: type[msgspec.Struct], prefix: str) -> Iterator[str]:
             yield prefix + field.name
 
 
-def flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by dotted name."""
-    return dict(_flat(values, ""))
-
-
-def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings by dotted name."""
+    found: dict[str, Any] = {}
     for key, value in values.items():
-        # A technique without settings is one that is on; a table without techniques is nothing.
+        # A technique without settings is on; an empty table of techniques holds no setting.
         if isinstance(value, Mapping) and (value or not prefix):
-            yield from _flat(value, f"{prefix}{key}.")
+            found |= flat(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", value
+            found[f"{prefix}{key}"] = value
+    return found
 
 
 def differences(first: Config, second: Config) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ, by dotted name, as both have them."""
+    """Return the settings that differ, by dotted name, as (first, second)."""
     before, after = flat(first.as_dict()), flat(second.as_dict())
     names = dict.fromkeys([*before, *after])
     return {name: (before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)}
@@ -204,7 +200,7 @@ def unknown_setting(name: str, known: Collection[str], *, path: PathLike | None 
 
 
 def nearest(name: str, known: Collection[str]) -> list[str]:
-    """Return the names that may have been meant, likeliest first."""
-    # A section that was left out is the commonest slip.
-    close = [each for each in sorted(known) if each.rpartition(".")[2] == name.rpartition(".")[2]]
-    return list(dict.fromkeys([*close, *difflib.get_close_matches(name, sorted(known), n=3)]))
+    """Return the names that are most like a name, likeliest first."""
+    # The most common mistake is a missing section.
+    same_field = [each for each in sorted(known) if each.rpartition(".")[2] == name.rpartition(".")[2]]
+    return list(dict.fromkeys([*same_field, *difflib.get_close_matches(name, sorted(known), n=3)]))

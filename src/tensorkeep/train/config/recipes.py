@@ -1,4 +1,4 @@
-"""Recipes: functions that return a whole configuration. A variant calls another one and changes one thing."""
+"""Recipes: functions that return a complete configuration. A variant calls another recipe and changes settings."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from tensorkeep.train.config.sections import (
 )
 from tensorkeep.train.model.config import ModelConfig
 
-_AS_THE_DATA = 1
-"""A vocabulary that the data's is larger than."""
+_FROM_DATA = 1
+"""A vocabulary size that is raised to that of the data when a run is opened."""
 
 
 def shakespeare_char_cpu() -> Config:
-    """The public reference for a laptop, on characters: nanoGPT's ``train_shakespeare_char`` on a CPU.
+    """The public reference for a laptop: nanoGPT's ``train_shakespeare_char`` on a CPU.
 
-    But for the order of the data: each window comes once an epoch, which gives a loss about 0.015 lower than drawing
+    The order of the data differs: each window comes once an epoch, which gives a loss about 0.015 lower than drawing
     windows with replacement.
     """
     return Config(
         recipe="shakespeare-char-cpu",
         model=ModelConfig(
-            vocab_size=_AS_THE_DATA, context_length=64, n_layers=4, n_heads=4, d_model=128, dropout=0.0, bias=False
+            vocab_size=_FROM_DATA, context_length=64, n_layers=4, n_heads=4, d_model=128, dropout=0.0, bias=False
         ),
         data=DataConfig(tokenizer="char"),
         optim=OptimConfig(lr=1e-3, weight_decay=0.1, beta2=0.99, clip=1.0),
@@ -44,9 +44,9 @@ def shakespeare_char_cpu() -> Config:
 
 
 def shakespeare_char_cpu_best() -> Config:
-    """A much lower loss than shakespeare-char-cpu's, in less time, with about as many weights.
+    """A much lower loss than shakespeare-char-cpu in less time, with about the same number of weights.
 
-    Muon for the matrices of the blocks, a token shift, rotary positions, ReLU^2, and products of matrices in bfloat16.
+    Muon for the matrices of the blocks, a token shift, rotary positions, ReLU^2, and matmuls in bfloat16.
     """
     return shakespeare_char_cpu().changed(
         {
@@ -63,7 +63,7 @@ def shakespeare_char_cpu_best() -> Config:
             "schedule.name": "linear",
             "schedule.warmup_steps": 50,
             "schedule.final": 0.0,
-            # No more than take the time of the other's 2,000.
+            # As many as take no longer than the 2,000 steps of shakespeare-char-cpu.
             "loop.steps": 1700,
             "techniques.mixed-precision.dtype": "bf16",
         }
@@ -88,11 +88,11 @@ def shakespeare_char_gpu() -> Config:
 
 
 def chatgot_small_char() -> Config:
-    """4 layers of 256, for characters of any text: the small model of the first ChatGoT."""
+    """4 layers of 256 on characters: the small model of the first ChatGoT."""
     return Config(
         recipe="chatgot-small-char",
         model=ModelConfig(
-            vocab_size=_AS_THE_DATA, context_length=128, n_layers=4, n_heads=4, d_model=256, d_ff=1024, dropout=0.1
+            vocab_size=_FROM_DATA, context_length=128, n_layers=4, n_heads=4, d_model=256, d_ff=1024, dropout=0.1
         ),
         data=DataConfig(tokenizer="char"),
         optim=OptimConfig(lr=1e-3),
@@ -102,11 +102,11 @@ def chatgot_small_char() -> Config:
 
 
 def chatgot_85m() -> Config:
-    """12 layers of 768 with rotary positions, RMSNorm and SwiGLU, on byte pairs: LLaMA's shape at GPT-2's size."""
+    """12 layers of 768 with rotary positions, RMSNorm and SwiGLU, on byte pairs: LLaMA's architecture, GPT-2's size."""
     return Config(
         recipe="chatgot-85m",
         model=ModelConfig(
-            vocab_size=_AS_THE_DATA,
+            vocab_size=_FROM_DATA,
             context_length=1024,
             n_layers=12,
             n_heads=12,
@@ -165,7 +165,7 @@ def get_recipe(name: str) -> Config:
     Raises
     ------
     UsageError
-        If there is none of that name.
+        If there is no recipe of that name.
     """
     if name not in RECIPES:
         close = difflib.get_close_matches(name, RECIPES, n=1)

@@ -1,40 +1,146 @@
-"""The sections of a run's configuration: what can be set, and within which bounds."""
+"""The sections of a run's configuration: what can be set, and within which bounds.
+
+Types and bounds stand in the annotations (`msgspec.Meta`). `Section` checks them whenever a section is made, from code
+or from a file.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+import types
+from collections.abc import Mapping
+from functools import cache
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
+from msgspec import Meta
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config.bounds import check_bounds
+
+_LARGEST = 1e300
+"""Of all numbers that may be large; it excludes infinity."""
+
+Count = Annotated[int, Meta(ge=1)]
+Steps = Annotated[int, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0, le=_LARGEST)]
+NonNegative = Annotated[float, Meta(ge=0, le=_LARGEST)]
+Fraction = Annotated[float, Meta(gt=0, lt=1)]
+Decay = Annotated[float, Meta(ge=0, lt=1)]
+
+S = TypeVar("S", bound="Section")
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table of settings."""
+    """A table of settings: immutable, with a type, bounds and a default for each.
+
+    Raises
+    ------
+    UsageError
+        If a value is of the wrong type or out of bounds.
+    """
+
+    def __post_init__(self) -> None:
+        for name, kind in _field_types(type(self)).items():
+            value = getattr(self, name)
+            try:
+                msgspec.convert(value, kind)
+            except msgspec.ValidationError as error:
+                raise UsageError(f"{name} is {value!r}", remedy=f"give {describe_type(kind)}") from error
+
+
+def read_settings(values: Mapping[str, Any], kind: type[S]) -> S:
+    """Return the section that plain values describe; numbers and flags may be given as text.
+
+    Parameters
+    ----------
+    values : mapping
+        By name; sections within it are mappings, too.
+    kind : type
+        The class of the section.
+
+    Raises
+    ------
+    UsageError
+        If a value is missing, unknown, of the wrong type or out of bounds; the message names it, such as
+        ``"optim.lr"``.
+    """
+    try:
+        return msgspec.convert(values, kind, strict=False)
+    except msgspec.ValidationError as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, UsageError):
+            cause = cause.__cause__
+        if cause is not None:
+            # From `__post_init__`: msgspec wraps it.
+            raise UsageError(cause.message, remedy=cause.remedy) from error
+        path = str(error).partition(" - at `$.")[2].rstrip("`").split(".")
+        value, found = _at(values, kind, path)
+        if isinstance(value, Mapping) or found is None:
+            raise UsageError(f"the settings are not valid: {error}", remedy="see tensorkeep train --help") from error
+        raise UsageError(f"{'.'.join(path)} is {value!r}", remedy=f"give {describe_type(found)}") from error
+
+
+def _at(values: Any, kind: Any, path: list[str]) -> tuple[Any, Any]:
+    """Return the value at a path of names and the type that it must have; None for a path that does not exist."""
+    for name in path:
+        fields = _field_types(kind) if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else {}
+        if name not in fields or name not in values:
+            return None, None
+        values, kind = values[name], fields[name]
+    return values, kind
+
+
+@cache
+def _field_types(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    return {field.name: field.type for field in msgspec.structs.fields(kind)}
+
+
+def describe_type(kind: Any) -> str:
+    """Return in words which values a setting may have, such as ``"a whole number 1 or more, or none"``."""
+    if get_origin(kind) is Annotated:
+        base, meta = get_args(kind)
+        bounds = [
+            f"{meta.ge} or more" if meta.ge is not None else "",
+            f"above {meta.gt}" if meta.gt is not None else "",
+            f"{meta.le} or less" if meta.le not in (None, _LARGEST) else "",
+            f"below {meta.lt}" if meta.lt is not None else "",
+        ]
+        finite = "a finite number" if meta.le == _LARGEST else _WORDS[base]
+        return f"{finite} {' and '.join(filter(None, bounds))}"
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(str, get_args(kind)))}"
+    if get_origin(kind) in (Union, types.UnionType):
+        return ", or ".join(map(describe_type, get_args(kind)))
+    return _WORDS.get(kind, str(kind))
+
+
+_WORDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    type(None): "none",
+}
 
 
 class DataConfig(Section, frozen=True):
-    """What is trained on.
+    """The training data.
 
     Attributes
     ----------
     source : str
-        A prepared folder, or whatever ``tensorkeep data prepare`` takes.
+        A folder of prepared data, or whatever ``tensorkeep data prepare`` takes.
     tokenizer, vocab_size, validation : str, int, float
-        How a source that is not prepared yet is prepared; otherwise how it was. The size is for ``"bpe"`` only.
+        How the source is prepared if it is not prepared data. The vocabulary size is for ``"bpe"`` only; ``validation``
+        is the fraction kept for validation.
     order : str
-        ``"shuffled"``: every window of an epoch once; ``"random"``: windows at random places.
+        ``"shuffled"``: every window of an epoch once. ``"random"``: windows at random places.
     """
 
     source: str = "stdlib"
     tokenizer: str = "char"
     vocab_size: int | None = None
-    validation: float = 0.1
+    validation: Fraction = 0.1
     order: Literal["shuffled", "random"] = "shuffled"
-
-    def __post_init__(self) -> None:
-        check_bounds("data.validation", self.validation, above=0, below=1)
 
 
 class OptimConfig(Section, frozen=True):
@@ -47,40 +153,31 @@ class OptimConfig(Section, frozen=True):
     lr : float
         The peak learning rate of AdamW.
     muon_lr, muon_momentum : float
-        Muon's.
+        The peak learning rate and the momentum of Muon.
     muon_steps : int
-        Newton-Schulz steps, by which Muon makes an update orthogonal: fewer take less time, and come less close.
+        Newton-Schulz steps by which Muon orthogonalises an update: fewer are faster and less exact.
     weight_decay : float
-        Of matrices; vectors have none.
+        Of matrices. Vectors (biases, norms) do not decay.
     beta1, beta2, eps : float
         AdamW's.
     clip : float
-        The largest norm of the gradient; a longer one is scaled down. 0 for no limit.
+        The largest norm of the gradient, which is scaled down to it; 0 for no limit.
     implementation : str
         Which of torch's AdamW: ``"default"``, ``"foreach"`` or ``"fused"``.
     """
 
     name: Literal["adamw", "muon"] = "adamw"
-    lr: float = 1e-3
-    muon_lr: float = 0.02
-    muon_momentum: float = 0.95
-    muon_steps: int = 5
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    clip: float = 1.0
+    lr: Positive = 1e-3
+    muon_lr: Positive = 0.02
+    muon_momentum: Decay = 0.95
+    # torch allows no more.
+    muon_steps: Annotated[int, Meta(ge=1, le=99)] = 5
+    weight_decay: NonNegative = 0.1
+    beta1: Decay = 0.9
+    beta2: Decay = 0.95
+    eps: Positive = 1e-8
+    clip: NonNegative = 1.0
     implementation: Literal["default", "foreach", "fused"] = "default"
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "muon_lr", "eps"):
-            check_bounds(f"optim.{name}", getattr(self, name), above=0)
-        for name in ("beta1", "beta2", "muon_momentum"):
-            check_bounds(f"optim.{name}", getattr(self, name), least=0, below=1)
-        for name in ("weight_decay", "clip"):
-            check_bounds(f"optim.{name}", getattr(self, name), least=0)
-        # torch takes no more.
-        check_bounds("optim.muon_steps", self.muon_steps, least=1, most=99)
 
 
 class ScheduleConfig(Section, frozen=True):
@@ -89,80 +186,65 @@ class ScheduleConfig(Section, frozen=True):
     Attributes
     ----------
     name : str
-        ``"cosine"``, ``"linear"``, ``"wsd"`` (warm-up, stable, decay), ``"constant"``, ``"plateau"``, or ``"range"``, a
-        test that rises from ``final`` to the peak, ends early when the loss runs away, and suggests a tenth of the rate
-        at which the smoothed loss was lowest.
+        ``"cosine"``, ``"linear"``, ``"wsd"`` (warm-up, stable, decay), ``"constant"``, ``"plateau"``, or ``"range"``: a
+        range test, which rises from ``final`` to the peak, ends early when the loss diverges, and suggests a tenth of
+        the rate at which the smoothed loss was lowest.
     warmup_steps : int
-        Steps in which it rises from 0.
+        Steps in which the rate rises from 0.
     final : float
-        What is left of it in the last step, as a share of the peak; for ``"range"`` the share in the first.
+        The rate of the last step as a fraction of the peak; for ``"range"``, that of the first step.
     decay : float
-        ``"wsd"``: the share of the steps in which it decays.
+        For ``"wsd"``: the fraction of the steps in which the rate decays.
     patience, factor : int, float
-        ``"plateau"``: after so many evaluations without a better loss it is multiplied by the factor.
+        For ``"plateau"``: after this many evaluations without a better loss, the rate is multiplied by the factor.
     """
 
     name: Literal["cosine", "linear", "wsd", "constant", "plateau", "range"] = "cosine"
-    warmup_steps: int = 0
-    final: float = 0.1
-    decay: float = 0.2
-    patience: int = 3
-    factor: float = 0.5
+    warmup_steps: Steps = 0
+    final: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    decay: Annotated[float, Meta(gt=0, le=1)] = 0.2
+    patience: Count = 3
+    factor: Fraction = 0.5
 
     def __post_init__(self) -> None:
-        check_bounds("schedule.warmup_steps", self.warmup_steps, least=0)
-        check_bounds("schedule.final", self.final, least=0, most=1)
-        check_bounds("schedule.decay", self.decay, above=0, most=1)
-        check_bounds("schedule.patience", self.patience, least=1)
-        check_bounds("schedule.factor", self.factor, above=0, below=1)
-        if self.name == "range":
-            self._check_range()
-
-    def _check_range(self) -> None:
-        if not self.final:
+        super().__post_init__()
+        if self.name == "range" and not self.final:
             raise UsageError("schedule.final is 0", remedy="a range test begins above 0: give 0.001, for example")
-        if self.warmup_steps:
+        if self.name == "range" and self.warmup_steps:
             raise UsageError(
-                f"schedule.warmup_steps is {self.warmup_steps}, and a range test rises by itself",
+                f"schedule.warmup_steps is {self.warmup_steps}, and a range test has no warm-up",
                 remedy="give schedule.warmup_steps 0",
             )
 
 
 class LoopConfig(Section, frozen=True):
-    """How long, on what, and how much at a time.
+    """How long to train, where, and how much at a time.
 
     Attributes
     ----------
     steps : int
         Updates of the weights.
     batch_size : int
-        Sequences that are computed at once, by all processes together.
+        Sequences in a micro-batch, on all ranks together.
     accumulate : int
-        Batches whose gradients make one step.
+        Micro-batches whose gradients make one step.
     seed : int
         Of the initial weights, the order of the data, and dropout.
     device : str
-        ``"auto"``: the GPU where there is one, else the CPU.
+        ``"auto"`` is the GPU if there is one, else the CPU.
     threads : int, optional
         CPU threads of torch; its own choice by default.
     on_divergence : str
-        ``"stop"`` at a loss or gradient that is not finite, or ``"skip"`` that update.
+        At a loss or gradient that is not finite: ``"stop"``, or ``"skip"`` the update.
     """
 
-    steps: int = 1000
-    batch_size: int = 12
-    accumulate: int = 1
-    seed: int = 1337
+    steps: Count = 1000
+    batch_size: Count = 12
+    accumulate: Count = 1
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 1337
     device: str = "auto"
-    threads: int | None = None
+    threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
     on_divergence: Literal["stop", "skip"] = "stop"
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "accumulate"):
-            check_bounds(f"loop.{name}", getattr(self, name), least=1)
-        check_bounds("loop.seed", self.seed, least=0, below=2**63)
-        if self.threads is not None:
-            check_bounds("loop.threads", self.threads, least=1, most=1024)
 
 
 class EvalConfig(Section, frozen=True):
@@ -173,74 +255,60 @@ class EvalConfig(Section, frozen=True):
     every : int
         Steps from one evaluation to the next; 0 for one at the end only.
     batches : int, optional
-        Evaluate on so many batches of up to 16,384 tokens, always the same, spread evenly over the validation split; by
-        default on all of it.
+        How many batches of up to 16,384 tokens, the same each time and spread evenly over the validation split; by
+        default all of it.
     patience : int, optional
-        Stop early after so many evaluations without a better loss.
+        Stop early after this many evaluations without a better loss.
     """
 
-    every: int = 250
-    batches: int | None = None
-    patience: int | None = None
-
-    def __post_init__(self) -> None:
-        check_bounds("eval.every", self.every, least=0)
-        for name in ("batches", "patience"):
-            if getattr(self, name) is not None:
-                check_bounds(f"eval.{name}", getattr(self, name), least=1)
+    every: Steps = 250
+    batches: Count | None = None
+    patience: Count | None = None
 
 
 class SampleConfig(Section, frozen=True):
-    """Text that is generated while training: never with ``every=0``, and a new document or line without a prompt."""
+    """Text that is generated while training.
 
-    every: int = 0
+    Attributes
+    ----------
+    every : int
+        Steps from one sample to the next; 0 for none.
+    prompt : str, optional
+        By default a new document, or a new line.
+    tokens, temperature, top_k
+        See `tensorkeep.train.generate.generate`.
+    """
+
+    every: Steps = 0
     prompt: str | None = None
-    tokens: int = 200
-    temperature: float = 0.8
-    top_k: int | None = None
-
-    def __post_init__(self) -> None:
-        check_bounds("sample.every", self.every, least=0)
-        check_bounds("sample.tokens", self.tokens, least=1, most=1_000_000)
-        check_bounds("sample.temperature", self.temperature, least=0)
-        if self.top_k is not None:
-            check_bounds("sample.top_k", self.top_k, least=1)
+    tokens: Annotated[int, Meta(ge=1, le=1_000_000)] = 200
+    temperature: NonNegative = 0.8
+    top_k: Count | None = None
 
 
 class CheckpointConfig(Section, frozen=True):
     """When and how the run is saved; see `tensorkeep.CheckpointManager`.
 
-    The last step is always saved, and so is, unless ``keep_best`` is 0, every step with a new best validation loss.
+    The last step is always saved, and so is every step with a new best validation loss, unless ``keep_best`` is 0.
     """
 
-    every: int = 250
-    keep_last: int = 2
-    keep_best: int = 1
+    every: Steps = 250
+    keep_last: Count = 2
+    keep_best: Steps = 1
     compression: str | None = None
     incremental: bool | Literal["delta"] = True
     asynchronous: bool = True
     memory_budget: int | str | None = None
 
-    def __post_init__(self) -> None:
-        check_bounds("checkpoint.every", self.every, least=0)
-        check_bounds("checkpoint.keep_last", self.keep_last, least=1)
-        check_bounds("checkpoint.keep_best", self.keep_best, least=0)
-
 
 class AverageConfig(Section, frozen=True):
     """An exponential moving average of the weights, which is evaluated and saved beside them; ``decay=0`` for none."""
 
-    decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_bounds("ema.decay", self.decay, least=0, below=1)
+    decay: Decay = 0.0
 
 
 class LogConfig(Section, frozen=True):
-    """How often a line is written to ``log.jsonl``, and whether TensorBoard gets it, too."""
+    """How often a line is written to ``log.jsonl``, and whether TensorBoard files are written as well."""
 
-    every: int = 10
+    every: Count = 10
     tensorboard: bool = False
-
-    def __post_init__(self) -> None:
-        check_bounds("log.every", self.every, least=1)

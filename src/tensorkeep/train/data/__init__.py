@@ -1,1 +1,1 @@
-"""Text becomes memory-mapped tokens, and tokens become batches that can be drawn again exactly."""
+"""Training data: text becomes memory-mapped tokens, and tokens become reproducible batches."""

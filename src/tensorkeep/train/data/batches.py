@@ -1,4 +1,8 @@
-"""Batches of windows of text: drawn endlessly for training, or one after the other for evaluation."""
+"""Batches of windows of text: an endless, seeded sequence for training, and one pass for evaluation.
+
+Random numbers are drawn from Philox (Salmon et al., 2011, https://doi.org/10.1145/2063384.2063405), a generator whose
+state is a counter: any batch can be computed from the seed and its number, without the batches before it.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +10,33 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Protocol, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.data.offsets import RandomOffsets, Sequence, ShuffledOffsets
 from tensorkeep.train.data.tokenizers.base import Tokens
 
 Order = Literal["random", "shuffled"]
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-"""Inputs and targets: int64 tensors on the CPU, both (rows, context_length), the targets one token further on."""
+"""Inputs and targets: int64 CPU tensors of shape [rows, context_length]; targets are shifted by one token."""
 
-_ORDERS: dict[str, type[RandomOffsets | ShuffledOffsets]] = {"random": RandomOffsets, "shuffled": ShuffledOffsets}
+Offsets = npt.NDArray[np.int64]
+"""Places in a text at which windows begin."""
+
+_DRAWN_AT_ONCE = 4096
+_WORDS_PER_COUNT = 4
 
 
 class BatchSource(Protocol):
-    """Where a run draws its batches: `Batches`, or what techniques make of them.
+    """Where a run takes its training batches from: `Batches`, or what a technique puts around them.
 
     Attributes
     ----------
     position : int
         The number of the next batch, from 0.
     context_length : int
-        Tokens in a window of the batches that are drawn now.
+        Tokens in a window of the next batch.
     """
 
     @property
@@ -40,14 +48,14 @@ class BatchSource(Protocol):
     def __next__(self) -> Batch: ...
 
     def state_dict(self) -> dict[str, int]:
-        """Return all that has to be saved to go on with the next batch."""
+        """Return what a checkpoint must hold to continue with the next batch."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another one was saved."""
+        """Continue where `state_dict` was called."""
 
 
 class Batches:
-    """An endless iterator of batches; each is a function of the seed and its number alone.
+    """An endless iterator of batches; each is a function of the seed and its number only.
 
     Parameters
     ----------
@@ -70,7 +78,14 @@ class Batches:
     Raises
     ------
     UsageError
-        If an argument makes no sense, or the text is shorter than a window and one token.
+        If an argument is out of range, or the text is not longer than a window.
+
+    Examples
+    --------
+    >>> batches = Batches(np.arange(100, dtype=np.uint16), context_length=4, batch_size=2, seed=0)
+    >>> inputs, targets = next(batches)
+    >>> inputs.shape, bool((targets == inputs + 1).all()), batches.state_dict()
+    (torch.Size([2, 4]), True, {'position': 1})
     """
 
     def __init__(
@@ -84,18 +99,18 @@ class Batches:
     ) -> None:
         _check_window(tokens, context_length, batch_size)
         if order not in _ORDERS:
-            raise UsageError(f"there is no order {order!r}", remedy=f"known: {', '.join(_ORDERS)}")
+            raise UsageError(f"there is no order {order!r}", remedy=f"give one of {', '.join(_ORDERS)}")
         if not 0 <= seed < 1 << 64:
             raise UsageError(f"the seed is {seed}", remedy="give 0 or more, below 2**64")
         self.context_length = context_length
         self.batch_size = batch_size
         self.position = 0
-        # A view that takes no memory; picking its rows beats slicing in a loop and indexing token by token.
+        # A view without a copy: indexing its rows is faster than slicing in a loop.
         self._windows = np.lib.stride_tricks.sliding_window_view(tokens, context_length)
-        self._offsets: Sequence = _ORDERS[order](len(tokens), context_length, seed)
+        self._offsets = _ORDERS[order](len(tokens), context_length, seed)
 
     def at(self, position: int) -> Batch:
-        """Return the batch of a number, whatever was drawn before."""
+        """Return the batch of a number."""
         begins = self._offsets.take(position * self.batch_size, self.batch_size)
         inputs, targets = (torch.from_numpy(self._windows[each].astype(np.int64)) for each in (begins, begins + 1))
         return inputs, targets
@@ -109,27 +124,122 @@ class Batches:
         return batch
 
     def state_dict(self) -> dict[str, int]:
-        """Return all that has to be saved to go on with the next batch."""
+        """Return what a checkpoint must hold to continue with the next batch."""
         return {"position": self.position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another one was saved.
-
-        Raises
-        ------
-        UsageError
-            If that is no state of a `Batches`.
-        """
+        """Continue where `state_dict` was called; UsageError if that did not return the state."""
         position = state.get("position")
         if isinstance(position, bool) or not isinstance(position, int) or position < 0:
             raise UsageError(f"the position of the batches is {position!r}", remedy="give what state_dict() returned")
         self.position = position
 
 
-def windows(tokens: Tokens, context_length: int, *, batch_size: int = 64, most: int | None = None) -> Iterator[Batch]:
-    """Return the windows of a text one after the other, in batches, of which the last one may have fewer rows.
+class _EndlessOffsets:
+    """An endless sequence of offsets, of which a block is computed at once and kept.
 
-    Windows do not overlap; the last tokens, fewer than a window, are left out.
+    Subclasses set ``block_size`` and compute a block from its number alone.
+    """
+
+    block_size: int
+
+    def __init__(self) -> None:
+        self._number = -1
+        self._block: npt.NDArray[Any] = np.empty(0, np.int64)
+
+    def draw(self, number: int) -> npt.NDArray[Any]:
+        """Return block ``number``."""
+        raise NotImplementedError
+
+    def resolve(self, drawn: npt.NDArray[Any]) -> Offsets:
+        """Return the offsets of a part of the current block."""
+        return drawn.astype(np.int64)
+
+    def take(self, begin: int, count: int) -> Offsets:
+        """Return ``count`` offsets from place ``begin`` of the sequence."""
+        parts = []
+        while count:
+            number, place = divmod(begin, self.block_size)
+            if number != self._number:
+                self._block, self._number = self.draw(number), number
+            part = self.resolve(self._block[place : place + count])
+            parts.append(part)
+            begin, count = begin + len(part), count - len(part)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+class RandomOffsets(_EndlessOffsets):
+    """Independent, uniformly distributed offsets, as nanoGPT draws them.
+
+    Parameters
+    ----------
+    tokens : int
+        The length of the text.
+    context_length : int
+    seed : int
+    """
+
+    block_size = _DRAWN_AT_ONCE
+
+    def __init__(self, tokens: int, context_length: int, seed: int) -> None:
+        super().__init__()
+        self._choices = np.uint64(tokens - context_length)
+        self._seed = seed
+
+    def draw(self, number: int) -> npt.NDArray[Any]:
+        counter = number * (_DRAWN_AT_ONCE // _WORDS_PER_COUNT)
+        # numpy guarantees the sequence of raw words, but not that of bounded integers. The bias of the remainder of
+        # 64-bit words is negligible.
+        words = np.random.Philox(key=self._seed, counter=counter).random_raw(_DRAWN_AT_ONCE)
+        return words % self._choices
+
+
+class ShuffledOffsets(_EndlessOffsets):
+    """Epochs in which each window of a grid over the text comes once, in random order.
+
+    The grid begins at another random place in each epoch, so that windows are cut differently. Less than two windows at
+    the ends of the text are left out of an epoch.
+
+    Parameters
+    ----------
+    tokens : int
+        The length of the text.
+    context_length : int
+    seed : int
+
+    Attributes
+    ----------
+    windows : int
+        Windows in an epoch. Their order takes 4 bytes for each, 8 from 2**32 windows on.
+    """
+
+    def __init__(self, tokens: int, context_length: int, seed: int) -> None:
+        super().__init__()
+        # One less than fit, if possible, so that the grid can be shifted by up to a window.
+        self.windows = self.block_size = max(1, (tokens - 1) // context_length - 1)
+        self._shifts = tokens - self.windows * context_length
+        self._context_length = context_length
+        self._seed = seed
+        self._shift = 0
+
+    def draw(self, number: int) -> npt.NDArray[Any]:
+        words = np.random.Philox(key=np.array([self._seed, number + 1], np.uint64))
+        self._shift = int(words.random_raw()) % self._shifts
+        order = np.arange(self.windows, dtype=np.uint32 if self.windows <= 1 << 32 else np.uint64)
+        np.random.Generator(words).shuffle(order)
+        return order
+
+    def resolve(self, drawn: npt.NDArray[Any]) -> Offsets:
+        return drawn.astype(np.int64) * self._context_length + self._shift
+
+
+_ORDERS: dict[str, type[RandomOffsets | ShuffledOffsets]] = {"random": RandomOffsets, "shuffled": ShuffledOffsets}
+
+
+def windows(tokens: Tokens, context_length: int, *, batch_size: int = 64, most: int | None = None) -> Iterator[Batch]:
+    """Return the consecutive windows of a text in batches, of which the last one may have fewer rows.
+
+    Windows do not overlap. The last tokens, fewer than a window, are left out.
 
     Parameters
     ----------
@@ -140,12 +250,12 @@ def windows(tokens: Tokens, context_length: int, *, batch_size: int = 64, most: 
     batch_size : int
         Windows in a batch.
     most : int, optional
-        Only so many of the batches, spread evenly over the text.
+        Return only this many of the batches, spread evenly over the text.
 
     Raises
     ------
     UsageError
-        If an argument makes no sense, or the text is shorter than a window and one token; at once.
+        Immediately, if an argument is out of range, or the text is not longer than a window.
     """
     _check_window(tokens, context_length, batch_size)
     return _windows(tokens, context_length, batch_size, most)
@@ -164,11 +274,11 @@ def _windows(tokens: Tokens, context_length: int, batch_size: int, most: int | N
 
 
 def _check_window(tokens: Tokens, context_length: int, batch_size: int) -> None:
-    for what, count in (("context length", context_length), ("batch size", batch_size)):
+    for name, count in (("context length", context_length), ("batch size", batch_size)):
         if count < 1:
-            raise UsageError(f"the {what} is {count}", remedy="give 1 or more")
+            raise UsageError(f"the {name} is {count}", remedy="give 1 or more")
     if len(tokens) < context_length + 1:
         raise UsageError(
             f"the text has {len(tokens):,} tokens, and a context of {context_length:,} needs {context_length + 1:,}",
-            remedy="take a shorter context, or prepare more text",
+            remedy="use a shorter context, or prepare more text",
         )

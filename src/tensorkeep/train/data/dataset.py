@@ -1,4 +1,9 @@
-"""Opening prepared data: checked, memory-mapped and read-only."""
+"""Prepared data: its files, and opening them checked, memory-mapped and read-only.
+
+A folder of prepared data holds ``train.bin`` and ``validation.bin``, which are nothing but tokens (uint16 or uint32,
+little-endian), and ``data.json``, which describes them and carries a checksum of itself (see
+`tensorkeep.formats.sealed`); its body is a `Layout`.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +12,122 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Final, Literal
 
+import msgspec
 import numpy as np
 
 from tensorkeep.checkpoint.arguments import checked_path
-from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, PathLike
+from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, PathLike, UnsupportedError
+from tensorkeep.formats import sealed
 from tensorkeep.formats.sealed import new_hasher
 from tensorkeep.io.directory import Directory, read_directory
 from tensorkeep.io.files import store_error
 from tensorkeep.io.parallel import Meter, Progress
 from tensorkeep.io.source_file import SourceFile
-from tensorkeep.train.data.layout import Layout, file_name, read_layout
-from tensorkeep.train.data.splits import SPLITS, TRAIN, VALIDATION
-from tensorkeep.train.data.tokenizers.base import Tokenizer, Tokens
+from tensorkeep.train.data.tokenizers.base import Tokenizer, Tokens, token_dtype
+from tensorkeep.train.data.tokenizers.known import tokenizer_from_dict
+
+FILE = "data.json"
+FORMAT: Final = "tensorkeep-data"
+VERSION: Final = 1
+
+TRAIN = "train"
+VALIDATION = "validation"
+SPLITS = (TRAIN, VALIDATION)
 
 _VERIFIED_AT_ONCE = 1 << 22
 """Bytes."""
+
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+_Positive = Annotated[int, msgspec.Meta(ge=1, lt=1 << 53)]
+_Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+
+
+class Split(msgspec.Struct, frozen=True, kw_only=True):
+    """One split of the data.
+
+    Attributes
+    ----------
+    tokens : int
+    documents : int or None
+        None if the corpus is one stream of text.
+    xxh3_64 : str
+        The checksum of the file's bytes.
+    """
+
+    tokens: _Positive
+    documents: _Count | None
+    xxh3_64: _Digest
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """The corpus that the data was made from.
+
+    Attributes
+    ----------
+    spec, kind, encoding : str
+        See `tensorkeep.train.data.corpus.Source`.
+    files, bytes, characters : int
+    documents : int or None
+    xxh3_64 : str
+        The checksum of the file names and the bytes of the files.
+    """
+
+    spec: str
+    kind: str
+    encoding: str
+    files: _Count
+    bytes: _Count
+    characters: _Count
+    documents: _Count | None
+    xxh3_64: _Digest
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of ``data.json``.
+
+    Attributes
+    ----------
+    format, version : str, int
+    tensorkeep : str
+        The version of Tensorkeep that wrote it.
+    source : Origin
+    tokenizer : dict
+        From `Tokenizer.as_dict`.
+    vocab_size : int
+    dtype : str
+    validation : float
+        The fraction of the text that was meant for validation.
+    seed : int
+        By which documents were assigned to splits.
+    splits : dict of str to Split
+    """
+
+    format: Literal["tensorkeep-data"]
+    version: Literal[1]
+    tensorkeep: str
+    source: Origin
+    tokenizer: dict[str, Any]
+    vocab_size: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+    dtype: str
+    validation: float
+    seed: Annotated[int, msgspec.Meta(ge=0)]
+    splits: dict[str, Split]
+
+    def about(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """Return all fields as plain values, with only the name of the tokenizer, and the fingerprint."""
+        return {**msgspec.to_builtins(self), "tokenizer": tokenizer.name, "fingerprint": self.fingerprint(tokenizer)}
+
+    def fingerprint(self, tokenizer: Tokenizer) -> str:
+        """Return 16 hexadecimal digits that depend on every token and on the tokenizer, and on nothing else."""
+        parts = [tokenizer.digest, self.dtype, *(self.splits[split].xxh3_64 for split in SPLITS)]
+        return sealed.digest(" ".join(parts).encode())
+
+
+def file_name(split: str) -> str:
+    """Return the name of a split's file."""
+    return f"{split}.bin"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +219,7 @@ def _read(
     progress: Progress | None,
     check: Callable[[Dataset], None] | None,
 ) -> Dataset:
-    layout, tokenizer = read_layout(directory)
+    layout, tokenizer = _read_layout(directory)
     with ExitStack() as stack:
         files = {split: stack.enter_context(_open_tokens(directory, layout, split)) for split in SPLITS}
         tokens = {split: _map_tokens(file, layout, split) for split, file in files.items()}
@@ -180,3 +284,44 @@ def _verify(file: SourceFile, layout: Layout, split: str, meter: Meter) -> None:
             path=file.path,
             remedy="prepare the data again",
         )
+
+
+def _read_layout(directory: Directory) -> tuple[Layout, Tokenizer]:
+    """Return the layout and the tokenizer of a folder; the sizes of the other files are not checked yet."""
+    path = directory.path / FILE
+    try:
+        body = sealed.read(directory, FILE)
+    except NotACheckpointError as error:
+        raise NotACheckpointError(
+            f"is not prepared data: it holds no {FILE}",
+            path=directory.path,
+            remedy="prepare data with `tensorkeep data prepare SOURCE --out DIR`",
+        ) from error
+    version = body.get("version")
+    if body.get("format") == FORMAT and isinstance(version, int) and version > VERSION:
+        raise UnsupportedError(
+            f"has version {version} of the layout, and this tensorkeep reads version {VERSION}",
+            path=path,
+            remedy="update tensorkeep",
+        )
+    try:
+        layout = msgspec.convert(body, Layout)
+        tokenizer = tokenizer_from_dict(layout.tokenizer)
+    except msgspec.ValidationError as error:
+        raise CorruptCheckpointError(f"is malformed ({error})", path=path) from error
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(error.message, path=path) from error
+    contradiction = _contradiction(layout, tokenizer)
+    if contradiction:
+        raise CorruptCheckpointError(f"contradicts itself: {contradiction}", path=path)
+    return layout, tokenizer
+
+
+def _contradiction(layout: Layout, tokenizer: Tokenizer) -> str | None:
+    if set(layout.splits) != set(SPLITS):
+        return f"its splits are {', '.join(sorted(layout.splits))}"
+    if tokenizer.vocab_size != layout.vocab_size:
+        return f"a vocabulary of {layout.vocab_size:,}, and a tokenizer with {tokenizer.vocab_size:,}"
+    if token_dtype(layout.vocab_size).name != layout.dtype:
+        return f"a vocabulary of {layout.vocab_size:,} in {layout.dtype}"
+    return None

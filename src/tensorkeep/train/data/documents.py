@@ -1,4 +1,4 @@
-"""Reading a corpus from end to end: documents, each a stream of decoded text, with one piece in memory at a time."""
+"""Reading a corpus: documents as streams of decoded text, each assigned to a split, in small pieces."""
 
 from __future__ import annotations
 
@@ -6,34 +6,36 @@ import codecs
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import IO
 
 import msgspec
+import xxhash
 
 from tensorkeep.errors import UsageError
 from tensorkeep.formats.sealed import new_hasher
 from tensorkeep.io.files import store_error
 from tensorkeep.io.parallel import Meter
-from tensorkeep.train.data.sources import Source
-from tensorkeep.train.data.text_files import TextFile
+from tensorkeep.train.data.corpus import Source, TextFile
+from tensorkeep.train.data.dataset import TRAIN, VALIDATION
 
 PIECE = 1 << 16
-"""Bytes, or characters, that are handled at once."""
+"""Bytes or characters that are handled at once."""
 
 LONGEST_RECORD = 1 << 26
-"""Bytes of one line of a ``.jsonl`` file, which is parsed as a whole."""
+"""Bytes of a line of a ``.jsonl`` file, which is parsed as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document, or all of a corpus that has none.
+    """One document, or the whole text of a corpus without documents.
 
     Attributes
     ----------
     name : str
-        The file's name; in a ``.jsonl`` file with the number of the line.
+        The name of its file; in a ``.jsonl`` file followed by the number of the line.
     texts : iterator of str
-        Its text in pieces, to be read before the next document is asked for.
+        Its text in pieces, to be consumed before the next document.
     """
 
     name: str
@@ -45,13 +47,13 @@ class _Record(msgspec.Struct):
 
 
 class Reading:
-    """One reading of a source, which is hashed on the way.
+    """One pass over a source, which computes a checksum of what it reads.
 
     Parameters
     ----------
     source : Source
     meter : Meter
-        Told of what is read, piece by piece.
+        Receives the number of bytes read.
 
     Attributes
     ----------
@@ -64,7 +66,7 @@ class Reading:
         self.nbytes = 0
         self._meter = meter
         self._hasher = new_hasher(wide=False)
-        self._untold = 0
+        self._unreported = 0
         self._nul_is_one_byte = "\0".encode(source.encoding) == b"\0"
 
     def digest(self) -> str:
@@ -77,7 +79,7 @@ class Reading:
         Raises
         ------
         UsageError
-            If something is not text: the message names the file and the byte.
+            If something is not text; the message names the file and the byte.
         StoreError
             If the operating system refuses.
         """
@@ -88,13 +90,13 @@ class Reading:
                     yield from self._records(stream, file)
                 else:
                     yield Document(file.name, self._texts(stream, file))
-        self._tell()
+        self._report()
 
     def _texts(self, stream: IO[bytes], file: TextFile) -> Iterator[str]:
         decoder = codecs.getincrementaldecoder(self.source.encoding)()
         begin = characters = 0
         while True:
-            chunk = self._taken(stream.read, PIECE, file)
+            chunk = self._read(stream.read, PIECE, file)
             if self._nul_is_one_byte and (place := chunk.find(b"\0")) >= 0:
                 raise _binary(f"byte {begin + place:,}", file)
             begin += len(chunk)
@@ -112,7 +114,7 @@ class Reading:
 
     def _records(self, stream: IO[bytes], file: TextFile) -> Iterator[Document]:
         begin = number = 0
-        while line := self._taken(stream.readline, LONGEST_RECORD + 1, file):
+        while line := self._read(stream.readline, LONGEST_RECORD + 1, file):
             number += 1
             if len(line) > LONGEST_RECORD:
                 raise _refused(f"line {number:,} is longer than {LONGEST_RECORD:,} bytes", file, "split the document")
@@ -124,25 +126,89 @@ class Reading:
             yield Document(f"{file.name}:{number}", (text[at : at + PIECE] for at in range(0, len(text), PIECE)))
             begin += len(line)
 
-    def _taken(self, read: Callable[[int], bytes], count: int, file: TextFile) -> bytes:
+    def _read(self, read: Callable[[int], bytes], count: int, file: TextFile) -> bytes:
         try:
             chunk = read(count)
         except OSError as error:
             raise store_error(error, file.path, "read the file") from error
         self._hasher.update(chunk)
         self.nbytes += len(chunk)
-        self._untold += len(chunk)
-        if self._untold >= PIECE:  # a line may be short, and drawing a bar takes longer than reading one
-            self._tell()
+        self._unreported += len(chunk)
+        if self._unreported >= PIECE:  # updating a progress bar takes longer than reading a short line
+            self._report()
         return chunk
 
-    def _tell(self) -> None:
-        self._meter.add(self._untold)
-        self._untold = 0
+    def _report(self) -> None:
+        self._meter.add(self._unreported)
+        self._unreported = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRule:
+    """Which text is for training and which for validation.
+
+    Attributes
+    ----------
+    validation : float
+        The fraction of the text that is kept for validation, between 0 and 1.
+    seed : int
+        Decides which documents that is; a stream is always cut at its end.
+
+    Raises
+    ------
+    UsageError
+        If one of them is out of range.
+    """
+
+    validation: float
+    seed: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.validation < 1:
+            raise UsageError(f"validation is {self.validation}", remedy="give a fraction between 0 and 1, such as 0.1")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 64:
+            raise UsageError(f"the seed is {self.seed!r}", remedy="give an int of 0 or more, below 2**64")
+
+    def of_document(self, name: str) -> str:
+        """Return the split of a document, which does not depend on the other documents."""
+        drawn = xxhash.xxh3_64_intdigest(os.fsencode(name), seed=self.seed) / 2**64
+        return VALIDATION if drawn < self.validation else TRAIN
+
+    def train_characters(self, characters: int) -> int:
+        """Return how many characters of a stream are for training, as nanoGPT counts: ``data[: int(n * 0.9)]``."""
+        return int(characters * (1 - self.validation))
+
+    def split(self, reading: Reading, characters: int) -> Iterator[tuple[str, Iterator[str]]]:
+        """Yield (split, texts) for each document of a reading, or for both ends of a stream of ``characters``.
+
+        The texts must be consumed before the next pair is requested.
+        """
+        for document in reading.documents():
+            if reading.source.has_documents:
+                yield self.of_document(document.name), document.texts
+            else:
+                yield from _cut(document.texts, self.train_characters(characters))
+
+
+def _cut(texts: Iterator[str], characters: int) -> Iterator[tuple[str, Iterator[str]]]:
+    rest: list[str] = []
+
+    def first() -> Iterator[str]:
+        left = characters
+        for text in texts:
+            if len(text) >= left:
+                rest.append(text[left:])
+                yield text[:left]
+                return
+            left -= len(text)
+            yield text
+
+    yield TRAIN, first()
+    yield VALIDATION, chain(rest, texts)
 
 
 def _record_text(line: bytes, begin: int, number: int, file: TextFile) -> str:
-    """Return the text of one line; none if the line is blank."""
+    """Return the text of one line of a ``.jsonl`` file; an empty text if the line is blank."""
     try:
         decoded = line.decode()
     except UnicodeDecodeError as error:
@@ -152,22 +218,22 @@ def _record_text(line: bytes, begin: int, number: int, file: TextFile) -> str:
     try:
         return msgspec.json.decode(decoded, type=_Record).text
     except (msgspec.DecodeError, RecursionError) as error:
-        remedy = 'each line is to be an object such as {"text": "..."}'
-        raise _refused(f"line {number:,} is no document ({error})", file, remedy) from error
+        remedy = 'each line must be an object such as {"text": "..."}'
+        raise _refused(f"line {number:,} is not a document ({error})", file, remedy) from error
 
 
 def _undecodable(error: UnicodeError, end: int, file: TextFile, encoding: str) -> UsageError:
-    """Return the error of bytes, of which the decoder has got all before ``end``, that are not in the encoding."""
+    """Return the error of bytes that are not in the encoding; ``end`` counts the bytes given to the decoder so far."""
     reason, place = str(error), end
     if isinstance(error, UnicodeDecodeError):
-        # The decoder may have held back bytes of the piece before: what it complains of are the last ones it got.
+        # The decoder may have kept bytes of the piece before; its object ends with the last byte that it received.
         reason, place = error.reason, end - len(error.object) + error.start
-    remedy = "say how it is encoded (--encoding latin-1), or leave the file out"
+    remedy = "give the encoding of the text (--encoding latin-1), or leave the file out"
     return _refused(f"byte {place:,} is not {encoding} ({reason})", file, remedy)
 
 
 def _binary(where: str, file: TextFile) -> UsageError:
-    return _refused(f"{where} is NUL, so this is no text", file, "leave the file out, or say how it is encoded")
+    return _refused(f"{where} is NUL, so this is not text", file, "leave the file out, or give its encoding")
 
 
 def _refused(message: str, file: TextFile, remedy: str) -> UsageError:

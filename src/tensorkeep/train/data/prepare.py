@@ -1,40 +1,57 @@
-"""Preparing data: a corpus is read twice, and a folder of tokens appears, whole or not at all."""
+"""Preparing data: a corpus is read twice, and becomes a folder of tokens for training and validation.
+
+The first pass checks that all of it is text, counts it, and learns the tokenizer. The second pass encodes and writes.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 
 from tensorkeep.checkpoint.arguments import checked_path
-from tensorkeep.errors import PathLike, StoreError, UsageError
+from tensorkeep.errors import DestinationExistsError, PathLike, StoreError, UsageError
+from tensorkeep.formats import sealed
+from tensorkeep.formats.sealed import new_hasher
 from tensorkeep.io.commit import Commit
+from tensorkeep.io.files import DirectFile, write_small
 from tensorkeep.io.parallel import Meter, Progress
-from tensorkeep.train.data.documents import Reading
-from tensorkeep.train.data.layout import FORMAT, VERSION, Layout, Origin, Split, file_name, is_replaceable, write_layout
-from tensorkeep.train.data.sources import Source, open_source
-from tensorkeep.train.data.splits import SPLITS, SplitRule
-from tensorkeep.train.data.survey import Survey, survey
-from tensorkeep.train.data.token_file import TokenFile
-from tensorkeep.train.data.tokenizers.base import Tokenizer
-from tensorkeep.train.data.tokenizers.known import learner
+from tensorkeep.train.data.corpus import Source, open_source
+from tensorkeep.train.data.dataset import (
+    FILE,
+    FORMAT,
+    SPLITS,
+    VALIDATION,
+    VERSION,
+    Layout,
+    Origin,
+    Split,
+    file_name,
+)
+from tensorkeep.train.data.documents import Reading, SplitRule
+from tensorkeep.train.data.tokenizers.base import Tokenizer, Tokens
+from tensorkeep.train.data.tokenizers.known import Learn, learner
 from tensorkeep.version import __version__
+
+_WRITTEN_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What `prepare` has made.
+    """What `prepare` made.
 
     Attributes
     ----------
     path : Path
         The folder, for `Dataset.open`.
     about : dict
-        What it holds, as `Dataset.about`.
+        See `Dataset`.
     """
 
     path: Path
@@ -57,32 +74,31 @@ def prepare(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Prepared:
-    """Turn a corpus into tokens that a training run maps into memory.
+    """Turn a corpus into token files that a training run maps into memory.
 
-    The corpus is read twice and never held in memory: the first reading checks that all of it is text, and makes the
-    tokenizer; the second one writes. Where there are documents, each goes whole to one split, by a hash of its name and
-    the seed, and the token for the end of a document follows it. Otherwise the last characters are for validation.
+    The corpus is never held in memory. If it consists of documents, each goes to one split by a hash of its name and
+    the seed, and is followed by an end-of-document token. Otherwise the last characters are for validation.
 
     Parameters
     ----------
     source : path-like
-        See `tensorkeep.train.data.sources.open_source`.
+        See `tensorkeep.train.data.corpus.open_source`.
     out : path-like
-        The folder to make.
+        The folder to make; it appears when it is complete.
     tokenizer : str
         ``"char"``, ``"byte"``, ``"bpe"`` or ``"tiktoken:NAME"``.
     vocab_size : int, optional
-        For ``"bpe"``: the most tokens to have, by default 4096.
+        For ``"bpe"``: the largest number of tokens, by default 4096.
     validation : float
-        The share of the text, or of the documents, that is kept for validation.
+        The fraction of the text, or of the documents, that is kept for validation.
     seed : int
-        By which documents are divided.
+        Decides which documents are for validation.
     encoding : str
-        How the text is encoded; every byte must be.
+        The encoding of the text.
     overwrite : bool
-        Replace prepared data, and nothing else, that is there already.
+        Replace prepared data at ``out``; nothing else is ever replaced.
     progress : callable, optional
-        Called with (bytes done, bytes in all); both readings count.
+        Called with (bytes done, bytes in total); both passes count.
 
     Returns
     -------
@@ -91,73 +107,183 @@ def prepare(
     Raises
     ------
     UsageError
-        If an argument makes no sense, or the corpus is empty, not text, or too small to be divided.
+        If an argument is invalid, or the corpus is empty, not text, or too small for two splits.
     NotACheckpointError
         If there is no such source.
     DestinationExistsError
         If something is at ``out`` that may not be replaced.
     StoreError
-        If the operating system refuses, or the corpus changes meanwhile; nothing is left behind.
+        If the operating system refuses, or the corpus changes between the passes; nothing is left behind.
     MissingExtraError, UnsupportedError
         If the tokenizer needs a package, or a vocabulary, that is not on this machine.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "text.txt").write_text("to be or not to be" * 9)
+    ...     prepared = prepare(f"{folder}/text.txt", f"{folder}/data", tokenizer="byte")
+    >>> prepared.about["vocab_size"], prepared.about["splits"]["train"]["tokens"]
+    (256, 145)
     """
     rule = SplitRule(validation, seed)
     learn = learner(tokenizer, vocab_size)
     destination = Path(checked_path(out))
     with (
         open_source(source, encoding=encoding) as corpus,
-        Commit(destination, directory=True, overwrite=overwrite, replaceable=is_replaceable) as commit,
+        Commit(destination, directory=True, overwrite=overwrite, replaceable=_is_replaceable) as commit,
     ):
         meter = Meter(2 * corpus.nbytes, progress)
-        found, made = survey(corpus, learn, rule, meter)
-        splits = _write(corpus, commit.path, made, rule, found, meter)
-        layout = _layout(corpus, found, made, rule, splits)
-        write_layout(commit.path, layout)
+        counts, learned = _learn(corpus, learn, rule, meter)
+        splits = _write_tokens(corpus, commit.path, learned, rule, counts, meter)
+        layout = _layout(corpus, counts, learned, rule, splits)
+        write_small(commit.path / FILE, sealed.seal(layout))
         commit.publish()
-        return Prepared(commit.destination, layout.about(made))
+        return Prepared(commit.destination, layout.about(learned))
 
 
-def _write(
-    corpus: Source, folder: Path, tokenizer: Tokenizer, rule: SplitRule, found: Survey, meter: Meter
+@dataclass
+class _Counts:
+    """What the first pass counted: characters, and documents with text by split; and the checksum of the corpus."""
+
+    nbytes: int = 0
+    characters: int = 0
+    documents: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
+    digest: str = ""
+
+
+def _learn(source: Source, learn: Learn, rule: SplitRule, meter: Meter) -> tuple[_Counts, Tokenizer]:
+    """Read the corpus for the first time; return its counts and its tokenizer."""
+    counts = _Counts()
+    reading = Reading(source, meter)
+    documents = _counted_documents(reading, rule, counts)
+    tokenizer = learn(documents, documents=source.has_documents)
+    for texts in documents:  # a tokenizer that learns nothing has not read them
+        for _ in texts:
+            pass
+    _check_splits(source, rule, counts)
+    counts.nbytes, counts.digest = reading.nbytes, reading.digest()
+    return counts, tokenizer
+
+
+def _counted_documents(reading: Reading, rule: SplitRule, counts: _Counts) -> Iterator[Iterator[str]]:
+    for document in reading.documents():
+        split = rule.of_document(document.name) if reading.source.has_documents else None
+        yield _counted_texts(document.texts, split, counts)
+    if not counts.characters:
+        raise UsageError("holds no text", path=reading.source.spec, remedy="check the source")
+
+
+def _counted_texts(texts: Iterator[str], split: str | None, counts: _Counts) -> Iterator[str]:
+    before = counts.characters
+    for text in texts:
+        counts.characters += len(text)
+        yield text
+    if split is not None and counts.characters > before:
+        counts.documents[split] += 1
+
+
+def _check_splits(source: Source, rule: SplitRule, counts: _Counts) -> None:
+    """Refuse a corpus that leaves a split empty."""
+    if source.has_documents:
+        empty = next((split for split in SPLITS if not counts.documents[split]), None)
+        if empty is not None:
+            raise UsageError(
+                f"none of its {sum(counts.documents.values()):,} documents is for {empty}: a hash of the name and the "
+                "seed decides",
+                path=source.spec,
+                remedy="give another fraction or seed, more documents, or one file with all the text",
+            )
+        return
+    train = rule.train_characters(counts.characters)
+    if not 0 < train < counts.characters:
+        split = VALIDATION if train else "training"
+        raise UsageError(
+            f"is so short ({counts.characters:,} characters) that nothing is left for {split}",
+            path=source.spec,
+            remedy="give more text, or another fraction",
+        )
+
+
+def _write_tokens(
+    corpus: Source, folder: Path, tokenizer: Tokenizer, rule: SplitRule, counts: _Counts, meter: Meter
 ) -> dict[str, Split]:
     """Read the corpus for the second time and write its tokens."""
     reading = Reading(corpus, meter)
+    changed = StoreError("changed while it was read", path=corpus.spec, remedy="prepare it when it is not written to")
     with ExitStack() as stack:
-        files = {split: stack.enter_context(TokenFile(folder / file_name(split), tokenizer.dtype)) for split in SPLITS}
+        files = {split: stack.enter_context(_TokenFile(folder / file_name(split), tokenizer)) for split in SPLITS}
         try:
-            for split, texts in rule.parts(reading, found.characters):
+            for split, texts in rule.split(reading, counts.characters):
                 before = files[split].tokens
                 for tokens in tokenizer.encode_stream(texts):
                     files[split].add(tokens)
                 if corpus.has_documents and files[split].tokens > before:
                     files[split].add(np.array([tokenizer.end_of_document], tokenizer.dtype))
         except UsageError as error:
-            # The first reading has met every character: what does not fit now was not there before.
-            raise _changed(corpus) from error
-        if reading.digest() != found.digest:
-            raise _changed(corpus)
-        documents = found.documents if corpus.has_documents else dict.fromkeys(SPLITS)
+            # The first pass has encoded every character: a new one was not there then.
+            raise changed from error
+        if reading.digest() != counts.digest:
+            raise changed
+        documents = counts.documents if corpus.has_documents else dict.fromkeys(SPLITS)
         return {
             split: Split(tokens=file.tokens, documents=documents[split], xxh3_64=file.finish())
             for split, file in files.items()
         }
 
 
-def _changed(corpus: Source) -> StoreError:
-    return StoreError("changed while it was read", path=corpus.spec, remedy="prepare it when nobody writes to it")
+class _TokenFile:
+    """Appends tokens to a new file and computes their checksum; a context manager that closes the file."""
+
+    def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
+        self.tokens = 0
+        self._dtype = tokenizer.dtype
+        self._file = DirectFile(path, direct=False)
+        self._hasher = new_hasher(wide=False)
+        self._waiting: list[Tokens] = []
+        self._waiting_bytes = 0
+        self._written = 0
+
+    def add(self, tokens: Tokens) -> None:
+        """Append tokens."""
+        self._waiting.append(tokens)
+        self._waiting_bytes += tokens.nbytes
+        self.tokens += len(tokens)
+        if self._waiting_bytes >= _WRITTEN_AT_ONCE:
+            self._write()
+
+    def _write(self) -> None:
+        if self._waiting:
+            content = np.concatenate(self._waiting, dtype=self._dtype).view(np.uint8)
+            self._hasher.update(content)
+            self._file.write(self._written, content)
+            self._written += content.nbytes
+            self._waiting, self._waiting_bytes = [], 0
+
+    def finish(self) -> str:
+        """Make the file durable, close it, and return the xxh3-64 of its bytes as 16 hexadecimal digits."""
+        self._write()
+        self._file.finish(self._written)
+        return str(self._hasher.hexdigest())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._file.close()
 
 
-def _layout(corpus: Source, found: Survey, tokenizer: Tokenizer, rule: SplitRule, splits: dict[str, Split]) -> Layout:
+def _layout(corpus: Source, counts: _Counts, tokenizer: Tokenizer, rule: SplitRule, splits: dict[str, Split]) -> Layout:
     origin = Origin(
-        # A path need not be text, which JSON is.
+        # A path need not be valid text, as JSON requires.
         spec=os.fsencode(corpus.spec).decode(errors="backslashreplace"),
         kind=corpus.kind,
         encoding=corpus.encoding,
         files=len(corpus.files),
-        bytes=found.nbytes,
-        characters=found.characters,
-        documents=sum(found.documents.values()) if corpus.has_documents else None,
-        xxh3_64=found.digest,
+        bytes=counts.nbytes,
+        characters=counts.characters,
+        documents=sum(counts.documents.values()) if corpus.has_documents else None,
+        xxh3_64=counts.digest,
     )
     return Layout(
         format=FORMAT,
@@ -170,4 +296,17 @@ def _layout(corpus: Source, found: Survey, tokenizer: Tokenizer, rule: SplitRule
         validation=rule.validation,
         seed=rule.seed,
         splits=splits,
+    )
+
+
+def _is_replaceable(path: Path) -> bool:
+    """Return True if a path is prepared data and nothing else; else raise DestinationExistsError with the reason."""
+    ours = {FILE, *map(file_name, SPLITS)}
+    names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+    if FILE in names and names <= ours:
+        return True
+    raise DestinationExistsError(
+        f"also holds {sorted(names - ours)[0]!r}" if FILE in names else "is not prepared data, so it is not replaced",
+        path=path,
+        remedy="choose another path, or remove it yourself",
     )

@@ -11,10 +11,9 @@ from typing import Any
 from tensorkeep.errors import NotFoundError, PathLike, TensorkeepError, UsageError
 from tensorkeep.io.parallel import Progress
 from tensorkeep.train.config.config import Config
-from tensorkeep.train.data.dataset import Dataset
-from tensorkeep.train.data.layout import FILE
+from tensorkeep.train.data.corpus import STDIN, STDLIB
+from tensorkeep.train.data.dataset import FILE, Dataset
 from tensorkeep.train.data.prepare import prepare
-from tensorkeep.train.data.sources import STDIN, STDLIB
 from tensorkeep.train.run.folder import RunFolder
 
 Meter = Callable[[str], AbstractContextManager[Progress | None]]

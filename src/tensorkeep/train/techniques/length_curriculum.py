@@ -14,7 +14,7 @@ from tensorkeep.errors import UsageError
 from tensorkeep.train.config.bounds import check_bounds
 from tensorkeep.train.config.sections import Section
 from tensorkeep.train.data.batches import Batch, Batches
-from tensorkeep.train.data.splits import TRAIN
+from tensorkeep.train.data.dataset import TRAIN
 from tensorkeep.train.data.tokenizers.base import Tokens
 from tensorkeep.train.techniques.base import Proof, Technique
 from tensorkeep.train.techniques.drawing import Drawing, given_inputs, same_tokens

@@ -1,4 +1,4 @@
-"""What a tokenizer is: the contract that all of them keep, and what they share."""
+"""The contract of a tokenizer, and what all tokenizers share."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
 Ids = npt.NDArray[np.int64]
 
-Corpus = Iterator[Iterator[str]]
-"""Documents in order, each a stream of text; a document is read to its end before the next one begins."""
+Documents = Iterator[Iterator[str]]
+"""Documents in order, each a stream of text that is consumed before the next document."""
 
 END_OF_DOCUMENT = "<|endoftext|>"
-"""How the end of a document is written in decoded text; in a corpus these characters are text like any other."""
+"""The end-of-document token in decoded text. In a corpus these characters are ordinary text."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
@@ -32,16 +32,16 @@ def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
 
 
 class Tokenizer(ABC):
-    """Text to tokens and back; a value that never changes.
+    """Converts text to tokens and back. Tokenizers are immutable.
 
     Attributes
     ----------
     name : str
-        As it was asked for, such as ``"char"`` or ``"tiktoken:gpt2"``.
+        As the user gives it, such as ``"char"`` or ``"tiktoken:gpt2"``.
     vocab_size : int
-        How many tokens there are; ids are below it.
+        The number of tokens; every id is below it.
     end_of_document : int or None
-        The token that stands behind each document, if there is one. No text is encoded as it.
+        The token that follows each document, if there is one. No text is encoded as it.
     """
 
     name: str
@@ -50,12 +50,12 @@ class Tokenizer(ABC):
 
     @cached_property
     def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
-        """The dtype of its tokens: uint16 where the vocabulary allows, else uint32."""
+        """The dtype of its tokens: uint16 if the vocabulary is small enough, else uint32."""
         return token_dtype(self.vocab_size)
 
     @cached_property
     def digest(self) -> str:
-        """The xxh3-64 of `as_dict`, as 16 hexadecimal digits: equal for tokenizers that do the same."""
+        """The xxh3-64 of `as_dict`, as 16 hexadecimal digits: equal for equal tokenizers."""
         return sealed.digest(msgspec.json.encode(self.as_dict()))
 
     def encode(self, text: str) -> Tokens:
@@ -64,28 +64,28 @@ class Tokenizer(ABC):
         Raises
         ------
         UsageError
-            If the text holds something that is no token, or is no Unicode text.
+            If the text has a character that is not in the vocabulary, or is not valid Unicode.
         """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise UsageError(
-                f"character {error.start:,} of the text is half of a surrogate pair, which no text holds",
+                f"character {error.start:,} of the text is half of a surrogate pair, so the text is not valid Unicode",
                 remedy="check how the text was decoded",
             ) from None
         return self._encode(text)
 
     def encode_stream(self, texts: Iterator[str]) -> Iterator[Tokens]:
-        """Yield the tokens of a text that comes in pieces: those of the whole text, wherever the pieces end."""
+        """Yield the tokens of a text that is given in pieces; the result does not depend on where the pieces end."""
         return map(self.encode, texts)
 
     def decode(self, ids: npt.ArrayLike) -> str:
-        """Return the text of some tokens; what is no UTF-8 becomes the replacement character.
+        """Return the text of tokens; invalid UTF-8 becomes the replacement character.
 
         Parameters
         ----------
         ids : array-like of int
-            Any shape; read in order.
+            Of any shape, in order.
 
         Raises
         ------
@@ -96,23 +96,23 @@ class Tokenizer(ABC):
         outside = flat[(flat < 0) | (flat >= self.vocab_size)]
         if outside.size:
             raise UsageError(
-                f"{outside[0]} is no token of {self.name}, whose vocabulary has {self.vocab_size:,}",
+                f"{outside[0]} is not a token of {self.name}, whose vocabulary has {self.vocab_size:,}",
                 remedy="use the tokenizer that the tokens were made with",
             )
         if self.end_of_document is None:
             return self._decode(flat)
         ends = np.flatnonzero(flat == self.end_of_document)
-        # Each but the first begins with the token that ends the one before.
+        # Every piece but the first begins with the end-of-document token.
         first, *others = np.split(flat, ends)
         return END_OF_DOCUMENT.join([self._decode(first), *(self._decode(part[1:]) for part in others)])
 
     def hugging_face_json(self) -> str | None:
-        """Return the ``tokenizer.json`` that Hugging Face's libraries read; None if there is no such form."""
+        """Return the ``tokenizer.json`` of Hugging Face's libraries; None if this tokenizer cannot be written so."""
         return None
 
     @abstractmethod
     def as_dict(self) -> dict[str, Any]:
-        """Return all that it is made of, as JSON values; ``"kind"`` names the class."""
+        """Return it as JSON values, from which it can be made again; ``"kind"`` names the class."""
 
     @abstractmethod
     def _encode(self, text: str) -> Tokens:
@@ -120,4 +120,39 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _decode(self, ids: Ids) -> str:
-        """Return the text of ids that are all in the vocabulary and no end of a document."""
+        """Return the text of ids that are in the vocabulary and not the end-of-document token."""
+
+
+LONGEST_UNCUT = 1 << 20
+"""Characters that `at_line_ends` keeps while it looks for a place to cut; a longer text is cut anywhere."""
+
+
+def at_line_ends(texts: Iterator[str]) -> Iterator[str]:
+    """Yield the same text in pieces that end at line ends, so that byte pairs are those of the whole text.
+
+    The patterns that split text into words before byte pairs are merged (GPT-2's, cl100k's, o200k's) never join the
+    text before and after a line end that follows a visible character and is followed by a letter, a digit or an
+    underscore. They may join blank and indented lines with their neighbours, so nothing is cut there.
+    """
+    kept = ""
+    for text in texts:
+        kept += text
+        place = _last_line_start(kept)
+        if not place and len(kept) >= LONGEST_UNCUT:
+            place = len(kept)
+        if place:
+            yield kept[:place]
+            kept = kept[place:]
+    if kept:
+        yield kept
+
+
+def _last_line_start(text: str) -> int:
+    """Return the start of the last line that may be cut off; 0 if there is none."""
+    end = len(text) - 1
+    while (newline := text.rfind("\n", 1, max(end, 1))) > 0:
+        before, after = text[newline - 1], text[newline + 1]
+        if not before.isspace() and (after.isalnum() or after == "_"):
+            return newline + 1
+        end = newline
+    return 0

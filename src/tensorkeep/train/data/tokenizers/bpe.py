@@ -1,6 +1,6 @@
 """Byte-level byte-pair encoding, trained on the corpus by Hugging Face's ``tokenizers``.
 
-The scheme is GPT-2's: text is split into words by its pattern, the bytes of each word are merged pair by pair in the
+The scheme is GPT-2's: text is split into words by a pattern, and the bytes of each word are merged pair by pair, in the
 order in which the pairs were learned (Sennrich et al., 2016, https://arxiv.org/abs/1508.07909; Radford et al., 2019).
 """
 
@@ -14,33 +14,32 @@ import msgspec
 import numpy as np
 
 from tensorkeep.errors import MissingExtraError
-from tensorkeep.train.data.tokenizers.base import END_OF_DOCUMENT, Corpus, Ids, Tokenizer, Tokens
-from tensorkeep.train.data.tokenizers.line_ends import at_line_ends
+from tensorkeep.train.data.tokenizers.base import END_OF_DOCUMENT, Documents, Ids, Tokenizer, Tokens, at_line_ends
 
 DEFAULT_VOCAB_SIZE = 4096
 SMALLEST_VOCAB_SIZE = 257
-"""Every byte, and the end of a document."""
+"""256 bytes and the end of a document."""
 
 _LEAST_OFTEN = 2
-"""A pair that occurs once teaches nothing."""
+"""Occurrences of a pair; merging a pair that occurs once saves nothing."""
 
 
 class BpeTokenizer(Tokenizer):
-    """Byte pairs that were learned from a corpus.
+    """Byte pairs learned from a corpus.
 
     Parameters
     ----------
     vocabulary : sequence of str
-        The tokens in the order of their ids, their bytes written as GPT-2 does; the single bytes are all among them.
+        The tokens in the order of their ids, in GPT-2's notation of bytes; all single bytes are among them.
     merges : sequence of (str, str)
         The pairs, in the order in which they were learned.
     documents : bool
-        Whether there is a token more, behind the others, that ends a document.
+        Whether there is one more token, the last one, which ends a document.
 
     Raises
     ------
     ValueError
-        If the vocabulary and the merges do not fit together.
+        If the vocabulary and the merges do not match.
     MissingExtraError
         If ``tokenizers`` is not installed.
     """
@@ -67,13 +66,13 @@ class BpeTokenizer(Tokenizer):
         self.vocab_size = len(vocabulary) + documents
 
     @classmethod
-    def learn(cls, corpus: Corpus, *, documents: bool, vocab_size: int) -> Self:
-        """Return the tokenizer whose pairs are the most frequent ones of a corpus.
+    def learn(cls, corpus: Documents, *, documents: bool, vocab_size: int) -> Self:
+        """Return a tokenizer of the most frequent pairs of a corpus.
 
         Parameters
         ----------
         vocab_size : int
-            How many tokens to have at most, the end of a document included; a small corpus gives fewer.
+            The largest number of tokens, the end of a document included; a small corpus gives fewer.
         """
         library = hugging_face()
         learner = library.Tokenizer(library.models.BPE())
@@ -91,7 +90,7 @@ class BpeTokenizer(Tokenizer):
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Self:
-        """Return the tokenizer of a dict that `as_dict` made; ValueError or ValidationError if it is malformed."""
+        """Return the tokenizer that `as_dict` described; ValueError or ValidationError if that is malformed."""
         fields = msgspec.convert(stored, _Stored)
         return cls(fields.vocabulary, fields.merges, documents=fields.end_of_document)
 
@@ -104,7 +103,7 @@ class BpeTokenizer(Tokenizer):
         }
 
     def hugging_face_json(self) -> str:
-        """Return the ``tokenizer.json`` of the same tokens; in it the end of a document is a special token."""
+        """Return the ``tokenizer.json`` of the same tokens, in which the end of a document is a special token."""
         library = hugging_face()
         exported = library.Tokenizer.from_str(self._pipeline.to_str())
         if self.end_of_document is not None:
@@ -112,11 +111,11 @@ class BpeTokenizer(Tokenizer):
         return str(exported.to_str())
 
     def encode_stream(self, texts: Iterator[str]) -> Iterator[Tokens]:
-        """Yield the tokens of a text that comes in pieces; it is cut at line ends, see `at_line_ends`."""
+        """Yield the tokens of a text that is given in pieces, which are joined and cut at line ends."""
         return map(self.encode, at_line_ends(texts))
 
     def _encode(self, text: str) -> Tokens:
-        # Of the library's ways this is the one that does not keep track of places in the text.
+        # The only method of the library that does not compute offsets.
         return np.array(self._pipeline.encode_batch_fast([text])[0].ids, self.dtype)
 
     def _decode(self, ids: Ids) -> str:

@@ -1,4 +1,4 @@
-"""One token per byte of the text in UTF-8: a vocabulary of 256 that knows every text."""
+"""One token per UTF-8 byte: 256 tokens, which can encode every text."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _BYTES = 256
 
 
 class ByteTokenizer(Tokenizer):
-    """The bytes of the text in UTF-8.
+    """The bytes of text in UTF-8.
 
     Parameters
     ----------
     documents : bool
-        Whether there is a 257th token, that ends a document.
+        Whether there is a 257th token, which ends a document.
     """
 
     name = "byte"
@@ -29,7 +29,7 @@ class ByteTokenizer(Tokenizer):
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Self:
-        """Return the tokenizer of a dict that `as_dict` made; ValueError or ValidationError if it is malformed."""
+        """Return the tokenizer that `as_dict` described; ValueError or ValidationError if that is malformed."""
         return cls(documents=msgspec.convert(stored, _Stored).end_of_document)
 
     def as_dict(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.data.tokenizers.base import Corpus, Ids, Tokenizer, Tokens
+from tensorkeep.train.data.tokenizers.base import Documents, Ids, Tokenizer, Tokens
 
 
 class CharTokenizer(Tokenizer):
@@ -21,7 +21,7 @@ class CharTokenizer(Tokenizer):
     characters : str
         The vocabulary, in ascending order without repeats.
     documents : bool
-        Whether there is a token more, behind the characters, that ends a document.
+        Whether there is one more token, the last one, which ends a document.
 
     Raises
     ------
@@ -38,23 +38,23 @@ class CharTokenizer(Tokenizer):
         self.characters = characters
         self.end_of_document = len(characters) if documents else None
         self.vocab_size = len(characters) + documents
-        # A table over all code points up to the largest; the place behind it stands for every larger one.
+        # Indexed by code point; the last entry is for all code points above the largest of the vocabulary.
         self._ids = np.full(int(codes[-1]) + 2, -1, np.int32)
         self._ids[codes] = np.arange(len(codes))
         self._codes = codes
 
     @classmethod
-    def learn(cls, corpus: Corpus, *, documents: bool) -> Self:
-        """Return the tokenizer of all characters that occur."""
-        seen = np.zeros(sys.maxunicode + 1, bool)
+    def learn(cls, corpus: Documents, *, documents: bool) -> Self:
+        """Return a tokenizer of all characters of a corpus."""
+        occurs = np.zeros(sys.maxunicode + 1, bool)
         for texts in corpus:
             for text in texts:
-                seen[_codes(text)] = True
-        return cls("".join(map(chr, np.flatnonzero(seen))), documents=documents)
+                occurs[_codes(text)] = True
+        return cls("".join(map(chr, np.flatnonzero(occurs))), documents=documents)
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Self:
-        """Return the tokenizer of a dict that `as_dict` made; ValueError or ValidationError if it is malformed."""
+        """Return the tokenizer that `as_dict` described; ValueError or ValidationError if that is malformed."""
         fields = msgspec.convert(stored, _Stored)
         return cls(fields.characters, documents=fields.end_of_document)
 
@@ -71,7 +71,7 @@ class CharTokenizer(Tokenizer):
             unknown = text[int(np.argmin(ids))]
             raise UsageError(
                 f"the character {unknown!r} (U+{ord(unknown):04X}) is not in the vocabulary",
-                remedy='leave it out, or prepare the data with the tokenizer "byte" or "bpe", which know them all',
+                remedy='leave it out, or prepare the data with the tokenizer "byte" or "bpe", for all text',
             )
         return ids.astype(self.dtype)
 

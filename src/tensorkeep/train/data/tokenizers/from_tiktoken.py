@@ -1,8 +1,8 @@
-"""The vocabularies of OpenAI's ``tiktoken``, where they are at hand: nothing is ever downloaded.
+"""The vocabularies of OpenAI's ``tiktoken``, if they are on this machine: nothing is downloaded.
 
-``tiktoken`` keeps what it has downloaded in a cache (``TIKTOKEN_CACHE_DIR``, ``DATA_GYM_CACHE_DIR``, or
-``data-gym-cache`` in the folder for temporary files), and goes to the network for what is missing there. Here it must
-not: what is not in the cache is an error. Prepared data holds the vocabulary itself, so reading it needs no cache.
+``tiktoken`` caches its downloads in ``TIKTOKEN_CACHE_DIR``, ``DATA_GYM_CACHE_DIR``, or ``data-gym-cache`` in the folder
+for temporary files. A vocabulary that is not in the cache is an error here. Prepared data holds the vocabulary itself,
+so reading it needs no cache.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import msgspec
 import numpy as np
 
 from tensorkeep.errors import MissingExtraError, UnsupportedError, UsageError
-from tensorkeep.train.data.tokenizers.base import END_OF_DOCUMENT, Ids, Tokenizer, Tokens
-from tensorkeep.train.data.tokenizers.line_ends import at_line_ends
+from tensorkeep.train.data.tokenizers.base import END_OF_DOCUMENT, Ids, Tokenizer, Tokens, at_line_ends
 
 _patching = threading.Lock()
 
@@ -31,12 +30,12 @@ class TiktokenTokenizer(Tokenizer):
     Parameters
     ----------
     encoding : tiktoken.Encoding
-        It has the special token ``<|endoftext|>``, which ends a document.
+        With the special token ``<|endoftext|>``, which ends a document.
 
     Raises
     ------
     ValueError
-        If it has not.
+        If it has no such token.
     """
 
     def __init__(self, encoding: Any) -> None:
@@ -56,7 +55,7 @@ class TiktokenTokenizer(Tokenizer):
         MissingExtraError
             If ``tiktoken`` is not installed.
         UsageError
-            If it knows no such encoding.
+            If it has no such encoding.
         UnsupportedError
             If the vocabulary is not on this machine.
         """
@@ -69,9 +68,9 @@ class TiktokenTokenizer(Tokenizer):
         try:
             with _offline():
                 return cls(library.get_encoding(name))
-        except _NotAtHand as error:
+        except _NotCached as error:
             raise UnsupportedError(
-                f"the vocabulary of {name} is not on this machine ({error}), and nothing is downloaded",
+                f"the vocabulary of {name} is not on this machine ({error}), and it is not downloaded",
                 remedy=f"copy it into tiktoken's cache (TIKTOKEN_CACHE_DIR); where there is a network, "
                 f"`python -c \"import tiktoken; tiktoken.get_encoding('{name}')\"` fetches it",
             ) from None
@@ -80,15 +79,15 @@ class TiktokenTokenizer(Tokenizer):
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Self:
-        """Return the tokenizer of a dict that `as_dict` made; ValueError or ValidationError if it is malformed."""
+        """Return the tokenizer that `as_dict` described; ValueError or ValidationError if that is malformed."""
         fields = msgspec.convert(stored, _Stored)
         try:
             ranks = {base64.b64decode(token, validate=True): rank for token, rank in fields.ranks.items()}
         except binascii.Error as error:
             raise ValueError("a token is not base64") from error
         ids = [*ranks.values(), *fields.special_tokens.values()]
-        if len(ranks) != len(fields.ranks) or len(set(ids)) != len(ids) or not all(0 <= id < _MOST for id in ids):
-            raise ValueError("its ids are not one per token")
+        if len(ranks) != len(fields.ranks) or len(set(ids)) != len(ids) or not all(0 <= id < _ID_LIMIT for id in ids):
+            raise ValueError("its ids are not unique, or out of range")
         if not ranks.keys() >= {bytes([value]) for value in range(256)}:
             raise ValueError("a byte is missing from the vocabulary")
         try:
@@ -113,7 +112,7 @@ class TiktokenTokenizer(Tokenizer):
         }
 
     def encode_stream(self, texts: Iterator[str]) -> Iterator[Tokens]:
-        """Yield the tokens of a text that comes in pieces; it is cut at line ends, see `at_line_ends`."""
+        """Yield the tokens of a text that is given in pieces, which are joined and cut at line ends."""
         return map(self.encode, at_line_ends(texts))
 
     def _encode(self, text: str) -> Tokens:
@@ -126,11 +125,11 @@ class TiktokenTokenizer(Tokenizer):
         try:
             return bytes(self._encoding.decode_single_token_bytes(id))
         except KeyError:
-            # Some vocabularies have gaps, and nothing keeps a model from predicting one.
+            # Some vocabularies have gaps, and a model may predict one.
             return "\ufffd".encode()
 
 
-_MOST = 1 << 24
+_ID_LIMIT = 1 << 24
 
 
 class _Stored(msgspec.Struct):
@@ -140,18 +139,18 @@ class _Stored(msgspec.Struct):
     special_tokens: dict[str, int]
 
 
-class _NotAtHand(Exception):
-    """The library would go to the network; its text is the address."""
+class _NotCached(Exception):
+    """tiktoken would download a file; the message is its address."""
 
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """Let the library read what is on this machine, and raise `_NotAtHand` where it would go to the network."""
+    """Let tiktoken read local files only, and raise `_NotCached` instead of downloading."""
     from tiktoken import load
 
     def read_file(blobpath: str) -> bytes:
         if "://" in blobpath:
-            raise _NotAtHand(blobpath)
+            raise _NotCached(blobpath)
         return bytes(real(blobpath))
 
     with _patching:

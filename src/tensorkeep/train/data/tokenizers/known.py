@@ -1,4 +1,4 @@
-"""Which tokenizers there are: by the name that a person gives, and by what was stored of one."""
+"""The registry of tokenizers: made by name for a corpus, or read from prepared data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from tensorkeep.errors import CorruptCheckpointError, UsageError
-from tensorkeep.train.data.tokenizers.base import Corpus, Tokenizer
+from tensorkeep.train.data.tokenizers.base import Documents, Tokenizer
 from tensorkeep.train.data.tokenizers.bpe import DEFAULT_VOCAB_SIZE, SMALLEST_VOCAB_SIZE, BpeTokenizer, hugging_face
 from tensorkeep.train.data.tokenizers.byte import ByteTokenizer
 from tensorkeep.train.data.tokenizers.char import CharTokenizer
@@ -27,25 +27,25 @@ _FROM_DICT: dict[object, Callable[[dict[str, Any]], Tokenizer]] = {
 
 
 class Learn(Protocol):
-    """Makes a tokenizer for a corpus, of which it may read nothing or all."""
+    """Makes a tokenizer for a corpus; it may or may not read the documents."""
 
-    def __call__(self, corpus: Corpus, *, documents: bool) -> Tokenizer: ...
+    def __call__(self, corpus: Documents, *, documents: bool) -> Tokenizer: ...
 
 
 def learner(choice: str, vocab_size: int | None = None) -> Learn:
-    """Return what makes the tokenizer of a choice; all that can be refused before a corpus is read is refused here.
+    """Return the function that makes a tokenizer; arguments are checked here, before a corpus is read.
 
     Parameters
     ----------
     choice : str
         ``"char"``, ``"byte"``, ``"bpe"`` or ``"tiktoken:NAME"``.
     vocab_size : int, optional
-        For ``"bpe"``: the most tokens to have, by default 4096.
+        For ``"bpe"``: the largest number of tokens, by default 4096.
 
     Raises
     ------
     UsageError
-        If there is no such tokenizer, or it takes no such vocabulary.
+        If there is no such tokenizer, or the vocabulary size is not possible.
     MissingExtraError
         If it needs a package that is not installed.
     UnsupportedError
@@ -54,7 +54,7 @@ def learner(choice: str, vocab_size: int | None = None) -> Learn:
     kind, colon, name = choice.partition(":")
     if vocab_size is not None and kind != "bpe":
         raise UsageError(
-            f"the tokenizer {choice!r} takes no vocabulary size: it has its own", remedy="leave it out, or take bpe"
+            f"the tokenizer {choice!r} has a fixed vocabulary size", remedy="leave the size out, or use bpe"
         )
     if kind == "tiktoken" and name:
         found = TiktokenTokenizer.named(name)
@@ -68,7 +68,7 @@ def learner(choice: str, vocab_size: int | None = None) -> Learn:
         return partial(BpeTokenizer.learn, vocab_size=_checked(vocab_size))
     near = difflib.get_close_matches(kind, [each.partition(":")[0] for each in CHOICES], n=1)
     hint = f"did you mean {near[0]!r}? " if near and not colon else ""
-    raise UsageError(f"there is no tokenizer {choice!r}", remedy=f"{hint}there are {', '.join(CHOICES)}")
+    raise UsageError(f"there is no tokenizer {choice!r}", remedy=f"{hint}give one of {', '.join(CHOICES)}")
 
 
 def _checked(vocab_size: int | None) -> int:
@@ -76,19 +76,19 @@ def _checked(vocab_size: int | None) -> int:
         return DEFAULT_VOCAB_SIZE
     if isinstance(vocab_size, bool) or not SMALLEST_VOCAB_SIZE <= vocab_size < 1 << 31:
         raise UsageError(
-            f"a vocabulary of {vocab_size} is not possible: every byte and the end of a document are in it",
+            f"a vocabulary of {vocab_size} is not possible: it must hold every byte and the end of a document",
             remedy=f"give {SMALLEST_VOCAB_SIZE} or more",
         )
     return vocab_size
 
 
 def tokenizer_from_dict(stored: dict[str, Any]) -> Tokenizer:
-    """Return the tokenizer of a dict that `Tokenizer.as_dict` made.
+    """Return the tokenizer that `Tokenizer.as_dict` described.
 
     Raises
     ------
     CorruptCheckpointError
-        If the dict is malformed.
+        If the description is malformed.
     MissingExtraError
         If the tokenizer needs a package that is not installed.
     """

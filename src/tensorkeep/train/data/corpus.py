@@ -1,0 +1,295 @@
+"""Finding the text files of a corpus: a file, a folder, a pattern, standard input, or Python's standard library."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import stat
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from tensorkeep.checkpoint.arguments import checked_path
+from tensorkeep.errors import NotACheckpointError, NotFoundError, PathLike, UsageError
+from tensorkeep.io.files import store_error
+
+STDIN = "-"
+STDLIB = "stdlib"
+
+# fmt: off
+SUFFIXES = frozenset((
+    ".txt", ".text", ".md", ".rst", ".adoc", ".org", ".tex", ".jsonl", ".py", ".pyi", ".c", ".h", ".cc",
+    ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".kt", ".scala", ".cs", ".js", ".jsx", ".mjs", ".ts",
+    ".tsx", ".php", ".pl", ".rb", ".lua", ".r", ".jl", ".hs", ".ml", ".lisp", ".el", ".swift", ".sh",
+    ".sql", ".html", ".css",
+))
+"""Endings of the files in a folder that are read as text; a pattern selects files of any name."""
+
+# Tests, generated tables and whole texts: not source code written to be read.
+_LEFT_OUT_OF_STDLIB = frozenset((
+    "site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3", "turtledemo",
+    "encodings", "pydoc_data",
+))
+# fmt: on
+
+_MAGIC = frozenset("*?[")
+_COPIED_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TextFile:
+    """A file of a corpus.
+
+    Attributes
+    ----------
+    name : str
+        Its path below the folder that was searched, which does not depend on the place of that folder.
+    path : Path
+    nbytes : int
+        Its size when it was found.
+    """
+
+    name: str
+    path: Path
+    nbytes: int
+
+    @property
+    def has_records(self) -> bool:
+        """Whether each line is a JSON object that holds a document (``.jsonl``)."""
+        return self.path.suffix.lower() == ".jsonl"
+
+
+@dataclass(frozen=True)
+class Source:
+    """The files of a corpus, found but not read; a context manager that closes what it opened.
+
+    Attributes
+    ----------
+    spec : str
+        What the user gave.
+    kind : str
+        ``"file"``, ``"jsonl"``, ``"folder"``, ``"pattern"``, ``"stdlib"`` or ``"stdin"``.
+    files : tuple of TextFile
+        In the order in which they are read.
+    encoding : str
+    """
+
+    spec: str
+    kind: str
+    files: tuple[TextFile, ...]
+    encoding: str
+    _stdin_copy: IO[bytes] | None = None
+    _open: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
+
+    @property
+    def has_documents(self) -> bool:
+        """Whether it consists of documents; otherwise it is one stream of text."""
+        return self.kind not in ("file", "stdin")
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all files, when they were found."""
+        return sum(file.nbytes for file in self.files)
+
+    @contextmanager
+    def opened(self, file: TextFile) -> Iterator[IO[bytes]]:
+        """Open a file from its beginning; StoreError if the operating system refuses."""
+        if self._stdin_copy is not None:
+            self._stdin_copy.seek(0)
+            yield self._stdin_copy
+            return
+        try:
+            stream = file.path.open("rb")
+        except OSError as error:
+            raise store_error(error, file.path, "read the file") from error
+        # A generator that an error interrupts stays alive in the traceback: `close` then closes its file.
+        with self._open:
+            yield self._open.enter_context(stream)
+
+    def close(self) -> None:
+        """Close the file that is being read, and delete the copy of standard input."""
+        self._open.close()
+        if self._stdin_copy is not None:
+            self._stdin_copy.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def open_source(spec: PathLike, *, encoding: str = "utf-8") -> Source:
+    """Find the files of a corpus.
+
+    Parameters
+    ----------
+    spec : path-like
+        A file (``.jsonl``: one JSON object with a document under ``"text"`` on each line), a folder, a pattern such as
+        ``books/*.txt``, ``"-"`` for standard input, or ``"stdlib"`` for the sources of Python's standard library.
+        Folders, patterns, ``stdlib`` and ``.jsonl`` consist of documents; a plain file and standard input are one
+        stream of text.
+    encoding : str
+        The encoding of the text.
+
+    Returns
+    -------
+    Source
+        A context manager.
+
+    Raises
+    ------
+    NotACheckpointError
+        If there is no such file, folder or match.
+    StoreError
+        If the operating system refuses.
+    UsageError
+        If the encoding is unknown, or something there cannot be read as text.
+    """
+    text = os.fspath(checked_path(spec))
+    _check_encoding(encoding)
+    if text == STDIN:
+        copy, nbytes = _copy_stdin()
+        return Source(text, "stdin", (TextFile("standard input", Path(STDIN), nbytes),), encoding, copy)
+    kind, files = ("stdlib", _standard_library()) if text == STDLIB else _find(text)
+    records = next((file for file in files if file.has_records), None)
+    if records is not None and codecs.lookup(encoding).name != "utf-8":
+        raise UsageError(f"JSON is UTF-8, not {encoding}", path=records.path, remedy="prepare this file separately")
+    return Source(text, kind, tuple(files), encoding)
+
+
+def _find(text: str) -> tuple[str, list[TextFile]]:
+    path = Path(text)
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError as error:
+        if _MAGIC & set(text):
+            return "pattern", _matching(text)
+        raise NotFoundError(
+            "there is no such file or folder",
+            path=text,
+            remedy='give a file, a folder, a pattern, "-" for standard input or "stdlib"',
+        ) from error
+    except OSError as error:
+        raise store_error(error, path, "read the file") from error
+    if stat.S_ISDIR(mode):
+        return "folder", _in_folder(path)
+    file = _text_file(path, path.name)
+    return ("jsonl" if file.has_records else "file"), [file]
+
+
+def _check_encoding(encoding: str) -> None:
+    try:
+        "".encode(encoding)
+        codecs.getincrementaldecoder(encoding)
+    except (LookupError, ValueError) as error:
+        raise UsageError(f"{encoding!r} is not a text encoding", remedy="give utf-8, latin-1, utf-16, ...") from error
+
+
+def _copy_stdin() -> tuple[IO[bytes], int]:
+    """Copy standard input to an unnamed temporary file, because it is read twice."""
+    copy = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  # the source closes it
+    try:
+        while chunk := sys.stdin.buffer.read(_COPIED_AT_ONCE):
+            view = memoryview(chunk)
+            while view:
+                view = view[copy.write(view) :]
+        return copy, copy.tell()
+    except OSError as error:
+        copy.close()
+        raise store_error(error, tempfile.gettempdir(), "copy standard input to a temporary file") from error
+    except BaseException:
+        copy.close()
+        raise
+
+
+def _text_file(path: Path, name: str) -> TextFile:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise store_error(error, path, "read the file") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise UsageError("is not a regular file", path=path, remedy='give "-" and pipe its content into the command')
+    return TextFile(name, path, status.st_size)
+
+
+def _in_folder(folder: Path) -> list[TextFile]:
+    """Return the text files below a folder, by name. Names that begin with a dot are skipped."""
+    found = _sorted(folder, (path for path in _walk(folder, lambda name: True) if path.suffix.lower() in SUFFIXES))
+    if not found:
+        raise NotACheckpointError(
+            "holds no text files",
+            path=folder,
+            remedy=f"name them by a pattern such as '{folder}/**/*.log'; in a folder, only files that end in "
+            f"{', '.join(sorted(SUFFIXES)[:4])}, ... are read",
+        )
+    return found
+
+
+def _matching(pattern: str) -> list[TextFile]:
+    """Return the files that a pattern matches, by name. ``**`` matches folders at any depth and follows no links."""
+    parts = Path(pattern).parts
+    fixed = next(place for place, part in enumerate(parts) if _MAGIC & set(part))
+    root, rest = Path(*parts[:fixed]), "/".join(parts[fixed:])
+    try:
+        paths = [path for path in root.glob(rest) if not path.is_dir() and not _is_hidden(path.relative_to(root))]
+    except (ValueError, NotImplementedError) as error:
+        remedy = "`**` must be alone between slashes"
+        raise UsageError(f"{pattern!r} is not a valid pattern: {error}", remedy=remedy) from error
+    except OSError as error:
+        raise store_error(error, root, "list the folder") from error
+    if not paths:
+        raise NotACheckpointError(f"the pattern {pattern!r} matches no file", remedy="check it, and quote it")
+    return _sorted(root, paths)
+
+
+def _standard_library() -> list[TextFile]:
+    """Return the sources of the running Python's standard library, without tests and generated tables."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found: list[TextFile] = []
+    if root.is_dir():
+        walked = _walk(root, lambda name: name not in _LEFT_OUT_OF_STDLIB and not name.startswith("config-"))
+        found = _sorted(root, (path for path in walked if path.suffix == ".py"))
+    if not found:
+        raise NotACheckpointError("this Python has no sources of its standard library", path=root)
+    return found
+
+
+def _sorted(root: Path, paths: Iterable[Path]) -> list[TextFile]:
+    named = sorted((path.relative_to(root).as_posix(), path) for path in paths)
+    return [_text_file(path, name) for name, path in named]
+
+
+def _walk(root: Path, enters: Callable[[str], bool]) -> Iterator[Path]:
+    """Yield everything below a folder except folders, in any order. Links are followed."""
+    waiting: list[tuple[Path, frozenset[tuple[int, int]]]] = [(root, frozenset())]
+    while waiting:
+        folder, above = waiting.pop()
+        try:
+            status = folder.stat()
+            with os.scandir(folder) as entries:
+                found = [(Path(entry.path), entry.is_dir()) for entry in entries if not entry.name.startswith(".")]
+        except OSError as error:
+            raise store_error(error, folder, "list the folder") from error
+        here = (status.st_dev, status.st_ino)
+        if here in above:
+            raise UsageError(
+                "is a link that leads back to a folder above it",
+                path=folder,
+                remedy="remove the link, or name the files",
+            )
+        for path, is_folder in found:
+            if not is_folder:
+                yield path
+            elif enters(path.name):
+                waiting.append((path, above | {here}))
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
