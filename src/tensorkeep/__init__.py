@@ -1,7 +1,6 @@
 """Fast, verified, crash-safe checkpoints for PyTorch, in files that other tools open.
 
-The public names, and nothing else. They are imported on first use: ``import tensorkeep`` costs a few milliseconds and
-does not import torch.
+The public names are imported on first use: ``import tensorkeep`` takes a few milliseconds and does not import torch.
 """
 
 from __future__ import annotations
@@ -46,106 +45,41 @@ if TYPE_CHECKING:
     )
     from tensorkeep.state.registry import register
 
-_HOMES = {
-    "PendingSave": "checkpoint.save.pending",
-    "save_async": "checkpoint.save.background",
-    "convert": "checkpoint.inspect.convert",
-    "DiffReport": "checkpoint.inspect.diff",
-    "diff": "checkpoint.inspect.diff",
-    "InfoReport": "checkpoint.inspect.info",
-    "info": "checkpoint.inspect.info",
-    "load": "checkpoint.load.load",
-    "CheckpointManager": "checkpoint.manager.manager",
-    "Checkpoint": "checkpoint.load.lazy",
-    "LazyTensor": "checkpoint.load.lazy",
-    "open": "checkpoint.load.lazy",
-    "Keep": "checkpoint.manager.retention",
-    "KeepBest": "checkpoint.manager.retention",
-    "KeepEvery": "checkpoint.manager.retention",
-    "KeepLast": "checkpoint.manager.retention",
-    "KeepThinned": "checkpoint.manager.retention",
-    "SaveReport": "checkpoint.save.save",
-    "save": "checkpoint.save.save",
-    "RandomState": "checkpoint.restore.stateful",
-    "Step": "checkpoint.manager.steps",
-    "EverySteps": "checkpoint.manager.triggers",
-    "EveryTime": "checkpoint.manager.triggers",
-    "OnSignal": "checkpoint.manager.triggers",
-    "SaveWhen": "checkpoint.manager.triggers",
-    "VerifyReport": "checkpoint.inspect.verify",
-    "verify": "checkpoint.inspect.verify",
-    "BusyError": "errors",
-    "CorruptCheckpointError": "errors",
-    "DestinationExistsError": "errors",
-    "DivergedError": "errors",
-    "TensorkeepError": "errors",
-    "MissingExtraError": "errors",
-    "NotACheckpointError": "errors",
-    "NotFoundError": "errors",
-    "OutOfMemoryError": "errors",
-    "RanksDisagreeError": "errors",
-    "StateMismatchError": "errors",
-    "StoreError": "errors",
-    "UnsupportedError": "errors",
-    "TechniqueNotActiveError": "errors",
-    "UnsupportedLeafError": "errors",
-    "UsageError": "errors",
-    "register": "state.registry",
+_EXPORTS = {
+    "checkpoint.inspect.convert": ("convert",),
+    "checkpoint.inspect.diff": ("DiffReport", "diff"),
+    "checkpoint.inspect.info": ("InfoReport", "info"),
+    "checkpoint.inspect.verify": ("VerifyReport", "verify"),
+    "checkpoint.load.lazy": ("Checkpoint", "LazyTensor", "open"),
+    "checkpoint.load.load": ("load",),
+    "checkpoint.manager.manager": ("CheckpointManager",),
+    "checkpoint.manager.retention": ("Keep", "KeepBest", "KeepEvery", "KeepLast", "KeepThinned"),
+    "checkpoint.manager.steps": ("Step",),
+    "checkpoint.manager.triggers": ("EverySteps", "EveryTime", "OnSignal", "SaveWhen"),
+    "checkpoint.restore.stateful": ("RandomState",),
+    "checkpoint.save.background": ("save_async",),
+    "checkpoint.save.pending": ("PendingSave",),
+    "checkpoint.save.save": ("SaveReport", "save"),
+    "state.registry": ("register",),
 }
+_HOMES = {name: module for module, names in _EXPORTS.items() for name in names}
 
 __all__ = [
-    "BusyError",
-    "Checkpoint",
-    "CheckpointManager",
-    "CorruptCheckpointError",
-    "DestinationExistsError",
-    "DiffReport",
-    "DivergedError",
-    "EverySteps",
-    "EveryTime",
-    "InfoReport",
-    "Keep",
-    "KeepBest",
-    "KeepEvery",
-    "KeepLast",
-    "KeepThinned",
-    "LazyTensor",
-    "MissingExtraError",
-    "NotACheckpointError",
-    "NotFoundError",
-    "OnSignal",
-    "OutOfMemoryError",
-    "PendingSave",
-    "RandomState",
-    "RanksDisagreeError",
-    "SaveReport",
-    "SaveWhen",
-    "StateMismatchError",
-    "Step",
-    "StoreError",
-    "TechniqueNotActiveError",
-    "TensorkeepError",
-    "UnsupportedError",
-    "UnsupportedLeafError",
-    "UsageError",
-    "VerifyReport",
-    "__version__",
-    "convert",
-    "diff",
-    "info",
-    "load",
-    "open",
-    "register",
-    "save",
-    "save_async",
-    "verify",
-]
+    "BusyError", "Checkpoint", "CheckpointManager", "CorruptCheckpointError", "DestinationExistsError", "DiffReport",
+    "DivergedError", "EverySteps", "EveryTime", "InfoReport", "Keep", "KeepBest", "KeepEvery", "KeepLast",
+    "KeepThinned", "LazyTensor", "MissingExtraError", "NotACheckpointError", "NotFoundError", "OnSignal",
+    "OutOfMemoryError", "PendingSave", "RandomState", "RanksDisagreeError", "SaveReport", "SaveWhen",
+    "StateMismatchError", "Step", "StoreError", "TechniqueNotActiveError", "TensorkeepError", "UnsupportedError",
+    "UnsupportedLeafError", "UsageError", "VerifyReport", "__version__", "convert", "diff", "info", "load", "open",
+    "register", "save", "save_async", "verify"
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'tensorkeep' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"tensorkeep.{_HOMES[name]}"), name)
+    # A name without a home of its own is that of an error.
+    value = getattr(importlib.import_module(f"tensorkeep.{_HOMES.get(name, 'errors')}"), name)
     globals()[name] = value
     return value
 

@@ -12,7 +12,7 @@ exception that it resembles as a second base, so that ``except FileNotFoundError
     ├── OutOfMemoryError (MemoryError)              3  an allocation failed, or a memory budget is too small
     ├── RanksDisagreeError (RuntimeError)           3  the ranks of one job passed different arguments, or one failed
     ├── CorruptCheckpointError (ValueError)         4  do not use this checkpoint; take another one
-    ├── NotACheckpointError (ValueError)            5  the path holds something else
+    ├── NotACheckpointError (ValueError)            5  something else is at the path
     │   └── NotFoundError (FileNotFoundError)       5  nothing is at the path
     ├── DestinationExistsError (FileExistsError)    6  choose another path, or ``overwrite=True``
     └── UnsupportedError (NotImplementedError)      7  cannot be saved or read here; the message says what can be done
@@ -25,9 +25,17 @@ from __future__ import annotations
 
 import errno as codes
 import os
-from typing import ClassVar
+from typing import ClassVar, TypedDict, Unpack
 
 PathLike = str | os.PathLike[str]
+
+
+class Context(TypedDict, total=False):
+    """Where an error happened and what to do about it; keyword arguments of every error."""
+
+    path: PathLike | None
+    name: str | None
+    remedy: str | None
 
 
 class TensorkeepError(Exception):
@@ -38,9 +46,9 @@ class TensorkeepError(Exception):
     message : str
         What happened, in one sentence.
     path : path-like, optional
-        The checkpoint or file concerned.
+        The checkpoint or file.
     name : str, optional
-        The tensor (leaf) concerned.
+        The tensor (leaf).
     remedy : str, optional
         What to do next.
 
@@ -49,23 +57,28 @@ class TensorkeepError(Exception):
     kind : str
         Stable identifier, for programs.
     exit_code : int
-        What the command line exits with.
-    path, name, remedy : str or None
-        As given.
+        The exit code of the command line.
+    message, path, name, remedy : str or None
+        The arguments.
+
+    Examples
+    --------
+    >>> print(StoreError("cannot write", path="run/step-10", remedy="free some space"))
+    run/step-10: cannot write
+    free some space
     """
 
     kind: ClassVar[str] = "error"
     exit_code: ClassVar[int] = 1
 
-    def __init__(
-        self, message: str, *, path: PathLike | None = None, name: str | None = None, remedy: str | None = None
-    ) -> None:
+    def __init__(self, message: str, **context: Unpack[Context]) -> None:
         # First: the constructors of OSError and ImportError reset attributes of their own, among them `name`.
         super().__init__(message)
         self.message = message
+        path = context.get("path")
         self.path = None if path is None else os.fspath(path)
-        self.name = name
-        self.remedy = remedy
+        self.name = context.get("name")
+        self.remedy = context.get("remedy")
 
     def __str__(self) -> str:
         where = [part for part in (self.path, self._subject()) if part]
@@ -101,7 +114,7 @@ class UsageError(TensorkeepError, ValueError):
 
 
 class StateMismatchError(UsageError):
-    """The state given to ``into=`` does not fit the checkpoint; nothing was touched.
+    """The state given to ``into=`` does not fit the checkpoint; it was not changed.
 
     Attributes
     ----------
@@ -115,16 +128,15 @@ class StateMismatchError(UsageError):
         self,
         message: str,
         *,
-        path: PathLike | None = None,
-        remedy: str | None = None,
         missing: tuple[str, ...] = (),
         extra: tuple[str, ...] = (),
         different: tuple[str, ...] = (),
+        **context: Unpack[Context],
     ) -> None:
+        super().__init__(message, **context)
         self.missing = missing
         self.extra = extra
         self.different = different
-        super().__init__(message, path=path, remedy=remedy)
 
 
 class StoreError(TensorkeepError, OSError):
@@ -133,22 +145,15 @@ class StoreError(TensorkeepError, OSError):
     Attributes
     ----------
     errno : int or None
-        The operating system's error number, if it refused a call, as of any `OSError`.
+        The error number of the operating system, if it refused a call.
     """
 
     kind = "store"
     exit_code = 3
+    errno: int | None = None  # Shadows the slot of OSError, which pickle would lose.
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        path: PathLike | None = None,
-        name: str | None = None,
-        remedy: str | None = None,
-        errno: int | None = None,
-    ) -> None:
-        super().__init__(message, path=path, name=name, remedy=remedy)
+    def __init__(self, message: str, *, errno: int | None = None, **context: Unpack[Context]) -> None:
+        super().__init__(message, **context)
         if errno is not None:
             self.errno = errno
 
@@ -161,21 +166,21 @@ class BusyError(StoreError, BlockingIOError):
 
 
 class OutOfMemoryError(TensorkeepError, MemoryError):
-    """An allocation failed, or a memory budget is too small for what was asked."""
+    """An allocation failed, or a memory budget is too small for the request."""
 
     kind = "out-of-memory"
     exit_code = 3
 
 
 class RanksDisagreeError(TensorkeepError, RuntimeError):
-    """The ranks of one job were given different arguments, or another rank failed."""
+    """The ranks of one job passed different arguments, or another rank failed."""
 
     kind = "ranks-disagree"
     exit_code = 3
 
 
 class CorruptCheckpointError(TensorkeepError, ValueError):
-    """The checkpoint's bytes are not what was written, or break the rules of the format.
+    """The checkpoint's bytes have changed since they were written, or violate the format.
 
     Attributes
     ----------
@@ -186,17 +191,9 @@ class CorruptCheckpointError(TensorkeepError, ValueError):
     kind = "corrupt"
     exit_code = 4
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        path: PathLike | None = None,
-        name: str | None = None,
-        block: int | None = None,
-        remedy: str | None = None,
-    ) -> None:
+    def __init__(self, message: str, *, block: int | None = None, **context: Unpack[Context]) -> None:
+        super().__init__(message, **context)
         self.block = block
-        super().__init__(message, path=path, name=name, remedy=remedy)
 
     def _subject(self) -> str | None:
         subject = super()._subject()
@@ -207,7 +204,7 @@ class CorruptCheckpointError(TensorkeepError, ValueError):
 
 
 class NotACheckpointError(TensorkeepError, ValueError):
-    """What is at the path is not a checkpoint in any format."""
+    """The path has something that is not a checkpoint in any known format."""
 
     kind = "not-a-checkpoint"
     exit_code = 5
@@ -258,7 +255,7 @@ class MissingExtraError(UnsupportedError, ImportError):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an exception is one that Python or torch raises when an allocation fails."""
-    # torch's is a RuntimeError; the one for the CPU has no class of its own.
+    # torch raises RuntimeErrors, and on the CPU without a class of their own.
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError)
         and (type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error))

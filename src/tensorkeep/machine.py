@@ -120,15 +120,7 @@ def usable_processors() -> set[int]:
 
 
 def physical_cores(processors: Iterable[int], *, cpus: Path = _CPUS) -> set[int]:
-    """Return the first logical processor of each physical core; the others are its hyper-threads.
-
-    Parameters
-    ----------
-    processors : iterable of int
-        Numbers of logical processors.
-    cpus : Path
-        The kernel's folder of processors.
-    """
+    """Return the first of the given logical processors of each physical core; the others are its hyper-threads."""
     first_of_core: dict[str, int] = {}
     for number in sorted(processors):
         siblings = _lines(cpus / f"cpu{number}" / "topology" / "thread_siblings_list")
@@ -160,11 +152,6 @@ def available_bytes(*, proc: Path = _PROC, groups: Path = _GROUPS) -> int:
 
     The minimum of ``MemAvailable`` and of what each control group above the process (version 1 or 2) has left. Page
     cache that a group can drop counts as left.
-
-    Parameters
-    ----------
-    proc, groups : Path
-        Where the proc and the control group file systems are mounted.
     """
     unused = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
     left = [max(0, limit - used) for limit, used in _group_limits(proc, groups)]
@@ -207,13 +194,7 @@ def reset_peak_resident() -> None:
 
 
 def private_bytes(process: int) -> int:
-    """Return the memory of a process without the files that it maps, which can be dropped at any time; 0 once it ended.
-
-    Parameters
-    ----------
-    process : int
-        Its id.
-    """
+    """Return the memory of a process, by its id, without the files that it maps; 0 if it has ended."""
     sizes = _sizes(_PROC / str(process) / "status")
     return sizes.get("RssAnon", 0) + sizes.get("RssShmem", 0)
 

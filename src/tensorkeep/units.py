@@ -1,44 +1,61 @@
-"""Bytes and seconds: parsing what people type, printing what they read."""
+"""Bytes and durations: parsing and formatting."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from tensorkeep.errors import UsageError
 
-_DECIMAL = ("B", "kB", "MB", "GB", "TB", "PB")
-_FACTORS = {
-    "": 1,
-    "b": 1,
-    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgtp", start=1)},
-    **{letter: 1000**power for power, letter in enumerate("kmgtp", start=1)},
-    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgtp", start=1)},
+_PREFIXES = "kmgtp"
+_BYTES = {
+    "": 1.0,
+    "b": 1.0,
+    **{f"{letter}{unit}": 1000.0**power for power, letter in enumerate(_PREFIXES, start=1) for unit in ("", "b")},
+    **{f"{letter}ib": 1024.0**power for power, letter in enumerate(_PREFIXES, start=1)},
+}
+_SECONDS = {
+    "ms": 1e-3,
+    **dict.fromkeys(("", "s", "sec", "secs"), 1.0),
+    **dict.fromkeys(("m", "min", "mins"), 60.0),
+    **dict.fromkeys(("h", "hour", "hours"), 3600.0),
+    **dict.fromkeys(("d", "day", "days"), 86400.0),
+    **dict.fromkeys(("w", "week", "weeks"), 604800.0),
 }
 
 
 def format_bytes(count: float) -> str:
-    """Return a byte count in decimal units with three significant digits, such as ``2.93 GB``."""
+    """Return a byte count in decimal units with three significant digits.
+
+    Examples
+    --------
+    >>> format_bytes(2_930_000_000)
+    '2.93 GB'
+    """
+    if abs(count) < 999.5:
+        return f"{count:.0f} B"
     value = float(count)
-    for unit in _DECIMAL[:-1]:
-        if abs(value) < 999.5:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{_three_digits(value)} {unit}"
+    for unit in ("kB", "MB", "GB", "TB"):
         value /= 1000
-    return f"{_three_digits(value)} {_DECIMAL[-1]}"
+        if abs(value) < 999.5:
+            return f"{_three_digits(value)} {unit}"
+    return f"{_three_digits(value / 1000)} PB"
 
 
 def parse_bytes(text: str | int) -> int:
-    """Return the bytes that a text such as ``256MiB``, ``4 GB`` or ``1024`` means.
+    """Return the bytes that a text such as ``256MiB``, ``4 GB`` or ``1024`` stands for.
 
     Raises
     ------
     UsageError
-        If the text is no byte count, or a negative one.
+        If the text is not a byte count.
+
+    Examples
+    --------
+    >>> parse_bytes("256MiB")
+    268435456
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
-    factor = _FACTORS.get(match.group(2).lower()) if match else None
-    if match is None or factor is None:
-        raise UsageError(f"{text!r} is not a size", remedy="write a number with a unit, for example 256MiB or 4GB")
-    return int(float(match.group(1)) * factor)
+    return int(_parse(str(text), _BYTES, "a size", "256MiB or 4GB"))
 
 
 def format_rate(count: float, seconds: float) -> str:
@@ -47,7 +64,7 @@ def format_rate(count: float, seconds: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a duration as a person reads it: ``850 us``, ``12.3 ms``, ``4.56 s``, ``3 min 05 s``, ``2 h 10 min``."""
+    """Return a duration as ``850 us``, ``12.3 ms``, ``4.56 s``, ``3 min 05 s`` or ``2 h 10 min``."""
     if seconds < 0.9995e-3:
         return f"{seconds * 1e6:.0f} us"
     if seconds < 0.9995:
@@ -60,39 +77,31 @@ def format_seconds(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-def _three_digits(value: float) -> str:
-    if abs(value) >= 99.95:
-        return f"{value:.0f}"
-    return f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"
-
-
-_SECONDS = {
-    "": 1.0,
-    "ms": 1e-3,
-    "s": 1.0,
-    "sec": 1.0,
-    "m": 60.0,
-    "min": 60.0,
-    "h": 3600.0,
-    "hour": 3600.0,
-    "d": 86400.0,
-    "day": 86400.0,
-    "w": 604800.0,
-    "week": 604800.0,
-}
-
-
 def parse_seconds(text: str | float) -> float:
-    """Return the seconds that a text such as ``90s``, ``10min``, ``2h``, ``1d`` or a number means.
+    """Return the seconds that a text such as ``90s``, ``10min``, ``2 hours``, ``1d`` or a number stands for.
 
     Raises
     ------
     UsageError
-        If it is no duration, or a negative one.
+        If the text is not a duration.
+
+    Examples
+    --------
+    >>> parse_seconds("10min")
+    600.0
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
-    unit = match.group(2).lower() if match else ""
-    factor = _SECONDS.get(unit, _SECONDS.get(unit.removesuffix("s")))
+    return _parse(str(text), _SECONDS, "a duration", "90s or 10min")
+
+
+def _parse(text: str, factors: Mapping[str, float], kind: str, example: str) -> float:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    factor = factors.get(match[2].lower()) if match else None
     if match is None or factor is None:
-        raise UsageError(f"{text!r} is not a duration", remedy="write a number with a unit, for example 90s or 10min")
-    return float(match.group(1)) * factor
+        raise UsageError(f"{text!r} is not {kind}", remedy=f"write a number with a unit, for example {example}")
+    return float(match[1]) * factor
+
+
+def _three_digits(value: float) -> str:
+    if abs(value) >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"

@@ -124,7 +124,7 @@ class TestPaths:
 
     def test_no_suggestion_for_a_name_unlike_all_others(self, first: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["ls", str(first), "zzz"]) == 2
-        assert capsys.readouterr().err.splitlines()[1] == "its names are such as 'model.wte.weight'"
+        assert capsys.readouterr().err.splitlines()[1] == "its names look like 'model.wte.weight'"
 
 
 class TestFolders:

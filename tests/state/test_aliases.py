@@ -1,4 +1,4 @@
-"""Shared storage: found, stored once, shared again; hostile views refused."""
+"""Shared storage is stored once and shared again; hostile views are refused."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_identical_views_out_of_order_are_one_object() -> None:
         "misaligned",
     ],
 )
-def test_what_is_stored_separately(state: Any) -> None:
+def test_leaves_that_are_stored_separately(state: Any) -> None:
     flat = flatten(state)
     assert not flat.aliases
     assert len(flat.leaves) == 2
@@ -188,7 +188,7 @@ def test_views_outside_the_base_are_refused(alias: Alias) -> None:
         make_view(np.zeros((2, 3)), alias)
 
 
-def test_views_that_torch_or_the_layout_cannot_have() -> None:
+def test_impossible_views_are_refused() -> None:
     backwards = Alias("b", 2, (3,), (-1,))
     assert make_view(np.arange(6.0), backwards).tolist() == [2, 1, 0]
     with pytest.raises(ValueError, match="negative"):

@@ -1,4 +1,4 @@
-"""A leaf's bytes: every dtype, every layout, any range, little memory."""
+"""The bytes of a leaf: every dtype, layout and range, without a copy of the tensor."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_one_element_with_a_stride_is_dense() -> None:
         assert view.tobytes() == leaf_bytes(value)
 
 
-def test_gradients_are_no_obstacle() -> None:
+def test_tensors_that_track_gradients_are_read_and_written() -> None:
     weight = torch.nn.Parameter(torch.zeros(2, 3))
     leaf = leaf_of(weight)
     assert (leaf.kind, leaf.requires_grad) == ("parameter", True)
@@ -126,7 +126,7 @@ def test_read_only_arrays_are_read_but_not_written() -> None:
         leaf.write(0, 8, np.zeros(8, np.uint8))
 
 
-def test_what_is_writable() -> None:
+def test_writable_layouts() -> None:
     base = torch.zeros(4, 5)
     assert all(leaf_of(t).writable for t in (base, base.T, base[::2, ::3], base[:0], torch.zeros(()), base[:, :1]))
     assert leaf_of(np.zeros((3, 4))[::-1].T).writable
@@ -136,7 +136,7 @@ def test_what_is_writable() -> None:
 
 
 @pytest.mark.parametrize(("start", "stop", "size"), [(1, 4, 3), (0, 4, 8), (8, 4, 0), (0, 48, 48), (-4, 0, 4)])
-def test_ranges_that_make_no_sense(start: int, stop: int, size: int) -> None:
+def test_invalid_ranges_are_refused(start: int, stop: int, size: int) -> None:
     leaf = leaf_of(torch.zeros(2, 5).T)
     with pytest.raises(ValueError, match="do not fit"):
         leaf.read(start, stop, np.empty(size, np.uint8))
@@ -186,7 +186,7 @@ def test_memory_maps_are_arrays(tmp_path: Any) -> None:
     assert stream(leaf) == np.full((2, 2), 3, np.float32).tobytes()
 
 
-def test_other_values_are_no_leaves() -> None:
+def test_other_values_are_not_leaves() -> None:
     assert [
         Leaf.of("x", value) for value in (1, 1.5, "a", None, [torch.zeros(1)], np.dtype("f4"), torch.Size([1]))
     ] == [None] * 7
@@ -238,7 +238,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("make", "message", "remedy"), REFUSED.values(), ids=REFUSED)
-def test_refusals_name_the_key_and_the_way_out(make: Any, message: str, remedy: str) -> None:
+def test_each_unsupported_array_is_refused_with_its_key_and_a_remedy(make: Any, message: str, remedy: str) -> None:
     with pytest.raises(UnsupportedLeafError) as caught:
         Leaf.of("model.weight", make())
     assert str(caught.value).startswith("key 'model.weight': ")
@@ -253,7 +253,7 @@ def test_numpy_synonyms_have_the_same_dtype() -> None:
     assert leaf_of(np.zeros(1, ml_dtypes.bfloat16)).dtype is BY_NAME["bfloat16"]
 
 
-def test_allocation_refuses_what_cannot_be() -> None:
+def test_impossible_allocations_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="torch has no dtype int4"):
         allocate("tensor", BY_NAME["int4"], (2,))
     with pytest.raises(UnsupportedError, match="numpy has no dtype complex32"):

@@ -1,4 +1,4 @@
-"""Names of leaves, parts and files; selection."""
+"""Names of leaves, parts and files, and selection by glob."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ def test_loose_tensors_beside_a_model_are_the_part_top() -> None:
     assert parts(both)["scale"] == ("top_", "scale")
 
 
-def test_a_state_that_is_no_dict_is_one_part() -> None:
+def test_a_state_that_is_not_a_dict_is_one_part() -> None:
     assert parts([t(), {"a": t()}]) == {"0": ("model", "0"), "1.a": ("model", "1.a")}
     assert parts(t()) == {"tensor": ("model", "tensor")}
 
 
-def test_parts_of_equal_text_are_told_apart() -> None:
+def test_parts_of_equal_text_get_different_names() -> None:
     assert parts({1: {"w": t()}, "1": {"w": t()}}) == {"%i1.w": ("%i1", "w"), "1.w": ("1", "w")}
     clash = {"a.b": {"c": {"d": t()}, "c.d": t(), "c%2Ed": t()}}
     assert names(clash)
@@ -115,14 +115,14 @@ def test_file_stems(part: str, stem: str) -> None:
     assert part_file_stem(part) == stem
 
 
-def test_long_stems_are_cut_and_stay_distinct() -> None:
+def test_long_stems_are_truncated_and_remain_distinct() -> None:
     long = ["ä" * 100, "ä" * 99 + "a", "x" * 101]
     stems = part_file_stems(long)
     assert all(len(stem) <= 100 and set(stem) <= set("%-_") | set(map(chr, range(48, 123))) for stem in stems.values())
     assert len(set(stems.values())) == 3
 
 
-def test_stems_differ_in_more_than_case() -> None:
+def test_stems_are_unique_without_case() -> None:
     stems = part_file_stems(["Model", "model", "other"])
     assert stems["other"] == "other"
     assert len({stem.lower() for stem in stems.values()}) == 3
@@ -152,7 +152,7 @@ def test_selection(patterns: object, chosen: list[str]) -> None:
         ("model.a.wieght", "'model.a.weight'"),
         ("model", "'model.*'"),
         ("MODEL.*", "model."),
-        ("zzz", "its names are such as"),
+        ("zzz", "its names look like"),
     ],
 )
 def test_a_pattern_that_matches_nothing_is_an_error(pattern: str, hint: str) -> None:
@@ -161,7 +161,7 @@ def test_a_pattern_that_matches_nothing_is_an_error(pattern: str, hint: str) -> 
     assert hint in str(caught.value.remedy)
 
 
-def test_nothing_to_select_from() -> None:
+def test_selection_from_a_checkpoint_without_tensors() -> None:
     with pytest.raises(UsageError, match="the checkpoint has no tensors"):
         select([], "*")
 
@@ -171,5 +171,5 @@ def test_many_exact_names_are_looked_up() -> None:
     begin = time.perf_counter()
     assert select(candidates, candidates) == candidates
     assert time.perf_counter() - begin < 2
-    # A name that is a glob, too, is both.
+    # A name that is also a glob matches as both.
     assert select(["odd[1]", "odd1", "odd2"], "odd[1]") == ["odd[1]", "odd1"]

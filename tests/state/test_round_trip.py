@@ -1,4 +1,4 @@
-"""What holds for every state, every layout and every skeleton."""
+"""Properties of every state, layout and skeleton."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def reload(flat: Any) -> Any:
 
 @slow_data
 @given(strategies.states)
-def test_every_state_comes_back(state: Any) -> None:
+def test_every_state_round_trips(state: Any) -> None:
     flat = flatten(state)
     assert difference(state, reload(flat)) is None
     specs = leaf_specs(flat.skeleton)
@@ -53,7 +53,7 @@ def test_every_state_comes_back(state: Any) -> None:
 
 @slow_data
 @given(strategies.leaves, st.data())
-def test_shared_views_come_back_shared(value: Any, data: st.DataObject) -> None:
+def test_shared_views_are_shared_again(value: Any, data: st.DataObject) -> None:
     twice = [value, value]
     shrink = data.draw(st.booleans())
     if shrink and value.ndim and value.shape[0] and not isinstance(value, np.generic):
@@ -97,7 +97,7 @@ json_values = st.recursive(
 
 
 def read_or_refused(skeleton: Any) -> str:
-    """Say what became of hostile input; anything but the errors that readers expect comes out."""
+    """Decode hostile input; errors other than those that readers expect are raised."""
     try:
         specs = leaf_specs(skeleton)
     except ValueError:

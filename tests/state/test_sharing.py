@@ -1,4 +1,4 @@
-"""Filling tensors that share memory, from checkpoints whose tensors share storage, in every pattern."""
+"""Loading into tensors that share memory, from checkpoints whose tensors share storage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LENGTH = 12
 
 @st.composite
 def layouts(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
-    """Draw which of two buffers, where in it, and with which strides a tensor lies."""
+    """Draw the buffer (of two), the offset and the strides of a tensor."""
     dense = {1: (1,), 2: (shape[-1], 1)}[len(shape)]
     others = {1: [(2,), (0,)], 2: [(1, shape[0]), (0, 1), (4, 1), (2, 4)]}[len(shape)]
     strides = draw(st.sampled_from([dense, dense, dense, *others]))
@@ -57,7 +57,7 @@ def build(
 
 @settings(deadline=None, max_examples=150)
 @given(patterns(), st.none() | patterns(), st.sets(st.sampled_from(list(SHAPES)), min_size=2), st.data())
-def test_all_is_as_saved_or_nothing_was_touched(saved: Any, given_: Any, names: set[str], data: st.DataObject) -> None:
+def test_a_load_restores_all_or_changes_nothing(saved: Any, given_: Any, names: set[str], data: st.DataObject) -> None:
     state, _ = build(saved, names, None)
     target, buffers = build(given_ or saved, names, -1.0)
     select = data.draw(st.none() | st.lists(st.sampled_from(sorted(names)), min_size=1))
@@ -94,12 +94,12 @@ def extent(tensor: torch.Tensor) -> Any:
 
 @settings(deadline=None, max_examples=150)
 @given(patterns(), patterns())
-def test_conflicts_are_found_wherever_values_would_be_torn(saved: Any, given_: Any) -> None:
+def test_every_sharing_conflict_is_found(saved: Any, given_: Any) -> None:
     flat = flatten(build(saved, SHAPES, None)[0])
     places = {name: flat.aliases.get(name) or full_view(name, SHAPES[name]) for name in SHAPES}
     target = flatten_all(build(given_, SHAPES, 0.0)[0])
     conflict = sharing_conflict(target, places, set(SHAPES))
-    # The oracle: which saved element each address would hold.
+    # The oracle: the saved element of each address.
     holds: dict[int, set[Any]] = {}
     within = False
     for name, leaf in target.items():

@@ -1,4 +1,4 @@
-"""States apart and together again: every kind of value, every refusal, hostile skeletons."""
+"""Flattening and rebuilding states: every kind of value, every refusal, hostile skeletons."""
 
 from __future__ import annotations
 
@@ -124,12 +124,12 @@ NAN = struct.unpack("<d", struct.pack("<Q", 0xFFF0_0000_0000_BEEF))[0]
     ],
     ids=lambda state: type(state).__name__,
 )
-def test_values_come_back_as_they_were(state: Any) -> None:
+def test_every_value_round_trips(state: Any) -> None:
     assert_round_trip(state)
     assert_round_trip({"a": [state]})
 
 
-def test_enum_members_are_the_very_members() -> None:
+def test_enum_members_round_trip_to_the_same_objects() -> None:
     assert round_trip(Color.BLUE) is Color.BLUE
 
 
@@ -150,7 +150,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_training_state_comes_back_and_is_accepted(make: Any) -> None:
+def test_optimizer_states_round_trip_and_load(make: Any) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     optimizer = make(list(model.parameters()))
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
@@ -282,7 +282,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
 
 
 @pytest.mark.parametrize(("value", "message", "remedy"), REFUSED.values(), ids=REFUSED)
-def test_refusals_name_the_key_and_the_way_out(value: Any, message: str, remedy: str) -> None:
+def test_each_unsupported_value_is_refused_with_its_key_and_a_remedy(value: Any, message: str, remedy: str) -> None:
     with pytest.raises(UnsupportedLeafError) as caught:
         flatten({"model": torch.zeros(1), "trainer": [0, {"callbacks": value, "later": object()}]})
     assert str(caught.value).startswith("key 'trainer.1.callbacks")
@@ -292,7 +292,7 @@ def test_refusals_name_the_key_and_the_way_out(value: Any, message: str, remedy:
     str(caught.value).encode()
 
 
-def test_a_refused_top_is_named_too() -> None:
+def test_an_unsupported_state_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedLeafError, match="the whole state"):
         flatten(object())
 
@@ -310,7 +310,7 @@ def nested(depth: int) -> Any:
     return state
 
 
-def test_nesting_has_a_limit() -> None:
+def test_nesting_deeper_than_the_limit_is_refused() -> None:
     assert_round_trip(nested(MAX_DEPTH))
     with pytest.raises(UnsupportedLeafError, match=r"key '0\.0\.0\.0': .*deeper than 128"):
         flatten(nested(MAX_DEPTH + 1))
@@ -425,25 +425,25 @@ def test_malformed_skeletons_are_value_errors(skeleton: Any) -> None:
         ({"tensor": "b"}, torch.zeros(1)),
     ],
 )
-def test_data_that_does_not_fit_the_skeleton(node: Any, value: Any) -> None:
+def test_data_that_does_not_match_the_skeleton_is_refused(node: Any, value: Any) -> None:
     with pytest.raises(ValueError, match=r"leaf '[ab]'"):
         unflatten(node, {"a": value})
 
 
-def test_existing_parameters_are_taken_as_they_are() -> None:
+def test_existing_parameters_are_used_unchanged() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     assert unflatten({"parameter": "a"}, {"a": weight}) is weight
     assert type(unflatten({"tensor": "a"}, {"a": weight})) is torch.Tensor
 
 
-def test_classes_that_this_process_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unregistered_classes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     skeleton = flatten({"s": Settings(1.0, torch.ones(1)), "c": Color.RED}).skeleton
     assert list(leaf_specs(skeleton)) == ["s.weight"]
     monkeypatch.setattr(registry, "_CLASSES", {})
     assert list(leaf_specs(skeleton)) == ["s.weight"]
     with pytest.raises(UnsupportedError) as caught:
         unflatten(skeleton, {"s.weight": torch.ones(1)}, path="ckpt/step-1")
-    assert str(caught.value).startswith(f"ckpt/step-1: the state holds a {__name__}:Settings")
+    assert str(caught.value).startswith(f"ckpt/step-1: the state contains a {__name__}:Settings")
     assert "tensorkeep.register(Settings)" in str(caught.value.remedy)
 
 
@@ -458,7 +458,7 @@ def test_classes_that_this_process_does_not_know(monkeypatch: pytest.MonkeyPatch
         {"enum": [f"{__name__}:Mode", 64]},
     ],
 )
-def test_classes_that_have_changed(node: Any) -> None:
+def test_changed_classes_are_refused(node: Any) -> None:
     leaf_specs(node)
     with pytest.raises(UnsupportedError, match=__name__):
         unflatten(node, {})
@@ -515,7 +515,7 @@ SKELETON = {
         (list(leaf_specs(SKELETON)), SKELETON["dict"]),
     ],
 )
-def test_pruning(selected: list[str], expected: Any) -> None:
+def test_pruning_keeps_the_selected_leaves(selected: list[str], expected: Any) -> None:
     pruned: Any = prune(SKELETON, selected)
     assert list(leaf_specs(pruned)) == [name for name in leaf_specs(SKELETON) if name in selected]
     if selected == ["list.0"]:

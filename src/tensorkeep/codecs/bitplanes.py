@@ -58,17 +58,7 @@ def as_words(raw: Bytes, width: int) -> Words:
 
 
 def split(words: Words, planes: Sequence[Bytes], layout: int, scratch: Scratch) -> None:
-    """Write each byte of the words to its plane.
-
-    Parameters
-    ----------
-    words : uint8, uint16, uint32 or uint64 array, shape (n,)
-    planes : sequence of uint8 arrays, shape (n,), one for each byte of a word
-    layout : int
-        ``BYTES``, or ``EXPONENT`` for words of two bytes or more.
-    scratch : Scratch
-        For at least n elements.
-    """
+    """Write byte k of each of n words to plane k; ``EXPONENT`` needs words of two bytes or more."""
     width = words.itemsize
     if width == 1:
         np.copyto(planes[0], words)
@@ -88,7 +78,7 @@ def split(words: Words, planes: Sequence[Bytes], layout: int, scratch: Scratch) 
 
 
 def merge(planes: Sequence[Bytes], words: Words, layout: int, scratch: Scratch) -> None:
-    """Fill the words from their planes: the inverse of ``split``, with the same shapes, dtypes and layouts."""
+    """Fill the words from their planes: the inverse of ``split``."""
     width = words.itemsize
     if width == 1:
         np.copyto(words, planes[0])

@@ -38,20 +38,7 @@ def bound(nbytes: int) -> int:
 
 
 def choose(block: Bytes, dtype: DType) -> Codec:
-    """Return the codec that is expected to shrink a block most, at the speed of a disk.
-
-    Parameters
-    ----------
-    block : uint8 array, shape (n,)
-        Raw bytes, in C order.
-    dtype : DType
-        The type of the elements.
-
-    Returns
-    -------
-    Codec
-        ``planes``, ``zstd`` or ``raw``.
-    """
+    """Return the codec (``planes``, ``zstd`` or ``raw``) that is expected to shrink a block most, at disk speed."""
     if block.size < _TINY:
         return raw.CODEC
     if block.size <= _SMALL:

@@ -76,19 +76,8 @@ def zstd_bound(nbytes: int) -> int:
 def check_frame(frame: Bytes, content: int, *, window: int) -> None:
     """Check a frame's header before anything is decoded or allocated.
 
-    Parameters
-    ----------
-    frame : uint8 array, shape (n,)
-        Begins with a Zstandard frame.
-    content : int
-        The content size that it must declare.
-    window : int
-        The maximum window that it may need, unless the window is as long as the content.
-
-    Raises
-    ------
-    CodecError
-        If the header is damaged, or declares anything else or a dictionary.
+    It must declare a size of ``content`` bytes, no dictionary, and a window of at most ``window`` bytes or its content;
+    otherwise, or if it is damaged, CodecError is raised.
     """
     # Skippable frames declare a length, too, but decode to nothing.
     if frame[: len(zstandard.FRAME_HEADER)].tobytes() != zstandard.FRAME_HEADER:

@@ -142,26 +142,12 @@ def make_view(base: Array, alias: Alias) -> Array:
 
 
 class Extent(NamedTuple):
-    """The memory of a leaf that is not empty.
+    """The memory of a leaf that is not empty, in bytes; all elements are at the addresses [low, high)."""
 
-    Attributes
-    ----------
-    device : str
-        ``"cpu"`` for tensors of the CPU and numpy arrays alike.
-    low, high : int
-        All elements lie at the addresses [low, high).
-    origin : int
-        Address of the first element in C order.
-    shape, strides : tuple of int
-        Lengths of the dimensions, and their steps in bytes.
-    itemsize : int
-        Bytes of one element.
-    """
-
-    device: str
+    device: str  # "cpu" for numpy arrays, too
     low: int
     high: int
-    origin: int
+    origin: int  # of the first element in C order
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     itemsize: int
@@ -254,42 +240,25 @@ def _aliases_in(group: list[_Candidate]) -> dict[int, tuple[str, Alias]]:
 # Loading into existing memory: whether it is shared as in the checkpoint
 
 
-class _Placed(NamedTuple):
-    name: str
-    extent: Extent
-    mapping: Hashable
-
-
 def sharing_conflict(
     leaves: Mapping[str, Leaf], saved: Mapping[str, Alias], chosen: Collection[str]
 ) -> tuple[str, str] | None:
     """Return two leaves that share memory although the checkpoint has different elements there, or None.
 
-    Parameters
-    ----------
-    leaves : mapping of str to Leaf
-        Leaves in memory.
-    saved : mapping of str to Alias
-        For each leaf that has the checkpoint's shape and dtype: which elements of which stored leaf it is.
-    chosen : collection of str
-        The leaves that will be overwritten; sharing among the others is ignored.
+    ``saved`` has the elements that each leaf has in the checkpoint, if it has the shape and dtype saved there. Sharing
+    among leaves that are not ``chosen``, and so not overwritten, is ignored.
     """
-    placed = []
-    for name, leaf in leaves.items():
-        if leaf.nbytes:
-            extent = extent_of(leaf)
-            placed.append(_Placed(name, extent, _mapping(leaf, extent, saved.get(name))))
+    extents = {name: extent_of(leaf) for name, leaf in leaves.items() if leaf.nbytes}
+    mappings = {name: _mapping(leaves[name], extent, saved.get(name)) for name, extent in extents.items()}
     # Swept by address: only leaves that begin before another ends can share with it.
-    overlapping: list[_Placed] = []
-    for one in sorted(placed, key=lambda p: (p.extent.device, p.extent.low)):
-        overlapping = [
-            p for p in overlapping if p.extent.device == one.extent.device and p.extent.high > one.extent.low
-        ]
+    overlapping: list[str] = []
+    for name, extent in sorted(extents.items(), key=lambda item: (item[1].device, item[1].low)):
+        overlapping = [o for o in overlapping if extents[o].device == extent.device and extents[o].high > extent.low]
         for other in overlapping:
-            written = one.name in chosen or other.name in chosen
-            if written and one.mapping != other.mapping and share_elements(one.extent, other.extent):
-                return other.name, one.name
-        overlapping.append(one)
+            written = name in chosen or other in chosen
+            if written and mappings[name] != mappings[other] and share_elements(extent, extents[other]):
+                return other, name
+        overlapping.append(name)
     return None
 
 

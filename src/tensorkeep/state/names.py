@@ -1,10 +1,10 @@
 """Names: the dotted path of each leaf, the part of the checkpoint that it belongs to, and selection by glob.
 
-Keys are joined with dots as they are, so that a plain ``state_dict`` keeps the names that other tools look for. Only a
-path whose name would be ambiguous (``{"a": {"b": t}, "a.b": u}``, ``{1: t, "1": u}``), empty in a place, or reserved is
-escaped: ``.``, ``%`` and NUL become ``%2E``, ``%25`` and ``%00`` within a key, an empty key ``%``, and keys that are no
-strings ``%i1``, ``%True``, ``%None``, ``%r1%2E5``. The skeleton holds the true keys, so nothing is ever parsed back.
-Names depend on the set of paths only, not on their order.
+Keys are joined by dots, so that a plain ``state_dict`` keeps the names that other tools expect. Only a path whose name
+would be ambiguous (``{"a": {"b": t}, "a.b": u}``, ``{1: t, "1": u}``), reserved, or has an empty key is escaped: within
+a key ``.``, ``%`` and NUL become ``%2E``, ``%25`` and ``%00``; an empty key becomes ``%``; keys that are not strings
+become ``%i1``, ``%True``, ``%None``, ``%r1%2E5``. Names are never parsed back, because the skeleton has the keys. They
+depend only on the set of paths, not on its order.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fnmatch import fnmatchcase
 from tensorkeep.errors import UsageError
 
 Key = str | int | float | None
-"""A key of a dict, a field, or the place in a list (``bool`` is among the ints)."""
+"""A key of a dict, a field, or an index of a list (``bool`` is an int)."""
 
 Path = tuple[Key, ...]
 
 BARE_NAME = "tensor"
-"""The name of a tensor that is the whole state."""
+"""The name of the tensor if it is the whole state."""
 
 DEFAULT_PART = "model"
 _RESERVED = "__metadata__"
@@ -34,15 +34,15 @@ _MAGIC = re.compile(r"[*?[]")
 
 
 def key_text(key: Key) -> str:
-    """Return a key as it stands in a name that needs no escaping."""
+    """Return a key as it is in a name without escapes."""
     if isinstance(key, str):
         return key
-    # Python refuses to print very long integers in decimal.
+    # Python refuses to format very long integers in decimal.
     return hex(key) if isinstance(key, int) and abs(key) >= _LONG_INTEGER else repr(key)
 
 
 def display(path: Path) -> str:
-    """Return a path for an error message, printable whatever the keys hold."""
+    """Return a path for an error message, printable for all keys."""
     text = ".".join(map(key_text, path)) or "(the whole state)"
     return text.encode("utf-8", "backslashreplace").decode()
 
@@ -58,8 +58,13 @@ def assign_names(paths: Sequence[Path]) -> list[str]:
     Returns
     -------
     list of str
-        In the same order; without NUL, never empty, never ``__metadata__``, and still unique without the first key
-        among those that share it.
+        In the same order; without NUL, never empty or ``__metadata__``. Names that share their first key are unique
+        without it, too.
+
+    Examples
+    --------
+    >>> assign_names([("model", "w"), ("model", "a.b"), ("model", "a", "b")])
+    ['model.w', 'model.a%2Eb', 'model.a.b']
     """
     if list(paths) == [()]:
         return [BARE_NAME]
@@ -80,14 +85,13 @@ def assign_names(paths: Sequence[Path]) -> list[str]:
 def assign_parts(paths: Sequence[Path], names: Sequence[str], *, is_dict: bool) -> dict[str, tuple[str, str]]:
     """Return each leaf's part and its name relative to the part.
 
-    The containers at the top of the state are its parts, called by their keys; tensors that lie directly at the top
-    form the part ``model``, or ``top`` where a container of that name has tensors itself. A state that is no dict is
-    one part, ``model``.
+    Each container at the top of the state is a part, named by its key. Tensors directly at the top form the part
+    ``model``, or ``top`` if there is a container ``model``. A state that is not a dict is one part, ``model``.
 
     Parameters
     ----------
     paths, names : sequence
-        As given to, and returned by, `assign_names`.
+        The argument and the result of `assign_names`.
     is_dict : bool
         Whether the state is a dict.
 
@@ -113,10 +117,10 @@ def assign_parts(paths: Sequence[Path], names: Sequence[str], *, is_dict: bool) 
 
 
 def part_file_stem(part: str) -> str:
-    """Return a safe file name, without suffix, for a part alone; `part_file_stems` for several.
+    """Return a safe file name, without suffix, for one part; see `part_file_stems` for several.
 
-    Letters, digits, ``_`` and ``-`` stay, all else is percent-encoded; at most 100 bytes; never ``manifest``, and
-    never what a numbered file of another part is called.
+    Letters, digits, ``_`` and ``-`` are kept, everything else is percent-encoded. The name has at most 100 bytes, and
+    is never ``manifest`` or that of a numbered file of another part.
     """
     kept = re.sub(r"[^A-Za-z0-9_-]", lambda match: "".join(f"%{byte:02X}" for byte in match[0].encode()), part)
     stem = re.sub(r"-(\d+)-of-(\d+)$", r"%2D\1%2Dof%2D\2", kept) or "%"
@@ -126,26 +130,31 @@ def part_file_stem(part: str) -> str:
 
 
 def part_file_stems(parts: Iterable[str]) -> dict[str, str]:
-    """Return the file name of each part, without suffix, unique on file systems that ignore case, too."""
+    """Return the file name of each part, without suffix, also unique on file systems that ignore case."""
     stems = {part: part_file_stem(part) for part in parts}
     counts = Counter(stem.lower() for stem in stems.values())
     return {part: stem if counts[stem.lower()] == 1 else _marked(stem, part) for part, stem in stems.items()}
 
 
 def select(names: Iterable[str], patterns: str | Iterable[str]) -> list[str]:
-    """Return the names that match at least one glob, in their order.
+    """Return the names that match at least one pattern, in their order.
 
     Parameters
     ----------
     names : iterable of str
         The names to choose from.
     patterns : str or iterable of str
-        Globs on the whole name, case-sensitive (``*`` crosses dots), or exact names.
+        Exact names, or globs on the whole name, case-sensitive; ``*`` matches dots, too.
 
     Raises
     ------
     UsageError
         If a pattern matches nothing.
+
+    Examples
+    --------
+    >>> select(["model.w", "model.b", "step"], "model.*")
+    ['model.w', 'model.b']
     """
     candidates = list(names)
     known = set(candidates)
@@ -166,7 +175,7 @@ def _nearest(names: list[str], pattern: str) -> str:
     if any(name.startswith(f"{pattern}.") for name in names):
         return f"did you mean {pattern + '.*'!r}?"
     near = difflib.get_close_matches(pattern, names, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"its names are such as {names[0]!r}"
+    return f"did you mean {near[0]!r}?" if near else f"its names look like {names[0]!r}"
 
 
 def _is_natural(path: Path) -> bool:
@@ -189,7 +198,7 @@ def _escape(key: Key) -> str:
 
 
 def _distinct(key: Key) -> tuple[type, str]:
-    """Return what tells ``1``, ``"1"``, ``1.0`` and ``True`` apart."""
+    """Return a value that differs for ``1``, ``"1"``, ``1.0`` and ``True``."""
     return type(key), key_text(key)
 
 

@@ -1,7 +1,7 @@
-"""The classes that a state may hold besides Python's own: dataclasses, enums and named tuples of the user.
+"""The user's classes that a state may contain: dataclasses, enums and named tuples.
 
-A file names a class; only a class that this process has registered under that name is ever made, so no file can make
-the process import or run anything.
+A file has only the name of a class. Only a class that this process has registered under that name is instantiated, so
+no file can make the process import or run anything.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _NAMES: dict[type, str] = {}
 
 
 def register(cls: Class) -> Class:
-    """Let states hold instances of a dataclass, an enum or a named tuple; usable as a decorator.
+    """Allow states to contain instances of a dataclass, an enum or a named tuple; usable as a decorator.
 
     The class is saved as ``module:qualified name`` and must be registered under the same name in the process that
-    loads. Of a dataclass the fields are saved and set again without calling ``__init__`` or ``__post_init__``.
+    loads. The fields of a dataclass are restored without calling ``__init__`` or ``__post_init__``.
 
     Parameters
     ----------
     cls : type
-        The class.
+        A dataclass, an enum or a named tuple.
 
     Returns
     -------
@@ -37,23 +37,31 @@ def register(cls: Class) -> Class:
     Raises
     ------
     UsageError
-        If it is neither a dataclass, an enum nor a named tuple.
+        If it is another kind of class, or an abstract dataclass.
+
+    Examples
+    --------
+    >>> @register
+    ... @dataclasses.dataclass
+    ... class Schedule:
+    ...     warmup: int
+    ...     peak: float
     """
     if not isinstance(cls, type) or not (
         dataclasses.is_dataclass(cls) or issubclass(cls, enum.Enum) or is_namedtuple(cls)
     ):
         raise UsageError(
             f"{cls!r} cannot be registered",
-            remedy="register a dataclass, an enum or a named tuple; of other objects save their state_dict()",
+            remedy="register a dataclass, an enum or a named tuple; save the state_dict() of other objects",
         )
     if dataclasses.is_dataclass(cls):
         try:
             object.__new__(cls)
         except TypeError as error:
             raise UsageError(
-                f"{cls.__name__} cannot be registered: {error}", remedy="register a concrete dataclass of its own"
+                f"{cls.__name__} cannot be registered: {error}", remedy="register a concrete dataclass"
             ) from None
-    # A module that is reloaded, or a notebook cell run again, replaces its class.
+    # A module that is reloaded, or a notebook cell that is run again, replaces its class.
     name = f"{cls.__module__}:{cls.__qualname__}"
     _CLASSES[name] = cls
     _NAMES[cls] = name
@@ -67,7 +75,7 @@ def is_namedtuple(cls: type) -> bool:
 
 
 def registered_name(cls: type) -> str | None:
-    """Return the name that a class is saved under, or None if it is not registered."""
+    """Return the name under which a class is saved, or None if it is not registered."""
     return _NAMES.get(cls)
 
 
@@ -77,12 +85,12 @@ def registered_class(name: str) -> type[Any]:
     Raises
     ------
     UnsupportedError
-        If this process has registered none.
+        If this process has not registered one.
     """
     if name not in _CLASSES:
         module, _, qualified = name.partition(":")
         raise UnsupportedError(
-            f"the state holds a {name}, which is not registered in this process",
+            f"the state contains a {name}, which is not registered in this process",
             remedy=f"import {qualified} from {module} and call tensorkeep.register({qualified}) before loading",
         )
     return _CLASSES[name]

@@ -1,7 +1,7 @@
-"""Plain values as JSON that loses nothing: each encoder with its decoder.
+"""Plain values as JSON without loss: each encoder with its decoder.
 
-JSON numbers stand for integers below 2**53 only, since programs in other languages read larger ones as floats. The
-decoders take untrusted input and raise nothing but `ValueError`.
+JSON numbers represent integers below 2**53 only, since programs in other languages read larger ones as floats. The
+decoders take untrusted input and raise only `ValueError`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def decode_float(text: object) -> float:
             return value
     elif isinstance(text, str) and len(text) < 40 and _FLOAT.fullmatch(text):
         return float(text)
-    raise ValueError(f"{brief(text)} is no float")
+    raise ValueError(f"{brief(text)} is not a float")
 
 
 def encode_bytes(value: bytes | bytearray) -> str:
@@ -49,7 +49,7 @@ def encode_bytes(value: bytes | bytearray) -> str:
 def decode_bytes(text: object) -> bytes:
     """Inverse of `encode_bytes`."""
     if not isinstance(text, str):
-        raise ValueError(f"{brief(text)} is no base64 text")
+        raise ValueError(f"{brief(text)} is not base64 text")
     return base64.b64decode(text, validate=True)
 
 
@@ -71,28 +71,28 @@ def decode_key(node: object) -> Any:
             return decode_float(node["float"])
         if "int" in node:
             return decode_long_int(node["int"])
-    raise ValueError(f"{brief(node)} is no key")
+    raise ValueError(f"{brief(node)} is not a key")
 
 
 def decode_int(node: object) -> int:
     """Inverse of `encode_int`."""
     value = decode_key(node)
     if type(value) is not int:
-        raise ValueError(f"{brief(node)} is no integer")
+        raise ValueError(f"{brief(node)} is not an integer")
     return value
 
 
 def decode_long_int(text: object) -> int:
-    """Return the integer that a hexadecimal text means."""
+    """Return the integer of a hexadecimal text."""
     if not isinstance(text, str) or not _INTEGER.fullmatch(text):
-        raise ValueError(f"{brief(text)} is no hexadecimal integer")
+        raise ValueError(f"{brief(text)} is not a hexadecimal integer")
     return int(text, 16)
 
 
 def check_text(text: object) -> str:
-    """Return a string that is one, and valid Unicode."""
+    """Return the text if it is a string of valid Unicode."""
     if not isinstance(text, str):
-        raise ValueError(f"{brief(text)} is no text")
+        raise ValueError(f"{brief(text)} is not a string")
     text.encode()  # UnicodeEncodeError, a ValueError, on a lone surrogate.
     return text
 

@@ -11,7 +11,7 @@ import enum
 from collections import Counter, OrderedDict, namedtuple
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -29,20 +29,16 @@ from tensorkeep.state.scalars import (
 )
 from tensorkeep.state.strided import Array
 
+T = TypeVar("T")
+
 MAX_DEPTH = 128
-"""Containers within containers, at most, both when saving and when loading."""
+"""The deepest nesting of containers, both when saving and when loading."""
+
+_AS_SAVED = "register the class as it was when the state was saved"
 
 
 class LeafSpec(NamedTuple):
-    """What a skeleton records of a leaf.
-
-    Attributes
-    ----------
-    kind : str
-        ``"tensor"``, ``"parameter"``, ``"ndarray"`` or ``"npscalar"``.
-    requires_grad : bool
-        Whether it tracks gradients.
-    """
+    """What a skeleton records of a leaf: its kind, and whether it tracks gradients."""
 
     kind: LeafKind
     requires_grad: bool
@@ -56,7 +52,7 @@ class SkeletonReader:
     values : mapping of str to array, or None
         The leaves' data. None only checks the skeleton: leaves and registered objects decode to None.
     as_is : bool
-        Take each value as it is, whatever the skeleton says of it.
+        Use every value unchanged, whatever kind the skeleton records.
 
     Attributes
     ----------
@@ -68,18 +64,10 @@ class SkeletonReader:
         self.leaf_specs: dict[str, LeafSpec] = {}
         self._values = values
         self._as_is = as_is
-        self._made: dict[tuple[int, LeafKind, bool], tuple[Array, Any]] = {}
+        self._finished: dict[tuple[int, LeafSpec], tuple[Array, Any]] = {}
 
     def decode(self, node: object, depth: int = 0) -> Any:
-        """Return a node's value.
-
-        Raises
-        ------
-        ValueError
-            If it is malformed.
-        UnsupportedError
-            If it needs a class that is not registered.
-        """
+        """Return a node's value; raises ValueError or UnsupportedError."""
         if node is None or isinstance(node, bool | int):
             return node
         if isinstance(node, str):
@@ -89,29 +77,27 @@ class SkeletonReader:
         if isinstance(node, list):
             return [self.decode(child, depth + 1) for child in node]
         if not isinstance(node, dict) or not node:
-            raise ValueError(f"{brief(node)} is no node")
+            raise ValueError(f"{brief(node)} is not a node")
         tag = next(iter(node))
         if tag in LEAF_KINDS:
             return self._leaf(node, tag)
-        if tag not in _DECODERS or node.keys() - {tag} - _EXTRAS.get(tag, set()):
-            raise ValueError(f"{brief(node)} is no node")
+        is_ordered = tag in ("ordered", "ordered_items")
+        if tag not in _DECODERS or node.keys() - {tag} - ({"_metadata"} if is_ordered else set()):
+            raise ValueError(f"{brief(node)} is not a node")
         value = _DECODERS[tag](self, node[tag], depth)
-        if tag not in _EXTRAS:
-            return value
-        ordered = OrderedDict(value)
         if "_metadata" in node:
-            ordered._metadata = self.decode(node["_metadata"], depth + 1)  # type: ignore[attr-defined]
-        return ordered
+            value._metadata = self.decode(node["_metadata"], depth + 1)
+        return value
 
     def _leaf(self, node: dict[str, object], kind: LeafKind) -> Any:
         name = check_text(node[kind])
         grad = node.get("requires_grad", kind == "parameter")
         allowed = {kind, "requires_grad"} if kind in ("tensor", "parameter") else {kind}
         if not name or not isinstance(grad, bool) or not node.keys() <= allowed:
-            raise ValueError(f"{brief(node)} is no leaf")
+            raise ValueError(f"{brief(node)} is not a leaf")
         if name in self.leaf_specs:
             raise ValueError(f"two leaves are called {name!r}")
-        self.leaf_specs[name] = LeafSpec(kind, grad)
+        spec = self.leaf_specs[name] = LeafSpec(kind, grad)
         if self._values is None:
             return None
         if name not in self._values:
@@ -119,94 +105,93 @@ class SkeletonReader:
         value = self._values[name]
         if self._as_is:
             return value
-        identity = (id(value), kind, grad)
-        if identity not in self._made:
+        identity = (id(value), spec)
+        if identity not in self._finished:
             # The value is kept, so that no later one can have its id.
-            self._made[identity] = value, _finish(value, name, kind, grad)
-        return self._made[identity][1]
+            self._finished[identity] = value, _finish(value, name, spec)
+        return self._finished[identity][1]
 
     def _tuple(self, body: object, depth: int) -> tuple[Any, ...]:
-        return tuple(self.decode(child, depth + 1) for child in _list(body))
+        return tuple(self.decode(child, depth + 1) for child in _expect(list, body))
 
     def _dict(self, body: object, depth: int) -> dict[str, Any]:
-        return {check_text(key): self.decode(child, depth + 1) for key, child in _object(body).items()}
+        return {check_text(key): self.decode(child, depth + 1) for key, child in _expect(dict, body).items()}
 
     def _items(self, body: object, depth: int) -> dict[Any, Any]:
         result: dict[Any, Any] = {}
-        for key_node, child in map(_pair, _list(body)):
+        for key_node, child in map(_pair, _expect(list, body)):
             key = decode_key(key_node)
             if key in result:
-                raise ValueError(f"the key {brief(key_node)} stands twice in one dict")
+                raise ValueError(f"the key {brief(key_node)} is in one dict twice")
             result[key] = self.decode(child, depth + 1)
         return result
 
     def _namedtuple(self, body: object, depth: int) -> Any:
-        name, fields = _named(body)
-        return namedtuple_class(name, tuple(fields))._make(self._dict(fields, depth).values())
+        name, fields = _pair(body)
+        values = self._dict(fields, depth)
+        return namedtuple_class(check_text(name), tuple(values))._make(values.values())
 
     def _registered(self, body: object, depth: int) -> Any:
-        name, fields = _named(body)
+        name, fields = _pair(body)
+        check_text(name)
         values = self._dict(fields, depth)
         if self._values is None:
             return None
         cls = registered_class(name)
         if is_namedtuple(cls):
-            known = cls._fields
+            names = cls._fields
         elif dataclasses.is_dataclass(cls):
-            known = tuple(field.name for field in dataclasses.fields(cls))
+            names = tuple(field.name for field in dataclasses.fields(cls))
         else:
-            raise UnsupportedError(f"{name} is neither a dataclass nor a named tuple any more")
-        if set(values) != set(known):
+            raise UnsupportedError(f"{name} is no longer a dataclass or a named tuple", remedy=_AS_SAVED)
+        if set(values) != set(names):
             raise UnsupportedError(
-                f"{name} has the fields {', '.join(known)}, but was saved with {', '.join(values)}",
-                remedy="register the class as it was when the state was saved",
+                f"{name} has the fields {', '.join(names)}, but was saved with {', '.join(values)}", remedy=_AS_SAVED
             )
         if is_namedtuple(cls):
-            return cls._make(values[field] for field in known)
-        made = object.__new__(cls)
+            return cls._make(values[field] for field in names)
+        instance = object.__new__(cls)
         for field, value in values.items():
-            object.__setattr__(made, field, value)  # Frozen dataclasses, too.
-        return made
+            object.__setattr__(instance, field, value)  # Also of frozen dataclasses.
+        return instance
 
     def _enum(self, body: object, depth: int) -> Any:
         name, member = _pair(body)
         check_text(name)
-        wanted = check_text(member) if isinstance(member, str) else decode_int(member)
+        key = check_text(member) if isinstance(member, str) else decode_int(member)
         if self._values is None:
             return None
         cls = registered_class(name)
         if not issubclass(cls, enum.Enum):
-            raise UnsupportedError(f"{name} is no enum any more")
-        if isinstance(wanted, str):
-            if wanted not in cls.__members__:
-                raise UnsupportedError(f"{name} has no member {wanted!r}", remedy="register the class as it was")
-            return cls.__members__[wanted]
+            raise UnsupportedError(f"{name} is no longer an enum", remedy=_AS_SAVED)
         try:
-            return cls(wanted)
-        except ValueError:
-            raise UnsupportedError(f"{name} has no value {wanted}", remedy="register the class as it was") from None
+            return cls[key] if isinstance(key, str) else cls(key)
+        except (KeyError, ValueError):
+            raise UnsupportedError(f"{name} has no member {key!r}", remedy=_AS_SAVED) from None
 
 
 @lru_cache(maxsize=256)
 def namedtuple_class(name: str, fields: tuple[str, ...]) -> Any:
-    """Return a named tuple class; ValueError if the names are no identifiers.
+    """Return a named tuple class; ValueError if a name is not an identifier.
 
-    Cached, so that the named tuples of one kind in a state, and of two loads, are of one class.
+    Cached, so that the named tuples of one kind have one class, in one state and in several loads.
     """
     return namedtuple(name, fields)
 
 
-def _finish(value: Array, name: str, kind: LeafKind, grad: bool) -> Any:
+def _finish(value: Array, name: str, spec: LeafSpec) -> Any:
+    """Return a leaf's data as the value that the state had: a scalar, a parameter, a tensor that tracks gradients."""
+    kind, grad = spec
     if kind in ("ndarray", "npscalar"):
         if not isinstance(value, np.ndarray) or (kind == "npscalar" and value.shape):
-            raise ValueError(f"the leaf {name!r} is no {kind}")
+            raise ValueError(f"the data of the leaf {name!r} is not that of a {kind}")
         return value if kind == "ndarray" else value[()]
     import torch
 
     if not isinstance(value, torch.Tensor):
-        raise ValueError(f"the leaf {name!r} is no {kind}")
-    wanted = torch.nn.Parameter if kind == "parameter" else torch.Tensor
-    if type(value) is wanted and value.requires_grad == grad:
+        raise ValueError(f"the data of the leaf {name!r} is not that of a {kind}")
+    cls = torch.nn.Parameter if kind == "parameter" else torch.Tensor
+    if type(value) is cls and value.requires_grad == grad:
         return value
     try:
         if kind == "parameter":
@@ -216,28 +201,17 @@ def _finish(value: Array, name: str, kind: LeafKind, grad: bool) -> Any:
         raise ValueError(f"the leaf {name!r} cannot track gradients: {error}") from None
 
 
-def _list(body: object) -> list[Any]:
-    if not isinstance(body, list):
-        raise ValueError(f"{brief(body)} is no array")
-    return body
-
-
-def _object(body: object) -> dict[str, Any]:
-    if not isinstance(body, dict):
-        raise ValueError(f"{brief(body)} is no object")
+def _expect(cls: type[T], body: object) -> T:
+    if not isinstance(body, cls):
+        raise ValueError(f"{brief(body)} is not a JSON {'array' if cls is list else 'object'}")
     return body
 
 
 def _pair(body: object) -> tuple[Any, Any]:
-    items = _list(body)
+    items = _expect(list, body)
     if len(items) != 2:
-        raise ValueError(f"{brief(body)} is no pair")
+        raise ValueError(f"{brief(body)} is not a pair")
     return items[0], items[1]
-
-
-def _named(body: object) -> tuple[str, dict[str, Any]]:
-    name, fields = _pair(body)
-    return check_text(name), _object(fields)
 
 
 def _complex(body: object) -> complex:
@@ -246,25 +220,25 @@ def _complex(body: object) -> complex:
 
 
 def _range(body: object) -> range:
-    numbers = [decode_int(node) for node in _list(body)]
+    numbers = [decode_int(node) for node in _expect(list, body)]
     if len(numbers) != 3:
-        raise ValueError("a range has three numbers")
+        raise ValueError("a range needs three numbers")
     return range(*numbers)
 
 
 def _set(body: object) -> set[Any]:
-    keys = [decode_key(node) for node in _list(body)]
+    keys = [decode_key(node) for node in _expect(list, body)]
     if len(set(keys)) != len(keys):
-        raise ValueError("an element stands twice in one set")
+        raise ValueError("an element is in one set twice")
     return set(keys)
 
 
 def _size(body: object) -> Any:
     import torch
 
-    lengths = _list(body)
+    lengths = _expect(list, body)
     if not all(type(length) is int and -(2**63) <= length < 2**63 for length in lengths):
-        raise ValueError(f"{brief(body)} is no size")
+        raise ValueError(f"{brief(body)} is not a size")
     return torch.Size(lengths)
 
 
@@ -273,7 +247,7 @@ def _dtype(body: object) -> Any:
 
     found = getattr(torch, check_text(body), None)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{brief(body)} is no torch dtype")
+        raise ValueError(f"{brief(body)} is not a torch dtype")
     return found
 
 
@@ -283,10 +257,8 @@ def _device(body: object) -> Any:
     try:
         return torch.device(check_text(body))
     except RuntimeError:
-        raise ValueError(f"{brief(body)} is no torch device") from None
+        raise ValueError(f"{brief(body)} is not a torch device") from None
 
-
-_EXTRAS = {"ordered": {"_metadata"}, "ordered_items": {"_metadata"}}
 
 _DECODERS: dict[str, Callable[[SkeletonReader, Any, int], Any]] = {
     "int": lambda reader, body, depth: decode_long_int(body),
@@ -305,8 +277,8 @@ _DECODERS: dict[str, Callable[[SkeletonReader, Any, int], Any]] = {
     "dict": SkeletonReader._dict,
     "items": SkeletonReader._items,
     "counter": lambda reader, body, depth: Counter(reader._items(body, depth)),
-    "ordered": SkeletonReader._dict,
-    "ordered_items": SkeletonReader._items,
+    "ordered": lambda reader, body, depth: OrderedDict(reader._dict(body, depth)),
+    "ordered_items": lambda reader, body, depth: OrderedDict(reader._items(body, depth)),
     "namedtuple": SkeletonReader._namedtuple,
     "object": SkeletonReader._registered,
 }

@@ -57,7 +57,7 @@ _KEY_TYPES = (str, int, bool, float, type(None))
 
 
 class FoundLeaf(NamedTuple):
-    """A leaf, the value that it was made of, the keys that lead to it, and its node, which waits for the name."""
+    """A leaf, its value in the state, the keys that lead to it, and its node, which gets the name later."""
 
     path: Path
     leaf: Leaf
@@ -71,20 +71,14 @@ class SkeletonWriter:
     Attributes
     ----------
     found : list of FoundLeaf
-        The leaves met so far, in traversal order.
+        The leaves encoded so far, in traversal order.
     """
 
     def __init__(self) -> None:
         self.found: list[FoundLeaf] = []
 
     def encode(self, value: Any, path: Path) -> Any:
-        """Return a value's node.
-
-        Raises
-        ------
-        UnsupportedLeafError
-            If it, or a value inside, cannot be saved.
-        """
+        """Return a value's node; raises UnsupportedLeafError if it, or a value inside, cannot be saved."""
         encoder = _ENCODERS.get(type(value))
         if encoder is not None:
             return encoder(self, value, path)
@@ -130,7 +124,7 @@ class SkeletonWriter:
             raise UnsupportedLeafError(
                 f"an OrderedDict with the attributes {', '.join(attributes)} cannot be saved",
                 name=display(path),
-                remedy="save them as entries of the state, and dict(x)",
+                remedy="save dict(x), and the attributes as entries of the state",
             )
         return node
 
@@ -154,13 +148,13 @@ class SkeletonWriter:
         name = registered_name(cls)
         if is_namedtuple(cls):
             if name is None:
-                _check_remakable(cls, path)
+                _check_rebuildable(cls, path)
             fields = self._fields(zip(cls._fields, value, strict=True), path)
             return {"object": [name, fields]} if name else {"namedtuple": [cls.__name__, fields]}
         if name is None:
             raise _unsupported(value, path)
         if isinstance(value, enum.Enum):
-            # A combination of flags is no member of its own.
+            # A combination of flags is not a member itself.
             member: object = value.name if value.name in cls.__members__ else encode_int(value.value)
             return {"enum": [name, member]}
         names = [field.name for field in dataclasses.fields(value)]
@@ -217,7 +211,7 @@ def _check_text(text: str, path: Path) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise UnsupportedLeafError(
-            "a string with a lone surrogate is no valid Unicode",
+            "a string with a lone surrogate is not valid Unicode",
             name=display(path),
             remedy="save x.encode('utf-8', 'surrogateescape'), which is bytes",
         ) from None
@@ -234,12 +228,12 @@ def _check_key(key: Key, path: Path) -> None:
         _check_text(key, (*path, key))
 
 
-def _check_remakable(cls: Any, path: Path) -> None:
+def _check_rebuildable(cls: Any, path: Path) -> None:
     try:
         namedtuple_class(cls.__name__, cls._fields)
     except ValueError as error:
         raise UnsupportedLeafError(
-            f"the named tuple {cls.__name__} cannot be made again: {error}",
+            f"the named tuple {cls.__name__} cannot be rebuilt: {error}",
             name=display(path),
             remedy=f"call tensorkeep.register({cls.__name__}) before saving and loading",
         ) from None
@@ -257,5 +251,5 @@ def _unsupported(value: Any, path: Path) -> UnsupportedLeafError:
     elif callable(value):
         remedy = "code cannot be saved: leave it out, or save its name"
     else:
-        remedy = "leave it out, or save what it holds as plain values, tensors and arrays"
+        remedy = "leave it out, or save its contents as plain values, tensors and arrays"
     return UnsupportedLeafError(f"a value of type {name} cannot be saved", name=display(path), remedy=remedy)

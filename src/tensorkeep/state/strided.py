@@ -1,7 +1,7 @@
-"""Strided memory as a stream: the elements of any layout in C order, a range at a time.
+"""Strided memory as a stream: ranges of the elements of any layout, in C order.
 
-A range is gathered by recursion over the leading dimension (the end of a row, whole rows at once, the start of a row),
-so that the extra memory is of the range's size, never of the array's.
+A range is split by recursion over the leading dimension (the end of a row, whole rows, the start of a row), so that
+gathering it needs extra memory of the range's size, not of the array's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Array = Any
 
 
 def may_overlap(shape: Sequence[int], strides: Sequence[int], width: int) -> bool:
-    """Return whether two elements could share memory; exact but for layouts that no slicing produces."""
+    """Return whether two elements could share memory; exact for every layout that slicing produces."""
     if 0 in shape:
         return False
     reach = width
@@ -55,28 +55,25 @@ def slices(array: Array, first: int, last: int) -> Iterator[Array]:
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
-    """Return whether the memory holds other values than the tensor: conjugated or negated on reading."""
+    """Return whether the tensor is conjugated or negated on reading, so that its memory has other values."""
     return tensor.is_conj() or tensor.is_neg()
 
 
 def integer_dtype(itemsize: int) -> torch.dtype | None:
-    """Return torch's integers of that many bytes; there are none of 16."""
+    """Return torch's integer dtype of that many bytes; None for 16."""
     import torch
 
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(itemsize)
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a tensor that copies bit for bit in every layout, on every device, whatever the dtype.
-
-    There are no integers of 16 bytes; complex128 stays as it is.
-    """
+    """Return a view as integers, which is copied bit for bit in every layout, on every device; complex128 as it is."""
     carrier = integer_dtype(tensor.element_size())
     return tensor if carrier is None else tensor.view(carrier)
 
 
 def as_unsigned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return a view of a numpy array that copies bit for bit."""
+    """Return a view of a numpy array that is copied bit for bit."""
     return array.view(f"u{array.itemsize}") if array.itemsize <= 8 else array
 
 

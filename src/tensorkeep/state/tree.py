@@ -178,13 +178,6 @@ def prune(skeleton: object, selected: Collection[str]) -> object:
     takes its place. Plain values, and containers that never had a leaf, remain with the container around them. The top
     of the state always remains.
 
-    Parameters
-    ----------
-    skeleton : object
-        A whole skeleton.
-    selected : collection of str
-        Names of the leaves to keep.
-
     Raises
     ------
     ValueError
@@ -213,24 +206,12 @@ def _prune(node: Any, kept: Collection[str]) -> tuple[Any, bool, bool]:
 
 
 class PlainValue(NamedTuple):
-    """What is in one place of a state.
-
-    Attributes
-    ----------
-    name : str
-        The dotted path.
-    kind : str
-        ``"plain"``, or the kind of leaf or container: ``"tensor"``, ``"list"``, ``"tuple"``...
-    node : object
-        The node of a plain value, which has floats bit for bit; the kind of everything else.
-    is_content : bool
-        Whether its absence elsewhere is a difference: true of plain values and of empty containers.
-    """
+    """What is in one place of a state: a plain value, a leaf or a container."""
 
     name: str
-    kind: str
-    node: Any
-    is_content: bool
+    kind: str  # "plain", "tensor", "list", "tuple"...
+    node: Any  # of a plain value; the kind of everything else
+    is_content: bool  # a plain value or an empty container: its absence elsewhere is a difference
 
     def equals(self, other: PlainValue) -> bool:
         """Return whether two values are the same in type and in every bit."""
@@ -238,17 +219,9 @@ class PlainValue(NamedTuple):
 
 
 def plain_values(skeleton: object) -> dict[tuple[str, ...], PlainValue]:
-    """Return what is in each place of a state, by the keys that lead there.
+    """Return what is in each place of a state with a valid skeleton, by the keys that lead there.
 
-    Parameters
-    ----------
-    skeleton : object
-        A valid skeleton.
-
-    Returns
-    -------
-    dict
-        The keys are in JSON, so that ``1``, ``True`` and ``"1"`` are three, and a key with a dot is not a path.
+    The keys are in JSON, so that ``1``, ``True`` and ``"1"`` differ, and a key with a dot is not a path.
     """
     found: dict[tuple[str, ...], PlainValue] = {}
     _collect(skeleton, (), "", found)
