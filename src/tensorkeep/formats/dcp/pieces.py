@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import os
 import threading
-import zlib
 from dataclasses import dataclass
 from math import prod
 from pickle import UnpicklingError
@@ -24,6 +23,7 @@ from tensorkeep.formats.boxes import box_shape
 from tensorkeep.formats.dcp.inert_pickle import Call, Global, PersistentId, decode
 from tensorkeep.formats.dcp.metadata import Chunk, Location, TensorEntry
 from tensorkeep.formats.decoding import decoding
+from tensorkeep.formats.torch_file.stream import crc32
 from tensorkeep.formats.torch_file.zip_file import PICKLE, TorchZip, restricted_load
 from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import Bytes
@@ -31,7 +31,6 @@ from tensorkeep.state.dtypes import BY_NAME
 
 _DAMAGED = "the bytes on disk are not what was saved: take another checkpoint or copy"
 _LOCAL_HEADER_BYTES = 30
-_CRC_BYTES = 4 * 1024**2
 
 
 class MappedFile:
@@ -119,14 +118,6 @@ class PieceZip:
                 )
 
 
-def crc32(content: Bytes) -> int:
-    """Return the CRC-32 of memory, computed in steps so that other threads can run in between."""
-    crc = 0
-    for start in range(0, len(content), _CRC_BYTES):
-        crc = zlib.crc32(content[start : start + _CRC_BYTES], crc)
-    return crc
-
-
 def load_value(name: str, location: Location, file: MappedFile) -> tuple[Any, int]:
     """Return a plain value, decoded by torch's restricted unpickler, and the length of its pickle.
 
@@ -151,7 +142,7 @@ def load_value(name: str, location: Location, file: MappedFile) -> tuple[Any, in
             name=name,
             remedy="if you trust it, load it with torch.distributed.checkpoint and save tensors and plain values",
         ) from error
-    # Hostile bytes make torch raise almost any type; whatever it is, the value cannot be read.
+    # Hostile bytes make torch raise almost any type.
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0][:200]
         raise CorruptCheckpointError(f"torch cannot read it ({reason})", path=file.path, name=name) from error

@@ -7,7 +7,6 @@ written by one thread. ``.metadata`` is a pickle of DCP's own dataclasses. One r
 from __future__ import annotations
 
 import functools
-import io
 import pickle
 import threading
 import uuid
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, cast
 
 import numpy as np
 import torch
@@ -39,15 +38,14 @@ from tensorkeep.formats.dcp.reader import stored_form
 from tensorkeep.formats.path_items import Item, items_of
 from tensorkeep.formats.sidecar import Sidecar
 from tensorkeep.formats.structure import Structure
+from tensorkeep.formats.torch_file.stream import TorchStream
 from tensorkeep.io import parallel
 from tensorkeep.io.commit import Commit
-from tensorkeep.io.files import DirectFile, write_small
+from tensorkeep.io.files import write_small
 from tensorkeep.state.aliases import Alias, make_view
 from tensorkeep.state.leaf import Leaf, Source, allocate
 from tensorkeep.state.strided import is_lazy
 from tensorkeep.state.tree import Flat
-
-_BUFFER_BYTES = 1024**2
 
 
 def write(
@@ -141,7 +139,7 @@ class _Writer:
         self._meter = meter
 
     def write_file(self, path: Path, items: Sequence[Item]) -> None:
-        with _open_stream(path, self.cancellation) as (stream, file):
+        with TorchStream(path, cancellation=self.cancellation) as stream:
             for item in items:
                 self.cancellation.check()
                 offset = stream.tell()
@@ -151,66 +149,9 @@ class _Writer:
                     self._meter.add(self._tensors.nbytes(item.name))
                 else:
                     torch.save(item.value, cast(IO[bytes], stream))
-                file.raise_failure()
+                stream.raise_failure()
                 self.locations[item.name] = _StorageInfo(path.name, offset, stream.tell() - offset)
-
-
-@contextmanager
-def _open_stream(path: Path, cancellation: parallel.Cancellation) -> Iterator[tuple[io.BufferedWriter[_File], _File]]:
-    """Create a file that is made durable at the end of the block, unless that raises."""
-    file = _File(path, cancellation)
-    try:
-        # Torch's zip writer makes some forty writes of a few bytes for each tensor.
-        stream = io.BufferedWriter(file, _BUFFER_BYTES)
-        yield stream, file
-        stream.flush()
-        file.finish()
-    finally:
-        file.close()
-
-
-class _File(io.RawIOBase):
-    """A new file that is written in order.
-
-    Its first error is kept, and nothing is written after it: torch's zip writer does not survive an exception.
-    """
-
-    def __init__(self, path: Path, cancellation: parallel.Cancellation) -> None:
-        self._file = DirectFile(path, direct=False)
-        self._cancellation = cancellation
-        self._size = 0
-        self._failure: BaseException | None = None
-
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._size
-
-    def write(self, data: Any, /) -> int:
-        if self._failure is None:
-            try:
-                content = np.frombuffer(data, np.uint8)
-                for start in range(0, len(content), BLOCK_BYTES):
-                    self._cancellation.check()
-                    self._file.write(self._size + start, content[start : start + BLOCK_BYTES])
-            except BaseException as error:
-                self._failure = error
-        self._size += len(data)
-        return len(data)
-
-    def raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
-    def finish(self) -> None:
-        """Make the file durable and close it."""
-        self.raise_failure()
-        self._file.finish(self._size)
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+            stream.finish()
 
 
 class _Tensors:

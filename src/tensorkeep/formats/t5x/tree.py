@@ -111,7 +111,7 @@ def _check_version(version: Any) -> None:
     if type(version) is int and version > VERSION:
         raise UnsupportedError(f"is of T5X's version {version}, this release reads {VERSION}")
     raise UnsupportedError(
-        f"is of T5X's version {str(version)[:40]}, which stored bfloat16 as uint16; the two cannot be told apart",
+        f"is of T5X's version {str(version)[:40]}, which stored bfloat16 as uint16; the two cannot be distinguished",
         remedy="restore it with T5X and save it again; it then is of version 3",
     )
 

@@ -41,9 +41,9 @@ class KnownArray:
     stored_bytes : int
         Bytes of its files.
     types : StoredType or None
-        The dtypes that it must have, if a sidecar says so.
+        The dtypes that it must have, from the sidecar if there is one.
     shape : tuple of int or None
-        The shape that it must have, if a sidecar says so.
+        The shape that it must have, from the sidecar if there is one.
     """
 
     key: str

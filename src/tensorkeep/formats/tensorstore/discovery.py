@@ -77,7 +77,7 @@ def find_arrays(directory: ArrayDirectory) -> dict[str, FoundArray]:
     Raises
     ------
     NotACheckpointError
-        If there are no arrays.
+        If no array is found.
     CorruptCheckpointError
         If an array is, or holds, a link.
     UnsupportedError

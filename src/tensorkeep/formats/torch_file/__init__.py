@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import threading
-import zlib
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, BinaryIO
@@ -21,6 +20,7 @@ from tensorkeep.errors import (
     UnsupportedLeafError,
 )
 from tensorkeep.formats.base import Format, OpenSettings, Reader, StoredLeaf, WriteResult, WriteSettings
+from tensorkeep.formats.torch_file.stream import crc32
 from tensorkeep.formats.torch_file.writer import write
 from tensorkeep.formats.torch_file.zip_file import (
     TorchZip,
@@ -34,7 +34,6 @@ from tensorkeep.io.files import Bytes
 from tensorkeep.state.leaf import Leaf, Source
 from tensorkeep.state.tree import Flat, flatten
 
-_CRC_BYTES = 4 * 1024**2
 _SHARED_CONTAINERS = 1_000_000
 
 
@@ -162,10 +161,7 @@ class _Storage:
 
         # What is checked is the mapped memory itself, so that there is no second way to find a record to be wrong in.
         content = torch.empty(0, dtype=torch.uint8).set_(self._leaf.array.untyped_storage()).numpy()
-        crc = 0
-        for at in range(0, len(content), _CRC_BYTES):
-            crc = zlib.crc32(content[at : at + _CRC_BYTES], crc)
-        return (len(content), crc) in self._known
+        return (len(content), crc32(content)) in self._known
 
 
 def _refuse_old_pickle(file: BinaryIO, path: Path) -> None:

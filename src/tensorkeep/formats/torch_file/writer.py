@@ -8,19 +8,17 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from pickle import PickleError
-from typing import IO, Any, cast
-
-import numpy as np
+from typing import IO, cast
 
 from tensorkeep.errors import UnsupportedError, UnsupportedLeafError
 from tensorkeep.formats.base import BLOCK_BYTES, WriteResult, WriteSettings
+from tensorkeep.formats.torch_file.stream import TorchStream
 from tensorkeep.formats.torch_file.zip_file import restricted_load
 from tensorkeep.io import parallel
 from tensorkeep.io.commit import Commit
-from tensorkeep.io.files import DirectFile
 from tensorkeep.state.aliases import make_view
 from tensorkeep.state.leaf import Leaf, Source, allocate
-from tensorkeep.state.strided import Array, Bytes, is_lazy
+from tensorkeep.state.strided import Array, is_lazy
 from tensorkeep.state.tree import Flat, LeafSpec, leaf_specs, unflatten
 
 
@@ -36,13 +34,13 @@ def write(
     with Commit(destination, directory=False, overwrite=settings.overwrite, replaceable=replaceable) as commit:
         values, copied = _materialise(flat, specs, settings.threads)
         meter = parallel.Meter(sum(leaf.nbytes for leaf in flat.leaves.values()), settings.progress)
-        with _Sink(commit.path, meter) as sink:
+        with TorchStream(commit.path, meter=meter) as stream:
             try:
-                torch.save(unflatten(flat.skeleton, values), cast(IO[bytes], sink))
+                torch.save(unflatten(flat.skeleton, values), cast(IO[bytes], stream))
             except Exception:
-                sink.raise_failure()
+                stream.raise_failure()
                 raise
-            size = sink.finish()
+            size = stream.finish()
         commit.publish()
     return WriteResult(stored_bytes=size, new_bytes=size, peak_buffer_bytes=copied)
 
@@ -137,51 +135,3 @@ def _reads(source: Source, array: Array) -> Iterator[Callable[[], None]]:
     for start in range(0, source.nbytes, BLOCK_BYTES):
         stop = min(start + BLOCK_BYTES, source.nbytes)
         yield functools.partial(source.read, start, stop, out[start:stop])
-
-
-class _Sink:
-    """The file that torch writes to.
-
-    An error, or an interrupt, is kept until torch is done: its zip writer does not survive one that passes through it.
-    """
-
-    def __init__(self, path: Path, meter: parallel.Meter) -> None:
-        self._file = DirectFile(path, direct=False)
-        self._meter = meter
-        self._left = meter.total
-        self._size = 0
-        self._failure: BaseException | None = None
-
-    def write(self, data: Any) -> int:
-        content: Bytes = np.frombuffer(data, np.uint8) if len(data) else np.empty(0, np.uint8)
-        if self._failure is None:
-            try:
-                for at in range(0, len(content), BLOCK_BYTES):
-                    self._file.write(self._size + at, content[at : at + BLOCK_BYTES])
-            except BaseException as error:
-                self._failure = error
-        self._size += len(content)
-        # The zip's own bytes come on top of the tensors', which is all that the total counts.
-        counted = min(len(content), self._left)
-        self._left -= counted
-        self._meter.add(counted)
-        return len(content)
-
-    def flush(self) -> None:
-        """Do nothing: there is no buffer. Torch calls it."""
-
-    def raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
-    def finish(self) -> int:
-        """Make the file durable and return its size."""
-        self.raise_failure()
-        self._file.finish(self._size)
-        return self._size
-
-    def __enter__(self) -> _Sink:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
