@@ -72,7 +72,7 @@ class Model(LightningModule):
 
 
 def main() -> None:
-    """Train, going on where the last run stopped."""
+    """Train from the last checkpoint, or from the beginning."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--out", type=Path, default=Path("lightning-run"))
     parser.add_argument("--steps", type=int, default=200)

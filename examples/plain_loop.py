@@ -1,7 +1,7 @@
-"""A training loop that can be killed at any time and goes on where it stopped: ``python examples/plain_loop.py``.
+"""A training loop that can be killed at any time and resumes: ``python examples/plain_loop.py``.
 
-Run it, kill it, run it again: the weights at the end are those of a run that was never interrupted, bit for bit. Told
-to stop by SIGTERM, as batch systems do, it saves after the step that it is in, and ends.
+Run it, kill it, run it again: the weights at the end are those of a run that was never interrupted, bit for bit. On
+SIGTERM, which batch systems send, it saves after the current step and ends.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def main() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
-    # Everything that a step depends on: what is drawn next, too.
+    # Everything that a step depends on, including the random-number generators.
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "rng": tensorkeep.RandomState(), "step": 0}
 
     on_signal = tensorkeep.OnSignal()
     rules = tensorkeep.EverySteps(20) | on_signal
-    # The manager ends first and waits for its last save; a second SIGTERM meanwhile ends the process at once.
+    # The manager is closed first and waits for its last save; a second SIGTERM meanwhile ends the process at once.
     with (
         on_signal,
         tensorkeep.CheckpointManager(options.out, save_when=rules, keep_last=2, incremental=True) as manager,
@@ -41,7 +41,7 @@ def main() -> None:
         first = 1
         if manager.latest() is not None:
             first = manager.restore(into=state)["step"] + 1
-            print(f"going on with step {first}", flush=True)
+            print(f"resuming with step {first}", flush=True)
         for step in range(first, options.steps + 1):
             inputs = torch.randn(64, 32)
             loss = (model(inputs) - inputs.sum(1, keepdim=True).sin()).square().mean()
@@ -50,14 +50,14 @@ def main() -> None:
             optimizer.step()
             scheduler.step()
             time.sleep(options.pause)
-            # Asked once: a signal that comes after this line is for the next step.
+            # Read once: a signal that arrives after this line applies to the next step.
             stop = on_signal.came
             if manager.due(step) or stop or step == options.steps:
                 manager.save(step, {**state, "step": step}, metrics={"loss": loss.item()})
             if stop:
                 break
     if first > options.steps:
-        print("nothing left to do")
+        print("all steps are done already")
     elif step < options.steps:
         print(f"stopped after step {step}")
     else:

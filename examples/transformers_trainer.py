@@ -24,7 +24,7 @@ class TensorkeepTrainer(Trainer):
     Parameters
     ----------
     manager : tensorkeep.CheckpointManager
-        It also says which steps are kept; ``save_strategy`` and ``save_steps`` say when to save.
+        Its rules decide which steps are kept; ``save_strategy`` and ``save_steps`` decide when to save.
     """
 
     def __init__(self, *args: Any, manager: tensorkeep.CheckpointManager, **options: Any) -> None:
@@ -32,17 +32,17 @@ class TensorkeepTrainer(Trainer):
         self.manager = manager
 
     def train_on(self) -> Any:
-        """Train from the last whole step, or from the beginning where there is none."""
-        # The last one whose every byte is right: two things are read of it, and both must be of the same step.
+        """Train from the last undamaged step, or from the beginning if there is none."""
+        # Verified, because it is read twice, and both times it must be the same step.
         step = next((each for each in reversed(self.manager.steps()) if tensorkeep.verify(each.path).ok), None)
         if step is None:
             return self.train()
         self._step = step
-        # Where training stood is asked for as a file, before there is an optimizer to restore the rest into.
+        # The trainer reads its own state from a file, before the optimizer exists that the rest is restored into.
         folder = Path(self.args.output_dir) / "resumed-from"
         folder.mkdir(parents=True, exist_ok=True)
-        where = tensorkeep.load(step.path, select=[])["trainer"]
-        (folder / "trainer_state.json").write_text(where)
+        trainer_state = tensorkeep.load(step.path, select=[])["trainer"]
+        (folder / "trainer_state.json").write_text(trainer_state)
         return self.train(resume_from_checkpoint=str(folder))
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
@@ -61,20 +61,20 @@ class TensorkeepTrainer(Trainer):
         return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.lr_scheduler}
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        pass  # the weights come with the optimizer
+        pass  # the weights are restored together with the optimizer
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            kept = {"rng": _Kept(), "trainer": ""}
-            self._restored = self.manager.restore(self._step, into={**self._stateful(), **kept})
+            others = {"rng": _DeferredRandomState(), "trainer": ""}
+            self._restored = self.manager.restore(self._step, into={**self._stateful(), **others})
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             tensorkeep.RandomState().load_state_dict(self._restored["rng"].state)
 
 
-class _Kept(tensorkeep.RandomState):
-    """Random states that are loaded now and set later, when the data loader is where it was."""
+class _DeferredRandomState(tensorkeep.RandomState):
+    """Random states that are loaded now and set later, after the data loader was advanced."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.state = state

@@ -57,22 +57,22 @@ def test_arguments_that_mean_nothing_here_are_ignored(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
-        (lambda path: tensorkeep.torch.save(STATE, path, pickle_module=json), "unsupported", "unpickled by 'json'"),
+        (lambda path: tensorkeep.torch.save(STATE, path, pickle_module=json), "unsupported", "'json' cannot be used"),
         (
             lambda path: tensorkeep.torch.save(STATE, path, _use_new_zipfile_serialization=False),
             "unsupported",
             "before version 1.6",
         ),
         (lambda path: tensorkeep.torch.save(STATE, io.StringIO()), "usage", "text file"),
-        (lambda path: tensorkeep.torch.save(STATE, 5), "usage", "int is no path and no binary file"),
-        (lambda path: tensorkeep.torch.load(object()), "usage", "object is no path and no binary file"),
+        (lambda path: tensorkeep.torch.save(STATE, 5), "usage", "int is neither a path nor a binary file"),
+        (lambda path: tensorkeep.torch.load(object()), "usage", "object is neither a path nor a binary file"),
         (lambda path: tensorkeep.torch.load(path, weights_only=False), "usage", "would run code"),
-        (lambda path: tensorkeep.torch.load(path, pickle_module=json), "unsupported", "unpickled by 'json'"),
-        (lambda path: tensorkeep.torch.load(path, map_locaton="cpu"), "usage", "no argument 'map_locaton'"),
+        (lambda path: tensorkeep.torch.load(path, pickle_module=json), "unsupported", "'json' cannot be used"),
+        (lambda path: tensorkeep.torch.load(path, map_locaton="cpu"), "usage", "'map_locaton' is not an argument"),
         (
             lambda path: tensorkeep.torch.load(path, {"cpu": "cuda:77"}),
             "usage",
-            "cannot be put where map_location says",
+            "map_location names a device that cannot be used",
         ),
     ],
 )

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from tensorkeep.checkpoint.manager.steps import Step
     from tensorkeep.checkpoint.manager.triggers import EverySteps, EveryTime, OnSignal, SaveWhen
     from tensorkeep.checkpoint.restore.stateful import RandomState
-    from tensorkeep.checkpoint.save.background import save_async
     from tensorkeep.checkpoint.save.pending import PendingSave
-    from tensorkeep.checkpoint.save.save import SaveReport, save
+    from tensorkeep.checkpoint.save.report import SaveReport
+    from tensorkeep.checkpoint.save.save import save, save_async
     from tensorkeep.errors import (
         BusyError,
         CorruptCheckpointError,
@@ -57,9 +57,9 @@ _EXPORTS = {
     "checkpoint.manager.steps": ("Step",),
     "checkpoint.manager.triggers": ("EverySteps", "EveryTime", "OnSignal", "SaveWhen"),
     "checkpoint.restore.stateful": ("RandomState",),
-    "checkpoint.save.background": ("save_async",),
     "checkpoint.save.pending": ("PendingSave",),
-    "checkpoint.save.save": ("SaveReport", "save"),
+    "checkpoint.save.report": ("SaveReport",),
+    "checkpoint.save.save": ("save", "save_async"),
     "state.registry": ("register",),
 }
 _HOMES = {name: module for module, names in _EXPORTS.items() for name in names}

@@ -1,11 +1,9 @@
-"""``torch.save`` and ``torch.load``, with torch's signatures: ``import tensorkeep.torch`` and change one line.
+"""``torch.save`` and ``torch.load`` with torch's signatures: ``import tensorkeep.torch`` and change one line.
 
-What `save` writes, ``torch.load`` opens. It is durable on return and visible whole or not at all, so that an accident
-never costs the file that was there before. `load` never unpickles more than ``weights_only=True`` allows, opens every
-format that Tensorkeep knows, and checks what the format lets it check.
-
-Every argument that torch takes is taken. What has no meaning here is ignored, as its description says; what would ask
-for another result is refused.
+``torch.load`` opens what `save` writes, which is durable on return and replaces an existing file atomically. `load`
+unpickles no more than ``weights_only=True`` allows, opens every format that Tensorkeep knows, and checks what the
+format lets it check. Arguments without a meaning here are ignored, as documented; those that ask for another result
+are refused.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["load", "save"]
 
-_UNPICKLERS_OWN = frozenset(("encoding", "errors", "fix_imports", "buffers"))
+_UNPICKLER_ARGUMENTS = frozenset(("encoding", "errors", "fix_imports", "buffers"))
 
 
 def save(
@@ -45,45 +43,56 @@ def save(
     _use_new_zipfile_serialization: bool = True,
     _disable_byteorder_record: bool = False,
 ) -> None:
-    """Save an object as a torch file; what is at the path is replaced.
+    """Save an object as a torch file; an existing torch file is replaced.
 
     Parameters
     ----------
-    obj : nested state
-        As for `tensorkeep.save`.
+    obj : nested dict, list, tuple of tensors, arrays and plain values
     f : path-like or binary file
-        Of a file object nothing can be promised: the bytes are written to it, from a temporary file.
+        A file object is written from a temporary file, and is neither durable nor atomic.
     pickle_module : module, optional
-        Python's `pickle`; another one is refused.
+        Python's `pickle`; others are refused.
     pickle_protocol : int
         Ignored: it is torch's default, which ``weights_only=True`` reads.
     _use_new_zipfile_serialization : bool
-        False is refused: that format cannot be read without running code.
+        False is refused: the old format cannot be read without running code.
     _disable_byteorder_record : bool
         Ignored: the byte order is always recorded.
 
     Raises
     ------
     UnsupportedLeafError, UnsupportedError
-        If it holds something that ``torch.load(weights_only=True)`` would refuse, or an argument asks for that.
+        If ``torch.load(weights_only=True)`` would refuse a value, or an argument asks for that.
     DestinationExistsError
         If something other than a torch file is at the path.
-    StoreError, BusyError, UsageError
+    UsageError
+        If ``f`` is neither a path nor a binary file.
+    BusyError, StoreError
+        If another process is writing to the path, or the disk failed.
+
+    Examples
+    --------
+    >>> import io, torch, tensorkeep.torch
+    >>> file = io.BytesIO()
+    >>> tensorkeep.torch.save({"w": torch.ones(2)}, file)
+    >>> _ = file.seek(0)
+    >>> torch.load(file)
+    {'w': tensor([1., 1.])}
     """
     _refuse_other_pickles(pickle_module)
     if not _use_new_zipfile_serialization:
         raise UnsupportedError(
-            "files as torch wrote them before version 1.6 are not written",
-            remedy="leave _use_new_zipfile_serialization out; every torch since reads the new ones",
+            "the file format of torch before version 1.6 cannot be written",
+            remedy="leave _use_new_zipfile_serialization out; every later torch reads the new files",
         )
     if isinstance(f, str | os.PathLike):
         _save(obj, f, format="torch", overwrite=True)
         return
     file = _binary_file(f, "write")
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder, "state.pt")
-        _save(obj, place, format="torch")
-        with place.open("rb") as saved:
+        path = Path(folder, "state.pt")
+        _save(obj, path, format="torch")
+        with path.open("rb") as saved:
             shutil.copyfileobj(saved, file)
 
 
@@ -103,29 +112,49 @@ def load(
     f : path-like or binary file
         A file object is read to its end, into a temporary file.
     map_location : torch.device, str, dict or callable, optional
-        Where all tensors go; the CPU by default, not where they once were. A dict from device to device, or a function
-        of a storage and its device, is followed as torch does; for torch files only.
+        The device of all tensors; the CPU by default, not the device that they were saved from. A dict from device to
+        device, or a function of a storage and its device, is supported for torch files only.
     pickle_module : module, optional
-        Python's `pickle`; another one is refused, and so is whatever ``weights_only=True`` does not allow.
+        Python's `pickle`; others are refused.
     weights_only : bool, optional
-        False is refused: nothing is ever unpickled that could run code.
+        False is refused: it would run code from the file.
     mmap : bool, optional
-        Ignored: reading is direct and parallel.
+        Ignored: the file is read directly and in parallel.
     **pickle_load_args
         ``encoding`` and the like are ignored, as torch does with ``weights_only=True``.
 
+    Returns
+    -------
+    state
+
     Raises
     ------
-    CorruptCheckpointError, NotACheckpointError, UnsupportedError, StoreError, UsageError
+    NotFoundError, NotACheckpointError
+        If nothing is at the path, or not a checkpoint.
+    CorruptCheckpointError
+        If the file is damaged.
+    UsageError
+        If an argument is wrong, ``weights_only`` is False, or a device does not exist.
+    UnsupportedError, StoreError
+        If the file holds what ``weights_only=True`` does not allow, or the disk failed.
+
+    Examples
+    --------
+    >>> import io, torch, tensorkeep.torch
+    >>> file = io.BytesIO()
+    >>> torch.save({"w": torch.ones(2)}, file)
+    >>> _ = file.seek(0)
+    >>> tensorkeep.torch.load(file, map_location="cpu")
+    {'w': tensor([1., 1.])}
     """
     _refuse_other_pickles(pickle_module)
-    unknown = sorted(pickle_load_args.keys() - _UNPICKLERS_OWN)
+    unknown = sorted(pickle_load_args.keys() - _UNPICKLER_ARGUMENTS)
     if unknown:
-        raise UsageError(f"there is no argument {unknown[0]!r}", remedy="see the documentation of torch.load")
+        raise UsageError(f"{unknown[0]!r} is not an argument of load", remedy="see the documentation of torch.load")
     if weights_only is not None and not weights_only:
         raise UsageError(
-            "weights_only=False would run code that the file brings",
-            remedy="leave it out; what it held besides tensors and plain values must be saved in another way",
+            "weights_only=False would run code from the file",
+            remedy="leave it out; save objects in another way than by pickling them",
         )
     with _on_disk(f) as path:
         if callable(map_location) or isinstance(map_location, Mapping):
@@ -134,7 +163,7 @@ def load(
 
 
 def _load_mapped(path: PathLike, map_location: Any) -> Any:
-    """Let torch put each storage where it belongs, which our reader does not tell; what it loads is verified first."""
+    """Let torch place each storage, since our reader does not know its device; the file is verified first."""
     import torch
 
     if find_format(path).name != "torch":
@@ -150,7 +179,7 @@ def _load_mapped(path: PathLike, map_location: Any) -> Any:
     except RuntimeError as error:
         reason = (str(error).splitlines() or [""])[0]
         raise UsageError(
-            f"its tensors cannot be put where map_location says: {reason}",
+            f"map_location names a device that cannot be used: {reason}",
             path=path,
             remedy="name devices that torch finds here",
         ) from error
@@ -159,32 +188,32 @@ def _load_mapped(path: PathLike, map_location: Any) -> Any:
 def _refuse_other_pickles(module: Any) -> None:
     if module is not None and module is not pickle:
         raise UnsupportedError(
-            f"nothing is pickled or unpickled by {getattr(module, '__name__', module)!r}",
-            remedy="leave pickle_module out; save what it was for as tensors and plain values",
+            f"{getattr(module, '__name__', module)!r} cannot be used: nothing is pickled or unpickled here",
+            remedy="leave pickle_module out, and save tensors and plain values",
         )
 
 
 @contextmanager
 def _on_disk(f: PathLike | IO[bytes]) -> Iterator[PathLike]:
-    """Give what is to be loaded a path."""
+    """Yield a path, of a temporary copy if a file object is given."""
     if isinstance(f, str | os.PathLike):
         yield f
         return
     file = _binary_file(f, "read")
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder, "state.pt")
+        path = Path(folder, "state.pt")
         try:
-            with place.open("wb") as copy:
+            with path.open("wb") as copy:
                 shutil.copyfileobj(file, copy)
         except OSError as error:
-            raise store_error(error, place, "copy the file object to a temporary file") from error
-        yield place
+            raise store_error(error, path, "copy the file object to a temporary file") from error
+        yield path
 
 
 def _binary_file(f: Any, method: str) -> IO[bytes]:
     if isinstance(f, io.TextIOBase):
         raise UsageError("a text file cannot hold tensors", remedy="open it in binary mode")
     if not hasattr(f, method):
-        raise UsageError(f"a {type(f).__name__} is no path and no binary file", remedy="give the path of a file")
+        raise UsageError(f"a {type(f).__name__} is neither a path nor a binary file", remedy="give the path of a file")
     file: IO[bytes] = f
     return file

@@ -166,8 +166,8 @@ def test_a_broken_pipe_ends_quietly(first: Path) -> None:
         (["verify", "x", "--threads", "0"], 'error: invalid value "0" for --threads. Must be >= 1'),
         (["verify", "x", "--memory-budget", "4X"], "error: invalid value for --memory-budget: '4X' is not a size"),
         (["diff", "x", "y", "--atol", "-1"], 'error: invalid value "-1.0" for --atol. Must be >= 0'),
-        (["info", "absent"], "error: absent: there is nothing here"),
-        (["info", "a\nb\x1b[2J"], "error: a\\nb\\x1b[2J: there is nothing here"),
+        (["info", "absent"], "error: absent: does not exist"),
+        (["info", "a\nb\x1b[2J"], "error: a\\nb\\x1b[2J: does not exist"),
     ],
 )
 def test_an_error_is_one_line_and_a_remedy(

@@ -87,7 +87,7 @@ def test_a_step_with_files_of_the_user_is_kept(
     assert (numbers(document["deleted"]), document["deleted_broken"]) == ([2, 3], [])
     assert numbers(document["kept"]) == [1, 5]
     assert set(document["left"]) == {"1", "4"}
-    assert "holds 'eval.json', which is no part of the step" in document["left"]["1"]
+    assert "holds 'eval.json', which does not belong to the step" in document["left"]["1"]
     assert len(names_in(root)) == (5 if dry_run else 3)
     assert main(arguments) == 0
     said = capsys.readouterr().out

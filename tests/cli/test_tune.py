@@ -226,7 +226,8 @@ def test_the_recommendation_is_written_and_followed(
     assert settings.read(tmp_path / "tensorkeep.toml") == settings.SaveTable(compression="lossless")
     assert "#: Save with lossless" in text
     assert all(line.startswith("#: ") for line in text.splitlines()[1:-1])
-    report = tensorkeep.save({"w": torch.zeros(1000)}, tmp_path / "runs" / "step-1")
+    path = tmp_path / "tensorkeep.toml"
+    report = tensorkeep.save({"w": torch.zeros(1000)}, tmp_path / "runs" / "step-1", settings=path)
     assert (report.compression, report.settings_from) == ("lossless", str(tmp_path / "tensorkeep.toml"))
     assert names_in(tmp_path) == ["runs", "tensorkeep.toml"]
 

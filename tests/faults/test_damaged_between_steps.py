@@ -56,7 +56,7 @@ def test_a_deleted_or_truncated_file_is_reported_and_saving_continues(
         manager = CheckpointManager(tmp_path, incremental=incremental)
 
     broken = [number for number in (1, 2) if number not in whole]
-    assert sorted(manager.survey().broken) == broken
+    assert sorted(manager.listing().broken) == broken
     last = whole[-1] if whole else 0
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -58,7 +58,7 @@ def test_killed_two_hundred_times(tmp_path: Path, record_property: Any) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             latest = manager.latest()
-        assert not manager.survey().broken
+        assert not manager.listing().broken
         for step in manager.steps():
             assert tensorkeep.verify(step.path).ok
             found = tensorkeep.load(step.path)

@@ -37,7 +37,7 @@ def looking(meanwhile: Callable[[], object]) -> Any:
     return mock.patch.object(reader.manifests, "read", read)
 
 
-@pytest.mark.parametrize("look", ["latest", "restore", "survey"])
+@pytest.mark.parametrize("look", ["latest", "restore", "listing"])
 def test_the_only_step_is_replaced_while_it_is_opened(tmp_path: Path, look: str) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, state(1)).wait()
@@ -59,7 +59,7 @@ def test_a_step_is_deleted_while_it_is_opened(tmp_path: Path) -> None:
         for number in (1, 2):
             manager.save(number, state(number)).wait()
         with looking(lambda: manager.delete(1)):
-            found = CheckpointManager(tmp_path).survey()
+            found = CheckpointManager(tmp_path).listing()
     assert [step.number for step in found.steps] == [2]
     assert not found.broken
 

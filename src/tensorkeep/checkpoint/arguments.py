@@ -1,4 +1,4 @@
-"""Checks of the arguments that all calls share."""
+"""Checks of arguments that several calls have."""
 
 from __future__ import annotations
 
@@ -18,20 +18,14 @@ MemorySize = int | str
 
 
 def checked_path(path: PathLike) -> PathLike:
-    """Return a path that the system can be asked for.
-
-    Raises
-    ------
-    UsageError
-        If it holds a NUL.
-    """
+    """Return the path; UsageError if it contains a NUL."""
     if "\0" in os.fspath(path):
-        raise UsageError(f"{os.fspath(path)!r} is no path: it holds a NUL", remedy="check the path")
+        raise UsageError(f"{os.fspath(path)!r} is not a path: it contains a NUL", remedy="check the path")
     return path
 
 
 def budget_pool(memory_budget: MemorySize) -> BufferPool:
-    """Return the pool of buffers that a call may use; UsageError if the budget is no size, or too small."""
+    """Return a pool with this budget; UsageError if it is not a size, or below 64 MiB."""
     return BufferPool(parse_bytes(memory_budget))
 
 
@@ -51,17 +45,17 @@ def check_count(what: str, count: object) -> None:
 
 
 def check_device(device: torch.device | str | None) -> None:
-    """Raise UsageError if tensors cannot be made on a device, before anything is read."""
+    """Raise UsageError if tensors cannot be allocated on a device, before anything is read."""
     if device is None:
         return
     import torch
 
     try:
         torch.empty(1, device=device)
-    # A build without CUDA fails its own assertion.
+    # A build of torch without CUDA raises an AssertionError.
     except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
         message = str(error).splitlines()[0]
         raise UsageError(
-            f"tensors cannot be made on device {str(device)!r}: {message}",
+            f"tensors cannot be allocated on device {str(device)!r}: {message}",
             remedy='give "cpu", or a device that torch finds here',
         ) from None

@@ -16,25 +16,19 @@ _MOST_NAMED = 3
 
 
 def get_format(name: str) -> Format:
-    """Return the format of a name.
-
-    Raises
-    ------
-    UnsupportedError
-        If there is none; the remedy names the nearest one.
-    """
+    """Return the format of a name; UnsupportedError, with the nearest name, if it does not exist."""
     return FORMATS.get(name)
 
 
 def find_format(path: PathLike) -> Format:
-    """Return the format of what lies at a path.
+    """Return the format of the checkpoint at a path.
 
     Raises
     ------
-    NotACheckpointError
-        If there is nothing, or nothing that a format recognises; checkpoints inside a folder are named.
+    NotFoundError, NotACheckpointError
+        If nothing is there, or nothing that a format recognises; checkpoints inside a folder are named.
     StoreError
-        If the operating system does not let one look.
+        If the path cannot be read.
     """
     place = _existing(path)
     found = _recognised(place)
@@ -58,12 +52,12 @@ def open_reader(path: PathLike, settings: OpenSettings, format: str | None = Non
 
 
 def _existing(path: PathLike) -> Path:
-    # To `Path` the empty string is the current folder, which nobody means by it.
+    # `Path` takes the empty string for the current folder.
     if not os.fspath(path):
         raise UsageError("the path is empty", remedy="give the path of a checkpoint")
     place = Path(path)
     if not file_mode(place, follow_links=False):
-        raise NotFoundError("there is nothing here", path=path, remedy="check the path")
+        raise NotFoundError("does not exist", path=path, remedy="check the path")
     return place
 
 
@@ -79,7 +73,7 @@ def _checkpoints_in(folder: Path) -> list[str]:
 def _is_checkpoint(place: Path) -> bool:
     try:
         return _recognised(place) is not None
-    # It is no answer to the question that was asked, only left out of what is suggested.
+    # The names are only suggestions: one that cannot be read is left out.
     except TensorkeepError:
         return False
 

@@ -101,7 +101,7 @@ def from_file(known: Collection[str], app: App, commands: tuple[str, ...], argum
     if not tokens:
         return
     path = tokens[0][-1].value
-    # The table [save], which `tensorkeep tune` writes, is for `tensorkeep.save(settings=...)`.
+    # The table [save], which `tensorkeep tune checkpoint` writes, is read by the commands that save.
     tables = {key: table for key, table in _read(path).items() if key != SAVE_TABLE or not isinstance(table, dict)}
     for key, table in tables.items():
         if key not in known or not isinstance(table, dict):

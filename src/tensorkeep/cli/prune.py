@@ -63,7 +63,7 @@ def prune(
     with CheckpointManager(
         root, keep_last=keep_last, keep_every=keep_every, keep_best=best, keep=thinned, asynchronous=False
     ) as manager:
-        found = manager.survey()
+        found = manager.listing()
         if not found.steps and not found.broken:
             raise NotACheckpointError(
                 "contains no steps", path=root, remedy="give the folder that contains step-000100"

@@ -39,7 +39,8 @@ def checkpoint(
     """Find the settings that save fastest in a folder.
 
     A state is saved again and again: raw and lossless, around the page cache and through it, then with more and fewer
-    threads. What is faster beyond the noise goes to tensorkeep.toml, which every save in that folder and below follows.
+    threads. What is faster beyond the noise is written to tensorkeep.toml. A save follows that file if it names it:
+    settings= in Python, -C on the command line.
 
     Parameters
     ----------
@@ -126,9 +127,8 @@ def _print(tuned: Tuned, found: dict[str, Any], path: Path, text: str | None) ->
     print()
     print(tuned.sentence())
     if text is None:
-        follows = f"every save in {path.parent.resolve()} and below follows it"
-        other = f"no save follows it before it is named {FILE_NAME}"
-        print(printable(f"Written to {path}: {follows if path.name == FILE_NAME else other}."))
+        print(printable(f"Written to {path}. Use it: tensorkeep.save(..., settings={str(path)!r}), the same for"))
+        print(printable(f"save_async and CheckpointManager; -C {path} for tensorkeep convert and train."))
     else:
         print(printable(f"Not written; {path} would be:"))
         print()

@@ -215,7 +215,6 @@ def test_diff_keeps_to_its_budget(tmp_path: Path) -> None:
     tensorkeep.save({"w": w + 1, "v": w + 2}, tmp_path / "b")
     code = """
 import pathlib, re, sys, tensorkeep, torch
-from tensorkeep.checkpoint import diff
 def peak():
     return int(re.search(r"VmHWM:\\s*(\\d+)", pathlib.Path("/proc/self/status").read_text())[1])
 before = peak()

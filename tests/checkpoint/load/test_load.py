@@ -259,7 +259,7 @@ def test_a_view_alone_does_not_keep_what_it_looked_into(tmp_path: Path) -> None:
         ({"memory_budget": "many"}, "is not a size"),
         ({"memory_budget": "1kB"}, "too small"),
     ]
-    + ([] if torch.cuda.is_available() else [({"device": "cuda"}, "cannot be made on device 'cuda'")]),
+    + ([] if torch.cuda.is_available() else [({"device": "cuda"}, "cannot be allocated on device 'cuda'")]),
     ids=str,
 )
 def test_wrong_calls(path: Path, options: Any, said: str) -> None:

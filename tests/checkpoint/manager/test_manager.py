@@ -106,7 +106,7 @@ def test_a_saved_step_is_not_saved_again_unless_asked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [-1, 1.0, True, "1", 10**18])
 def test_numbers_that_are_none(tmp_path: Path, number: Any) -> None:
-    with CheckpointManager(tmp_path) as manager, pytest.raises(tensorkeep.UsageError, match="no number of a step"):
+    with CheckpointManager(tmp_path) as manager, pytest.raises(tensorkeep.UsageError, match="not the number of a step"):
         manager.save(number, state(1))
 
 
@@ -181,7 +181,7 @@ def test_broken_steps_are_passed_over_and_said(tmp_path: Path) -> None:
     ]
     with pytest.warns(UserWarning):
         assert same(manager.restore(), state(2))
-    assert set(manager.survey().broken) == {3, 4, 9}
+    assert set(manager.listing().broken) == {3, 4, 9}
 
 
 def test_a_step_whose_bytes_are_damaged_is_passed_over_when_it_is_read(tmp_path: Path) -> None:
@@ -367,8 +367,8 @@ def test_arguments_that_make_no_sense(tmp_path: Path, arguments: dict[str, Any])
 
 def test_a_budget_bounds_the_copies(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, memory_budget="160MiB") as manager:
-        for number in range(3):
-            tensor = torch.full((400 * 1024**2,), number, dtype=torch.uint8)
+        for number in range(2):
+            tensor = torch.full((200 * 1024**2,), number, dtype=torch.uint8)
             report = manager.save(number, {"t": tensor}).wait()
             assert report.peak_buffer_bytes <= 160 * 1024**2
         assert same(manager.restore(), {"t": tensor})
@@ -394,7 +394,7 @@ def test_many_readers_beside_a_writer(tmp_path: Path) -> None:
         "from tensorkeep import CheckpointManager, NotACheckpointError\n"
         "warnings.simplefilter('error')\n"
         "manager, seen = CheckpointManager(sys.argv[1]), set()\n"
-        "while 39 not in seen:\n"
+        "while 19 not in seen:\n"
         "    try: found = manager.restore()\n"
         "    except NotACheckpointError: continue\n"
         "    assert bool((found['model']['w'] == found['step']).all()), found\n"
@@ -405,7 +405,7 @@ def test_many_readers_beside_a_writer(tmp_path: Path) -> None:
         for _ in range(2)
     ]
     with CheckpointManager(tmp_path, keep_last=2, incremental=True) as manager:
-        for number in range(40):
+        for number in range(20):
             manager.save(number, state(number))
     for reader in readers:
         _, errors = reader.communicate(timeout=120)
@@ -430,7 +430,7 @@ def test_the_command_line_prunes(tmp_path: Path, capsys: pytest.CaptureFixture[s
     os.truncate(tmp_path / "step-000003" / "model.safetensors", 10)
     capsys.readouterr()
     assert main(["prune", str(tmp_path), "--keep-last", "9"]) == 0
-    assert "left as it is: step 3" in capsys.readouterr().out
+    assert "kept: step 3" in capsys.readouterr().out
     assert main(["prune", str(tmp_path), "--keep-thinned", "1h:0", "1d:1h", "--broken"]) == 0
     assert names(tmp_path) == ["step-000002", "step-000005"]
 

@@ -24,7 +24,7 @@ from tensorkeep import (
     Step,
     UsageError,
 )
-from tensorkeep.checkpoint.manager.retention import Keep, KeepAll, keep_rule, run_times, to_delete
+from tensorkeep.checkpoint.manager.retention import Keep, KeepAll, keep_rule, run_times, unwanted
 
 
 def step(number: int, saved_at: float = 0.0, metrics: Mapping[str, float] | None = None) -> Step:
@@ -83,7 +83,7 @@ def test_thinning_in_turns_keeps_a_ladder(gaps: list[int]) -> None:
     for number, gap in enumerate(gaps):
         moment += gap
         there.append(step(number, moment))
-        gone = {found.number for found in to_delete(rule, there)}
+        gone = {found.number for found in unwanted(rule, there)}
         there = [found for found in there if found.number not in gone]
         assert there[-1].number == number
     ages = [moment - found.saved_at for found in there]
@@ -128,7 +128,7 @@ def test_the_time_of_a_run_does_not_depend_on_which_steps_are_left() -> None:
 
 def test_a_run_that_was_stopped_for_long_loses_nothing() -> None:
     steps = [step(number, 600.0 * number + 1e7 * (number > 5)) for number in range(8)]
-    assert to_delete(KeepThinned((("2h", 0),)), steps) == []
+    assert unwanted(KeepThinned((("2h", 0),)), steps) == []
 
 
 def test_a_slower_run_counts_as_it_is_once_it_is_the_usual() -> None:
@@ -138,14 +138,14 @@ def test_a_slower_run_counts_as_it_is_once_it_is_the_usual() -> None:
 
 
 def test_two_steps_alone_do_not_tell_how_much_time_is_usual() -> None:
-    assert to_delete(KeepThinned((("1h", 0),)), [step(1, 0.0), step(2, 1e9)]) == []
+    assert unwanted(KeepThinned((("1h", 0),)), [step(1, 0.0), step(2, 1e9)]) == []
     assert run_times([]) == run_times([step(5)]) == [0.0]
 
 
 def test_a_clock_that_went_back_deletes_no_more_than_it_must() -> None:
     steps = [step(1, 1000.0), step(2, 2000.0), step(3, 3000.0), step(4, 500.0)]
     assert KeepThinned((("1h", "10min"),)).wanted(steps) == {1, 2, 3, 4}
-    assert to_delete(KeepThinned((("1500s", 0),)), steps) == steps[:2]
+    assert unwanted(KeepThinned((("1500s", 0),)), steps) == steps[:2]
 
 
 def test_a_run_that_went_back_keeps_what_it_saves() -> None:
@@ -153,7 +153,7 @@ def test_a_run_that_went_back_keeps_what_it_saves() -> None:
     left = []
     for number in (600, 700, 800, 1100):
         there = sorted([*there, step(number)], key=lambda found: found.number)
-        gone = to_delete(KeepLast(2), there, protect=(number,))
+        gone = unwanted(KeepLast(2), there, protect=(number,))
         there = [found for found in there if found not in gone]
         left.append([found.number for found in there])
     assert left == [[500, 600, 900, 1000], [600, 700, 900, 1000], [700, 800, 900, 1000], [1000, 1100]]
@@ -161,13 +161,13 @@ def test_a_run_that_went_back_keeps_what_it_saves() -> None:
 
 def test_what_is_protected_is_kept_whatever_the_rule_says() -> None:
     steps = [step(number) for number in range(1, 6)]
-    assert [found.number for found in to_delete(KeepEvery(5), steps, protect=[2])] == [1, 3, 4]
-    assert [found.number for found in to_delete(KeepEvery(5), steps, protect={7})] == [1, 2, 3, 4]
+    assert [found.number for found in unwanted(KeepEvery(5), steps, protect=[2])] == [1, 3, 4]
+    assert [found.number for found in unwanted(KeepEvery(5), steps, protect={7})] == [1, 2, 3, 4]
 
 
 def test_the_last_step_is_never_deleted() -> None:
-    assert [found.number for found in to_delete(KeepEvery(7), [step(7), step(8), step(9)])] == [8]
-    assert to_delete(KeepEvery(7), []) == []
+    assert [found.number for found in unwanted(KeepEvery(7), [step(7), step(8), step(9)])] == [8]
+    assert unwanted(KeepEvery(7), []) == []
 
 
 def test_a_step_that_no_rule_could_judge_is_refused_before_it_is_saved() -> None:

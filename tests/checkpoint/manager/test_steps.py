@@ -45,7 +45,7 @@ def test_integers_of_every_library_are_numbers(tmp_path: Path, number: Any) -> N
 
 @pytest.mark.parametrize("number", [-1, np.int64(-1), 1.0, np.float32(1), True, np.True_, "1", None, 10**18])
 def test_what_is_no_number(tmp_path: Path, number: Any) -> None:
-    with pytest.raises(tensorkeep.UsageError, match="no number of a step") as said:
+    with pytest.raises(tensorkeep.UsageError, match="not the number of a step") as said:
         step_path(tmp_path, number)
     assert said.value.path == str(tmp_path)
 
@@ -84,7 +84,7 @@ def test_a_step_with_more_in_it_stays(step: Path, damaged: bool, name: str) -> N
     else:
         (step / name).write_text("{}")
     before = names_in(step)
-    with pytest.raises(tensorkeep.UsageError, match=f"holds '{name}', which is no part of the step"):
+    with pytest.raises(tensorkeep.UsageError, match=f"holds '{name}', which does not belong to the step"):
         remove_step(step)
     assert names_in(step) == before
 

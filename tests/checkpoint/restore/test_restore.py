@@ -108,7 +108,7 @@ def test_a_scaler_that_was_disabled_is_refused_first(tmp_path: Path) -> None:
     before = other.state_dict()
     into = {"model": model, "scheduler": other, "scaler": torch.amp.GradScaler("cpu", enabled=True)}
     said = refusal(path, into, model)
-    assert "the GradScaler at 'scaler' does not take its saved state" in str(said)
+    assert "the GradScaler at 'scaler' does not accept its saved state" in str(said)
     assert said.different == ("scaler",)
     assert other.state_dict() == before, "what was restored before it is not put back"
 

@@ -133,7 +133,7 @@ def test_the_suffix_decides_the_format(tmp_path: Path, name: str, format: str) -
 
 
 def test_the_time_counts_from_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tensorkeep.checkpoint.save import save as module
+    from tensorkeep.checkpoint.save import begin as module
 
     def slow(state: object) -> Any:
         time.sleep(0.2)

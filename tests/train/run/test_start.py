@@ -105,9 +105,10 @@ def test_tensorboard_that_is_not_installed_is_missed_before_anything_is_written(
 
 
 def test_a_file_of_settings_for_saves_that_cannot_be_followed_is_refused_at_once(tmp_path: Path, data: Path) -> None:
-    (tmp_path / "tensorkeep.toml").write_text('[save]\ncompression = "nonsense"\n')
+    path = tmp_path / "tensorkeep.toml"
+    path.write_text('[save]\ncompression = "nonsense"\n')
     with pytest.raises(tensorkeep.UsageError, match=r"tensorkeep\.toml: .*compression is 'nonsense'"):
-        run(CONFIG, tmp_path / "run", Dataset.open(data))
+        run(CONFIG.changed({"checkpoint.settings": str(path)}), tmp_path / "run", Dataset.open(data))
     assert not (tmp_path / "run").exists()
 
 

@@ -1,16 +1,17 @@
-"""Comparing the tensors of two checkpoints, a range at a time, in parallel."""
+"""Comparing the tensors of two checkpoints in parallel, range by range."""
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 import numpy as np
 
 from tensorkeep.checkpoint.inspect.differences import Tolerance, differences
-from tensorkeep.checkpoint.load.filling import run_of, strided_view, structure_of
+from tensorkeep.checkpoint.load.ranges import grid
+from tensorkeep.checkpoint.load.views import contiguous_in, strided_view
 from tensorkeep.formats.base import BLOCK_BYTES, Reader, thread_bytes
 from tensorkeep.io import parallel
 from tensorkeep.io.buffers import ALIGNMENT, BufferPool
@@ -20,7 +21,7 @@ from tensorkeep.state.dtypes import DType
 from tensorkeep.state.leaf import LeafKind
 
 _CUT_BYTES = 4 * 1024**2
-"""Raw bytes of a range that need not begin where a block does."""
+"""Raw bytes of a range of a view, which need not be aligned to blocks."""
 
 _Reading = Callable[[int, int, Bytes], None]
 """Reads a range of a tensor's raw bytes."""
@@ -48,7 +49,7 @@ class TensorDiff:
 
     @property
     def share(self) -> float:
-        """The share of elements that differ."""
+        """The fraction of elements that differ."""
         return self.different / self.elements if self.elements else 0.0
 
 
@@ -76,20 +77,20 @@ def compare(
     tasks = (
         functools.partial(task, name, start, stop)
         for name in whole
-        for start, stop in _grid(left.entries[name].nbytes, BLOCK_BYTES)
+        for start, stop in grid(0, left.entries[name].nbytes, BLOCK_BYTES)
     )
     parallel.run(tasks, _threads(left, right, common, threads, pool))
     for name in (n for n in differing if not (_is_whole(left, n) and _is_whole(right, n))):
-        # A range that cuts blocks makes the reader hold whole ones beside it, so these are short, and one at a time.
+        # For a range that cuts blocks, the reader also holds the full blocks: short ranges, one at a time.
         buffer = np.empty(2 * _CUT_BYTES, np.uint8)
         one, other = _reading(left, name, pool), _reading(right, name, pool)
-        for start, stop in _grid(left.entries[name].nbytes, _CUT_BYTES):
+        for start, stop in grid(0, left.entries[name].nbytes, _CUT_BYTES):
             comparison.add(found[name], left.entries[name].dtype, one, other, start, stop, buffer)
     return list(found.values())
 
 
 class _Comparison:
-    """Adds up what differs, from any thread."""
+    """Adds up the differences that many threads find."""
 
     def __init__(self, tolerance: Tolerance, meter: Meter) -> None:
         self._tolerance = tolerance
@@ -99,7 +100,7 @@ class _Comparison:
     def add(
         self, found: TensorDiff, dtype: DType, left: _Reading, right: _Reading, start: int, stop: int, buffer: Bytes
     ) -> None:
-        """Compare a range of one tensor; the buffer has room for it twice."""
+        """Compare a range of one tensor; the buffer is at least twice as large."""
         half = len(buffer) // 2 // ALIGNMENT * ALIGNMENT
         one, other = buffer[: stop - start], buffer[half : half + stop - start]
         left(start, stop, one)
@@ -112,13 +113,9 @@ class _Comparison:
 
 
 def _same_view(left: Reader, right: Reader, name: str, compared: Container[str]) -> bool:
-    """Say whether both have the same view of a stored tensor that is compared itself."""
+    """Return whether both have the same view of a stored tensor that is compared itself."""
     a, b = left.flat.aliases.get(name), right.flat.aliases.get(name)
     return a is not None and a == b and a.of in compared
-
-
-def _grid(nbytes: int, step: int) -> Iterator[tuple[int, int]]:
-    return ((start, min(start + step, nbytes)) for start in range(0, nbytes, step))
 
 
 def _is_whole(reader: Reader, name: str) -> bool:
@@ -132,26 +129,25 @@ def _stored(reader: Reader, name: str) -> str:
 
 
 def _run(reader: Reader, name: str) -> _Reading:
-    """Return what reads a tensor whose elements follow one another in what is stored."""
-    run = run_of(reader, name)
+    """Return a function that reads a tensor that is contiguous in a stored tensor."""
+    run = contiguous_in(reader, name)
     assert run is not None
     stored, offset = run
     return lambda start, stop, out: reader.read(stored, offset + start, offset + stop, out)
 
 
 def _reading(reader: Reader, name: str, pool: BufferPool) -> _Reading:
-    """Return what reads any tensor, having loaded what a strided view looks into."""
-    if run_of(reader, name) is not None:
+    """Return a function that reads any tensor; for a strided view, the stored tensor is loaded first."""
+    if contiguous_in(reader, name) is not None:
         return _run(reader, name)
     kind: LeafKind = "tensor" if reader.entries[name].dtype.has_torch else "ndarray"
     if min(reader.flat.aliases[name].strides, default=0) < 0:
         kind = "ndarray"
-    with structure_of(reader.path):
-        return strided_view(reader, name, kind, pool).read
+    return strided_view(reader, name, kind, pool).read
 
 
 def _threads(left: Reader, right: Reader, names: list[str], wanted: int, pool: BufferPool) -> int:
-    # Both ranges, and what a reader needs beside: a whole block and its stored bytes, if its blocks are others.
+    # Both ranges, and what a reader needs in addition: a full block and its stored bytes, if its blocks are larger.
     block_bytes = max(
         (reader.block_bytes(_stored(reader, name)) for reader in (left, right) for name in names), default=BLOCK_BYTES
     )

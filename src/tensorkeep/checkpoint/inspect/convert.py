@@ -1,20 +1,22 @@
-"""Converting a checkpoint from any format to any other, without ever holding the whole of it."""
+"""`tensorkeep.convert`: write a checkpoint again, in another format, without loading all of it."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tensorkeep.checkpoint import settings
-from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, checked_path, thread_count
-from tensorkeep.checkpoint.finding import get_format, open_reader
-from tensorkeep.checkpoint.save.save import SaveReport, save_flat
+from tensorkeep.checkpoint.arguments import MemorySize, checked_path
+from tensorkeep.checkpoint.finding import open_reader
+from tensorkeep.checkpoint.save.begin import begin_save, check_request
+from tensorkeep.checkpoint.save.memory import SaveMemory, pool_budget
+from tensorkeep.checkpoint.save.report import SaveReport
+from tensorkeep.checkpoint.settings import SettingsSource
 from tensorkeep.errors import PathLike, UsageError
-from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings, Reader, WriteSettings, thread_bytes
-from tensorkeep.io.buffers import DEFAULT_BUDGET, BufferPool
+from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings, Reader, thread_bytes
+from tensorkeep.io.buffers import BufferPool
 from tensorkeep.io.parallel import Progress
 from tensorkeep.state import names
 from tensorkeep.state.leaf import Source
@@ -35,27 +37,44 @@ def convert(
     progress: Progress | None = None,
     threads: int | None = None,
     memory_budget: MemorySize | None = None,
+    settings: SettingsSource | None = None,
     **options: Any,
 ) -> SaveReport:
     """Write a checkpoint again, in another format or with another compression.
 
+    Blocks are read and written one after another, so that any size fits into the memory budget. The source is never
+    changed.
+
     Parameters
     ----------
-    src, dst : path-like
+    src : path-like
+        A checkpoint of any format.
+    dst : path-like
+        The path of the new checkpoint; missing parent folders are created.
     to : str
-        The format to write.
+        The format to write: ``"native"``, ``"torch"``, ``"safetensors"``, or a plug-in's.
     compression : str, optional
-        As for `save`; a ``tensorkeep.toml`` above the destination is followed, too.
+        ``"none"`` (the default), ``"lossless"``, ``"auto"``, or the name of a codec.
     select : str or list of str, optional
-        Globs on the names; only these tensors are converted.
+        Globs on the names of tensors; only these are converted.
+    overwrite : bool
+        Replace an existing checkpoint of the format ``to``.
     drop_metadata : bool
-        Leave out what the user gave beside the state; some formats have no place for it.
-    overwrite, verify, progress, threads, memory_budget
-        As for `save` and `load`; one budget holds for reading and writing together.
+        Leave out the user's metadata, for formats that cannot store it.
+    verify : bool
+        Check every block that is read against its checksum, where the format has any.
     format : str, optional
-        The format of the source; found by looking unless given.
+        The format of the source; found by looking at the files by default.
+    progress : callable, optional
+        Called with (bytes done, bytes in all), from the writing threads, one call at a time.
+    threads : int, optional
+        Threads that read and write; twice the cores, between 2 and 8, by default.
+    memory_budget : int or str, optional
+        Limit in bytes for all buffers of reading and writing together; 256 MiB by default.
+    settings : path-like or mapping, optional
+        A settings file with a table ``[save]``, or the content of that table; see `tensorkeep.save`.
     **options
-        The written format's own.
+        Options of the written format; see `tensorkeep.save`.
 
     Returns
     -------
@@ -63,48 +82,65 @@ def convert(
 
     Raises
     ------
-    TensorkeepError
-        Whatever loading the source or saving to the destination raises; the source is never changed.
+    NotFoundError, NotACheckpointError
+        If ``src`` is missing, or not a checkpoint.
+    CorruptCheckpointError
+        If the source is damaged. Nothing becomes visible at ``dst``.
+    UnsupportedError
+        If the format ``to`` cannot store this state, its dtypes or its metadata.
+    UsageError
+        If an argument is wrong, a pattern matches nothing, or ``dst`` is inside of ``src``.
+    DestinationExistsError
+        If something is at ``dst`` and ``overwrite`` is not set.
+    BusyError, StoreError
+        If another process is writing to ``dst``, or the disk failed.
+
+    Examples
+    --------
+    >>> import tempfile, torch, tensorkeep
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> _ = tensorkeep.save({"w": torch.ones(3)}, f"{folder.name}/a")
+    >>> tensorkeep.convert(f"{folder.name}/a", f"{folder.name}/b.safetensors", to="safetensors").format
+    'safetensors'
+    >>> folder.cleanup()
     """
-    begin = time.perf_counter()
-    choice = settings.choose(
-        checked_path(dst), to, compression=compression, threads=threads, memory_budget=memory_budget, options=options
+    request = check_request(
+        dst,
+        format=to,
+        compression=compression,
+        overwrite=overwrite,
+        metadata=None,
+        progress=progress,
+        threads=threads,
+        memory_budget=memory_budget,
+        settings=settings,
+        options=options,
     )
     with (
-        budget_pool(DEFAULT_BUDGET if choice.memory_budget is None else choice.memory_budget) as pool,
-        open_reader(checked_path(src), OpenSettings(verify=verify, pool=pool), format) as reader,
+        SaveMemory(pool_budget(request.memory_budget)) as memory,
+        open_reader(checked_path(src), OpenSettings(verify=verify, pool=memory.whole()), format) as reader,
     ):
         _refuse_inside(src, dst)
-        return save_flat(
-            _selected(reader, select),
-            dst,
-            format=to,
-            begin=begin,
-            settings_from=choice.settings_from,
-            settings=WriteSettings(
-                overwrite=overwrite,
-                metadata={} if drop_metadata else reader.metadata,
-                compression=choice.compression,
-                threads=_threads(reader, thread_count(choice.threads), pool),
-                pool=pool,
-                progress=progress,
-                options=get_format(to).parse_options(choice.options),
-                step=reader.step,
-            ),
+        write = replace(
+            request.write,
+            metadata={} if drop_metadata else reader.metadata,
+            threads=_threads(reader, request.write.threads, memory.whole()),
+            step=reader.step,
         )
+        return begin_save(_selected(reader, select), replace(request, write=write), memory).run()
 
 
 def _refuse_inside(src: PathLike, dst: PathLike) -> None:
     if Path(os.path.realpath(src)) in Path(os.path.realpath(dst)).parents:
         raise UsageError(
-            "the destination lies inside the source, which is never changed",
+            "the destination is inside the source, which is never changed",
             path=dst,
-            remedy="choose a path outside of it",
+            remedy="choose a path outside of the source",
         )
 
 
 def _threads(reader: Reader, wanted: int, pool: BufferPool) -> int:
-    # A range of a source with larger blocks needs a whole block beside what writing needs, and its stored bytes.
+    # To read a range of a larger block, the reader also holds that whole block and its stored bytes.
     block_bytes = max((reader.block_bytes(name) for name in reader.flat.leaves), default=BLOCK_BYTES)
     beside = 0 if block_bytes <= BLOCK_BYTES else thread_bytes(block_bytes, buffers=2)
     beside += thread_bytes(block_bytes, buffers=reader.buffers - 2)
@@ -122,7 +158,7 @@ def _selected(reader: Reader, select: str | Iterable[str] | None) -> Flat[Source
         raise UsageError(
             f"{orphans[0]!r} is a view of {base!r}, which is not selected",
             path=reader.path,
-            remedy=f"select {base!r}, too",
+            remedy=f"select {base!r} as well",
         )
     return Flat(
         skeleton=prune(flat.skeleton, chosen),

@@ -1,4 +1,4 @@
-"""Comparing two checkpoints, of whatever formats, block by block."""
+"""`tensorkeep.diff`: compare two checkpoints of any formats, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["DiffReport", "Mismatch", "TensorDiff", "diff"]
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A tensor or plain value that is something else in each checkpoint: a shape, a dtype, a number."""
+    """A shape, dtype or plain value that is not the same in both checkpoints."""
 
     name: str
     a: Any
@@ -51,9 +51,9 @@ class DiffReport:
     identical : int
         How many tensors are the same, within the tolerance.
     values : list of Mismatch
-        Plain values that differ, in type or in a bit; None where a checkpoint does not have it. Where containers or
-        tensors are of different sorts (a list and a tuple, a tensor and an array), their sorts. An OrderedDict counts
-        as a dict, a parameter as a tensor.
+        Plain values that differ in type or in a bit; None if a checkpoint does not have it. For containers or tensors
+        of different kinds (a list and a tuple, a tensor and an array), their kinds. An OrderedDict counts as a dict, a
+        parameter as a tensor.
     """
 
     a: str
@@ -96,10 +96,14 @@ def diff(
     select : str or list of str, optional
         Globs on the names; only these tensors are compared, and no plain values.
     verify : bool
-        Check what is read against its checksums.
-    progress, threads, memory_budget
-        As for `load`. A view whose elements do not follow one another, such as a transposed one, comes on top with
-        all that it looks into, unless both checkpoints have the same view.
+        Check every block that is read against its checksum, where the format has any.
+    progress : callable, optional
+        Called with (bytes done, bytes in all), from the reading threads, one call at a time.
+    threads : int, optional
+        Reading threads; twice the cores, between 2 and 8, by default.
+    memory_budget : int or str
+        Limit in bytes for all buffers together, also as ``"256MiB"``. For a view that is not contiguous, such as a
+        transposed tensor, the full stored tensor is loaded in addition, unless both checkpoints have the same view.
 
     Returns
     -------
@@ -107,7 +111,27 @@ def diff(
 
     Raises
     ------
-    CorruptCheckpointError, NotACheckpointError, UnsupportedError, StoreError, UsageError
+    NotFoundError, NotACheckpointError
+        If nothing is at a path, or not a checkpoint.
+    CorruptCheckpointError
+        If a block that is read is damaged.
+    UsageError
+        If a tolerance is negative or not finite, or a pattern matches nothing.
+    UnsupportedError, StoreError
+        If a checkpoint cannot be read by this installation, or the disk failed.
+
+    Examples
+    --------
+    >>> import tempfile, torch, tensorkeep
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> for name, value in (("a", 0.0), ("b", 0.5)):
+    ...     _ = tensorkeep.save({"w": torch.full((4,), value), "step": 1}, f"{folder.name}/{name}")
+    >>> report = tensorkeep.diff(f"{folder.name}/a", f"{folder.name}/b")
+    >>> report.equal, [(found.name, found.different, found.largest) for found in report.changed]
+    (False, [('w', 4, 0.5)])
+    >>> tensorkeep.diff(f"{folder.name}/a", f"{folder.name}/b", atol=0.5).equal
+    True
+    >>> folder.cleanup()
     """
     tolerance = Tolerance(atol, rtol)
     count = thread_count(threads)

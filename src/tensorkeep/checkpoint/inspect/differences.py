@@ -1,4 +1,4 @@
-"""How two runs of elements differ: how many, and by how much at most; in small pieces, whatever the size."""
+"""Comparing the elements of two buffers: how many differ, and by how much at most."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tensorkeep.io.files import Bytes
 from tensorkeep.state.dtypes import DType
 
 _PIECE = 2**18
-"""Elements that are compared at once: what is computed of them stays in the core's cache."""
+"""Elements that are compared at once, so that intermediate results stay in the cache of the core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,12 @@ class Tolerance:
     def __post_init__(self) -> None:
         for value in (self.atol, self.rtol):
             if not (value >= 0 and math.isfinite(value)):
-                raise UsageError(f"a tolerance of {value} makes no sense", remedy="give a number of 0 or more")
+                raise UsageError(f"a tolerance of {value} is not allowed", remedy="give a finite number of 0 or more")
         object.__setattr__(self, "exact", self.atol == 0 and self.rtol == 0)
 
 
 def differences(one: Bytes, other: Bytes, dtype: DType, tolerance: Tolerance) -> tuple[int, float]:
-    """Return how many elements differ, and the largest absolute difference; NaN against a number is infinite."""
+    """Return how many elements differ, and the largest absolute difference, infinite for NaN against a number."""
     count, largest = 0, 0.0
     step = _PIECE * dtype.itemsize
     for start in range(0, len(one), step):
@@ -68,7 +68,7 @@ def _of_piece(one: Bytes, other: Bytes, dtype: DType, tolerance: Tolerance) -> t
 
 
 def _of_long_integers(x: Any, y: Any) -> tuple[Any, Any]:
-    """Return |x - y| and |y| as float64; subtracted as integers, which float64 cannot tell apart beyond 2**53."""
+    """Return |x - y| and |y| as float64. The subtraction is exact: float64 has no integers beyond 2**53."""
     # Modulo 2**64 the difference of the larger and the smaller is exact, whatever the signs.
     distance = np.maximum(x, y).view(np.uint64) - np.minimum(x, y).view(np.uint64)
     return distance.astype(np.float64), np.abs(y.astype(np.float64))

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, without reading a tensor."""
+"""`tensorkeep.info`: what a checkpoint contains, without reading a tensor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tensorkeep.formats.base import Entry, OpenSettings
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """A sum over some tensors: how many, their elements, raw and stored bytes."""
+    """Totals of some tensors: their number, elements, raw bytes and stored bytes."""
 
     tensors: int
     elements: int
@@ -25,22 +25,22 @@ class Total:
 
 @dataclass(frozen=True, slots=True)
 class InfoReport:
-    """What a checkpoint holds.
+    """What a checkpoint contains; returned by `tensorkeep.info`.
 
     Attributes
     ----------
     path, format : str
     total : Total
     by_dtype, by_part, by_codec : dict of str to Total
-        Tensors that share another's storage count in ``by_codec`` as ``alias``, with no bytes.
+        Tensors that share the storage of another one are counted in ``by_codec`` as ``alias``, with no bytes.
     entries : list of Entry
         Every tensor, in the state's order.
     metadata : dict
-        What was given when it was saved.
+        The metadata that was given when it was saved.
     details : dict
-        What the format adds: version, writer, files... Of a native checkpoint also the ``space`` that it occupies on
-        the disk; of an incremental one its ``history``: the bytes that its save wrote, and those of the files that it
-        took from earlier ones.
+        What the format adds: version, writer, files... For a native checkpoint also the ``space`` that it takes on
+        the disk; for an incremental one its ``history``: the bytes that its save wrote, and those of the files that it
+        shares with earlier ones.
     """
 
     path: str
@@ -71,11 +71,38 @@ def describe(entry: Entry) -> dict[str, Any]:
 
 
 def info(path: PathLike, *, format: str | None = None) -> InfoReport:
-    """Return what a checkpoint of any format holds; no tensor is read.
+    """Return what a checkpoint of any format contains; no tensor is read.
+
+    Parameters
+    ----------
+    path : path-like
+    format : str, optional
+        The name of the format, instead of looking at the files.
+
+    Returns
+    -------
+    InfoReport
 
     Raises
     ------
-    NotACheckpointError, CorruptCheckpointError, UnsupportedError, StoreError
+    NotFoundError, NotACheckpointError
+        If nothing is at the path, or not a checkpoint.
+    CorruptCheckpointError
+        If its description of the tensors is damaged.
+    UnsupportedError
+        If it was written by a later version, or has a dtype or codec that this installation does not know.
+    StoreError
+        If the disk failed.
+
+    Examples
+    --------
+    >>> import tempfile, torch, tensorkeep
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> report = tensorkeep.save({"model": {"w": torch.zeros(10, 10)}}, f"{folder.name}/c")
+    >>> found = tensorkeep.info(report.path)
+    >>> found.total.tensors, found.total.elements, [entry.name for entry in found.entries]
+    (1, 100, ['model.w'])
+    >>> folder.cleanup()
     """
     with open_reader(checked_path(path), OpenSettings(), format) as reader:
         entries = list(reader.entries.values())
@@ -100,7 +127,7 @@ def _totals(entries: Iterable[Entry], key: Callable[[Entry], str]) -> dict[str, 
 
 
 def _total(entries: list[Entry]) -> Total:
-    # What shares another's storage is there, but takes no bytes.
+    # A tensor that shares the storage of another one counts, but takes no bytes.
     own = [entry for entry in entries if entry.alias_of is None]
     return Total(
         tensors=len(entries),

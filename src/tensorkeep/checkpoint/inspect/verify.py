@@ -1,4 +1,4 @@
-"""Verifying a checkpoint: every byte that can be checked, checked."""
+"""`tensorkeep.verify`: read a checkpoint to the end and check everything that its format allows."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ from tensorkeep.checkpoint.load.ranges import read_all
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, PathLike
 from tensorkeep.formats.base import OpenSettings, Problem, Reader
 from tensorkeep.io.buffers import DEFAULT_BUDGET, BufferPool
-from tensorkeep.io.files import Bytes
 from tensorkeep.io.parallel import Progress
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What `verify` found.
+    """The result of `tensorkeep.verify`.
 
     Attributes
     ----------
     path, format : str
     ok : bool
-        Whether nothing is wrong.
+        Whether there are no problems.
     checked : str or None
-        What was checked ("xxh3-64 of every block"); None when the format stores no checksums, so that only the
-        structure could be.
+        What was checked ("xxh3-64 of every block"); None if the format stores no checksums, so that only the structure
+        was.
     tensors : int
     nbytes : int
         Raw bytes of the tensors that were read.
@@ -50,16 +49,6 @@ class VerifyReport:
         return asdict(self)
 
 
-class _Discard:
-    """Takes what is read and keeps nothing."""
-
-    def place(self, start: int, stop: int) -> None:
-        return None
-
-    def accept(self, start: int, data: Bytes) -> None:
-        return None
-
-
 def verify(
     path: PathLike,
     *,
@@ -68,27 +57,48 @@ def verify(
     threads: int | None = None,
     memory_budget: MemorySize = DEFAULT_BUDGET,
 ) -> VerifyReport:
-    """Read a checkpoint to the end and check everything that the format lets one check.
+    """Read a checkpoint to the end and check everything that its format allows.
 
     Parameters
     ----------
     path : path-like
     format : str, optional
-        Do not look, take this one.
+        The name of the format, instead of looking at the files.
     progress : callable, optional
-        Called with (bytes done, bytes in all).
-    threads, memory_budget
-        As for `load`.
+        Called with (bytes done, bytes in all), from the reading threads, one call at a time.
+    threads : int, optional
+        Reading threads; twice the cores, between 2 and 8, by default.
+    memory_budget : int or str
+        Limit in bytes for all buffers together, also as ``"256MiB"``.
 
     Returns
     -------
     VerifyReport
-        With every problem found, not just the first.
+        With every problem, not only the first.
 
     Raises
     ------
-    NotACheckpointError, UnsupportedError, StoreError
-        If it cannot be looked at in the first place. Damage is reported, not raised.
+    NotFoundError, NotACheckpointError
+        If nothing is at the path, or not a checkpoint. Damage is reported, not raised.
+    UnsupportedError
+        If it was written by a later version, or has a dtype or codec that this installation does not know.
+    StoreError
+        If the disk failed.
+    UsageError
+        If an argument is wrong.
+
+    Examples
+    --------
+    >>> import pathlib, tempfile, torch, tensorkeep
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> report = tensorkeep.save({"w": torch.zeros(1000)}, f"{folder.name}/c")
+    >>> tensorkeep.verify(report.path).ok
+    True
+    >>> file = pathlib.Path(report.path, "model.safetensors")
+    >>> _ = file.write_bytes(file.read_bytes()[:-1] + b"1")
+    >>> [(problem.name, problem.block) for problem in tensorkeep.verify(report.path).problems]
+    [('w', 0)]
+    >>> folder.cleanup()
     """
     count = thread_count(threads)
     chosen = get_format(format) if format else find_format(checked_path(path))
@@ -103,7 +113,7 @@ def verify(
 def verify_open(
     reader: Reader, pool: BufferPool, *, threads: int | None = None, progress: Progress | None = None
 ) -> VerifyReport:
-    """Verify an open checkpoint whose reader checks what it reads; see `verify`."""
+    """Verify an open checkpoint that was opened with ``verify=True``; see `verify`."""
     problems = _check(reader, thread_count(threads), pool, progress)
     return VerifyReport(
         path=os.fspath(reader.path),
@@ -130,18 +140,17 @@ def _check(reader: Reader, threads: int, pool: BufferPool, progress: Progress | 
         found.extend(reader.audit())
     except CorruptCheckpointError as error:
         note(error)
-    sink = _Discard()
     names = list(reader.flat.leaves)
     read_all(
         reader,
-        ((name, sink) for name in names),
+        dict.fromkeys(names),
         threads=threads,
         pool=pool,
         progress=progress,
         on_error=note,
         extent=reader.bytes_to_check,
     )
-    # Threads find problems in any order; people read them in the file's.
+    # In the order of the state: threads find problems in any order.
     order = {name: place for place, name in enumerate(names)}
     return sorted(
         dict.fromkeys(found), key=lambda p: (order.get(p.name or "", -1), p.block if p.block is not None else -1)

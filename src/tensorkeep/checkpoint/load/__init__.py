@@ -1,1 +1,1 @@
-"""Loading and reading: whole states, tensors that exist, lazy slices."""
+"""Loading: full states, tensors that exist already, lazy slices."""

@@ -1,4 +1,4 @@
-"""An open checkpoint: a mapping of lazy tensors that read only what is asked for."""
+"""`tensorkeep.open`: a mapping of lazy tensors; indexing one reads only the blocks that hold the selected rows."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any, Self
 from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, checked_path
 from tensorkeep.checkpoint.finding import open_reader
 from tensorkeep.checkpoint.inspect.verify import VerifyReport, verify_open
-from tensorkeep.checkpoint.load.filling import fill, run_of, strided_view, structure_of
 from tensorkeep.checkpoint.load.load import load_open
+from tensorkeep.checkpoint.load.views import contiguous_in, fill, strided_view
 from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.formats.base import OpenSettings, Reader
 from tensorkeep.io.buffers import DEFAULT_BUDGET, BufferPool
 from tensorkeep.io.parallel import Progress
-from tensorkeep.state.leaf import Array, Leaf, LeafKind, allocate
-from tensorkeep.state.tree import leaf_specs
+from tensorkeep.state.leaf import Array, Leaf, allocate
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,33 +35,50 @@ def open(
     verify : bool
         Check each block that is read against its checksum, where the format has any.
     format : str, optional
-        Do not look, take this one.
+        The name of the format, instead of looking at the files.
     memory_budget : int or str
-        Bytes that the buffers for reading may take, also as ``"256MiB"``.
+        Limit in bytes for the buffers of reading, also as ``"256MiB"``.
 
     Returns
     -------
     Checkpoint
-        A context manager; ``ckpt["model.wte.weight"][0:10]`` reads the blocks that hold those rows.
+        A context manager, and a mapping from name to lazy tensor.
 
     Raises
     ------
-    NotACheckpointError, CorruptCheckpointError, UnsupportedError, StoreError
+    NotFoundError, NotACheckpointError
+        If nothing is at the path, or not a checkpoint.
+    CorruptCheckpointError
+        If the description of the checkpoint is damaged.
+    UnsupportedError
+        If it was written by a later version, or has a dtype or codec that this installation does not know.
+    StoreError
+        If the disk failed.
+
+    Examples
+    --------
+    >>> import tempfile, torch, tensorkeep
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> _ = tensorkeep.save({"w": torch.arange(6).reshape(3, 2)}, f"{folder.name}/c")
+    >>> with tensorkeep.open(f"{folder.name}/c") as checkpoint:
+    ...     checkpoint["w"].shape, checkpoint["w"][1:3]
+    ((3, 2), tensor([[2, 3],
+            [4, 5]]))
+    >>> folder.cleanup()
     """
-    pool = budget_pool(memory_budget)
-    settings = OpenSettings(verify=verify, pool=pool, page_cache=True)
+    settings = OpenSettings(verify=verify, pool=budget_pool(memory_budget), page_cache=True)
     return Checkpoint(open_reader(checked_path(path), settings, format), settings)
 
 
 class Checkpoint(Mapping[str, "LazyTensor"]):
-    """An open checkpoint: a mapping from name to lazy tensor, in the state's order.
+    """An open checkpoint: a mapping from name to lazy tensor, in the state's order; returned by `tensorkeep.open`.
 
     Attributes
     ----------
     path : Path
     format : str
     metadata : dict
-        What was given when it was saved.
+        The metadata that was given when it was saved.
     """
 
     def __init__(self, reader: Reader, settings: OpenSettings) -> None:
@@ -72,16 +88,14 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
         self._reader = reader
         self._settings = settings
         self._closed = False
-        with structure_of(reader.path):
-            self._specs = leaf_specs(reader.flat.skeleton)
 
     @property
     def nbytes(self) -> int:
-        """Raw bytes of all tensors, each storage once."""
+        """Raw bytes of all tensors; shared storage counts once."""
         return sum(leaf.nbytes for leaf in self._reader.flat.leaves.values())
 
     def __getitem__(self, name: str) -> LazyTensor:
-        return LazyTensor(self, name, self._specs[name].kind)
+        return LazyTensor(self, name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._reader.entries)
@@ -102,7 +116,7 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
         """
         if not self._settings.verify:
             raise UsageError(
-                "was opened with verify=False, so nothing that is read is checked",
+                "was opened with verify=False, so that reading checks nothing",
                 path=self.path,
                 remedy="open it with verify=True, or call tensorkeep.verify",
             )
@@ -120,13 +134,13 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
     ) -> Any:
         """Load the state, or some of it, from the files that are open; see `tensorkeep.load`.
 
-        Whether blocks are checked, and how much memory buffers take, was decided by `open`.
+        Checksums and the memory budget are those of `tensorkeep.open`.
         """
         reader, pool = self._open()
         return load_open(reader, pool, into=into, select=select, device=device, progress=progress, threads=threads)
 
     def close(self) -> None:
-        """Close the files; lazy tensors can no longer be read. A second call does nothing."""
+        """Close the files; lazy tensors can then not be read. A second call does nothing."""
         self._closed = True
         self._reader.close()
         self._settings.pool.close()
@@ -144,7 +158,7 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
 
 
 class LazyTensor:
-    """A tensor that lies in a checkpoint; indexing it reads the blocks that hold the rows asked for.
+    """A tensor of an open checkpoint; indexing it reads the blocks that hold the selected rows.
 
     Attributes
     ----------
@@ -154,18 +168,18 @@ class LazyTensor:
         Raw bytes.
     """
 
-    def __init__(self, checkpoint: Checkpoint, name: str, kind: LeafKind) -> None:
+    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
         entry = checkpoint._reader.entries[name]
         self.name = name
         self.shape = entry.shape
         self.nbytes = entry.nbytes
         self._dtype = entry.dtype
-        self._kind = kind
+        self._kind = checkpoint._reader.leaf_specs[name].kind
         self._checkpoint = checkpoint
 
     @property
     def dtype(self) -> torch.dtype | np.dtype[Any]:
-        """The torch dtype, or the numpy dtype of what was saved as a numpy array."""
+        """The torch dtype; the numpy dtype if it was saved as a numpy array."""
         return self._dtype.numpy if self._kind in ("ndarray", "npscalar") else self._dtype.torch
 
     @property
@@ -182,14 +196,15 @@ class LazyTensor:
         return f"<LazyTensor {self.name!r}: {self._dtype} {list(self.shape)}>"
 
     def __getitem__(self, index: Any) -> Array:
-        """Return the selected elements as a tensor (an array, if it was saved as one).
+        """Return the selected elements as a tensor, or as an array if it was saved as one.
 
-        An integer or a slice in the first place limits what is read to those rows; all else is applied in memory.
+        Only the rows that the first index selects, an integer or a slice, are read; other indices are applied in
+        memory.
 
         Raises
         ------
         CorruptCheckpointError
-            If a block that is read is not what was written.
+            If a block that is read is damaged.
         IndexError
             If the index is out of range.
         UsageError
@@ -197,15 +212,13 @@ class LazyTensor:
         """
         places = index if isinstance(index, tuple) else (index,)
         reader, pool = self._checkpoint._open()
-        if run_of(reader, self.name) is None:
-            with structure_of(reader.path):
-                view = strided_view(reader, self.name, self._kind, pool)
-            return view.array[places]
+        if contiguous_in(reader, self.name) is None:
+            return strided_view(reader, self.name, self._kind, pool).array[places]
         low, high, first = self._row_range(places)
         return self._rows(low, high)[(*first, *places[1:])]
 
     def _row_range(self, places: tuple[Any, ...]) -> tuple[int, int, tuple[Any, ...]]:
-        """Return the rows to read, and what is left of the first index when only they are there."""
+        """Return the range of rows to read, and the first index relative to it."""
         count = self.shape[0] if self.shape else 1
         if not places or not self.shape:
             return 0, count, places[:1]
@@ -223,17 +236,29 @@ class LazyTensor:
         return row % count, row % count + 1, (0,)
 
     def load(self, *, out: Array = None) -> Array:
-        """Return the whole tensor, in ``out`` if one of the same dtype and shape is given."""
+        """Return the full tensor.
+
+        Parameters
+        ----------
+        out : torch.Tensor or numpy.ndarray, optional
+            Filled and returned; of the same dtype and shape.
+
+        Raises
+        ------
+        UsageError
+            If ``out`` has another dtype or shape or is not writable, or the checkpoint is closed.
+        CorruptCheckpointError
+            If a block is damaged.
+        """
         if out is None:
             return self[...]
         reader, pool = self._checkpoint._open()
         leaf = Leaf.of(self.name, out)
         if leaf is None or (leaf.dtype, leaf.shape) != (self._dtype, self.shape) or not leaf.writable:
             raise UsageError(
-                f"`out` is no writable {self._dtype} of shape {list(self.shape)}", path=reader.path, name=self.name
+                f"`out` is not a writable {self._dtype} of shape {list(self.shape)}", path=reader.path, name=self.name
             )
-        with structure_of(reader.path):
-            fill(reader, self.name, leaf, pool)
+        fill(reader, self.name, leaf, pool)
         return out
 
     def _rows(self, low: int, high: int) -> Array:

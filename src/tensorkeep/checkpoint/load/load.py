@@ -1,21 +1,20 @@
-"""Loading a state, whole or in part, into new memory or into tensors that exist."""
+"""`tensorkeep.load`: a state, or some of its tensors, into new memory or into tensors that exist."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, check_device, checked_path, thread_count
 from tensorkeep.checkpoint.finding import open_reader
-from tensorkeep.checkpoint.load.filling import structure_of
-from tensorkeep.checkpoint.load.into import match
-from tensorkeep.checkpoint.load.plan import Plan
-from tensorkeep.errors import PathLike, UsageError
+from tensorkeep.checkpoint.load.plan import LoadPlan
+from tensorkeep.checkpoint.load.targets import match_targets
+from tensorkeep.errors import CorruptCheckpointError, PathLike, TensorkeepError, UsageError
 from tensorkeep.formats.base import OpenSettings, Reader
 from tensorkeep.io.buffers import DEFAULT_BUDGET, BufferPool
 from tensorkeep.io.parallel import Progress
 from tensorkeep.state import names
-from tensorkeep.state.tree import leaf_specs, prune, state_leaves, unflatten
+from tensorkeep.state.tree import prune, state_leaves, unflatten
 
 if TYPE_CHECKING:
     import torch
@@ -34,54 +33,73 @@ def load(
     threads: int | None = None,
     memory_budget: MemorySize = DEFAULT_BUDGET,
 ) -> Any:
-    """Load a checkpoint of any format.
+    """Load a checkpoint of any format. Nothing is ever unpickled.
 
     Parameters
     ----------
     path : path-like
-        The checkpoint; its format is found by looking at it.
+        The checkpoint; its format is found by looking at the files.
     into : nested state, optional
         Tensors and arrays to fill in place, on whatever device they are; the fastest way, because no new memory is
-        touched. Names, shapes, dtypes and what shares memory with what are compared first, and nothing is touched
-        unless all of them fit. Tensors that share memory must do so in the checkpoint, too; the reverse is free.
+        touched. Names, shapes, dtypes and shared memory are compared first, and nothing is touched unless all of them
+        fit. Tensors that share memory in the state must share it in the checkpoint as well.
     select : str or list of str, optional
-        Globs on the names; only these tensors are read. With ``into``, only these are filled. Of the rest of the
-        state, dicts lose the entry and lists have None in its place.
+        Globs on the names; only these tensors are read, and with ``into`` only these are filled. Tensors that are not
+        selected are left out of dicts and replaced by None in lists.
     device : torch.device or str, optional
         Where new tensors go; the CPU by default.
     verify : bool
         Check every block that is read against its checksum, where the format has any.
     page_cache : bool
-        Leave the files in the page cache, for other processes of this machine that load them, too. Without it, what
-        is cached already is taken from there and the rest is read around the cache, which is faster.
+        Leave the files in the page cache, for other processes of this machine that load them as well. Otherwise only
+        what is cached already is taken from there, and the rest is read directly, which is faster.
     format : str, optional
-        Do not look, take this one.
+        The name of the format, instead of looking.
     progress : callable, optional
         Called with (bytes done, bytes in all), from the reading threads, one call at a time.
     threads : int, optional
         Reading threads; twice the cores, between 2 and 8, by default.
     memory_budget : int or str
-        Bytes that all buffers together may take besides the tensors themselves, also as ``"256MiB"``.
+        Limit in bytes for all buffers together, besides the tensors themselves, also as ``"256MiB"``.
 
     Returns
     -------
     state
-        The state as it was saved; with ``into``, holding the very tensors, parameters and arrays that were given.
+        The state as it was saved; with ``into``, with the tensors, parameters and arrays that were given.
 
     Raises
     ------
+    NotFoundError, NotACheckpointError
+        If nothing is at the path, or not a checkpoint.
     CorruptCheckpointError
-        If a byte is not what was written. Tensors given to ``into`` may then be partly filled.
+        If a byte is not what was written; it names the file, the tensor and the block. Tensors given to ``into`` may
+        then be partly filled.
     StateMismatchError
         If ``into`` does not fit; nothing was touched.
-    NotACheckpointError, UnsupportedError, StoreError, UsageError
+    UsageError
+        If a pattern matches nothing, the device does not exist, or arguments exclude each other.
+    UnsupportedError
+        If the checkpoint has a dtype, class, codec or version that this installation does not know.
+    OutOfMemoryError
+        If the tensors are larger than the memory of this machine.
+    StoreError
+        If the disk failed.
+
+    Examples
+    --------
+    >>> import tempfile, torch, tensorkeep
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> _ = tensorkeep.save({"model": {"w": torch.ones(2), "b": torch.zeros(2)}, "step": 7}, f"{folder.name}/c")
+    >>> tensorkeep.load(f"{folder.name}/c")["step"]
+    7
+    >>> weight = torch.empty(2)
+    >>> _ = tensorkeep.load(f"{folder.name}/c", into={"model": {"w": weight}}, select="model.w")
+    >>> weight
+    tensor([1., 1.])
+    >>> folder.cleanup()
     """
-    with (
-        budget_pool(memory_budget) as pool,
-        open_reader(
-            checked_path(path), OpenSettings(verify=verify, pool=pool, page_cache=page_cache), format
-        ) as reader,
-    ):
+    settings = OpenSettings(verify=verify, page_cache=page_cache, pool=budget_pool(memory_budget))
+    with settings.pool as pool, open_reader(checked_path(path), settings, format) as reader:
         return load_open(reader, pool, into=into, select=select, device=device, progress=progress, threads=threads)
 
 
@@ -97,15 +115,32 @@ def load_open(
 ) -> Any:
     """Load from an open checkpoint; see `load`."""
     if into is not None and device is not None:
-        raise UsageError("`into` and `device` exclude each other", remedy="tensors in `into` stay where they are")
+        raise UsageError(
+            "`into` and `device` exclude each other", remedy="leave out `device`: tensors in `into` keep their devices"
+        )
     count = thread_count(threads)
     check_device(device)
     chosen = list(reader.entries) if select is None else names.select(reader.entries, select)
-    with structure_of(reader.path):
-        specs = leaf_specs(reader.flat.skeleton)
-        skeleton = reader.flat.skeleton if select is None else prune(reader.flat.skeleton, set(chosen))
-    given = {} if into is None else match(state_leaves(into), reader, specs, chosen, partial=select is not None)
-    plan = Plan(reader, specs, chosen, given, device)
+    skeleton = reader.flat.skeleton if select is None else prune(reader.flat.skeleton, set(chosen))
+    given = {} if into is None else match_targets(state_leaves(into), reader, chosen, partial=select is not None)
+    plan = LoadPlan(reader, chosen, given, device)
     plan.read(count, pool, progress)
-    with structure_of(reader.path):
-        return unflatten(skeleton, plan.values(), as_is=into is not None, path=reader.path)
+    return rebuild(reader, skeleton, plan.values(), as_given=into is not None)
+
+
+def rebuild(reader: Reader, skeleton: object, values: Mapping[str, Any], *, as_given: bool) -> Any:
+    """Return the state that a skeleton describes, with these values for its tensors; see `unflatten`.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        If a value of the skeleton cannot be rebuilt.
+    """
+    try:
+        return unflatten(skeleton, values, as_is=as_given, path=reader.path)
+    except TensorkeepError:
+        raise
+    except (ValueError, TypeError, OverflowError) as error:
+        raise CorruptCheckpointError(
+            f"its structure cannot be rebuilt ({error})", path=reader.path, remedy="take another checkpoint or copy"
+        ) from error

@@ -1,86 +1,101 @@
-"""The checkpoints of a training run: saved in the background, found again, thinned out, and restored."""
+"""`tensorkeep.CheckpointManager`: saves the steps of a training run, deletes old ones, restores the last good one."""
 
 from __future__ import annotations
 
-import math
+import logging
 import os
-import threading
 import time
 import warnings
-import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from tensorkeep.checkpoint.arguments import MemorySize
-from tensorkeep.checkpoint.manager.retention import Keep, KeepAll, KeepBest, keep_rule, to_delete
-from tensorkeep.checkpoint.manager.step_folder import StepFolder
-from tensorkeep.checkpoint.manager.steps import Step, numbers_in, read_step, remove_step, step_number, step_path
+from tensorkeep.checkpoint.arguments import MemorySize, checked_path
+from tensorkeep.checkpoint.manager.folder import StepFolder
+from tensorkeep.checkpoint.manager.retention import Keep, KeepBest, keep_rule, unwanted
+from tensorkeep.checkpoint.manager.steps import (
+    Step,
+    StepListing,
+    checked_metrics,
+    is_damaged,
+    list_steps,
+    step_number,
+    step_path,
+)
 from tensorkeep.checkpoint.manager.triggers import SaveWhen
+from tensorkeep.checkpoint.restore.restore import restore_state
 from tensorkeep.checkpoint.restore.stateful import expand
-from tensorkeep.checkpoint.save.background import begin_save
-from tensorkeep.checkpoint.save.memory import SaveMemory, checked_budget
+from tensorkeep.checkpoint.save.begin import begin_save, check_request, flat_state
+from tensorkeep.checkpoint.save.memory import checked_budget
 from tensorkeep.checkpoint.save.pending import PendingSave
 from tensorkeep.checkpoint.save.queue import SaveQueue, WhenBusy, copies_of
-from tensorkeep.errors import (
-    CorruptCheckpointError,
-    DestinationExistsError,
-    NotFoundError,
-    PathLike,
-    TensorkeepError,
-    UsageError,
-)
+from tensorkeep.checkpoint.settings import SettingsSource, read_settings
+from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, PathLike, UsageError
 from tensorkeep.formats.base import StepRecord
-from tensorkeep.io.lock import FolderLock
 from tensorkeep.io.parallel import Progress
-from tensorkeep.io.temporaries import remove_abandoned
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
 
 
-class CheckpointManager(StepFolder):
-    """The checkpoints of one training run, in one folder; a context manager.
+class CheckpointManager:
+    """The checkpoints of one training run, in one folder: ``step-000100``, ``step-000200``, ... A context manager.
 
-    Any number of processes may read the folder. One may write: the first call that changes something takes the folder,
-    until `close`, or until the process ends, however it ends. Threads may share a manager; their saves are made one
-    after another.
+    Any number of processes may read the folder; one may write. The first call that changes something locks the folder
+    until `close`, or until the process ends, however it ends. Threads may share a manager.
 
     Parameters
     ----------
     root : path-like
-        The folder. It need not exist.
-    keep_last : int, optional
-        Keep the last so many steps.
-    keep_every : int, optional
-        Keep the steps whose number is a multiple of it.
+        The folder, which need not exist.
+    keep_last, keep_every : int, optional
+        Keep the last so many steps; keep the steps whose number is a multiple.
     keep_best : int or KeepBest, optional
         Keep the so many best steps by their metric; see `KeepBest` for which metric.
     keep : Keep, optional
-        Any other rule. A step is kept if any rule wants it, and all are where there is no rule. Nothing is deleted
-        before a later step is durable, and the last one never.
+        Any other rule. A step is kept if any rule keeps it, and all are if there are no rules. Steps are deleted after
+        a later one is durable; the last one never is.
     save_when : SaveWhen, optional
-        When `due` says that it is time to save.
+        The rule that `due` asks.
     compression : str, optional
-        As for `tensorkeep.save`.
+        ``"none"`` (the default), ``"lossless"``, ``"auto"``, or the name of a codec; see `tensorkeep.save`.
     incremental : bool or "delta"
-        Write only the blocks that have changed since the step before, and link the files of the others; with
-        ``"delta"`` store differences of what has changed, too, where that is smaller (``compression="lossless"``).
+        Write only the blocks that have changed since the previous step and hard-link the files of the others; with
+        ``"delta"`` also store changed blocks as differences where that is smaller (``compression="lossless"``).
     asynchronous : bool
-        Let the caller wait only while the state is copied.
-    when_busy : str
-        What a save does while another one is being written: ``"wait"`` for it, or be queued and ``"replace"`` what is
-        in the queue already, which takes memory for a second copy.
+        Block the caller only while the state is copied.
+    when_busy : {"wait", "replace"}
+        What a save does while another one is being written: wait, or be queued, in place of the one that is queued
+        already. ``"replace"`` takes memory for a second copy.
     memory_budget : int or str, optional
-        Bytes that all copies and buffers together may take; see `tensorkeep.save_async`. It is kept between saves.
-    threads : int, optional
-        Writing threads.
-    progress : callable, optional
-        Called with (bytes done, bytes in all), from the writing threads, one call at a time.
+        Limit in bytes for all copies and buffers together, which are kept between saves; see `tensorkeep.save_async`.
+    threads, progress : optional
+        As for `tensorkeep.save`.
+    settings : path-like or mapping, optional
+        A settings file with a table ``[save]``, or the content of that table; see `tensorkeep.save`. It is read once.
 
     Raises
     ------
     UsageError
-        If an argument makes no sense.
+        If an argument or a setting is wrong, or arguments exclude each other.
+
+    Examples
+    --------
+    >>> import tempfile, torch, tensorkeep
+    >>> folder, model = tempfile.TemporaryDirectory(), torch.nn.Linear(2, 2)
+    >>> with tensorkeep.CheckpointManager(folder.name, keep_last=2) as manager:
+    ...     for step in (100, 200, 300):
+    ...         pending = manager.save(step, {"model": model, "step": step}, metrics={"loss": 1 / step})
+    >>> [step.number for step in manager.steps()]
+    [200, 300]
+    >>> manager.restore(into={"model": model, "step": 0})["step"]
+    300
+    >>> folder.cleanup()
     """
 
     def __init__(
@@ -99,49 +114,36 @@ class CheckpointManager(StepFolder):
         memory_budget: MemorySize | None = None,
         threads: int | None = None,
         progress: Progress | None = None,
+        settings: SettingsSource | None = None,
     ) -> None:
+        delta = incremental == "delta"
         if incremental not in (False, True, "delta"):
             raise UsageError(f"incremental is {incremental!r}", remedy='give True, False or "delta"')
-        if incremental == "delta" and compression not in (None, "lossless"):
+        if delta and compression not in (None, "lossless"):
             raise UsageError(
                 f'incremental="delta" needs compression="lossless", not {compression!r}', remedy="leave one of them out"
             )
-        super().__init__(root, keep_best if isinstance(keep_best, KeepBest) else KeepBest())
+        self.root = Path(os.path.abspath(checked_path(root)))
+        self._folder = StepFolder(self.root)
         self.keep = keep_rule(keep_last, keep_every, keep_best, keep)
         self.save_when = save_when
-        self._compression = "lossless" if incremental == "delta" else compression
+        self._best_rule = keep_best if isinstance(keep_best, KeepBest) else KeepBest()
         self._incremental = incremental
         self._asynchronous = asynchronous
-        self._when_busy: WhenBusy = when_busy
-        self._budget = checked_budget(
-            memory_budget, copies=copies_of(when_busy), delta=incremental == "delta", background=asynchronous
-        )
-        self._threads = threads
-        self._progress = progress
-        self._base: Path | None = None
+        copies = copies_of(when_busy)
+        self._budget = checked_budget(memory_budget, copies=copies, delta=delta, background=asynchronous)
+        self._queue = SaveQueue(when_busy, self._budget)
+        self._arguments: dict[str, Any] = {
+            "compression": "lossless" if delta else compression,
+            "threads": threads,
+            "progress": progress,
+            "settings": read_settings(settings),
+        }
+        self._base: Path | None = None  # the step that the next incremental save builds on
         self._damaged: set[Path] = set()
-        self._begin()
-        _all.add(self)
-
-    def _begin(self) -> None:
-        """Begin without a save on its way and without the folder; a forked child does, too."""
-        self._queue = SaveQueue(self._when_busy, self._budget)
-        self._ownership: FolderLock | None = None
-        self._mutex = threading.RLock()
-        self._saving = threading.RLock()
-        self._inside = False
-        self._not_deleted: TensorkeepError | None = None
-
-    # Saving
 
     def due(self, step: int) -> bool:
-        """Say whether it is time to save, by ``save_when``.
-
-        Raises
-        ------
-        UsageError
-            If the manager was made without it.
-        """
+        """Return whether to save after this step, by ``save_when``; UsageError if the manager has no such rule."""
         if self.save_when is None:
             raise UsageError("this manager has no rule for when to save", remedy="give it save_when=EverySteps(100)")
         return self.save_when.due(step)
@@ -149,246 +151,220 @@ class CheckpointManager(StepFolder):
     def save(
         self, step: int, state: object, metrics: Mapping[str, float] | None = None, *, overwrite: bool = False
     ) -> PendingSave:
-        """Save a step; by default the caller waits only while the state is copied.
+        """Save a step; by default the caller is blocked only while the state is copied.
 
         Parameters
         ----------
         step : int
             Its number, 0 or more.
-        state : nested state
-            As for `tensorkeep.save`; objects with a ``state_dict()`` (modules, optimizers, schedulers, scalers,
-            `tensorkeep.RandomState`) stand for what it returns.
+        state : nested dict, list, tuple of tensors, arrays, plain values and objects
+            Objects with a ``state_dict()`` (modules, optimizers, schedulers, scalers, `tensorkeep.RandomState`) are
+            replaced by what it returns.
         metrics : mapping of str to float, optional
-            Kept with the step, for `best` and the rules.
+            Stored with the step, for `best` and the rules.
         overwrite : bool
-            Replace a step of that number. One that is damaged, as its files show or `restore` has found, is replaced
-            in any case: a run that has gone on from an earlier one makes it again.
+            Replace a step of that number. A damaged one is always replaced, so that a run that resumed from an
+            earlier step can save it again.
 
         Returns
         -------
         PendingSave
-            Over already, where the manager is not asynchronous.
+            Over already if the manager is not asynchronous.
 
         Raises
         ------
+        UnsupportedLeafError, UsageError
+            If the state or an argument cannot be saved. Nothing is written, and no queued save is replaced.
+        DestinationExistsError
+            If the step exists and is not damaged.
+        BusyError
+            If another process writes in the folder.
         TensorkeepError
-            What is wrong with this save, or the error of an earlier one that nobody has waited for; then this one was
-            not begun.
+            The error of an earlier save that nobody has waited for; this one was then not begun.
         """
-        begin = time.perf_counter()
+        started = time.perf_counter()
         step = step_number(step, self.root)
         path = step_path(self.root, step)
-        record = StepRecord(step, time.time(), _checked_metrics(metrics))
+        record = StepRecord(step, time.time(), checked_metrics(metrics))
         self.keep.check(record.metrics)
-        with self._one_save_at_a_time():
+        with self._queue.one_at_a_time():
             self.claim()
-            self._queue.make_room()
+            self._queue.wait_for_place()
             self._queue.raise_failure()
-            self._say_what_was_not_deleted(stacklevel=3)
-            overwrite = overwrite or (os.path.lexists(path) and self._is_damaged(step, path))
-            self._check_number(step, path, overwrite=overwrite)
-            plain = expand(state)
+            self._folder.warn_of_undeleted(stacklevel=2)
+            overwrite = overwrite or (os.path.lexists(path) and (path in self._damaged or is_damaged(path)))
+            self._folder.check_free(step, overwrite=overwrite, stacklevel=2)
+            options = {"incremental": True, "base": self._find_base, "delta": self._incremental == "delta"}
+            request = check_request(
+                path,
+                format="native",
+                overwrite=overwrite,
+                metadata=None,
+                memory_budget=None,
+                options=options if self._incremental else {},
+                step=record,
+                copy=True,
+                started=started,
+                **self._arguments,
+            )
+            flat = flat_state(expand(state))
 
-            def prepare(memory: SaveMemory) -> PendingSave:
-                return begin_save(
-                    plain,
-                    path,
-                    memory,
-                    begin=begin,
-                    compression=self._compression,
-                    format="native",
-                    overwrite=overwrite,
-                    metadata=None,
-                    progress=self._progress,
-                    threads=self._threads,
-                    options=self._options(),
-                    step=record,
-                    copy=self._asynchronous,
-                )
-
-            begun = self._queue.add if self._asynchronous else self._queue.run
-            pending = begun(prepare, lambda: self._saved(path, step))
+            on_durable = partial(self._note_saved, path, step)
+            prepare = partial(begin_save, flat, request, copy=self._asynchronous, on_durable=on_durable)
+            pending = PendingSave((self._queue.add if self._asynchronous else self._queue.run)(prepare))
         if not self._asynchronous:
             pending.wait()
-            self._say_what_was_not_deleted(stacklevel=3)
+            self._folder.warn_of_undeleted(stacklevel=2)
         if self.save_when is not None:
             self.save_when.saved(step)
         return pending
 
-    @contextmanager
-    def _one_save_at_a_time(self) -> Iterator[None]:
-        with self._saving:
-            if self._inside:
-                raise UsageError(
-                    "save() was called while this thread is in save(), by a signal handler perhaps",
-                    path=self.root,
-                    remedy="let the handler note the signal, and save after the step: see OnSignal",
-                )
-            self._inside = True
-            try:
-                yield
-            finally:
-                self._inside = False
-
-    def _is_damaged(self, step: int, path: Path) -> bool:
-        if path in self._damaged:
-            return True
-        try:
-            read_step(self.root, step)
-        except CorruptCheckpointError:
-            return True
-        except TensorkeepError:
-            return False  # what is there, if anything, is none of ours, or of a later version
-        return False
-
-    def _check_number(self, step: int, path: Path, *, overwrite: bool) -> None:
-        if not overwrite and os.path.lexists(path):
-            raise DestinationExistsError(
-                "this step was saved already", path=path, remedy="give overwrite=True, or delete it first"
-            )
-        later = [number for number in numbers_in(self.root) if number > step]
-        if later:
-            warnings.warn(
-                f"step {step} is saved while later ones are there, up to step {later[-1]}, from which latest() and "
-                "restore() go on: delete() them if this run shall take their place",
-                stacklevel=3,
-            )
-
-    def _options(self) -> dict[str, Any]:
-        if not self._incremental:
-            return {}
-        return {"incremental": True, "base": self._find_base, "delta": self._incremental == "delta"}
-
     def _find_base(self) -> Path | None:
-        """Return the step to build on, when the writing begins: what was saved before is durable then.
+        """Return the step that an incremental save builds on, once the save before it is durable.
 
-        Only what this manager has saved or restored: of other steps nobody knows whether their bytes are still right.
+        Only a step that this manager has saved or restored: the bytes of others may be damaged.
         """
         return self._base if self._base is not None and self._base.exists() else None
 
-    def _saved(self, path: Path, step: int) -> None:
-        """What is left to do in the background once a step is durable."""
+    def _note_saved(self, path: Path, step: int) -> None:
+        """Finish a save, in the thread that wrote it, once the step is durable."""
         self._base = path
         self._damaged.discard(path)
-        try:
-            self._delete_unwanted(protect=(step,))
-        except TensorkeepError as error:
-            # The step is there all the same.
-            self._not_deleted = error
+        self._folder.delete_after_save(self.keep, step)
 
     def wait(self) -> None:
-        """Wait until everything that was saved is durable.
-
-        Raises
-        ------
-        TensorkeepError
-            If a save has failed that nobody has waited for.
-        """
+        """Wait until everything that was saved is durable; raise the error of a save that nobody has waited for."""
         self._queue.drain()
-        self._say_what_was_not_deleted(stacklevel=3)
+        self._folder.warn_of_undeleted(stacklevel=2)
         self._queue.raise_failure()
 
-    def _settle(self) -> None:
-        self._queue.drain()
+    def listing(self) -> StepListing:
+        """Return the complete steps, and what is wrong with the others."""
+        return list_steps(self.root)
 
-    def _restored(self, step: Path) -> None:
-        self._base = step
+    def steps(self) -> list[Step]:
+        """Return the complete steps, by number; a step that is being saved is not among them yet."""
+        return self.listing().steps
 
-    def _passed_over(self, step: Path) -> None:
-        self._damaged.add(step)
+    def latest(self) -> Step | None:
+        """Return the last complete step, or None; a warning names later ones that are incomplete."""
+        return next(iter(self._folder.newest_first(stacklevel=2)), None)
 
-    def _say_what_was_not_deleted(self, *, stacklevel: int) -> None:
-        error, self._not_deleted = self._not_deleted, None
-        if error is not None:
-            warnings.warn(f"a step that no rule wants was not deleted: {error}", stacklevel=stacklevel)
+    def best(self, metric: str | None = None, mode: str | None = None) -> Step | None:
+        """Return the best complete step by a metric, or None if no step has it.
 
-    # Deleting
+        The metric, and whether its ``"min"`` or ``"max"`` is best, are by default those of ``keep_best``, or the only
+        metric that the steps have and ``"min"``; UsageError if the steps have several.
+        """
+        rule = self._best_rule
+        rule = replace(rule, metric=metric or rule.metric, mode=mode or rule.mode)
+        return next(iter(rule.ranked(self.steps())), None)
 
-    def delete(self, step: int | Step) -> None:
-        """Delete a step, whole or damaged; others that share its files keep them.
+    def restore(
+        self,
+        step: int | Step | None = None,
+        into: Any = None,
+        *,
+        select: str | Iterable[str] | None = None,
+        device: torch.device | str | None = None,
+        threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> Any:
+        """Load a step, by default the last one that is complete and undamaged.
+
+        Parameters
+        ----------
+        step : int or Step, optional
+            Which one. By default the last; if that turns out to be damaged, a warning names it and the one before is
+            loaded.
+        into : nested state, optional
+            Tensors and arrays to fill in place, and objects with a ``load_state_dict()``. What is missing, extra or of
+            another shape is named before anything is changed.
+        select : str or list of str, optional
+            Names, or globs, of what is restored; with ``into`` all else is left as it is.
+        device, threads, progress : optional
+            As for `tensorkeep.load`.
+
+        Returns
+        -------
+        state
+            The saved state; with ``into``, containing the objects, tensors and arrays that were given.
 
         Raises
         ------
         NotACheckpointError
-            If there is none of that number, or what is there is no step, or has lost its manifest.
-        UsageError
-            If it holds files that are no part of it.
+            If there is no such step, or none at all.
+        CorruptCheckpointError
+            If the given step, or every one, is damaged; tensors in ``into`` may be partly overwritten.
+        StateMismatchError
+            If ``into`` does not fit. Nothing was changed, unless the message says so: an object may refuse its state
+            when it is loaded, and loading a damaged step may have begun before.
         """
-        path = step_path(self.root, step.number if isinstance(step, Step) else step)
-        self.claim()
-        if not os.path.lexists(path):
-            raise NotFoundError("there is no such step", path=path, remedy="see steps()")
-        with self._mutex:
-            remove_step(path)
+        self._queue.drain()
+        arguments = {"into": into, "select": select, "device": device, "threads": threads, "progress": progress}
+        if step is not None:
+            return self._restore(self._folder.path_of(step), arguments)
+        first_error: CorruptCheckpointError | None = None
+        for found in self._folder.newest_first(stacklevel=2):
+            path = Path(found.path)
+            try:
+                return self._restore(path, arguments)
+            except CorruptCheckpointError as error:
+                first_error = first_error or error
+                self._damaged.add(path)
+                logger.info("%s is damaged and passed over: %s", path, error)
+                warnings.warn(f"{path.name} is passed over: {error}", stacklevel=2)
+            except NotACheckpointError:
+                continue  # its writer has deleted it meanwhile
+        raise first_error or NotACheckpointError(
+            "holds no step", path=self.root, remedy="check the folder, or start from the beginning"
+        )
+
+    def _restore(self, path: Path, arguments: Mapping[str, Any]) -> Any:
+        state = restore_state(path, **arguments, memory_budget=self._budget)
+        if arguments["select"] is None:
+            self._base = path
+        return state
+
+    def delete(self, step: int | Step) -> None:
+        """Delete a step, complete or damaged; other steps keep the files that they share with it.
+
+        Raises
+        ------
+        NotFoundError, NotACheckpointError
+            If there is no step of that number, or it has lost its manifest.
+        UsageError
+            If it holds files that do not belong to it.
+        BusyError, StoreError
+            If another process writes in the folder, or the disk failed.
+        """
+        self._folder.delete(step)
 
     def prune(self, *, dry_run: bool = False) -> list[Step]:
-        """Delete the steps that no rule wants; return them.
+        """Delete the steps that no rule keeps, and return them; with ``dry_run``, only return them.
 
-        Broken steps are neither counted nor deleted; a warning tells of one that cannot be deleted.
-
-        Parameters
-        ----------
-        dry_run : bool
-            Delete nothing.
+        Damaged steps are neither counted nor deleted. A warning names a step that cannot be deleted.
         """
         if dry_run:
-            return to_delete(self.keep, self.steps())
+            return unwanted(self.keep, self.steps())
         self.claim()
-        gone = self._delete_unwanted()
-        self._say_what_was_not_deleted(stacklevel=3)
-        return gone
-
-    def _delete_unwanted(self, protect: tuple[int, ...] = ()) -> list[Step]:
-        # Where all are kept, there is no need to look at them.
-        if isinstance(self.keep, KeepAll):
-            return []
-        with self._mutex:
-            gone = to_delete(self.keep, self.steps(), protect=protect)
-            return [step for step in gone if self._removed(step)]
-
-    def _removed(self, step: Step) -> bool:
-        """Delete a step; one that cannot be deleted does not keep the others, and is told of by the next call."""
-        try:
-            remove_step(Path(step.path))
-        except TensorkeepError as error:
-            self._not_deleted = error
-            return False
-        return True
-
-    # The folder
+        deleted = self._folder.delete_unwanted(self.keep)
+        self._folder.warn_of_undeleted(stacklevel=2)
+        return deleted
 
     def claim(self) -> None:
-        """Take the folder, which the first call that changes something does by itself.
-
-        Raises
-        ------
-        BusyError
-            If another process writes there.
-        StoreError
-            If the operating system refuses.
-        """
-        with self._mutex:
-            if self._ownership is None or not self._ownership.is_held():
-                self._ownership = FolderLock(self.root)
-                remove_abandoned(self.root)
+        """Lock the folder, as the first call that changes something does; BusyError if another process writes there."""
+        self._folder.claim()
 
     def close(self) -> None:
-        """Wait for what is being saved, and let others write; the manager can still be used.
-
-        Raises
-        ------
-        TensorkeepError
-            If a save has failed that nobody has waited for.
-        """
-        # Ctrl-C ends the waiting only: the save goes on, and until it is over nobody else may write.
+        """Wait for saves, unlock the folder and free the buffers; raise as `wait`. The manager can still be used."""
+        # Ctrl-C ends this waiting only: the save continues, and the folder stays locked until it is over.
         self._queue.drain()
         try:
             self.wait()
         finally:
             self._queue.close()
-            if self._ownership is not None:
-                self._ownership.release()
-                self._ownership = None
+            self._folder.release()
 
     def __enter__(self) -> Self:
         return self
@@ -397,40 +373,7 @@ class CheckpointManager(StepFolder):
         try:
             self.close()
         except Exception as failure:
-            # What ended the block matters more; the save's error is not lost either.
+            # The error that ended the block comes first; that of the save becomes a note of it.
             if error is None:
                 raise
             error.add_note(f"a checkpoint was not saved: {failure}")
-
-
-def _checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, Any]:
-    """Return the metrics as they are stored: see `StepRecord`.
-
-    Raises
-    ------
-    UsageError
-        If one is no number.
-    """
-    found: dict[str, Any] = {}
-    for name, value in (metrics or {}).items():
-        try:
-            number = float(value)
-            str(name).encode()
-        except (TypeError, ValueError, OverflowError) as error:
-            raise UsageError(
-                f"the metric {name!r:.80} is {value!r:.80}", remedy="give a number, under a name that is text"
-            ) from error
-        found[str(name)] = number if math.isfinite(number) else str(number)
-    return found
-
-
-_all: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()
-
-
-def _begin_in_child() -> None:
-    # A forked child has neither the thread that writes nor the right to: what its parent has begun is not its own.
-    for manager in list(_all):
-        manager._begin()
-
-
-os.register_at_fork(after_in_child=_begin_in_child)

@@ -1,7 +1,7 @@
-"""Which steps to keep: rules that say of all steps which they want, and combinations of them.
+"""Which steps to keep: rules that choose among all steps, and combinations of them.
 
-A rule never deletes anything. What no rule wants is deleted by whoever asked, after its successor is durable, and never
-the last step.
+A rule never deletes anything. The manager deletes what no rule keeps, after a later step is durable; the last step is
+never deleted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,18 @@ from tensorkeep.units import parse_seconds
 
 
 class Keep(ABC):
-    """A rule; ``first | second`` keeps what either of them wants."""
+    """A rule for which steps to keep; ``first | second`` keeps what either of them keeps.
+
+    A rule of your own implements `wanted`.
+
+    Examples
+    --------
+    >>> from tensorkeep import Keep, KeepBest, KeepLast
+    >>> class KeepPrimes(Keep):
+    ...     def wanted(self, steps):
+    ...         return {step.number for step in steps if all(step.number % n for n in range(2, step.number))}
+    >>> rule = KeepPrimes() | KeepLast(2) | KeepBest(1, "loss")
+    """
 
     @abstractmethod
     def wanted(self, steps: Sequence[Step]) -> set[int]:
@@ -28,17 +39,15 @@ class Keep(ABC):
         Parameters
         ----------
         steps : sequence of Step
-            All that are whole, by number.
+            All complete steps, by number.
+
+        Returns
+        -------
+        set of int
         """
 
     def check(self, metrics: Mapping[str, object]) -> None:
-        """Refuse a step with these metrics, before it is saved, if the rule could not judge it.
-
-        Raises
-        ------
-        UsageError
-            If so.
-        """
+        """Check the metrics of a step before it is saved; UsageError if the rule needs other ones."""
         return
 
     def __or__(self, other: Keep) -> Keep:
@@ -55,7 +64,7 @@ class KeepAll(Keep):
 
 @dataclass(frozen=True)
 class KeepAny(Keep):
-    """Keeps what any of several rules wants."""
+    """Keeps what any of several rules keeps."""
 
     rules: tuple[Keep, ...]
 
@@ -75,6 +84,12 @@ class KeepLast(Keep):
     ------
     UsageError
         If the count is below 1.
+
+    Examples
+    --------
+    >>> from tensorkeep import KeepLast
+    >>> KeepLast(2)
+    KeepLast(count=2)
     """
 
     count: int
@@ -94,6 +109,11 @@ class KeepEvery(Keep):
     ------
     UsageError
         If the interval is below 1.
+
+    Examples
+    --------
+    >>> from tensorkeep import KeepEvery, KeepLast
+    >>> rule = KeepEvery(1000) | KeepLast(2)
     """
 
     interval: int
@@ -107,22 +127,29 @@ class KeepEvery(Keep):
 
 @dataclass(frozen=True)
 class KeepBest(Keep):
-    """Keeps the ``count`` best steps by a metric; a step without it, or with NaN, is not among them.
+    """Keeps the ``count`` best steps by a metric; of equally good steps the later ones.
 
-    Of steps that are equally good the later ones are kept.
+    A step without the metric, or with NaN, is not among the best.
 
     Parameters
     ----------
     count : int
     metric : str, optional
-        Its name; may be left out where the steps have one metric only.
-    mode : str
-        ``"min"`` or ``"max"``.
+        Its name; may be left out if the steps have one metric only.
+    mode : {"min", "max"}
+        Which values are best.
 
     Raises
     ------
     UsageError
-        If the count is below 1 or the mode is unknown; from `wanted`, if the metric was left out and is not clear.
+        If the count is below 1 or the mode is unknown; from `wanted`, if the steps have several metrics and none is
+        named.
+
+    Examples
+    --------
+    >>> from tensorkeep import KeepBest
+    >>> KeepBest(3, "accuracy", mode="max")
+    KeepBest(count=3, metric='accuracy', mode='max')
     """
 
     count: int = 1
@@ -151,25 +178,29 @@ class KeepBest(Keep):
 
 @dataclass(frozen=True)
 class KeepThinned(Keep):
-    """Keeps fewer steps the older they are, by the time that the run took since.
+    """Keeps fewer steps the older they are, by the time that the run has taken since.
 
     Parameters
     ----------
     rungs : tuple of (str or float, str or float)
-        Pairs of an age and a distance: steps up to that age are kept at least that far apart, beginning with the
-        newest rung. ``(("1h", 0), ("1d", "1h"), ("30d", "1d"))`` keeps all of the last hour, one an hour of the last
-        day, one a day of the last month, and none beyond. Texts as ``"90s"``, ``"10min"``, ``"2h"``, ``"1d"``, or
-        seconds.
+        Pairs of an age and a distance, the youngest first: steps up to that age are kept at least that far apart.
+        ``(("1h", 0), ("1d", "1h"), ("30d", "1d"))`` keeps all steps of the last hour, one an hour of the last day, one
+        a day of the last month, and none beyond. Texts such as ``"90s"``, ``"10min"``, ``"2h"``, ``"1d"``, or seconds.
 
     Raises
     ------
     UsageError
-        If an age or a distance is negative, or the ages do not grow.
+        If an age or a distance is negative, or the ages are not in ascending order.
 
     Notes
     -----
-    Ages are counted in the run's own time, see `run_times`: a run that was stopped for a month loses nothing when it
-    goes on, and neither does one whose clock was set ahead or back.
+    Ages are in the run's own time, see `run_times`: a run that was stopped for a month loses no step when it resumes,
+    and neither does one whose clock was changed.
+
+    Examples
+    --------
+    >>> from tensorkeep import KeepThinned
+    >>> rule = KeepThinned((("1h", 0), ("1d", "1h")))
     """
 
     rungs: tuple[tuple[str | float, str | float], ...]
@@ -177,7 +208,7 @@ class KeepThinned(Keep):
     def __post_init__(self) -> None:
         ages = [age for age, _ in self._seconds()]
         if ages != sorted(ages):
-            raise UsageError("the ages of KeepThinned do not grow", remedy="give the youngest first")
+            raise UsageError("the ages of KeepThinned are not in ascending order", remedy="give the youngest first")
 
     def _seconds(self) -> list[tuple[float, float]]:
         return [(parse_seconds(age), parse_seconds(distance)) for age, distance in self.rungs]
@@ -188,7 +219,7 @@ class KeepThinned(Keep):
         times = run_times(steps)
         kept: set[int] = {steps[-1].number}
         last: float | None = None
-        # From the oldest on, so that a step which was kept once stays kept until it leaves its rung.
+        # From the oldest to the newest, so that a step that was kept once is kept until it leaves its rung.
         for step, time in zip(steps, times, strict=True):
             distance = self._distance(times[-1] - time)
             if distance is not None and (last is None or time - last >= distance):
@@ -203,7 +234,7 @@ class KeepThinned(Keep):
 def keep_rule(
     keep_last: int | None, keep_every: int | None, keep_best: int | KeepBest | None, keep: Keep | None
 ) -> Keep:
-    """Return the rule that several arguments make together; all steps are kept where none is given."""
+    """Return the rule for the arguments of `CheckpointManager`; all steps are kept if none is given."""
     rules: list[Keep] = []
     if keep_last is not None:
         rules.append(KeepLast(keep_last))
@@ -216,32 +247,32 @@ def keep_rule(
     return KeepAny(tuple(rules)) if rules else KeepAll()
 
 
-def to_delete(rule: Keep, steps: Sequence[Step], protect: Collection[int] = ()) -> list[Step]:
-    """Return the steps that a rule does not want, but for the last one, which is never deleted.
+def unwanted(rule: Keep, steps: Sequence[Step], protect: Collection[int] = ()) -> list[Step]:
+    """Return the steps to delete: those that a rule does not keep, except for the last one.
 
     Parameters
     ----------
     rule : Keep
     steps : sequence of Step
-        All that are whole, by number.
+        All complete steps, by number.
     protect : collection of int
-        Steps that were saved just now. They are never deleted either, and the rule is also asked for the steps up to
-        each of them: a run that went back from step 1000 to step 500 has its last two, 600 and 700, beside the last
-        two of all, 900 and 1000, until it overtakes those.
+        Steps that were just saved, which are kept as well. The rule is also asked about the steps up to each of them:
+        a run that went back from step 1000 to step 500 has its last two, 600 and 700, beside the last two of all, 900
+        and 1000, until it overtakes those.
     """
-    wanted = rule.wanted(steps).union(protect)
+    kept = rule.wanted(steps).union(protect)
     for number in protect:
-        wanted |= rule.wanted([step for step in steps if step.number <= number])
-    return [step for step in steps[:-1] if step.number not in wanted]
+        kept |= rule.wanted([step for step in steps if step.number <= number])
+    return [step for step in steps[:-1] if step.number not in kept]
 
 
 def run_times(steps: Sequence[Step]) -> list[float]:
     """Return when each step was saved, in seconds of the run's own time since the first one.
 
-    Between two saves the time passes that their clocks say, unless it is negative or more than twice the usual time of
-    so many training steps, which is the median over all neighbours. Then the clock was set, or the run was stopped, and
-    the usual time is taken. So a wrong clock never makes a step much older than it is; where a run slows down for good,
-    steps seem younger until there are more slow neighbours than fast ones.
+    The time between two saves is the difference of their clocks, unless that is negative or more than twice the usual
+    time of so many training steps, the median over all pairs of neighbours. Then the clock was changed, or the run was
+    stopped, and the usual time is used instead. So a wrong clock never makes a step much older than it is. If a run
+    becomes slower, steps seem younger until the slow pairs are in the majority.
 
     Parameters
     ----------
@@ -250,7 +281,7 @@ def run_times(steps: Sequence[Step]) -> list[float]:
     """
     gaps = [(after.saved_at - before.saved_at, after.number - before.number) for before, after in pairwise(steps)]
     paces = sorted(seconds / count for seconds, count in gaps if seconds > 0)
-    # One alone may be the wrong one; of an even number the lower, because too young is the safe side.
+    # A single pair may be the wrong one. Of an even number the lower one: a step that seems too young is kept.
     pace = paces[(len(paces) - 1) // 2] if len(paces) > 1 else 0.0
     times = [0.0]
     for seconds, count in gaps:
@@ -260,8 +291,10 @@ def run_times(steps: Sequence[Step]) -> list[float]:
 
 
 def _only(metrics: Iterable[str]) -> str | None:
-    """Return the only one of some metrics, None of none."""
+    """Return the only metric, or None if there are none; UsageError if there are several."""
     names = sorted(metrics)
     if len(names) > 1:
-        raise UsageError(f"the steps have several metrics: {', '.join(names)}", remedy="say which one is meant")
+        raise UsageError(
+            f"the steps have several metrics: {', '.join(names)}", remedy='name one, such as KeepBest(1, "loss")'
+        )
     return next(iter(names), None)

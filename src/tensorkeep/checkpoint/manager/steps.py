@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import operator
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
-from tensorkeep.errors import NotACheckpointError, NotFoundError, PathLike, TensorkeepError, UsageError
+from tensorkeep.errors import (
+    CorruptCheckpointError,
+    NotACheckpointError,
+    NotFoundError,
+    PathLike,
+    StoreError,
+    TensorkeepError,
+    UsageError,
+)
 from tensorkeep.formats.native.reader import foreign_names, is_native, look
 from tensorkeep.formats.probe import names_in
 from tensorkeep.io.commit import remove_checkpoint
 from tensorkeep.io.files import store_error
 
+logger = logging.getLogger(__name__)
+
 _NAME = re.compile(r"step-(\d{6,18})")
-_MOST = 10**18 - 1
+_LARGEST = 10**18 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step that is there, whole as far as can be told without reading its tensors.
+    """A complete step, as far as that can be told without reading its tensors.
 
     Attributes
     ----------
@@ -33,9 +45,9 @@ class Step:
         Seconds since 1970 (UTC), by the clock of the machine that saved it.
     metrics : mapping of str to float
     nbytes : int
-        Bytes of its files, those that it shares with other steps included.
+        Bytes of its files, including those that it shares with other steps.
     own_bytes : int
-        Bytes of files that no other step has; what removing it alone would free.
+        Bytes of files that no other step shares: what deleting it would free.
     """
 
     number: int
@@ -47,71 +59,71 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
-    """What lies in a folder of steps.
+class StepListing:
+    """The steps of a folder.
 
     Attributes
     ----------
     steps : list of Step
-        By number.
+        The complete steps, by number.
     broken : mapping of int to TensorkeepError
-        What is wrong with those that are no steps to go on from: incomplete, damaged, or of another kind.
+        By number, what is wrong with the others: incomplete, damaged, or not a checkpoint.
     """
 
     steps: list[Step]
-    broken: Mapping[int, TensorkeepError] = field(default_factory=lambda: MappingProxyType({}))
+    broken: Mapping[int, TensorkeepError]
 
 
 def step_number(number: SupportsIndex, root: PathLike | None = None) -> int:
-    """Return the number of a step as an int; integers of numpy and torch are numbers, too.
+    """Return the number of a step as an int; integers of numpy and torch are accepted.
 
     Raises
     ------
     UsageError
-        If it is negative, or no integer.
+        If it is negative, not an integer, or has more than 18 digits.
     """
     try:
         found = -1 if isinstance(number, bool) else operator.index(number)
     except TypeError:
         found = -1
-    if not 0 <= found <= _MOST:
-        raise UsageError(f"{number!r} is no number of a step", path=root, remedy="give an int of 0 or more")
+    if not 0 <= found <= _LARGEST:
+        raise UsageError(f"{number!r} is not the number of a step", path=root, remedy="give an int of 0 or more")
     return found
 
 
 def step_path(root: PathLike, number: SupportsIndex) -> Path:
-    """Return where a step lies; UsageError as for `step_number`."""
+    """Return the path of a step; UsageError as `step_number`."""
     return Path(root) / f"step-{step_number(number, root):06d}"
 
 
 def numbers_in(root: PathLike) -> list[int]:
-    """Return the numbers of what is called a step in a folder, in order; none where there is no folder.
+    """Return the numbers of the names of steps in a folder, in order; an empty list if the folder does not exist.
 
     Raises
     ------
     StoreError
-        If the operating system does not let one look.
+        If the folder cannot be read.
     """
     found = (match for name in names_in(Path(root)) if (match := _NAME.fullmatch(name)))
     return sorted(int(match[1]) for match in found if f"step-{int(match[1]):06d}" == match[0])
 
 
 def read_step(root: PathLike, number: int) -> Step:
-    """Return a step by its manifest, whose files must be there and as long as it says.
+    """Return a step by its manifest, having checked that its files exist and have the right sizes.
 
     Raises
     ------
     NotACheckpointError, CorruptCheckpointError, UnsupportedError, StoreError
-        If it is none to go on from.
+        If it is not a complete step.
     """
     path = step_path(root, number)
     record, nbytes, own = look(path)
-    saved_at = record.saved_at if record else _changed_at(path)
+    saved_at = record.saved_at if record else _modified_at(path)
     metrics = MappingProxyType({name: float(value) for name, value in record.metrics.items()} if record else {})
     return Step(number, os.fspath(path), saved_at, metrics, nbytes, own)
 
 
-def _changed_at(path: Path) -> float:
+def _modified_at(path: Path) -> float:
     try:
         return path.stat().st_mtime
     except FileNotFoundError as error:
@@ -120,13 +132,24 @@ def _changed_at(path: Path) -> float:
         raise store_error(error, path, "look at the step") from error
 
 
-def survey(root: PathLike) -> Survey:
+def is_damaged(path: Path) -> bool:
+    """Return whether a path is a step whose manifest is damaged, or whose files are missing or truncated."""
+    try:
+        look(path)
+    except CorruptCheckpointError:
+        return True
+    except TensorkeepError:
+        pass  # nothing is there, or it was written by another tool or a later version
+    return False
+
+
+def list_steps(root: PathLike) -> StepListing:
     """Look at every step of a folder; no tensor is read.
 
     Raises
     ------
     StoreError
-        If the operating system does not let one look into the folder.
+        If the folder cannot be read.
     """
     steps: list[Step] = []
     broken: dict[int, TensorkeepError] = {}
@@ -134,49 +157,72 @@ def survey(root: PathLike) -> Survey:
         try:
             steps.append(read_step(root, number))
         except TensorkeepError as error:
-            # What its writer has deleted since is not broken.
+            # A step that its writer has deleted meanwhile is not broken.
             if not isinstance(error, NotACheckpointError) or os.path.lexists(step_path(root, number)):
                 broken[number] = error
-    return Survey(steps, broken)
+    return StepListing(steps, MappingProxyType(broken))
 
 
-def check_removable(path: Path) -> None:
-    """Hold that removing a path removes a step and nothing else.
+def checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, Any]:
+    """Return metrics as a `StepRecord` stores them: numbers, and the texts "nan", "inf" and "-inf".
 
     Raises
     ------
     UsageError
-        If it holds files that are no part of the step, which nobody asked to remove.
+        If one is not a number, or its name is not text.
+    """
+    found: dict[str, Any] = {}
+    for name, value in (metrics or {}).items():
+        try:
+            number = float(value)
+            str(name).encode()
+        except (TypeError, ValueError, OverflowError) as error:
+            raise UsageError(
+                f"the metric {name!r:.80} is {value!r:.80}", remedy="give a number, under a name that is text"
+            ) from error
+        found[str(name)] = number if math.isfinite(number) else str(number)
+    return found
+
+
+def check_removable(path: Path) -> None:
+    """Check that deleting a path deletes a step and nothing else.
+
+    Raises
+    ------
+    UsageError
+        If it holds files that do not belong to the step.
     NotACheckpointError
-        If it is no step of ours: another file or folder of that name, or a link, or what has lost its manifest.
+        If it is not a step: another file or folder of that name, a link, or a step that has lost its manifest.
     StoreError
-        If the operating system does not let one look.
+        If the operating system refuses to look.
     """
     try:
         if path.is_symlink() or not is_native(path):
             raise NotACheckpointError(
-                "is no checkpoint that was saved here, or has lost its manifest, so it is not deleted",
+                "is not a checkpoint of Tensorkeep, or has lost its manifest, so it is not deleted",
                 path=path,
                 remedy="if nobody needs it, remove it yourself",
             )
         foreign = foreign_names(path)
+    except TensorkeepError:
+        raise
     except OSError as error:
         raise store_error(error, path, "look at the step") from error
     if foreign:
         raise UsageError(
-            f"holds {foreign[0]!r}, which is no part of the step, so it is not deleted",
+            f"holds {foreign[0]!r}, which does not belong to the step, so it is not deleted",
             path=path,
-            remedy="move that elsewhere first",
+            remedy="move that file elsewhere first",
         )
 
 
 def remove_step(path: Path) -> None:
-    """Remove a step, whole or damaged, if it is one and nothing else; of one that is gone already nothing is said.
+    """Delete a step, complete or damaged; nothing happens if it is gone already.
 
     Raises
     ------
     UsageError, NotACheckpointError, StoreError
-        As for `check_removable`; or if the operating system refuses.
+        As `check_removable`; or if the operating system refuses.
     """
     if not os.path.lexists(path):
         return
@@ -185,5 +231,8 @@ def remove_step(path: Path) -> None:
         remove_checkpoint(path)
     except FileNotFoundError:
         return
+    except StoreError:
+        raise
     except OSError as error:
         raise store_error(error, path, "delete the step") from error
+    logger.info("deleted %s", path)

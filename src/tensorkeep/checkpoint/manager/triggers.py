@@ -18,14 +18,24 @@ from tensorkeep.units import parse_seconds
 
 
 class SaveWhen(ABC):
-    """A rule; ``first | second`` saves when either of them says so."""
+    """A rule for when to save; ``first | second`` saves when either of them does.
+
+    A rule of your own implements `due`, and `saved` if it depends on earlier saves.
+
+    Examples
+    --------
+    >>> from tensorkeep import EverySteps, EveryTime
+    >>> rule = EverySteps(1000) | EveryTime("30min")
+    >>> rule.due(999), rule.due(1000)
+    (False, True)
+    """
 
     @abstractmethod
     def due(self, step: int) -> bool:
-        """Say whether to save after this step."""
+        """Return whether to save after this step."""
 
     def saved(self, step: int) -> None:
-        """Learn that this step was saved, for whatever reason."""
+        """Note that this step was saved, for whatever reason; called by the manager."""
         return
 
     def __or__(self, other: SaveWhen) -> SaveWhen:
@@ -34,12 +44,12 @@ class SaveWhen(ABC):
 
 @dataclass(frozen=True)
 class AnyOf(SaveWhen):
-    """Saves when any of several rules says so."""
+    """Saves when any of several rules does."""
 
     rules: tuple[SaveWhen, ...]
 
     def due(self, step: int) -> bool:
-        # Each is asked, because some remember what they were asked.
+        # Every rule is asked, because some have state.
         answers = [rule.due(step) for rule in self.rules]
         return any(answers)
 
@@ -56,6 +66,12 @@ class EverySteps(SaveWhen):
     ------
     UsageError
         If the interval is below 1.
+
+    Examples
+    --------
+    >>> from tensorkeep import EverySteps
+    >>> [step for step in range(7) if EverySteps(3).due(step)]
+    [3, 6]
     """
 
     interval: int
@@ -68,14 +84,25 @@ class EverySteps(SaveWhen):
 
 
 class EveryTime(SaveWhen):
-    """Saves when so much time has passed since the last save, or since the rule was made.
+    """Saves when this much time has passed since the last save, or since the rule was made.
 
     Parameters
     ----------
     interval : str or float
         Such as ``"10min"``, or seconds.
     clock : callable
-        Returns seconds; it must not go back.
+        Returns seconds; monotonic.
+
+    Raises
+    ------
+    UsageError
+        If the interval is negative or not a duration.
+
+    Examples
+    --------
+    >>> from tensorkeep import EveryTime
+    >>> EveryTime("10min").due(1)
+    False
     """
 
     def __init__(self, interval: str | float, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -91,13 +118,12 @@ class EveryTime(SaveWhen):
 
 
 class OnSignal(SaveWhen):
-    """Saves after the step during which a signal came, such as the ``SIGTERM`` or ``SIGUSR1`` of a batch system.
+    """Saves after the step during which a signal arrived, such as the ``SIGTERM`` or ``SIGUSR1`` of a batch system.
 
-    A context manager. The handler only notes the signal; after each step the training loop looks at `came`, saves if
-    it holds or `due` says so, and ends if it held. A signal that comes again goes to what handled it before: a second
-    ``SIGTERM`` ends the process as it always did. Only ``SIGUSR1`` and ``SIGUSR2`` may come again once there was a
-    save, and ask for another one. What handled the signals before comes back with `close`, and in forked children at
-    once. To be made in the main thread.
+    A context manager, made in the main thread. The handler only notes the signal. After each step the training loop
+    saves if `due` returns True or `came` is set, and ends if `came` is set. A second signal of the same kind goes to
+    the previous handler: a second ``SIGTERM`` ends the process as usual. Only ``SIGUSR1`` and ``SIGUSR2`` are noted
+    again after a save. `close` restores the previous handlers; forked children do so at once.
 
     Parameters
     ----------
@@ -107,12 +133,21 @@ class OnSignal(SaveWhen):
     Attributes
     ----------
     came : bool
-        Whether a signal has come since it was made.
+        Whether a signal has arrived since it was made.
 
     Raises
     ------
     UsageError
         If it is made in another thread, or for a signal that cannot be handled.
+
+    Examples
+    --------
+    >>> import signal
+    >>> from tensorkeep import OnSignal
+    >>> with OnSignal(signal.SIGUSR1) as stop:
+    ...     signal.raise_signal(signal.SIGUSR1)
+    ...     stop.due(1), stop.came
+    (True, True)
     """
 
     def __init__(self, *signals: int) -> None:
@@ -155,15 +190,15 @@ class OnSignal(SaveWhen):
         self._noted -= {signal.SIGUSR1, signal.SIGUSR2}
 
     def close(self) -> None:
-        """Put back what handled the signals before; a second call does nothing."""
+        """Restore the previous handlers; a second call does nothing."""
         if self._closed:
             return
         self._closed = True
         _open.remove(self)
         for number, before in self._before.items():
-            # A handler that was set since stays; where it calls this one, that passes the signal on.
+            # A handler that was set later is kept; if it calls this one, the signal is passed on.
             if signal.getsignal(number) == self._note:
-                # None is what was not set from Python, and cannot be put back.
+                # None stands for a handler that was not set from Python, and cannot be restored.
                 signal.signal(number, signal.SIG_DFL if before is None else before)
 
     def __enter__(self) -> Self:
@@ -177,7 +212,7 @@ _open: list[OnSignal] = []
 
 
 def _close_in_child() -> None:
-    # A child has no loop that asks: the signal that shall end it, from multiprocessing for one, would only be noted.
+    # A child has no training loop: a signal to end it, from multiprocessing for example, would only be noted.
     for rule in reversed(_open.copy()):
         rule.close()
 

@@ -1,4 +1,4 @@
-"""States of objects: what has a ``state_dict()`` stands for it, and takes it back; and the states of random numbers."""
+"""Objects with a ``state_dict()``: replacing them by their states, and loading these back; `RandomState`."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from typing import Any
 
 import numpy as np
 
-from tensorkeep.checkpoint.restore.containers import holding, items
+from tensorkeep.checkpoint.restore.containers import items, with_items
 from tensorkeep.errors import UnsupportedError, UnsupportedLeafError
 from tensorkeep.state.names import Path, display
 from tensorkeep.state.tree import MAX_DEPTH
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """An object of a state.
+class StatefulObject:
+    """An object of a training state, together with its own state.
 
     Attributes
     ----------
     value : object
         It has a ``state_dict()`` and a ``load_state_dict()``.
     state : nested state
-        What its ``state_dict()`` returned; other objects in it are held, too.
+        What its ``state_dict()`` returned; objects in it are wrapped as well.
     """
 
     value: Any
     state: Any
 
 
-Give = Callable[[Path, Held, Any], None]
-"""Gives an object at the end of some keys what was loaded for it."""
+LoadObject = Callable[[Path, StatefulObject, Any], None]
+"""Loads a state into the object at the end of some keys."""
 
 
 def is_stateful(value: object) -> bool:
-    """Say whether a value has a ``state_dict()`` and a ``load_state_dict()``."""
+    """Return whether a value has a ``state_dict()`` and a ``load_state_dict()``."""
     methods = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
     return not isinstance(value, type) and all(map(callable, methods))
 
 
-def hold(state: Any, path: Path = (), *, depth: int = 0) -> Any:
-    """Return a state in which each object is held together with its own state; nothing else is changed.
+def wrap_objects(state: Any, path: Path = (), *, depth: int = 0) -> Any:
+    """Return a state in which a `StatefulObject` stands for each object; all else is the same.
 
     Raises
     ------
@@ -61,55 +61,66 @@ def hold(state: Any, path: Path = (), *, depth: int = 0) -> Any:
             remedy="look for a container or an object that contains itself",
         )
     if found is None:
-        return Held(state, hold(state.state_dict(), path, depth=depth + 1))
-    return holding(state, {key: hold(item, (*path, key), depth=depth + 1) for key, item in found})
+        return StatefulObject(state, wrap_objects(state.state_dict(), path, depth=depth + 1))
+    return with_items(state, {key: wrap_objects(item, (*path, key), depth=depth + 1) for key, item in found})
 
 
-def plain(state: Any) -> Any:
-    """Return a state in which each object that is held is replaced by its own state."""
-    if isinstance(state, Held):
-        return plain(state.state)
+def unwrap_states(state: Any) -> Any:
+    """Return a state in which each wrapped object is replaced by its own state."""
+    if isinstance(state, StatefulObject):
+        return unwrap_states(state.state)
     found = items(state)
-    return state if found is None else holding(state, {key: plain(item) for key, item in found})
+    return state if found is None else with_items(state, {key: unwrap_states(item) for key, item in found})
 
 
 def expand(state: Any) -> Any:
-    """Return a state in which what has a ``state_dict()`` is replaced by what it returns; nothing else is changed.
+    """Return a state in which each object is replaced by what its ``state_dict()`` returns.
 
     Raises
     ------
     UnsupportedLeafError
         If it is nested too deeply.
     """
-    return plain(hold(state))
+    return unwrap_states(wrap_objects(state))
 
 
-def put_back(state: Any, loaded: Any, give: Give, path: Path = ()) -> Any:
-    """Give each object that is held its part of what was loaded; return the loaded state with the objects in it.
+def load_objects(state: Any, loaded: Any, load: LoadObject, path: Path = ()) -> Any:
+    """Load its state into each wrapped object; return the loaded state with the objects in it.
 
-    An object that lies in the state of another one is given its part first and stands, itself, in what the other gets.
+    Objects in the state of another one are loaded first, and are in the state that the outer one is given.
     """
-    if isinstance(state, Held):
-        give(path, state, put_back(state.state, loaded, give, path))
+    if isinstance(state, StatefulObject):
+        load(path, state, load_objects(state.state, loaded, load, path))
         return state.value
     given, found = items(state), items(loaded)
     if given is None or found is None:
         return loaded
     mine = dict(given)
-    return holding(
-        loaded, {key: put_back(mine[key], item, give, (*path, key)) if key in mine else item for key, item in found}
+    return with_items(
+        loaded,
+        {key: load_objects(mine[key], item, load, (*path, key)) if key in mine else item for key, item in found},
     )
 
 
 class RandomState:
-    """The states of all random-number generators of this process: Python's, numpy's, torch's, and CUDA's.
+    """The states of all global random-number generators of this process: Python's, numpy's, torch's, and CUDA's.
 
-    Save it with the rest, ``{"model": model, "rng": tensorkeep.RandomState()}``, and a run that is restored goes on
-    with the same numbers. Generators of your own have states of their own to save (``torch.Generator.get_state()``).
+    Save it with the rest, ``{"model": model, "rng": tensorkeep.RandomState()}``, and a restored run continues with the
+    same random numbers. Generators of your own have states of their own (``torch.Generator.get_state()``).
+
+    Examples
+    --------
+    >>> import torch, tensorkeep
+    >>> rng = tensorkeep.RandomState()
+    >>> state = rng.state_dict()
+    >>> before = torch.rand(3)
+    >>> rng.load_state_dict(state)
+    >>> torch.equal(torch.rand(3), before)
+    True
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states, as they are now."""
+        """Return the current states."""
         version, internal, gauss = random.getstate()
         kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
         found: dict[str, Any] = {
@@ -124,30 +135,24 @@ class RandomState:
         return found
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Check whether states can be set here; only their number is looked at.
+        """Check that the states fit this machine.
 
         Raises
         ------
         UnsupportedError
-            If CUDA's states are those of another number of devices.
+            If there are CUDA states of another number of devices.
         """
         saved = len(state.get("cuda", []))
         torch = sys.modules.get("torch")
         here = torch.cuda.device_count() if torch is not None else 0
         if saved not in (0, here):
             raise UnsupportedError(
-                f"holds the random states of {saved} CUDA devices, and there are {here} here",
-                remedy="leave them out of what is restored, and seed the generators anew",
+                f"holds the random states of {saved} CUDA devices, and this machine has {here}",
+                remedy="do not restore them (`select` the rest), and seed the generators",
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the states of all generators.
-
-        Raises
-        ------
-        UnsupportedError
-            If CUDA's states are those of another number of devices.
-        """
+        """Set the states of all generators; raise as `check_state_dict`."""
         import torch
 
         self.check_state_dict(state)

@@ -1,12 +1,11 @@
-"""``compression="auto"``: whether a raw or a lossless save is faster here, for this state, measured on a sample.
+"""``compression="auto"``: choose between raw and lossless by measuring a sample of the state and the disk.
 
 `tensorkeep.checkpoint.save.trial` measures how fast blocks of the state are gathered and coded, and how fast the
-destination takes bytes. `Rates.seconds` predicts both saves from that, and the one with the lower prediction is taken.
+destination is written. `Rates.seconds` predicts the duration of both saves, and the faster one is chosen.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tensorkeep.checkpoint.forking import reset_in_child
 from tensorkeep.checkpoint.save.trial import Rates, measure, nearest_folder
 from tensorkeep.errors import StoreError
 from tensorkeep.formats.base import StoredLeaf, WriteSettings
@@ -24,33 +24,33 @@ from tensorkeep.state.tree import Flat
 from tensorkeep.units import format_bytes
 
 FORMATS = ("native", "safetensors")
-"""Where ``"auto"`` is understood: the formats that Tensorkeep writes raw or lossless."""
+"""The formats that support ``"auto"``: those with raw and lossless blocks."""
 
 SMALLEST = 256 * 1024**2
-"""Bytes below which nothing is measured: such a save takes about as long as measuring would."""
+"""States with fewer bytes are not measured: the save takes about as long as measuring."""
 
 FRESH = 600.0
-"""Seconds for which what was measured is used again, for states of the same dtypes and sizes at the same place."""
+"""Seconds for which rates are reused, for states of the same dtypes and sizes on the same file system."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Which compression was taken, and why.
+    """The chosen compression, and why.
 
     Attributes
     ----------
     compression : str
         ``"none"`` or ``"lossless"``.
     reason : str
-        A sentence computed from the figures.
+        A sentence with the predictions.
     rates : Rates or None
-        What was measured; None if nothing was.
-    seconds : dict of str to float
-        The predicted seconds by compression; empty if nothing was measured.
+        The measured rates; None if nothing was measured.
+    seconds : dict of str to float, or None
+        The predicted seconds by compression; None if nothing was measured.
     again : bool
-        Whether the figures are those of an earlier save of this process.
+        Whether the rates are those of an earlier save of this process.
     measuring_seconds : float
-        What it cost to decide.
+        How long the decision took.
     """
 
     compression: str
@@ -83,16 +83,18 @@ def decide(
     flat : Flat
         The state.
     destination : Path
-        Where it will be saved; a file is written beside it for a moment, and removed.
+        Where it will be saved; a temporary file beside it is written and removed.
     settings : WriteSettings
-        Of the save; ``direct_io`` among its options is followed.
-    measure, clock : callable
-        What measures, and what tells how old a measurement is.
+        The settings of the save; its option ``direct_io`` is used.
+    measure : callable
+        Returns the rates.
+    clock : callable
+        Returns seconds, to know how old a measurement is.
 
     Returns
     -------
     Decision
-        ``"none"``, saying why, for small states and where the destination refuses: the save then says what it says.
+        ``"none"`` for small states, and if the destination cannot be written: the save then raises the error.
 
     Raises
     ------
@@ -123,18 +125,15 @@ def decide(
 
 
 def resolve(
-    flat: Flat[Source], destination: Path, format: str, settings: WriteSettings, *, measure: Measure | None = None
+    flat: Flat[Source], destination: Path, format: str, settings: WriteSettings, *, measure: Measure
 ) -> tuple[WriteSettings, dict[str, Any] | None]:
-    """Return the settings with ``"auto"`` replaced by what was decided, and the decision as plain values.
+    """Return the settings with ``"auto"`` replaced by the chosen compression, and the decision as plain values.
 
-    Settings that ask for no decision, and those of formats that know no ``"auto"``, are returned as they are.
+    Other settings, and those of formats without ``"auto"``, are returned unchanged.
     """
     if settings.compression != "auto" or format not in FORMATS:
         return settings, None
-    if measure is None:
-        decision = decide(flat, destination, settings)
-    else:
-        decision = decide(flat, destination, settings, measure=measure)
+    decision = decide(flat, destination, settings, measure=measure)
     return replace(settings, compression=decision.compression), decision.as_dict()
 
 
@@ -142,7 +141,7 @@ _Key = tuple[object, ...]
 
 
 def _kind(flat: Flat[Source], destination: Path, settings: WriteSettings) -> _Key | None:
-    """Return what a measurement holds for: a file system, a way to write, and bytes by dtype; None if nobody knows."""
+    """Return what rates depend on: file system, settings, and bytes by dtype; None if the folder cannot be read."""
     try:
         device = nearest_folder(destination).stat().st_dev
     except OSError:
@@ -156,15 +155,15 @@ def _kind(flat: Flat[Source], destination: Path, settings: WriteSettings) -> _Ke
     return device, direct, threads, stored, len(flat.leaves), tuple(sorted(sizes.items()))
 
 
-class _Known:
-    """What this process has measured: a training run saves the same state to the same place again and again."""
+class _KnownRates:
+    """The rates that this process has measured: a training run saves the same state again and again."""
 
     _MOST = 64
 
     def __init__(self) -> None:
         self.forget()
-        # A child that is forked while another thread holds the lock would wait for it for ever.
-        os.register_at_fork(after_in_child=self.forget)
+        # A child that is forked while another thread holds the lock would deadlock.
+        reset_in_child(self, _KnownRates.forget)
 
     def forget(self) -> None:
         self._lock = threading.Lock()
@@ -185,4 +184,4 @@ class _Known:
                 del self._rates[next(iter(self._rates))]
 
 
-_known = _Known()
+_known = _KnownRates()

@@ -1,6 +1,9 @@
-"""The memory of saves in the background: one budget over the copies of the state and the work on them."""
+"""The buffers of saves: one memory budget for the copy of the state and the writing of it."""
 
 from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
 
 from tensorkeep.checkpoint.arguments import MemorySize
 from tensorkeep.errors import UsageError
@@ -11,7 +14,7 @@ from tensorkeep.machine import available_bytes
 from tensorkeep.state.cuda import CudaPageLock
 from tensorkeep.units import format_bytes, parse_bytes
 
-_LITTLE_MORE = 1.25
+_SLIGHTLY_LARGER = 1.25
 
 
 class SaveMemory:
@@ -20,8 +23,8 @@ class SaveMemory:
     Parameters
     ----------
     budget : int, optional
-        Bytes of both together. By default what a state needs, but at most half of the memory that is available when
-        it is first asked for.
+        Limit in bytes for both together. By default what a state needs, but at most half of the memory that is
+        available at the first save.
     """
 
     def __init__(self, budget: int | None = None) -> None:
@@ -31,76 +34,88 @@ class SaveMemory:
         self._page_lock = CudaPageLock()
 
     def working(self, threads: int, *, delta: bool) -> BufferPool:
-        """Return the pool for the work of that many threads, which may have to make differences."""
+        """Return the pool for that many writing threads, which may have to compute differences."""
         each = thread_bytes(BLOCK_BYTES, buffers=buffers_each(staged=True, delta=delta))
-        most = threads * each if self._budget is None else self._budget // 4
-        self._working = _fitting(self._working, max(MINIMUM_BUDGET, each, min(threads * each, most)))
+        limit = threads * each if self._budget is None else self._budget // 4
+        self._working = _with_budget(self._working, max(MINIMUM_BUDGET, each, min(threads * each, limit)))
         return self._working
 
     def staging(self, needed: int, *, from_cuda: bool) -> BufferPool:
-        """Return the pool for copies that take ``needed`` bytes, or as much of it as the budget leaves.
+        """Return the pool for copies that take ``needed`` bytes, or for as much as the budget leaves.
 
-        `working` comes before. Copies from CUDA devices go to page-locked buffers.
+        `working` is called first. Copies from CUDA devices go to page-locked buffers.
         """
         if self._working is None:
-            raise AssertionError("the work's share is taken first")
+            raise AssertionError("working() is called before staging()")
         if self._budget is not None:
-            room = self._budget - self._working.budget
+            size = self._budget - self._working.budget
         elif self._staging is not None and needed <= self._staging.budget <= 2 * max(needed, MINIMUM_BUDGET):
-            room = self._staging.budget
+            size = self._staging.budget
         else:
-            room = self._half_of_what_there_is(needed)
-        self._staging = _fitting(self._staging, room, exact=True, page_lock=self._page_lock if from_cuda else None)
+            size = self._half_of_available(needed)
+        lock = self._page_lock if from_cuda else None
+        self._staging = _with_budget(self._staging, size, exact=True, page_lock=lock)
         return self._staging
 
-    def _half_of_what_there_is(self, needed: int) -> int:
+    def _half_of_available(self, needed: int) -> int:
         kept = 0 if self._staging is None else self._staging.allocated_bytes
-        room = max(MINIMUM_BUDGET, min(needed, (available_bytes() + kept) // 2))
-        # Memory that is kept is warm: a little more of it is worth less.
-        if self._staging is not None and room < needed and room <= _LITTLE_MORE * self._staging.budget:
+        size = max(MINIMUM_BUDGET, min(needed, (available_bytes() + kept) // 2))
+        # The kept buffers are faster to fill, which is worth more than a slightly larger pool.
+        if self._staging is not None and size < needed and size <= _SLIGHTLY_LARGER * self._staging.budget:
             return self._staging.budget
-        return room
+        return size
 
     def whole(self) -> BufferPool:
-        """Return one pool of all of the budget, for a save that copies nothing."""
-        self._working = _fitting(self._working, DEFAULT_BUDGET if self._budget is None else self._budget)
+        """Return one pool of the whole budget, 256 MiB by default, for a save without a copy."""
+        self._working = _with_budget(self._working, DEFAULT_BUDGET if self._budget is None else self._budget)
         return self._working
 
     @property
     def peak_bytes(self) -> int:
-        """The most that the buffers took at one moment, at most."""
+        """An upper bound of the peak of both pools together."""
         return sum(pool.peak_bytes for pool in (self._staging, self._working) if pool is not None)
 
     def close(self) -> None:
-        """Give the buffers back; it can still be used."""
+        """Free the buffers; the pools can still be used."""
         for pool in (self._staging, self._working):
             if pool is not None:
                 pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def pool_budget(budget: MemorySize | None) -> int | None:
+    """Return a memory budget for one pool in bytes; UsageError if it is not a size."""
+    return None if budget is None else parse_bytes(budget)
 
 
 def checked_budget(
     budget: MemorySize | None, *, copies: int = 1, delta: bool = False, background: bool = True
 ) -> int | None:
-    """Return the bytes of a memory budget, None for none.
+    """Return a memory budget in bytes, or None.
 
     Parameters
     ----------
     budget : int or str, optional
     copies : int
-        How many saves have a share of it each.
+        How many copies of a state share it.
     delta : bool
-        Whether differences may be made.
+        Whether differences may be computed.
     background : bool
         Whether the state is copied first.
 
     Raises
     ------
     UsageError
-        If it is too small for one thread that does the work.
+        If it is too small for one writing thread.
     """
-    if budget is None:
+    parsed = pool_budget(budget)
+    if parsed is None:
         return None
-    parsed = parse_bytes(budget)
     work = max(MINIMUM_BUDGET, thread_bytes(BLOCK_BYTES, buffers=buffers_each(staged=background, delta=delta)))
     least = copies * (work + MINIMUM_BUDGET if background else work)
     if parsed < least:
@@ -114,9 +129,10 @@ def checked_budget(
     return parsed
 
 
-def _fitting(
+def _with_budget(
     pool: BufferPool | None, budget: int, *, exact: bool = False, page_lock: PageLock | None = None
 ) -> BufferPool:
+    """Return the pool if it has this budget and lock, else a new one."""
     if pool is not None and pool.budget == budget and pool.page_lock is page_lock:
         return pool
     if pool is not None:

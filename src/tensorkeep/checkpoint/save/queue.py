@@ -1,153 +1,193 @@
-"""One save at a time: the next one waits for it, or waits in its place in a queue of one."""
+"""The background thread of saves: one save is written at a time, and the next one waits or is queued.
+
+The whole path of a background save is here. `SaveQueue.add` runs in the caller's thread: it copies the state
+(`SaveJob.copy`) and starts a thread. That thread, `SaveQueue._write_jobs`, writes the copy, then whatever was queued
+meanwhile, and ends.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from functools import partial
-from typing import Literal, NamedTuple
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal
 
+from tensorkeep.checkpoint.forking import reset_in_child
+from tensorkeep.checkpoint.save.job import SaveJob
 from tensorkeep.checkpoint.save.memory import SaveMemory
-from tensorkeep.checkpoint.save.pending import Callback, PendingSave
 from tensorkeep.errors import UsageError
+from tensorkeep.io.parallel import THREAD_START_SECONDS
 
 WhenBusy = Literal["wait", "replace"]
 
-
-class _Job(NamedTuple):
-    """A save, and what is called when it is durable."""
-
-    pending: PendingSave
-    after: Callback
+Prepare = Callable[[SaveMemory], SaveJob]
+"""Checks a save and makes the job, with the memory that it may use."""
 
 
 class SaveQueue:
-    """The saves of one manager, and the memory that they share.
+    """The saves of one manager, or the only one of `tensorkeep.save_async`, and their memory.
 
-    Saves are added by one thread at a time; one other thread writes.
+    Saves are added by one thread at a time: see `one_at_a_time`.
 
     Parameters
     ----------
     when_busy : str
-        ``"wait"``: a save waits until the one before is over. ``"replace"``: it is copied and queued, in the place of
-        what is queued already; where the memory does not hold a second copy, it waits.
+        ``"wait"``: a save waits until the one before is over. ``"replace"``: it is copied and queued, in place of the
+        one that is queued already; if memory cannot hold a second copy, it waits.
     budget : int, optional
-        Bytes; with ``"replace"`` each copy has half of it.
+        Bytes; with ``"replace"`` each of the two copies has half of it.
+    keep_buffers : bool
+        Whether the next save uses the same buffers; otherwise they are freed after each.
     """
 
-    def __init__(self, when_busy: WhenBusy, budget: int | None) -> None:
-        copies = copies_of(when_busy)
-        self._memories = [SaveMemory(None if budget is None else budget // copies) for _ in range(copies)]
-        self._running: PendingSave | None = None
-        self._queued: _Job | None = None
-        self._ended: list[PendingSave] = []
-        # Entered and left in one step each, which Ctrl-C does not divide; a condition is entered by Python's code.
+    def __init__(self, when_busy: WhenBusy, budget: int | None, *, keep_buffers: bool = True) -> None:
+        self._budget = None if budget is None else budget // copies_of(when_busy)
+        self._copies = copies_of(when_busy)
+        self._keep_buffers = keep_buffers
+        self._reset()
+        # A forked child does not have the thread that writes; the saves of its parent are not its own.
+        reset_in_child(self, SaveQueue._reset)
+
+    def _reset(self) -> None:
+        self._memories = [SaveMemory(self._budget) for _ in range(self._copies)]
+        self._running: SaveJob | None = None
+        self._queued: SaveJob | None = None
+        self._ended: list[SaveJob] = []
+        # Ctrl-C cannot come between taking a plain lock and entering its block; a condition is entered by Python code.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
+        self._adding = threading.Lock()
+        self._adder = 0  # the thread that has `_adding`, if it is locked
 
-    def make_room(self) -> None:
+    # Called in the thread that saves
+
+    @contextmanager
+    def one_at_a_time(self) -> Iterator[None]:
+        """Let other threads that save wait; UsageError if this thread is saving already."""
+        if self._adding.locked() and self._adder == threading.get_ident():
+            raise UsageError(
+                "save() was called while this thread is in save(), probably by a signal handler",
+                remedy="let the handler note the signal, and save after the step: see OnSignal",
+            )
+        with self._adding:
+            self._adder = threading.get_ident()
+            yield
+
+    def wait_for_place(self) -> None:
         """Wait until a save can be added, if it has to wait."""
         if len(self._memories) == 1:
             self.drain()
 
-    def add(self, prepare: Callable[[SaveMemory], PendingSave], after: Callback) -> PendingSave:
-        """Start a save, or queue it.
-
-        Parameters
-        ----------
-        prepare : callable
-            Checks and makes it, with the memory that it is given.
-        after : callable
-            Called in the background when it is durable.
-        """
+    def add(self, prepare: Prepare) -> SaveJob:
+        """Start a save, or queue it; when this returns, its state may change."""
         running = self._running
-        # What is queued has the other memory; it makes room only once the new save is known to be in order.
-        job = _Job(prepare(next(each for each in self._memories if not running or each is not running.memory)), after)
-        if running is not None and job.pending.fits:
+        # A queued save has the other memory. It is replaced only after the new one is known to be valid.
+        job = prepare(next(each for each in self._memories if not running or each is not running.memory))
+        if running is not None and job.fits:
             self._enqueue(job)
         else:
             self.drain()
-            self._begin(job, job.pending.start)
-        return job.pending
+            self._start(job)
+        return job
 
-    def run(self, prepare: Callable[[SaveMemory], PendingSave], after: Callback) -> PendingSave:
-        """Run a save in the caller's thread; see `add`."""
+    def run(self, prepare: Prepare) -> SaveJob:
+        """Run a save in this thread."""
         self.drain()
-        pending = prepare(self._memories[0])
-        pending.run(after)
-        return pending
+        job = prepare(self._memories[0])
+        job.write()
+        job.finish()
+        return job
 
-    def _enqueue(self, job: _Job) -> None:
+    def _enqueue(self, job: SaveJob) -> None:
         try:
             with self._lock:
                 if self._queued is not None:
-                    self._queued.pending.supersede()
+                    self._queued.supersede()
                     self._queued = None
-            job.pending.stage()
+            job.copy()
             with self._lock:
                 if self._running is not None:
                     self._queued = job
                     return
         except BaseException as error:
             if self._queued is not job:
-                job.pending.give_up(error)
+                job.abandon(error)
             raise
-        self._begin(job, job.pending.spawn)
+        self._start(job)
 
-    def _begin(self, job: _Job, start: Callable[[Callback], None]) -> None:
+    def _start(self, job: SaveJob) -> None:
+        """Copy the state and let a new thread write it."""
         try:
             with self._lock:
-                self._running = job.pending
-            start(partial(self._work, job))
+                self._running = job
+            if job.fits:
+                # Before the thread starts, which would take memory bandwidth and cores from the copying.
+                job.copy()
+            # Not a daemon: an interpreter that exits waits for it.
+            job.thread = threading.Thread(target=self._write_jobs, args=(job,), name="tensorkeep-save")
+            job.thread.start()
+            job.copy()
         except BaseException as error:
-            job.pending.give_up(error)
-            with self._lock:
-                if self._running is job.pending and job.pending.done():
-                    self._running = None
-                self._changed.notify_all()
+            self._stop(job, error)
             raise
 
-    def _work(self, first: _Job) -> None:
-        """Write a save, and then what is queued by the time it is over; the life of the writing thread."""
-        job: _Job | None = first
-        while job is not None:
-            pending = job.pending
-            pending.execute(job.after)
-            job = self._advance(pending)
-            pending.announce()
+    def _stop(self, job: SaveJob, error: BaseException) -> None:
+        """End a save whose copying or starting has failed or was interrupted."""
+        if not job.is_over() and (job.thread is None or not _starts(job.thread)):
+            job.abandon(error)
+        job.cancel()
+        with self._lock:
+            if self._running is job:
+                self._running = None
+            self._changed.notify_all()
 
-    def _advance(self, over: PendingSave) -> _Job | None:
+    # Called in the thread that writes
+
+    def _write_jobs(self, first: SaveJob) -> None:
+        """Write a save, and then what is queued by the time it is over."""
+        job: SaveJob | None = first
+        while job is not None:
+            job.write()
+            if not self._keep_buffers:
+                job.memory.close()
+            over, job = job, self._next_after(job)
+            over.finish()
+
+    def _next_after(self, over: SaveJob) -> SaveJob | None:
         with self._lock:
             self._ended.append(over)
             job, self._queued = self._queued, None
-            if job is not None and job.pending.done():
-                job = None  # it was superseded, and what came in its place was interrupted
-            self._running = job.pending if job else None
+            if job is not None and job.is_over():
+                job = None  # it was superseded, and the save that took its place was interrupted
+            self._running = job
             self._changed.notify_all()
             return job
 
+    # Waiting
+
     def drain(self) -> None:
-        """Wait until nothing is running or queued, whether it failed or not."""
+        """Wait until nothing is running or queued, whether it succeeds or fails."""
         with self._lock:
             while self._running is not None:
                 self._changed.wait()
             ended = list(self._ended)
-        for pending in ended:
-            pending.settled()
+        for job in ended:
+            job.wait()
 
     def raise_failure(self) -> None:
-        """Raise the error of a save that is over, if nobody has seen it."""
+        """Raise the error of a save that is over, if nobody was given it yet."""
         with self._lock:
             ended, self._ended = self._ended, []
-        for position, pending in enumerate(ended):
-            pending.settled()
-            if pending.failed():
+        for position, job in enumerate(ended):
+            job.wait()
+            if job.has_unreported_error():
                 with self._lock:
                     self._ended = ended[position + 1 :] + self._ended
-                pending.wait()
+                job.result()
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the buffers."""
         for memory in self._memories:
             memory.close()
 
@@ -158,9 +198,17 @@ def copies_of(when_busy: str) -> int:
     Raises
     ------
     UsageError
-        If there is no such way to wait.
+        If ``when_busy`` is neither ``"wait"`` nor ``"replace"``.
     """
     copies = {"wait": 1, "replace": 2}
     if when_busy not in copies:
         raise UsageError(f"when_busy is {when_busy!r}", remedy='give "wait" or "replace"')
     return copies[when_busy]
+
+
+def _starts(thread: threading.Thread) -> bool:
+    """Return whether a thread runs, or has run, whose start was interrupted."""
+    end = time.monotonic() + THREAD_START_SECONDS
+    while thread.ident is None and time.monotonic() < end:
+        time.sleep(0.01)
+    return thread.ident is not None

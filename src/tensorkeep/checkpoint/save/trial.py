@@ -1,7 +1,6 @@
-"""A trial before a save: how fast a few blocks of the state are gathered and coded, and the destination takes bytes.
+"""Measuring a few blocks before a save: how fast they are gathered, coded, and written to the destination.
 
-Each of the three is measured for at most about a tenth of a second, by the code and with the threads that the save
-itself will use.
+Each of the three is measured for at most about a tenth of a second, with the code and the threads of the save itself.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 
 PATIENCE = 0.1
-"""Seconds after which a measurement begins no further block."""
+"""Seconds after which no further block is begun."""
 
 _FEWEST, _MOST = 4, 8
 
-# A disk takes writes of 1 MiB as fast as those of 64 MiB, and a slow one shall not hold each thread for long.
+# Disks write 1 MiB at a time as fast as 64 MiB; on a slow one, no thread should be busy for long.
 _WRITE = 4 * 1024**2
 _RAW_BYTES_PER_BLOCK = 256 * 1024**2
 
@@ -43,16 +42,18 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a trial measured, in bytes per second of all threads together.
+    """Measured rates, in bytes per second of all threads together.
 
     Attributes
     ----------
-    gather, code : float
-        Raw bytes copied and hashed, and raw bytes coded and hashed.
+    gather : float
+        Raw bytes copied and hashed.
+    code : float
+        Raw bytes coded and hashed.
     share : float
-        Stored bytes per raw byte, coded.
+        Stored bytes per raw byte, if coded.
     disk : float
-        Bytes that the destination takes.
+        Bytes written to the destination.
     """
 
     gather: float
@@ -61,10 +62,10 @@ class Rates:
     disk: float
 
     def seconds(self, nbytes: int) -> dict[str, float]:
-        """Return how long a save of that many raw bytes takes, by compression.
+        """Return the predicted duration of a save of that many raw bytes, by compression.
 
-        Computing and writing overlap, but not wholly: the root of the sum of their squares fitted measured saves better
-        than the larger of the two.
+        Computing and writing overlap, but not completely: the root of the sum of their squares fitted measured saves
+        better than the larger of the two.
         """
         return {
             "none": math.hypot(nbytes / self.gather, nbytes / self.disk),
@@ -73,12 +74,12 @@ class Rates:
 
 
 def measure(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Rates:
-    """Measure on blocks spread over a state, and in a temporary file beside the destination, which is removed.
+    """Measure blocks spread over a state, and writing to a temporary file beside the destination, which is removed.
 
     Parameters
     ----------
     flat : Flat
-        Of at least a byte.
+        With at least one byte.
     destination : Path
     settings : WriteSettings
 
@@ -88,9 +89,9 @@ def measure(flat: Flat[Source], destination: Path, settings: WriteSettings) -> R
         As a save to this destination would.
     """
     pieces = _sample(flat)
-    # As many as the writer takes of this budget.
+    # As many as the writer will use with this budget.
     threads = settings.pool.threads(settings.threads, thread_bytes(BLOCK_BYTES, buffers=3))
-    # The temporary of a save: the same errors, and the next save to this place removes it if this process is killed.
+    # The same temporary as that of a save: the same errors, and the next save removes it if this process is killed.
     with Commit(destination, directory=False, overwrite=settings.overwrite, replaceable=lambda _: True) as commit:
         disk = _disk_rate(commit.path, pieces, settings, threads)
     gather = _BlockTrial(pieces, partial(_gather, settings.pool)).rate(threads)
@@ -99,7 +100,7 @@ def measure(flat: Flat[Source], destination: Path, settings: WriteSettings) -> R
 
 
 def nearest_folder(destination: Path) -> Path:
-    """Return the deepest folder on the way to a destination that exists."""
+    """Return the deepest existing folder above a destination."""
     folder = destination.absolute().parent
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -107,7 +108,7 @@ def nearest_folder(destination: Path) -> Path:
 
 
 def _sample(flat: Flat[Source]) -> list[list[Block]]:
-    """Return a few of the tasks of a save, spread evenly."""
+    """Return a few evenly spread tasks of the save."""
     tasks = [task for plan in plan_files(flat) for task in tasks_of(plan, BLOCK_BYTES)]
     total = sum(leaf.nbytes for leaf in flat.leaves.values())
     count = min(len(tasks), max(_FEWEST, min(_MOST, total // _RAW_BYTES_PER_BLOCK)))
@@ -115,18 +116,18 @@ def _sample(flat: Flat[Source]) -> list[list[Block]]:
 
 
 class _BlockTrial:
-    """Blocks that many threads work on until all are done or the time is up, whichever comes first.
+    """Work on blocks with many threads until all are done or the time is up.
 
     Parameters
     ----------
     pieces : sequence of list of Block
     work : callable
-        Does something with a block, and returns the bytes that it becomes.
+        Takes a block, and returns the number of bytes that it is stored in.
 
     Attributes
     ----------
     raw_bytes, stored_bytes : int
-        Of the blocks that were worked on.
+        Totals of the blocks that were worked on.
     """
 
     def __init__(
@@ -163,22 +164,22 @@ def _gather(pool: BufferPool, block: Block) -> int:
 
 
 def _code(pool: BufferPool, block: Block) -> int:
-    room = round_up(probe.bound(block.nbytes))
+    coded_bytes = round_up(probe.bound(block.nbytes))
     staging = 0 if block.leaf.source.host_bytes() is not None else block.nbytes
-    with pool.acquire(room + staging) as buffer:
-        raw = raw_bytes(block, buffer[room:])
-        length = probe.encode(raw, block.leaf.source.dtype, buffer[:room])[1]
+    with pool.acquire(coded_bytes + staging) as buffer:
+        raw = raw_bytes(block, buffer[coded_bytes:])
+        length = probe.encode(raw, block.leaf.source.dtype, buffer[:coded_bytes])[1]
         digest(raw)
         digest(buffer[:length])
     return length
 
 
 def _disk_rate(path: Path, pieces: Sequence[list[Block]], settings: WriteSettings, threads: int) -> float:
-    """Return the bytes per second that a new file takes from so many threads."""
+    """Return the bytes per second at which that many threads write a new file."""
     file = DirectFile(path, direct=settings.options_as(BlockFileOptions).direct_io)
     try:
         with ExitStack() as stack:
-            # As large as coding will need them, so that they are touched before that is measured.
+            # Of the size that coding needs, so that the memory is touched before coding is measured.
             size = round_up(probe.bound(BLOCK_BYTES))
             lent = [stack.enter_context(settings.pool.acquire(size)) for _ in range(threads)]
             contents = [_filled(buffer, pieces[place % len(pieces)]) for place, buffer in enumerate(lent)]
@@ -188,7 +189,7 @@ def _disk_rate(path: Path, pieces: Sequence[list[Block]], settings: WriteSetting
 
 
 class _WriteTrial:
-    """Blocks that many threads write until some are written or the time is up, whichever comes first."""
+    """Write blocks with many threads until a fixed number is written or the time is up."""
 
     def __init__(self, file: DirectFile, contents: list[Bytes], clock: Clock = time.perf_counter) -> None:
         self._file = file
@@ -207,7 +208,7 @@ class _WriteTrial:
         parallel.run([partial(self._write, offset) for offset in range(0, size, _WRITE)], threads)
         seconds = self._clock() - begin
         self._file.finish(size)
-        # What lies in the page cache is not written yet. The flush of direct writes costs either save the same.
+        # Data in the page cache is not written yet. The flush after direct writes takes both saves equally long.
         if not self._file.direct:
             seconds = self._clock() - begin
         return self._written / max(seconds, 1e-9)
@@ -224,7 +225,7 @@ class _WriteTrial:
 
 
 def _filled(buffer: Bytes, piece: list[Block]) -> Bytes:
-    """Fill a buffer with a piece's bytes, again and again: the device may shrink what it stores."""
+    """Fill a buffer with the bytes of a piece, repeatedly: the device may compress what it stores."""
     content = buffer[:BLOCK_BYTES]
     used = 0
     for block in piece:

@@ -97,13 +97,17 @@ def given_settings(
 
 def _from_file(file: Path) -> dict[str, Any]:
     try:
-        table = tomllib.loads(file.read_text()).get("train", {})
+        tables = tomllib.loads(file.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"is not TOML: {error}", path=file, remedy="correct the file") from error
     except OSError as error:
         raise UsageError(f"cannot read the configuration: {error.strerror}", path=file) from error
     # A value outside of a table is an option of the command.
+    table = tables.get("train", {})
     settings = flat({name: value for name, value in table.items() if isinstance(value, dict)})
+    # The table [save] of the same file holds settings of checkpoints.
+    if "save" in tables:
+        settings.setdefault("checkpoint.settings", str(file.absolute()))
     known = setting_names()
     for name in settings:
         if name not in known and not name.startswith(TECHNIQUES):

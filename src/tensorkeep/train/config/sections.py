@@ -299,6 +299,7 @@ class CheckpointConfig(Section, frozen=True):
     incremental: bool | Literal["delta"] = True
     asynchronous: bool = True
     memory_budget: int | str | None = None
+    settings: str | None = None
 
 
 class AverageConfig(Section, frozen=True):

@@ -15,10 +15,8 @@ from typing import Any
 
 import torch
 
-from tensorkeep.checkpoint import settings
 from tensorkeep.checkpoint.manager.manager import CheckpointManager
 from tensorkeep.checkpoint.manager.retention import KeepBest
-from tensorkeep.checkpoint.manager.steps import step_path
 from tensorkeep.errors import OutOfMemoryError, RanksDisagreeError, UsageError
 from tensorkeep.formats.native.writer import chosen_codec
 from tensorkeep.train.config.config import TECHNIQUES, Config, differences
@@ -203,17 +201,10 @@ def _manager(folder: RunFolder, config: CheckpointConfig) -> CheckpointManager:
             incremental=config.incremental,
             asynchronous=config.asynchronous,
             memory_budget=config.memory_budget,
+            settings=config.settings,
         )
-        choice = settings.choose(
-            step_path(folder.checkpoints, 0),
-            "native",
-            compression=config.compression,
-            threads=None,
-            memory_budget=None,
-            options={},
-        )
-        if choice.compression != "auto":
-            chosen_codec(choice.compression)
+        if config.compression not in (None, "auto"):
+            chosen_codec(config.compression)
     except UsageError as error:
         raise UsageError(
             f"checkpoints cannot be saved with these settings: {error.message}", path=error.path, remedy=error.remedy

@@ -46,7 +46,6 @@ class TensorkeepTool(Tool, frozen=True, tag="tensorkeep"):
             chosen_codec(self.compression)
 
     def save(self, state: Any, path: Path) -> None:
-        # All spelled out: a tensorkeep.toml near the folder shall not change what is measured.
         threads = default_threads() if self.threads is None else self.threads
         save(
             state,

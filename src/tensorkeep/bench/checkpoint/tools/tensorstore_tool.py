@@ -56,7 +56,6 @@ class TensorstoreTool(Tool, frozen=True, tag="tensorstore"):
         FORMATS.get(self.format).parse_options(self.options)
 
     def save(self, state: Any, path: Path) -> None:
-        # All spelled out: a tensorkeep.toml near the folder shall not change what is measured.
         save(state, path, format=self.format, threads=default_threads(), memory_budget=_MEMORY, **self.options)
 
     def load(self, path: Path) -> Any:

@@ -1,0 +1,173 @@
+"""Comparing the state given to ``into=`` with a checkpoint, before anything is overwritten."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tensorkeep.errors import StateMismatchError
+from tensorkeep.formats.base import Reader
+from tensorkeep.state.aliases import find_aliases, full_view, sharing_conflict
+from tensorkeep.state.leaf import Leaf
+from tensorkeep.state.tree import StateLeaf
+
+_MOST_NAMED = 5
+_REMEDY = "load without `into`, or `select` the tensors that both have"
+
+
+class Target(NamedTuple):
+    """A tensor or array of the given state that is loaded.
+
+    Attributes
+    ----------
+    leaf : Leaf
+        Its memory.
+    value : torch.Tensor or numpy.ndarray
+        The caller's object.
+    fills : bool
+        Whether bytes are read into it; False if it is a view of another target.
+    """
+
+    leaf: Leaf
+    value: Any
+    fills: bool
+
+
+@dataclass(slots=True)
+class Differences:
+    """Names of tensors by how the given state does not fit a checkpoint.
+
+    Attributes
+    ----------
+    missing : list of str
+        Only in the state.
+    extra : list of str
+        Only in the checkpoint.
+    different : dict of str to str
+        In both, with the difference in dtype, shape or library in words.
+    unwritable : list of str
+        In both, but not writable in place.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
+    different: dict[str, str] = field(default_factory=dict)
+    unwritable: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.extra or self.different or self.unwritable)
+
+    def error(self, path: Path, *, remedy: str = _REMEDY) -> StateMismatchError:
+        """Return the error that names up to five tensors of each kind."""
+        more = len(self.different) - _MOST_NAMED
+        return StateMismatchError(
+            "the state given to `into` does not fit the checkpoint; nothing was touched\n"
+            + _listed("only in the state", self.missing)
+            + _listed("only in the checkpoint", self.extra)
+            + "".join(f"  {name}: {what}\n" for name, what in list(self.different.items())[:_MOST_NAMED])
+            + (f"  and {more} more that differ\n" if more > 0 else "")
+            + _listed("not writable in place", self.unwritable),
+            path=path,
+            remedy=remedy,
+            missing=tuple(self.missing),
+            extra=tuple(self.extra),
+            different=tuple(self.different),
+        )
+
+
+def match_targets(
+    given: Mapping[str, StateLeaf], reader: Reader, chosen: list[str], *, partial: bool
+) -> dict[str, Target]:
+    """Return where each of the chosen tensors goes.
+
+    Parameters
+    ----------
+    given : mapping of str to StateLeaf
+        All leaves of the state.
+    chosen : list of str
+        Names of the checkpoint.
+    partial : bool
+        Whether the state may hold other tensors as well.
+
+    Raises
+    ------
+    StateMismatchError
+        If they do not fit.
+    """
+    differences = compare(given, reader, chosen, partial=partial)
+    if differences:
+        raise differences.error(reader.path)
+    conflict = sharing_conflict_of(given, reader, set(chosen))
+    if conflict is not None:
+        first, second = conflict
+        raise StateMismatchError(
+            f"{second!r} shares memory with {first!r} in the state, but not in the same way in the checkpoint; "
+            "nothing was touched",
+            path=reader.path,
+            remedy="give each tensor of the state its own memory, or load without `into`",
+            different=(first, second),
+        )
+    return _targets(given, chosen)
+
+
+def _targets(given: Mapping[str, StateLeaf], chosen: list[str]) -> dict[str, Target]:
+    wanted = set(chosen)
+    bases = find_aliases(found.leaf for found in given.values())
+    return {
+        name: Target(*given[name], fills=name not in bases or bases[name].of not in wanted)
+        for name in chosen
+        if name in given
+    }
+
+
+def compare(given: Mapping[str, StateLeaf], reader: Reader, chosen: list[str], *, partial: bool) -> Differences:
+    """Return what does not fit, without regard to shared memory; see `match_targets`."""
+    wanted = set(chosen)
+    targets = _targets(given, chosen)
+    differences = {name: difference_of(target.leaf, reader, name) for name, target in targets.items()}
+    return Differences(
+        missing=[] if partial else [name for name in given if name not in wanted],
+        extra=[name for name in chosen if name not in given],
+        different={name: what for name, what in differences.items() if what is not None},
+        unwritable=[name for name, target in targets.items() if target.fills and not target.leaf.writable],
+    )
+
+
+def sharing_conflict_of(
+    given: Mapping[str, StateLeaf], reader: Reader, wanted: Collection[str]
+) -> tuple[str, str] | None:
+    """Return two tensors that share memory in the state only, so that one value would overwrite the other.
+
+    A tensor that is not selected counts as well, because filling the other would change it. One that the checkpoint
+    lacks does not: it is taken for a view that is meant to follow.
+    """
+    leaves = {name: found.leaf for name, found in given.items() if name in reader.entries}
+    saved = {
+        name: reader.flat.aliases.get(name) or full_view(name, leaf.shape)
+        for name, leaf in leaves.items()
+        if difference_of(leaf, reader, name) is None
+    }
+    return sharing_conflict(leaves, saved, wanted)
+
+
+def difference_of(leaf: Leaf, reader: Reader, name: str) -> str | None:
+    """Return in words how a tensor of the state differs from the saved one in library, dtype or shape; None if not."""
+    entry = reader.entries[name]
+    libraries = [
+        "tensor" if kind in ("tensor", "parameter") else "array" for kind in (leaf.kind, reader.leaf_specs[name].kind)
+    ]
+    if libraries[0] == libraries[1] and (leaf.dtype, leaf.shape) == (entry.dtype, entry.shape):
+        return None
+    described = [f"{leaf.dtype} {list(leaf.shape)}", f"{entry.dtype} {list(entry.shape)}"]
+    if libraries[0] != libraries[1]:
+        described = [f"{library} {text}" for library, text in zip(libraries, described, strict=True)]
+    return f"{described[0]} in the state, {described[1]} saved"
+
+
+def _listed(what: str, found: list[str]) -> str:
+    if not found:
+        return ""
+    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    return f"  {what}: {', '.join(found[:_MOST_NAMED])}{more}\n"

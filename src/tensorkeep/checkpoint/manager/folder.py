@@ -1,0 +1,116 @@
+"""The folder of a training run: its lock, its complete steps, and deleting those that no rule keeps."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import warnings
+from collections.abc import Collection
+from pathlib import Path
+
+from tensorkeep.checkpoint.forking import reset_in_child
+from tensorkeep.checkpoint.manager.retention import Keep, KeepAll, unwanted
+from tensorkeep.checkpoint.manager.steps import Step, list_steps, numbers_in, remove_step, step_path
+from tensorkeep.errors import DestinationExistsError, NotFoundError, TensorkeepError
+from tensorkeep.io.lock import FolderLock
+from tensorkeep.io.temporaries import remove_abandoned
+
+logger = logging.getLogger(__name__)
+
+
+class StepFolder:
+    """A folder of steps that one process at a time may change."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._reset()
+        # A forked child does not have the lock of its parent.
+        reset_in_child(self, StepFolder._reset)
+
+    def _reset(self) -> None:
+        self._lock: FolderLock | None = None
+        self._mutex = threading.RLock()
+        self._not_deleted: TensorkeepError | None = None
+
+    def claim(self) -> None:
+        """Lock the folder for writing, and remove temporaries that a killed writer has left."""
+        with self._mutex:
+            if self._lock is None or not self._lock.is_held():
+                self._lock = FolderLock(self.root)
+                remove_abandoned(self.root)
+
+    def release(self) -> None:
+        """Unlock the folder."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def newest_first(self, *, stacklevel: int) -> list[Step]:
+        """Return the complete steps, the last one first; warn of later ones that are not complete."""
+        found = list_steps(self.root)
+        last = found.steps[-1].number if found.steps else -1
+        for number, error in found.broken.items():
+            if number > last:
+                logger.info("step %d of %s is passed over: %s", number, self.root, error)
+                warnings.warn(f"step {number} is passed over: {error}", stacklevel=stacklevel + 1)
+        return found.steps[::-1]
+
+    def check_free(self, step: int, *, overwrite: bool, stacklevel: int) -> None:
+        """Check that a step can be saved; warn if there are later ones."""
+        path = step_path(self.root, step)
+        if not overwrite and os.path.lexists(path):
+            raise DestinationExistsError(
+                "this step was saved already", path=path, remedy="give overwrite=True, or delete it first"
+            )
+        later = [number for number in numbers_in(self.root) if number > step]
+        if later:
+            warnings.warn(
+                f"step {step} is saved although there are later ones, up to step {later[-1]}, from which latest() and "
+                "restore() continue: delete() them if this run replaces them",
+                stacklevel=stacklevel + 1,
+            )
+
+    def path_of(self, step: int | Step) -> Path:
+        """Return the path of a step, which need not exist."""
+        return step_path(self.root, step.number if isinstance(step, Step) else step)
+
+    def delete(self, step: int | Step) -> None:
+        """Delete a step; NotFoundError if it does not exist."""
+        path = self.path_of(step)
+        self.claim()
+        if not os.path.lexists(path):
+            raise NotFoundError("there is no such step", path=path, remedy="see steps()")
+        with self._mutex:
+            remove_step(path)
+
+    def delete_unwanted(self, rule: Keep, protect: Collection[int] = ()) -> list[Step]:
+        """Delete the steps that a rule does not keep, except for some; return them.
+
+        A step that cannot be deleted does not prevent the deletion of others; `warn_of_undeleted` reports it.
+        """
+        deleted: list[Step] = []
+        # If all are kept, the folder need not be read.
+        if isinstance(rule, KeepAll):
+            return deleted
+        with self._mutex:
+            for step in unwanted(rule, list_steps(self.root).steps, protect):
+                try:
+                    remove_step(Path(step.path))
+                    deleted.append(step)
+                except TensorkeepError as error:
+                    self._not_deleted = error
+        return deleted
+
+    def delete_after_save(self, rule: Keep, saved: int) -> None:
+        """Delete the steps that a rule does not keep; an error is reported by `warn_of_undeleted`."""
+        try:
+            self.delete_unwanted(rule, protect=(saved,))
+        except TensorkeepError as error:
+            self._not_deleted = error
+
+    def warn_of_undeleted(self, *, stacklevel: int) -> None:
+        """Warn if a step could not be deleted since the last call."""
+        error, self._not_deleted = self._not_deleted, None
+        if error is not None:
+            warnings.warn(f"a step that no rule keeps was not deleted: {error}", stacklevel=stacklevel + 1)

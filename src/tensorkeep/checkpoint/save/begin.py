@@ -1,0 +1,222 @@
+"""The one path of every save: check the arguments, choose the compression, plan the writing, return a job."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tensorkeep.checkpoint.arguments import MemorySize, checked_path, thread_count
+from tensorkeep.checkpoint.finding import get_format
+from tensorkeep.checkpoint.save import auto
+from tensorkeep.checkpoint.save.job import SaveJob
+from tensorkeep.checkpoint.save.memory import SaveMemory
+from tensorkeep.checkpoint.save.report import SaveReport
+from tensorkeep.checkpoint.save.trial import Rates, measure
+from tensorkeep.checkpoint.settings import SettingsSource, read_settings
+from tensorkeep.errors import DestinationExistsError, PathLike, UsageError
+from tensorkeep.formats.base import StepRecord, WriteResult, WriteSettings
+from tensorkeep.formats.native.history import NativeOptions
+from tensorkeep.io.parallel import Progress
+from tensorkeep.state import cuda
+from tensorkeep.state.leaf import Leaf, Source
+from tensorkeep.state.tree import Flat, flatten
+
+_BY_SUFFIX = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch"}
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """The checked arguments of one save, with the settings file applied.
+
+    Attributes
+    ----------
+    path : path-like
+    format : str
+    write : WriteSettings
+        Its pool is set by `begin_save`; its compression may still be ``"auto"``.
+    memory_budget : int, str or None
+        None for the default of this kind of save.
+    settings_from : str or None
+        The settings file, if at least one of its values is used.
+    started : float
+        ``time.perf_counter()`` at the caller's call.
+    """
+
+    path: PathLike
+    format: str
+    write: WriteSettings
+    memory_budget: MemorySize | None
+    settings_from: str | None
+    started: float
+
+
+def check_request(
+    path: PathLike,
+    *,
+    format: str | None,
+    compression: str | None,
+    overwrite: bool,
+    metadata: dict[str, Any] | None,
+    progress: Progress | None,
+    threads: int | None,
+    memory_budget: MemorySize | None,
+    settings: SettingsSource | None,
+    options: Mapping[str, Any],
+    step: StepRecord | None = None,
+    copy: bool = False,
+    started: float | None = None,
+) -> SaveRequest:
+    """Check the arguments of a save, and take what they leave open from the settings; see `tensorkeep.save`.
+
+    Parameters
+    ----------
+    step : StepRecord, optional
+        The step of a training run that is saved.
+    copy : bool
+        Whether the state is copied first. The memory budget of the settings is then not used: it was measured for
+        the buffers of a save without a copy.
+    started : float, optional
+        ``time.perf_counter()`` at the caller's call; now by default.
+
+    Raises
+    ------
+    UsageError
+        If an argument or a setting is wrong.
+    StoreError
+        If the settings file cannot be read.
+    """
+    started = time.perf_counter() if started is None else started
+    checked_path(path)
+    format = format or _BY_SUFFIX.get(Path(path).suffix.lower(), "native")
+    given = {"compression": compression, "threads": threads, "memory_budget": memory_budget}
+    given["direct_io"] = options.get("direct_io")
+    table = read_settings(settings)
+    used = {key: value for key, value in table.values_for(format).items() if given[key] is None}
+    if copy:
+        used.pop("memory_budget", None)
+    taken = {**given, **used}
+    given_options = {**options, **({"direct_io": used["direct_io"]} if "direct_io" in used else {})}
+    write = WriteSettings(
+        overwrite=overwrite,
+        metadata=_checked_metadata(metadata or {}),
+        compression=taken["compression"] or "none",
+        threads=thread_count(taken["threads"]),
+        progress=progress,
+        options=get_format(format).parse_options(given_options),
+        step=step,
+    )
+    return SaveRequest(path, format, write, taken["memory_budget"], table.path if used else None, started)
+
+
+def flat_state(state: object) -> Flat[Leaf]:
+    """Return a state taken apart into leaves that other threads may read now.
+
+    Raises
+    ------
+    UnsupportedLeafError
+        If a value cannot be saved.
+    """
+    flat = flatten(state)
+    cuda.wait_for_caller(flat.leaves.values())
+    return flat
+
+
+def begin_save(
+    flat: Flat[Source],
+    request: SaveRequest,
+    memory: SaveMemory,
+    *,
+    copy: bool = False,
+    on_durable: Callable[[], None] | None = None,
+) -> SaveJob:
+    """Return a save that is ready to run; nothing is copied or written yet.
+
+    Parameters
+    ----------
+    flat : Flat
+        The state: from `flat_state`, or of another checkpoint.
+    memory : SaveMemory
+        What the buffers come from; it must stay open until the save is over.
+    copy : bool
+        Whether the state will be copied, so that the caller need not wait for the writing.
+    on_durable : callable, optional
+        Called when the checkpoint is durable, by the thread that writes; its error becomes that of the save.
+
+    Raises
+    ------
+    DestinationExistsError, UnsupportedError, UsageError
+        As `tensorkeep.save`.
+    """
+    path, settings = Path(request.path), request.write
+    if not settings.overwrite and os.path.lexists(path):
+        raise DestinationExistsError(
+            "exists already", path=path, remedy="choose another path, or replace it (overwrite=True)"
+        )
+    if not copy:
+        settings = replace(settings, pool=memory.whole())
+    settings, decision = auto.resolve(flat, path, request.format, settings, measure=partial(_measure, memory))
+    if copy:
+        delta = isinstance(settings.options, NativeOptions) and settings.options.delta
+        settings = replace(settings, pool=memory.working(settings.threads, delta=delta))
+    write = get_format(request.format).begin(flat, path, settings)
+    fits = True
+    if copy:
+        needed = write.staging_bytes()
+        staging = memory.staging(needed, from_cuda=cuda.on_cuda(flat.leaves.values()))  # type: ignore[arg-type]
+        write.prepare(staging)
+        fits = needed <= staging.budget
+    make_report = partial(
+        _report,
+        path=os.fspath(request.path),
+        format=request.format,
+        compression=settings.compression,
+        state_bytes=sum(leaf.nbytes for leaf in flat.leaves.values()),
+        tensors=len(flat.leaves),
+        auto=decision,
+        settings_from=request.settings_from,
+    )
+    return SaveJob(
+        os.fspath(request.path),
+        write,
+        make_report,
+        memory,
+        started=request.started,
+        copied=not copy,
+        fits=fits,
+        on_durable=on_durable,
+    )
+
+
+def _measure(memory: SaveMemory, flat: Flat[Source], destination: Path, settings: WriteSettings) -> Rates:
+    """Measure with the memory that the save will have, which is freed for it."""
+    memory.close()
+    with memory.whole() as pool:
+        return measure(flat, destination, replace(settings, pool=pool))
+
+
+def _report(written: WriteResult, seconds: float, stall_seconds: float, **about: Any) -> SaveReport:
+    """Return the report of a save that took ``seconds`` to be durable."""
+    about |= {"seconds": seconds, "durable_seconds": seconds, "stall_seconds": stall_seconds}
+    return SaveReport(**asdict(written), **about)
+
+
+def _checked_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of the metadata, having checked that JSON gives it back unchanged."""
+    try:
+        copied: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(metadata))
+        same = isinstance(metadata, dict) and copied == metadata
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"the metadata cannot be stored as JSON ({error})", remedy="give plain values") from error
+    if not same:
+        raise UsageError(
+            "the metadata would come back changed: JSON has no tuples, bytes or NaN, and its keys are strings",
+            remedy="give a dict of strings, numbers, booleans, None, lists and such dicts, or put it into the state",
+        )
+    return copied

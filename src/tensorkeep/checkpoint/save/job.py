@@ -1,0 +1,188 @@
+"""One save while it is copied, written and waited for: what `SaveQueue` runs and `PendingSave` shows."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from tensorkeep.checkpoint.save.memory import SaveMemory
+from tensorkeep.checkpoint.save.report import SaveReport
+from tensorkeep.errors import BusyError
+from tensorkeep.formats.base import StagedWrite, WriteResult
+from tensorkeep.io.parallel import Cancelled, default_threads
+
+logger = logging.getLogger(__name__)
+
+MakeReport = Callable[[WriteResult, float, float], SaveReport]
+"""Makes the report from what was written, the seconds until it was durable, and those that the caller waited."""
+
+
+class SaveJob:
+    """A save whose arguments are checked; made by `begin_save`.
+
+    Either `run` is called, in the caller's thread. Or `copy` is, in the caller's thread, and `write` and `finish`, in
+    another one, after it or at the same time.
+
+    Parameters
+    ----------
+    path : str
+    write : StagedWrite
+        The format's half of the work.
+    make_report : callable
+    memory : SaveMemory
+    started : float
+        ``time.perf_counter()`` at the caller's call.
+    copied : bool
+        Whether `copy` is never called, because the caller waits for the writing.
+    fits : bool
+        Whether the buffers can hold the whole state; otherwise it is copied while it is written.
+    on_durable : callable, optional
+        Called when the checkpoint is durable; its error becomes that of the save.
+
+    Attributes
+    ----------
+    thread : threading.Thread or None
+        The thread that writes.
+    process : int
+        The process that began it; a forked child cannot wait for it.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        write: StagedWrite,
+        make_report: MakeReport,
+        memory: SaveMemory,
+        *,
+        started: float,
+        copied: bool,
+        fits: bool,
+        on_durable: Callable[[], None] | None,
+    ) -> None:
+        self.path = path
+        self.memory = memory
+        self.fits = fits
+        self.thread: threading.Thread | None = None
+        self.process = os.getpid()
+        self._write: StagedWrite | None = write
+        self._make_report = make_report
+        self._started = started
+        self._on_durable = on_durable
+        self._stall_seconds: float | None = None
+        self._report: SaveReport | None = None
+        self._error: BaseException | None = None
+        self._copied = threading.Event()
+        self._over = threading.Event()
+        if copied:
+            self._copied.set()
+
+    def run(self) -> SaveReport:
+        """Write the checkpoint; return when it is durable."""
+        written = self._unfinished().run()
+        seconds = time.perf_counter() - self._started
+        self._copied.wait()
+        stall_seconds = seconds if self._stall_seconds is None else self._stall_seconds
+        written = replace(written, peak_buffer_bytes=self.memory.peak_bytes)
+        report = self._make_report(written, seconds, stall_seconds)
+        if self._on_durable is not None:
+            self._on_durable()
+        return report
+
+    def copy(self) -> None:
+        """Copy the state, unless that was done; when this returns, the caller may change it."""
+        if self._copied.is_set():
+            return
+        # If the writing fails meanwhile, it cancels the copying; its own error is raised by `result`.
+        with suppress(Cancelled):
+            # Copying is bound by memory bandwidth, and the caller waits: one thread a core.
+            self._unfinished().stage(max(1, default_threads() // 2))
+        self._stall_seconds = time.perf_counter() - self._started
+        self._copied.set()
+
+    def write(self) -> None:
+        """Write the checkpoint, keeping an error for `result`; `finish` is called next."""
+        try:
+            self._report = self.run()
+        except BaseException as error:
+            self._error = error
+            _unreported.add(self)
+        finally:
+            # They refer to the caller's tensors, whose memory may be needed elsewhere, and to the manager.
+            self._write = self._on_durable = None
+
+    def finish(self) -> None:
+        """Wake up those who wait."""
+        self._over.set()
+
+    def abandon(self, error: BaseException) -> None:
+        """End a save that no thread writes; `result` raises the error. A second call completes an interrupted one."""
+        self._error = error
+        if self._write is not None:
+            self._write.abandon()
+        self._write = self._on_durable = None
+        self._over.set()
+
+    def supersede(self) -> None:
+        """End a save that was copied and not written, in favour of a later one."""
+        logger.info("%s is not written: a later save took its place in the queue", self.path)
+        message = "was not written: a later save took its place in the queue"
+        self.abandon(BusyError(message, path=self.path, remedy="save less often"))
+
+    def cancel(self) -> None:
+        """Stop the thread that writes, and wait for it; its error is dropped, because the caller has another one."""
+        write = self._write
+        if write is not None:
+            write.cancel()
+        self._copied.set()
+        self._over.wait()
+        _unreported.discard(self)
+
+    def is_over(self) -> bool:
+        """Return whether it has succeeded or failed."""
+        return self._over.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it has succeeded or failed; return whether it has."""
+        return self._over.wait(timeout)
+
+    def has_unreported_error(self) -> bool:
+        """Return whether it has failed, and nobody has been given the error."""
+        return self.is_over() and self in _unreported
+
+    def result(self) -> SaveReport:
+        """Return the report of a save that is over, or raise its error."""
+        if self._error is not None:
+            _unreported.discard(self)
+            raise self._error
+        if self._report is None:
+            raise AssertionError("a save ends with a report or an error")
+        return self._report
+
+    @property
+    def report(self) -> SaveReport | None:
+        """The report; None before the end, or if it failed."""
+        return self._report if self.is_over() else None
+
+    def _unfinished(self) -> StagedWrite:
+        if self._write is None:
+            raise AssertionError("the save is over")
+        return self._write
+
+
+_unreported: set[SaveJob] = set()
+"""Saves that failed and whose error nobody was given."""
+
+
+def _log_unreported() -> None:
+    for job in list(_unreported):
+        if job.process == os.getpid():
+            logger.error("NOT SAVED: %s: %s", job.path, job._error)
+
+
+atexit.register(_log_unreported)
