@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tensorkeep.bench.results import Arm, Measure, Results, read_results
+from tensorkeep.bench.results import Arm, Measure, Results
+from tensorkeep.bench.results_file import read_results
 from tensorkeep.report.design_tables import claims_table, steps_tables
-from tensorkeep.report.headline import headlines
-from tensorkeep.report.sheet import Sheet
-from tensorkeep.report.tables import noise_lines, verdict_table
+from tensorkeep.report.headlines import headlines, noise_lines
+from tensorkeep.report.tables import ReportTable, verdict_table
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "measured.md"
@@ -59,11 +59,10 @@ def page() -> str:
 
 def _section(name: str) -> Iterator[str]:
     results = read_results(RESULTS / f"{name}.json")
-    blocks = len({cell.block for cell in results.cells})
-    subject = results.subject.description if results.subject else ""
-    day = (results.started or "")[:10]
+    subject = results.subject.description
+    day = results.started[:10]
     samples = f"[samples](../benchmarks/results/{name}.json)"
-    yield f"`{results.command}`: {subject}; {blocks} blocks; {day}; {samples}.\n"
+    yield f"`{results.command}`: {subject}; {results.blocks} blocks; {day}; {samples}.\n"
     if results.experiment.about:
         yield f"{results.experiment.about}\n"
     claims = claims_table(results)
@@ -71,7 +70,7 @@ def _section(name: str) -> Iterator[str]:
         yield _table(claims)
     else:
         yield _arms_table(results)
-        yield from (f"{sheet.title}:\n\n{_table(sheet)}" for sheet in steps_tables(results)[:2])
+        yield from (f"{table.title}:\n\n{_table(table)}" for table in steps_tables(results)[:2])
         yield "".join(f"* {line}\n" for line in headlines(results))
     yield "Noise:\n\n" + "".join(f"* {line}\n" for line in noise_lines(results))
 
@@ -86,8 +85,8 @@ def _arms_table(results: Results) -> str:
 
 
 def _smaller_subjects(results: Results) -> str:
-    """Say which arms worked on something else than the others."""
-    main = results.subject.description if results.subject else None
+    """Name the arms that worked on another subject than the others."""
+    main = results.subject.description
     found: dict[str, list[str]] = {}
     for arm in results.arms:
         for subject in {cell.subject for cell in results.cells_by_arm[arm.name]} - {main, None}:
@@ -100,9 +99,9 @@ def _smaller_subjects(results: Results) -> str:
 
 def _figures(results: Results, arm: Arm, measures: Sequence[Measure]) -> Iterator[str]:
     for measure in measures:
-        sheet = verdict_table(results, measure)
-        row = next(row for row in sheet.texts() if row[0] == arm.name)
-        found = dict(zip((heading.lstrip(">=") for heading in sheet.headings), row, strict=True))
+        table = verdict_table(results, measure)
+        row = next(row for row in table.texts() if row[0] == arm.name)
+        found = dict(zip((heading.lstrip(">=") for heading in table.headings), row, strict=True))
         if measure.unit == "s":
             gain = found["gain"] if found["gain"] == "-" else f"{found['gain']} ({found['95% interval']})"
             yield from (found["throughput"], gain, found["verdict"])
@@ -110,8 +109,8 @@ def _figures(results: Results, arm: Arm, measures: Sequence[Measure]) -> Iterato
             yield found["of raw"]
 
 
-def _table(sheet: Sheet) -> str:
-    return _markdown(sheet.headings, sheet.texts())
+def _table(table: ReportTable) -> str:
+    return _markdown(table.headings, table.texts())
 
 
 def _markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -12,9 +12,10 @@ from typing import Any
 
 import msgspec
 
-from tensorkeep.bench.results import Arm, Results, Statistics, read_results
-from tensorkeep.bench.results import printable as clean
-from tensorkeep.report.wording import gain, interval, not_run
+from tensorkeep.bench.analysis.wording import gain, interval
+from tensorkeep.bench.results import Arm, Results, Statistics
+from tensorkeep.bench.results_file import read_results
+from tensorkeep.report.tables import why_not_run
 from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Technique
 from tensorkeep.train.techniques.combinations import COMBINATIONS
 
@@ -59,7 +60,7 @@ def page() -> str:
 def _about_results(results: Results) -> str:
     subject = results.subject.description if results.subject else ""
     blocks = len({cell.block for cell in results.cells if cell.status == "ok"})
-    return f"Measured on {_machine(results)}: {clean(subject)}; {blocks} blocks; {(results.started or '')[:10]}.\n"
+    return f"Measured on {_machine(results)}: {subject}; {blocks} blocks; {results.started[:10]}.\n"
 
 
 def _machine(results: Results) -> str:
@@ -67,7 +68,7 @@ def _machine(results: Results) -> str:
     devices = environment.get("devices") or []
     processor = environment.get("processor") or {}
     name = devices[0].get("name") if devices and isinstance(devices[0], dict) else None
-    return clean(str(name or f"{processor.get('usable_cores', '?')} cores of {processor.get('model', 'a processor')}"))
+    return str(name or f"{processor.get('usable_cores', '?')} cores of {processor.get('model', 'a processor')}")
 
 
 def _overview(techniques: list[type[Technique]], measured: list[Results]) -> str:
@@ -94,12 +95,12 @@ def _effect(results: Results, arm: Arm) -> str:
     label = _label(arm)
     cells = results.cells_by_arm[arm.name]
     if not any(cell.status == "ok" for cell in cells) or any(cell.status == "gate" for cell in cells):
-        status, reason = not_run([cell for cell in cells if cell.status != "ok"])
+        status, reason = why_not_run([cell for cell in cells if cell.status != "ok"])
         word = "not run here" if status == "not run" else status
-        return clean(f"{label}{word}: {reason}")
+        return f"{label}{word}: {reason}"
     found = {words: results.statistics(arm.name, measure) for measure, words in _MEASURES.items()}
     texts = [f"{words} {_figure(one)}" for words, one in found.items() if one is not None and one.gain is not None]
-    return clean(f"{label}{', '.join(texts)}")
+    return f"{label}{', '.join(texts)}"
 
 
 def _label(arm: Arm) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from report import documents
-from tensorkeep.report.write import write_report
+from tensorkeep.report.files import write_report
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from report import documents
-from tensorkeep.bench.results import read_results
+from tensorkeep.bench.analysis import wording
+from tensorkeep.bench.results_file import read_results
 from tensorkeep.report.html import report_page, themed
 from tensorkeep.report.plots import draw_plots, wanted
 from tensorkeep.report.plots.drawing import PALETTE, Plot, drawn, log_ticks, shown_arms
@@ -75,7 +76,7 @@ def test_the_forest_shows_gains_and_noise(draw: Draw) -> None:
     document = documents.document(documents.PEERS)
     gain = document["summary"]["arms"]["tensorkeep"]["save"]["gain"]
     found = words(draw(document, "gains")["gains"])
-    assert f"{gain:.2f}x" in found
+    assert wording.gain(gain) in found
     assert "noise: the baseline against itself" in found
     assert "pytorch" not in found  # the baseline has no gain over itself
 
@@ -131,7 +132,7 @@ def test_the_forest_ends_where_nothing_is_known(draw: Draw) -> None:
     assert arrows == {("<", 1), (">", 1), ("<", 0)}
     for line in axes.lines:
         assert all(low <= x <= high for x in line.get_xdata())
-    assert "5.0e-04x" in words(plot)
+    assert "0.0005x" in words(plot)
     assert "beyond 0.01x or 100x" in " ".join(words(plot))
     calm = draw(documents.document(documents.PEERS), "gains")["gains"]
     assert "beyond 0.01x or 100x" not in " ".join(words(calm))
@@ -140,7 +141,7 @@ def test_the_forest_ends_where_nothing_is_known(draw: Draw) -> None:
 def test_designs_get_their_own_figures(draw: Draw) -> None:
     document = documents.steps()
     last = [step for step in document["summary"]["steps"] if step["measure"] == "save"][-1]
-    assert f"{last['gain_from_base']:.1f}x ({last['gain_from_previous']:.2f}x)" in words(
+    assert f"{wording.gain(last['gain_from_base'])} ({wording.gain(last['gain_from_previous'])})" in words(
         draw(document, "steps")["steps"]
     )
     plots = draw(documents.factorial(), "effects", "interactions")

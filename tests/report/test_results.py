@@ -12,8 +12,8 @@ import pytest
 
 from report import documents
 from tensorkeep import errors
-from tensorkeep.bench import results as module
-from tensorkeep.bench.results import read_results
+from tensorkeep.bench import results_file as module
+from tensorkeep.bench.results_file import read_results
 from tensorkeep.report.html import report_page
 
 

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from report import documents
-from tensorkeep.bench.results import Results, printable, read_results
-from tensorkeep.report import design_tables, origin_tables, tables, wording
-from tensorkeep.report.csv_files import samples_csv, summary_csv
-from tensorkeep.report.headline import completeness, headlines
+from tensorkeep.bench.analysis import wording
+from tensorkeep.bench.results import Results
+from tensorkeep.bench.results_file import printable, read_results
+from tensorkeep.report import comparison, design_tables, tables
+from tensorkeep.report.files import samples_csv, summary_csv
+from tensorkeep.report.headlines import completeness, headlines, noise_lines
 
 
 def read(document: dict[str, Any], folder: Path) -> Results:
@@ -37,7 +39,7 @@ def test_the_isolated_suites_table_character_by_character(tmp_path: Path) -> Non
         "baseline": [(131.78, 11.78, 2.57 * gib), (134.23, 12.34, 2.58 * gib), (136.68, 12.9, 2.59 * gib)],
         "chunks_1mb": [(66.66, 14.89, 2.58 * gib), (67.89, 15.67, 2.59 * gib), (69.12, 16.45, 2.6 * gib)],
     }
-    assert origin_tables.isolated_text(read(exact(document, figures), tmp_path)).splitlines() == [
+    assert comparison.isolated_text(read(exact(document, figures), tmp_path)).splitlines() == [
         "test                      save (s)           cold load (s)      size (GiB)",
         "--------------------------------------------------------------------------------",
         "baseline                   134.23 ± 2.45      12.34 ± 0.56       2.58 ± 0.01",
@@ -57,7 +59,7 @@ def test_the_six_way_table_and_its_improvements(tmp_path: Path) -> None:
     found["t5x"]["save"]["change_percent"] = 53.57
     found["t5x"]["load_cold"]["change_percent"] = -67.45
     found["ts+chunks"] = {"save": {"n": 0}}
-    assert origin_tables.six_way_text(read(document, tmp_path)).splitlines() == [
+    assert comparison.six_way_text(read(document, tmp_path)).splitlines() == [
         "method               save (ms)    cold load (ms) size (GiB)",
         "------------------------------------------------------------",
         "tensorstore          143118.0     17530.0        2.58",
@@ -73,7 +75,7 @@ def test_the_six_way_table_and_its_improvements(tmp_path: Path) -> None:
 
 def test_small_states_get_more_decimals(tmp_path: Path) -> None:
     document = exact(documents.document({"a": (1, 1, 1)}, runs=1, control=False), {"a": [(0.0123, 0.004, 3e6)]})
-    assert "  0.0123 " in origin_tables.isolated_text(read(document, tmp_path))
+    assert "  0.0123 " in comparison.isolated_text(read(document, tmp_path))
 
 
 def test_means_of_the_samples_are_those_of_the_summary(tmp_path: Path) -> None:
@@ -86,7 +88,7 @@ def test_means_of_the_samples_are_those_of_the_summary(tmp_path: Path) -> None:
 
 def test_arms_on_a_smaller_state_are_compared_per_byte(tmp_path: Path) -> None:
     document = documents.document({"a": (10, 1, 1), "b": (10, 1, 1)}, noise=0.0, runs=2, slow=("b",), control=False)
-    lines = origin_tables.isolated_text(read(document, tmp_path)).splitlines()
+    lines = comparison.isolated_text(read(document, tmp_path)).splitlines()
     assert "save (s per GB of state)" in lines[0]
     assert "size (stored bytes per raw byte)" in lines[0]
     seconds = 10 / documents.AMOUNT * 1e9
@@ -116,11 +118,13 @@ def test_the_headline_names_the_best_that_really_helps(tmp_path: Path) -> None:
         (name for name in arms if arms[name]["save"]["verdict"] == "helps"), key=lambda n: arms[n]["save"]["gain"]
     )
     line = headlines(read(document, tmp_path))[0]
-    assert line.startswith(f"Durable save: {best} is {arms[best]['save']['gain']:.2f}x faster than pytorch (95% ")
+    assert line.startswith(
+        f"Durable save: {best} is {wording.gain(arms[best]['save']['gain'])} faster than pytorch (95% "
+    )
     for one in arms.values():
         one["save"]["verdict"] = "within noise"
     assert headlines(read(document, tmp_path))[0] == (
-        "Durable save: nothing is shown to beat pytorch; of 12: 12 within noise."
+        "Durable save: no arm is shown to be better than pytorch; of 12: 12 within noise."
     )
 
 
@@ -134,11 +138,11 @@ def test_an_interrupted_run_says_so(tmp_path: Path) -> None:
 
 def test_noise_without_and_with_a_control(tmp_path: Path) -> None:
     document = documents.document(control=False)
-    lines = tables.noise_lines(read(document, tmp_path))
+    lines = noise_lines(read(document, tmp_path))
     assert lines[0] == "durable save: no noise floor, because no A/A control ran"
     document["summary"]["noise"]["save"] = {"low": 0.97, "high": 1.04, "floor": 1.04, "n": 5}
-    expected = "durable save: differences below 4.0% are noise; the baseline against itself: 0.97 to 1.04 (95%)"
-    assert tables.noise_lines(read(document, tmp_path))[0] == expected
+    expected = "durable save: differences below 4% are noise; the baseline against itself: 0.970 to 1.04 (95%)"
+    assert noise_lines(read(document, tmp_path))[0] == expected
 
 
 def noisy(low: float = 2.2e-4, high: float = 2.7e4) -> dict[str, Any]:
@@ -154,16 +158,16 @@ def noisy(low: float = 2.2e-4, high: float = 2.7e4) -> dict[str, Any]:
 def test_where_nothing_can_be_told_it_says_so(tmp_path: Path) -> None:
     said = "durable save: after 2 blocks there is no verdict: the baseline against itself spans <0.01 to >100 (95%)"
     found = read(noisy(), tmp_path)
-    assert tables.noise_lines(found)[0] == said
+    assert noise_lines(found)[0] == said
     assert headlines(found)[0] == f"D{said[1:]}; of 2: 2 within noise."
     found = read(noisy(1 / 10.5, 3.0), tmp_path)
-    assert tables.noise_lines(found)[0].endswith(
-        "there is no verdict: the baseline against itself spans 0.095 to 3.00 (95%)"
-    )
+    assert noise_lines(found)[0].endswith("there is no verdict: the baseline against itself spans 0.0952 to 3.00 (95%)")
     found = read(noisy(1 / 9.5, 3.0), tmp_path)
-    line = "durable save: differences below a factor of 9.50 are noise; the baseline against itself: 0.11 to 3.00 (95%)"
-    assert tables.noise_lines(found)[0] == line
-    assert headlines(found)[0].startswith("Durable save: nothing is shown to beat pytorch")
+    line = (
+        "durable save: differences below a factor of 9.50 are noise; the baseline against itself: 0.105 to 3.00 (95%)"
+    )
+    assert noise_lines(found)[0] == line
+    assert headlines(found)[0].startswith("Durable save: no arm is shown to be better than pytorch")
 
 
 def test_what_goes_beyond_even_that_noise_is_not_hidden(tmp_path: Path) -> None:
@@ -173,8 +177,8 @@ def test_what_goes_beyond_even_that_noise_is_not_hidden(tmp_path: Path) -> None:
     assert headlines(found)[0].startswith(
         "Durable save: t5x is 50.0x faster than pytorch (95% 30.0 to 70.0); of 2: 1 better"
     )
-    assert tables.noise_lines(found)[0] == (
-        "durable save: differences below a factor of 12.0 are noise; the baseline against itself: 0.083 to 12.0 (95%)"
+    assert noise_lines(found)[0] == (
+        "durable save: differences below a factor of 12.0 are noise; the baseline against itself: 0.0833 to 12.0 (95%)"
     )
 
 
@@ -182,12 +186,12 @@ def test_what_goes_beyond_even_that_noise_is_not_hidden(tmp_path: Path) -> None:
     ("low", "high", "said"),
     [
         (2.2e-4, 2.7e4, "<0.01 to >100"),
-        (0.5, 2.7e4, "0.50 to >100"),
-        (1e-6, 0.9, "<0.01 to 0.90"),
-        (0.012, 99.0, "0.012 to 99.0"),
-        # A large gain that is well known is said as it is.
+        (0.5, 2.7e4, "0.500 to >100"),
+        (1e-6, 0.9, "<0.01 to 0.900"),
+        (0.012, 99.0, "0.0120 to 99.0"),
+        # A large gain with a narrow interval is given in full.
         (120.0, 135.0, "120 to 135"),
-        (0.001, 0.002, "1.0e-03 to 2.0e-03"),
+        (0.001, 0.002, "0.00100 to 0.00200"),
         (None, None, "-"),
     ],
 )
@@ -206,7 +210,7 @@ def test_tables_of_designs(tmp_path: Path) -> None:
     assert ("chunk", "4.10x", "3.69 to 4.51") in effects
     assert ("concurrency x compressor", "-", "-") in effects
     assert design_tables.aliases_lines(factorial) == ["chunk = concurrency x compressor"]
-    assert design_tables.interactions_tables(factorial)[0].texts() == [
+    assert design_tables.design_tables(factorial)["interactions"][0].texts() == [
         ("chunk + concurrency", "6.70x", "4.90x", "1.37x", "1.20 to 1.50")
     ]
     claims = design_tables.claims_table(read(documents.with_claims(), tmp_path / "c"))
@@ -243,11 +247,14 @@ def test_no_spreadsheet_takes_a_name_for_a_formula(name: str, tmp_path: Path) ->
     [
         (None, "-"),
         (1.0, "1.00x"),
-        (0.0471, "0.047x"),
+        (0.0471, "0.0471x"),
         (12.34, "12.3x"),
         (250.2, "250x"),
-        (0.0001, "1.0e-04x"),
-        (0.0, "0.000x"),
+        (0.0001, "0.0001x"),
+        (0.000012, "1.2e-05x"),
+        (0.0, "0x"),
+        (0.9996, "1.00x"),
+        (99.96, "100x"),
     ],
 )
 def test_gains_in_words(value: float | None, text: str) -> None:
@@ -255,7 +262,7 @@ def test_gains_in_words(value: float | None, text: str) -> None:
 
 
 def test_numbers_in_words() -> None:
-    assert [wording.number(v) for v in (0.0, 0.01234, 1.23456, 1234.5, 1e9)] == [
+    assert [wording.number(v, 4) for v in (0.0, 0.01234, 1.23456, 1234.5, 1e9)] == [
         "0",
         "0.01234",
         "1.235",
@@ -274,10 +281,10 @@ def test_one_run_has_no_deviation_and_no_summary_no_verdict(tmp_path: Path) -> N
     document = documents.document({"a": (10, 1, 1), "b": (20, 1, 1)}, runs=1, noise=0.0, control=False)
     document["summary"] = {}
     found = read(document, tmp_path)
-    assert origin_tables.isolated_text(found).splitlines()[2:] == [
+    assert comparison.isolated_text(found).splitlines()[2:] == [
         "a                           10.00              1.00              2.73",
         "b                           20.00              1.00              2.73",
     ]
     rows = tables.verdict_table(found, found.primary()[0]).texts()
     assert [(row[0], row[1], row[3]) for row in rows] == [("a", "no verdict", "10.00"), ("b", "no verdict", "20.00")]
-    assert headlines(found)[0] == "Durable save: nothing is shown to beat a."
+    assert headlines(found)[0] == "Durable save: no arm is shown to be better than a."

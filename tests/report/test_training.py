@@ -13,9 +13,9 @@ from bench.documents import summarise
 from tensorkeep.bench.results import Results
 from tensorkeep.bench.training import cell as cell
 from tensorkeep.bench.training.workload import WORKLOAD
-from tensorkeep.report.panels import compared
+from tensorkeep.report.headlines import noise_lines
+from tensorkeep.report.measures import compared_arms
 from tensorkeep.report.plots import pareto
-from tensorkeep.report.tables import noise_lines
 
 
 def test_more_tokens_in_a_second_are_better() -> None:
@@ -58,11 +58,11 @@ def reported(results: dict[str, Any]) -> Results:
 def test_changes_that_were_made_one_at_a_time_are_shown_by_what_they_gained() -> None:
     results = document({"plain": [100.0], "slow": [50.0], "off": [1.0], "fast": [150.0]})
     next(one for one in results["cells"] if one["arm"] == "off").update(status="not-run", reason="no", figures={})
-    assert [arm.name for arm in compared(reported(results))] == ["plain", "fast", "slow", "off"]
+    assert [arm.name for arm in compared_arms(reported(results))] == ["plain", "fast", "slow", "off"]
     for design, names in {"arms": ["plain", "fast", "slow", "off"], "steps": ["plain", "slow", "off", "fast"]}.items():
         results["experiment"]["design"] = design
         found = msgspec.convert({**results, "summary": summarise(results)}, Results)
-        assert [arm.name for arm in compared(found)] == names
+        assert [arm.name for arm in compared_arms(found)] == names
 
 
 def test_a_control_that_ran_once_gives_no_noise_floor_and_that_is_why() -> None:
@@ -78,11 +78,11 @@ def test_what_did_not_run_has_no_number_among_the_points_and_losses_no_axis_from
         one["figures"] |= {cell.MEMORY: 1e6, cell.LOSS: 2.0 + 0.01 * one["block"]}
         if one["arm"] == "off":
             one.update(status="not-run", reason="no", figures={})
-    figure = pareto.compromises(reported(results))
+    figure = pareto.trade_offs(reported(results))
     losses = next(axes for axes in figure.axes if "loss" in axes.get_ylabel())
     assert losses.get_ylim()[0] > 1.5
     assert losses.get_xlim()[0] == 0
-    assert [arm.name for arm in pareto._drawn_arms(reported(results))] == ["plain", "fast"]
+    assert [arm.name for arm in pareto.drawn_arms(reported(results))] == ["plain", "fast"]
 
 
 def test_the_page_of_techniques_is_made_from_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:

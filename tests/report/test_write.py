@@ -11,8 +11,8 @@ from report import documents
 from tensorkeep import errors
 from tensorkeep.cli import report as command
 from tensorkeep.cli.output import Output
-from tensorkeep.report import write as module
-from tensorkeep.report.write import write_report
+from tensorkeep.report import files as module
+from tensorkeep.report.files import write_report
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_everything_beside_the_results(run: Path, capsys: pytest.CaptureFixture[
     assert names(run) == [*plots, "report.html", "results.json", "samples.csv", "summary.csv"]
     printed = capsys.readouterr().out
     assert "method               save (ms)" in printed
-    assert "Durable save: nothing is shown to beat pytorch" in printed
+    assert "Durable save: no arm is shown to be better than pytorch" in printed
     assert f"wrote {run / 'report.html'}" in printed
 
 
@@ -60,7 +60,7 @@ def test_json_is_one_document(run: Path, capsys: pytest.CaptureFixture[str]) -> 
     document = json.loads(capsys.readouterr().out)
     assert document["written"][0] == str(run / "report.html")
     assert document["summary"]["arms"]["t5x"]["save"]["verdict"] == "hurts"
-    assert document["headlines"][0].startswith("Durable save: nothing")
+    assert document["headlines"][0].startswith("Durable save: no arm")
 
 
 def test_delivering_writes_beside_the_page(plain: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_report_is_replaced_and_nothing_else(plain: Path) -> None:
     write_report(plain, page)
     assert page.read_bytes() == first
     page.write_text("<html>my own page")
-    with pytest.raises(errors.DestinationExistsError, match="is no report"):
+    with pytest.raises(errors.DestinationExistsError, match="is not a report"):
         write_report(plain, page)
     assert page.read_text() == "<html>my own page"
     with pytest.raises(errors.UsageError, match="page of HTML"):

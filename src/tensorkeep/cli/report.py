@@ -5,15 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from tensorkeep.bench.results import Results, read_results
-from tensorkeep.bench.results import printable as clean
+from tensorkeep.bench.analysis.wording import capitalised
+from tensorkeep.bench.results import Results
+from tensorkeep.bench.results_file import read_results
 from tensorkeep.cli.options import Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table, printable
-from tensorkeep.report import design_tables, origin_tables, tables
-from tensorkeep.report.headline import completeness, headlines
-from tensorkeep.report.sheet import Sheet
-from tensorkeep.report.wording import measured_by, sentence
+from tensorkeep.report.comparison import isolated_text, six_way_text
+from tensorkeep.report.design_tables import aliases_lines, claims_table, design_tables
+from tensorkeep.report.headlines import completeness, headlines, measured_by, noise_lines
+from tensorkeep.report.tables import ReportTable, not_run_table, observed_table, verdict_table
 
 # The three-way and six-way guides printed milliseconds and improvements; the isolated suite prints mean ± std.
 _MILLISECONDS = ("three-way", "six-way")
@@ -64,7 +65,7 @@ def deliver(results: Path, page: Path, output: Output) -> None:
 
 
 def _deliver(found: Results, page: Path, plots: Path | None, csv: Path | None, output: Output) -> None:
-    from tensorkeep.report.write import check_page, write_report
+    from tensorkeep.report.files import check_page, write_report
 
     check_page(page)
     if not output.json and not output.quiet:
@@ -86,52 +87,43 @@ def _document(found: Results, written: list[Path]) -> dict[str, Any]:
 
 
 def print_tables(found: Results) -> None:
-    """Print what a person wants to read of a run, the verdict last: that is what is still on the screen."""
-    print(clean(found.experiment.title or found.experiment.name))
+    """Print the tables of a run; the verdict comes last, where the screen still shows it."""
+    print(found.experiment.title or found.experiment.name)
     print(measured_by(found))
     print()
-    milliseconds = found.experiment.name in _MILLISECONDS
-    print(origin_tables.six_way_text(found) if milliseconds else origin_tables.isolated_text(found))
-    for measure in found.primary():
-        _print_sheet(tables.verdict_table(found, measure))
-    more = [*design_tables.steps_tables(found), *design_tables.effects_tables(found)]
-    more += [*design_tables.interactions_tables(found), tables.seen_table(found), tables.not_run_table(found)]
-    for sheet in more:
-        if sheet.rows:
-            _print_sheet(sheet)
-    _print_claims(found)
-    _print_lines("Noise", tables.noise_lines(found))
-    _print_lines("Effects that cannot be told apart", design_tables.aliases_lines(found))
-    warnings = [": ".join(filter(None, (one.text, one.remedy))) for one in found.summary.warnings or []]
+    print(six_way_text(found) if found.experiment.name in _MILLISECONDS else isolated_text(found))
+    tables = [verdict_table(found, measure) for measure in found.primary()]
+    tables += [table for group in design_tables(found).values() for table in group]
+    for table in [*tables, observed_table(found), not_run_table(found)]:
+        if table.rows:
+            print(f"\n{table.title}")
+            Table(table.headings, table.texts()).show()
+    _print_claims(claims_table(found))
+    _print_lines("Noise", noise_lines(found))
+    _print_lines("Effects that this design cannot separate", aliases_lines(found))
+    warnings = [f"{one.text}: {one.remedy}" if one.remedy else one.text for one in found.summary.warnings]
     _print_lines("Warnings", warnings)
     _print_lines("Verdict", [line for line in (completeness(found), *headlines(found)) if line])
-    advice = [sentence(one.text) for one in found.summary.recommendations or []]
-    _print_lines("Recommended for this machine", advice)
+    _print_lines("Recommended for this machine", [capitalised(one.text) for one in found.summary.recommendations])
 
 
-def _print_sheet(sheet: Sheet) -> None:
-    print(f"\n{sheet.title}")
-    Table(sheet.headings, sheet.texts()).show()
-
-
-def _print_claims(found: Results) -> None:
+def _print_claims(table: ReportTable | None) -> None:
     """Print claims one below the other: their sentences are too long for columns."""
-    sheet = design_tables.claims_table(found)
-    if sheet is None:
+    if table is None:
         return
-    print(f"\n{sheet.title}")
-    for id_, verdict, text, theirs, ours, reason in sheet.texts():
-        print(f"  {id_}  {text}: {verdict}")
-        for word, said in (("theirs", theirs), ("ours", ours), ("why", reason)):
-            if said not in ("", "-"):
-                print(f"    {word.ljust(6)}  {said}")
+    print(f"\n{table.title}")
+    for id_, verdict, claim, theirs, ours, reason in table.texts():
+        print(f"  {id_}  {claim}: {verdict}")
+        for word, text in (("theirs", theirs), ("ours", ours), ("why", reason)):
+            if text not in ("", "-"):
+                print(f"    {word.ljust(6)}  {text}")
 
 
 def _print_lines(title: str, lines: list[str]) -> None:
     if lines:
         print(f"\n{title}")
         for line in lines:
-            print(f"  {clean(line)}")
+            print(f"  {line}")
 
 
 def _print_written(written: list[Path]) -> None:

@@ -1,1 +1,1 @@
-"""Reports: every table, plot and page of a run of the bench, made from its results file alone."""
+"""Reports of a bench run, made from its results file alone: tables, plots, CSV files and one page of HTML."""

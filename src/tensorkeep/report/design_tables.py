@@ -1,108 +1,93 @@
-"""The tables that a design adds: steps, effects, interactions, the claims of others; and what it all comes to."""
+"""The tables of a design: its steps, effects and interactions, and the published claims that it checks."""
 
 from __future__ import annotations
 
-from tensorkeep.bench.results import Claim, Results, Step
-from tensorkeep.bench.results import printable as clean
-from tensorkeep.report.sheet import Entry, Sheet, entry
-from tensorkeep.report.wording import NOTHING, gain, interval
+from collections.abc import Sequence
+
+from tensorkeep.bench.analysis.wording import NOTHING, gain, interval
+from tensorkeep.bench.results import Claim, Effect, Interaction, Results, Step
+from tensorkeep.report.tables import Entry, ReportTable, gain_entries
 
 _CLAIM_TONES = {"reproduced": "good", "not reproduced": "bad", "confounded": "bad", "not run": "faint"}
 
 
-def steps_tables(results: Results) -> list[Sheet]:
-    """Return the way from the baseline to the full stack, one table per measure."""
-    headings = ("=change", ">step", ">95% interval", ">from the start", ">share", ">alone", ">without it", "notes")
+def design_tables(results: Results) -> dict[str, list[ReportTable]]:
+    """Return the tables of steps, effects and interactions, each one per measure; empty where there are none."""
+    return {"steps": steps_tables(results), "effects": effects_tables(results), "interactions": _interactions(results)}
+
+
+def steps_tables(results: Results) -> list[ReportTable]:
+    """Return the way from the base to the full stack, one table per measure."""
+    headings = ("=change", ">step", ">95% interval", ">from the base", ">fraction", ">alone", ">without it", "notes")
     note = (
-        "Step: gain over what was before it. Share: of the whole way, on a log scale. Alone: gain of this change "
-        "added alone to the start. Without it: how many times worse everything together is without this change."
+        "Step: gain over the stack before it. Fraction: of the total gain, on a log scale. Alone: gain of this change "
+        "added alone to the base. Without it: how many times worse the full stack is without this change."
     )
-    sheets = []
-    for measure, label in _measures(results, [step.measure for step in results.summary.steps]):
-        rows = [_step(step) for step in results.summary.steps if step.measure == measure]
-        sheets.append(Sheet(f"Steps: {label}", headings, rows, note))
-    return sheets
+    return _by_measure(results, "Steps", headings, results.summary.steps, note)
 
 
-def effects_tables(results: Results) -> list[Sheet]:
+def effects_tables(results: Results) -> list[ReportTable]:
     """Return main effects and interactions of a factorial design, one table per measure."""
     note = "A factor's gain from its first to its last level, over all other factors; a pair: measured over expected."
-    sheets = []
-    effects = results.summary.effects
-    for measure, label in _measures(results, [effect.measure for effect in effects]):
-        rows = []
-        for effect in effects:
-            if effect.measure == measure:
-                name = " x ".join(map(clean, effect.factors))
-                rows.append((entry(name), *_gain(effect.gain, effect.low, effect.high)))
-        sheets.append(Sheet(f"Effects: {label}", ("=factor", ">gain", ">95% interval"), rows, note))
-    return sheets
+    return _by_measure(results, "Effects", ("=factor", ">gain", ">95% interval"), results.summary.effects, note)
 
 
-def interactions_tables(results: Results) -> list[Sheet]:
-    """Return what changes do together against the product of the single ones, one table per measure."""
+def _interactions(results: Results) -> list[ReportTable]:
     headings = ("=changes", ">together", ">product of the singles", ">ratio", ">95% interval")
-    note = "Ratio: above 1 the changes help each other, below 1 they get in each other's way."
-    sheets = []
-    found = results.summary.interactions
-    for measure, label in _measures(results, [one.measure for one in found]):
-        rows = []
-        for one in found:
-            if one.measure == measure:
-                product = entry(gain(one.product), one.product)
-                cells = (entry(gain(one.gain), one.gain), product, *_gain(one.ratio, one.low, one.high))
-                rows.append((entry(" + ".join(map(clean, one.changes))), *cells))
-        sheets.append(Sheet(f"Interactions: {label}", headings, rows, note))
-    return sheets
+    note = "Ratio: above 1 the changes strengthen each other, below 1 they weaken each other."
+    return _by_measure(results, "Interactions", headings, results.summary.interactions, note)
 
 
-def claims_table(results: Results) -> Sheet | None:
-    """Return the claims of others beside our figures, or None where none was checked."""
+def claims_table(results: Results) -> ReportTable | None:
+    """Return the published claims beside our figures, or None where none was checked."""
     claims = results.summary.claims
-    if not claims:
-        return None
     headings = ("=id", "=verdict", "claim", "theirs", "ours", "reason")
-    return Sheet("Claims checked", headings, [_claim(claim) for claim in claims])
+    return ReportTable("Claims checked", headings, [_claim(claim) for claim in claims]) if claims else None
 
 
 def aliases_lines(results: Results) -> list[str]:
-    """Return the effects that a fractional design cannot tell apart, one line per group."""
-    lines = []
-    for group in results.experiment.aliases:
-        lines.append(" = ".join(clean(" x ".join(effect)) for effect in group))
-    return lines
+    """Return the effects that a fractional design cannot separate, one line per group."""
+    return [" = ".join(" x ".join(effect) for effect in group) for group in results.experiment.aliases]
 
 
-def _claim(claim: Claim) -> tuple[Entry, ...]:
-    ours = clean(claim.ours or "")
-    if not ours and claim.gain is not None:
-        ours = f"{gain(claim.gain)} (95% {interval(claim.gain_low, claim.gain_high)})"
-    verdict = entry(clean(claim.verdict), tone=_CLAIM_TONES.get(claim.verdict, ""))
-    texts = (claim.claim, claim.theirs or NOTHING, ours or NOTHING, claim.reason or "")
-    return (entry(clean(str(claim.id))), verdict, *(entry(clean(text)) for text in texts))
+def _by_measure(
+    results: Results,
+    title: str,
+    headings: tuple[str, ...],
+    found: Sequence[Step] | Sequence[Effect] | Sequence[Interaction],
+    note: str,
+) -> list[ReportTable]:
+    """Return one table per measure that occurs, in the order of the results file."""
+    tables = []
+    for measure in results.measures:
+        rows = [_row(one) for one in found if one.measure == measure.name]
+        if rows:
+            tables.append(ReportTable(f"{title}: {measure.label}", headings, rows, note))
+    return tables
 
 
-def _step(step: Step) -> tuple[Entry, ...]:
-    share = NOTHING if step.fraction is None else f"{step.fraction * 100:.0f}%"
-    previous = _gain(step.gain_from_previous, step.gain_from_previous_low, step.gain_from_previous_high)
+def _row(one: Step | Effect | Interaction) -> tuple[Entry, ...]:
+    if isinstance(one, Effect):
+        return Entry(" x ".join(one.factors)), *gain_entries(one.gain, one.low, one.high)
+    if isinstance(one, Interaction):
+        gains = (Entry(gain(value), value) for value in (one.gain, one.product))
+        return Entry(" + ".join(one.changes)), *gains, *gain_entries(one.ratio, one.low, one.high)
+    fraction = NOTHING if one.fraction is None else f"{one.fraction * 100:.0f}%"
     return (
-        entry(clean(step.change)),
-        *previous,
-        entry(gain(step.gain_from_base), step.gain_from_base),
-        entry(share, step.fraction),
-        entry(gain(step.alone), step.alone),
-        entry(gain(step.without), step.without),
-        entry(clean("; ".join(step.notes))),
+        Entry(one.change),
+        *gain_entries(one.gain_from_previous, one.gain_from_previous_low, one.gain_from_previous_high),
+        Entry(gain(one.gain_from_base), one.gain_from_base),
+        Entry(fraction, one.fraction),
+        Entry(gain(one.alone), one.alone),
+        Entry(gain(one.without), one.without),
+        Entry("; ".join(one.notes)),
     )
 
 
-def _gain(value: float | None, low: float | None, high: float | None) -> tuple[Entry, Entry]:
-    tone = ""
-    if low is not None and high is not None:
-        tone = "good" if low > 1 else "bad" if high < 1 else "faint"
-    return entry(gain(value), value, tone), entry(interval(low, high), low)
-
-
-def _measures(results: Results, used: list[str]) -> list[tuple[str, str]]:
-    """Return name and label of the measures that are used, in the order of the results file."""
-    return [(one.name, one.label) for one in results.measures if one.name in set(used)]
+def _claim(claim: Claim) -> tuple[Entry, ...]:
+    ours = claim.ours
+    if not ours and claim.gain is not None:
+        ours = f"{gain(claim.gain)} (95% {interval(claim.gain_low, claim.gain_high)})"
+    verdict = Entry(claim.verdict, tone=_CLAIM_TONES[claim.verdict])
+    texts = (claim.claim, claim.theirs or NOTHING, ours or NOTHING, claim.reason)
+    return Entry(claim.id), verdict, *map(Entry, texts)

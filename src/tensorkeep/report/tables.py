@@ -1,133 +1,175 @@
-"""Our tables: the verdict of every arm in every measure, and why an arm has none."""
+"""The tables of a report: the verdict on every arm in every measure, what was observed, and why arms did not run."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
 
-from tensorkeep.bench.results import Arm, Measure, Results
-from tensorkeep.bench.results import printable as clean
-from tensorkeep.report.panels import compared
-from tensorkeep.report.samples import Scale, scale_of
-from tensorkeep.report.sheet import Entry, Sheet, entry
-from tensorkeep.report.wording import (
-    NOTHING,
-    difference,
-    gain,
-    interval,
-    no_verdict,
-    not_run,
-    number,
-    percent,
-    probability,
-    sentence,
-    spread,
-)
+from tensorkeep.bench.analysis.wording import NOTHING, capitalised, gain, interval, number, percent, probability, spread
+from tensorkeep.bench.results import Arm, Cell, Measure, Results
+from tensorkeep.report.measures import Scale, compared_arms, scale_of
 from tensorkeep.units import format_rate
 
-_TONES = {"helps": "good", "hurts": "bad", "within noise": "faint", "not run": "faint", "too few runs": "faint"}
+TONES: dict[str | None, str] = {
+    "helps": "good",
+    "hurts": "bad",
+    "within noise": "faint",
+    "not run": "faint",
+    "too few runs": "faint",
+}
+
+STATUS = {
+    "ok": "ok",
+    "planned": "not reached",
+    "gate": "wrong result",
+    "failed": "failed",
+    "timeout": "timed out",
+    "memory": "out of memory",
+    "disk": "disk full",
+    "not-run": "not run",
+}
 
 
-def verdict_table(results: Results, measure: Measure) -> Sheet:
-    """Return the verdict of every arm in one measure, the baseline first."""
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry of a table.
+
+    Attributes
+    ----------
+    text : str
+    order : float or None
+        What the page sorts by; None sorts by the text, behind all numbers.
+    tone : str
+        ``"good"``, ``"bad"``, ``"faint"`` or empty.
+    code : bool
+        Whether it is set in a fixed-width font.
+    """
+
+    text: str
+    order: float | None = None
+    tone: str = ""
+    code: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReportTable:
+    """A table that the command line prints, the page makes sortable, and a file may hold.
+
+    Attributes
+    ----------
+    title : str
+    headings : tuple of str
+        A leading ``>`` aligns the column to the right, ``=`` keeps it unwrapped.
+    rows : sequence of tuple of Entry
+    note : str
+        A sentence below the table.
+    """
+
+    title: str
+    headings: tuple[str, ...]
+    rows: Sequence[tuple[Entry, ...]]
+    note: str = ""
+
+    def texts(self) -> list[tuple[str, ...]]:
+        """Return the rows as text."""
+        return [tuple(entry.text for entry in row) for row in self.rows]
+
+
+def gain_entries(value: float | None, low: float | None, high: float | None) -> tuple[Entry, Entry]:
+    """Return a gain, toned by whether its interval excludes 1, and the interval."""
+    tone = ""
+    if low is not None and high is not None:
+        tone = "good" if low > 1 else "bad" if high < 1 else "faint"
+    return Entry(gain(value), value, tone), Entry(interval(low, high), low)
+
+
+def why_not_run(cells: Sequence[Cell]) -> tuple[str, str]:
+    """Return why an arm has no figures, as (status in words, reason)."""
+    bad = [cell for cell in cells if cell.status != "ok"]
+    if not bad:
+        return NOTHING, "no cell was planned"
+    # A failure explains more than a cell that was never reached.
+    worst = min(bad, key=lambda cell: (cell.status == "planned", cell.order))
+    return STATUS[worst.status], worst.reason or ""
+
+
+def verdict_table(results: Results, measure: Measure) -> ReportTable:
+    """Return the verdict on every arm in one measure: the baseline, the others, the A/A control."""
     scale = scale_of(results, measure)
     extra = _per_byte_headings(results).get(measure.unit, ())
     figures = (f">median ({scale.unit})", ">mean ± std", ">gain", ">95% interval", ">change")
     headings = ("=arm", "=verdict", *figures, *extra, ">p (Holm)", ">runs")
-    rows = [_row(results, arm, scale) for arm in _arms(results)]
-    note = f"{sentence(measure.about).rstrip('.')}. " if measure.about else ""
+    note = f"{capitalised(measure.about).rstrip('.')}. " if measure.about else ""
     note += "Gain: how many times better than the baseline, above 1 is better."
-    return Sheet(measure.label, headings, rows, clean(note))
+    return ReportTable(measure.label, headings, [_row(results, arm, scale) for arm in _all_arms(results)], note)
 
 
-def not_run_table(results: Results) -> Sheet:
-    """Return the cells that gave no figures, and why."""
+def not_run_table(results: Results) -> ReportTable:
+    """Return the cells that have no figures, and why."""
     rows = []
-    for arm in _arms(results):
-        bad = [cell for cell in results.cells_by_arm[arm.name] if cell.status != "ok"]
-        if bad or not results.cells_by_arm[arm.name]:
-            status, reason = not_run(bad)
-            cells = len(results.cells_by_arm[arm.name])
-            rows.append((entry(clean(arm.name)), entry(status), entry(f"{len(bad)} of {cells}"), entry(clean(reason))))
-    return Sheet("Not run", ("=arm", "=status", ">cells", "reason"), rows)
+    for arm in _all_arms(results):
+        cells = results.cells_by_arm[arm.name]
+        bad = [cell for cell in cells if cell.status != "ok"]
+        if bad or not cells:
+            status, reason = why_not_run(bad)
+            rows.append((Entry(arm.name), Entry(status), Entry(f"{len(bad)} of {len(cells)}"), Entry(reason)))
+    return ReportTable("Not run", ("=arm", "=status", ">cells", "reason"), rows)
 
 
-def seen_table(results: Results) -> Sheet:
-    """Return what was seen of each arm at work, as its first cell says."""
+def observed_table(results: Results) -> ReportTable:
+    """Return what the first training step showed of each technique, from the first cell of each arm."""
     rows = []
-    for arm in _arms(results):
-        cells = [cell for cell in results.cells_by_arm[arm.name] if cell.observed]
-        for name, said in cells[0].observed.items() if cells else ():
-            rows.append((entry(clean(arm.name)), entry(clean(name)), entry(clean(said))))
-    return Sheet("Seen at work", ("=arm", "=what", "seen in the first step"), rows)
+    for arm in _all_arms(results):
+        cell = next((cell for cell in results.cells_by_arm[arm.name] if cell.observed), None)
+        for technique, text in cell.observed.items() if cell else ():
+            rows.append((Entry(arm.name), Entry(technique), Entry(text)))
+    return ReportTable("Techniques observed", ("=arm", "=technique", "observed in the first step"), rows)
 
 
-def noise_lines(results: Results) -> list[str]:
-    """Return one line per primary measure: how large a difference this machine makes of nothing."""
-    lines = []
-    for measure in results.primary():
-        label = measure.label
-        noise = results.summary.noise.get(measure.name)
-        if noise is None or noise.floor is None:
-            few = any(arm.role == "control" for arm in results.arms)
-            lines.append(f"{label}: no noise floor, because no A/A control ran{' in two blocks' if few else ''}")
-            continue
-        if noise.floor < 1.0005:
-            lines.append(f"{label}: the same in every run, so that every difference counts")
-            continue
-        if said := no_verdict(results, measure):
-            lines.append(f"{label}: {said}")
-            continue
-        band = f"; the baseline against itself: {interval(noise.low, noise.high)} (95%)" if noise.low else ""
-        lines.append(f"{label}: differences below {difference(noise.floor)} are noise{band}")
-    return lines
-
-
-def _arms(results: Results) -> list[Arm]:
-    """Return all arms: the baseline, the others, the A/A control."""
-    return [*compared(results), *(arm for arm in results.arms if arm.role == "control")]
+def _all_arms(results: Results) -> list[Arm]:
+    return [*compared_arms(results), *(arm for arm in results.arms if arm.role == "control")]
 
 
 def _row(results: Results, arm: Arm, scale: Scale) -> tuple[Entry, ...]:
     found = results.statistics(arm.name, scale.measure.name)
-    samples = scale.samples(results, arm.name)
-    words: str = found.verdict or "no verdict"
-    if samples is None:
-        status = not_run(results.cells_by_arm[arm.name])[0]
-        words = status if status != NOTHING or not results.cells_by_arm[arm.name] else "not measured"
-    tone = "faint" if samples is None else _TONES.get(words, "")
-    cells = [entry(clean(arm.name)), entry(clean(words), tone=tone)]
-    if samples is None:
-        cells += [entry(NOTHING)] * 2
+    cells = results.cells_by_arm[arm.name]
+    described = scale.describe(results, arm.name)
+    verdict: str = found.verdict or "no verdict"
+    if described is None:
+        status = why_not_run(cells)[0]
+        verdict = status if status != NOTHING or not cells else "not measured"
+        entries = [Entry(arm.name), Entry(verdict, tone="faint"), Entry(NOTHING), Entry(NOTHING)]
     else:
-        both = spread(samples.mean, samples.std)
-        cells += [entry(number(samples.median), samples.median), entry(both, samples.mean)]
-    if found is None or found.gain is None:
-        cells += [entry(NOTHING)] * 3
+        both = spread(described.mean, described.std)
+        entries = [Entry(arm.name), Entry(verdict, tone=TONES.get(verdict, ""))]
+        entries += [Entry(number(described.median, 4), described.median), Entry(both, described.mean)]
+    if found.gain is None:
+        entries += [Entry(NOTHING)] * 3
     else:
-        cells += [
-            entry(gain(found.gain), found.gain, _TONES.get(found.verdict or "", "")),
-            entry(interval(found.gain_low, found.gain_high), found.gain_low),
-            entry(percent(found.change_percent), found.change_percent),
+        entries += [
+            Entry(gain(found.gain), found.gain, TONES.get(found.verdict, "")),
+            Entry(interval(found.gain_low, found.gain_high), found.gain_low),
+            Entry(percent(found.change_percent), found.change_percent),
         ]
     if scale.measure.unit in _per_byte_headings(results):
-        cells.append(_per_byte(results, arm, scale.measure))
-    holm = found.p_holm if found else None
-    count = len(samples.values) if samples else 0
-    return (*cells, entry(probability(holm), holm), entry(str(count), count))
+        entries.append(_per_byte(results, arm, scale.measure))
+    runs = described.n if described else 0
+    return (*entries, Entry(probability(found.p_holm), found.p_holm), Entry(str(runs), runs))
 
 
 def _per_byte_headings(results: Results) -> dict[str, tuple[str]]:
-    """Return the units whose figures say more by the byte of the state that was saved: where one was saved."""
+    """Return the units whose figures also have a column per byte of the saved state."""
     return {} if results.experiment.workload == "training" else {"s": (">throughput",), "B": (">of raw",)}
 
 
 def _per_byte(results: Results, arm: Arm, measure: Measure) -> Entry:
-    """Return raw bytes per second, or stored bytes as a part of the raw ones."""
+    """Return raw bytes per second, or stored bytes as a fraction of the raw ones."""
     cells = [cell for cell in results.cells_by_arm[arm.name] if cell.status == "ok" and cell.amount]
     values = [value / (cell.amount or 1) for cell in cells if (value := cell.figures.get(measure.name)) is not None]
     middle = median(values) if values else 0.0
     if middle <= 0:
-        return entry(NOTHING)
+        return Entry(NOTHING)
     if measure.unit == "s":
-        return entry(format_rate(1, middle), 1 / middle)
-    return entry(f"{middle:.3f}", middle)
+        return Entry(format_rate(1, middle), 1 / middle)
+    return Entry(f"{middle:.3f}", middle)

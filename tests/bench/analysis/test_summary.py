@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from bench.documents import GIB, MEASURES, broken, document, results, summarise, truth
 from tensorkeep.bench.analysis.recommendations import candidates
 from tensorkeep.bench.analysis.samples import Samples
-from tensorkeep.bench.results import read_results
+from tensorkeep.bench.results_file import read_results
 
 ARMS = {"torch": truth(), "fast": truth(0.4, cold=0.5), "small": truth(1.0, stored=0.66), "slow": truth(3.0)}
 
@@ -391,7 +391,7 @@ def test_what_helps_is_recommended():
     assert recommended(summary) == {"saving": "fast", "loading": "fast", "size": "small", "all": "fast"}
     saving = summary["recommendations"][0]
     found = summary["arms"]["fast"]["save"]
-    spread = f"{found['gain_low']:.2f}-{found['gain_high']:.2f}"
+    spread = f"{found['gain_low']:.2f} to {found['gain_high']:.2f}"
     assert saving["text"] == (
         f"on this machine, saving: fast, {found['gain']:.2f}x torch (95% {spread}), 1.00 of the bytes"
     )

@@ -44,16 +44,16 @@ def test_words(found, p_holm, noise, word):
 
 def test_reasons_carry_the_figures():
     assert judge(comparison(1.5, 1.3, 1.7), 0.01, LOUD)[1] == (
-        "1.50 times better (95% 1.30-1.70, adjusted p 0.01), beyond the noise of 25%"
+        "1.50 times better (95% 1.30 to 1.70, adjusted p 0.01), beyond the noise of 25%"
     )
     assert judge(comparison(0.5, 0.4, 0.8), 0.00001, None)[1] == (
-        "2.00 times worse (95% 1.25-2.50, adjusted p below 0.0001)"
+        "2.00 times worse (95% 1.25 to 2.50, adjusted p below 0.0001)"
     )
     assert (
         judge(comparison(1.2, 1.1, 1.3), 0.01, LOUD)[1]
         == "the difference, 20%, is no larger than the A/A control's: 25%"
     )
-    assert "95% 0.990-1.70, adjusted p 0.3" in judge(comparison(1.5, 0.99, 1.7), 0.3, None)[1]
+    assert "95% 0.990 to 1.70, adjusted p 0.3" in judge(comparison(1.5, 0.99, 1.7), 0.3, None)[1]
     wild = Noise(0.1, 2.0, 10.0, 3)
     assert judge(comparison(3.0, 2.0, 4.0), 0.01, wild)[1] == (
         "the difference, a factor of 3.00, is no larger than the A/A control's: a factor of 10.0"

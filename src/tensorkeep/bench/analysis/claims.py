@@ -1,29 +1,29 @@
-"""Checking the claims of others: does this machine show the same, and do the arms that isolate the cause agree?
+"""Checking published claims: does this machine show the same, and do the arms that isolate the cause agree?
 
 The rules, for each figure of a claim:
 
 * A comparison *supports* the claim if its 95% interval overlaps the claimed gain within 25%, lies on the claimed side
-  of 1, and ends at no more than 4 times where it begins. A claimed time within 6% of no change is a claim that nothing
-  much changes: it is supported if the whole interval lies within 25% of 1.
-* **reproduced**: all isolating comparisons support it, and the arms differ in nothing else.
-* **confounded**: the documented comparison supports it, but an isolating one does not; or what supports it changes
+  of 1, and spans at most a factor of 4. A claimed time within 6% of no change is a claim of no change: a comparison
+  supports it if its whole interval lies within 25% of 1.
+* **reproduced**: all isolating comparisons support it, and their arms differ in nothing else.
+* **confounded**: the documented comparison supports it, but an isolating one does not; or the supporting arms differ in
   more than what the claim names.
 * **not reproduced**: neither.
 * **not run**: an arm is missing or has no figures, one block gives no interval, or arms that should differ in one
   setting differ in others.
 
-Seconds are never compared: other hardware has other seconds.
+Seconds are never compared: they depend on the hardware.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from tensorkeep.bench.analysis.claims_made import ARMS_NEEDED, CLAIMS, NOT_HERE, ArmPair, PublishedClaim
-from tensorkeep.bench.analysis.phrases import difference, interval, listed, number
+from tensorkeep.bench.analysis.published_claims import ARMS_NEEDED, CLAIMS, NOT_HERE, ArmPair, PublishedClaim
 from tensorkeep.bench.analysis.samples import Samples
 from tensorkeep.bench.analysis.statistics import Comparison
 from tensorkeep.bench.analysis.verdicts import SMALLEST
+from tensorkeep.bench.analysis.wording import difference, interval_95, listed, number
 from tensorkeep.bench.results import Arm, Claim, ClaimVerdict
 
 _TOLERANCE = 1.25
@@ -40,7 +40,7 @@ def check_claims(samples: Samples) -> Iterator[Claim]:
 
     It does if it is called ``claims`` or has all arms of `ARMS_NEEDED`. Claims that lack an arm are ``not run``.
     """
-    if samples.experiment.name == _EXPERIMENT or ARMS_NEEDED.keys() <= {arm.name for arm in samples.arms}:
+    if samples.experiment.name == _EXPERIMENT or {arm.name for arm in samples.arms} >= ARMS_NEEDED:
         for claim in CLAIMS:
             yield _check(samples, claim)
         yield NOT_HERE
@@ -106,14 +106,14 @@ def _other_differences(one: Arm, other: Arm, changed: frozenset[str] | None) -> 
 
 
 def _reading(found: Comparison | None, claim: PublishedClaim) -> str:
-    """Return what a comparison says about a claim: `_SAME`, or in which way it differs."""
+    """Return what a comparison shows of a claim: `_SAME`, or how it differs."""
     if found is None or found.low is None or found.high is None:
-        raise ValueError("a comparison without an interval says nothing")
+        raise ValueError("a comparison without an interval cannot be judged")
     if _claims_no_change(claim):
         if found.low >= 1 / _TOLERANCE and found.high <= _TOLERANCE:
             return _SAME
         return "a change" if found.low > 1 or found.high < 1 else _NOTHING
-    # Turned so that the claim is of a gain: a slow-down by 2 is a gain of 2 the other way round.
+    # Invert the claim of a slow-down: a slow-down by 2 is a gain of 2 in the opposite direction.
     better = claim.gain[0] > 1
     least, most = claim.gain if better else (1 / claim.gain[1], 1 / claim.gain[0])
     low, high = (found.low, found.high) if better else (1 / found.high, 1 / found.low)
@@ -153,6 +153,6 @@ def _described(samples: Samples, pair: ArmPair, found: Comparison) -> str:
     if measure is not None and measure.unit == "B":
         return f"{head}{number(1 / found.gain)} of the bytes"
     if found.gain >= 1:
-        return f"{head}{number(found.gain)} times as fast ({interval(found.low, found.high)})"
+        return f"{head}{number(found.gain)} times as fast ({interval_95(found.low, found.high)})"
     low, high = (None, None) if found.low is None or found.high is None else (1 / found.high, 1 / found.low)
-    return f"{head}{number(1 / found.gain)} times as long ({interval(low, high)})"
+    return f"{head}{number(1 / found.gain)} times as long ({interval_95(low, high)})"

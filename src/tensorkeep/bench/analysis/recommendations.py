@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from tensorkeep.bench.analysis.phrases import interval, listed, number
 from tensorkeep.bench.analysis.samples import Samples
 from tensorkeep.bench.analysis.warnings import StatisticsByArm
+from tensorkeep.bench.analysis.wording import interval_95, listed, number
 from tensorkeep.bench.results import Arm, Measure, Recommendation
 
 _SYNCING = ("sync", "fsync", "durable")
@@ -81,9 +81,9 @@ def _gain_text(samples: Samples, statistics: StatisticsByArm, arm: Arm, measure:
     if measure.unit == "B" and found.gain_low and found.gain_high:
         # A fraction of the bytes reads better than how many times fewer they are.
         low, high = 1 / found.gain_high, 1 / found.gain_low
-        spread = "" if high / low < 1.0005 else f" ({interval(low, high)})"
+        spread = "" if high / low < 1.0005 else f" ({interval_95(low, high)})"
         return f"{number(1 / gain)} of the bytes of {samples.baseline}{spread}"
-    return f"{number(gain)}x {samples.baseline} ({interval(found.gain_low, found.gain_high)})"
+    return f"{number(gain)}x {samples.baseline} ({interval_95(found.gain_low, found.gain_high)})"
 
 
 def _bytes_text(samples: Samples, arm: Arm) -> str:

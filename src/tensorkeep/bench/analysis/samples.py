@@ -28,7 +28,6 @@ class Samples:
         self.arms = results.arms
         self.baseline = results.baseline
         self.primary = [measure for measure in results.measures if measure.primary]
-        self.blocks = len({cell.block for cell in results.cells})
 
     def cells_of(self, arm: str) -> list[Cell]:
         """Return an arm's cells, by block."""

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 from tensorkeep.bench.analysis.claims import check_claims
 from tensorkeep.bench.analysis.effects import effects_of, interactions_of, steps_of
-from tensorkeep.bench.analysis.phrases import gate_words
 from tensorkeep.bench.analysis.recommendations import recommendations
 from tensorkeep.bench.analysis.samples import Samples
 from tensorkeep.bench.analysis.statistics import Comparison, describe, detectable_gain, holm
 from tensorkeep.bench.analysis.verdicts import SMALLEST, judge, noise_of
 from tensorkeep.bench.analysis.warnings import cautions
+from tensorkeep.bench.analysis.wording import gate_words
 from tensorkeep.bench.results import Arm, Measure, Noise, Results, Statistics, Summary, Verdict
 
 

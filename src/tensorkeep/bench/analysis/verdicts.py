@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from tensorkeep.bench.analysis.phrases import counted, difference, interval, number
 from tensorkeep.bench.analysis.statistics import LEVEL, Comparison
+from tensorkeep.bench.analysis.wording import counted, difference, interval_95, number
 from tensorkeep.bench.results import Noise, Verdict
 
 SMALLEST = 1.001
@@ -43,7 +43,7 @@ def judge(comparison: Comparison, p_holm: float | None, noise: Noise | None) -> 
         return "too few runs", f"{counted(comparison.n, 'block')} cannot separate a difference from noise"
     p = f"adjusted p {p_holm:.2g}" if p_holm >= 0.0001 else "adjusted p below 0.0001"
     if p_holm >= LEVEL or low <= 1 <= high:
-        return "within noise", f"no difference is shown: {interval(low, high)}, {p}"
+        return "within noise", f"no difference is shown: {interval_95(low, high)}, {p}"
     size = math.exp(abs(math.log(comparison.gain)))
     noisy = noise if noise is not None and noise.floor > SMALLEST else None
     if noisy is not None and size <= noisy.floor:
@@ -54,5 +54,5 @@ def judge(comparison: Comparison, p_holm: float | None, noise: Noise | None) -> 
         return "within noise", f"the difference, {difference(size)}, is negligible: below 0.1%"
     beyond = f", beyond the noise of {difference(noisy.floor)}" if noisy else ""
     if comparison.gain > 1:
-        return "helps", f"{number(size)} times better ({interval(low, high)}, {p}){beyond}"
-    return "hurts", f"{number(size)} times worse ({interval(1 / high, 1 / low)}, {p}){beyond}"
+        return "helps", f"{number(size)} times better ({interval_95(low, high)}, {p}){beyond}"
+    return "hurts", f"{number(size)} times worse ({interval_95(1 / high, 1 / low)}, {p}){beyond}"

@@ -10,10 +10,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
-from tensorkeep.bench.analysis.phrases import counted, difference, gate_words, listed, number, wide_interval
 from tensorkeep.bench.analysis.samples import Samples
 from tensorkeep.bench.analysis.statistics import blocks_needed
 from tensorkeep.bench.analysis.verdicts import SMALLEST
+from tensorkeep.bench.analysis.wording import counted, difference, gain, gate_words, interval, listed, number
 from tensorkeep.bench.results import Caution, Measure, Noise, Statistics
 from tensorkeep.units import format_bytes, format_seconds
 
@@ -71,7 +71,7 @@ def too_noisy(noise: Noise | None, statistics: Sequence[Statistics]) -> str:
     settled = any(found.verdict in ("helps", "hurts") for found in statistics)
     if noise is None or noise.floor <= _HOPELESS or settled:
         return ""
-    spans = wide_interval(noise.low, noise.high)
+    spans = interval(noise.low, noise.high)
     return f"after {counted(noise.n, 'block')} there is no verdict: the baseline against itself spans {spans} (95%)"
 
 
@@ -219,11 +219,11 @@ def _undecided(
             continue
         needed = blocks_needed(found.std, found.gain, tests)
         if needed is not None and needed > found.n:
-            wanted.append((needed, f"{name} ({number(found.gain)}x)"))
+            wanted.append((needed, f"{name} ({gain(found.gain)})"))
     if wanted:
         least, most = min(wanted)[0], max(wanted)[0]
         names = listed([text for _, text in sorted(wanted)])
-        blocks = counted(samples.blocks, "block")
+        blocks = counted(samples.results.blocks, "block")
         text = f"{measure.label}: {blocks} cannot show whether these differences are real: {names}"
         both = f", --runs {most} to show all of them" if most > least else ""
         yield Caution(text, f"--runs {least} would be enough to show the first{both}")
@@ -262,4 +262,4 @@ def _too_short(samples: Samples, statistics: StatisticsByArm) -> Iterator[Cautio
 
 
 def _more_runs(samples: Samples) -> int:
-    return max(_MORE_RUNS, 2 * samples.blocks)
+    return max(_MORE_RUNS, 2 * samples.results.blocks)

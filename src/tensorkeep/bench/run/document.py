@@ -13,8 +13,9 @@ from tensorkeep.bench.analysis.summary import summarise
 from tensorkeep.bench.experiment.design import schedule
 from tensorkeep.bench.experiment.experiment import Experiment
 from tensorkeep.bench.experiment.workload import Workload
-from tensorkeep.bench.results import FILE_NAME, Arm, Cell, Results, read_results, write_results
+from tensorkeep.bench.results import Arm, Cell, Results
 from tensorkeep.bench.results import Experiment as ExperimentRecord
+from tensorkeep.bench.results_file import FILE_NAME, read_results, write_results
 from tensorkeep.version import __version__
 
 __all__ = ["AGAIN", "FILE_NAME", "now", "pending", "plan", "read", "summary_of", "write"]

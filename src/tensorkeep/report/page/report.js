@@ -1,5 +1,5 @@
 "use strict";
-// Tables sort by their headings, with the mouse and with the keyboard. Without this script they are whole all the same.
+// Sort tables by their headings, with the mouse or the keyboard. Without this script the tables are complete, unsorted.
 for (const table of document.querySelectorAll("table")) {
   const body = table.tBodies[0];
   const headings = [...table.tHead.rows[0].cells];
@@ -20,7 +20,7 @@ for (const table of document.querySelectorAll("table")) {
         return numeric ? null : cell.textContent.trim();
       };
       const compare = (a, b) => {
-        // What has no value stands last, whichever way the rest is sorted.
+        // Rows without a value come last in both directions.
         if (a === null || b === null) return (a === null) - (b === null);
         const order = typeof a === "number" && typeof b === "number"
           ? a - b

@@ -1,4 +1,4 @@
-"""The figures of a report: which a run calls for, and each as SVG and PNG."""
+"""The figures of a report: which ones the results call for, each as SVG and PNG."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from tensorkeep.bench.results import Results
 from tensorkeep.errors import MissingExtraError
-from tensorkeep.report.panels import compared, trio
+from tensorkeep.report.measures import compared_arms, compared_measures
 from tensorkeep.report.plots.drawing import Plot, drawn
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# The three-way documents showed three panels; more arms get the six-way guide's fourth, the improvement.
+# The three-way guide has three panels; for more arms the six-way guide adds a fourth, the improvement.
 _FEW = 3
 
 
@@ -34,25 +34,24 @@ def draw_plots(results: Results) -> list[Plot]:
 
 
 def wanted(results: Results) -> Iterator[tuple[str, str, Callable[[Results], Figure]]]:
-    """Yield name, title and drawer of every figure that the results call for."""
-    from tensorkeep.report.plots import bars, effects, forest, pareto, steps
+    """Yield name, title and drawing function of every figure that the results call for."""
+    from tensorkeep.report.plots import bars, designs, forest, pareto
 
-    chosen = trio(results)
-    few = len(compared(results)) <= _FEW
-    if chosen.all():
-        words = chosen.words
-        yield (
-            ("three-way", words, bars.three_way) if few else ("comparison", f"{words}, and the gain", bars.four_panels)
-        )
-    if chosen.all() and not few and results.baseline is not None:
-        yield "impact", "What each arm changes", bars.six_panels
-    if forest.rows(results):
+    chosen = compared_measures(results)
+    few = len(compared_arms(results)) <= _FEW
+    if chosen.all() and few:
+        yield "three-way", chosen.title, bars.three_way
+    if chosen.all() and not few:
+        yield "comparison", f"{chosen.title}, and the gain", bars.four_panels
+        if results.baseline is not None:
+            yield "impact", "What each arm changes", bars.six_panels
+    if forest.arms_with_gains(results):
         yield "gains", "Gain over the baseline, with 95% intervals and the noise band", forest.gains
     if chosen.save and (chosen.size or chosen.load):
-        yield "pareto", "What is paid for what: the best compromises", pareto.compromises
+        yield "pareto", "Trade-offs, and the arms that no other arm beats", pareto.trade_offs
     if results.summary.steps:
-        yield "steps", "The way from the baseline, one change at a time", steps.waterfall
+        yield "steps", "The way from the base, one change at a time", designs.waterfall
     if results.summary.effects:
-        yield "effects", "What each factor does, and which work together", effects.effects
+        yield "effects", "The effect of each factor, and the interactions", designs.effects
     if results.summary.interactions:
-        yield "interactions", "Changes together, against the product of the single ones", effects.interactions
+        yield "interactions", "Changes together, against the product of the single ones", designs.interactions

@@ -1,15 +1,15 @@
-"""Bars of means with their spread and every single run: the documents' three-way, four-panel and six-panel plots."""
+"""Bars of means with their spread and every run: the three-way, four-panel and six-panel plots of the guides."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tensorkeep.bench.analysis.statistics import describe
+from tensorkeep.bench.analysis.wording import number, percent
 from tensorkeep.bench.results import Arm, Measure, Results
-from tensorkeep.report.panels import trio
+from tensorkeep.report.measures import compared_measures, scale_of
 from tensorkeep.report.plots import drawing as d
 from tensorkeep.report.plots.heat import impact_panel
-from tensorkeep.report.samples import Samples, scale_of
-from tensorkeep.report.wording import percent, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,9 +24,9 @@ _NOTE = "Bar or dot: mean; whisker: ± 1 standard deviation; circle: one run."
 
 def three_way(results: Results) -> Figure:
     """Return one row of panels: saving, loading, size."""
-    measures, arms = trio(results).all(), d.shown_arms(results)
+    measures, arms = compared_measures(results).all(), d.shown_arms(results)
     figure = d.new_figure(_height(len(arms)) + 0.75)
-    panels = _row_of(figure, 1, 3, len(measures))[0]
+    panels = _panels(figure, 1, 3, len(measures))[0]
     for axes, measure in zip(panels, measures, strict=True):
         _amounts(axes, results, arms, measure)
     d.label_rows(panels[0], [arm.name for arm in arms], bold=_bold(results))
@@ -36,12 +36,13 @@ def three_way(results: Results) -> Figure:
 
 def four_panels(results: Results) -> Figure:
     """Return two by two panels: saving, loading, size, and the improvement over the baseline in percent."""
-    measures, arms = trio(results).all(), d.shown_arms(results)
+    chosen, arms = compared_measures(results), d.shown_arms(results)
+    measures = chosen.all()
     figure = d.new_figure(2 * _height(len(arms), 0.34) + 0.75)
-    panels = [axes for row in _row_of(figure, 2, 2, 4) for axes in row]
+    panels = [axes for row in _panels(figure, 2, 2, 4) for axes in row]
     for axes, measure in zip(panels, measures, strict=False):
         _amounts(axes, results, arms, measure)
-    _improvements(panels[3], results, arms, [one for one in (trio(results).save, trio(results).load) if one])
+    _improvements(panels[3], results, arms, [one for one in (chosen.save, chosen.load) if one])
     for axes in panels[len(measures) : 3]:
         axes.set_axis_off()
     for axes in (panels[0], panels[2]):
@@ -52,9 +53,9 @@ def four_panels(results: Results) -> Figure:
 
 def six_panels(results: Results) -> Figure:
     """Return three by two panels: saving, loading, size; both improvements in percent, and a heat map of all."""
-    chosen, arms = trio(results), d.shown_arms(results)
+    chosen, arms = compared_measures(results), d.shown_arms(results)
     figure = d.new_figure(2 * _height(len(arms)) + 1.0)
-    above, below = _row_of(figure, 2, 3, 6)
+    above, below = _panels(figure, 2, 3, 6)
     for axes, measure in zip(above, (chosen.save, chosen.load, chosen.size), strict=True):
         if measure is None:
             axes.set_axis_off()
@@ -80,8 +81,8 @@ def _bold(results: Results) -> int | None:
     return None if results.baseline is None else 0
 
 
-def _row_of(figure: Figure, rows: int, columns: int, count: int) -> list[list[Axes]]:
-    """Return panels row by row that share their arms; names stand at the left ones only."""
+def _panels(figure: Figure, rows: int, columns: int, count: int) -> list[list[Axes]]:
+    """Return rows of panels that share their arms; only the left ones have names."""
     found = []
     for row in range(rows):
         line: list[Axes] = []
@@ -100,10 +101,11 @@ def _row_of(figure: Figure, rows: int, columns: int, count: int) -> list[list[Ax
 def _amounts(axes: Axes, results: Results, arms: list[Arm], measure: Measure) -> None:
     """Draw the mean, the spread and the runs of every arm."""
     scale = scale_of(results, measure)
-    samples = [scale.samples(results, arm.name) for arm in arms]
-    log = d.wants_log([value for one in samples if one for value in one.values])
-    highest = max((max(one.mean + (one.std or 0.0), *one.values) for one in samples if one), default=1.0) or 1.0
-    lowest = min((min(one.values) for one in samples if one), default=1.0)
+    values = [scale.values(results, arm.name) for arm in arms]
+    every = [value for runs in values for value in runs]
+    log = d.needs_log(every)
+    highest = max((_end(runs) for runs in values if runs), default=1.0) or 1.0
+    lowest = min(every, default=1.0)
     if log:
         d.log_axis(axes, lowest / 1.6, highest * (highest / lowest) ** 0.28)
     else:
@@ -111,55 +113,46 @@ def _amounts(axes: Axes, results: Results, arms: list[Arm], measure: Measure) ->
         axes.xaxis.set_major_locator(_few_ticks())
     axes.grid(axis="x", color=d.GRID, linewidth=0.7)
     axes.set_title(measure.label)
-    unit = {"s": "seconds", "ms": "milliseconds"}.get(scale.unit, scale.unit)
-    axes.set_xlabel(unit + (", log scale" if log else ""))
-    for row, (arm, one) in enumerate(zip(arms, samples, strict=True)):
-        if one is None:
-            why = "not measured" if _ran(results, arm) else d.why_missing(results, arm.name)
+    axes.set_xlabel({"s": "seconds", "ms": "milliseconds"}.get(scale.unit, scale.unit) + d.log_words(every))
+    for row, (arm, runs) in enumerate(zip(arms, values, strict=True)):
+        if not runs:
+            why = "not measured" if results.ran(arm.name) else d.why_missing(results, arm.name)
             d.missing(axes, row, why)
         else:
-            _amount(axes, row, one, _colour(results, arm, measure), log=log)
+            _amount(axes, row, runs, _colour(results, arm, measure), log=log)
 
 
-def _ran(results: Results, arm: Arm) -> bool:
-    return any(cell.status == "ok" for cell in results.cells_by_arm[arm.name])
+def _end(runs: list[float]) -> float:
+    """Return where the bar, its whisker and its runs end."""
+    found = describe(runs)
+    return max(found.mean + (found.std or 0.0), found.high)
 
 
-def _amount(axes: Axes, row: int, one: Samples, colour: str, *, log: bool) -> None:
-    count = len(one.values)
+def _amount(axes: Axes, row: int, runs: list[float], colour: str, *, log: bool) -> None:
+    found, count = describe(runs), len(runs)
+    mean, std = found.mean, found.std or 0.0
     if log:
-        # A bar on a log axis has no honest length, so the mean is a dot; the runs lie below it.
-        axes.plot([one.mean], [row - 0.1], "o", color=colour, markersize=7, zorder=3)
+        # The length of a bar means nothing on a log axis, so the mean is a dot; the runs lie below it.
+        axes.plot([mean], [row - 0.1], "o", color=colour, markersize=7, zorder=3)
         places = [row + 0.27] * count
     else:
-        axes.barh(row, one.mean, height=0.64, color=colour, zorder=2)
+        axes.barh(row, mean, height=0.64, color=colour, zorder=2)
         places = [row + 0.2 * (2 * i / (count - 1) - 1) if count > 1 else row for i in range(count)]
-    if max(one.values) > min(one.values):
-        std = one.std or 0.0
-        ends = [[min(std, one.mean * 0.999)], [std]]
-        axes.errorbar(
-            one.mean, row - 0.1 * log, xerr=ends, fmt="none", ecolor=d.INK, elinewidth=1.0, capsize=2.5, zorder=4
-        )
-        axes.plot(
-            one.values,
-            places,
-            "o",
-            markersize=2.6,
-            markerfacecolor=d.PAPER,
-            markeredgecolor=d.INK,
-            markeredgewidth=0.6,
-            zorder=5,
-        )
-    d.write(axes, short(one.mean), max(one.mean + (one.std or 0.0), *one.values, one.mean), row)
+    if found.high > found.low:
+        ends = [[min(std, mean * 0.999)], [std]]
+        axes.errorbar(mean, row - 0.1 * log, xerr=ends, fmt="none", ecolor=d.INK, elinewidth=1.0, capsize=2.5, zorder=4)
+        rings = axes.plot(runs, places, "o", markersize=2.6, markeredgecolor=d.INK, markeredgewidth=0.6, zorder=5)
+        rings[0].set_markerfacecolor(d.PAPER)
+    d.write(axes, number(mean), _end(runs), row)
 
 
 def _improvements(axes: Axes, results: Results, arms: list[Arm], measures: list[Measure]) -> None:
-    """Draw the change in percent; what lies far below zero is cut off, and its label says how far it goes."""
+    """Draw the change in percent; a bar far below zero is cut off, and its label gives the value."""
     changes = {
-        (row, i): found.change_percent
+        (row, i): change
         for row, arm in enumerate(arms)
         for i, measure in enumerate(measures)
-        if (found := results.statistics(arm.name, measure.name)) and found.change_percent is not None
+        if (change := results.statistics(arm.name, measure.name).change_percent) is not None
     }
     low = max(_LOWEST, min([-10.0, *changes.values()]) * 1.1)
     high = max([40.0, *(100.0 if value > 60 else value * 1.2 for value in changes.values())])
@@ -194,8 +187,7 @@ def _improvements(axes: Axes, results: Results, arms: list[Arm], measures: list[
 def _colour(results: Results, arm: Arm, measure: Measure) -> str:
     if arm.name == results.baseline:
         return d.BASE
-    found = results.statistics(arm.name, measure.name)
-    return _COLOURS.get(found.verdict or "", d.NEUTRAL)
+    return _COLOURS.get(results.statistics(arm.name, measure.name).verdict or "", d.NEUTRAL)
 
 
 def _few_ticks() -> Locator:

@@ -1,12 +1,13 @@
-"""What all figures share: fonts, colours, axes, and how a figure becomes SVG and PNG.
+"""Fonts, colours, axes and labels of all figures, and their rendering as SVG and PNG.
 
-Colours are those of Okabe and Ito (2008), which people with any kind of colour vision tell apart. `PALETTE` names every
-colour that a figure may use, so that the page can exchange them in the dark.
+The colours are those of Okabe and Ito (2008), which people with any colour vision can distinguish. `PALETTE` names
+every colour that a figure may use, so that the page can replace them in dark mode.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tensorkeep.bench.analysis.wording import clipped
 from tensorkeep.bench.results import Arm, Results
-from tensorkeep.report.panels import compared
-from tensorkeep.report.wording import clipped, not_run
+from tensorkeep.report.measures import compared_arms
+from tensorkeep.report.tables import why_not_run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,7 +42,7 @@ INK, FAINT, GRID, BAND, PAPER, BASE, NEUTRAL, GOOD, BAD, FIRST, SECOND = PALETTE
 WIDTH = 11.0
 MOST_ARMS = 40
 LOG_FROM = 20.0
-_NAME_LENGTH = 34
+NAME_LENGTH = 34
 _DPI = 200
 _TIGHT: dict[str, Any] = {"bbox_inches": "tight", "pad_inches": 0.08}
 _RC: dict[str, Any] = {
@@ -74,8 +76,21 @@ _RC: dict[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Mark:
+    """A marker whose shape and filling carry the same meaning as its colour."""
+
+    shape: str
+    colour: str
+    fill: str
+
+
+BETTER, WORSE = Mark("o", GOOD, GOOD), Mark("s", BAD, BAD)
+UNSETTLED = Mark("D", NEUTRAL, PAPER)
+
+
+@dataclass(frozen=True, slots=True)
 class Plot:
-    """A figure: its file name without suffix, its title, and its SVG without a ground of its own."""
+    """A figure: its file name without suffix, its title, and its SVG with a transparent background."""
 
     name: str
     title: str
@@ -83,12 +98,12 @@ class Plot:
     figure: Figure = field(repr=False)
 
     def file_svg(self) -> str:
-        """Return the SVG for a file, on white ground."""
-        ground = f'<rect width="100%" height="100%" fill="{PAPER}"/>'
-        return re.sub(r"(<svg\b[^>]*>)", rf"\1{ground}", self.svg, count=1)
+        """Return the SVG for a file, on a white background."""
+        background = f'<rect width="100%" height="100%" fill="{PAPER}"/>'
+        return re.sub(r"(<svg\b[^>]*>)", rf"\1{background}", self.svg, count=1)
 
     def png(self) -> bytes:
-        """Return the PNG, on white ground."""
+        """Return the PNG, on a white background."""
         content = io.BytesIO()
         with _applied(self.name):
             self.figure.savefig(content, format="png", dpi=_DPI, facecolor=PAPER, **_TIGHT)
@@ -96,13 +111,13 @@ class Plot:
 
 
 def drawn(name: str, title: str, draw: Callable[[Results], Figure], results: Results) -> Plot:
-    """Return a figure as `Plot`."""
+    """Return a drawn figure."""
     content = io.StringIO()
     with _applied(name):
         figure = draw(results)
-        nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
-        figure.savefig(content, format="svg", metadata=nothing, **_TIGHT)
-    # Whoever looks at the SVG may lack the font; Verdana is as wide.
+        metadata = {"Date": None, "Creator": None, "Format": None, "Type": None}
+        figure.savefig(content, format="svg", metadata=metadata, **_TIGHT)
+    # A viewer may lack the font; Verdana is as wide.
     svg = content.getvalue().replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
     return Plot(name, title, svg, figure)
 
@@ -113,7 +128,7 @@ def _applied(name: str) -> Iterator[None]:
 
     settings: Any = {**_RC, "svg.hashsalt": name}
     with matplotlib.rc_context(settings), warnings.catch_warnings():
-        # A name may hold characters that the font lacks; the SVG shows them all the same.
+        # The font may lack characters of a name; the SVG shows them with another font.
         warnings.filterwarnings("ignore", message=r"Glyph .* missing from font")
         warnings.filterwarnings("ignore", message=r"Matplotlib currently does not support .* natively")
         yield
@@ -133,8 +148,8 @@ def new_figure(height: float, width: float = WIDTH) -> Figure:
 
 
 def shown_arms(results: Results) -> list[Arm]:
-    """Return the arms that a figure has room for, the baseline first; of too many, those with the largest gains."""
-    arms = compared(results)
+    """Return the arms that a figure shows, the baseline first; of too many, those with the largest gains."""
+    arms = compared_arms(results)
     if len(arms) <= MOST_ARMS:
         return arms
 
@@ -148,13 +163,13 @@ def shown_arms(results: Results) -> list[Arm]:
 
 def left_out(results: Results) -> str:
     """Return a sentence about the arms that a figure has no room for, or nothing."""
-    count = len(compared(results))
+    count = len(compared_arms(results))
     return "" if count <= MOST_ARMS else f" {MOST_ARMS} of {count} arms are shown; the tables have all."
 
 
 def label_rows(axes: Axes, names: Sequence[str], *, bold: int | None = 0) -> None:
     """Write a name at each row, the first at the top, one of them (the baseline) in bold."""
-    axes.set_yticks(range(len(names)), [clipped(name, _NAME_LENGTH) for name in names])
+    axes.set_yticks(range(len(names)), [clipped(name, NAME_LENGTH) for name in names])
     axes.set_ylim(len(names) - 0.45, -0.55)
     axes.spines["left"].set_visible(False)
     if bold is not None and names:
@@ -162,15 +177,15 @@ def label_rows(axes: Axes, names: Sequence[str], *, bold: int | None = 0) -> Non
 
 
 def why_missing(results: Results, arm: str) -> str:
-    """Return what stands where an arm has no gain, such as ``not run (timed out)``; one that ran lacks a baseline."""
-    if any(cell.status == "ok" for cell in results.cells_by_arm[arm]):
+    """Return the text for an arm without a gain, such as ``not run (timed out)``; one that ran lacks a baseline."""
+    if results.ran(arm):
         return "not compared"
-    status = not_run(results.cells_by_arm[arm])[0]
+    status = why_not_run(results.cells_by_arm[arm])[0]
     return "not run" if status in ("not run", "-") else f"not run ({status})"
 
 
 def missing(axes: Axes, row: float, text: str, *, at: float | None = None) -> None:
-    """Write into a row why it is empty: at the left edge, or at an x in data coordinates."""
+    """Write why a row is empty: at the left edge, or at an x in data coordinates."""
     axes.annotate(
         text,
         (0 if at is None else at, row),
@@ -203,13 +218,18 @@ def footnote(figure: Figure, text: str) -> None:
     figure.supxlabel(text, fontsize=8.5, color=FAINT, x=0.01, ha="left")
 
 
-def wants_log(values: Sequence[float]) -> bool:
+def needs_log(values: Sequence[float]) -> bool:
     """Return whether values span so much that a linear axis would hide the small ones."""
     return bool(values) and min(values) > 0 and max(values) / min(values) > LOG_FROM
 
 
+def log_words(values: Sequence[float]) -> str:
+    """Return what an axis label says about a logarithmic scale, if the values need one."""
+    return ", log scale" if needs_log(values) else ""
+
+
 def log_axis(axes: Axes, low: float, high: float, *, suffix: str = "", which: str = "x", most: int = 5) -> None:
-    """Make an axis logarithmic, with ticks that people can read."""
+    """Make an axis logarithmic, with ticks at round numbers."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     axis = axes.xaxis if which == "x" else axes.yaxis
@@ -222,8 +242,6 @@ def log_axis(axes: Axes, low: float, high: float, *, suffix: str = "", which: st
 
 def log_ticks(low: float, high: float, most: int = 5) -> list[float]:
     """Return at most so many round numbers between two limits, 1 among them if it lies there."""
-    import math
-
     from matplotlib.ticker import MaxNLocator
 
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)

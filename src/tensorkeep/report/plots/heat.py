@@ -1,19 +1,19 @@
-"""Heat maps: a colour for how much better or worse, and the figure in every field."""
+"""Heat maps: a colour for how much better or worse, and the figure, in every field."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING
 
+from tensorkeep.bench.analysis.wording import clipped, percent
 from tensorkeep.bench.results import Arm, Results
 from tensorkeep.report.plots import drawing as d
-from tensorkeep.report.wording import clipped, percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Four times better or worse has the full colour. The page exchanges the colours of the palette in the dark, but not
-# these: the text on them was chosen for them.
+# A factor of four has the full colour. These colours are not in the palette: the page does not replace them in dark
+# mode, because the text colours were chosen for them.
 _FULL = math.log(4)
 _BETTER = (0.0, 0.44, 0.69)
 _WORSE = (0.85, 0.38, 0.02)
@@ -28,13 +28,12 @@ def impact_panel(axes: Axes, results: Results, arms: list[Arm]) -> None:
     for row, arm in enumerate(arms):
         for column, measure in enumerate(measures):
             found = results.statistics(arm.name, measure.name)
-            if found is None or found.gain is None or found.change_percent is None:
-                ran = any(cell.status == "ok" for cell in results.cells_by_arm[arm.name])
-                text = "baseline" if arm.name == results.baseline else "-" if ran else "not run"
+            if found.gain is None or found.change_percent is None:
+                text = "baseline" if arm.name == results.baseline else "-" if results.ran(arm.name) else "not run"
                 axes.text(column, row, text, ha="center", va="center", fontsize=7.5, color=d.FAINT, style="italic")
                 continue
             settled = found.verdict not in ("within noise", "too few runs")
-            field(axes, column, row, found.gain if settled else None, percent(found.change_percent))
+            draw_field(axes, column, row, found.gain if settled else None, percent(found.change_percent))
     # One word below the other: fields are narrow.
     names = ["\n".join(clipped(word, 12) for word in one.label.split()[:2]) for one in measures]
     axes.set_xticks(range(len(measures)), names, fontsize=8)
@@ -44,8 +43,8 @@ def impact_panel(axes: Axes, results: Results, arms: list[Arm]) -> None:
     axes.spines["bottom"].set_visible(False)
 
 
-def field(axes: Axes, column: float, row: float, gain: float | None, text: str) -> None:
-    """Draw one field, grey without a gain."""
+def draw_field(axes: Axes, column: float, row: float, gain: float | None, text: str) -> None:
+    """Draw one field of a heat map; it is grey without a gain."""
     from matplotlib.patches import Rectangle
 
     colour = _GREY if gain is None or gain <= 0 else _mixed(gain)
@@ -57,16 +56,12 @@ def field(axes: Axes, column: float, row: float, gain: float | None, text: str) 
 def _mixed(gain: float) -> tuple[float, float, float]:
     """Return the colour of a gain: from pale to blue above 1, to orange below."""
     part = min(abs(math.log(gain)) / _FULL, 1.0)
-    red, green, blue = _BETTER if gain > 1 else _WORSE
-    pale = _PALE
-    return (
-        pale[0] + part * (red - pale[0]),
-        pale[1] + part * (green - pale[1]),
-        pale[2] + part * (blue - pale[2]),
-    )
+    full = _BETTER if gain > 1 else _WORSE
+    red, green, blue = (pale + part * (end - pale) for pale, end in zip(_PALE, full, strict=True))
+    return red, green, blue
 
 
 def _luminance(colour: tuple[float, float, float]) -> float:
-    """Return the relative luminance that WCAG 2 defines; black and white stand out equally at 0.18."""
+    """Return the relative luminance of WCAG 2; black and white have the same contrast to 0.18."""
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in colour)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue

@@ -1,8 +1,7 @@
-"""The claims that the bench checks, as data: what was claimed, which arms say so, and which arms isolate the cause.
+"""The published claims that the bench checks, as data: the figures, and the arms that isolate their causes.
 
-The claims stand in the comparison of three, then six ways to checkpoint OpenLLaMA-3B that this bench grew out of. Each
-is split into one part per figure. ``documented`` is the comparison as it was made there; ``isolating`` are comparisons
-of arms that differ in what the claim names, and in nothing else; ``also`` is shown beside them and decides nothing.
+The claims come from the comparison of three, then six ways to checkpoint OpenLLaMA-3B that this bench grew out of; each
+figure is one entry. The experiment ``claims`` describes and runs the arms.
 """
 
 from __future__ import annotations
@@ -11,28 +10,10 @@ from dataclasses import dataclass
 
 from tensorkeep.bench.results import Claim
 
-ARMS_NEEDED: dict[str, str] = {
-    "pytorch": "torch.save and torch.load as documented; `returned` without fsync, `save` with it",
-    "tensorstore": "zarr 2, float32, chunks of min(64, d), compressor key omitted (Blosc-LZ4), default concurrency, "
-    "one array after the other",
-    "tensorstore-raw": "tensorstore, with compressor null: truly uncompressed",
-    "tensorstore-gzip": "tensorstore, with gzip",
-    "tensorstore-gzip-concurrency-1": "tensorstore-gzip, with file concurrency 1, as the six-way comparison had it",
-    "tensorstore-concurrency-1": "tensorstore-raw, with file concurrency 1",
-    "tensorstore-concurrency-128": "tensorstore-raw, with file concurrency 128",
-    "tensorstore-chunks": "tensorstore-raw, with chunks of 262,144 elements",
-    "tensorstore-chunks-concurrency-1": "tensorstore-chunks, with file concurrency 1",
-    "tensorstore-chunks-concurrency-128": "tensorstore-chunks, with file concurrency 128",
-    "tensorstore-keep-dtype": "tensorstore-raw, with the tensors' own dtype kept",
-    "tensorstore-no-sync": "tensorstore, without syncing to the disk",
-    "t5x": "zarr 2, float32, chunks of 64 MiB, gzip, file concurrency 128, one array after the other",
-}
-"""Name of each arm that the claims are checked with, and what it is."""
-
 
 @dataclass(frozen=True, slots=True)
 class ArmPair:
-    """One arm against another in one measure; ``changed`` are the settings in which alone they may differ."""
+    """One arm against another in one measure; they may differ only in the settings ``changed``, if it is given."""
 
     measure: str
     over: str
@@ -50,11 +31,15 @@ class PublishedClaim:
     gain : tuple of float
         Lowest and highest claimed gain, most often the same: how many times better the arm is.
     documented : ArmPair
-    isolating, also : tuple of ArmPair
+        The comparison as it was made there.
+    isolating : tuple of ArmPair
+        Arms that differ only in what the claim names.
+    also : tuple of ArmPair
+        Shown beside them, without influence on the verdict.
     mixed : str
-        What else differs, even between the isolating arms; "" if nothing does.
+        What else differs, even between the isolating arms; empty if nothing does.
     wrong : str
-        What is wrong in the claim, or in how it was measured.
+        The error in the claim, or in how it was measured.
     """
 
     id: str
@@ -72,9 +57,9 @@ _COMPRESSOR = frozenset({"compressor"})
 _CHUNKS = frozenset({"chunk", "chunking"})
 _CONCURRENCY = frozenset({"concurrency"})
 
-_CONVERTED = "float16 was turned into float32 and back, and timed as storage"
+_CONVERTED = "the conversion of float16 to float32 and back was timed as storage"
 _OMITTED = "the arm without a compressor was compressed: omitting the key gives Blosc-LZ4"
-_UNSYNCED = "TensorStore syncs to the disk, torch.save does not: `save` compares both once they are on the disk"
+_UNSYNCED = "TensorStore syncs to the disk, torch.save does not: `save` includes the sync of both"
 _CACHED = "the loads came from the page cache; seconds of other hardware do not carry over, ratios may"
 
 
@@ -202,7 +187,7 @@ CLAIMS: tuple[PublishedClaim, ...] = (
         ArmPair("load_warm", "tensorstore", "tensorstore-concurrency-128"),
         _concurrency("load_warm"),
         _more_concurrency("load_warm"),
-        wrong="one run each: 5% is less than runs of one thing differ by",
+        wrong="one run each: equal runs differ by more than 5%",
     ),
     PublishedClaim(
         "5a",
@@ -242,7 +227,15 @@ CLAIMS: tuple[PublishedClaim, ...] = (
         wrong=f"{_OMITTED}; PyTorch's format has no compression; float32 doubles the bytes",
     ),
 )
-"""All claims that checkpoints can answer, part by part."""
+"""All claims that checkpoints can answer."""
+
+ARMS_NEEDED = frozenset(
+    name
+    for claim in CLAIMS
+    for pair in (claim.documented, *claim.isolating, *claim.also)
+    for name in (pair.over, pair.arm)
+)
+"""Names of the arms that the claims are checked with."""
 
 NOT_HERE = Claim(
     id="7",

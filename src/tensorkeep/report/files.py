@@ -1,0 +1,147 @@
+"""Writing a report: the page of HTML, the plots as PNG and SVG, and the figures as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import secrets
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from tensorkeep.bench.results import Results, Statistics
+from tensorkeep.bench.results_file import read_results
+from tensorkeep.errors import DestinationExistsError, StoreError, UsageError
+from tensorkeep.report.html import MARK, report_page
+from tensorkeep.report.plots import draw_plots
+
+_SAMPLES = ("arm", "role", "block", "order", "status", "reason", "started", "amount_bytes", "measure", "unit", "value")
+
+
+def write_report(
+    results: str | os.PathLike[str] | Results,
+    out: str | os.PathLike[str],
+    *,
+    plots: str | os.PathLike[str] | None = None,
+    csv: str | os.PathLike[str] | None = None,
+) -> list[Path]:
+    """Write the page, and plots and CSV files where a folder for them is given.
+
+    Parameters
+    ----------
+    results : path-like or Results
+        A results file, the folder that holds it, or what was read from it.
+    out : path-like
+        The page, ``*.html``. Only an earlier report is replaced.
+    plots : path-like, optional
+        A folder for each plot as PNG and SVG; files of these names are replaced.
+    csv : path-like, optional
+        A folder for ``summary.csv`` and ``samples.csv``, which are replaced.
+
+    Returns
+    -------
+    list of Path
+        The files written, the page first.
+
+    Raises
+    ------
+    UsageError
+        If ``out`` does not end in ``.html``.
+    DestinationExistsError
+        If ``out`` is a file other than a report.
+    MissingExtraError
+        If matplotlib or jinja2 is not installed.
+    StoreError
+        If the operating system refuses.
+
+    Examples
+    --------
+    >>> write_report("bench-six-way", "six-way.html", csv="tables")  # doctest: +SKIP
+    [PosixPath('six-way.html'), PosixPath('tables/summary.csv'), PosixPath('tables/samples.csv')]
+    """
+    page = Path(out)
+    check_page(page)
+    found = results if isinstance(results, Results) else read_results(results)
+    drawn = draw_plots(found)
+    files: dict[Path, bytes] = {page: report_page(found, drawn).encode()}
+    if plots is not None:
+        for plot in drawn:
+            files[Path(plots) / f"{plot.name}.png"] = plot.png()
+            files[Path(plots) / f"{plot.name}.svg"] = plot.file_svg().encode()
+    if csv is not None:
+        files[Path(csv) / "summary.csv"] = summary_csv(found).encode()
+        files[Path(csv) / "samples.csv"] = samples_csv(found).encode()
+    for path, content in files.items():
+        _replace(path, content)
+    return list(files)
+
+
+def check_page(page: Path) -> None:
+    """Raise unless the page may be written: its name ends in ``.html``, and a file of that name is a report."""
+    if page.suffix.lower() not in (".html", ".htm"):
+        raise UsageError("the report is a page of HTML", path=page, remedy="give a name that ends in .html")
+    try:
+        with page.open("rb") as file:
+            opening = file.read(256)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise StoreError(f"cannot write the report: {error.strerror}", path=page) from error
+    if MARK.encode() not in opening:
+        raise DestinationExistsError("exists and is not a report", path=page, remedy="give another --out")
+
+
+def samples_csv(results: Results) -> str:
+    """Return every raw sample as CSV; a cell without figures has one row, whose measure and value are empty."""
+    roles = {arm.name: arm.role for arm in results.arms}
+    units = {measure.name: measure.unit for measure in results.measures}
+    rows: list[Sequence[object]] = []
+    for cell in sorted(results.cells, key=lambda cell: cell.order):
+        about = (cell.block, cell.order, cell.status, cell.reason, cell.started, cell.amount)
+        figures: dict[str, float | None] = {name: value for name, value in cell.figures.items() if value is not None}
+        for name, value in (figures or {"": None}).items():
+            rows.append((cell.arm, roles[cell.arm], *about, name, units.get(name, ""), value))
+    return _csv(_SAMPLES, rows)
+
+
+def summary_csv(results: Results) -> str:
+    """Return the statistics of every arm and measure as CSV, in the units of the results file."""
+    fields = [field.name for field in msgspec.structs.fields(Statistics)]
+    rows = [
+        (arm.name, arm.role, measure.name, measure.unit, *msgspec.structs.astuple(found))
+        for arm in results.arms
+        for measure in results.measures
+        if (found := results.summary.arms.get(arm.name, {}).get(measure.name))
+    ]
+    return _csv(("arm", "role", "measure", "unit", *fields), rows)
+
+
+def _csv(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(headings)
+    writer.writerows([_harmless(value) for value in row] for row in rows)
+    return out.getvalue()
+
+
+def _harmless(value: object) -> object:
+    """Return a value that no spreadsheet evaluates as a formula: texts come from files that may be hostile."""
+    if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r"):
+        return f"'{value}"
+    return value
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file under a temporary name and rename it: neither a reader nor a full disk meets half a report."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise StoreError(f"cannot write the report: {error.strerror}", path=path) from error

@@ -1,0 +1,143 @@
+"""Which arms and measures a report compares, and in which units it shows them.
+
+Arms that worked on a smaller subject have smaller figures. Where amounts differ, figures are therefore divided by the
+raw bytes that their cell worked on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tensorkeep.bench.analysis.statistics import Description, describe
+from tensorkeep.bench.analysis.wording import capitalised
+from tensorkeep.bench.results import Arm, Cell, Measure, Results
+
+_SECONDS = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
+_BYTES = (("TB", 1e-12), ("GB", 1e-9), ("MB", 1e-6), ("kB", 1e-3), ("B", 1.0))
+GIB = 1024.0**3
+
+# A cold load is what a restarted job waits for, so it is preferred.
+_LOADS = {"load_cold": "cold load", "load_warm": "warm load"}
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """The three measures of a comparison; each is None where it has no sample."""
+
+    save: Measure | None
+    load: Measure | None
+    size: Measure | None
+
+    def all(self) -> list[Measure]:
+        """Return those that exist."""
+        return [measure for measure in (self.save, self.load, self.size) if measure is not None]
+
+    @property
+    def title(self) -> str:
+        """What is compared, such as ``Saving, loading and size``."""
+        if self.save is None or self.save.name == "save":
+            return "Saving, loading and size"
+        *first, last = [measure.label for measure in self.all()]
+        return capitalised(f"{', '.join(first)} and {last}" if first else last)
+
+    @property
+    def load_words(self) -> str:
+        """``cold load`` or ``warm load``: the page cache makes a difference of several times."""
+        return _LOADS.get(self.load.name if self.load else "", "load")
+
+    def words(self) -> list[str]:
+        """Return a short heading for each measure that exists."""
+        if self.save is not None and self.save.name == "save":
+            named = {"save": self.save, self.load_words: self.load, "size": self.size}
+            return [word for word, measure in named.items() if measure is not None]
+        return [measure.label for measure in self.all()]
+
+
+def compared_measures(results: Results) -> Compared:
+    """Return save, load and size of checkpoints; of another workload the first three primary measures."""
+    primary = results.primary()
+    by_name = {measure.name: measure for measure in primary}
+    if "save" in by_name or "stored" in by_name:
+        load = next((by_name[name] for name in _LOADS if name in by_name), None)
+        return Compared(by_name.get("save"), load, by_name.get("stored"))
+    return Compared(*[*primary, None, None, None][:3])
+
+
+def compared_arms(results: Results) -> list[Arm]:
+    """Return all arms but the A/A control, the baseline first.
+
+    Changes made one at a time, and a choice of techniques, have no order of their own: they come by their gain in the
+    first measure, those without a gain last. Others keep the order of the design.
+    """
+    arms = [arm for arm in results.arms if arm.role != "control"]
+    measures, experiment = results.primary(), results.experiment
+    unordered = experiment.design == "one-at-a-time" or (experiment.workload, experiment.design) == ("training", "arms")
+    if measures and unordered:
+        arms.sort(key=lambda arm: -(results.statistics(arm.name, measures[0].name).gain or 0.0))
+    return sorted(arms, key=lambda arm: arm.role != "baseline")
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """The unit in which the figures of a measure are shown.
+
+    Attributes
+    ----------
+    measure : Measure
+    unit : str
+        Behind a figure and in an axis label, such as ``s``, ``GB`` or ``s per GB of state``.
+    factor : float
+        From the measure's own unit.
+    per_byte : bool
+        Whether figures are divided by the raw bytes that their cell worked on.
+    """
+
+    measure: Measure
+    unit: str
+    factor: float
+    per_byte: bool = False
+
+    @property
+    def label(self) -> str:
+        """The measure and its unit, such as ``durable save (s)``."""
+        return f"{self.measure.label} ({self.unit})"
+
+    def figure(self, cell: Cell) -> float | None:
+        """Return a cell's figure in this unit, or None if it has none or failed."""
+        value = cell.figures.get(self.measure.name)
+        if value is None or cell.status != "ok" or (self.per_byte and not cell.amount):
+            return None
+        return value * self.factor / (cell.amount or 1) if self.per_byte else value * self.factor
+
+    def values(self, results: Results, arm: str) -> list[float]:
+        """Return the figures of an arm, by block."""
+        return [value for cell in results.cells_by_arm[arm] if (value := self.figure(cell)) is not None]
+
+    def describe(self, results: Results, arm: str) -> Description | None:
+        """Return mean, standard deviation and median of an arm's figures, or None if it has none."""
+        values = self.values(results, arm)
+        return describe(values) if values else None
+
+
+def amounts_differ(results: Results) -> bool:
+    """Return whether some arms worked on a smaller subject than others."""
+    return len({cell.amount for cell in results.cells if cell.status == "ok" and cell.figures}) > 1
+
+
+def scale_of(results: Results, measure: Measure) -> Scale:
+    """Return the scale that suits all figures of a measure; the largest of them is at least 1 in its unit."""
+    per_byte = amounts_differ(results) and measure.unit in ("s", "B")
+    if per_byte and measure.unit == "B":
+        return Scale(measure, "stored bytes per raw byte" if measure.name == "stored" else "B per raw byte", 1.0, True)
+    plain = Scale(measure, measure.unit, 1e9 if per_byte else 1.0, per_byte)
+    largest = max((abs(v) for cell in results.cells if (v := plain.figure(cell)) is not None), default=0.0)
+    unit, factor = _unit(measure.unit, largest)
+    return Scale(measure, f"{unit} per GB of state" if per_byte else unit, factor * plain.factor, per_byte)
+
+
+def _unit(unit: str, largest: float) -> tuple[str, float]:
+    if unit == "s":
+        return next((choice for choice in _SECONDS if largest * choice[1] >= 0.5), _SECONDS[0])
+    if unit == "B":
+        return next((choice for choice in _BYTES if largest * choice[1] >= 1), _BYTES[-1])
+    return unit, 1.0
