@@ -1,4 +1,4 @@
-"""Results documents with a known truth, for whoever computes from one: docs/reference/results.md describes them."""
+"""Results files as plain values, made from known true gains; docs/reference/results.md describes the schema."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Truth = Mapping[str, float]
 
 
 def truth(save: float = 1.0, *, cold: float = 1.0, warm: float = 0.5, stored: float = 1.0, **more: float) -> Truth:
-    """Return an arm's true figures: seconds per GiB, and the share of the bytes that is stored."""
+    """Return an arm's true figures: seconds per GiB, and the stored fraction of the bytes."""
     return {"save": save, "returned": save, "load_cold": cold, "load_warm": warm, "stored": stored, **more}
 
 
 def cell(arm: str, block: int, figures: Mapping[str, float], *, amount: float = GIB, order: int = 0) -> dict[str, Any]:
-    """Return a cell that went well."""
+    """Return a cell with figures."""
     return {
         "arm": arm,
         "block": block,

@@ -177,7 +177,7 @@ def test_a_slip_in_a_file_is_one_clear_line(content, said, tmp_path, capsys):
         (["--runs", "0"], 2, "--runs"),
         (["--with-optimizer", "sgd"], 2, "no optimizer 'sgd'"),
         (["--time-limit", "-1"], 2, "--time-limit"),
-        (["--resume"], 5, "there is no results file"),
+        (["--resume"], 5, "the results file does not exist"),
     ],
 )
 def test_what_cannot_be_is_said_at_once(arguments, code, said, tmp_path, monkeypatch, capsys):

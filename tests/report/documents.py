@@ -1,13 +1,14 @@
-"""Results files made up for tests of the report, as ``docs/reference/results.md`` describes them."""
+"""Results files for tests of the report, with made-up figures; ``docs/reference/results.md`` describes the schema."""
 
 from __future__ import annotations
 
 import json
 import math
 import random
-import statistics
 from pathlib import Path
 from typing import Any
+
+from bench.documents import summarise
 
 AMOUNT = 2_930_828_800
 MEASURES = [
@@ -129,7 +130,7 @@ def document(
         "arms": described,
         "cells": cells,
     }
-    result["summary"] = _summary(result)
+    result["summary"] = summarise(result)
     return result
 
 
@@ -306,99 +307,3 @@ def _cells(
                 }
             )
     return cells
-
-
-def _summary(result: dict[str, Any]) -> dict[str, Any]:
-    baseline = result["experiment"]["baseline"]
-    found: dict[str, Any] = {}
-    noise: dict[str, Any] = {}
-    for arm in result["arms"]:
-        found[arm["name"]] = {}
-        for measure in result["measures"]:
-            one = _statistics(result["cells"], arm, measure, baseline)
-            found[arm["name"]][measure["name"]] = one
-            if arm["role"] == "control" and one["n"] > 1:
-                floor = max(one["gain_high"], 1 / one["gain_low"])
-                noise[measure["name"]] = {
-                    "low": one["gain_low"],
-                    "high": one["gain_high"],
-                    "floor": floor,
-                    "n": one["n"],
-                }
-    return {
-        "arms": found,
-        "noise": {measure["name"]: noise.get(measure["name"]) for measure in result["measures"]},
-        "steps": [],
-        "effects": [],
-        "interactions": [],
-        "warnings": [{"text": "save is noisy: 12% from run to run", "remedy": "close what else runs, or --runs 10"}],
-        "recommendations": _recommendations(result, found),
-        "claims": [],
-    }
-
-
-def _recommendations(result: dict[str, Any], found: dict[str, Any]) -> list[dict[str, Any]]:
-    baseline = result["experiment"]["baseline"]
-    recommended = []
-    for purpose, measure in (("saving", "save"), ("loading", "load_cold"), ("size", "stored")):
-        helping = [arm for arm in found if found[arm][measure]["verdict"] == "helps"]
-        if not helping:
-            continue
-        arm = max(helping, key=lambda arm: found[arm][measure]["gain"])
-        one = found[arm][measure]
-        text = f"On this machine, {purpose}: {arm}, {one['gain']:.1f}x {baseline} "
-        text += f"(95% {one['gain_low']:.1f} to {one['gain_high']:.1f})."
-        settings = next(described["settings"] for described in result["arms"] if described["name"] == arm)
-        recommended.append({"for": purpose, "arm": arm, "text": text, "settings": settings})
-    return recommended
-
-
-def _statistics(
-    cells: list[dict[str, Any]], arm: dict[str, Any], measure: dict[str, Any], baseline: str
-) -> dict[str, Any]:
-    key = measure["name"]
-
-    def by_block(name: str) -> dict[int, dict[str, Any]]:
-        return {cell["block"]: cell for cell in cells if cell["arm"] == name and cell["status"] == "ok"}
-
-    mine, base = by_block(arm["name"]), by_block(baseline)
-    values = [cell["figures"][key] for cell in mine.values()]
-    empty = dict.fromkeys(["mean", "std", "median", "low", "high", "per_byte", "gain", "gain_low", "gain_high"])
-    empty |= dict.fromkeys(["change_percent", "p", "p_holm", "detectable", "reason"])
-    if not values:
-        return {"n": 0, **empty, "verdict": "not run", "reason": "it did not run"}
-    per_byte = [cell["figures"][key] / cell["amount"] for cell in mine.values()]
-    plain = {
-        "n": len(values),
-        "mean": statistics.fmean(values),
-        "std": statistics.stdev(values) if len(values) > 1 else 0.0,
-        "median": statistics.median(values),
-        "low": min(values),
-        "high": max(values),
-        "per_byte": statistics.median(per_byte),
-    }
-    if arm["role"] == "baseline":
-        return {**empty, **plain, "verdict": "baseline"}
-    ratios = [
-        math.log(base[b]["figures"][key] / base[b]["amount"] / (cell["figures"][key] / cell["amount"]))
-        for b, cell in mine.items()
-        if b in base
-    ]
-    if not ratios:
-        return {**empty, **plain, "verdict": "not run", "reason": "the baseline did not run"}
-    middle = statistics.fmean(ratios)
-    half = 2.2 * statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else 0.0
-    before = statistics.fmean(cell["figures"][key] / cell["amount"] for cell in base.values())
-    verdict = "within noise" if abs(middle) <= half or abs(middle) < 0.05 else "helps" if middle > 0 else "hurts"
-    return {
-        **empty,
-        **plain,
-        "gain": math.exp(middle),
-        "gain_low": math.exp(middle - half),
-        "gain_high": math.exp(middle + half),
-        "change_percent": 100 * (before - statistics.fmean(per_byte)) / before,
-        "p": 0.001,
-        "p_holm": 0.004,
-        "detectable": 1.08,
-        "verdict": "too few runs" if len(ratios) < 2 else "control" if arm["role"] == "control" else verdict,
-    }

@@ -1,4 +1,4 @@
-"""The report's page in a real browser: it fits, sorts, can be read by day and by night, and asks for nothing."""
+"""The report's page in a real browser: layout, sorting, contrast in both colour schemes, and no requests."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def visit(browser: Browser, page_file: Path) -> Iterator[Any]:
-    """Open the page with a width and a colour scheme; nothing may go wrong on it or leave it."""
+    """Open the page with a width and a colour scheme; no error and no request may occur."""
     pages: list[Page] = []
     said: list[str] = []
 
@@ -102,7 +102,7 @@ def column(page: Page, table: str, place: int) -> list[str]:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1400])
-def test_it_fits_and_can_be_read(visit: Any, width: int, scheme: str) -> None:
+def test_the_page_fits_and_is_legible(visit: Any, width: int, scheme: str) -> None:
     page = visit(width, scheme)
     page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
@@ -114,7 +114,7 @@ def test_it_fits_and_can_be_read(visit: Any, width: int, scheme: str) -> None:
     assert min(contrasts)[0] >= 4.5, min(contrasts)
 
 
-def test_the_dark_is_dark_and_print_is_not(visit: Any) -> None:
+def test_dark_mode_is_dark_and_print_is_not(visit: Any) -> None:
     def colours(page: Page) -> tuple[str, set[str]]:
         fills = "[...document.querySelectorAll('#gains .plot svg text')].map((text) => getComputedStyle(text).fill)"
         return page.evaluate("getComputedStyle(document.body).backgroundColor"), set(page.evaluate(fills))
@@ -136,7 +136,7 @@ def test_tables_sort_by_mouse_and_by_keyboard(visit: Any) -> None:
     heading.locator("button").click()
     assert heading.get_attribute("aria-sort") == "ascending"
     values = column(page, table, 2)
-    assert values[-1] == "-"  # what did not run stands last
+    assert values[-1] == "-"  # arms that did not run come last
     numbers = [float(value.replace(",", "")) for value in values[:-1]]
     assert numbers == sorted(numbers)
     assert numbers[0] < 10 < 100 < numbers[-1]  # sorted as text, 137 would come before 3
@@ -179,19 +179,19 @@ def test_everything_can_be_reached_by_keyboard(visit: Any) -> None:
         assert picture.get_attribute("aria-label")
 
 
-def test_what_a_reader_looks_for_is_there(visit: Any) -> None:
+def test_the_page_has_all_sections(visit: Any) -> None:
     page = visit()
     titles = page.locator("h2").all_inner_texts()
     assert titles[:3] == ["Verdict", "Claims checked", "Comparison"]
-    assert {"Gains", "Not run, and why", "Machine and state", "How the numbers were made", "Data"} <= set(titles)
+    assert {"Gains", "Not run, and why", "Machine and state", "Method", "Data"} <= set(titles)
     assert column(page, "Not run", 3) == ["the package is not installed"]
-    assert page.locator(".plot svg").count() == 3  # six panels, gains, compromises
+    assert page.locator(".plot svg").count() == 3  # six panels, gains, trade-offs
     page.get_by_text("Raw samples and the command of every cell").click()
     assert len(column(page, "Every cell", 0)) == 14
 
 
-def test_the_exam_can_fail(visit: Any, page_file: Path, tmp_path: Path) -> None:
-    """A page that is too wide, or pale, or that asks for something, is found out."""
+def test_the_checks_of_the_page_can_fail(visit: Any, page_file: Path, tmp_path: Path) -> None:
+    """A page that is too wide, has too little contrast or requests something fails the checks."""
     text = page_file.read_text()
     wide = tmp_path / "wide.html"
     wide.write_text(text.replace("<h2>", "<div style='width:2000px;color:#bbbbbb'>pale</div><h2>", 1))

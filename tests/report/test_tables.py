@@ -1,4 +1,4 @@
-"""The tables of the report: the documents' own form exactly, and what they say of arms that did not run."""
+"""The tables of the report: the guides' form exactly, verdicts, noise, designs, CSV, and arms that did not run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read(document: dict[str, Any], folder: Path) -> Results:
 
 
 def exact(document: dict[str, Any], figures: dict[str, list[tuple[float, float, float]]]) -> dict[str, Any]:
-    """Give arms the figures that a documents' table shows: (save s, load s, size in bytes) of each block."""
+    """Give arms the figures of a guide's table: (save s, load s, size in bytes) of each block."""
     for cell in document["cells"]:
         if cell["arm"] in figures:
             save, load, size = figures[cell["arm"]][cell["block"]]
@@ -32,7 +32,7 @@ def exact(document: dict[str, Any], figures: dict[str, list[tuple[float, float, 
     return document
 
 
-def test_the_isolated_suites_table_character_by_character(tmp_path: Path) -> None:
+def test_the_table_of_the_isolated_suite_exactly(tmp_path: Path) -> None:
     gib = 1024**3
     document = documents.document({"baseline": (1, 1, 1), "chunks_1mb": (1, 1, 1)}, runs=3, control=False)
     figures = {
@@ -110,7 +110,7 @@ def test_verdicts_gains_and_reasons(tmp_path: Path) -> None:
     assert tables.not_run_table(found).texts() == [("t5x_full", "out of memory", "5 of 5", "killed for memory")]
 
 
-def test_the_headline_names_the_best_that_really_helps(tmp_path: Path) -> None:
+def test_the_headline_names_the_best_arm_that_helps(tmp_path: Path) -> None:
     document = documents.document(documents.PEERS)
     arms = document["summary"]["arms"]
     arms["orbax"]["save"].update(verdict="within noise", gain=99.0)
@@ -128,7 +128,7 @@ def test_the_headline_names_the_best_that_really_helps(tmp_path: Path) -> None:
     )
 
 
-def test_an_interrupted_run_says_so(tmp_path: Path) -> None:
+def test_an_interrupted_run_is_reported(tmp_path: Path) -> None:
     document = documents.document()
     document.update(complete=False, finished=None)
     document["cells"][-1].update(status="planned", figures={})
@@ -146,7 +146,7 @@ def test_noise_without_and_with_a_control(tmp_path: Path) -> None:
 
 
 def noisy(low: float = 2.2e-4, high: float = 2.7e4) -> dict[str, Any]:
-    """Return a document of two blocks whose control differs from the baseline by anything."""
+    """Return a document of two blocks with a very noisy A/A control."""
     document = documents.document(documents.THREE_WAY, runs=2)
     document["summary"]["noise"]["save"] = {"low": low, "high": high, "floor": max(1 / low, high), "n": 2}
     for name in ("tensorstore", "t5x"):
@@ -155,13 +155,15 @@ def noisy(low: float = 2.2e-4, high: float = 2.7e4) -> dict[str, Any]:
     return document
 
 
-def test_where_nothing_can_be_told_it_says_so(tmp_path: Path) -> None:
-    said = "durable save: after 2 blocks there is no verdict: the baseline against itself spans <0.01 to >100 (95%)"
+def test_too_much_noise_for_a_verdict_is_reported(tmp_path: Path) -> None:
+    said = "durable save: after 2 blocks no verdict is possible: the baseline against itself spans <0.01 to >100 (95%)"
     found = read(noisy(), tmp_path)
     assert noise_lines(found)[0] == said
     assert headlines(found)[0] == f"D{said[1:]}; of 2: 2 within noise."
     found = read(noisy(1 / 10.5, 3.0), tmp_path)
-    assert noise_lines(found)[0].endswith("there is no verdict: the baseline against itself spans 0.0952 to 3.00 (95%)")
+    assert noise_lines(found)[0].endswith(
+        "no verdict is possible: the baseline against itself spans 0.0952 to 3.00 (95%)"
+    )
     found = read(noisy(1 / 9.5, 3.0), tmp_path)
     line = (
         "durable save: differences below a factor of 9.50 are noise; the baseline against itself: 0.105 to 3.00 (95%)"
@@ -170,7 +172,7 @@ def test_where_nothing_can_be_told_it_says_so(tmp_path: Path) -> None:
     assert headlines(found)[0].startswith("Durable save: no arm is shown to be better than pytorch")
 
 
-def test_what_goes_beyond_even_that_noise_is_not_hidden(tmp_path: Path) -> None:
+def test_a_gain_beyond_large_noise_is_reported(tmp_path: Path) -> None:
     document = noisy(1 / 12, 12.0)
     document["summary"]["arms"]["t5x"]["save"].update(verdict="helps", gain=50.0, gain_low=30.0, gain_high=70.0)
     found = read(document, tmp_path)
@@ -195,7 +197,7 @@ def test_what_goes_beyond_even_that_noise_is_not_hidden(tmp_path: Path) -> None:
         (None, None, "-"),
     ],
 )
-def test_intervals_end_where_they_mean_nothing(low: float | None, high: float | None, said: str) -> None:
+def test_very_wide_intervals_are_clipped(low: float | None, high: float | None, said: str) -> None:
     assert wording.interval(low, high) == said
 
 
@@ -235,7 +237,7 @@ def test_csv_has_a_row_per_cell_and_measure(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["=HYPERLINK(1)", "+1", "-1", "@x"])
-def test_no_spreadsheet_takes_a_name_for_a_formula(name: str, tmp_path: Path) -> None:
+def test_names_are_not_formulas_in_a_spreadsheet(name: str, tmp_path: Path) -> None:
     found = read(documents.document({"base": (1, 1, 1), name: (1, 1, 1)}), tmp_path)
     for text in (samples_csv(found), summary_csv(found)):
         assert {row[0] for row in csv.reader(io.StringIO(text))} >= {f"'{name}"}

@@ -1,4 +1,4 @@
-"""What is said of results of training: verdicts, their order, the plots, and the page of techniques."""
+"""Results of training: verdicts, their order, the plots, and the page of techniques."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_more_tokens_in_a_second_are_better() -> None:
     assert "1.50x plain" in speed["text"]
 
 
-def test_a_failed_gate_is_told_in_the_words_of_training() -> None:
+def test_a_failed_gate_of_training_is_described() -> None:
     results = document({"plain": [100.0], "off": [200.0]})
     next(one for one in results["cells"] if one["arm"] == "off").update(status="gate", reason="the loss", figures={})
     summary = summarise(results)
@@ -55,7 +55,7 @@ def reported(results: dict[str, Any]) -> Results:
     return msgspec.convert({**results, "summary": summarise(results)}, Results)
 
 
-def test_changes_that_were_made_one_at_a_time_are_shown_by_what_they_gained() -> None:
+def test_single_changes_are_sorted_by_their_gain() -> None:
     results = document({"plain": [100.0], "slow": [50.0], "off": [1.0], "fast": [150.0]})
     next(one for one in results["cells"] if one["arm"] == "off").update(status="not-run", reason="no", figures={})
     assert [arm.name for arm in compared_arms(reported(results))] == ["plain", "fast", "slow", "off"]
@@ -65,13 +65,13 @@ def test_changes_that_were_made_one_at_a_time_are_shown_by_what_they_gained() ->
         assert [arm.name for arm in compared_arms(found)] == names
 
 
-def test_a_control_that_ran_once_gives_no_noise_floor_and_that_is_why() -> None:
+def test_a_control_that_ran_once_gives_no_noise_floor() -> None:
     results = document({"plain": [100.0], "plain (again)": [101.0]})
     results["arms"][1]["role"] = "control"
     assert noise_lines(reported(results)) == ["speed: no noise floor, because no A/A control ran in two blocks"]
 
 
-def test_what_did_not_run_has_no_number_among_the_points_and_losses_no_axis_from_zero() -> None:
+def test_trade_offs_omit_arms_that_did_not_run_and_losses_start_above_zero() -> None:
     results = document({"plain": [100.0, 101.0], "fast": [150.0, 151.0], "off": [1.0, 1.0]})
     results["measures"] = [msgspec.to_builtins(each) for each in WORKLOAD.measures[:3]]
     for one in results["cells"]:
@@ -85,13 +85,13 @@ def test_what_did_not_run_has_no_number_among_the_points_and_losses_no_axis_from
     assert [arm.name for arm in pareto.drawn_arms(reported(results))] == ["plain", "fast"]
 
 
-def test_the_page_of_techniques_is_made_from_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_of_techniques_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     page = importlib.import_module("techniques_page")
     assert page.PAGE.read_text() == page.page()
 
 
-def test_the_page_says_what_was_measured_and_what_could_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_of_techniques_shows_effects_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     page = importlib.import_module("techniques_page")
     results = document({"plain": [100.0, 101.0, 99.0, 100.0], "on": [150.0, 151.0, 149.0, 150.0], "off": [1.0]})

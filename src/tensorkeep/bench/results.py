@@ -291,5 +291,5 @@ class Results(msgspec.Struct, frozen=True, dict=True, kw_only=True):
         return [measure for measure in self.measures if measure.primary and measure.name in taken]
 
     def statistics(self, arm: str, measure: str) -> Statistics:
-        """Return the summary of an arm in a measure; an empty one where there is none."""
+        """Return the summary of an arm in a measure; an empty one if it has none."""
         return self.summary.arms.get(arm, {}).get(measure) or Statistics()

@@ -109,7 +109,7 @@ def _content(file: Path) -> bytes:
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             remedy = "give the folder that `tensorkeep bench` wrote; a first run starts without --resume"
-            raise NotFoundError("there is no results file", path=file, remedy=remedy) from None
+            raise NotFoundError("the results file does not exist", path=file, remedy=remedy) from None
         raise StoreError(f"cannot read the results: {error.strerror}", path=file) from error
     if not regular:
         raise UsageError("is not a regular file", path=file, remedy="give a results.json, or its folder")

@@ -1,6 +1,6 @@
 """The comparison of all arms in the form of the guides that the bench grew out of: means, sizes, improvements.
 
-Two things are corrected: their GB are GiB, and headings say whether a load was cold or warm.
+Two things are corrected: their GB are GiB, and headings name cold and warm loads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tensorkeep.bench.results import Arm, Measure, Results
 from tensorkeep.report.measures import GIB, Scale, amounts_differ, compared_arms, compared_measures, scale_of
 from tensorkeep.report.tables import TONES, Entry, ReportTable, why_not_run
 
-_NO_BASELINE = "there is no baseline to improve on"
+_NO_BASELINE = "the experiment has no baseline to improve on"
 
 
 def isolated_table(results: Results) -> ReportTable:
@@ -140,7 +140,7 @@ def _mean_and_std(found: Description, digits: int | None, width: int = 0) -> str
 
 
 def _why(results: Results, arm: Arm) -> str:
-    """Return why there is no figure; an arm that ran may still lack one measure."""
+    """Return why a figure is missing; an arm that ran may still lack one measure."""
     return NOTHING if results.ran(arm.name) else why_not_run(results.cells_by_arm[arm.name])[0]
 
 

@@ -12,7 +12,7 @@ _CLAIM_TONES = {"reproduced": "good", "not reproduced": "bad", "confounded": "ba
 
 
 def design_tables(results: Results) -> dict[str, list[ReportTable]]:
-    """Return the tables of steps, effects and interactions, each one per measure; empty where there are none."""
+    """Return the tables of steps, effects and interactions, one of each per measure."""
     return {"steps": steps_tables(results), "effects": effects_tables(results), "interactions": _interactions(results)}
 
 

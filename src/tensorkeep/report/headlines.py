@@ -34,7 +34,7 @@ def completeness(results: Results) -> str:
 def headlines(results: Results) -> list[str]:
     """Return one sentence per primary measure: the best arm that helps, and how many arms have which verdict."""
     if results.baseline is None:
-        return ["There is no baseline, so no arm is called better or worse."]
+        return ["The experiment has no baseline, so no arm is called better or worse."]
     return [_headline(results, measure, results.baseline) for measure in results.primary()]
 
 

@@ -1,4 +1,4 @@
-"""The summary: known truths come out of documents that were made from them."""
+"""The summary of documents that were made from known true gains."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import itertools
 import json
 import math
 import random
+from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,15 +23,15 @@ from tensorkeep.bench.results_file import read_results
 ARMS = {"torch": truth(), "fast": truth(0.4, cold=0.5), "small": truth(1.0, stored=0.66), "slow": truth(3.0)}
 
 
-def words(summary, measure="save"):
+def words(summary: dict[str, Any], measure: str = "save") -> dict[str, str]:
     return {arm: found[measure]["verdict"] for arm, found in summary["arms"].items()}
 
 
-def texts(summary):
+def texts(summary: dict[str, Any]) -> list[str]:
     return [warning["text"] for warning in summary["warnings"]]
 
 
-def test_verdicts_are_the_truth():
+def test_verdicts_match_the_true_gains() -> None:
     summary = summarise(document(ARMS))
     assert words(summary) == {
         "torch": "baseline",
@@ -46,7 +49,7 @@ def test_verdicts_are_the_truth():
     }
 
 
-def test_statistics_by_hand():
+def test_statistics_by_hand() -> None:
     made = document({"a": truth(), "b": truth()}, runs=2, control=False)
     figures = {"a": [4.0, 9.0], "b": [1.0, 4.0]}
     for cell in made["cells"]:
@@ -63,7 +66,7 @@ def test_statistics_by_hand():
     assert summarise(made)["arms"]["a"]["save"]["gain"] is None
 
 
-def test_true_gains_lie_in_their_intervals():
+def test_intervals_contain_the_true_gains() -> None:
     held = 0
     for seed in range(20):
         found = summarise(document(ARMS, seed=seed, drift=0.5, noise=0.05))["arms"]["fast"]["save"]
@@ -71,13 +74,13 @@ def test_true_gains_lie_in_their_intervals():
     assert held >= 17
 
 
-def test_drift_of_the_machine_does_not_reach_the_ratios():
+def test_drift_of_the_machine_does_not_affect_the_ratios() -> None:
     found = summarise(document(ARMS, drift=2.0, noise=0.01, runs=6))["arms"]["fast"]["save"]
     assert found["std"] / found["mean"] > 0.5
     assert (found["gain_low"], found["gain_high"]) == pytest.approx((2.5, 2.5), rel=0.05)
 
 
-def test_a_summary_is_the_same_whenever_it_is_computed():
+def test_the_summary_is_deterministic() -> None:
     made = document(ARMS)
     first = summarise(made)
     assert json.dumps(summarise({**made, "summary": first})) == json.dumps(first)
@@ -87,7 +90,7 @@ def test_a_summary_is_the_same_whenever_it_is_computed():
 
 @given(st.randoms())
 @settings(deadline=None, max_examples=10)
-def test_the_order_of_cells_does_not_matter(draw):
+def test_the_order_of_cells_does_not_matter(draw: Random) -> None:
     made = document(ARMS, runs=3)
     shuffled = {**made, "cells": draw.sample(made["cells"], len(made["cells"]))}
     assert summarise(shuffled)["arms"] == summarise(made)["arms"]
@@ -95,7 +98,7 @@ def test_the_order_of_cells_does_not_matter(draw):
 
 @given(st.floats(0.01, 100), st.floats(0.01, 100))
 @settings(deadline=None, max_examples=10)
-def test_neither_the_unit_nor_the_amount_matters(seconds, amount):
+def test_neither_the_unit_nor_the_amount_matters(seconds: float, amount: float) -> None:
     made = document(ARMS, runs=3)
     scaled = copy.deepcopy(made)
     for cell in scaled["cells"]:
@@ -107,7 +110,7 @@ def test_neither_the_unit_nor_the_amount_matters(seconds, amount):
         assert other["verdict"] == measures["save"]["verdict"]
 
 
-def test_exchanging_baseline_and_arm_inverts_the_gain():
+def test_swapping_baseline_and_arm_inverts_the_gain() -> None:
     arms = {"a": truth(), "b": truth(0.4)}
     made = document(arms, control=False)
     swapped = copy.deepcopy(made)
@@ -119,7 +122,7 @@ def test_exchanging_baseline_and_arm_inverts_the_gain():
     assert (one["verdict"], other["verdict"]) == ("helps", "hurts")
 
 
-def test_a_rate_is_better_when_it_is_higher_and_is_not_divided_by_bytes():
+def test_a_rate_is_better_when_it_is_higher_and_is_not_divided_by_bytes() -> None:
     made = document({"a": {"rate": 100.0}, "b": {"rate": 200.0}}, amounts={"b": 10.0}, control=False)
     made["measures"] = [{"name": "rate", "label": "rate", "unit": "1/s", "better": "higher", "primary": True}]
     for cell in made["cells"]:
@@ -130,7 +133,7 @@ def test_a_rate_is_better_when_it_is_higher_and_is_not_divided_by_bytes():
     assert found["verdict"] == "helps"
 
 
-def test_one_block_gives_gains_and_no_verdict():
+def test_one_block_gives_gains_and_no_verdict() -> None:
     summary = summarise(document(ARMS, runs=1))
     found = summary["arms"]["fast"]["save"]
     assert found["gain"] == pytest.approx(2.5, rel=0.1)
@@ -141,7 +144,7 @@ def test_one_block_gives_gains_and_no_verdict():
     assert "durable save: one block gives no verdict on fast, small and slow" in texts(summary)
 
 
-def test_no_variance_at_all():
+def test_verdicts_without_any_variance() -> None:
     summary = summarise(document(ARMS, noise=0.0))
     assert words(summary) == {
         "torch": "baseline",
@@ -155,7 +158,7 @@ def test_no_variance_at_all():
     json.dumps(summary, allow_nan=False)
 
 
-def test_a_block_without_the_baseline_does_not_count():
+def test_a_block_without_the_baseline_does_not_count() -> None:
     summary = summarise(document(ARMS, replaced=[broken("torch", 2)]))
     assert summary["arms"]["fast"]["save"]["n"] == 5
     whole = document(ARMS)
@@ -164,7 +167,7 @@ def test_a_block_without_the_baseline_does_not_count():
     assert "torch: failed in 1 of 5 blocks: it broke" in texts(summary)
 
 
-def test_without_a_baseline_nothing_is_compared():
+def test_without_a_baseline_nothing_is_compared() -> None:
     made = document(ARMS, replaced=[broken("torch", block, "memory", "128 GB needed") for block in range(5)])
     summary = summarise(made)
     assert words(summary)["fast"] == "not run"
@@ -173,11 +176,11 @@ def test_without_a_baseline_nothing_is_compared():
     assert summary["arms"]["fast"]["save"]["gain"] is None
     for arm in made["arms"]:
         arm["role"] = "arm"
-    assert summarise(made)["arms"]["fast"]["save"]["reason"] == "there is no baseline to compare with"
+    assert summarise(made)["arms"]["fast"]["save"]["reason"] == "the experiment has no baseline to compare with"
     assert summarise(made)["recommendations"] == []
 
 
-def test_an_arm_that_did_not_run_says_why():
+def test_an_arm_that_did_not_run_has_the_reason() -> None:
     replaced = [broken("fast", block, "not-run", "zipnn is not installed") for block in range(5)]
     found = summarise(document(ARMS, replaced=replaced))["arms"]["fast"]["save"]
     assert (found["n"], found["gain"], found["verdict"], found["reason"]) == (
@@ -192,7 +195,7 @@ def test_an_arm_that_did_not_run_says_why():
     assert {"text": "5 of 25 cells were not reached", "remedy": "continue with --resume"} in summary["warnings"]
 
 
-def test_one_failed_gate_takes_every_figure_back():
+def test_one_failed_gate_invalidates_all_figures_of_an_arm() -> None:
     replaced = [broken("fast", 3, "gate", "tensor 'w' differs")]
     summary = summarise(document(ARMS, replaced=replaced))
     found = summary["arms"]["fast"]["save"]
@@ -202,13 +205,13 @@ def test_one_failed_gate_takes_every_figure_back():
     assert texts(summary)[0] == "fast: the loaded state differs from the saved one in 1 of 5 blocks: tensor 'w' differs"
 
 
-def test_measures_that_are_not_primary_have_no_verdict():
+def test_measures_that_are_not_primary_have_no_verdict() -> None:
     found = summarise(document(ARMS))["arms"]["fast"]["returned"]
     assert found["gain"] == pytest.approx(2.5, rel=0.1)
     assert (found["verdict"], found["reason"]) == (None, None)
 
 
-def test_the_report_reads_what_was_computed(tmp_path):
+def test_the_written_summary_can_be_read(tmp_path: Path) -> None:
     made = document(ARMS, runs=3, noise=0.1, replaced=[broken("slow", 0, "timeout"), broken("fast", 1, "gate")])
     (tmp_path / "results.json").write_text(json.dumps({**made, "summary": summarise(made)}))
     found = read_results(tmp_path)
@@ -216,7 +219,7 @@ def test_the_report_reads_what_was_computed(tmp_path):
     assert len(found.summary.warnings) == len(summarise(made)["warnings"]) > 0
 
 
-def test_figures_that_are_no_numbers_do_not_count():
+def test_figures_that_are_nan_or_negative_do_not_count() -> None:
     made = document(ARMS)
     for cell in made["cells"]:
         if cell["arm"] == "fast" and cell["block"] < 2:
@@ -224,7 +227,7 @@ def test_figures_that_are_no_numbers_do_not_count():
     assert summarise(made)["arms"]["fast"]["save"]["n"] == 3
 
 
-def test_a_zero_figure_has_no_ratio():
+def test_a_zero_figure_has_no_ratio() -> None:
     made = document(ARMS)
     for cell in made["cells"]:
         cell["figures"]["stored"] = 0.0
@@ -232,7 +235,7 @@ def test_a_zero_figure_has_no_ratio():
     assert (found["n"], found["mean"], found["gain"], found["verdict"]) == (5, 0.0, None, "not run")
 
 
-def test_p_values_are_adjusted_for_the_arms_of_a_measure():
+def test_p_values_are_adjusted_for_the_arms_of_a_measure() -> None:
     found = {arm: measures["save"] for arm, measures in summarise(document(ARMS))["arms"].items()}
     by_p = sorted(("fast", "small", "slow"), key=lambda arm: found[arm]["p"])
     # Three tests: the control is none.
@@ -242,14 +245,14 @@ def test_p_values_are_adjusted_for_the_arms_of_a_measure():
     assert found["control"]["p_holm"] is None
 
 
-def test_figures_of_a_cell_that_went_wrong_do_not_count():
+def test_figures_of_a_failed_cell_do_not_count() -> None:
     wrong = {**broken("fast", 1), "figures": {"save": 1e9}}
     found = summarise(document(ARMS, replaced=[wrong]))["arms"]["fast"]["save"]
     assert (found["n"], found["high"] < 1) == (4, True)
     assert found["gain"] == pytest.approx(2.5, rel=0.1)
 
 
-def test_the_control_is_the_noise_floor():
+def test_the_control_sets_the_noise_floor() -> None:
     made = document({"a": truth(), "b": truth(0.9)}, noise=0.0)
     for cell in made["cells"]:
         # The same thing once more, and 15% slower on the average: nothing below may be called a difference.
@@ -266,11 +269,11 @@ def test_the_control_is_the_noise_floor():
 # Warnings
 
 
-def test_a_missing_control_is_said():
+def test_a_missing_control_is_a_warning() -> None:
     assert any("without an A/A control" in text for text in texts(summarise(document(ARMS, control=False))))
 
 
-def test_noisy_runs_are_named_with_what_to_do():
+def test_noisy_arms_are_named_with_a_remedy() -> None:
     summary = summarise(document(ARMS, noise=0.3))
     noisy = next(w for w in summary["warnings"] if "varies by more than 10%" in w["text"])
     assert "fast (" in noisy["text"]
@@ -278,7 +281,7 @@ def test_noisy_runs_are_named_with_what_to_do():
     assert not [text for text in texts(summarise(document(ARMS, noise=0.01))) if "varies" in text]
 
 
-def test_where_nothing_can_be_told_the_warning_says_so():
+def test_a_warning_that_the_noise_allows_no_verdict() -> None:
     made = document({"a": truth(), "b": truth(0.9)}, runs=2, noise=0.0)
     for cell in made["cells"]:
         if cell["arm"] == "control":
@@ -287,15 +290,15 @@ def test_where_nothing_can_be_told_the_warning_says_so():
     noise = summary["noise"]["save"]
     assert noise["floor"] > 100
     assert noise["high"] > 100
-    wide = next(w for w in summary["warnings"] if "there is no verdict" in w["text"])
+    wide = next(w for w in summary["warnings"] if "no verdict is possible" in w["text"])
     assert wide["text"] == (
-        "durable save: after 2 blocks there is no verdict: the baseline against itself spans <0.01 to >100 (95%)"
+        "durable save: after 2 blocks no verdict is possible: the baseline against itself spans <0.01 to >100 (95%)"
     )
     assert wide["remedy"] == "close other programs, or --runs 10"
     assert not [text for text in texts(summary) if "are noise" in text]
 
 
-def test_noise_of_a_factor_hides_nothing_that_goes_beyond_it():
+def test_a_gain_beyond_a_large_noise_floor_is_still_found() -> None:
     made = document({"a": truth(), "b": truth(0.005)}, runs=5, noise=0.0)
     for cell in made["cells"]:
         if cell["arm"] == "control":
@@ -304,11 +307,11 @@ def test_noise_of_a_factor_hides_nothing_that_goes_beyond_it():
     assert 10 < summary["noise"]["save"]["floor"] < 200
     assert words(summary)["b"] == "helps"
     assert any("differences below a factor of" in text for text in texts(summary))
-    assert not [text for text in texts(summary) if "there is no verdict" in text]
+    assert not [text for text in texts(summary) if "no verdict is possible" in text]
 
 
 @pytest.mark.parametrize(("block", "factor", "said"), [(0, 1.15, "the first block was"), (2, 1.6, "block 3 was 1.5")])
-def test_odd_blocks_are_seen(block, factor, said):
+def test_slow_blocks_are_reported(block: int, factor: float, said: str) -> None:
     made = document(ARMS, noise=0.01)
     assert not [text for text in texts(summarise(made)) if "slower than the rest" in text]
     for cell in made["cells"]:
@@ -319,7 +322,7 @@ def test_odd_blocks_are_seen(block, factor, said):
     assert said in found[0]
 
 
-def test_runs_that_would_be_enough_are_computed():
+def test_the_number_of_runs_that_would_suffice_is_computed() -> None:
     made = document({"a": truth(), "b": truth(0.85)}, runs=3, noise=0.08, control=False, seed=3)
     summary = summarise(made)
     assert words(summary)["b"] == "within noise"
@@ -332,7 +335,7 @@ def test_runs_that_would_be_enough_are_computed():
     assert enough == ["helps", "helps"]
 
 
-def test_cold_loads_that_are_not_possible_here():
+def test_missing_cold_loads_are_reported() -> None:
     made = document(ARMS)
     for cell in made["cells"]:
         cell["figures"].pop("load_cold")
@@ -347,18 +350,18 @@ def test_cold_loads_that_are_not_possible_here():
     assert any(text.startswith("cold load: not measured for small: ") for text in texts(summarise(made)))
 
 
-def test_smaller_subjects_are_named():
+def test_arms_on_smaller_subjects_are_named() -> None:
     summary = summarise(document(ARMS, amounts={"slow": GIB / 64}))
     assert summary["arms"]["slow"]["save"]["gain"] == pytest.approx(1 / 3, rel=0.1)
     assert any(text.startswith("slow worked on 16.8 MB, torch on 1.07 GB") for text in texts(summary))
 
 
-def test_times_that_are_too_short_to_mean_much():
+def test_very_short_times_are_reported() -> None:
     made = document(ARMS, amounts=dict.fromkeys([*ARMS, "control"], GIB / 100))
     assert any("durable save: takes less than 50.0 ms with" in text for text in texts(summarise(made)))
 
 
-def test_arms_that_could_not_run_for_one_reason_are_named_together():
+def test_arms_that_did_not_run_are_grouped_by_reason() -> None:
     absent = [
         broken(arm, block, "not-run", why if block == 0 else "not repeated")
         for block in range(3)
@@ -371,7 +374,7 @@ def test_arms_that_could_not_run_for_one_reason_are_named_together():
     ]
 
 
-def test_every_warning_says_what_to_do():
+def test_every_warning_has_a_remedy() -> None:
     made = document(ARMS, noise=0.3, runs=3, replaced=[broken("slow", 1, "timeout", None), broken("fast", 0, "disk")])
     warnings = summarise(made)["warnings"]
     assert len(warnings) > 4
@@ -381,11 +384,11 @@ def test_every_warning_says_what_to_do():
 # Recommendations
 
 
-def recommended(summary):
+def recommended(summary: dict[str, Any]) -> dict[str, str | None]:
     return {entry["for"]: entry["arm"] for entry in summary["recommendations"]}
 
 
-def test_what_helps_is_recommended():
+def test_arms_that_help_are_recommended() -> None:
     made = document(ARMS, settings={"fast": {"tool": "tensorkeep"}})
     summary = summarise(made)
     assert recommended(summary) == {"saving": "fast", "loading": "fast", "size": "small", "all": "fast"}
@@ -400,7 +403,7 @@ def test_what_helps_is_recommended():
     assert "small is better in some and worse in others" in summary["recommendations"][3]["text"]
 
 
-def test_no_control_and_nothing_that_is_not_durable_is_recommended():
+def test_neither_the_control_nor_arms_without_sync_are_recommended() -> None:
     arms = {"torch": truth(), "loose": truth(0.1), "loose too": truth(0.1), "fast": truth(0.5)}
     unsafe = {"loose": {"sync": False}, "loose too": {"fsync": False}}
     made = document(arms, settings=unsafe)
@@ -410,33 +413,33 @@ def test_no_control_and_nothing_that_is_not_durable_is_recommended():
     assert recommended(summarise(made)) == {"saving": "fast", "loading": None, "size": None, "all": "fast"}
 
 
-def test_candidates_are_real_durable_and_right():
+def test_candidates_are_durable_and_passed_their_gate() -> None:
     arms = {"torch": truth(), "loose": truth(0.1), "wrong": truth(0.1), "fast": truth(0.5)}
     made = document(arms, settings={"loose": {"sync": False}}, replaced=[broken("wrong", 0, "gate")])
     assert [arm.name for arm in candidates(Samples(results(made)))] == ["fast"]
 
 
-def test_what_another_arm_beats_everywhere_is_not_on_the_front():
+def test_an_arm_that_another_beats_everywhere_is_not_on_the_front() -> None:
     arms = {**ARMS, "beaten": truth(0.8, cold=0.8)}
     text = summarise(document(arms, noise=0.001))["recommendations"][3]["text"]
     assert text.startswith("on this machine, all round: fast; ")
     assert text.endswith("; small is better in some and worse in others")
 
 
-def test_where_nothing_helps_it_says_so():
+def test_no_recommendation_where_no_arm_helps() -> None:
     summary = summarise(document({"torch": truth(), "same": truth(), "slow": truth(2.0)}))
     assert recommended(summary) == {"saving": None, "loading": None, "size": None, "all": None}
     assert summary["recommendations"][0]["text"] == ("on this machine, saving: no arm is shown to be better than torch")
     assert "without making another worse" in summary["recommendations"][3]["text"]
 
 
-def test_what_is_worse_elsewhere_is_said():
+def test_a_recommendation_names_what_becomes_worse() -> None:
     summary = summarise(document({"torch": truth(), "b": truth(0.3, cold=4.0)}))
     assert recommended(summary) == {"saving": "b", "loading": None, "size": None, "all": None}
     assert "; but worse in cold load (0.2" in summary["recommendations"][0]["text"]
 
 
-def test_what_cannot_be_told_from_the_best_is_said():
+def test_a_recommendation_names_arms_that_are_not_clearly_behind() -> None:
     summary = summarise(document({"torch": truth(), "b": truth(0.300), "c": truth(0.301), "d": truth(0.5)}))
     assert "not clearly behind" in summary["recommendations"][0]["text"]
     assert " d " not in summary["recommendations"][0]["text"]
@@ -445,7 +448,7 @@ def test_what_cannot_be_told_from_the_best_is_said():
 # Designs
 
 
-def test_steps_are_the_way_to_the_full_stack():
+def test_steps_lead_from_the_base_to_the_full_stack() -> None:
     arms = {"base": truth(8.0), "+x": truth(4.0), "+y": truth(1.0), "only y": truth(3.0)}
     places = {
         "base": [{"kind": "base"}],
@@ -471,13 +474,13 @@ def test_steps_are_the_way_to_the_full_stack():
     assert "fraction: the full stack is not shown to be better than the base" in cold[0]["notes"]
 
 
-def points(factors, chosen=None):
+def points(factors: dict[str, list[str]], chosen: list[tuple[str, ...]] | None = None) -> dict[str, Any]:
     """Return places of a design's points, by name, the first being the base."""
     wanted = list(itertools.product(*factors.values())) if chosen is None else chosen
     return {"/".join(p): [{"kind": "point", "levels": dict(zip(factors, p, strict=True))}] for p in wanted}
 
 
-def test_effects_of_a_full_factorial():
+def test_effects_of_a_full_factorial() -> None:
     factors = {"chunk": ["64", "1k", "1M"], "codec": ["raw", "gzip"], "dtype": ["32", "16"]}
     times = {"64": 8.0, "1k": 4.0, "1M": 1.0, "raw": 1.0, "gzip": 3.0, "32": 2.0, "16": 1.0}
     places = points(factors)
@@ -498,7 +501,7 @@ def test_effects_of_a_full_factorial():
     assert len(found) == 6
 
 
-def test_effects_of_a_fraction():
+def test_effects_of_a_fractional_factorial() -> None:
     factors = {name: ["-", "+"] for name in "ABCD"}
     half = [p for p in itertools.product("-+", repeat=4) if p.count("+") % 2 == 0]  # I = ABCD
     places = points(factors, half)
@@ -525,7 +528,7 @@ def test_effects_of_a_fraction():
     assert again["A",]["gain"] == pytest.approx(2 * math.sqrt(1.5))
 
 
-def test_interactions_of_combinations():
+def test_interactions_of_combinations() -> None:
     arms = {"base": truth(8.0), "only a": truth(4.0), "only b": truth(2.0), "both": truth(2.0)}
     places = {
         "base": [{"kind": "base"}],
@@ -541,8 +544,8 @@ def test_interactions_of_combinations():
     assert len(found) == sum(measure["primary"] for measure in MEASURES)
 
 
-def test_where_nothing_differs_nothing_is_recommended():
-    """Whole summaries of experiments in which all arms do the same."""
+def test_equal_arms_are_rarely_called_different() -> None:
+    """Summaries of experiments in which all arms are equal."""
     draw = random.Random(1)
     false = 0
     for _ in range(60):

@@ -1,4 +1,4 @@
-"""Verdicts: a difference is called one only if test, interval and control agree."""
+"""Verdicts: a difference counts only if the test, the interval and the A/A control agree."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ LOUD = Noise(0.8, 1.1, 1.25, 5)
     [
         (comparison(1.5, 1.3, 1.7), 0.01, QUIET, "helps"),
         (comparison(0.6, 0.5, 0.7), 0.01, QUIET, "hurts"),
-        (comparison(1.5, 1.3, 1.7), 0.05, QUIET, "within noise"),  # the test does not agree
-        (comparison(1.5, 0.99, 1.7), 0.01, QUIET, "within noise"),  # the interval does not
-        (comparison(1.2, 1.1, 1.3), 0.01, LOUD, "within noise"),  # the control does not
+        (comparison(1.5, 1.3, 1.7), 0.05, QUIET, "within noise"),  # the test disagrees
+        (comparison(1.5, 0.99, 1.7), 0.01, QUIET, "within noise"),  # the interval disagrees
+        (comparison(1.2, 1.1, 1.3), 0.01, LOUD, "within noise"),  # the control disagrees
         (comparison(0.81, 0.8, 0.82), 0.01, LOUD, "within noise"),
         (comparison(1.3, 1.26, 1.4), 0.01, LOUD, "helps"),
         (comparison(0.79, 0.75, 0.82), 0.01, LOUD, "hurts"),
-        (comparison(1.0005, 1.0004, 1.0006), 0.0, None, "within noise"),  # nobody would notice
+        (comparison(1.0005, 1.0004, 1.0006), 0.0, None, "within noise"),  # negligible
         (comparison(1.01, 1.009, 1.011), 0.0, None, "helps"),
         (Comparison(1, 3.0, None, None, None, None), None, QUIET, "too few runs"),
     ],
 )
-def test_words(found, p_holm, noise, word):
+def test_verdicts(found: Comparison, p_holm: float | None, noise: Noise | None, word: str) -> None:
     assert judge(found, p_holm, noise)[0] == word
 
 
-def test_reasons_carry_the_figures():
+def test_reasons_carry_the_figures() -> None:
     assert judge(comparison(1.5, 1.3, 1.7), 0.01, LOUD)[1] == (
         "1.50 times better (95% 1.30 to 1.70, adjusted p 0.01), beyond the noise of 25%"
     )
@@ -50,19 +50,18 @@ def test_reasons_carry_the_figures():
         "2.00 times worse (95% 1.25 to 2.50, adjusted p below 0.0001)"
     )
     assert (
-        judge(comparison(1.2, 1.1, 1.3), 0.01, LOUD)[1]
-        == "the difference, 20%, is no larger than the A/A control's: 25%"
+        judge(comparison(1.2, 1.1, 1.3), 0.01, LOUD)[1] == "the difference, 20%, does not exceed the A/A control's: 25%"
     )
     assert "95% 0.990 to 1.70, adjusted p 0.3" in judge(comparison(1.5, 0.99, 1.7), 0.3, None)[1]
     wild = Noise(0.1, 2.0, 10.0, 3)
     assert judge(comparison(3.0, 2.0, 4.0), 0.01, wild)[1] == (
-        "the difference, a factor of 3.00, is no larger than the A/A control's: a factor of 10.0"
+        "the difference, a factor of 3.00, does not exceed the A/A control's: a factor of 10.0"
     )
     assert "0.1%" in judge(comparison(1.0005, 1.0004, 1.0006), 0.0, None)[1]
     assert judge(Comparison(1, 3.0, None, None, None, None), None, None)[1].startswith("1 block cannot")
 
 
-def test_noise_is_the_farther_end_of_the_control():
+def test_the_noise_floor_is_the_farther_end_of_the_control() -> None:
     assert noise_of([comparison(0.95, 0.8, 1.1)]) == Noise(0.8, 1.1, 1.25, 5)
     assert noise_of([comparison(1.0, 0.99, 1.2)]).floor == 1.2
     assert noise_of([comparison(1.0, 0.99, 1.2), comparison(1.0, 0.5, 1.1, n=4)]) == Noise(0.5, 1.2, 2.0, 4)
@@ -71,7 +70,7 @@ def test_noise_is_the_farther_end_of_the_control():
 
 
 @given(st.lists(st.floats(-1, 1), min_size=2, max_size=8), st.floats(1, 1.5))
-def test_the_other_way_round_the_verdict_is_the_other(values, floor):
+def test_the_inverse_ratio_has_the_opposite_verdict(values: list[float], floor: float) -> None:
     noise = Noise(1 / floor, floor, floor, 5)
     opposite = {"helps": "hurts", "hurts": "helps", "within noise": "within noise"}
     one, other = compare(values), compare([-value for value in values])
@@ -81,8 +80,8 @@ def test_the_other_way_round_the_verdict_is_the_other(values, floor):
 
 
 @pytest.mark.parametrize(("blocks", "arms", "control"), [(3, 6, True), (5, 6, False), (5, 1, False)])
-def test_where_nothing_differs_a_difference_is_rarely_seen(blocks, arms, control):
-    """All arms do the same, and share a baseline: any verdict but "within noise" is an error, allowed 1 in 20 times."""
+def test_equal_arms_rarely_get_a_verdict(blocks: int, arms: int, control: bool) -> None:
+    """All arms are equal: a verdict other than "within noise" is an error, which is allowed 1 in 20 times."""
     draw = random.Random(2)
     wrong, experiments = 0, 600
     for _ in range(experiments):

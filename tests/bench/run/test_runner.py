@@ -197,7 +197,7 @@ def test_what_a_killed_run_left_is_removed(tmp_path):
 
 
 def test_results_that_are_none_are_refused(tmp_path):
-    with pytest.raises(NotACheckpointError, match="there is no results file"):
+    with pytest.raises(NotACheckpointError, match="the results file does not exist"):
         documents.read(tmp_path / "results.json")
     refused = {
         "{": CorruptCheckpointError,

@@ -18,8 +18,11 @@ Seconds are never compared: they depend on the hardware.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib import resources
 
-from tensorkeep.bench.analysis.published_claims import ARMS_NEEDED, CLAIMS, NOT_HERE, ArmPair, PublishedClaim
+import msgspec
+
 from tensorkeep.bench.analysis.samples import Samples
 from tensorkeep.bench.analysis.statistics import Comparison
 from tensorkeep.bench.analysis.verdicts import SMALLEST
@@ -32,18 +35,67 @@ _WIDEST = 4.0
 _EXPERIMENT = "claims"
 _SAME = "what is claimed"
 _NOTHING = "no clear difference"
-_VAGUE = "an interval too wide to say"
+_VAGUE = "an interval too wide to judge"
+
+
+class ArmPair(msgspec.Struct, frozen=True):
+    """One arm against another in one measure; they may differ only in the settings ``changed``, if it is given."""
+
+    measure: str
+    over: str
+    arm: str
+    changed: frozenset[str] | None = None
+
+
+class PublishedClaim(msgspec.Struct, frozen=True):
+    """One published figure, and the arms that check it."""
+
+    id: str
+    claim: str
+    theirs: str
+    before: float
+    after: tuple[float, float]  # lowest and highest, in the unit of `before`
+    documented: ArmPair  # the comparison as it was published
+    isolating: tuple[ArmPair, ...]  # arms that differ only in what the claim names
+    also: tuple[ArmPair, ...] = ()  # shown beside them, without influence on the verdict
+    mixed: str = ""  # what else differs, even between the isolating arms
+    wrong: str = ""  # the error in the claim, or in how it was measured
+
+    @property
+    def gain(self) -> tuple[float, float]:
+        """Lowest and highest claimed gain, most often the same."""
+        return self.before / self.after[1], self.before / self.after[0]
+
+
+class PublishedClaims(msgspec.Struct, frozen=True):
+    """All claims: those that checkpoints can answer, and those that only other experiments can."""
+
+    claims: tuple[PublishedClaim, ...]
+    elsewhere: tuple[Claim, ...]
+
+    def arms(self) -> set[str]:
+        """Return the names of the arms that the claims are checked with."""
+        pairs = [pair for claim in self.claims for pair in (claim.documented, *claim.isolating, *claim.also)]
+        return {name for pair in pairs for name in (pair.over, pair.arm)}
+
+
+@cache
+def published_claims() -> PublishedClaims:
+    """Return the claims of ``published_claims.json``."""
+    file = resources.files("tensorkeep.bench.analysis") / "published_claims.json"
+    return msgspec.json.decode(file.read_bytes(), type=PublishedClaims)
 
 
 def check_claims(samples: Samples) -> Iterator[Claim]:
-    """Yield what the results say about each claim, if the experiment checks claims.
+    """Yield what the results show of each claim, if the experiment checks claims.
 
-    It does if it is called ``claims`` or has all arms of `ARMS_NEEDED`. Claims that lack an arm are ``not run``.
+    It does if it is called ``claims`` or has all arms that the claims need. Claims that lack an arm are ``not run``.
     """
-    if samples.experiment.name == _EXPERIMENT or {arm.name for arm in samples.arms} >= ARMS_NEEDED:
-        for claim in CLAIMS:
+    published = published_claims()
+    if samples.experiment.name == _EXPERIMENT or published.arms() <= {arm.name for arm in samples.arms}:
+        for claim in published.claims:
             yield _check(samples, claim)
-        yield NOT_HERE
+        yield from published.elsewhere
 
 
 def _check(samples: Samples, claim: PublishedClaim) -> Claim:

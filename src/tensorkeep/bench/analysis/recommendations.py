@@ -1,7 +1,7 @@
 """What to use on this machine, in sentences computed from the figures.
 
 Only an arm with the verdict *helps* is recommended; never the A/A control, an arm that does not sync what it wrote, or
-an arm that failed its gate even once. Where nothing helps, the sentence says so.
+an arm that failed its gate even once. Where no arm helps, the sentence names that.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def _why_not_run(samples: Samples, arm: str, measure: Measure) -> str | None:
 
 def _why_not_compared(samples: Samples, measure: Measure) -> str:
     if samples.baseline is None:
-        return "there is no baseline to compare with"
+        return "the experiment has no baseline to compare with"
     why_not = _why_not_run(samples, samples.baseline, measure)
     if why_not:
         return f"the baseline {samples.baseline} was not run: {why_not}"

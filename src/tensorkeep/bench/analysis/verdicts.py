@@ -48,7 +48,7 @@ def judge(comparison: Comparison, p_holm: float | None, noise: Noise | None) -> 
     noisy = noise if noise is not None and noise.floor > SMALLEST else None
     if noisy is not None and size <= noisy.floor:
         return "within noise", (
-            f"the difference, {difference(size)}, is no larger than the A/A control's: {difference(noisy.floor)}"
+            f"the difference, {difference(size)}, does not exceed the A/A control's: {difference(noisy.floor)}"
         )
     if size <= SMALLEST:
         return "within noise", f"the difference, {difference(size)}, is negligible: below 0.1%"

@@ -72,7 +72,7 @@ def too_noisy(noise: Noise | None, statistics: Sequence[Statistics]) -> str:
     if noise is None or noise.floor <= _HOPELESS or settled:
         return ""
     spans = interval(noise.low, noise.high)
-    return f"after {counted(noise.n, 'block')} there is no verdict: the baseline against itself spans {spans} (95%)"
+    return f"after {counted(noise.n, 'block')} no verdict is possible: the baseline against itself spans {spans} (95%)"
 
 
 def _unreached(samples: Samples) -> Iterator[Caution]:

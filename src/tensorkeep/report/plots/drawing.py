@@ -162,7 +162,7 @@ def shown_arms(results: Results) -> list[Arm]:
 
 
 def left_out(results: Results) -> str:
-    """Return a sentence about the arms that a figure has no room for, or nothing."""
+    """Return a sentence about the arms that a figure omits, or an empty string."""
     count = len(compared_arms(results))
     return "" if count <= MOST_ARMS else f" {MOST_ARMS} of {count} arms are shown; the tables have all."
 

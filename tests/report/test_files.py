@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from report import documents
 from tensorkeep import errors
+from tensorkeep.bench.results_file import read_results
 from tensorkeep.cli import report as command
 from tensorkeep.cli.output import Output
 from tensorkeep.report import files as module
 from tensorkeep.report.files import write_report
+from tensorkeep.report.html import report_page
+from tensorkeep.report.plots import draw_plots
 
 
 @pytest.fixture
@@ -23,7 +28,7 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def plain(tmp_path: Path) -> Path:
-    """A run without measures, so without plots, which take time."""
+    """A run without measures, and so without plots, which are slow."""
     return documents.write({**documents.document(runs=1), "measures": []}, tmp_path / "plain")
 
 
@@ -31,7 +36,19 @@ def names(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def test_everything_beside_the_results(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def check_page(run: Path) -> None:
+    """The page requests nothing and holds the command of every cell."""
+    page = (run / "report.html").read_text()
+    for fetching in ("src=", "<link", "@import", "url(http", "fetch("):
+        assert fetching not in page
+    assert "default-src 'none'" in page
+    assert "&#34;runs&#34;: 2" in page  # the experiment as JSON
+    for cell in json.loads((run / "results.json").read_text())["cells"]:
+        if cell["arm"] != "pytorch (again)":
+            assert f"tensorkeep bench cell --arm {cell['arm']} --block {cell['block']}" in page
+
+
+def test_the_report_is_written_beside_the_results(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.report(run) == 0
     plots = [f"plots/{name}.{kind}" for name in ("gains", "pareto", "three-way") for kind in ("png", "svg")]
     assert names(run) == [*plots, "report.html", "results.json", "samples.csv", "summary.csv"]
@@ -39,9 +56,10 @@ def test_everything_beside_the_results(run: Path, capsys: pytest.CaptureFixture[
     assert "method               save (ms)" in printed
     assert "Durable save: no arm is shown to be better than pytorch" in printed
     assert f"wrote {run / 'report.html'}" in printed
+    check_page(run)
 
 
-def test_only_what_is_asked_for(plain: Path, tmp_path: Path) -> None:
+def test_with_out_only_requested_files_are_written(plain: Path, tmp_path: Path) -> None:
     command.report(plain / "results.json", out=tmp_path / "new" / "x.html", output=Output(quiet=True))
     assert names(tmp_path / "new") == ["x.html"]
     assert names(plain) == ["results.json"]
@@ -55,20 +73,23 @@ def test_tables_only(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "tensorstore" in capsys.readouterr().out
 
 
-def test_json_is_one_document(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command.report(run, output=Output(json=True))
+def test_json_is_one_document(run: Path, plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command.report(plain, output=Output(json=True))
     document = json.loads(capsys.readouterr().out)
-    assert document["written"][0] == str(run / "report.html")
+    assert document["written"][0] == str(plain / "report.html")
+    command.report(run, tables_only=True, output=Output(json=True))
+    document = json.loads(capsys.readouterr().out)
+    assert document["written"] == []
     assert document["summary"]["arms"]["t5x"]["save"]["verdict"] == "hurts"
     assert document["headlines"][0].startswith("Durable save: no arm")
 
 
-def test_delivering_writes_beside_the_page(plain: Path) -> None:
+def test_deliver_writes_beside_the_page(plain: Path) -> None:
     command.deliver(plain / "results.json", plain / "report.html", Output(quiet=True))
     assert names(plain) == ["report.html", "results.json", "samples.csv", "summary.csv"]
 
 
-def test_a_report_is_replaced_and_nothing_else(plain: Path) -> None:
+def test_only_an_earlier_report_is_replaced(plain: Path) -> None:
     page = plain / "report.html"
     write_report(plain, page)
     first = page.read_bytes()
@@ -112,18 +133,6 @@ def test_missing_packages_are_named(plain: Path, monkeypatch: pytest.MonkeyPatch
             assert caught.value.remedy == "pip install 'tensorkeep[bench]'"
 
 
-def test_the_page_asks_for_nothing_and_holds_every_command(run: Path) -> None:
-    write_report(run, run / "report.html")
-    page = (run / "report.html").read_text()
-    for fetching in ("src=", "<link", "@import", "url(http", "fetch("):
-        assert fetching not in page
-    assert "default-src 'none'" in page
-    assert "&#34;runs&#34;: 2" in page  # the experiment as JSON
-    for cell in json.loads((run / "results.json").read_text())["cells"]:
-        if cell["arm"] != "pytorch (again)":
-            assert f"tensorkeep bench cell --arm {cell['arm']} --block {cell['block']}" in page
-
-
 def test_claims_are_printed_one_below_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command.report(documents.write(documents.with_claims(), tmp_path), tables_only=True)
     lines = capsys.readouterr().out.splitlines()
@@ -135,7 +144,7 @@ def test_claims_are_printed_one_below_the_other(tmp_path: Path, capsys: pytest.C
     ]
 
 
-def test_what_a_file_made_up_cannot_drive_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_texts_of_a_file_cannot_drive_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = documents.with_claims()
     escape = "\x1b]0;owned\x07\n"
     document["experiment"]["title"] = document["subject"]["description"] = escape
@@ -153,3 +162,46 @@ def test_what_a_file_made_up_cannot_drive_a_terminal(tmp_path: Path, capsys: pyt
     assert "owned" in printed
     assert "\x1b" not in printed
     assert "\x07" not in printed
+
+
+def _of(*keys: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(document: dict[str, Any]) -> None:
+        place: Any = document
+        for key in keys[:-1]:
+            place = place[key]
+        place[keys[-1]] = value
+
+    return change
+
+
+def _step(change: str, measure: str) -> dict[str, str]:
+    return {"change": change, "arm": "t5x", "measure": measure}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [lambda document: [document.pop(key) for key in ("summary", "subject", "environment")]],
+        [_of("summary", value={}), _of("cells", value=[]), _of("complete", value=False)],
+        [_of("measures", value=[])],
+        [_of("experiment", "baseline", value=None), _of("arms", 0, "role", value="arm")],
+        [
+            _of("summary", "noise", value={"save": None}),
+            _of("summary", "recommendations", value=[{"for": "size", "text": "x"}]),
+            _of("summary", "steps", value=[_step("x", "save"), _step("y", "unknown")]),
+            _of("summary", "effects", value=[{"factors": ["x"], "measure": "save"}]),
+            _of("summary", "interactions", value=[{"changes": ["x"], "arm": "t5x", "measure": "save"}]),
+            _of("summary", "arms", "t5x", "save", value={"n": 2, "gain": 0.0, "verdict": "hurts"}),
+            _of("environment", value={"memory": {"total_bytes": None}, "devices": [{"name": "x"}]}),
+            _of("experiment", "something_new", value=[1]),
+        ],
+    ],
+)
+def test_a_report_of_incomplete_results(changes: list[Callable[[dict[str, Any]], None]], tmp_path: Path) -> None:
+    document = documents.document(documents.THREE_WAY, runs=2)
+    for change in changes:
+        change(document)
+    found = read_results(documents.write(document, tmp_path))
+    page = report_page(found, draw_plots(found))
+    assert "The made-up comparison" in page
+    command.print_tables(found)
