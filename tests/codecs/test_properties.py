@@ -70,9 +70,9 @@ def test_damage_raises_nothing_but_codec_errors(codec: Codec, block: Bytes, dtyp
 
 def decodes_or_refuses(codec: Codec, stored: Bytes, dtype: DType, nbytes: int) -> bool:
     """Return whether nothing was written outside the output; errors other than the codec's are raised."""
-    room = np.full(nbytes + 32, 0xA5, np.uint8)
+    guarded = np.full(nbytes + 32, 0xA5, np.uint8)
     try:
-        codec.decode(stored, dtype, room[16:-16])
+        codec.decode(stored, dtype, guarded[16:-16])
     except CodecError as refusal:
         assert str(refusal)
-    return bool((room[:16] == 0xA5).all() and (room[-16:] == 0xA5).all())
+    return bool((guarded[:16] == 0xA5).all() and (guarded[-16:] == 0xA5).all())

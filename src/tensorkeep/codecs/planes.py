@@ -34,7 +34,6 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import zstandard
@@ -150,38 +149,20 @@ class _Contexts(threading.local):
         return plane
 
 
-@dataclass(frozen=True, slots=True)
 class _Header:
     """The header of a block, and the places of what follows it."""
 
-    layout: int
-    nbytes: int
-    modes: tuple[int, ...]
-
-    @property
-    def width(self) -> int:
-        return len(self.modes)
-
-    @property
-    def count(self) -> int:
-        return self.nbytes // self.width
-
-    @property
-    def frames(self) -> int:
-        return self.modes.count(_CODED) * -(-self.count // RUN)
-
-    @property
-    def lengths_start(self) -> int:
-        return _SKIPPABLE.size + _FIXED.size + self.width
-
-    @property
-    def raw_start(self) -> int:
-        return self.lengths_start + self.frames * _LENGTH.itemsize
-
-    @property
-    def frames_start(self) -> int:
-        raw = self.modes.count(_RAW)
-        return self.raw_start + (_SKIPPABLE.size + raw * self.count if raw else 0)
+    def __init__(self, layout: int, nbytes: int, modes: tuple[int, ...]) -> None:
+        self.layout = layout
+        self.nbytes = nbytes
+        self.modes = modes
+        self.width = len(modes)
+        self.count = nbytes // self.width
+        self.raw_bytes = modes.count(_RAW) * self.count
+        frames = modes.count(_CODED) * -(-self.count // RUN)
+        self.lengths_start = _SKIPPABLE.size + _FIXED.size + self.width
+        self.raw_start = self.lengths_start + frames * _LENGTH.itemsize
+        self.frames_start = self.raw_start + (_SKIPPABLE.size if _RAW in modes else 0) + self.raw_bytes
 
     def raw_planes(self, block: Bytes) -> list[Bytes | None]:
         """Return views of the raw planes in the block, None for the coded ones."""
@@ -197,7 +178,7 @@ class _Header:
         payload = fixed + np.array(lengths, _LENGTH).tobytes()
         end = append(_SKIPPABLE.pack(_HEADER_MAGIC, len(payload)) + payload, block, 0)
         if _RAW in self.modes:
-            append(_SKIPPABLE.pack(_RAW_MAGIC, self.modes.count(_RAW) * self.count), block, end)
+            append(_SKIPPABLE.pack(_RAW_MAGIC, self.raw_bytes), block, end)
 
 
 def _layout(nbytes: int, dtype: DType) -> tuple[int, int]:
@@ -258,15 +239,13 @@ def _read_header(stored: Bytes, nbytes: int) -> _Header:
     if declared != nbytes or nbytes % width:
         raise CodecError(f"decodes to {declared} bytes in elements of {width}, the block has {nbytes}")
     modes = tuple(stored[start : start + width].tolist())
-    header = _Header(layout, nbytes, modes)
     if len(modes) != width or not set(modes) <= {_RAW, _CODED}:
         raise CodecError("a plane is neither raw nor coded")
+    header = _Header(layout, nbytes, modes)
     if length != header.raw_start - _SKIPPABLE.size or stored.size < header.frames_start:
         raise CodecError("the header and the stored length do not agree")
-    if _RAW in modes:
-        raw = modes.count(_RAW) * header.count
-        if _SKIPPABLE.unpack_from(stored.data, header.raw_start) != (_RAW_MAGIC, raw):
-            raise CodecError("the raw planes are not where the header says")
+    if _RAW in modes and _SKIPPABLE.unpack_from(stored.data, header.raw_start) != (_RAW_MAGIC, header.raw_bytes):
+        raise CodecError("the raw planes are not at the place that the header gives")
     return header
 
 

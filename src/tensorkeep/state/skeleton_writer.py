@@ -56,26 +56,26 @@ from tensorkeep.state.skeleton_reader import MAX_DEPTH, namedtuple_class
 _KEY_TYPES = (str, int, bool, float, type(None))
 
 
-class FoundLeaf(NamedTuple):
-    """A leaf, its value in the state, the keys that lead to it, and its node, which gets the name later."""
+class StateLeaf(NamedTuple):
+    """A leaf of a state in memory."""
 
-    path: Path
+    path: Path  # the keys that lead to it
     leaf: Leaf
-    value: Any
+    value: Any  # the tensor or array of the state, whose memory the leaf shares
     node: dict[str, object]
 
 
 class SkeletonWriter:
-    """Encodes one state.
+    """Encodes one state; the names of its leaves are assigned afterwards.
 
     Attributes
     ----------
-    found : list of FoundLeaf
+    leaves : list of StateLeaf
         The leaves encoded so far, in traversal order.
     """
 
     def __init__(self) -> None:
-        self.found: list[FoundLeaf] = []
+        self.leaves: list[StateLeaf] = []
 
     def encode(self, value: Any, path: Path) -> Any:
         """Return a value's node; raises UnsupportedLeafError if it, or a value inside, cannot be saved."""
@@ -92,7 +92,7 @@ class SkeletonWriter:
         node: dict[str, object] = {leaf.kind: ""}
         if leaf.is_torch and leaf.requires_grad != (leaf.kind == "parameter"):
             node["requires_grad"] = leaf.requires_grad
-        self.found.append(FoundLeaf(path, leaf, value, node))
+        self.leaves.append(StateLeaf(path, leaf, value, node))
         return node
 
     def _text(self, value: str, path: Path) -> str:
@@ -103,17 +103,22 @@ class SkeletonWriter:
         _check_depth(path)
         return [self.encode(item, (*path, index)) for index, item in enumerate(value)]
 
-    def _tuple(self, value: tuple[Any, ...], path: Path) -> dict[str, Any]:
-        return {"tuple": self._list(value, path)}
-
     def _dict(self, value: dict[Any, Any], path: Path, prefix: str = "") -> dict[str, Any]:
+        if all(type(key) is str for key in value):
+            for key in value:
+                _check_text(key, (*path, key))
+            return {prefix or "dict": self._fields(value.items(), path)}
+        return {f"{prefix}_items" if prefix else "items": self._items(value, path)}
+
+    def _items(self, value: dict[Any, Any], path: Path) -> list[list[Any]]:
         _check_depth(path)
         for key in value:
             _check_key(key, path)
-        if all(type(key) is str for key in value):
-            return {prefix or "dict": {key: self.encode(item, (*path, key)) for key, item in value.items()}}
-        items = [[encode_key(key), self.encode(item, (*path, key))] for key, item in value.items()]
-        return {f"{prefix}_items" if prefix else "items": items}
+        return [[encode_key(key), self.encode(item, (*path, key))] for key, item in value.items()]
+
+    def _fields(self, items: Iterable[tuple[str, Any]], path: Path) -> dict[str, Any]:
+        _check_depth(path)
+        return {field: self.encode(item, (*path, field)) for field, item in items}
 
     def _ordered(self, value: OrderedDict[Any, Any], path: Path) -> dict[str, Any]:
         node = self._dict(value, path, "ordered")
@@ -128,20 +133,10 @@ class SkeletonWriter:
             )
         return node
 
-    def _counter(self, value: Counter[Any], path: Path) -> dict[str, Any]:
-        _check_depth(path)
-        for key in value:
-            _check_key(key, path)
-        return {"counter": [[encode_key(key), self.encode(count, (*path, key))] for key, count in value.items()]}
-
     def _set(self, value: set[Any] | frozenset[Any], path: Path) -> dict[str, Any]:
         for item in value:
             _check_key(item, path)
         return {type(value).__name__: [encode_key(item) for item in value]}
-
-    def _fields(self, items: Iterable[tuple[str, Any]], path: Path) -> dict[str, Any]:
-        _check_depth(path)
-        return {field: self.encode(item, (*path, field)) for field, item in items}
 
     def _registered(self, value: Any, path: Path) -> dict[str, Any]:
         cls = type(value)
@@ -188,10 +183,10 @@ _ENCODERS: dict[type, Callable[[SkeletonWriter, Any, Path], Any]] = {
     bytearray: lambda _, value, path: {"bytearray": encode_bytes(value)},
     range: lambda _, value, path: {"range": [encode_int(value.start), encode_int(value.stop), encode_int(value.step)]},
     list: SkeletonWriter._list,
-    tuple: SkeletonWriter._tuple,
+    tuple: lambda writer, value, path: {"tuple": writer._list(value, path)},
     dict: SkeletonWriter._dict,
     OrderedDict: SkeletonWriter._ordered,
-    Counter: SkeletonWriter._counter,
+    Counter: lambda writer, value, path: {"counter": writer._items(value, path)},
     set: SkeletonWriter._set,
     frozenset: SkeletonWriter._set,
 }

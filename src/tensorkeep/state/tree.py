@@ -17,7 +17,7 @@ from tensorkeep.state import names
 from tensorkeep.state.aliases import Alias, find_aliases
 from tensorkeep.state.leaf import LEAF_KINDS, Leaf, Source
 from tensorkeep.state.skeleton_reader import MAX_DEPTH, LeafSpec, SkeletonReader
-from tensorkeep.state.skeleton_writer import FoundLeaf, SkeletonWriter
+from tensorkeep.state.skeleton_writer import SkeletonWriter, StateLeaf
 from tensorkeep.state.strided import Array
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
     "StateLeaf",
     "child_nodes",
     "flatten",
-    "leaf_paths",
     "leaf_specs",
     "node_key_text",
     "node_tag",
@@ -63,13 +62,6 @@ class Flat(Generic[S_co]):
     parts: dict[str, tuple[str, str]]
 
 
-class StateLeaf(NamedTuple):
-    """A leaf of a state in memory, and the tensor or array in the state that it shares its memory with."""
-
-    leaf: Leaf
-    value: Any
-
-
 def flatten(state: object) -> Flat[Leaf]:
     """Split a nested state into its skeleton and its leaves; no tensor is copied.
 
@@ -88,11 +80,10 @@ def flatten(state: object) -> Flat[Leaf]:
     (2, 3)
     """
     skeleton, found = _encode(state)
-    leaves = [one.leaf for one in found]
-    aliases = find_aliases(leaves)
-    assigned = [leaf.name for leaf in leaves]
+    aliases = find_aliases([one.leaf for one in found])
+    assigned = [one.leaf.name for one in found]
     parts = names.assign_parts([one.path for one in found], assigned, is_dict=isinstance(state, dict))
-    stored = {leaf.name: leaf for leaf in leaves if leaf.name not in aliases}
+    stored = {one.leaf.name: one.leaf for one in found if one.leaf.name not in aliases}
     return Flat(skeleton, stored, aliases, parts)
 
 
@@ -104,22 +95,17 @@ def state_leaves(state: object) -> dict[str, StateLeaf]:
     UnsupportedLeafError
         For the first value that cannot be saved.
     """
-    return {one.leaf.name: StateLeaf(one.leaf, one.value) for one in _encode(state)[1]}
+    return {one.leaf.name: one for one in _encode(state)[1]}
 
 
-def leaf_paths(state: object) -> dict[str, names.Path]:
-    """Return the keys that lead to each leaf of a state, by its name."""
-    return {one.leaf.name: one.path for one in _encode(state)[1]}
-
-
-def _encode(state: object) -> tuple[object, list[FoundLeaf]]:
+def _encode(state: object) -> tuple[object, list[StateLeaf]]:
     writer = SkeletonWriter()
     skeleton = writer.encode(state, ())
-    assigned = names.assign_names([found.path for found in writer.found])
-    for found, name in zip(writer.found, assigned, strict=True):
-        found.leaf.name = name
-        found.node[found.leaf.kind] = name
-    return skeleton, writer.found
+    assigned = names.assign_names([one.path for one in writer.leaves])
+    for one, name in zip(writer.leaves, assigned, strict=True):
+        one.leaf.name = name
+        one.node[one.leaf.kind] = name
+    return skeleton, writer.leaves
 
 
 def unflatten(

@@ -116,7 +116,7 @@ def _targets(given: Mapping[str, StateLeaf], chosen: list[str]) -> dict[str, Tar
     wanted = set(chosen)
     bases = find_aliases(found.leaf for found in given.values())
     return {
-        name: Target(*given[name], fills=name not in bases or bases[name].of not in wanted)
+        name: Target(given[name].leaf, given[name].value, fills=name not in bases or bases[name].of not in wanted)
         for name in chosen
         if name in given
     }

@@ -15,7 +15,7 @@ from tensorkeep.checkpoint.restore.selection import select_tensors
 from tensorkeep.checkpoint.restore.stateful import StatefulObject, unwrap_states
 from tensorkeep.formats.base import Reader
 from tensorkeep.state.names import Path, display
-from tensorkeep.state.tree import StateLeaf, leaf_paths, state_leaves
+from tensorkeep.state.tree import StateLeaf, state_leaves
 
 _EXTRA_STATE = "_extra_state"
 _REMEDY = (
@@ -70,7 +70,7 @@ class StateMatch:
         self._partial = select is not None
         state_dicts = unwrap_states(state)
         self._given = state_leaves(state_dicts)
-        self._given_paths = leaf_paths(state_dicts)
+        self._given_paths = {name: given.path for name, given in self._given.items()}
         self.saved_tensors = {
             name: SavedTensor(name, reader.leaf_specs[name].kind, entry) for name, entry in reader.entries.items()
         }
