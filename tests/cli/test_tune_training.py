@@ -42,7 +42,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def small_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the steps of so small a model need more memory than its evaluation."""
-    monkeypatch.setattr("tensorkeep.train.evaluate._TOKENS_AT_ONCE", 64)
+    monkeypatch.setattr("tensorkeep.train.evaluate._LARGEST_TOKENS", 64)
 
 
 def chosen_for(memory: int) -> training.Tuned:

@@ -219,7 +219,7 @@ def test_tensors_of_another_model_are_refused(tmp_path: Path) -> None:
     assert caught.value.extra == ("blocks.0.mlp.fc.weight",)
     assert caught.value.different == ("norm.weight",)
     assert "missing: blocks.0.mlp.up.weight" in caught.value.message
-    with pytest.raises(UsageError, match="not the model's"):
+    with pytest.raises(UsageError, match="not that of the model"):
         export(model, build(**GPT2, dropout=0.1).config, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
@@ -229,7 +229,7 @@ def test_tensors_of_another_model_are_refused(tmp_path: Path) -> None:
     [
         ({"dtype": "int8"}, "the dtype is int8"),
         ({"dtype": torch.float64}, "the dtype is float64"),
-        ({"end_of_document": 13}, "the end of document is token 13, and the model knows 0 to 12"),
+        ({"end_of_document": 13}, "the end of document is token 13, and the model has tokens 0 to 12"),
         ({"tokenizer_json": "{"}, r"not a tokenizer\.json"),
         ({"tokenizer_json": "[" * 100_000}, r"not a tokenizer\.json"),
         ({"tokenizer_json": '{"model": {"vocab": [["a", 0.0]]}}'}, r"not a tokenizer\.json"),

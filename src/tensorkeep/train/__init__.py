@@ -1,1 +1,10 @@
-"""ChatGoT: a compact GPT training pipeline that resumes exactly; every checkpoint goes through this library."""
+"""ChatGoT: a compact GPT trainer that reads from top to bottom.
+
+Read it in this order:
+
+1. `tensorkeep.train.loop`: the training loop, and one step of it (`take_step`).
+2. `tensorkeep.train.run.state` and `tensorkeep.train.run.setup`: what a step needs, and how a run is opened or resumed.
+3. `tensorkeep.train.model.gpt`: the model. `tensorkeep.train.data.batches`: its batches.
+4. `tensorkeep.train.config.recipes`: complete configurations to start from.
+5. `tensorkeep.train.techniques`: optimisations of training, each a file that changes a run and proves its effect.
+"""

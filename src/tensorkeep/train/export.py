@@ -1,4 +1,4 @@
-"""Export: a trained model as a folder that Hugging Face transformers opens."""
+"""Exporting a trained model as a folder that Hugging Face transformers opens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MOST_NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What an export wrote.
+    """What `export` wrote.
 
     Attributes
     ----------
@@ -42,7 +42,7 @@ class ExportReport:
     architecture : str
         The class in transformers: ``"GPT2LMHeadModel"`` or ``"LlamaForCausalLM"``.
     parameters : int
-        Elements of the tensors that were written; tied weights once.
+        Elements of the written tensors; tied weights count once.
     dtype : str
         Of the tensors.
     stored_bytes : int
@@ -73,25 +73,25 @@ def export(
     dtype: torch.dtype | str | None = None,
     overwrite: bool = False,
 ) -> ExportReport:
-    """Write a folder that ``transformers.AutoModelForCausalLM.from_pretrained`` opens; visible whole or not at all.
+    """Write a folder that ``transformers.AutoModelForCausalLM.from_pretrained`` opens; it appears when complete.
 
     Models with learned positions, LayerNorm and GELU become a GPT-2, those with rotary positions, RMSNorm, SwiGLU and
-    no biases a LLaMA. Both give the same logits as here, up to rounding. It takes memory for a copy of the weights.
+    no biases a LLaMA. Their logits are the same up to rounding. It needs memory for a copy of the weights.
 
     Parameters
     ----------
     model_or_state : GPT or mapping of str to Tensor
         The model, or its ``state_dict()``.
     config : ModelConfig
-        What the model consists of.
+        The configuration of the model.
     folder : path-like
-        Where the export shall appear; missing parent folders are created.
+        The folder to make; missing parent folders are created.
     tokenizer_json : str, optional
-        The text of a ``tokenizer.json`` of Hugging Face's tokenizers, which ``AutoTokenizer`` then opens.
+        The text of a ``tokenizer.json`` of Hugging Face's tokenizers, for ``AutoTokenizer``.
     end_of_document : int, optional
-        The token at which generation shall end.
+        The token that ends generation.
     dtype : torch.dtype or str, optional
-        Round the weights to float32, bfloat16 or float16; by default they are of the dtype of the token embedding.
+        float32, bfloat16 or float16, to which the weights are rounded; by default the dtype of the token embedding.
     overwrite : bool
         Replace an earlier export.
 
@@ -102,13 +102,22 @@ def export(
     Raises
     ------
     UnsupportedError
-        If transformers has no architecture for the configuration, naming the settings in the way.
+        If transformers has no architecture for the configuration; the message names the settings that prevent it.
     StateMismatchError
         If the tensors are not those of the configuration.
     UsageError
-        If another argument makes no sense.
+        If another argument is invalid.
     DestinationExistsError, BusyError, StoreError
         If the folder cannot be written.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> config = ModelConfig(vocab_size=9, context_length=8, n_layers=1, n_heads=1, d_model=4)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     report = export(GPT(config), config, f"{folder}/exported")
+    >>> report.architecture, report.files
+    ('GPT2LMHeadModel', ('model.safetensors', 'config.json'))
     """
     destination = Path(checked_path(folder))
     architecture = architecture_of(config)
@@ -117,14 +126,14 @@ def export(
     documents = {CONFIG: _config_document(architecture, config, target, end_of_document)}
     if tokenizer_json is not None:
         documents[TOKENIZER_CONFIG] = _tokenizer_config(tokenizer_json, config, end_of_document)
-    # Copies: of tensors that share memory, the file would hold the first alone.
+    # Copies, because of tensors that share memory, safetensors writes only the first.
     tensors = {
         name: tensor.detach().to("cpu", _DTYPES[target], copy=True)
         for name, tensor in architecture.tensors(state, config)
     }
     with Commit(destination, directory=True, overwrite=overwrite, replaceable=_is_export) as commit:
         saved = save(tensors, commit.path / WEIGHTS, format="safetensors", compression="none")
-        # What its own clean-up could not remove would be published with the rest.
+        # Temporaries that `save` could not remove would be published as well.
         remove_abandoned(commit.path)
         contents = {name: msgspec.json.format(msgspec.json.encode(each)) for name, each in documents.items()}
         if tokenizer_json is not None:
@@ -148,10 +157,10 @@ def _is_export(path: Path) -> bool:
 
 
 def _checked_state(model_or_state: GPT | Mapping[str, Tensor], config: ModelConfig) -> Mapping[str, Tensor]:
-    """Return the tensors by our names, after a check that they are those of the configuration."""
+    """Return the tensors by their names in `GPT`, after a check that they match the configuration."""
     if isinstance(model_or_state, GPT):
         if model_or_state.config != config:
-            raise UsageError("the configuration is not the model's", remedy="give model.config")
+            raise UsageError("the configuration is not that of the model", remedy="give model.config")
         return model_or_state.state_dict()
     state: dict[str, Any] = dict(model_or_state)
     wanted = {name: tensor.shape for name, tensor in GPT(config, device="meta").state_dict().items()}
@@ -165,7 +174,7 @@ def _checked_state(model_or_state: GPT | Mapping[str, Tensor], config: ModelConf
     if missing or extra or different:
         parts = {"missing": missing, "not the model's": extra, "of another shape": different}
         raise StateMismatchError(
-            "the tensors are not those of the configuration: "
+            "the tensors do not match the configuration: "
             + "; ".join(f"{what}: {_listed(names)}" for what, names in parts.items() if names),
             remedy="give the state_dict() of the model, and its configuration",
             missing=missing,
@@ -192,8 +201,8 @@ def _config_document(
 ) -> dict[str, Any]:
     if end_of_document is not None and not 0 <= end_of_document < config.vocab_size:
         raise UsageError(
-            f"the end of document is token {end_of_document}, and the model knows 0 to {config.vocab_size - 1}",
-            remedy="give the tokenizer's, or leave it out",
+            f"the end of document is token {end_of_document}, and the model has tokens 0 to {config.vocab_size - 1}",
+            remedy="give that of the tokenizer, or leave it out",
         )
     return {
         "architectures": [architecture.name],
@@ -202,7 +211,7 @@ def _config_document(
         "initializer_range": float(config.init_std),
         "tie_word_embeddings": config.tied,
         "torch_dtype": dtype,
-        # Without these, transformers takes those of the published models.
+        # Without these entries, transformers uses those of the published models.
         "bos_token_id": end_of_document,
         "eos_token_id": end_of_document,
         "pad_token_id": None,
@@ -210,12 +219,12 @@ def _config_document(
 
 
 def _tokenizer_config(text: str, config: ModelConfig, end_of_document: int | None) -> dict[str, Any]:
-    """Return what lies beside the tokenizer, after a check that the model knows its tokens."""
+    """Return the ``tokenizer_config.json``, after a check that all tokens are in the vocabulary of the model."""
     tokens = _tokens_of(text)
     largest = max(tokens.values(), default=0)
     if largest >= config.vocab_size:
         raise UsageError(
-            f"the tokenizer has the token {largest}, and the model knows 0 to {config.vocab_size - 1}",
+            f"the tokenizer has the token {largest}, and the model has tokens 0 to {config.vocab_size - 1}",
             remedy="give the tokenizer that the model was trained with",
         )
     ends = [token for token, number in tokens.items() if number == end_of_document]

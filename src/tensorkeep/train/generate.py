@@ -1,4 +1,4 @@
-"""Generation: a prompt is continued token by token, each drawn from what the model says comes next."""
+"""Text generation: token by token, with temperature, top-k, top-p and a key-value cache."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.model.modes import evaluating
 
 Prompt = Sequence[int] | Sequence[Sequence[int]] | npt.NDArray[np.integer] | Tensor
-"""Token ids of one prompt, or of several of equal length."""
+"""Token ids of one prompt, or of several prompts of equal length."""
 
 OnToken = Callable[[list[int]], None]
-"""Called with each new token, one for each prompt."""
+"""Called after each step with its new tokens, one for each prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Sampling:
     Raises
     ------
     UsageError
-        If a value makes no sense.
+        If a value is out of range.
     """
 
     temperature: float = 1.0
@@ -70,11 +70,11 @@ class Sampling:
     def probabilities(self, logits: Tensor) -> Tensor:
         """Return the probability of each token, float64, of the shape of the logits; the temperature is above 0."""
         scaled = logits.double()
-        # The largest is 0 before the division, so that no temperature makes it overflow.
+        # The maximum is 0 before the division, so that no temperature overflows.
         scaled = (scaled - scaled.amax(dim=-1, keepdim=True)) / self.temperature
         if self.top_k is None and self.top_p is None:
             return scaled.softmax(dim=-1)
-        # Stable: of equally likely tokens at the border, those with the lower ids stay.
+        # Stable: of equally likely tokens at the limit, those with lower ids are kept.
         scaled, order = scaled.sort(dim=-1, descending=True, stable=True)
         if self.top_k is not None:
             scaled[:, self.top_k :] = -math.inf
@@ -85,7 +85,7 @@ class Sampling:
 
 
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
-    """Keep of each sorted row the likeliest tokens up to and with the one that reaches top_p."""
+    """Keep the likeliest tokens of each sorted row, up to and including the one that reaches top_p."""
     if top_p == 1:
         return probabilities
     before = probabilities.cumsum(dim=-1).roll(1, -1)
@@ -95,17 +95,17 @@ def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str | None) -> list[int]:
-    """Return the tokens of a prompt; without one that with which a document begins, or a line, or the first of all.
+    """Return the tokens of a prompt; None begins a new document, or a new line, or is token 0.
 
     Raises
     ------
     UsageError
-        If the tokenizer does not know the prompt, or it is empty.
+        If the tokenizer cannot encode the prompt, or it is empty.
     """
     if prompt is not None:
         ids: list[int] = tokenizer.encode(prompt).tolist()
         if not ids:
-            raise UsageError("the prompt is empty", remedy="give at least one token of text, or none at all")
+            raise UsageError("the prompt is empty", remedy="give some text, or no prompt")
         return ids
     if tokenizer.end_of_document is not None:
         return [tokenizer.end_of_document]
@@ -129,14 +129,13 @@ def generate(
     use_cache: bool = True,
     on_token: OnToken | None = None,
 ) -> Tensor:
-    """Continue one prompt, or several of equal length.
+    """Continue one prompt, or several prompts of equal length.
 
-    The model sees the last ``context_length`` tokens. As long as all fit, each is computed once and its keys and values
-    are cached. Past that, the window moves by one with every token: all of it is then at other positions and has seen
-    other tokens, so the cache is dropped and the whole window is computed for every token, for learned and rotary
-    positions alike. Generation with and without the cache gives the same, up to rounding.
+    The model attends to the last ``context_length`` tokens. As long as all tokens fit, each is computed once, and its
+    keys and values are cached. After that, the window moves by one position with every token, which changes all
+    positions, so the whole window is computed for each token. The cache changes the result by rounding only.
 
-    The global random state is neither used nor changed, and the model is left in the mode that it was in.
+    The global random state is neither used nor changed, and each module keeps its training mode.
 
     Parameters
     ----------
@@ -144,44 +143,51 @@ def generate(
     prompt_ids : sequence of int, sequence of such sequences, array or Tensor
         Token ids, of shape [positions] or [batch, positions].
     max_new_tokens : int
-        How many tokens are added at most.
+        The largest number of tokens to add.
     temperature : float
-        The logits are divided by it; 0 takes the likeliest token always.
+        The logits are divided by it; 0 always takes the likeliest token.
     top_k : int, optional
-        Draw from the so many likeliest tokens only.
+        Draw from this many of the likeliest tokens.
     top_p : float, optional
-        Draw from the likeliest tokens only, up to and with the one at which their probabilities, after ``top_k``, add
-        up to it (nucleus sampling: Holtzman et al., arXiv 1904.09751).
+        Draw from the smallest set of likeliest tokens whose probabilities, after ``top_k``, sum to at least this
+        (nucleus sampling; Holtzman et al., arXiv 1904.09751).
     seed : int
-        Of the draws, which are made on the CPU. With several prompts, each draw depends on how many there are.
+        Of the draws, which are made on the CPU. The draws of a prompt depend on the number of prompts.
     stop : int or collection of int, optional
-        Tokens that end a sequence; they are part of it. One that ends before the others is filled up with its stop
-        token.
+        Tokens that end a sequence, and are included in it. A sequence that ends before the others is padded with its
+        stop token.
     vocab_size : int, optional
-        Choose among the first so many tokens only: the tokenizer's, where the model's vocabulary is padded.
+        Draw from tokens below this only: that of the tokenizer, if the vocabulary of the model is padded.
     use_cache : bool
-        False computes everything anew for every token.
+        False computes the whole window for every token.
     on_token : callable, optional
-        Called with each new token as soon as it is drawn: a list of int, one for each prompt.
+        Called with the new tokens as soon as they are drawn: a list of int, one for each prompt.
 
     Returns
     -------
     Tensor
-        The prompt and what follows it, int64, with as many dimensions as the prompt, on the model's device.
+        The prompt and the new tokens, int64, with the dimensions of the prompt, on the model's device.
 
     Raises
     ------
     UsageError
-        If an argument makes no sense, or the model's logits are not finite.
+        If an argument is out of range, or the model's logits are not finite.
+
+    Examples
+    --------
+    >>> from tensorkeep.train.model.config import ModelConfig
+    >>> model = GPT(ModelConfig(vocab_size=9, context_length=8, n_layers=1, n_heads=1, d_model=4))
+    >>> generate(model, [1, 2, 3], max_new_tokens=4, seed=1).shape
+    torch.Size([7])
     """
     sampling = Sampling(temperature, top_k, top_p)
     prompt = _checked_prompt(prompt_ids, model.config.vocab_size)
     stops = _checked_stops(stop, model.config.vocab_size)
     _check_numbers(max_new_tokens, seed, vocab_size)
     generator = torch.Generator().manual_seed(seed)
-    ids = _with_room(prompt, max_new_tokens, model.tokens.weight.device)
+    ids = _padded(prompt, max_new_tokens, model.tokens.weight.device)
     batch, length = len(ids), prompt.shape[-1]
-    # Inference mode would do, but for weights that are divided among processes.
+    # Not inference_mode, which does not support sharded weights.
     with torch.no_grad(), evaluating(model):
         cache = model.new_cache(batch) if use_cache else None
         ended = torch.zeros(batch, dtype=torch.bool)
@@ -197,10 +203,10 @@ def generate(
     return ids if prompt.ndim == 2 else ids[0]
 
 
-def _with_room(prompt: Tensor, room: int, device: torch.device) -> Tensor:
-    """Return prompts, one a row, with room for tokens behind them."""
+def _padded(prompt: Tensor, count: int, device: torch.device) -> Tensor:
+    """Return the prompts as rows, followed by space for ``count`` tokens."""
     rows = prompt if prompt.ndim == 2 else prompt.unsqueeze(0)
-    ids = torch.empty(len(rows), rows.shape[1] + room, dtype=torch.int64, device=device)
+    ids = torch.empty(len(rows), rows.shape[1] + count, dtype=torch.int64, device=device)
     ids[:, : rows.shape[1]] = rows
     return ids
 
@@ -224,7 +230,7 @@ def _next_logits(model: GPT, ids: Tensor, cache: Cache | None) -> Tensor:
     if not logits.isfinite().all():
         raise UsageError(
             f"the model's logits for token {ids.shape[1]} are not finite",
-            remedy="its weights hold NaN or infinity, or numbers that overflow: take an earlier checkpoint",
+            remedy="its weights are not finite or overflow: use an earlier checkpoint",
         )
     return logits
 
@@ -235,7 +241,7 @@ def _checked_prompt(prompt_ids: Prompt, vocab_size: int) -> Tensor:
         prompt = prompt_ids if isinstance(prompt_ids, Tensor) else torch.tensor(prompt_ids)
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(
-            f"the prompt is no array of token ids ({error})", remedy="give lists of whole numbers, of equal length"
+            f"the prompt is not an array of token ids ({error})", remedy="give lists of whole numbers, of equal length"
         ) from error
     if prompt.ndim not in (1, 2) or not prompt.numel():
         raise UsageError(
@@ -260,6 +266,6 @@ def _check_ids(ids: Tensor, vocab_size: int, what: str) -> None:
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if outside.numel():
         raise UsageError(
-            f"{what} has the token {outside[0].item()}, and the model knows 0 to {vocab_size - 1}",
+            f"{what} has the token {outside[0].item()}, and the model has tokens 0 to {vocab_size - 1}",
             remedy="encode the text with the tokenizer that the model was trained with",
         )

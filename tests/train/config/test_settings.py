@@ -124,7 +124,7 @@ def test_an_optimizer_that_a_device_does_not_have_is_refused(monkeypatch: pytest
     # Which devices have it changes with torch.
     module = sys.modules[torch.optim.Optimizer.__module__]
     monkeypatch.setattr(module, "_get_fused_kernels_supported_devices", lambda: ["abacus"])
-    with pytest.raises(UsageError, match=r"optim\.implementation is 'fused', which is not to be had on cpu: .*abacus"):
+    with pytest.raises(UsageError, match=r"optim\.implementation is 'fused', which is not supported on cpu: .*abacus"):
         check_optimizers(OptimConfig(implementation="fused"), torch.device("cpu"))
 
 

@@ -1,1 +1,1 @@
-"""How much memory training takes, predicted and measured."""
+"""The memory of training, predicted and measured."""

@@ -1,4 +1,4 @@
-"""How much memory training takes."""
+"""The peak memory of training, as measured."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from tensorkeep.machine import peak_resident_bytes
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the most bytes that were in use at one moment.
+    """Return the largest number of bytes that was in use.
 
-    On a GPU those of its tensors, elsewhere the memory of the process, with all that it has loaded.
+    On a GPU this is the memory of its tensors, on a CPU that of the whole process.
 
     Parameters
     ----------
     device : torch.device
-        Where the model is.
+        The device of the model.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

@@ -1,4 +1,4 @@
-"""Causal self-attention, whose kernel can be replaced from outside."""
+"""Causal self-attention with a replaceable kernel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Kernel(Protocol):
     """Computes attention as `torch.nn.functional.scaled_dot_product_attention` does.
 
     Query, key, value and result have the shape [batch, heads, positions, head size]; ``attn_mask`` is boolean, True
-    where a query may look, of shape [queries, keys].
+    where a query attends to a key, of shape [queries, keys].
     """
 
     def __call__(
@@ -34,16 +34,16 @@ class Kernel(Protocol):
 
 
 class Attention(nn.Module):
-    """Multi-head attention in which each position looks at itself and those before it.
+    """Multi-head attention of each position to itself and the positions before it.
 
     Attributes
     ----------
     qkv : nn.Linear
-        The projections to queries, keys and values, in this order, each with the heads one after another.
+        The projections to queries, keys and values, in this order, each with all heads in sequence.
     out : nn.Linear
-        The projection back.
+        The projection of the heads to the residual stream.
     kernel : Kernel
-        What computes the attention. Assign another one to replace it.
+        Computes the attention. Techniques assign another one.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -57,15 +57,15 @@ class Attention(nn.Module):
         self.kernel: Kernel = functional.scaled_dot_product_attention
 
     def forward(self, x: Tensor, rotation: Rotation | None = None, past: LayerCache | None = None) -> Tensor:
-        """Return what each position gathers, of the shape of x, [batch, positions, d_model].
+        """Return what attention adds to each position, [batch, positions, d_model] like x.
 
         Parameters
         ----------
         x : Tensor
         rotation : Rotation, optional
-            Of these positions, where the model has rotary ones.
+            Of these positions, if the model has rotary positions.
         past : LayerCache, optional
-            The positions before these, which are looked at, too; these are added to it.
+            The keys and values of the positions before these; those of these positions are added.
         """
         batch, length, _ = x.shape
         heads = self.qkv(x).view(batch, length, 3 * self.n_heads, self.head_size)
@@ -74,8 +74,8 @@ class Attention(nn.Module):
         else:
             turned, value = heads.split((2 * self.n_heads, self.n_heads), dim=2)
             query, key = rotate(turned, rotation).chunk(2, dim=2)
-        gathered = self._attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), past)
-        added: Tensor = self.dropout(self.out(gathered.transpose(1, 2).flatten(2)))
+        attended = self._attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), past)
+        added: Tensor = self.dropout(self.out(attended.transpose(1, 2).flatten(2)))
         return added
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, past: LayerCache | None) -> Tensor:
@@ -85,7 +85,7 @@ class Attention(nn.Module):
             key, value = past.extend(key, value)
         mask = None
         if before and length > 1:
-            # is_causal would align the first query with the first key, and here the last ones belong together.
+            # is_causal aligns the first query with the first key; here the last query belongs to the last key.
             mask = torch.ones(length, before + length, dtype=torch.bool, device=query.device).tril(before)
         dropout = self.dropout_p if self.training else 0.0
         return self.kernel(query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=before == 0)

@@ -1,4 +1,4 @@
-"""One block of the transformer: attention, then an MLP, each added to the residual stream."""
+"""One block of the transformer: attention and an MLP, each added to the residual stream."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ from tensorkeep.train.model.attention import Attention
 from tensorkeep.train.model.cache import LayerCache
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.mlp import MLP
-from tensorkeep.train.model.norms import build_norm
 from tensorkeep.train.model.positions import Rotation
 
 
+def build_norm(config: ModelConfig) -> nn.Module:
+    """Return the norm of a configuration, over the last dimension of size d_model."""
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.d_model, eps=config.norm_eps)
+    return nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.bias)
+
+
 class Block(nn.Module):
-    """A pre-norm block: the stream itself is never normalised (Radford et al., 2019, GPT-2).
+    """A pre-norm block: only the inputs of attention and MLP are normalised (Radford et al., 2019, GPT-2).
 
     Attributes
     ----------
@@ -31,7 +37,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, rotation: Rotation | None = None, past: LayerCache | None = None) -> Tensor:
-        """Return the stream after this block, of the shape of x, [batch, positions, d_model]; see `Attention`."""
+        """Return the residual stream after this block, [batch, positions, d_model] like x; see `Attention`."""
         x = x + self.attention(self.norm1(x), rotation, past)
         after: Tensor = x + self.mlp(self.norm2(x))
         return after

@@ -1,4 +1,4 @@
-"""The keys and values of the tokens seen so far, so that generation computes each of them once."""
+"""The key-value cache of generation: keys and values of earlier tokens are computed once."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from tensorkeep.train.model.config import ModelConfig
 
 
 class LayerCache:
-    """What one attention layer has seen.
+    """The keys and values of one attention layer.
 
     Attributes
     ----------
     length : int
-        How many positions are filled.
+        The number of positions that are filled.
     """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
@@ -37,9 +37,9 @@ class LayerCache:
 
 
 class Cache:
-    """The keys and values of all layers, in memory that is taken once; see `GPT.new_cache`.
+    """The keys and values of all layers, in memory that is allocated once; see `GPT.new_cache`.
 
-    It takes 2 n_layers d_model elements for each position of each sequence. Use it where no gradients are recorded.
+    It takes 2 n_layers d_model elements for each position of each sequence, and does not support gradients.
 
     Parameters
     ----------
@@ -47,13 +47,13 @@ class Cache:
     batch_size : int
         Number of sequences.
     device, dtype
-        Of the tensors.
+        Of the cached tensors.
 
     Attributes
     ----------
     layers : list of LayerCache
     embedded : Tensor or None
-        The embedding of the last token of each sequence, [batch, 1, d_model], where the model has a token shift.
+        The embedding of the last token of each sequence, [batch, 1, d_model], if the model has a token shift.
     """
 
     embedded: Tensor | None = None
@@ -65,11 +65,11 @@ class Cache:
 
     @property
     def length(self) -> int:
-        """How many tokens it has seen."""
+        """The number of cached tokens."""
         return self.layers[0].length
 
     def clear(self) -> None:
-        """Forget all tokens."""
+        """Remove all tokens."""
         self.embedded = None
         for layer in self.layers:
             layer.length = 0

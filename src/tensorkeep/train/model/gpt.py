@@ -10,21 +10,20 @@ from torch.nn import functional
 
 from tensorkeep.errors import UsageError
 from tensorkeep.train.model.attention import Attention
-from tensorkeep.train.model.block import Block
+from tensorkeep.train.model.block import Block, build_norm
 from tensorkeep.train.model.cache import Cache
 from tensorkeep.train.model.config import ModelConfig
-from tensorkeep.train.model.norms import build_norm
 from tensorkeep.train.model.positions import LearnedPositions, RotaryPositions
 from tensorkeep.train.model.shift import TokenShift
 
 IGNORED = -1
-"""The target that the loss leaves out."""
+"""The target of positions that do not count in the loss."""
 
 _RESIDUAL = ("attention.out.weight", "mlp.down.weight")
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer (Radford et al., 2019, GPT-2), with the parts that the configuration chooses.
+    """A decoder-only transformer (Radford et al., 2019, GPT-2), as configured by a `ModelConfig`.
 
     Checkpoints hold its tensors under these names; N counts the blocks from 0::
 
@@ -39,9 +38,9 @@ class GPT(nn.Module):
         blocks.N.mlp.gate.weight         [mlp_width, d_model]       gated activations only
         blocks.N.mlp.down.weight         [d_model, mlp_width]
         norm.weight                      [d_model]
-        head.weight                      [vocab_size, d_model]      the same tensor as tokens.weight where tied
+        head.weight                      [vocab_size, d_model]      the same tensor as tokens.weight if tied
 
-    With ``bias`` each of them within the blocks, and the final norm, has a ``bias`` beside its ``weight``, except
+    With ``bias``, each layer within the blocks and the final norm have a ``bias`` beside their ``weight``, except
     RMSNorm.
 
     A technique may replace ``blocks[i].forward`` (called as ``(x, rotation, past)``) or
@@ -51,16 +50,24 @@ class GPT(nn.Module):
     ----------
     config : ModelConfig
     generator : torch.Generator, optional
-        Draws the initial weights, on its own device: those of a seeded generator on the CPU are the same wherever the
-        model is. Without it torch's own draws them.
+        Draws the initial weights on its own device: with a seeded CPU generator, they do not depend on the device of
+        the model. By default torch's global generator.
     device : torch.device or str, optional
-        Where the parameters are. On ``"meta"`` they have no values; after ``to_empty`` call `initialise`.
+        Of the parameters. On ``"meta"`` they have no values; call `initialise` after ``to_empty``.
 
     Attributes
     ----------
     config : ModelConfig
     tokens, positions, blocks, norm, head : nn.Module
     shift : TokenShift or None
+
+    Examples
+    --------
+    >>> config = ModelConfig(vocab_size=65, context_length=16, n_layers=2, n_heads=2, d_model=32)
+    >>> model = GPT(config, generator=torch.Generator().manual_seed(0))
+    >>> tokens = torch.arange(12).view(2, 6)
+    >>> model(tokens).shape, model.loss(tokens[:, :-1], tokens[:, 1:]).ndim
+    (torch.Size([2, 6, 65]), 0)
     """
 
     def __init__(
@@ -72,7 +79,7 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        # On meta nothing is drawn that `initialise` would overwrite.
+        # Modules on meta draw no initial values, which `initialise` would overwrite.
         with torch.device("meta"):
             self.tokens = nn.Embedding(config.vocab_size, config.d_model)
             self.shift = TokenShift(config) if config.token_shift else None
@@ -98,8 +105,8 @@ class GPT(nn.Module):
         """Draw new weights as GPT-2 does.
 
         Matrices are normal with ``init_std``; those that write to the residual stream have ``init_std`` divided by
-        sqrt(2 n_layers), so that its variance does not grow with depth. Biases and the shares of a token shift are 0,
-        the weights of norms 1.
+        sqrt(2 n_layers), so that its variance does not grow with depth. Biases and the token shift are 0, the weights
+        of norms 1.
         """
         self._tie()
         place = generator.device if generator is not None else "cpu"
@@ -126,7 +133,7 @@ class GPT(nn.Module):
         tokens : Tensor
             int64, of shape [batch, positions].
         cache : Cache, optional
-            What was seen before these tokens; they are added to it.
+            The keys and values of the tokens before these; those of these tokens are added.
 
         Returns
         -------
@@ -142,7 +149,7 @@ class GPT(nn.Module):
         return logits
 
     def features(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
-        """Return what `forward` gives to the head, of shape [batch, positions, d_model], for losses that include it."""
+        """Return the input of the head, [batch, positions, d_model], for losses that compute the head themselves."""
         start = 0 if cache is None else cache.length
         stop = start + tokens.shape[-1]
         self._check(tokens, stop)
@@ -154,7 +161,7 @@ class GPT(nn.Module):
         return features
 
     def embed(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
-        """Return what the first block is given, of shape [batch, positions, d_model]; see `forward`."""
+        """Return the input of the first block, of shape [batch, positions, d_model]; see `forward`."""
         start = 0 if cache is None else cache.length
         x: Tensor = self.tokens(tokens)
         if self.shift is not None:
@@ -198,6 +205,6 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     logits : Tensor
         Of shape [batch, positions, vocab_size].
     targets : Tensor
-        int64, of shape [batch, positions]. Those that are -1 are left out; if all are, the mean is NaN.
+        int64, of shape [batch, positions]. Targets of -1 do not count; if all are -1, the mean is NaN.
     """
     return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)

@@ -1,4 +1,4 @@
-"""What our models are in Hugging Face transformers: the class, its configuration, and its names for our tensors."""
+"""Models in Hugging Face transformers: the class, its configuration, and its names for our tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tensorkeep.errors import UnsupportedError
 from tensorkeep.train.model.config import ModelConfig
 
 _GPT2_BLOCK = (
-    # theirs, ours, whether theirs is stored as [inputs, outputs]
+    # name in transformers, name here, whether transformers stores it as [inputs, outputs]
     ("ln_1", "norm1", False),
     ("attn.c_attn", "attention.qkv", True),
     ("attn.c_proj", "attention.out", True),
@@ -37,13 +37,13 @@ class Architecture:
     Attributes
     ----------
     name, title : str
-        The class, and what a person calls it.
+        The class, and its common name.
     needs : mapping of str to tuple
-        The values that fields of our configuration may have.
+        The values that the fields of a `ModelConfig` may have.
     settings : callable
-        Returns its ``config.json`` but for what all classes share.
+        Returns its ``config.json``, without the entries that all classes share.
     tensors : callable
-        Yields its names and tensors, made from ours.
+        Yields its names and tensors, made from those of a `GPT`.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Architecture:
     tensors: Callable[[Mapping[str, Tensor], ModelConfig], Iterator[tuple[str, Tensor]]]
 
     def obstacles(self, config: ModelConfig) -> list[str]:
-        """Return what would have to be otherwise."""
+        """Return the settings that would have to differ."""
         return [
             f"{field}={' or '.join(map(repr, allowed))} (it is {getattr(config, field)!r})"
             for field, allowed in self.needs.items()
@@ -62,12 +62,12 @@ class Architecture:
 
 
 def architecture_of(config: ModelConfig) -> Architecture:
-    """Return the class that the model is in transformers.
+    """Return the class in transformers that computes the same model.
 
     Raises
     ------
     UnsupportedError
-        If it is none, naming the settings in the way.
+        If there is none; the message names the settings that prevent it.
     """
     candidates = [(architecture, architecture.obstacles(config)) for architecture in _ARCHITECTURES]
     for architecture, obstacles in candidates:
@@ -76,7 +76,7 @@ def architecture_of(config: ModelConfig) -> Architecture:
     needs = "; ".join(f"{architecture.title} needs {', '.join(obstacles)}" for architecture, obstacles in candidates)
     raise UnsupportedError(
         f"transformers has no architecture for this model: {needs}",
-        remedy="train a model with the settings of one of them, or use this one with Tensorkeep",
+        remedy="train a model with the settings of one of them, or use Tensorkeep to run this one",
     )
 
 
@@ -100,19 +100,23 @@ def _gpt2_tensors(state: Mapping[str, Tensor], config: ModelConfig) -> Iterator[
     yield "transformer.wte.weight", state["tokens.weight"]
     yield "transformer.wpe.weight", state["positions.weight"]
     for number in range(config.n_layers):
-        for theirs, ours, transposed in _GPT2_BLOCK:
-            yield from _gpt2_layer(state, f"transformer.h.{number}.{theirs}", f"blocks.{number}.{ours}", transposed)
+        for their_name, our_name, transposed in _GPT2_BLOCK:
+            yield from _gpt2_layer(
+                state, f"transformer.h.{number}.{their_name}", f"blocks.{number}.{our_name}", transposed
+            )
     yield from _gpt2_layer(state, "transformer.ln_f", "norm", False)
     if not config.tied:
         yield "lm_head.weight", state["head.weight"]
 
 
-def _gpt2_layer(state: Mapping[str, Tensor], theirs: str, ours: str, transposed: bool) -> Iterator[tuple[str, Tensor]]:
-    weight = state[f"{ours}.weight"]
-    yield f"{theirs}.weight", weight.T if transposed else weight
-    # A GPT-2 always has biases.
-    bias = state.get(f"{ours}.bias")
-    yield f"{theirs}.bias", weight.new_zeros(weight.shape[0]) if bias is None else bias
+def _gpt2_layer(
+    state: Mapping[str, Tensor], their_name: str, our_name: str, transposed: bool
+) -> Iterator[tuple[str, Tensor]]:
+    weight = state[f"{our_name}.weight"]
+    yield f"{their_name}.weight", weight.T if transposed else weight
+    # GPT-2 always has biases.
+    bias = state.get(f"{our_name}.bias")
+    yield f"{their_name}.bias", weight.new_zeros(weight.shape[0]) if bias is None else bias
 
 
 def _llama_settings(config: ModelConfig) -> dict[str, Any]:
@@ -127,7 +131,7 @@ def _llama_settings(config: ModelConfig) -> dict[str, Any]:
         "intermediate_size": config.mlp_width,
         "hidden_act": "silu",
         "rms_norm_eps": float(config.norm_eps),
-        # The former is read by transformers before 5 and by others, the latter since.
+        # transformers before 5, and other libraries, read the first; transformers 5 reads the second.
         "rope_theta": float(config.rope_base),
         "rope_parameters": {"rope_type": "default", "rope_theta": float(config.rope_base)},
         "attention_dropout": float(config.dropout),
@@ -139,11 +143,11 @@ def _llama_settings(config: ModelConfig) -> dict[str, Any]:
 def _llama_tensors(state: Mapping[str, Tensor], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     yield "model.embed_tokens.weight", state["tokens.weight"]
     for number in range(config.n_layers):
-        ours, theirs = f"blocks.{number}", f"model.layers.{number}"
-        for name, part in zip("qkv", state[f"{ours}.attention.qkv.weight"].chunk(3), strict=True):
-            yield f"{theirs}.self_attn.{name}_proj.weight", part
+        block, layer = f"blocks.{number}", f"model.layers.{number}"
+        for name, projection in zip("qkv", state[f"{block}.attention.qkv.weight"].chunk(3), strict=True):
+            yield f"{layer}.self_attn.{name}_proj.weight", projection
         for their_name, our_name in _LLAMA_BLOCK:
-            yield f"{theirs}.{their_name}.weight", state[f"{ours}.{our_name}.weight"]
+            yield f"{layer}.{their_name}.weight", state[f"{block}.{our_name}.weight"]
     yield "model.norm.weight", state["norm.weight"]
     if not config.tied:
         yield "lm_head.weight", state["head.weight"]

@@ -1,4 +1,4 @@
-"""The multi-layer perceptron of a block, with or without a gate."""
+"""The multi-layer perceptron (MLP) of a block, with or without a gate."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class MLP(nn.Module):
-    """``down(activation(up(x)))``, or where the activation is gated ``down(activation(gate(x)) * up(x))``.
+    """``down(activation(up(x)))``, or, for a gated activation, ``down(activation(gate(x)) * up(x))``.
 
     Attributes
     ----------
@@ -43,7 +43,7 @@ class MLP(nn.Module):
         self.activation = _ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the block adds to each position, of the shape of x."""
+        """Return what the MLP adds to each position, of the shape of x."""
         up: Tensor = self.up(x)
         hidden = self.activation(up) if self.gate is None else self.activation(self.gate(x)) * up
         added: Tensor = self.dropout(self.down(hidden))

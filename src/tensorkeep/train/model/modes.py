@@ -1,4 +1,4 @@
-"""Evaluation mode for a while, and every module back in its own mode afterwards."""
+"""Evaluation mode within a block of code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode (no dropout); afterwards each module is in the mode that it was in."""
+    """Put a model into evaluation mode (no dropout); afterwards each module has its previous mode again."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""How the model tells positions apart: a learned embedding of each, or a rotation of queries and keys."""
+"""Positions: a learned embedding of each, or rotary positions (a rotation of queries and keys)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class LearnedPositions(nn.Module):
-    """One learned vector for each position, which is added to the embedding of the token there."""
+    """One learned vector for each position, which is added to the embedding of its token."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -26,9 +26,8 @@ class LearnedPositions(nn.Module):
 class RotaryPositions(nn.Module):
     """The angles by which queries and keys are rotated (Su et al., arXiv 2104.09864).
 
-    Element i of a head is paired with element i + head size / 2, as LLaMA has it in transformers, and not with its
-    neighbour, as in the paper: weights go from here to there unchanged. The tables follow from the configuration and
-    are not saved.
+    Element i of a head is paired with element i + head size / 2, as in the LLaMA of transformers, so that weights can
+    be exported unchanged; the paper pairs neighbours. The tables are computed from the configuration, not saved.
     """
 
     cosines: Tensor
@@ -42,7 +41,7 @@ class RotaryPositions(nn.Module):
         self.register_buffer("sines", torch.empty(shape), persistent=False)
 
     def fill(self) -> None:
-        """Compute the tables, in float32 as transformers does."""
+        """Compute the tables in float32, as transformers does."""
         length, _, size = self.cosines.shape
         frequencies = 1.0 / self.base ** (torch.arange(0, size, 2).float() / size)
         angles = torch.outer(torch.arange(length).float(), frequencies)
@@ -65,8 +64,8 @@ def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
         Of these positions.
     """
     cosines, sines = rotation
-    # Cast at once: on a CPU products of 16 and 32 bits take half as long again.
+    # Cast first: on a CPU, mixed 16- and 32-bit products take 1.5 times as long.
     wide = heads.to(cosines.dtype)
-    # Rolled by half, each element meets its partner; the sines carry the sign.
+    # Rolling by half pairs each element with its partner; the signs are in the sines.
     rotated = torch.addcmul(wide * cosines, wide.roll(wide.shape[-1] // 2, -1), sines)
     return rotated.to(heads.dtype)

@@ -1,4 +1,4 @@
-"""Each token's embedding with a share of the one before, so that the first block sees pairs already."""
+"""Token shift: a learned fraction of the previous token's embedding is added to each embedding."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tensorkeep.train.model.config import ModelConfig
 
 
 class TokenShift(nn.Module):
-    """Adds a learned share of the embedding of the token before to each, channel by channel; at first none.
+    """Adds a learned fraction of the previous token's embedding to each, channel by channel; initially 0.
 
-    RWKV shifts the input of every layer so (Peng et al., arXiv 2305.13048); here it is that of the first one.
+    RWKV shifts the input of every layer this way (Peng et al., arXiv 2305.13048); here only that of the first layer.
 
     Attributes
     ----------
@@ -25,13 +25,13 @@ class TokenShift(nn.Module):
         self.share = nn.Parameter(torch.empty(config.d_model))
 
     def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
-        """Return the embeddings with their shares, of the shape of x, [batch, positions, d_model].
+        """Return the shifted embeddings, [batch, positions, d_model] like x.
 
         Parameters
         ----------
         x : Tensor
         cache : Cache, optional
-            Has the embedding of the last token before these, and is given that of the last of these.
+            Holds the embedding of the token before these; updated to that of the last of these.
         """
         first = torch.zeros_like(x[:, :1]) if cache is None or cache.embedded is None else cache.embedded
         if cache is not None:

@@ -1,4 +1,4 @@
-"""An exponential moving average of a model's weights, which often evaluates better than the weights themselves."""
+"""An exponential moving average of the weights, which often has a lower loss than the weights themselves."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 class WeightAverage:
     """Averages the parameters of a model after each step (Polyak and Juditsky, 1992, in its exponential form).
 
-    In the first steps the decay is lower, ``(1 + step) / (10 + step)``, so that the initial weights are soon forgotten.
+    In the first steps the decay is lower, ``(1 + step) / (10 + step)``, to forget the initial weights early.
 
     Parameters
     ----------
     model : Module
     decay : float
-        How much of the average is kept in a step; with 0 nothing is averaged.
+        The fraction of the average that is kept in a step; with 0 nothing is averaged.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -29,14 +29,14 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take the weights of a step into the average."""
+        """Add the weights of a step to the average."""
         if self._averages:
             decay = min(self._decay, (1 + step) / (10 + step))
             torch._foreach_lerp_(self._averages, self._live, 1 - decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let the model have the averaged weights for a while; its own where nothing is averaged."""
+        """Put the averaged weights into the model within the block; no effect if nothing is averaged."""
         own = [tensor.clone() for tensor in self._live]
         self._set(self._averages)
         try:
@@ -50,10 +50,10 @@ class WeightAverage:
             live.copy_(value)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the averages by parameter; empty where nothing is averaged."""
+        """Return the averages by parameter name; empty if nothing is averaged."""
         return dict(zip(self._names, self._averages, strict=True))
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take averages that `state_dict` gave."""
+        """Restore averages that `state_dict` returned."""
         for name, average in zip(self._names, self._averages, strict=True):
             average.copy_(state[name])

@@ -1,4 +1,4 @@
-"""Muon whose matrices of one shape are orthogonalised together."""
+"""Muon that orthogonalises all matrices of one shape in one batch."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 _AT_ONCE = 1 << 26
-"""Elements that are orthogonalised at once: what that takes of memory stays small beside a model that has more."""
+"""Elements of a batch: the temporary memory stays small compared to a larger model."""
 
 
 class Muon(torch.optim.Muon):
-    """Jordan et al., 2024, https://kellerjordan.github.io/posts/muon, as `torch.optim.Muon` has it, and as its states.
+    """Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon) with the states of `torch.optim.Muon`.
 
-    torch multiplies one matrix after another. All matrices of one shape in one batched product take about half the time
-    where they are small, as those of a few hundred rows are on a CPU; the updates are the same but for rounding.
+    torch processes one matrix after another. Batched matmuls of all matrices of one shape take about half the time if
+    the matrices are small (a few hundred rows on a CPU). The updates are equal up to rounding.
     """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one update; see `torch.optim.Muon`."""
+        """Update the parameters once; see `torch.optim.Muon`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -41,16 +41,16 @@ def _update(group: dict[str, Any], parameters: list[Tensor], gradients: list[Ten
     torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
     directions = torch._foreach_lerp(gradients, momenta, group["momentum"]) if group["nesterov"] else momenta
     torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-    for chosen in _together(parameters):
-        lying = [directions[each].mT if _is_tall(directions[each]) else directions[each] for each in chosen]
-        for each, update in zip(chosen, _orthogonal(torch.stack(lying), group), strict=True):
+    for chosen in _batches(parameters):
+        wide = [directions[each].mT if _is_tall(directions[each]) else directions[each] for each in chosen]
+        for each, update in zip(chosen, _orthogonal(torch.stack(wide), group), strict=True):
             parameter = parameters[each]
-            rate = group["lr"] * _share(parameter)
+            rate = group["lr"] * _rate_factor(parameter)
             parameter.add_(update.mT if _is_tall(parameter) else update, alpha=-rate)
 
 
-def _together(parameters: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Return the positions of those that are orthogonalised at once."""
+def _batches(parameters: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Yield the positions of the parameters of each batch."""
     by_shape: dict[tuple[Any, ...], list[int]] = {}
     for position, each in enumerate(parameters):
         by_shape.setdefault((each.device, *sorted(each.shape)), []).append(position)
@@ -61,11 +61,11 @@ def _together(parameters: Sequence[Tensor]) -> Iterator[list[int]]:
 
 
 def update_bytes(parameters: Sequence[Tensor]) -> int:
-    """Return the most bytes that an update of some matrices takes for a while, as it follows from their shapes."""
-    # The stack, in 32 bits, with what goes into a product and what comes out of it in 16; and two of the short sides.
+    """Return the largest temporary memory of an update in bytes, computed from the shapes of the matrices."""
+    # The float32 stack, the bfloat16 operand and result of a matmul, and two bfloat16 Gram matrices.
     stacks = (
         sum(8 * parameters[each].numel() + 4 * min(parameters[each].shape) ** 2 for each in chosen)
-        for chosen in _together(parameters)
+        for chosen in _batches(parameters)
     )
     return 4 * sum(each.numel() for each in parameters) + max(stacks, default=0)
 
@@ -75,7 +75,7 @@ def _is_tall(matrix: Tensor) -> bool:
 
 
 def _orthogonal(matrices: Tensor, group: dict[str, Any]) -> Tensor:
-    """Return the nearest orthogonal matrices, about: by steps of Newton and Schulz in bfloat16, as in torch."""
+    """Return approximately the nearest orthogonal matrices, by Newton-Schulz steps in bfloat16, as in torch."""
     a, b, c = group["ns_coefficients"]
     found = matrices.bfloat16()
     found = found / found.norm(dim=(1, 2), keepdim=True).clamp(min=group["eps"])
@@ -85,7 +85,7 @@ def _orthogonal(matrices: Tensor, group: dict[str, Any]) -> Tensor:
     return found
 
 
-def _share(parameter: Tensor) -> float:
-    """Return the share of the learning rate that makes updates of all shapes of one size."""
+def _rate_factor(parameter: Tensor) -> float:
+    """Return the factor of the learning rate that gives updates of all shapes the same size."""
     rows, columns = parameter.shape
     return math.sqrt(max(1.0, rows / columns))

@@ -1,4 +1,4 @@
-"""Optimizers: which parameters each of them updates, how fast, and with how much weight decay."""
+"""Optimizers: which parameters each updates, with which learning rate and weight decay."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tensorkeep.train.config.sections import OptimConfig
 from tensorkeep.train.optim.muon import Muon
 
 Optimizers = dict[str, torch.optim.Optimizer]
-"""By name; all of them are stepped in each step of training."""
+"""By name; each training step steps all of them."""
 
 _PEAK = "peak_lr"
 
@@ -22,8 +22,8 @@ def build_optimizers(model: nn.Module, config: OptimConfig) -> Optimizers:
     """Return the optimizers of a model.
 
     Matrices decay, vectors (biases and the weights of norms) do not, as in GPT-3 (Brown et al., arXiv 2005.14165).
-    ``"muon"`` updates the matrices of the blocks by orthogonalised momentum (Jordan et al., 2024), the rest by AdamW
-    (Loshchilov and Hutter, arXiv 1711.05101).
+    ``"muon"`` updates the matrices of the blocks by orthogonalised momentum (Jordan et al., 2024), the other parameters
+    by AdamW (Loshchilov and Hutter, arXiv 1711.05101).
 
     Parameters
     ----------
@@ -66,22 +66,22 @@ def _adamw(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.opt
 
 
 def check_optimizers(config: OptimConfig, device: torch.device) -> None:
-    """Raise UsageError if AdamW is not to be had on a device as it is set."""
+    """Raise UsageError if torch has no such AdamW for a device."""
     parameter = nn.Parameter(torch.zeros(1, 1, device=device))
     parameter.grad = torch.zeros_like(parameter)
     try:
-        # Torch looks at the device in the first step only.
+        # Torch checks the device in the first step only.
         _adamw([parameter], config).step()
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise UsageError(
-            f"optim.implementation is {config.implementation!r}, which is not to be had on {device}: {reason}",
+            f"optim.implementation is {config.implementation!r}, which is not supported on {device}: {reason}",
             remedy='give "default"',
         ) from error
 
 
-def set_learning_rate(optimizers: Optimizers, share: float) -> None:
-    """Give every group of parameters a share of its peak learning rate."""
+def set_learning_rate(optimizers: Optimizers, factor: float) -> None:
+    """Set the learning rate of every parameter group to a factor of its peak."""
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
-            group["lr"] = share * group[_PEAK]
+            group["lr"] = factor * group[_PEAK]

@@ -1,4 +1,4 @@
-"""The learning-rate range test: what the loss did while the rate rose, and which rate that speaks for."""
+"""The learning-rate range test: suggests a rate from the losses of a run whose rate rises."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ import math
 from dataclasses import dataclass
 
 _SMOOTHED_OVER = 0.05
-"""Of the test: a few batches say little, and much more than this would see the loss rise long after it did."""
+"""The fraction of the test over which the loss is smoothed: less is noisy, more notices a rise too late."""
 
 _RAN_AWAY = 4.0
-"""The test is over when the smoothed loss is so many times its lowest, as in fastai's: weights do not come back."""
+"""The test ends when the smoothed loss is this many times its lowest value, as in fastai: the weights diverged."""
 
 _ROSE = 1.1
-"""The lowest loss is known to be the lowest once the smoothed loss is so many times as high."""
+"""The lowest loss counts as a minimum once the smoothed loss has risen to this many times it."""
 
 _SAFETY = 10.0
 
 
 @dataclass
 class RangeTest:
-    """Watches the loss while the learning rate rises (Smith, arXiv 1506.01186); its fields are part of a checkpoint.
+    """Records the loss while the learning rate rises (Smith, arXiv 1506.01186); its fields are part of a checkpoint.
 
     It suggests a tenth of the rate at which the smoothed loss was lowest, the rule that fastai calls ``"minimum"``:
-    where the loss is lowest training is about to become unstable, and a whole run takes many more steps at its peak.
+    at the minimum, training is about to become unstable, and a run takes many more steps at its peak rate.
 
     Attributes
     ----------
     steps : int
-        Losses that were seen.
+        Losses so far.
     smoothed : float
-        A running mean of them, which forgets.
+        Their exponential moving average.
     lowest, lowest_rate : float
         The lowest smoothed loss, and the learning rate of its step.
     over : bool
-        Whether the loss has run away, so that higher rates need no trying.
+        Whether the loss has diverged, so that higher rates need not be tried.
     """
 
     steps: int = 0
@@ -43,14 +43,14 @@ class RangeTest:
     over: bool = False
 
     def add(self, rate: float, loss: float, *, steps: int) -> None:
-        """Learn of a step.
+        """Add a step.
 
         Parameters
         ----------
         rate, loss : float
-            Of the step.
+            The learning rate and the loss of the step.
         steps : int
-            Of the whole test.
+            The number of steps of the whole test.
         """
         if not math.isfinite(loss):
             self.over = True
@@ -62,7 +62,7 @@ class RangeTest:
         self.over = self.smoothed > _RAN_AWAY * self.lowest
 
     def suggestion(self) -> float | None:
-        """Return the learning rate to train with; None if the loss never rose, so that higher rates are to be tried."""
+        """Return the learning rate to train with; None if the loss never rose, so that higher rates must be tried."""
         if not self.steps or not (self.over or self.smoothed > _ROSE * self.lowest):
             return None
         return self.lowest_rate / _SAFETY

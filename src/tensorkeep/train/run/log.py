@@ -1,4 +1,4 @@
-"""The log of a run: one JSON object per line, in which a run that was killed and goes on leaves no trace."""
+"""The log of a run: one JSON object per line; a resumed run continues it without repeated steps."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from types import TracebackType
 from typing import Any, Self
 
 from tensorkeep.errors import MissingExtraError, StoreError
-from tensorkeep.io.commit import Commit
-from tensorkeep.io.files import store_error, write_small
+from tensorkeep.io.files import store_error
+from tensorkeep.train.run.folder import replace_file
 
 
 class RunLog:
-    """Writes ``log.jsonl``, and TensorBoard's files if asked to; a context manager. Nothing is written before `begin`.
+    """Writes ``log.jsonl``, and TensorBoard files if asked to; a context manager.
+
+    Nothing is opened or written before `begin`.
 
     Parameters
     ----------
@@ -27,22 +29,22 @@ class RunLog:
     Raises
     ------
     MissingExtraError
-        If TensorBoard is asked for and not installed.
+        If TensorBoard is requested and not installed.
     """
 
     def __init__(self, path: Path, *, tensorboard: bool = False) -> None:
         self._path = path
-        self._open_board = _tensorboard() if tensorboard else None
+        self._writer_class = _summary_writer() if tensorboard else None
         self._board: Any = None
         self._open = ExitStack()
 
     def begin(self, last_step: int) -> None:
-        """Open the file; what it holds of later steps is dropped: a run that goes on does them again.
+        """Open the file, without its lines of later steps, which a resumed run repeats.
 
         Parameters
         ----------
         last_step : int
-            The step that the run goes on after; 0 for a new one.
+            The last step that the run has done; 0 for a new run.
 
         Raises
         ------
@@ -50,29 +52,26 @@ class RunLog:
             If the operating system refuses.
         """
         kept = [line for line in _lines(self._path) if line["step"] <= last_step]
-        content = "".join(f"{json.dumps(line)}\n" for line in kept).encode()
-        # The lines that are kept are never at risk.
-        with Commit(self._path, directory=False, overwrite=True, replaceable=lambda path: True) as commit:
-            write_small(commit.path, content)
-            commit.publish()
-        with _refusals(self._path):
-            # Line by line, so that whoever follows the file, or finds it after a crash, sees all of them.
+        # Replaced atomically, so that no crash loses the lines that are kept.
+        replace_file(self._path, "".join(f"{json.dumps(line)}\n" for line in kept).encode())
+        with _store_errors(self._path):
+            # Line-buffered: other processes, and whoever reads it after a crash, find every line.
             self._file = self._open.enter_context(self._path.open("a", buffering=1))
-            if self._open_board is not None:
-                # TensorBoard hides what its earlier files say of these steps.
-                self._board = self._open_board(str(self._path.parent / "tensorboard"), purge_step=last_step + 1)
+            if self._writer_class is not None:
+                # TensorBoard ignores the events of these steps in its earlier files.
+                self._board = self._writer_class(str(self._path.parent / "tensorboard"), purge_step=last_step + 1)
                 self._open.callback(self._board.close)
 
     def write(self, step: int, kind: str, **values: Any) -> None:
-        """Write what happened at a step: numbers that are not finite become null, as JSON has none of them.
+        """Write an event of a step. Numbers that are not finite become null, because JSON cannot represent them.
 
         Raises
         ------
         StoreError
             If the operating system refuses.
         """
-        line = {"step": step, "kind": kind} | {name: _strict(value) for name, value in values.items()}
-        with _refusals(self._path):
+        line = {"step": step, "kind": kind} | {name: _finite(value) for name, value in values.items()}
+        with _store_errors(self._path):
             self._file.write(json.dumps(line) + "\n")
             if self._board is not None:
                 for name, value in values.items():
@@ -84,18 +83,18 @@ class RunLog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         try:
-            with _refusals(self._path):
+            with _store_errors(self._path):
                 self._open.close()
         except StoreError as failure:
-            # What ended the block matters more.
+            # The error that ended the block is more important.
             if error is None:
                 raise
             error.add_note(str(failure))
 
 
 @contextmanager
-def _refusals(path: Path) -> Iterator[None]:
-    """Raise what the operating system refuses as StoreError."""
+def _store_errors(path: Path) -> Iterator[None]:
+    """Raise an OSError as StoreError."""
     try:
         yield
     except OSError as error:
@@ -103,7 +102,7 @@ def _refusals(path: Path) -> Iterator[None]:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a log, but for a last one that was cut off."""
+    """Return the lines of a log, without damaged ones: the last line may be incomplete."""
     try:
         texts = path.read_text(errors="replace").splitlines()
     except FileNotFoundError:
@@ -121,11 +120,11 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _strict(value: Any) -> Any:
+def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _tensorboard() -> Callable[..., Any]:
+def _summary_writer() -> Callable[..., Any]:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
