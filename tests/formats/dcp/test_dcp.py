@@ -126,7 +126,7 @@ def test_conflicting_paths_keep_the_dotted_names(tmp_path: Path) -> None:
 
 def test_value_of_an_unknown_class_is_refused_by_name(tmp_path: Path) -> None:
     real_save({"weight": torch.ones(2), "config": threading.Thread}, tmp_path / "c")
-    with pytest.raises(UnsupportedError, match=r"'config'.*restricted unpickler"):
+    with pytest.raises(UnsupportedError, match=r"'config'.*calls threading\.Thread"):
         FORMAT.open(tmp_path / "c", OpenSettings())
 
 
@@ -717,7 +717,7 @@ def test_exponentially_shared_containers_are_refused(tmp_path: Path) -> None:
 
     write_chunks(tmp_path / "c", {"w": torch.ones(1)}, change=change)
     (tmp_path / "c" / "__0_0.distcp").write_bytes(content.getvalue())
-    with pytest.raises(UnsupportedError, match="many times"):
+    with pytest.raises(UnsupportedError, match="expands to more than"):
         FORMAT.open(tmp_path / "c", OpenSettings())
 
 

@@ -14,9 +14,8 @@ import torch
 
 import tensorkeep
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, OutOfMemoryError, StoreError
-from tensorkeep.formats import torch_file
 from tensorkeep.formats.base import OpenSettings
-from tensorkeep.formats.torch_file import FORMAT, zip_file
+from tensorkeep.formats.torch_file import FORMAT, unpickle, zip_file
 from tensorkeep.testing.equality import same
 from tensorkeep.testing.format_states import load, noise
 
@@ -25,13 +24,13 @@ def test_a_file_that_is_replaced_meanwhile_is_read_as_it_was(tmp_path: Path, mon
     path, rival = tmp_path / "x.pt", tmp_path / "rival.pt"
     torch.save({"w": torch.zeros(100)}, path)
     torch.save({"w": torch.ones(100)}, rival)
-    honest = torch_file.restricted_load
+    honest = unpickle.restricted_load
 
     def replace_first(*arguments: Any) -> Any:
         rival.replace(path)
         return honest(*arguments)
 
-    monkeypatch.setattr(torch_file, "restricted_load", replace_first)
+    monkeypatch.setattr(unpickle, "restricted_load", replace_first)
     with FORMAT.open(path, OpenSettings()) as reader:
         assert load(reader)["w"].sum() == 0
     monkeypatch.undo()

@@ -34,20 +34,12 @@ _CHUNK_BYTES, _KEY_BYTES = 16, 1
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
+_CLASSES = """
+Metadata MetadataIndex TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties StorageMeta
+_MEM_FORMAT_ENCODING
+"""
 ALLOWED = (
-    {
-        (_METADATA, name)
-        for name in (
-            "Metadata",
-            "MetadataIndex",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "TensorProperties",
-            "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
-        )
-    }
+    {(_METADATA, name) for name in _CLASSES.split()}
     | {(_FILESYSTEM, "_StorageInfo"), (_SHARDED, "TensorProperties"), (_SHARDED, "MEM_FORMAT_ENCODING")}
     | {("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")}
     | {("torch", name) for name, dtype in BY_NAME.items() if dtype.has_torch}
@@ -117,11 +109,12 @@ class Contents:
     version: str | None
     has_mark: bool
 
-    def locations(self) -> Iterator[tuple[str, Location]]:
-        """Yield the name and the location of each chunk of each tensor, then of each plain value."""
+    def locations(self) -> Iterator[tuple[str, Location, int]]:
+        """Yield name, location and least number of bytes of each chunk of each tensor, then of each plain value."""
         for name, tensor in self.tensors.items():
-            yield from ((name, chunk.location) for chunk in tensor.chunks)
-        yield from self.values.items()
+            for chunk in tensor.chunks:
+                yield name, chunk.location, prod(box_shape(chunk.box)) * tensor.dtype.itemsize
+        yield from ((name, location, 1) for name, location in self.values.items())
 
 
 def parse(content: bytes, path: Path) -> Contents:
@@ -139,17 +132,21 @@ def parse(content: bytes, path: Path) -> Contents:
 
 
 def _contents(root: Any, nbytes: int) -> Contents:
-    chunks, keys = _Allowance(nbytes // _CHUNK_BYTES, "chunks"), _Allowance(nbytes // _KEY_BYTES, "paths")
     fields = _fields(root, "Metadata")
     locations = dict(_locations(_typed(fields.get("storage_data"), dict, "storage_data")))
     tensors: dict[str, TensorEntry] = {}
     values: dict[str, Location] = {}
+    chunk_count = 0
     for name, entry in _typed(fields.get("state_dict_metadata"), dict, "state_dict_metadata").items():
         _typed(name, str, "the name of an entry")
         if _is(entry, "BytesStorageMetadata"):
             values[name] = _find(locations, name, None)
         else:
-            tensors[name] = _tensor(name, _fields(entry, "TensorStorageMetadata"), locations, chunks)
+            tensor = _fields(entry, "TensorStorageMetadata")
+            chunks = _typed(tensor.get("chunks"), list, "the list of a tensor's chunks")
+            chunk_count += len(chunks)
+            _check_count(chunk_count, nbytes // _CHUNK_BYTES, "chunks")
+            tensors[name] = _tensor(name, tensor, chunks, locations)
     known = tensors.keys() | values.keys()
     meta = fields.get("storage_meta")
     modules = _fields(meta, "StorageMeta").get("modules") if meta is not None else None
@@ -157,23 +154,16 @@ def _contents(root: Any, nbytes: int) -> Contents:
     return Contents(
         tensors,
         values,
-        {name: path for name, path in _paths(fields.get("planner_data"), keys) if name in known},
+        {name: path for name, path in _paths(fields.get("planner_data"), nbytes // _KEY_BYTES) if name in known},
         version if type(version) is str else None,
         type(modules) is list and any(type(module) is str and module == MARK for module in modules),
     )
 
 
-class _Allowance:
-    """How much a file of its length can describe: a pickle can refer to one list many times, in two bytes each."""
-
-    def __init__(self, limit: int, what: str) -> None:
-        self._left = limit
-        self._what = what
-
-    def spend(self, count: int) -> None:
-        self._left -= count
-        if self._left < 0:
-            raise ValueError(f"it refers to the same {self._what} many times")
+def _check_count(count: int, limit: int, what: str) -> None:
+    """Refuse more chunks or keys than a file of its length describes: a pickle can refer to one object many times."""
+    if count > limit:
+        raise ValueError(f"it refers to the same {what} many times")
 
 
 def _is(value: Any, name: str) -> bool:
@@ -244,13 +234,11 @@ def _find(locations: Mapping[_Key, Location], name: str, offsets: tuple[int, ...
     return location
 
 
-def _tensor(name: str, fields: Mapping[str, Any], locations: Mapping[_Key, Location], limit: _Allowance) -> TensorEntry:
+def _tensor(name: str, fields: Mapping[str, Any], listed: list[Any], locations: Mapping[_Key, Location]) -> TensorEntry:
     dtype = _dtype(name, fields.get("properties"))
     shape = _size(fields.get("size"))
     if prod(length for length in shape if length) * dtype.itemsize >= _MAX:
         raise CorruptCheckpointError(f"has the impossible shape {list(shape)}", name=name)
-    listed = _typed(fields.get("chunks"), list, "the list of a tensor's chunks")
-    limit.spend(len(listed))
     boxes: list[Box] = []
     for item in listed:
         chunk = _fields(item, "ChunkStorageMetadata")
@@ -279,12 +267,14 @@ def _dtype(name: str, properties: Any) -> DType:
     return dtype
 
 
-def _paths(planner_data: Any, keys: _Allowance) -> Iterator[tuple[str, KeyPath]]:
+def _paths(planner_data: Any, limit: int) -> Iterator[tuple[str, KeyPath]]:
     if planner_data is None:
         return
+    count = 0
     for name, path in _typed(planner_data, dict, "planner_data").items():
         if type(path) is tuple:
-            keys.spend(len(path))
+            count += len(path)
+            _check_count(count, limit, "paths")
         # Other planners than torch's default may keep anything here.
         if type(path) is tuple and path and all(type(key) in (str, int) for key in path) and type(path[0]) is str:
             yield name, path

@@ -7,17 +7,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
+from tensorkeep.errors import CorruptCheckpointError
 from tensorkeep.formats.dcp.metadata import Contents, KeyPath
 from tensorkeep.formats.dcp.pieces import MappedFile, load_value
 from tensorkeep.formats.decoding import decoding
+from tensorkeep.formats.torch_file.unpickle import SHARED_VALUES, count_values
 from tensorkeep.state.leaf import Leaf, allocate
 from tensorkeep.state.tree import Flat, flatten, state_leaves
 
 _MAX_GAPS = 10_000
 """List items that no entry fills, in all lists together, besides three for each that one fills."""
-
-_SHARED_VALUES = 1_000_000
 
 
 class NestedState(NamedTuple):
@@ -46,30 +45,18 @@ def rebuild(contents: Contents, files: Mapping[str, MappedFile], path: Path) -> 
     """
     stand_ins = {name: allocate("tensor", tensor.dtype, (0,)) for name, tensor in contents.tensors.items()}
     values: dict[str, Any] = dict(stand_ins)
-    allowance = _SHARED_VALUES
+    limit = SHARED_VALUES
     for name, location in contents.values.items():
         values[name], pickle_bytes = load_value(name, location, files[location.file])
+        limit += 4 * pickle_bytes
         with decoding(path, name):
-            allowance = _spend(values[name], allowance + 4 * pickle_bytes)
+            limit -= count_values(values[name], limit)
     state = _nest(contents, values, path)
     with decoding(path):
         flat = flatten(state)
     names = {id(tensor): name for name, tensor in stand_ins.items()}
     keys = {name: names[id(given.value)] for name, given in state_leaves(state).items() if id(given.value) in names}
     return NestedState(flat, keys)
-
-
-def _spend(value: Any, allowance: int) -> int:
-    """Subtract the number of items in all containers; refuse small pickles whose containers repeat exponentially."""
-    waiting = [value]
-    while waiting:
-        container = waiting.pop()
-        if isinstance(container, dict | list | tuple | set):
-            allowance -= 1 + len(container)
-            if allowance < 0:
-                raise UnsupportedError("its containers contain one another many times", remedy="save each once")
-            waiting.extend(container.values() if isinstance(container, dict) else container)
-    return allowance
 
 
 class _Conflict(Exception):

@@ -12,19 +12,19 @@ import os
 import threading
 from dataclasses import dataclass
 from math import prod
-from pickle import UnpicklingError
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from tensorkeep.errors import CorruptCheckpointError, TensorkeepError, UnsupportedError
+from tensorkeep.errors import CorruptCheckpointError
 from tensorkeep.formats.boxes import box_shape
 from tensorkeep.formats.dcp.inert_pickle import Call, Global, PersistentId, decode
 from tensorkeep.formats.dcp.metadata import Chunk, Location, TensorEntry
 from tensorkeep.formats.decoding import decoding
 from tensorkeep.formats.torch_file.stream import crc32
-from tensorkeep.formats.torch_file.zip_file import PICKLE, TorchZip, restricted_load
+from tensorkeep.formats.torch_file.unpickle import load_untrusted
+from tensorkeep.formats.torch_file.zip_file import PICKLE, TorchZip
 from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import Bytes
 from tensorkeep.state.dtypes import BY_NAME
@@ -56,10 +56,7 @@ class PieceZip:
     ----------
     content : uint8 array
         The whole piece.
-    checksummed : bool
-        Whether torch wrote a CRC-32 of each record.
-    pickle_bytes : int
-        Length of the pickle.
+    archive : TorchZip
 
     Raises
     ------
@@ -71,10 +68,7 @@ class PieceZip:
         self._path = file.path
         self.content = file.content[location.offset : location.offset + location.length]
         with io.BufferedReader(_MemoryFile(self.content)) as stream:
-            archive = TorchZip(stream, location.length, file.path)
-        self.pickle_bytes = archive.pickle_bytes
-        self.checksummed = archive.checksummed
-        self._records = archive.records
+            self.archive = TorchZip(stream, location.length, file.path)
 
     def record(self, name: str) -> Bytes:
         """Return the bytes of a record, not copied.
@@ -84,7 +78,7 @@ class PieceZip:
         ValueError
             If it is missing, or reaches beyond the piece.
         """
-        info = self._records.get(name)
+        info = self.archive.records.get(name)
         if info is None:
             raise ValueError(f"it has no record {name!r}")
         header = self.content[max(0, info.header_offset) : info.header_offset + _LOCAL_HEADER_BYTES]
@@ -99,7 +93,7 @@ class PieceZip:
 
     def crc(self, name: str) -> int | None:
         """Return the stored CRC-32 of a record; None if torch was configured not to write one."""
-        return int(self._records[name].CRC) if self.checksummed else None
+        return int(self.archive.records[name].CRC) if self.archive.checksummed else None
 
     def check(self) -> None:
         """Check every record.
@@ -109,7 +103,7 @@ class PieceZip:
         CorruptCheckpointError
             If one is damaged.
         """
-        for name in self._records:
+        for name in self.archive.records:
             with decoding(self._path, what="a piece is malformed"):
                 content = self.record(name)
             if self.crc(name) not in (None, crc32(content)):
@@ -128,24 +122,11 @@ def load_value(name: str, location: Location, file: MappedFile) -> tuple[Any, in
     UnsupportedError
         If it needs classes that the restricted unpickler refuses.
     """
-    try:
-        archive = PieceZip(file, location)
-        archive.check()
-        return restricted_load(io.BytesIO(archive.content.tobytes())), archive.pickle_bytes
-    except TensorkeepError as error:
-        error.name = error.name or name
-        raise
-    except UnpicklingError as error:
-        raise UnsupportedError(
-            "holds a value that torch's restricted unpickler refuses: loading it could run code from the file",
-            path=file.path,
-            name=name,
-            remedy="if you trust it, load it with torch.distributed.checkpoint and save tensors and plain values",
-        ) from error
-    # Hostile bytes make torch raise almost any type.
-    except Exception as error:
-        reason = (str(error).splitlines() or [""])[0][:200]
-        raise CorruptCheckpointError(f"torch cannot read it ({reason})", path=file.path, name=name) from error
+    piece = PieceZip(file, location)
+    with decoding(file.path, name):
+        piece.check()
+        value = load_untrusted(io.BytesIO(piece.content.tobytes()), piece.archive, file.path)
+    return value, piece.archive.pickle_bytes
 
 
 class _MemoryFile(io.RawIOBase):

@@ -11,7 +11,7 @@ from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, Tenso
 from tensorkeep.formats import sidecar
 from tensorkeep.formats.base import OpenSettings, Problem, Reader, StoredLeaf
 from tensorkeep.formats.boxes import box_shape, intersection, range_to_boxes, relative
-from tensorkeep.formats.dcp.metadata import FILE_NAME, Contents, Location, parse
+from tensorkeep.formats.dcp.metadata import FILE_NAME, Contents, parse
 from tensorkeep.formats.dcp.nesting import NestedState, rebuild
 from tensorkeep.formats.dcp.pieces import MappedFile, PieceZip, TensorPiece
 from tensorkeep.formats.probe import names_in
@@ -61,7 +61,7 @@ class DcpReader(Reader):
             self._set_state(flat, directory.path / FILE_NAME)
         self.metadata = notes.metadata if notes is not None else {}
         first = next(contents.locations(), None)
-        checksummed = first is None or PieceZip(self._files[first[1].file], first[1]).checksummed
+        checksummed = first is None or PieceZip(self._files[first[1].file], first[1]).archive.checksummed
         self.verifiable = "CRC-32 of every record" if checksummed else None
         self.details = {
             "dcp_version": contents.version,
@@ -127,12 +127,12 @@ class DcpReader(Reader):
             locations += [(key, piece.chunk.location) for piece in pieces if key not in used or _lacks_checksum(piece)]
         for key, location in locations:
             try:
-                archive = PieceZip(self._files[location.file], location)
-                archive.check()
+                piece = PieceZip(self._files[location.file], location)
+                piece.check()
             except TensorkeepError as error:
                 yield Problem(error.message, file=location.file, name=key)
             else:
-                if self.verifiable and not archive.checksummed:
+                if self.verifiable and not piece.archive.checksummed:
                     message = "has no CRC-32, unlike the rest of the checkpoint"
                     yield Problem(message, file=location.file, name=key)
 
@@ -170,40 +170,29 @@ def _metadata_bytes(directory: Directory) -> bytes:
 
 
 def _map_files(directory: Directory, contents: Contents) -> dict[str, MappedFile]:
-    """Map all files; check, before memory is allocated, that they hold what the metadata claims."""
-    _check_lengths(contents, directory.path / FILE_NAME)
+    """Map all files; check that they hold what the metadata claims, before memory is allocated for it."""
     files: dict[str, MappedFile] = {}
     claimed = 0
-    for name, location in contents.locations():
+    for name, location, nbytes in contents.locations():
         if location.file not in files:
             files[location.file] = _map(directory, name, location.file)
-        _check_location(name, location, files[location.file])
+        file = files[location.file]
+        if location.length <= 0 or location.offset + location.length > file.size:
+            raise CorruptCheckpointError(
+                f"a chunk of {location.length:,} bytes at {location.offset:,} exceeds the file of {file.size:,}",
+                path=file.path,
+                name=name,
+                remedy="the file was truncated or replaced: take another copy",
+            )
+        if nbytes > location.length:
+            message = f"a chunk of {location.length:,} bytes cannot hold the {nbytes:,} of its shape"
+            raise CorruptCheckpointError(message, path=file.path, name=name)
         claimed += location.length
     total = sum(file.size for file in files.values())
     if claimed > total:
-        raise CorruptCheckpointError(
-            f"its chunks claim {claimed:,} bytes, its files have {total:,}", path=directory.path
-        )
+        message = f"its chunks claim {claimed:,} bytes, its files have {total:,}"
+        raise CorruptCheckpointError(message, path=directory.path)
     return files
-
-
-def _check_lengths(contents: Contents, path: Path) -> None:
-    for name, tensor in contents.tensors.items():
-        for chunk in tensor.chunks:
-            nbytes = prod(box_shape(chunk.box)) * tensor.dtype.itemsize
-            if nbytes > chunk.location.length:
-                message = f"a chunk of it has {chunk.location.length:,} bytes, which cannot hold {nbytes:,}"
-                raise CorruptCheckpointError(message, path=path, name=name)
-
-
-def _check_location(name: str, location: Location, file: MappedFile) -> None:
-    if location.length <= 0 or location.offset + location.length > file.size:
-        raise CorruptCheckpointError(
-            f"a chunk of it has offset {location.offset:,} and length {location.length:,}, the file has {file.size:,}",
-            path=file.path,
-            name=name,
-            remedy="the file was truncated or replaced: take another copy",
-        )
 
 
 def _map(directory: Directory, name: str, file: str) -> MappedFile:

@@ -39,12 +39,12 @@ from tensorkeep.formats.path_items import Item, items_of
 from tensorkeep.formats.sidecar import Sidecar
 from tensorkeep.formats.structure import Structure
 from tensorkeep.formats.torch_file.stream import TorchStream
+from tensorkeep.formats.torch_file.writer import fills_its_storage
 from tensorkeep.io import parallel
 from tensorkeep.io.commit import Commit
 from tensorkeep.io.files import write_small
 from tensorkeep.state.aliases import Alias, make_view
 from tensorkeep.state.leaf import Leaf, Source, allocate
-from tensorkeep.state.strided import is_lazy
 from tensorkeep.state.tree import Flat
 
 
@@ -206,11 +206,10 @@ class _Tensors:
 
 def _own_tensor(source: Source) -> torch.Tensor | None:
     """Return the state's own tensor, if it can be saved without a copy."""
-    if not isinstance(source, Leaf) or not source.is_torch or is_lazy(source.array):
+    if not isinstance(source, Leaf) or not source.is_torch or not fills_its_storage(source):
         return None
     tensor: torch.Tensor = source.array
-    fills_storage = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == source.nbytes
-    return tensor if fills_storage and tensor.device.type == "cpu" else None
+    return tensor if tensor.device.type == "cpu" else None
 
 
 def _copy(source: Source, alias: Alias | None) -> torch.Tensor:

@@ -7,20 +7,18 @@ writes a CRC-32 of every storage and does not check it; here it is checked befor
 from __future__ import annotations
 
 import os
-import re
 import threading
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from tensorkeep.errors import (
     CorruptCheckpointError,
-    OutOfMemoryError,
     UnsupportedError,
-    UnsupportedLeafError,
 )
 from tensorkeep.formats.base import Format, OpenSettings, Reader, StoredLeaf, WriteResult, WriteSettings
+from tensorkeep.formats.decoding import decoding
 from tensorkeep.formats.torch_file.stream import crc32
+from tensorkeep.formats.torch_file.unpickle import SHARED_VALUES, count_values, load_untrusted
 from tensorkeep.formats.torch_file.writer import write
 from tensorkeep.formats.torch_file.zip_file import (
     TorchZip,
@@ -28,13 +26,10 @@ from tensorkeep.formats.torch_file.zip_file import (
     is_old_pickle,
     is_torch_zip,
     open_file,
-    restricted_load,
 )
 from tensorkeep.io.files import Bytes
 from tensorkeep.state.leaf import Leaf, Source
 from tensorkeep.state.tree import Flat, flatten
-
-_SHARED_CONTAINERS = 1_000_000
 
 
 class TorchFormat(Format):
@@ -74,12 +69,10 @@ class TorchReader(Reader):
             size = os.fstat(file.fileno()).st_size
             archive = TorchZip(file, size, path)
             # By its descriptor: its path may be another file's by now.
-            state = _load(f"/proc/self/fd/{file.fileno()}", archive, path)
-        _refuse_bombs(state, archive, path)
-        try:
+            state = load_untrusted(f"/proc/self/fd/{file.fileno()}", archive, path)
+        with decoding(path):
+            count_values(state, SHARED_VALUES + 4 * archive.pickle_bytes)
             flat = flatten(state)
-        except UnsupportedLeafError as error:
-            raise UnsupportedError(error.message, path=path, name=error.name, remedy=error.remedy) from error
         self._leaves = dict(flat.leaves)
         self._checks = settings.verify and archive.checksummed
         self._storages = _storages(self._leaves, archive, size, path)
@@ -172,57 +165,6 @@ def _refuse_old_pickle(file: BinaryIO, path: Path) -> None:
             path=path,
             remedy="where you trust it, load it and save it again with torch 1.6 or later",
         )
-
-
-def _load(place: str, archive: TorchZip, path: Path) -> Any:
-    try:
-        return restricted_load(place)
-    except UnpicklingError as error:
-        raise _refused(str(error), path, archive) from error
-    except MemoryError as error:
-        raise OutOfMemoryError("there is not enough memory to open it", path=path) from error
-    # Hostile bytes make torch and its unpickler raise almost any type; whichever it is, the file cannot be read.
-    except Exception as error:
-        reason = (str(error).splitlines() or [""])[0][:200]
-        raise CorruptCheckpointError(f"torch cannot read it ({type(error).__name__}: {reason})", path=path) from error
-
-
-def _refused(message: str, path: Path, archive: TorchZip) -> UnsupportedError | CorruptCheckpointError:
-    found = re.search(r"GLOBAL ([^\s,]+)|unrecognized function ([^\s,]+)", message)
-    if found:
-        return UnsupportedError(
-            f"its pickle calls {found[1] or found[2]}: loading it would run code from the file",
-            path=path,
-            remedy="where you trust it, load it with torch.load(weights_only=False) and save plain tensors and values",
-        )
-    reason = re.search(r"WeightsUnpickler error: (.{0,200})", message)
-    detail = reason[1] if reason else message[:200]
-    if archive.checksummed:
-        # Its CRC-32 is right, so it is no damage that torch stumbles over.
-        return UnsupportedError(
-            f"torch's restricted unpickler refuses its pickle ({detail})",
-            path=path,
-            remedy="where you trust it, load it with torch.load(weights_only=False) and save plain tensors and values",
-        )
-    return CorruptCheckpointError(f"its pickle is damaged ({detail})", path=path)
-
-
-def _refuse_bombs(state: object, archive: TorchZip, path: Path) -> None:
-    """Refuse a small pickle of containers that hold one another so often that walking them would never end."""
-    most = _SHARED_CONTAINERS + 4 * archive.pickle_bytes
-    count = 0
-    waiting: list[Any] = [state]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, dict | list | tuple | set):
-            count += 1 + len(value)
-            if count > most:
-                raise UnsupportedError(
-                    f"a pickle of {archive.pickle_bytes:,} bytes unfolds to more than {most:,} values",
-                    path=path,
-                    remedy="its containers hold one another over and over: save each once",
-                )
-            waiting.extend(value.values() if isinstance(value, dict) else value)
 
 
 FORMAT = TorchFormat()

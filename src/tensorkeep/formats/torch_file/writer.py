@@ -13,7 +13,7 @@ from typing import IO, cast
 from tensorkeep.errors import UnsupportedError, UnsupportedLeafError
 from tensorkeep.formats.base import BLOCK_BYTES, WriteResult, WriteSettings
 from tensorkeep.formats.torch_file.stream import TorchStream
-from tensorkeep.formats.torch_file.zip_file import restricted_load
+from tensorkeep.formats.torch_file.unpickle import restricted_load
 from tensorkeep.io import parallel
 from tensorkeep.io.commit import Commit
 from tensorkeep.state.aliases import make_view
@@ -108,7 +108,7 @@ def _materialise(flat: Flat[Source], specs: Mapping[str, LeafSpec], threads: int
     copied = 0
     storages: set[int] = set()
     for name, source in flat.leaves.items():
-        if isinstance(source, Leaf) and _fills_its_storage(source) and source.array.data_ptr() not in storages:
+        if isinstance(source, Leaf) and fills_its_storage(source) and source.array.data_ptr() not in storages:
             values[name] = source.array
             storages.add(source.array.data_ptr())
         else:
@@ -121,8 +121,8 @@ def _materialise(flat: Flat[Source], specs: Mapping[str, LeafSpec], threads: int
     return values, copied
 
 
-def _fills_its_storage(leaf: Leaf) -> bool:
-    # Torch saves whole storages: a row of a large matrix would take the matrix with it.
+def fills_its_storage(leaf: Leaf) -> bool:
+    """Return whether a tensor is all of its storage: torch saves storages, so a row would take its matrix with it."""
     tensor = leaf.array
     return bool(not is_lazy(tensor) and tensor.is_contiguous() and tensor.untyped_storage().nbytes() == leaf.nbytes)
 

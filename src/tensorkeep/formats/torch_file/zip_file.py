@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import os
 import stat
-import warnings
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -180,19 +179,6 @@ class TorchZip:
         total = sum(info.file_size + _LOCAL_HEADER_BYTES for info in infos)
         if total > size:
             raise CorruptCheckpointError(f"its records claim {total:,} bytes, the file has {size:,}", path=self._path)
-
-
-def restricted_load(file: str | io.BytesIO) -> Any:
-    """Return what a ``torch.save`` file holds, through the unpickler that makes tensors and plain values only.
-
-    The tensors of a file, given by its path, are mapped. Raises whatever torch raises, of almost any type.
-    """
-    import torch
-
-    with warnings.catch_warnings():
-        # Torch warns at the birth of some exotic dtypes, which is no news here.
-        warnings.simplefilter("ignore", UserWarning)
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, str))
 
 
 def is_torch_zip(path: Path) -> bool:
