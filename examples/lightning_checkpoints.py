@@ -1,7 +1,7 @@
 """Lightning with Tensorkeep's checkpoints: run it, kill it, run it again.
 
-`TensorkeepIO` is a plug-in that every ``Trainer`` takes; ``ModelCheckpoint`` and ``ckpt_path`` work as ever. What goes
-into a checkpoint, and where in an epoch a run goes on, is Lightning's affair: it saves no random states.
+`TensorkeepIO` is a plug-in for every ``Trainer``; ``ModelCheckpoint`` and ``ckpt_path`` work as usual. What is in a
+checkpoint, and where in an epoch a run resumes, is decided by Lightning, which does not save random states.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class TensorkeepIO(CheckpointIO):
         self._pending = tensorkeep.save_async(checkpoint, path, overwrite=True, **self._options)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load, every block checked; nothing is ever unpickled, whatever ``weights_only`` says."""
+        """Load with every block checked; nothing is ever unpickled, whatever ``weights_only`` is."""
         self.teardown()
         return tensorkeep.load(path, device=None if callable(map_location) else map_location)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a checkpoint, once its successor is durable."""
+        """Remove a checkpoint, once the next one is durable."""
         self.teardown()
-        # A run that was killed in between has removed it already.
+        # A run that was killed afterwards has removed it already.
         if Path(path).exists():
             shutil.rmtree(path)
 
     def teardown(self) -> None:
-        """Wait for what is being saved; raise what went wrong."""
+        """Wait for the save in progress, and raise its error."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()

@@ -32,7 +32,7 @@ class TensorkeepTrainer(Trainer):
         self.manager = manager
 
     def train_on(self) -> Any:
-        """Train from the last undamaged step, or from the beginning if there is none."""
+        """Train from the last undamaged step, or from the beginning without one."""
         # Verified, because it is read twice, and both times it must be the same step.
         step = next((each for each in reversed(self.manager.steps()) if tensorkeep.verify(each.path).ok), None)
         if step is None:

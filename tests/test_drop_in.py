@@ -40,13 +40,13 @@ def test_any_format_is_opened(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["save", "load"])
-def test_every_argument_of_torch_is_taken_in_its_place(name: str) -> None:
+def test_the_signatures_are_those_of_torch(name: str) -> None:
     theirs, ours = (inspect.signature(getattr(module, name)).parameters for module in (torch, tensorkeep.torch))
     assert list(ours) == list(theirs)
     assert [parameter.kind for parameter in ours.values()] == [parameter.kind for parameter in theirs.values()]
 
 
-def test_arguments_that_mean_nothing_here_are_ignored(tmp_path: Path) -> None:
+def test_arguments_without_a_meaning_are_ignored(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     tensorkeep.torch.save(STATE, path, pickle, 5, True, True)
     tensorkeep.torch.save(STATE, path, pickle_protocol=4, _disable_byteorder_record=True)
@@ -76,7 +76,7 @@ def test_arguments_that_mean_nothing_here_are_ignored(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_not_taken_over_says_so(tmp_path: Path, call: Any, kind: str, message: str) -> None:
+def test_unsupported_arguments_are_refused(tmp_path: Path, call: Any, kind: str, message: str) -> None:
     torch.save(STATE, tmp_path / "a.pt")
     with pytest.raises(tensorkeep.TensorkeepError, match=message) as said:
         call(tmp_path / "a.pt")
@@ -85,7 +85,7 @@ def test_what_is_not_taken_over_says_so(tmp_path: Path, call: Any, kind: str, me
 
 
 class Stream:
-    """A file object that can only be read from its beginning to its end, or written."""
+    """A file object that can only be read or written sequentially."""
 
     def __init__(self, content: bytes = b"") -> None:
         self.content = content
@@ -110,7 +110,7 @@ def test_file_objects_are_written_and_read(make: Any) -> None:
     assert same(tensorkeep.torch.load(make(content), {"cuda:0": "cpu"}), STATE)
 
 
-def test_a_file_object_with_a_damaged_byte_is_told(tmp_path: Path) -> None:
+def test_a_damaged_byte_in_a_file_object_is_found(tmp_path: Path) -> None:
     file = io.BytesIO()
     tensorkeep.torch.save(STATE, file)
     damaged = file.getvalue().replace(torch.arange(6.0).numpy().tobytes(), torch.arange(1, 7.0).numpy().tobytes())
@@ -119,7 +119,7 @@ def test_a_file_object_with_a_damaged_byte_is_told(tmp_path: Path) -> None:
             tensorkeep.torch.load(io.BytesIO(damaged), place)
 
 
-def test_map_location_is_followed_as_torch_does(tmp_path: Path) -> None:
+def test_map_location_works_as_in_torch(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     tensorkeep.torch.save(STATE, path)
     asked: list[str] = []
@@ -160,7 +160,7 @@ def test_only_a_safetensors_file_is_replaced_by_one(tmp_path: Path) -> None:
     assert (tmp_path / "model.bin").read_text() == "years of work"
 
 
-def test_a_file_of_any_name_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_file_of_any_name_is_saved_atomically(tmp_path: Path) -> None:
     path = tmp_path / "model.bin"
     old, new = {"w": torch.zeros(3)}, {"w": torch.ones(3)}
     tensorkeep.safetensors.save_file(old, path)

@@ -119,7 +119,7 @@ def test_other_tables_are_ignored(tmp_path: Path) -> None:
         ("[save]\nmemory_budget = '1MiB'", "memory_budget is '1MiB'", "at least 67.1 MB"),
         ("[save]\nmemory_budget = 'much'", "memory_budget is 'much'", "at least"),
         ("[save]\nmemory_budget = -5", "memory_budget is -5", "at least"),
-        ("[saves]\nthreads = 2", "no table 'saves'", "did you mean"),
+        ("[saves]\nthreads = 2", "table [saves] is unknown", "did you mean"),
         ("threads = 2", "'threads' is not in a table", "below a line [save]"),
         ("save = 2", "'save' is not in a table", "below the name of a table"),
         ("[save", "is not TOML", "correct"),

@@ -115,7 +115,7 @@ def parse(tables: Mapping[str, Any], path: Path | None) -> SaveTable:
             remedy = f"put it below a line [{TABLE}]" if key in KEYS else "write it below the name of a table"
             raise UsageError(f"{key!r} is not in a table", path=path, remedy=remedy)
         if key != TABLE and difflib.get_close_matches(key, [TABLE], cutoff=0.75):
-            raise UsageError(f"there is no table {key!r}", path=path, remedy=f"did you mean [{TABLE}]?")
+            raise UsageError(f"table [{key}] is unknown", path=path, remedy=f"did you mean [{TABLE}]?")
     given: dict[str, Any] = tables.get(TABLE, {})
     for key, value in given.items():
         if key not in KEYS:

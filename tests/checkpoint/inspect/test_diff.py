@@ -182,7 +182,7 @@ def test_plain_values_differ_in_type_and_place(tmp_path: Path, a: Any, b: Any, e
     assert [tuple(map(repr, one)) for one in found] == [tuple(map(repr, one)) for one in expected]
 
 
-def test_what_counts_as_the_same(tmp_path: Path) -> None:
+def test_which_values_are_equal(tmp_path: Path) -> None:
     a = {"p": torch.nn.Parameter(torch.ones(2)), "d": OrderedDict(x=1), "s": {"b", "a", "c"}}
     b = {"p": torch.ones(2), "d": {"x": 1}, "s": {"c", "b", "a"}}
     assert compare(tmp_path, a, b).equal
@@ -209,7 +209,7 @@ def test_a_selected_view_is_compared(tmp_path: Path) -> None:
 
 
 def test_diff_keeps_to_its_budget(tmp_path: Path) -> None:
-    """The memory of a fresh process grows by the budget at most, tied tensors and differences included."""
+    """The memory of a new process grows by the budget at most, tied tensors and differences included."""
     w = torch.arange(16 * 2**20, dtype=torch.int32)
     tensorkeep.save({"w": w, "v": w}, tmp_path / "a")
     tensorkeep.save({"w": w + 1, "v": w + 2}, tmp_path / "b")

@@ -1,4 +1,4 @@
-"""Open checkpoints: lazy tensors that give what indexing the whole tensor gives."""
+"""Open checkpoints: indexing a lazy tensor equals indexing the full tensor."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_after_close(tmp_path: Path, format: str) -> None:
             read()
 
 
-def test_load_and_verify_read_what_was_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_and_verify_use_the_files_that_were_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tensorkeep.save({"w": torch.zeros(10)}, "c")
     with tensorkeep.open("c") as ckpt:
@@ -149,7 +149,7 @@ def test_load_and_verify_read_what_was_opened(tmp_path: Path, monkeypatch: pytes
         assert report.nbytes == 40
 
 
-def test_what_is_not_checked_is_not_called_verified(path: Path) -> None:
+def test_verify_is_refused_without_checksums_at_opening(path: Path) -> None:
     with tensorkeep.open(path, verify=False) as ckpt, pytest.raises(tensorkeep.UsageError, match="verify=False"):
         ckpt.verify()
 

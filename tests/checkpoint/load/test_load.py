@@ -1,4 +1,4 @@
-"""Loading: into new memory, into existing tensors, in part."""
+"""Loading into new memory and into existing tensors, all or some."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_into_strided_tensors_and_arrays(tmp_path: Path) -> None:
     ],
     ids=["missing", "extra", "shape", "dtype", "overlapping", "tied"],
 )
-def test_what_does_not_fit_is_named_and_nothing_touched(path: Path, edit: Any, said: str) -> None:
+def test_mismatches_are_named_and_nothing_is_touched(path: Path, edit: Any, said: str) -> None:
     target = zeros(training_state())
     edit(target)
     with pytest.raises(tensorkeep.StateMismatchError, match=said) as caught:
@@ -120,7 +120,7 @@ def test_select(path: Path) -> None:
         tensorkeep.load(path, select="nodel.*")
 
 
-def test_select_into_fills_only_those(path: Path) -> None:
+def test_select_with_into_fills_only_the_selected_tensors(path: Path) -> None:
     target = {"model": zeros(model())}
     tensorkeep.load(path, into=target, select="model.layers.2.w")
     assert same(target["model"]["layers.2.w"], model()["layers.2.w"])
@@ -142,7 +142,7 @@ def test_tied_weights_come_back_tied(tmp_path: Path) -> None:
     assert same(tensorkeep.load(tmp_path / "c", select="k"), {"k": qkv[10:20]})
 
 
-def test_a_view_into_a_tensor_of_its_own(tmp_path: Path) -> None:
+def test_a_view_is_loaded_into_its_own_memory(tmp_path: Path) -> None:
     qkv = torch.arange(30.0)
     tensorkeep.save({"qkv": qkv, "k": qkv[10:20]}, tmp_path / "c")
     target = {"qkv": torch.zeros(30), "k": torch.zeros(10)}
@@ -163,7 +163,7 @@ def test_progress_reaches_the_total(path: Path) -> None:
     assert [done for done, _ in calls] == sorted(done for done, _ in calls)
 
 
-def test_ties_must_be_the_same_on_both_sides(tmp_path: Path) -> None:
+def test_memory_must_be_shared_in_the_checkpoint_as_in_the_state(tmp_path: Path) -> None:
     zero, one = torch.zeros(3), torch.ones(3)
     tensorkeep.save({"a": zero, "c": one, "b": zero}, tmp_path / "c")
     first, second = torch.full((3,), 9.0), torch.full((3,), 9.0)
@@ -180,7 +180,7 @@ def test_ties_must_be_the_same_on_both_sides(tmp_path: Path) -> None:
         assert (memory == -1).all()
 
 
-def test_a_tied_name_alone_fills_the_callers_tensor(tmp_path: Path) -> None:
+def test_a_single_tied_name_fills_the_given_tensor(tmp_path: Path) -> None:
     w = torch.arange(5.0)
     tensorkeep.save({"a": w, "b": w}, tmp_path / "c")
     memory = torch.full((5,), 9.0)
@@ -200,7 +200,7 @@ def test_columns_of_one_buffer_do_not_share(tmp_path: Path) -> None:
     assert torch.equal(memory, fused)
 
 
-def test_tensors_and_arrays_of_one_memory(tmp_path: Path) -> None:
+def test_tensors_and_arrays_that_share_memory(tmp_path: Path) -> None:
     tensorkeep.save({"t": torch.ones(3), "a": np.zeros(3, np.float32)}, tmp_path / "c")
     memory = torch.full((3,), 9.0)
     with pytest.raises(tensorkeep.StateMismatchError, match="shares memory"):
@@ -208,7 +208,7 @@ def test_tensors_and_arrays_of_one_memory(tmp_path: Path) -> None:
     assert (memory == 9).all()
 
 
-def test_an_array_is_no_tensor(tmp_path: Path) -> None:
+def test_an_array_does_not_match_a_tensor(tmp_path: Path) -> None:
     tensorkeep.save({"w": torch.ones(3), "a": np.zeros(3, np.float32)}, tmp_path / "c")
     target = {"w": torch.full((3,), 9.0), "a": torch.full((3,), 9.0)}
     with pytest.raises(tensorkeep.StateMismatchError, match=r"tensor float32.*array float32") as caught:
@@ -217,7 +217,7 @@ def test_an_array_is_no_tensor(tmp_path: Path) -> None:
     assert (target["w"] == 9).all()
 
 
-def test_given_parameters_are_what_comes_back(tmp_path: Path) -> None:
+def test_given_parameters_are_returned(tmp_path: Path) -> None:
     tensorkeep.save({"w": torch.arange(3.0), "v": torch.nn.Parameter(torch.ones(2))}, tmp_path / "c")
     target = {"w": torch.nn.Parameter(torch.zeros(3)), "v": torch.zeros(2)}
     found = tensorkeep.load(tmp_path / "c", into=target)
@@ -240,7 +240,7 @@ def test_views_of_strided_tensors_with_memory_of_their_own(tmp_path: Path) -> No
     assert torch.equal(alone["t"], w.T)
 
 
-def test_a_view_alone_does_not_keep_what_it_looked_into(tmp_path: Path) -> None:
+def test_a_single_view_does_not_keep_the_stored_tensor(tmp_path: Path) -> None:
     w = torch.arange(10_000.0).reshape(100, 100)
     tensorkeep.save({"w": w, "row": w[7], "column": w[:, 7], "row2": w[8]}, tmp_path / "c")
     for name in ("row", "column"):
@@ -268,7 +268,7 @@ def test_wrong_calls(path: Path, options: Any, said: str) -> None:
     assert caught.value.remedy
 
 
-def test_budgets_as_people_write_them(path: Path) -> None:
+def test_budgets_as_text(path: Path) -> None:
     assert same(tensorkeep.load(path, memory_budget="64MiB"), training_state())
     assert tensorkeep.verify(path, memory_budget="64 MiB").ok
     with tensorkeep.open(path, memory_budget="64MiB") as ckpt:
@@ -298,7 +298,7 @@ def test_a_nul_in_a_path(tmp_path: Path) -> None:
     ],
     ids=["scalar of a vector", "integers with gradients", "view of another kind"],
 )
-def test_structures_that_contradict_the_tensors_are_damage(
+def test_a_structure_that_contradicts_the_tensors_is_corrupt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Any
 ) -> None:
     from tensorkeep.checkpoint.finding import open_reader

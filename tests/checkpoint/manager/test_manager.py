@@ -60,7 +60,7 @@ def test_a_step_is_a_checkpoint(tmp_path: Path) -> None:
     assert str(CheckpointManager(tmp_path).steps()[0].metrics["best"]) == "-inf"
 
 
-def test_what_no_rule_wants_is_deleted_after_its_successor_is_durable(tmp_path: Path) -> None:
+def test_unwanted_steps_are_deleted_after_the_next_is_durable(tmp_path: Path) -> None:
     seen: list[list[str]] = []
     real = tensorkeep.io.commit.Commit.publish
 
@@ -105,7 +105,7 @@ def test_a_saved_step_is_not_saved_again_unless_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [-1, 1.0, True, "1", 10**18])
-def test_numbers_that_are_none(tmp_path: Path, number: Any) -> None:
+def test_invalid_step_numbers_are_refused(tmp_path: Path, number: Any) -> None:
     with CheckpointManager(tmp_path) as manager, pytest.raises(tensorkeep.UsageError, match="not the number of a step"):
         manager.save(number, state(1))
 
@@ -130,7 +130,7 @@ def test_only_one_manager_writes(tmp_path: Path) -> None:
     second.close()
 
 
-def test_a_dead_writer_blocks_nobody(tmp_path: Path) -> None:
+def test_a_dead_writer_does_not_block(tmp_path: Path) -> None:
     def work() -> None:
         manager = CheckpointManager(tmp_path)
         manager.save(1, state(1)).wait()
@@ -160,7 +160,7 @@ def test_a_child_does_not_hold_its_parents_lock(tmp_path: Path) -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_broken_steps_are_passed_over_and_said(tmp_path: Path) -> None:
+def test_broken_steps_are_passed_over_with_a_warning(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         for number in (1, 2, 3, 4):
             manager.save(number, state(number)).wait()
@@ -201,7 +201,7 @@ def test_a_step_whose_bytes_are_damaged_is_passed_over_when_it_is_read(tmp_path:
         CheckpointManager(tmp_path).restore(2)
 
 
-def test_an_empty_folder_and_none(tmp_path: Path) -> None:
+def test_an_empty_and_a_missing_folder(tmp_path: Path) -> None:
     for root in (tmp_path, tmp_path / "none"):
         manager = CheckpointManager(root)
         assert manager.steps() == []
@@ -221,14 +221,14 @@ def test_deleting(tmp_path: Path) -> None:
         manager.delete(manager.steps()[0])
         assert numbers(manager) == [3]
         assert same(manager.restore(), state(3))
-        with pytest.raises(tensorkeep.NotACheckpointError, match="no such step"):
+        with pytest.raises(tensorkeep.NotACheckpointError, match="does not exist"):
             manager.delete(2)
         manager.delete(3)
         assert names(tmp_path) == []
         manager.save(4, state(4)).wait()
 
 
-def test_pruning_tells_what_it_would_do(tmp_path: Path) -> None:
+def test_prune_dry_run_returns_the_steps_and_deletes_nothing(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         for number in range(5):
             manager.save(number, state(number)).wait()
@@ -239,7 +239,7 @@ def test_pruning_tells_what_it_would_do(tmp_path: Path) -> None:
         assert numbers(manager) == [3, 4]
 
 
-def test_a_failed_save_is_heard_in_the_next_one(tmp_path: Path) -> None:
+def test_the_next_save_raises_the_error_of_a_failed_one(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     manager.save(1, state(1)).wait()
     with faults.broken(fail_at=4, action=faults.raise_error(errno.ENOSPC)):
@@ -251,13 +251,13 @@ def test_a_failed_save_is_heard_in_the_next_one(tmp_path: Path) -> None:
     manager.close()
 
 
-def test_a_failed_save_is_heard_in_wait_and_at_the_end(tmp_path: Path) -> None:
+def test_wait_and_close_raise_the_error_of_a_failed_save(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     with faults.broken(fail_at=6, action=faults.raise_error(errno.EIO)):
         manager.save(2, state(2))
         with pytest.raises(tensorkeep.StoreError):
             manager.wait()
-    manager.wait()  # it has been told
+    manager.wait()  # the error was raised before
     broken = faults.broken(fail_at=4, action=faults.raise_error(errno.EIO))
     with broken, pytest.raises(tensorkeep.StoreError), manager:
         manager.save(3, state(3))
@@ -269,7 +269,7 @@ def test_a_failed_save_is_heard_in_wait_and_at_the_end(tmp_path: Path) -> None:
 
 
 class Gate:
-    """Holds every commit until it is opened."""
+    """Delays every commit until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
@@ -309,7 +309,7 @@ def test_a_queued_save_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     manager.close()
 
 
-def test_incremental_goes_on_after_a_restart(tmp_path: Path) -> None:
+def test_incremental_saves_continue_after_a_restart(tmp_path: Path) -> None:
     large = torch.arange(1_000_000.0)
     with CheckpointManager(tmp_path, incremental=True) as manager:
         manager.save(1, {"frozen": large, "w": torch.ones(10)}).wait()
@@ -435,7 +435,7 @@ def test_the_command_line_prunes(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert names(tmp_path) == ["step-000002", "step-000005"]
 
 
-def test_nothing_is_said_without_a_reason(tmp_path: Path) -> None:
+def test_no_warning_without_a_reason(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with CheckpointManager(tmp_path) as manager:

@@ -75,8 +75,8 @@ def test_steps_are_thinned_by_age() -> None:
 
 
 @given(st.lists(st.integers(10, 19), min_size=2, max_size=120))
-def test_thinning_in_turns_keeps_a_ladder(gaps: list[int]) -> None:
-    """Deleting after each save must not starve the older rungs."""
+def test_repeated_thinning_keeps_old_steps(gaps: list[int]) -> None:
+    """Deleting after each save must not remove all old steps."""
     rule = KeepThinned((("100s", 0), ("1000s", "100s"), ("1w", "1000s")))
     there: list[Step] = []
     moment = 0.0
@@ -112,13 +112,13 @@ RIGHT = [600.0 * number for number in range(1, 9)]
         [RIGHT[0] + 1e9, *RIGHT[1:]],
     ],
 )
-def test_the_time_of_a_run_goes_on_whatever_its_clock_does(saved_at: list[float]) -> None:
+def test_run_times_increase_whatever_the_clock_does(saved_at: list[float]) -> None:
     right = run_times([step(number, moment) for number, moment in enumerate(RIGHT)])
     assert right == [moment - RIGHT[0] for moment in RIGHT]
     assert run_times([step(number, moment) for number, moment in enumerate(saved_at)]) == right
 
 
-def test_the_time_of_a_run_does_not_depend_on_which_steps_are_left() -> None:
+def test_run_times_do_not_depend_on_which_steps_are_left() -> None:
     steps = [
         step(number, moment) for number, moment in enumerate([*RIGHT[:4], *(moment + 1e9 for moment in RIGHT[4:])])
     ]
@@ -126,23 +126,23 @@ def test_the_time_of_a_run_does_not_depend_on_which_steps_are_left() -> None:
     assert run_times(left) == [0, 1200, 3000, 3600, 4200]
 
 
-def test_a_run_that_was_stopped_for_long_loses_nothing() -> None:
+def test_a_run_that_was_stopped_for_long_loses_no_steps() -> None:
     steps = [step(number, 600.0 * number + 1e7 * (number > 5)) for number in range(8)]
     assert unwanted(KeepThinned((("2h", 0),)), steps) == []
 
 
-def test_a_slower_run_counts_as_it_is_once_it_is_the_usual() -> None:
+def test_a_slower_pace_counts_once_it_is_the_median() -> None:
     fast = [100.0 * number for number in range(4)]
     slow = [fast[-1] + 1000.0 * number for number in range(1, 7)]
     assert run_times([step(number, moment) for number, moment in enumerate(fast + slow)]) == fast + slow
 
 
-def test_two_steps_alone_do_not_tell_how_much_time_is_usual() -> None:
+def test_two_steps_are_too_few_for_a_usual_pace() -> None:
     assert unwanted(KeepThinned((("1h", 0),)), [step(1, 0.0), step(2, 1e9)]) == []
     assert run_times([]) == run_times([step(5)]) == [0.0]
 
 
-def test_a_clock_that_went_back_deletes_no_more_than_it_must() -> None:
+def test_a_clock_that_was_set_back_deletes_no_additional_steps() -> None:
     steps = [step(1, 1000.0), step(2, 2000.0), step(3, 3000.0), step(4, 500.0)]
     assert KeepThinned((("1h", "10min"),)).wanted(steps) == {1, 2, 3, 4}
     assert unwanted(KeepThinned((("1500s", 0),)), steps) == steps[:2]
@@ -159,7 +159,7 @@ def test_a_run_that_went_back_keeps_what_it_saves() -> None:
     assert left == [[500, 600, 900, 1000], [600, 700, 900, 1000], [700, 800, 900, 1000], [1000, 1100]]
 
 
-def test_what_is_protected_is_kept_whatever_the_rule_says() -> None:
+def test_protected_steps_are_kept_whatever_the_rule() -> None:
     steps = [step(number) for number in range(1, 6)]
     assert [found.number for found in unwanted(KeepEvery(5), steps, protect=[2])] == [1, 3, 4]
     assert [found.number for found in unwanted(KeepEvery(5), steps, protect={7})] == [1, 2, 3, 4]
@@ -170,7 +170,7 @@ def test_the_last_step_is_never_deleted() -> None:
     assert unwanted(KeepEvery(7), []) == []
 
 
-def test_a_step_that_no_rule_could_judge_is_refused_before_it_is_saved() -> None:
+def test_a_step_without_the_metric_of_a_rule_is_refused() -> None:
     rule = KeepLast(2) | KeepBest(1)
     rule.check({"loss": 1.0})
     rule.check({})
@@ -200,17 +200,17 @@ def test_arguments_make_one_rule() -> None:
         lambda: EveryTime("often"),
     ],
 )
-def test_rules_that_make_no_sense(make: object) -> None:
+def test_invalid_rules_are_refused(make: object) -> None:
     with pytest.raises(UsageError):
         make()  # type: ignore[operator]
 
 
-def test_every_so_many_steps() -> None:
+def test_every_steps() -> None:
     rule = EverySteps(10)
     assert [number for number in range(35) if rule.due(number)] == [10, 20, 30]
 
 
-def test_every_so_long() -> None:
+def test_every_time() -> None:
     now = [0.0]
     rule = EveryTime("10min", clock=lambda: now[0])
     assert not rule.due(1)

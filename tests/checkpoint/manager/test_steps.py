@@ -1,4 +1,4 @@
-"""The steps of a folder: their numbers, and removing one without removing anything else."""
+"""The steps of a folder: their numbers, and removing one and nothing else."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def test_integers_of_every_library_are_numbers(tmp_path: Path, number: Any) -> N
 
 
 @pytest.mark.parametrize("number", [-1, np.int64(-1), 1.0, np.float32(1), True, np.True_, "1", None, 10**18])
-def test_what_is_no_number(tmp_path: Path, number: Any) -> None:
+def test_other_values_are_not_step_numbers(tmp_path: Path, number: Any) -> None:
     with pytest.raises(tensorkeep.UsageError, match="not the number of a step") as said:
         step_path(tmp_path, number)
     assert said.value.path == str(tmp_path)
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
-def test_a_folder_that_cannot_be_looked_into_is_said(tmp_path: Path, number: int) -> None:
+def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path, number: int) -> None:
     refused = OSError(number, os.strerror(number))
     with mock.patch.object(Path, "iterdir", side_effect=refused), pytest.raises(tensorkeep.StoreError) as said:
         numbers_in(tmp_path)
@@ -59,14 +59,14 @@ def test_a_folder_that_cannot_be_looked_into_is_said(tmp_path: Path, number: int
     assert numbers_in(tmp_path / "none") == []
 
 
-def test_a_step_that_goes_while_its_date_is_asked_for_is_none(step: Path, tmp_path: Path) -> None:
+def test_a_step_that_is_deleted_while_it_is_listed_is_left_out(step: Path, tmp_path: Path) -> None:
     gone = FileNotFoundError(errno.ENOENT, "gone")
     with mock.patch.object(Path, "stat", side_effect=gone), pytest.raises(tensorkeep.NotACheckpointError):
         read_step(tmp_path, 1)
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_a_step_is_removed_whole_or_damaged(step: Path, tmp_path: Path, damaged: bool) -> None:
+def test_a_step_is_removed_complete_or_damaged(step: Path, tmp_path: Path, damaged: bool) -> None:
     if damaged:
         damage(step)
     remove_step(step)
@@ -76,7 +76,7 @@ def test_a_step_is_removed_whole_or_damaged(step: Path, tmp_path: Path, damaged:
 
 @pytest.mark.parametrize("damaged", [False, True])
 @pytest.mark.parametrize("name", ["eval.json", "logs"])
-def test_a_step_with_more_in_it_stays(step: Path, damaged: bool, name: str) -> None:
+def test_a_step_with_other_files_is_not_removed(step: Path, damaged: bool, name: str) -> None:
     if damaged:
         damage(step)
     if name == "logs":
@@ -111,7 +111,7 @@ def weights_of_others(place: Path, step: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [a_folder, an_empty_folder, a_file, a_link, weights_of_others])
-def test_what_is_no_step_of_ours_stays(step: Path, tmp_path: Path, make: Any) -> None:
+def test_anything_but_a_step_is_not_removed(step: Path, tmp_path: Path, make: Any) -> None:
     place = step_path(tmp_path, 2)
     make(place, step)
     for call in (check_removable, remove_step):
@@ -121,7 +121,7 @@ def test_what_is_no_step_of_ours_stays(step: Path, tmp_path: Path, make: Any) ->
     assert names_in(tmp_path) == ["step-000001", "step-000002"]
 
 
-def test_a_removal_that_is_refused_is_said(step: Path, tmp_path: Path) -> None:
+def test_a_removal_that_the_system_refuses_is_an_error(step: Path, tmp_path: Path) -> None:
     refused = PermissionError(errno.EACCES, "Permission denied")
     with mock.patch.object(commit.os, "rename", side_effect=refused), pytest.raises(tensorkeep.StoreError) as said:
         remove_step(step)

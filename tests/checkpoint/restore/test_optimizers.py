@@ -1,4 +1,4 @@
-"""The states of optimizers come back, whatever they hold, and those of other parameters are refused."""
+"""The states of all optimizers are restored, and those of other parameters are refused."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def restore(path: Path, into: Any) -> Any:
 
 @pytest.mark.parametrize("steps", [0, 1], ids=["new", "used"])
 @pytest.mark.parametrize("name", ALL)
-def test_training_goes_on_with_every_optimizer(tmp_path: Path, name: str, steps: int) -> None:
+def test_training_resumes_with_every_optimizer(tmp_path: Path, name: str, steps: int) -> None:
     state, other = build(name, 0), build(name, 1)
     train(state, 2)
     path = saved(state, tmp_path / "saved")
@@ -144,7 +144,7 @@ class Projected(torch.optim.Optimizer):
                 self.state[parameter]["exp_avg"] = parameter.grad.mean(1, keepdim=True)
 
 
-def test_an_optimizer_of_others_may_have_states_of_any_shape(tmp_path: Path) -> None:
+def test_third_party_optimizers_may_have_states_of_any_shape(tmp_path: Path) -> None:
     weight, other = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(4, 3))
     optimizer, fresh = Projected([weight]), Projected([other])
     weight.sum().backward()
@@ -153,7 +153,7 @@ def test_an_optimizer_of_others_may_have_states_of_any_shape(tmp_path: Path) -> 
     assert torch.equal(fresh.state[other]["exp_avg"], torch.ones(4, 1))
 
 
-def test_what_is_no_optimizer_is_refused(tmp_path: Path) -> None:
+def test_a_state_without_param_groups_is_refused(tmp_path: Path) -> None:
     path = saved({"optimizer": {"param_groups": 3}}, tmp_path / "saved")
     said = refusal(path, {"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)})
     assert "optimizer: an optimizer in the state, none saved" in said

@@ -1,4 +1,4 @@
-"""Restoring whole states: what does not fit is named before anything is touched."""
+"""Restoring training states: mismatches are named before anything is touched."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def restore(path: Path, into: Any, **options: Any) -> Any:
 
 
 def refusal(path: Path, into: Any, model: nn.Module, **options: Any) -> tensorkeep.StateMismatchError:
-    """Return the error, once it is certain that the model is what it was."""
+    """Return the error, after a check that the model is unchanged."""
     before = [tensor.clone() for tensor in model.state_dict().values()]
     with pytest.raises(tensorkeep.StateMismatchError, match="nothing was touched") as raised:
         restore(path, into, **options)
@@ -59,7 +59,7 @@ def scheduled(steps: int) -> tuple[torch.optim.Optimizer, torch.optim.lr_schedul
 
 
 class Average:
-    """An average of weights, as people write them."""
+    """An average of weights, as users write it."""
 
     def __init__(self, size: int, value: float = 0.0) -> None:
         self.shadow = {"w": torch.full((size,), value)}
@@ -72,7 +72,7 @@ class Average:
 
 
 class Buffer(Average):
-    """Takes as many rows as there are."""
+    """Accepts any number of rows."""
 
     seen: Any = None
 
@@ -83,7 +83,7 @@ class Buffer(Average):
 
 
 class Picky:
-    """Refuses what was saved of it only when it is given it."""
+    """Refuses its saved state only in load_state_dict."""
 
     def __init__(self, numbers: Any = (1, 2)) -> None:
         self.numbers = list(numbers)
@@ -113,7 +113,7 @@ def test_a_scaler_that_was_disabled_is_refused_first(tmp_path: Path) -> None:
     assert other.state_dict() == before, "what was restored before it is not put back"
 
 
-def test_an_object_that_refuses_its_state_keeps_the_one_that_it_had(tmp_path: Path) -> None:
+def test_an_object_that_refuses_its_state_keeps_its_previous_one(tmp_path: Path) -> None:
     class HalfWay(Picky):
         def load_state_dict(self, state: dict[str, Any]) -> None:
             self.numbers = state["numbers"]
@@ -125,7 +125,7 @@ def test_an_object_that_refuses_its_state_keeps_the_one_that_it_had(tmp_path: Pa
     assert picky.numbers == [8, 9]
 
 
-def test_an_object_that_refuses_last_is_told_apart(tmp_path: Path) -> None:
+def test_an_object_that_refuses_after_the_tensors_is_reported_as_such(tmp_path: Path) -> None:
     class Late(Average):
         def load_state_dict(self, state: dict[str, Any]) -> None:
             raise ValueError("never")
@@ -180,7 +180,7 @@ def test_an_object_that_has_no_tensors_yet_takes_any(tmp_path: Path) -> None:
     assert torch.equal(none.shadow["w"], torch.full((3,), 4.0))
 
 
-def test_an_object_that_checks_its_state_decides_itself(tmp_path: Path) -> None:
+def test_check_state_dict_decides(tmp_path: Path) -> None:
     path = saved({"model": linear(1), "buffer": Buffer(50, 3.0)}, tmp_path)
     buffer = Buffer(2)
     restore(path, {"model": linear(0), "buffer": buffer})
@@ -195,7 +195,7 @@ def test_an_object_that_checks_its_state_decides_itself(tmp_path: Path) -> None:
 # Keys and plain values
 
 
-def test_keys_that_only_one_has_are_named_whatever_they_hold(tmp_path: Path) -> None:
+def test_keys_of_one_side_are_named_whatever_their_values(tmp_path: Path) -> None:
     optimizer, scheduler = scheduled(1)
     state = {"model": linear(1), "optimizer": optimizer, "scheduler": scheduler, "rng": RandomState(), "epoch": 7}
     path = saved(state, tmp_path)
@@ -205,7 +205,7 @@ def test_keys_that_only_one_has_are_named_whatever_they_hold(tmp_path: Path) -> 
     assert said.extra == ("scheduler", "rng", "epoch")
 
 
-def test_keys_inside_are_compared_where_tensors_lie(tmp_path: Path) -> None:
+def test_inner_keys_are_compared_in_containers_with_tensors(tmp_path: Path) -> None:
     path = saved({"run": {"model": linear(1), "counts": {"seen": 3}, "epoch": 7}, "models": [linear(1)]}, tmp_path)
     model = linear(0)
     said = refusal(path, {"run": {"model": model, "step": 0}, "models": [linear(0), linear(0)]}, model)
@@ -244,7 +244,7 @@ def test_numpy_scalars_are_plain_values(tmp_path: Path) -> None:
         ({}, "only in the checkpoint: weights.w"),
     ],
 )
-def test_another_sort_of_thing_is_named(tmp_path: Path, given: Any, said: str) -> None:
+def test_values_of_another_kind_are_named(tmp_path: Path, given: Any, said: str) -> None:
     path = saved({"model": linear(1), "weights": {"w": torch.ones(2)}}, tmp_path)
     model = linear(0)
     assert said in str(refusal(path, {"model": model, "weights": given}, model))
@@ -294,7 +294,7 @@ def test_objects_are_found_in_all_containers(tmp_path: Path, kind: str) -> None:
 
 
 class Holder:
-    """Its state holds other objects."""
+    """Its state contains other objects."""
 
     def __init__(self, value: float, steps: int) -> None:
         self.model = linear(value)
@@ -309,7 +309,7 @@ class Holder:
         self.optimizer, self.steps = state["optimizer"], state["steps"]
 
 
-def test_objects_within_the_states_of_objects_are_given_theirs(tmp_path: Path) -> None:
+def test_objects_in_the_states_of_objects_are_loaded(tmp_path: Path) -> None:
     path = saved({"holder": Holder(1, 3)}, tmp_path)
     holder = Holder(0, 0)
     model, scheduler = holder.model, holder.scheduler
@@ -338,7 +338,7 @@ def test_an_object_that_contains_itself_is_refused(tmp_path: Path) -> None:
         expand({"endless": Endless(1)})
 
 
-def test_a_class_is_no_object(tmp_path: Path) -> None:
+def test_a_class_is_not_a_stateful_object(tmp_path: Path) -> None:
     with pytest.raises(tensorkeep.UnsupportedLeafError, match="a value of type type cannot be saved"):
         saved({"model": nn.Linear}, tmp_path)
 
@@ -346,7 +346,7 @@ def test_a_class_is_no_object(tmp_path: Path) -> None:
 # Modules
 
 
-def test_a_bare_module_is_a_whole_state(tmp_path: Path) -> None:
+def test_a_bare_module_is_a_state(tmp_path: Path) -> None:
     path, model = saved(linear(1), tmp_path), linear(0)
     assert restore(path, model) is model
     assert is_filled(model, 1)
@@ -406,7 +406,7 @@ def test_an_averaged_model(tmp_path: Path) -> None:
 
 
 class Counting(nn.Linear):
-    """Saves more than its tensors."""
+    """Has an extra state."""
 
     extra: Any = None
 
@@ -435,7 +435,7 @@ def test_an_extra_state_that_only_one_has_is_named(tmp_path: Path) -> None:
 # A part of it
 
 
-def test_what_is_not_selected_is_left_as_it_is(tmp_path: Path) -> None:
+def test_unselected_values_are_left_unchanged(tmp_path: Path) -> None:
     state = {"models": [linear(1), linear(2)], "average": Average(3, 4.0), "scheduler": scheduled(3)[1], "step": 9}
     path = saved(state, tmp_path)
     models, average, scheduler = [linear(0), linear(0)], Average(3), scheduled(0)[1]
@@ -458,7 +458,7 @@ def test_objects_without_tensors_are_selected_by_their_keys(tmp_path: Path, patt
     assert restored == {"scheduler": scheduler}
 
 
-def test_what_an_object_holds_is_selected_with_it(tmp_path: Path) -> None:
+def test_tensors_of_an_object_are_selected_with_it(tmp_path: Path) -> None:
     path = saved({"holder": Holder(1, 3), "model": linear(1)}, tmp_path)
     holder, model = Holder(0, 0), linear(0)
     restore(path, {"holder": holder, "model": model}, select="holder.*")
@@ -484,7 +484,7 @@ def test_some_tensors_of_a_module_can_be_selected_but_not_of_another_object(tmp_
         restore(path, {"model": model, "average": Average(3)}, select="average.w")
 
 
-def test_what_is_selected_must_be_given(tmp_path: Path) -> None:
+def test_selected_tensors_must_be_given(tmp_path: Path) -> None:
     path = saved({"model": linear(1), "average": Average(3)}, tmp_path)
     model = linear(0)
     assert refusal(path, {"model": model}, model, select=["model.*", "average.*"]).extra == ("average.w",)
@@ -498,7 +498,7 @@ def test_without_a_state_the_selected_tensors_are_loaded(tmp_path: Path) -> None
 # Reading
 
 
-def test_progress_is_that_of_the_whole(tmp_path: Path) -> None:
+def test_progress_covers_both_readings(tmp_path: Path) -> None:
     path = saved({"model": linear(1), "average": Average(5)}, tmp_path)
     empty = Average(0)
     seen: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Whole training states: objects with a ``state_dict()``, random numbers, and what does not fit."""
+"""Training states: objects with a ``state_dict()``, random numbers, and mismatches."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def train(parts: dict[str, Any], steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("incremental", [False, "delta"])
-def test_a_run_goes_on_bit_for_bit(tmp_path: Path, incremental: Any) -> None:
+def test_a_run_resumes_bit_for_bit(tmp_path: Path, incremental: Any) -> None:
     parts = training()
     with CheckpointManager(tmp_path, incremental=incremental) as manager:
         train(parts, 5)
@@ -71,7 +71,7 @@ def test_parameters_are_filled_in_place(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(saved, parts["model"].parameters(), strict=True))
 
 
-def test_what_does_not_fit_is_named_before_anything_is_touched(tmp_path: Path) -> None:
+def test_mismatches_are_named_before_anything_is_touched(tmp_path: Path) -> None:
     parts = training()
     train(parts, 2)
     with CheckpointManager(tmp_path) as manager:
@@ -109,7 +109,7 @@ def test_an_object_that_was_not_saved_is_named(tmp_path: Path) -> None:
     assert same(dict(other["model"].state_dict()), before)
 
 
-def test_random_numbers_go_on(tmp_path: Path) -> None:
+def test_random_numbers_continue(tmp_path: Path) -> None:
     def draw() -> tuple[float, float, float]:
         return random.random(), float(np.random.rand()), float(torch.rand(()))
 

@@ -1,4 +1,4 @@
-"""``compression="auto"``: the decision from injected rates, what it costs, and what a failing disk makes of it."""
+"""``compression="auto"``: the decision from injected rates, its cost, and failing disks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Measured:
-    """Stands in for the trial: returns rates, and counts."""
+    """A stand-in for the trial that returns rates and counts its calls."""
 
     def __init__(self, *rates: Rates | Exception) -> None:
         self.calls = 0
@@ -83,7 +83,7 @@ def test_the_faster_of_the_two_is_taken(tmp_path: Path, tiny: None, rates: Rates
     assert decision.reason.startswith(f"{taken} is predicted to take")
 
 
-def test_a_prediction_counts_both_parts() -> None:
+def test_a_prediction_counts_computing_and_writing() -> None:
     seconds = Rates(gather=3.0, code=1.0, share=0.5, disk=4.0).seconds(12)
     assert seconds["none"] == pytest.approx(5.0)
     assert seconds["lossless"] == pytest.approx((12**2 + 1.5**2) ** 0.5)
@@ -94,14 +94,14 @@ def test_a_tie_goes_to_none(tmp_path: Path, tiny: None) -> None:
     assert decide({"w": torch.zeros(10)}, tmp_path / "ckpt", Measured(rates), Clock()).compression == "none"
 
 
-def test_small_states_pay_nothing(tmp_path: Path) -> None:
+def test_small_states_are_not_measured(tmp_path: Path) -> None:
     measure = Measured(SLOW_DISK)
     decision = decide({"w": torch.zeros(1000)}, tmp_path / "ckpt", measure, Clock())
     assert (decision.compression, measure.calls, decision.rates) == ("none", 0, None)
     assert "nothing is measured below" in decision.reason
 
 
-def test_what_was_measured_is_used_again_for_a_while(tmp_path: Path, tiny: None) -> None:
+def test_rates_are_reused_for_a_while(tmp_path: Path, tiny: None) -> None:
     measure, clock = Measured(SLOW_DISK, FAST_DISK), Clock()
     state = {"w": torch.zeros(1000)}
     assert not decide(state, tmp_path / "a", measure, clock).again
@@ -123,19 +123,19 @@ def test_what_was_measured_is_used_again_for_a_while(tmp_path: Path, tiny: None)
     ],
     ids=["dtype", "size", "threads", "page cache"],
 )
-def test_another_kind_of_save_is_measured_anew(tmp_path: Path, tiny: None, state: Any, settings: Any) -> None:
+def test_another_kind_of_save_is_measured_again(tmp_path: Path, tiny: None, state: Any, settings: Any) -> None:
     measure, clock = Measured(SLOW_DISK), Clock()
     decide({"w": torch.zeros(1000)}, tmp_path / "a", measure, clock, threads=2)
     decide(state, tmp_path / "a", measure, clock, **{"threads": 2, **settings})
     assert measure.calls == 2
 
 
-def test_a_disk_that_refuses_is_left_to_the_save(tmp_path: Path, tiny: None) -> None:
+def test_a_disk_that_refuses_is_reported_by_the_save(tmp_path: Path, tiny: None) -> None:
     measure = Measured(StoreError("cannot write: No space left on device"), SLOW_DISK)
     decision = decide({"w": torch.zeros(1000)}, tmp_path / "ckpt", measure, Clock())
     assert decision.compression == "none"
     assert "No space left on device" in decision.reason
-    # It is no measurement, so the next save tries again.
+    # The failed measurement is not kept, so the next save measures again.
     assert decide({"w": torch.zeros(1000)}, tmp_path / "ckpt", measure, Clock()).compression == "lossless"
 
 
@@ -156,7 +156,7 @@ def test_a_failure_while_measuring_does_not_stop_the_save(
 
 
 class FailsOnce:
-    """A system call of which the first that writes fails."""
+    """A system call that fails at the first write."""
 
     def __init__(self, call: Callable[..., Any], number: int, below: str) -> None:
         self.done = False
@@ -184,7 +184,7 @@ def test_a_full_disk_is_the_saves_own_error(tmp_path: Path, tiny: None, monkeypa
     assert names_in(tmp_path) == []
 
 
-def test_what_is_there_is_refused_before_anything_is_measured(
+def test_an_existing_destination_is_refused_before_measuring(
     tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "ckpt").mkdir()
@@ -244,7 +244,7 @@ def test_a_slow_disk_is_not_written_to_for_long() -> None:
     assert trial._WriteTrial(file, contents, clock).rate(1) < rate / 100
 
 
-def test_the_report_says_what_was_taken_and_why(tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_has_the_choice_and_the_reason(tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(begin, "measure", Measured(SLOW_DISK))
     report = tensorkeep.save({"w": torch.zeros(1000)}, tmp_path / "ckpt", compression="auto")
     assert report.compression == "lossless"

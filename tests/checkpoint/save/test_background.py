@@ -32,7 +32,7 @@ def state_of(megabytes: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
-def test_what_is_saved_is_what_was_there_at_the_call(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_the_state_at_the_call_is_saved(tmp_path: Path, options: dict[str, Any]) -> None:
     state = state_of(20)
     before = {name: tensor.clone() for name, tensor in state.items()}
     pending = tensorkeep.save_async(state, tmp_path / "c", **options)
@@ -77,7 +77,7 @@ def test_a_budget_below_the_least_is_refused(tmp_path: Path) -> None:
         tensorkeep.save_async({"a": torch.ones(1)}, tmp_path / "c", memory_budget="64MiB")
 
 
-def test_what_is_wrong_with_the_call_is_said_at_once(tmp_path: Path) -> None:
+def test_invalid_calls_raise_at_once(tmp_path: Path) -> None:
     tensorkeep.save({"a": 1}, tmp_path / "c")
     with pytest.raises(tensorkeep.DestinationExistsError):
         tensorkeep.save_async({"a": 2}, tmp_path / "c")
@@ -86,7 +86,7 @@ def test_what_is_wrong_with_the_call_is_said_at_once(tmp_path: Path) -> None:
     assert tensorkeep.load(tmp_path / "c") == {"a": 1}
 
 
-def test_an_error_in_the_background_comes_out_of_wait(tmp_path: Path) -> None:
+def test_wait_raises_an_error_of_the_background(tmp_path: Path) -> None:
     with faults.broken(fail_at=3, action=faults.raise_error(errno.ENOSPC)):
         pending = tensorkeep.save_async(state_of(4), tmp_path / "c")
         with pytest.raises(tensorkeep.StoreError, match="No space left"):
@@ -120,7 +120,7 @@ def test_a_state_that_cannot_be_read_raises_and_leaves_nothing(tmp_path: Path, m
     assert list(tmp_path.iterdir()) == []
 
 
-def test_waiting_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hold = threading.Event()
     real = tensorkeep.io.commit.Commit.publish
 
@@ -211,13 +211,13 @@ def test_arrays_and_strided_tensors_are_copied(tmp_path: Path) -> None:
     assert all(np.array_equal(loaded[name], expected[name]) for name in state)
 
 
-def test_progress_is_told(tmp_path: Path) -> None:
+def test_progress_is_reported(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     tensorkeep.save_async(state_of(4), tmp_path / "c", progress=lambda done, total: seen.append((done, total))).wait()
     assert seen[-1][0] == seen[-1][1] == 4 * 1024**2
 
 
-def test_metadata_is_what_it_was_at_the_call(tmp_path: Path) -> None:
+def test_metadata_at_the_call_is_saved(tmp_path: Path) -> None:
     about = {"step": 1, "tags": ["first"]}
     pending = tensorkeep.save_async({"w": torch.ones(3)}, tmp_path / "x", metadata=about)
     about["step"] = 2

@@ -20,7 +20,7 @@ pytestmark = [
 MIB = 1024**2
 
 
-def test_staging_buffers_are_page_locked_and_let_go() -> None:
+def test_staging_buffers_are_page_locked_and_unlocked() -> None:
     pool = BufferPool(64 * MIB, page_lock=CudaPageLock())
     with pool.acquire(16 * MIB) as array:
         view = torch.from_numpy(array)
@@ -29,7 +29,7 @@ def test_staging_buffers_are_page_locked_and_let_go() -> None:
     assert not view.is_pinned()
 
 
-def test_what_is_saved_is_what_was_there_at_the_call(tmp_path: Path) -> None:
+def test_the_state_at_the_call_is_saved(tmp_path: Path) -> None:
     weights = {f"w{n}": torch.full((4096, 1024), float(n), device="cuda") for n in range(16)}
     weights["strided"] = weights["w3"].T[::2]
     with tensorkeep.CheckpointManager(tmp_path / "run") as manager:
@@ -49,7 +49,7 @@ def test_what_is_saved_is_what_was_there_at_the_call(tmp_path: Path) -> None:
 
 
 def test_copying_does_not_wait_for_kernels_queued_meanwhile(tmp_path: Path) -> None:
-    """The copies run on streams of their own, beside whatever else the device does."""
+    """Copies run on CUDA streams of their own, beside other work of the device."""
     weight = torch.ones(4096, 1024, device="cuda")
     busy = torch.cuda.Stream()
     with tensorkeep.CheckpointManager(tmp_path / "run") as manager:
@@ -63,7 +63,7 @@ def test_copying_does_not_wait_for_kernels_queued_meanwhile(tmp_path: Path) -> N
         before = busy.query()
         busy.synchronize()
         whole = time.perf_counter() - begin
-    assert not before, "the device was not busy long enough to tell"
+    assert not before, "the device was not busy long enough for this test"
     assert held < whole / 2
 
 

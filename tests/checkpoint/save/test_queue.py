@@ -1,4 +1,4 @@
-"""Saves that meet: queued, replaced, refused, interrupted, failed, forked; none hangs, and none is lost unheard."""
+"""Concurrent saves: queued, replaced, refused, interrupted, failed, forked; none hangs, and no error is lost."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def gathered(value: int = 0) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Hold every save before it becomes visible, until the event is set."""
+    """Delay every save before it becomes visible, until the event is set."""
     event = threading.Event()
     real = tensorkeep.io.commit.Commit.publish
 
@@ -61,7 +61,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 @pytest.fixture
 def gathering(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[], None]]]:
-    """Lend a list of what is called, once each, when a tensor is gathered."""
+    """Return a list of functions that are called, once each, when a tensor is gathered."""
     actions: list[Callable[[], None]] = []
     real = Leaf.read
 
@@ -106,7 +106,7 @@ def test_a_kept_pool_holds_a_state_of_another_layout(tmp_path: Path, gate: threa
         assert [step.number for step in manager.steps()] == [6]
 
 
-def test_a_queued_save_that_cannot_be_copied_leaves_room_for_the_next(
+def test_a_queued_save_that_cannot_be_copied_does_not_block_the_next(
     tmp_path: Path, gate: threading.Event, gathering: list[Callable[[], None]]
 ) -> None:
     manager = CheckpointManager(tmp_path, when_busy="replace")
@@ -121,7 +121,7 @@ def test_a_queued_save_that_cannot_be_copied_leaves_room_for_the_next(
     assert same(manager.restore(3), gathered(3))
 
 
-def test_ctrl_c_while_a_queued_save_is_copied_leaves_room_for_the_next(
+def test_ctrl_c_while_a_queued_save_is_copied_does_not_block_the_next(
     tmp_path: Path, gate: threading.Event, gathering: list[Callable[[], None]]
 ) -> None:
     def interrupt() -> None:
@@ -166,14 +166,16 @@ except KeyboardInterrupt:
 """
 
 
-def test_ctrl_c_while_the_background_begins_lets_the_interpreter_end(tmp_path: Path) -> None:
+def test_ctrl_c_while_the_thread_starts_does_not_hang_the_interpreter(tmp_path: Path) -> None:
     command = [sys.executable, "-c", INTERRUPTED_START, str(tmp_path / "c")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=40)
     assert (done.returncode, done.stdout) == (0, "interrupted\n")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_thread_to_be_had_is_heard_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_cannot_start_is_an_error_and_leaves_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -291,7 +293,7 @@ def test_ctrl_c_in_close_keeps_others_out_until_the_save_is_over(tmp_path: Path,
         other.save(2, {"w": zeros(1)})
 
 
-def test_after_going_back_a_step_that_was_saved_stays(tmp_path: Path) -> None:
+def test_a_step_saved_after_going_back_is_kept(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, keep_last=2) as manager:
         for number in (500, 900, 1000):
             manager.save(number, {"step": number}).wait()
@@ -302,9 +304,7 @@ def test_after_going_back_a_step_that_was_saved_stays(tmp_path: Path) -> None:
         assert manager.restore(600) == {"step": 600}
 
 
-def test_steps_that_cannot_be_deleted_are_said_and_cost_no_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_that_cannot_be_deleted_cause_a_warning_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = tensorkeep.checkpoint.manager.steps.remove_checkpoint
 
     def remove_checkpoint(path: Path) -> None:
@@ -323,7 +323,7 @@ def test_steps_that_cannot_be_deleted_are_said_and_cost_no_save(
     assert 3 in [step.number for step in manager.steps()]
 
 
-def test_a_rule_that_is_not_clear_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_an_ambiguous_metric_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, keep_best=1)
     with pytest.raises(tensorkeep.UsageError, match="accuracy, loss"):
         manager.save(1, {"w": zeros(1)}, metrics={"loss": 1.0, "accuracy": 0.5})
@@ -334,7 +334,7 @@ def test_a_rule_that_is_not_clear_is_refused_before_anything_is_written(tmp_path
 
 
 @pytest.mark.parametrize("metrics", [{"loss": 10**400}, {"\ud800": 1.0}, {"loss": "many"}])
-def test_metrics_that_are_none(tmp_path: Path, metrics: dict[str, Any]) -> None:
+def test_invalid_metrics_are_refused(tmp_path: Path, metrics: dict[str, Any]) -> None:
     manager = CheckpointManager(tmp_path)
     with pytest.raises(tensorkeep.UsageError, match="the metric"):
         manager.save(1, {"w": zeros(1)}, metrics=metrics)
@@ -351,7 +351,7 @@ def test_metrics_that_are_none(tmp_path: Path, metrics: dict[str, Any]) -> None:
         ({"asynchronous": False, "incremental": "delta"}, 108),
     ],
 )
-def test_the_least_budget_is_said_at_once_and_is_enough(tmp_path: Path, options: dict[str, Any], least: int) -> None:
+def test_the_smallest_budget_is_named_at_once_and_suffices(tmp_path: Path, options: dict[str, Any], least: int) -> None:
     with pytest.raises(tensorkeep.UsageError, match=r"memory budget .* is too small") as refused:
         CheckpointManager(tmp_path, memory_budget=least * MIB - 1, **options)
     assert "give at least" in str(refused.value)
@@ -374,7 +374,7 @@ def test_deciding_for_a_compression_stays_within_the_budget(tmp_path: Path) -> N
     assert report.peak_buffer_bytes <= budget
 
 
-def test_an_error_that_is_not_ours_does_not_hide_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_close_does_not_hide_that_of_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def drain(queue: SaveQueue) -> None:
         raise MemoryError("none left")
 
@@ -384,7 +384,7 @@ def test_an_error_that_is_not_ours_does_not_hide_the_users(tmp_path: Path, monke
     assert "none left" in raised.value.__notes__[0]
 
 
-def test_where_all_are_kept_the_steps_are_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_not_listed_if_all_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = CheckpointManager(tmp_path)
     manager.save(1, {"w": zeros(1)}).wait()
     monkeypatch.setattr("tensorkeep.checkpoint.manager.folder.list_steps", lambda root: pytest.fail("looked"))
@@ -393,7 +393,7 @@ def test_where_all_are_kept_the_steps_are_not_looked_at(tmp_path: Path, monkeypa
 
 
 def interrupted_at(count: int, call: Callable[[], object]) -> bool:
-    """Call; raise KeyboardInterrupt before a line with which a save begins; say whether there was one."""
+    """Call; raise KeyboardInterrupt before the given line of the save; return whether it was reached."""
     files = {job.__file__, queue.__file__}
     left = count
 

@@ -1,4 +1,4 @@
-"""What `save` refuses, reports and promises."""
+"""What `save` refuses, reports and guarantees."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_report(tmp_path: Path) -> None:
     ],
     ids=["function", "object", "sparse", "meta", "object array", "module"],
 )
-def test_what_cannot_be_saved_is_named_before_a_byte_is_written(tmp_path: Path, state: Any, key: str) -> None:
+def test_unsupported_values_are_named_before_a_byte_is_written(tmp_path: Path, state: Any, key: str) -> None:
     with pytest.raises(tensorkeep.UnsupportedLeafError) as caught:
         tensorkeep.save({"fine": torch.ones(3), **state}, tmp_path / "folder" / "ckpt")
     assert caught.value.name == key

@@ -1,4 +1,4 @@
-"""What a signal does while a rule listens to it, and after."""
+"""What a signal does while an `OnSignal` is open, and afterwards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_second_sigterm_ends_the_process() -> None:
     assert faults.in_child(child) == signal.SIGTERM
 
 
-def test_a_signal_that_comes_again_goes_to_the_handler_before() -> None:
+def test_a_second_signal_goes_to_the_previous_handler() -> None:
     heard: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     with OnSignal() as rule:
@@ -46,7 +46,7 @@ def test_a_signal_that_comes_again_goes_to_the_handler_before() -> None:
         signal.raise_signal(signal.SIGTERM)
 
 
-def test_a_user_may_ask_for_a_save_again_and_again() -> None:
+def test_sigusr1_asks_for_a_save_repeatedly() -> None:
     heard: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
     with OnSignal(signal.SIGUSR1) as rule:
@@ -61,7 +61,7 @@ def test_a_user_may_ask_for_a_save_again_and_again() -> None:
         assert heard == [signal.SIGUSR1]
 
 
-def test_the_handlers_before_come_back() -> None:
+def test_previous_handlers_are_restored() -> None:
     with OnSignal() as rule:
         assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
         assert (rule | EverySteps(2)).due(2)
@@ -95,7 +95,7 @@ def test_a_forked_child_can_be_ended() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, 12345, "TERM"])
-def test_what_cannot_be_handled_is_refused_and_leaves_nothing(number: Any) -> None:
+def test_signals_that_cannot_be_handled_are_refused(number: Any) -> None:
     with pytest.raises(UsageError, match="cannot be handled"):
         OnSignal(signal.SIGUSR1, number)
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL

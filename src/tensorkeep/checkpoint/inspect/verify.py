@@ -26,7 +26,7 @@ class VerifyReport:
     ----------
     path, format : str
     ok : bool
-        Whether there are no problems.
+        Whether `problems` is empty.
     checked : str or None
         What was checked ("xxh3-64 of every block"); None if the format stores no checksums, so that only the structure
         was.

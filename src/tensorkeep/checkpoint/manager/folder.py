@@ -80,7 +80,7 @@ class StepFolder:
         path = self.path_of(step)
         self.claim()
         if not os.path.lexists(path):
-            raise NotFoundError("there is no such step", path=path, remedy="see steps()")
+            raise NotFoundError("this step does not exist", path=path, remedy="see steps()")
         with self._mutex:
             remove_step(path)
 

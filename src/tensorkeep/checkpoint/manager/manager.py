@@ -16,15 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from tensorkeep.checkpoint.arguments import MemorySize, checked_path
 from tensorkeep.checkpoint.manager.folder import StepFolder
 from tensorkeep.checkpoint.manager.retention import Keep, KeepBest, keep_rule, unwanted
-from tensorkeep.checkpoint.manager.steps import (
-    Step,
-    StepListing,
-    checked_metrics,
-    is_damaged,
-    list_steps,
-    step_number,
-    step_path,
-)
+from tensorkeep.checkpoint.manager.steps import Step, StepListing, checked_metrics, is_damaged, list_steps, step_number
 from tensorkeep.checkpoint.manager.triggers import SaveWhen
 from tensorkeep.checkpoint.restore.restore import restore_state
 from tensorkeep.checkpoint.restore.stateful import expand
@@ -46,8 +38,8 @@ logger = logging.getLogger(__name__)
 class CheckpointManager:
     """The checkpoints of one training run, in one folder: ``step-000100``, ``step-000200``, ... A context manager.
 
-    Any number of processes may read the folder; one may write. The first call that changes something locks the folder
-    until `close`, or until the process ends, however it ends. Threads may share a manager.
+    Many processes may read the folder, one may write: the first call that changes something locks it until `close`, or
+    until the process ends, however it ends. Threads may share a manager.
 
     Parameters
     ----------
@@ -58,8 +50,8 @@ class CheckpointManager:
     keep_best : int or KeepBest, optional
         Keep the so many best steps by their metric; see `KeepBest` for which metric.
     keep : Keep, optional
-        Any other rule. A step is kept if any rule keeps it, and all are if there are no rules. Steps are deleted after
-        a later one is durable; the last one never is.
+        Any other rule. A step is kept if any rule keeps it; without rules, all are. Steps are deleted after a later one
+        is durable; the last one never is.
     save_when : SaveWhen, optional
         The rule that `due` asks.
     compression : str, optional
@@ -175,16 +167,14 @@ class CheckpointManager:
         ------
         UnsupportedLeafError, UsageError
             If the state or an argument cannot be saved. Nothing is written, and no queued save is replaced.
-        DestinationExistsError
-            If the step exists and is not damaged.
-        BusyError
-            If another process writes in the folder.
+        DestinationExistsError, BusyError
+            If the step exists and is not damaged; if another process writes in the folder.
         TensorkeepError
-            The error of an earlier save that nobody has waited for; this one was then not begun.
+            The error of an earlier save that was not waited for; this save is then not begun.
         """
         started = time.perf_counter()
         step = step_number(step, self.root)
-        path = step_path(self.root, step)
+        path = self._folder.path_of(step)
         record = StepRecord(step, time.time(), checked_metrics(metrics))
         self.keep.check(record.metrics)
         with self._queue.one_at_a_time():
@@ -208,7 +198,6 @@ class CheckpointManager:
                 **self._arguments,
             )
             flat = flat_state(expand(state))
-
             on_durable = partial(self._note_saved, path, step)
             prepare = partial(begin_save, flat, request, copy=self._asynchronous, on_durable=on_durable)
             pending = PendingSave((self._queue.add if self._asynchronous else self._queue.run)(prepare))
@@ -220,10 +209,7 @@ class CheckpointManager:
         return pending
 
     def _find_base(self) -> Path | None:
-        """Return the step that an incremental save builds on, once the save before it is durable.
-
-        Only a step that this manager has saved or restored: the bytes of others may be damaged.
-        """
+        """Return the step to build on: one that was saved or restored here, since others may be damaged."""
         return self._base if self._base is not None and self._base.exists() else None
 
     def _note_saved(self, path: Path, step: int) -> None:
@@ -233,7 +219,7 @@ class CheckpointManager:
         self._folder.delete_after_save(self.keep, step)
 
     def wait(self) -> None:
-        """Wait until everything that was saved is durable; raise the error of a save that nobody has waited for."""
+        """Wait until everything that was saved is durable; raise the error of a save that was not waited for."""
         self._queue.drain()
         self._folder.warn_of_undeleted(stacklevel=2)
         self._queue.raise_failure()
@@ -293,12 +279,12 @@ class CheckpointManager:
         Raises
         ------
         NotACheckpointError
-            If there is no such step, or none at all.
+            If the step does not exist, or the folder has none.
         CorruptCheckpointError
             If the given step, or every one, is damaged; tensors in ``into`` may be partly overwritten.
         StateMismatchError
-            If ``into`` does not fit. Nothing was changed, unless the message says so: an object may refuse its state
-            when it is loaded, and loading a damaged step may have begun before.
+            If ``into`` does not fit. Usually nothing was changed; the message names the cases in which an object
+            refuses its state later.
         """
         self._queue.drain()
         arguments = {"into": into, "select": select, "device": device, "threads": threads, "progress": progress}
@@ -331,10 +317,8 @@ class CheckpointManager:
 
         Raises
         ------
-        NotFoundError, NotACheckpointError
-            If there is no step of that number, or it has lost its manifest.
-        UsageError
-            If it holds files that do not belong to it.
+        NotFoundError, NotACheckpointError, UsageError
+            If the step does not exist, has lost its manifest, or holds files that do not belong to it.
         BusyError, StoreError
             If another process writes in the folder, or the disk failed.
         """

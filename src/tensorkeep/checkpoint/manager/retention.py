@@ -291,7 +291,7 @@ def run_times(steps: Sequence[Step]) -> list[float]:
 
 
 def _only(metrics: Iterable[str]) -> str | None:
-    """Return the only metric, or None if there are none; UsageError if there are several."""
+    """Return the only metric, or None without any; UsageError if there are several."""
     names = sorted(metrics)
     if len(names) > 1:
         raise UsageError(

@@ -35,7 +35,7 @@ _LARGEST = 10**18 - 1
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A complete step, as far as that can be told without reading its tensors.
+    """A complete step, as far as that shows without reading its tensors.
 
     Attributes
     ----------
@@ -127,7 +127,7 @@ def _modified_at(path: Path) -> float:
     try:
         return path.stat().st_mtime
     except FileNotFoundError as error:
-        raise NotFoundError("there is no such step", path=path) from error
+        raise NotFoundError("this step does not exist", path=path) from error
     except OSError as error:
         raise store_error(error, path, "look at the step") from error
 
@@ -201,7 +201,7 @@ def check_removable(path: Path) -> None:
             raise NotACheckpointError(
                 "is not a checkpoint of Tensorkeep, or has lost its manifest, so it is not deleted",
                 path=path,
-                remedy="if nobody needs it, remove it yourself",
+                remedy="if it is not needed, remove it yourself",
             )
         foreign = foreign_names(path)
     except TensorkeepError:

@@ -69,7 +69,7 @@ def restore_state(
     ------
     StateMismatchError
         If ``into`` does not fit; nothing was touched. An object that is loaded after the tensors may still refuse its
-        state: then the tensors are those of the checkpoint, and the message says so.
+        state; the message then adds that the tensors are overwritten already.
     CorruptCheckpointError
         If a byte is not what was written. Tensors and objects may then be partly overwritten; restoring another step
         of the same state replaces all of them.

@@ -208,7 +208,7 @@ def _report(written: WriteResult, seconds: float, stall_seconds: float, **about:
 
 
 def _checked_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of the metadata, having checked that JSON gives it back unchanged."""
+    """Return a copy of the metadata, having checked that JSON keeps it unchanged."""
     try:
         copied: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(metadata))
         same = isinstance(metadata, dict) and copied == metadata

@@ -152,7 +152,7 @@ class SaveJob:
         return self._over.wait(timeout)
 
     def has_unreported_error(self) -> bool:
-        """Return whether it has failed, and nobody has been given the error."""
+        """Return whether it has failed and `result` has not raised the error yet."""
         return self.is_over() and self in _unreported
 
     def result(self) -> SaveReport:
@@ -176,7 +176,7 @@ class SaveJob:
 
 
 _unreported: set[SaveJob] = set()
-"""Saves that failed and whose error nobody was given."""
+"""Saves that failed and whose error `result` has not raised yet."""
 
 
 def _log_unreported() -> None:

@@ -176,7 +176,7 @@ class SaveQueue:
             job.wait()
 
     def raise_failure(self) -> None:
-        """Raise the error of a save that is over, if nobody was given it yet."""
+        """Raise the error of a failed save, if it was not raised before."""
         with self._lock:
             ended, self._ended = self._ended, []
         for position, job in enumerate(ended):

@@ -77,7 +77,7 @@ def save(
     UsageError
         If an argument, an option or a setting is wrong. Nothing is written.
     UnsupportedError
-        If there is no such format, or it cannot store this state.
+        If the format is unknown, or cannot store this state.
     DestinationExistsError
         If something is at ``path`` and ``overwrite`` is not set, or it is not a checkpoint of this format.
     BusyError
@@ -173,7 +173,7 @@ def save_async(
     UsageError
         If an argument, an option or a setting is wrong, or the budget is too small for this format.
     UnsupportedError
-        If there is no such format, or it cannot store this state.
+        If the format is unknown, or cannot store this state.
     DestinationExistsError
         If something is at ``path`` and ``overwrite`` is not set.
 

@@ -1,4 +1,4 @@
-"""Blocks stored as differences: from bases that are right, never at a loss, never taken for the blocks themselves."""
+"""Blocks stored as differences: only from undamaged bases, only where smaller, and decoded by their readers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def flip(file: Path, at: int) -> None:
 
 
 class OldNote(msgspec.Struct):
-    """As readers knew it that knew no differences."""
+    """The manifest as readers without differences knew it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -64,7 +64,7 @@ def notes(file: Path) -> OldNotes:
         return msgspec.json.decode(opened.metadata()["tensorkeep"], type=OldNotes)
 
 
-def test_a_reader_that_knows_no_differences_is_told_by_the_version(tmp_path: Path) -> None:
+def test_the_version_refuses_readers_without_differences(tmp_path: Path) -> None:
     state = weights(2)
     tensorkeep.save(state, tmp_path / "a", incremental=True, **LOSSLESS)
     tensorkeep.save(trained(state), tmp_path / "b", base=tmp_path / "a", **DELTA)
@@ -87,7 +87,7 @@ def test_tensors_that_are_whole_are_read_from_a_file_of_changes_by_any_reader(tm
     assert same(tensorkeep.load(alone), {"w1": state["w1"]})
 
 
-def test_a_bad_sector_in_an_earlier_step_stops_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_sector_in_an_earlier_step_does_not_stop_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = weights()
     tensorkeep.save(state, tmp_path / "a", incremental=True, **LOSSLESS)
     bad = (tmp_path / "a" / "model.safetensors").stat().st_ino
@@ -121,7 +121,7 @@ def test_blocks_in_a_codec_that_is_not_installed_are_not_taken(tmp_path: Path, o
     assert same(tensorkeep.load(tmp_path / "b"), state)
 
 
-def test_a_damaged_block_that_is_stored_as_it_is_is_no_base(tmp_path: Path) -> None:
+def test_a_damaged_raw_block_is_not_used_as_a_base(tmp_path: Path) -> None:
     state = weights(1)
     tensorkeep.save(state, tmp_path / "a", incremental=True)
     file = tmp_path / "a" / "model.safetensors"
@@ -133,7 +133,7 @@ def test_a_damaged_block_that_is_stored_as_it_is_is_no_base(tmp_path: Path) -> N
     assert same(tensorkeep.load(tmp_path / "b"), trained(state))
 
 
-def test_damage_in_a_base_is_said_of_the_file_that_holds_it(tmp_path: Path) -> None:
+def test_damage_in_a_base_names_the_damaged_file(tmp_path: Path) -> None:
     state = weights(1)
     tensorkeep.save(state, tmp_path / "a", incremental=True)
     tensorkeep.save(trained(state), tmp_path / "b", base=tmp_path / "a", **DELTA)
@@ -159,7 +159,7 @@ def test_chains_of_several_differences_are_undone(tmp_path: Path, monkeypatch: p
 
 
 def patched(size: int, patches: list[int], length: int, *, noise: slice) -> tuple[np.ndarray, np.ndarray]:
-    """Return a base and a block: alike noise in a few places; elsewhere noise in the base only, and zeros."""
+    """Return a base and a block: the same noise in a few places, elsewhere noise in the base and zeros in the block."""
     draw = np.random.default_rng(0)
     block, base = np.zeros(size, np.uint8), np.zeros(size, np.uint8)
     base[noise] = draw.integers(0, 256, size, np.uint8)[noise]
