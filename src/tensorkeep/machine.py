@@ -5,6 +5,7 @@ The only module that asks the kernel about them. Every function reads afresh, be
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -13,6 +14,7 @@ import resource
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
+from functools import cache
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import TypedDict
@@ -224,11 +226,11 @@ _GROUP_FILES = (
 def _group_limits(proc: Path, groups: Path) -> Iterator[tuple[int, int]]:
     """Yield the limit and the used bytes of each control group of the process that has a limit."""
     for folder in _group_folders(proc, groups):
-        for limit_file, usage_file, cache in _GROUP_FILES:
+        for limit_file, usage_file, cache_name in _GROUP_FILES:
             limit, usage = (next(iter(_lines(folder / name)), "") for name in (limit_file, usage_file))
             if limit.isdigit() and usage.isdigit():
                 statistics = dict(line.split(maxsplit=1) for line in _lines(folder / "memory.stat"))
-                yield int(limit), int(usage) - int(statistics.get(cache, 0))
+                yield int(limit), int(usage) - int(statistics.get(cache_name, 0))
 
 
 def _group_folders(proc: Path, groups: Path) -> Iterator[Path]:
@@ -314,6 +316,12 @@ def _mount(path: Path) -> tuple[str | None, str | None]:
         if path.is_relative_to(point) and len(point) >= longest:
             longest, best = len(point), (right.split()[0], point)
     return best
+
+
+@cache
+def libc() -> ctypes.CDLL:
+    """Return the C library, for calls that Python does not have; their error is in ``ctypes.get_errno()``."""
+    return ctypes.CDLL(None, use_errno=True)
 
 
 def _sizes(path: Path) -> dict[str, int]:

@@ -170,11 +170,12 @@ def test_reading_a_transposed_array_takes_memory_of_the_range() -> None:
 
 def test_reading_a_transposed_tensor_copies_only_pieces_of_the_range() -> None:
     leaf = leaf_of(torch.zeros(300, 200).T)
-    pieces = list(leaf._pieces(4 * 450, 4 * 1250))
-    assert [(tuple(piece.shape), place) for piece, place in pieces] == [
-        ((150,), 0),
-        ((2, 300), 600),
-        ((50,), 3000),
+    data = np.empty(4 * 800, np.uint8)
+    pieces = list(leaf._pieces(4 * 450, 4 * 1250, data))
+    assert [(tuple(piece.shape), part.ctypes.data - data.ctypes.data, part.size) for piece, part in pieces] == [
+        ((150,), 0, 600),
+        ((2, 300), 600, 2400),
+        ((50,), 3000, 200),
     ]
 
 

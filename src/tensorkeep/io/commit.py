@@ -18,7 +18,6 @@ import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -26,6 +25,7 @@ from typing import Self
 from tensorkeep.errors import BusyError, DestinationExistsError, StoreError
 from tensorkeep.io.files import store_errors, sync_directory
 from tensorkeep.io.temporaries import lock, new_name, remove, remove_stale
+from tensorkeep.machine import libc
 
 _CHOOSE = "choose another path, or ask to overwrite it (overwrite=True, --overwrite)"
 
@@ -273,14 +273,9 @@ def remove_checkpoint(path: Path) -> None:
     remove(temporary)
 
 
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
-
-
 def _rename(source: Path, destination: Path, flag: int) -> None:
     """Rename by ``renameat2(2)``: without replacing, or exchanging two names in one step."""
-    code = _libc().renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(destination), flag)
+    code = libc().renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(destination), flag)
     if code == 0:
         return
     number = ctypes.get_errno()

@@ -8,7 +8,6 @@ import logging
 import mmap
 import os
 import stat
-from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -18,6 +17,7 @@ import numpy as np
 from tensorkeep.errors import CorruptCheckpointError, NotFoundError
 from tensorkeep.io.buffers import ALIGNMENT, round_down, round_up
 from tensorkeep.io.files import Bytes, store_error, transfers
+from tensorkeep.machine import libc
 
 logger = logging.getLogger(__name__)
 
@@ -180,9 +180,4 @@ class SourceFile:
 
 def _is_cached(address: int) -> bool:
     answer = (ctypes.c_ubyte * 1)()
-    return _libc().mincore(ctypes.c_void_p(address), ctypes.c_size_t(1), answer) == 0 and bool(answer[0] & 1)
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
+    return libc().mincore(ctypes.c_void_p(address), ctypes.c_size_t(1), answer) == 0 and bool(answer[0] & 1)

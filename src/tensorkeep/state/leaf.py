@@ -13,12 +13,12 @@ import mmap
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
 from tensorkeep.errors import OutOfMemoryError, UnsupportedLeafError, UsageError
+from tensorkeep.machine import libc
 from tensorkeep.state.dtypes import DType, check_numpy, check_torch
 from tensorkeep.state.strided import (
     Array,
@@ -188,8 +188,7 @@ class Leaf:
         if host is not None:
             out[:] = host[start:stop]
             return
-        for piece, place in self._pieces(start, stop):
-            part = out[place : place + math.prod(piece.shape) * self.dtype.itemsize]
+        for piece, part in self._pieces(start, stop, out):
             if self.is_torch:
                 gather_tensor(piece, part)
             else:
@@ -221,8 +220,7 @@ class Leaf:
         if host is not None:
             host[start:stop] = data
             return
-        for piece, place in self._pieces(start, stop):
-            part = data[place : place + math.prod(piece.shape) * self.dtype.itemsize]
+        for piece, part in self._pieces(start, stop, data):
             if self.is_torch:
                 scatter_tensor(piece, part)
             else:
@@ -234,8 +232,8 @@ class Leaf:
         if not 0 <= start <= stop <= self.nbytes or start % size or stop % size or len(data) != stop - start:
             raise ValueError(f"bytes [{start}, {stop}) of {self.nbytes} do not fit {len(data)} bytes of {self.dtype}")
 
-    def _pieces(self, start: int, stop: int) -> Iterator[tuple[Array, int]]:
-        """Yield sub-arrays that together are the range, in order, each with its byte offset in the range."""
+    def _pieces(self, start: int, stop: int, data: Bytes) -> Iterator[tuple[Array, Bytes]]:
+        """Yield sub-arrays that together are the range, in order, each with its bytes in ``data``."""
         size = self.dtype.itemsize
         array = self.array
         if not self.is_torch:
@@ -244,10 +242,11 @@ class Leaf:
             array = as_integers(array)
         if self.is_torch and array.is_contiguous():
             array = array.reshape(-1)
-        place = 0
+        begin = 0
         for piece in slices(array, start // size, stop // size):
-            yield piece, place
-            place += math.prod(piece.shape) * size
+            end = begin + math.prod(piece.shape) * size
+            yield piece, data[begin:end]
+            begin = end
 
 
 def _check_plain(name: str, tensor: torch.Tensor) -> None:
@@ -323,9 +322,4 @@ def _advise_huge_pages(address: int, nbytes: int) -> None:
     if nbytes >= 2 * _HUGE_PAGE_BYTES:
         start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
         length = (address + nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
-        _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
+        libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
