@@ -1,11 +1,10 @@
-"""What lets zarr-python read arrays of bfloat16, which it does not know by itself::
+"""Registers bfloat16 with zarr-python, which lacks it; arrays then have the dtype of ``ml_dtypes``.
 
-    from tensorkeep.formats.tensorstore import zarr_bfloat16
+>>> from tensorkeep.formats.tensorstore import zarr_bfloat16
+>>> zarr_bfloat16.register()  # doctest: +SKIP
+>>> zarr.open_group("checkpoint", mode="r")["model.weight"][:]  # doctest: +SKIP
 
-    zarr_bfloat16.register()
-    zarr.open_group("checkpoint", mode="r")["model.weight"][:]  # elements are ml_dtypes.bfloat16
-
-Both as ``"bfloat16"`` in zarr v2 and v3 metadata, as TensorStore writes it. Written against zarr-python 3.1.
+For ``"bfloat16"`` in zarr v2 and v3 metadata, as TensorStore writes it. Written for zarr-python 3.1.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def register() -> None:
-    """Teach the zarr-python of this process the dtype; a second call does nothing.
+    """Register the dtype in this process; a second call does nothing.
 
     Raises
     ------
@@ -43,7 +42,7 @@ def register() -> None:
 
 @cache
 def _bfloat16() -> Any:
-    """Return the class of the dtype, made once, when zarr is imported."""
+    """Return the class of the dtype; defined here, because its base class comes from zarr."""
     from dataclasses import dataclass
 
     from zarr.core.dtype.common import HasItemSize
@@ -51,7 +50,7 @@ def _bfloat16() -> Any:
 
     @dataclass(frozen=True, kw_only=True)
     class BFloat16(ZDType[Any, Any], HasItemSize):
-        """Brain floats: the upper half of a float32, little-endian."""
+        """bfloat16: the upper half of a float32, little-endian."""
 
         dtype_cls = type(_NATIVE)
         _zarr_v3_name: ClassVar[str] = "bfloat16"

@@ -1,0 +1,141 @@
+"""Reading checkpoints that DCP wrote, with one rank or many."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import tensorkeep
+from formats.dcp.checkpoints import grid, read, real_save, trained, write_chunks
+from tensorkeep.errors import (
+    CorruptCheckpointError,
+    UnsupportedError,
+)
+from tensorkeep.formats.base import OpenSettings
+from tensorkeep.formats.dcp import FORMAT
+from tensorkeep.testing.equality import difference
+from tensorkeep.testing.format_states import load, noise
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_dcp_checkpoint_loads_as_nested_state(threads: int, tmp_path: Path) -> None:
+    state = trained()
+    real_save(state, tmp_path / "ours", thread_count=threads)
+    expected = {**state, "model": dict(state["model"])}
+    # DCP itself turns these keys into text.
+    expected["optimizer"] = {
+        "state": {str(key): value for key, value in state["optimizer"]["state"].items()},
+        "param_groups": state["optimizer"]["param_groups"],
+    }
+    assert difference(expected, read(tmp_path / "ours")) is None
+    assert tensorkeep.info(tmp_path / "ours").format == "dcp"
+    assert tensorkeep.verify(tmp_path / "ours").ok
+
+
+def test_every_layout_and_dtype_of_dcp_is_read(tmp_path: Path) -> None:
+    names = ["float16", "bfloat16", "float8_e4m3fn", "uint16", "uint64", "bool", "complex64", "complex128", "int8"]
+    state = {name: noise(name, 4, 6) for name in names}
+    state |= {
+        "turned": noise("float32", 6, 4).t(),
+        "expanded": noise("float64", 1, 5).expand(3, 5),
+        "part": noise("int32", 50, 2)[7:9],
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 3),
+    }
+    real_save(state, tmp_path / "c")
+    found = read(tmp_path / "c")
+    for name, tensor in state.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert difference(tensor.detach().contiguous(), found[name]) is None, name
+
+
+def test_plain_values_and_lists_of_dcp_are_read(tmp_path: Path) -> None:
+    state = {
+        "list": [torch.ones(2), {"x": torch.zeros(1)}, 7],
+        "tuple": (torch.arange(3), "text"),
+        "plain": [1, 2.5, "three", None],
+        "dict": {"a": {"b": True}},
+        "dotted.key": torch.ones(1),
+    }
+    real_save(state, tmp_path / "c")
+    assert difference(state, read(tmp_path / "c")) is None
+
+
+def test_conflicting_paths_keep_the_dotted_names(tmp_path: Path) -> None:
+    write_chunks(tmp_path / "c", {"a": torch.ones(1), "a.b": torch.ones(2)}, paths={"a": ("a",), "a.b": ("a", "b")})
+    assert sorted(read(tmp_path / "c")) == ["a", "a.b"]
+
+
+def test_value_of_an_unknown_class_is_refused_by_name(tmp_path: Path) -> None:
+    real_save({"weight": torch.ones(2), "config": threading.Thread}, tmp_path / "c")
+    with pytest.raises(UnsupportedError, match=r"'config'.*calls threading\.Thread"):
+        FORMAT.open(tmp_path / "c", OpenSettings())
+
+
+def test_chunks_of_many_ranks_are_assembled(tmp_path: Path) -> None:
+    tensors = {"w": noise("float32", 11, 9), "b": noise("bfloat16", 7, 8)}
+    write_chunks(tmp_path / "c", tensors, cut=grid)
+    # DCP itself reads the fixture.
+    target = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    dcp.load(target, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert difference(tensors, target) is None
+    assert difference(tensors, read(tmp_path / "c")) is None
+    with FORMAT.open(tmp_path / "c", OpenSettings()) as reader:
+        whole = tensors["w"].numpy().view(np.uint8).reshape(-1)
+        for start, stop in [(0, 4), (4, 40), (32, 36), (100, 396), (0, 396), (72, 108), (8, 8)]:
+            out = np.empty(stop - start, np.uint8)
+            reader.read("w", start, stop, out)
+            assert np.array_equal(out, whole[start:stop])
+        assert reader.entries["w"].file == "12 files"
+
+
+def test_damaged_chunk_is_found_and_named(tmp_path: Path) -> None:
+    write_chunks(tmp_path / "c", {"w": torch.full((11, 9), 7.25)}, cut=grid)
+    file = tmp_path / "c" / "__4_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[data.index(torch.full((2,), 7.25).numpy().tobytes())] ^= 1
+    file.write_bytes(data)
+    with FORMAT.open(tmp_path / "c", OpenSettings()) as reader, pytest.raises(CorruptCheckpointError) as caught:
+        load(reader)
+    assert caught.value.path == str(file) and caught.value.name == "w" and "CRC-32" in str(caught.value)
+    with FORMAT.open(tmp_path / "c", OpenSettings(verify=False)) as reader:
+        assert (load(reader)["w"] != 7.25).sum() == 1
+
+
+RANKS = """
+import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor, Shard, Replicate
+rank, place, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+whole = torch.arange(5 * 6, dtype=torch.float32).reshape(5, 6)
+state = {"model": {"rows": distribute_tensor(whole, mesh, [Shard(0)]),
+                   "columns": distribute_tensor(whole, mesh, [Shard(1)]),
+                   "all": distribute_tensor(whole, mesh, [Replicate()])}, "step": 3}
+dcp.save(state, checkpoint_id=path)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_checkpoint_of_two_ranks_is_read(tmp_path: Path) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    arguments = [str(tmp_path / "rendezvous"), str(tmp_path / "c")]
+    ranks = [subprocess.Popen([sys.executable, str(script), str(rank), *arguments]) for rank in range(2)]
+    assert [process.wait(120) for process in ranks] == [0, 0]
+    whole = torch.arange(5 * 6, dtype=torch.float32).reshape(5, 6)
+    expected = {"model": {"rows": whole, "columns": whole, "all": whole.clone()}, "step": 3}
+    found = read(tmp_path / "c")
+    assert found["step"] == 3
+    for name, tensor in expected["model"].items():
+        assert torch.equal(found["model"][name], tensor), name

@@ -1,0 +1,199 @@
+"""Writing checkpoints that DCP reads, and how a save ends that fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import format_utils
+
+import tensorkeep
+from formats.dcp.checkpoints import read, real_save, trained
+from tensorkeep.errors import (
+    CorruptCheckpointError,
+    OutOfMemoryError,
+    StoreError,
+    UsageError,
+)
+from tensorkeep.formats.base import WriteSettings
+from tensorkeep.formats.dcp import FORMAT, writer
+from tensorkeep.state.tree import flatten
+from tensorkeep.testing.equality import difference
+from tensorkeep.testing.format_states import noise, training_state
+
+
+def test_dcp_loads_our_checkpoint_into_a_nested_state(tmp_path: Path) -> None:
+    state = trained()
+    tensorkeep.save(state, tmp_path / "c", format="dcp", thread_count=2)
+    assert difference(state, tensorkeep.load(tmp_path / "c")) is None
+    target: dict[str, Any] = {
+        "model": {name: torch.zeros_like(tensor) for name, tensor in state["model"].items()},
+        "optimizer": {"state": {0: {"exp_avg": torch.zeros(7, 5)}}, "param_groups": [{"lr": 0.0, "betas": None}]},
+        "step": 0,
+    }
+    dcp.load(target, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert difference(dict(state["model"]), target["model"]) is None
+    assert torch.equal(target["optimizer"]["state"][0]["exp_avg"], state["optimizer"]["state"][0]["exp_avg"])
+    assert target["optimizer"]["param_groups"] == [{"lr": 0.001, "betas": (0.9, 0.999)}]
+    assert target["step"] == 5
+
+
+def test_torch_converts_our_checkpoint_as_it_does_dcps(tmp_path: Path) -> None:
+    state = {**trained(), "list": [torch.ones(2), {"x": torch.zeros(1)}], "text": "ü", "empty": {}}
+    real_save(state, tmp_path / "theirs")
+    tensorkeep.save(state, tmp_path / "ours", format="dcp")
+    found = []
+    for name in ("theirs", "ours"):
+        format_utils.dcp_to_torch_save(tmp_path / name, tmp_path / f"{name}.pt")
+        found.append(torch.load(tmp_path / f"{name}.pt", weights_only=True))
+    assert difference(*found) is None
+
+
+def test_tied_weights_are_stored_under_both_names(tmp_path: Path) -> None:
+    weight = noise("float32", 6, 4)
+    state = {"embed": weight, "head": weight, "turned": weight.t(), "rows": weight[2:4], "huge": weight[0].expand(9, 4)}
+    tensorkeep.save(state, tmp_path / "c", format="dcp")
+    target = {name: torch.zeros(tensor.shape) for name, tensor in state.items() if name != "huge"}
+    dcp.load(target, checkpoint_id=tmp_path / "c", no_dist=True)
+    for name, tensor in target.items():
+        assert torch.equal(tensor, state[name]), name
+    found = tensorkeep.load(tmp_path / "c")
+    assert found["embed"] is found["head"]
+    assert difference(state, found) is None
+
+
+def test_dtypes_that_torch_lacks_and_odd_names_round_trip(tmp_path: Path) -> None:
+    import ml_dtypes
+
+    array = np.arange(12).astype(ml_dtypes.float8_e3m4).reshape(3, 4)
+    state = OrderedDict({"": array, "of": array[1:], "a.b": {"c": torch.ones(1)}, "a": {"b.c": torch.zeros(1)}, 3: {4}})
+    tensorkeep.save(state, tmp_path / "c", format="dcp")
+    assert difference(state, tensorkeep.load(tmp_path / "c")) is None
+
+
+def test_conversion_holds_one_tensor_for_each_thread(tmp_path: Path) -> None:
+    state = {f"t{number}": torch.full((300_000,), float(number)) for number in range(12)}
+    tensorkeep.save(state, tmp_path / "native")
+    with tensorkeep.open(tmp_path / "native") as source:
+        flat = source._reader.flat
+        written = FORMAT.write(flat, tmp_path / "c", WriteSettings(threads=2))
+    assert 1_200_000 <= written.peak_buffer_bytes <= 2 * 1_200_000
+    assert difference(state, read(tmp_path / "c")) is None
+
+
+def test_progress_counts_every_byte(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    settings = WriteSettings(progress=lambda done, total: seen.append((done, total)))
+    FORMAT.write(flatten({"a": torch.ones(5), "b": torch.ones(3)}), tmp_path / "c", settings)
+    assert sorted(done for done, _ in seen)[-1] == 32 and {total for _, total in seen} == {32}
+
+
+@pytest.mark.parametrize("count", [0, -1, 257, "2", True])
+def test_invalid_thread_count_is_refused(count: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="thread_count"):
+        tensorkeep.save({"a": torch.ones(1)}, tmp_path / "c", format="dcp", thread_count=count)
+
+
+def test_error_in_any_thread_is_raised_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_write, failed = os.pwrite, threading.Event()
+
+    def failing(fd: int, data: Any, offset: int) -> int:
+        # Only the first write of any thread.
+        if failed.is_set():
+            return real_write(fd, data, offset)
+        failed.set()
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "pwrite", failing)
+    with pytest.raises(StoreError, match="Input/output error"):
+        tensorkeep.save({f"t{n}": torch.ones(9) for n in range(9)}, tmp_path / "c", format="dcp", thread_count=3)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("state", [{f"t{n}": torch.ones(9) for n in range(8)}, {f"v{n}": n for n in range(8)}])
+def test_out_of_memory_in_any_thread_is_raised_and_the_old_checkpoint_stays(
+    state: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensorkeep.save({"old": torch.zeros(2)}, tmp_path / "c", format="dcp")
+    real_torch_save, failed = torch.save, threading.Event()
+
+    def failing(*args: Any, **options: Any) -> None:
+        if threading.current_thread().name.endswith("-1"):
+            failed.set()
+            raise MemoryError
+        failed.wait(10)
+        real_torch_save(*args, **options)
+
+    monkeypatch.setattr(torch, "save", failing)
+    with pytest.raises(OutOfMemoryError, match="not enough memory"):
+        tensorkeep.save(state, tmp_path / "c", format="dcp", thread_count=2, overwrite=True)
+    assert failed.is_set()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
+    assert difference({"old": torch.zeros(2)}, tensorkeep.load(tmp_path / "c")) is None
+
+
+def test_interrupt_ends_the_save_in_the_middle_of_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_write, writes = os.pwrite, 0
+
+    def interrupted(fd: int, data: Any, offset: int) -> int:
+        nonlocal writes
+        writes += 1
+        if writes == 1:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            time.sleep(0.2)
+        return real_write(fd, data, offset)
+
+    monkeypatch.setattr("tensorkeep.formats.torch_file.stream.BLOCK_BYTES", 4096)
+    monkeypatch.setattr(os, "pwrite", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tensorkeep.save({"t": torch.ones(4_000_000)}, tmp_path / "c", format="dcp", thread_count=1)
+    assert writes < 100
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("function", "most"), [("open", 0), ("pwrite", 1)])
+def test_no_tensor_is_read_for_a_file_that_cannot_be_written(
+    function: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[str] = []
+    real_copy, real_function = writer._own_tensor, getattr(os, function)
+
+    def own_tensor(source: Any) -> torch.Tensor | None:
+        fetched.append(source.name)
+        return real_copy(source)
+
+    def failing(first: Any, *rest: Any, **options: Any) -> Any:
+        if function == "open" and not str(first).endswith(".distcp"):
+            return real_function(first, *rest, **options)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writer, "_own_tensor", own_tensor)
+    monkeypatch.setattr(os, function, failing)
+    with pytest.raises(StoreError, match="No space left"):
+        tensorkeep.save({f"t{n}": torch.ones(500_000) for n in range(5)}, tmp_path / "c", format="dcp", thread_count=1)
+    assert len(fetched) <= most
+
+
+def test_default_thread_count_is_at_most_256(tmp_path: Path) -> None:
+    FORMAT.write(flatten({f"v{n}": n for n in range(300)}), tmp_path / "c", WriteSettings(threads=1024))
+    assert len(list((tmp_path / "c").glob("*.distcp"))) == 256
+
+
+def test_damaged_source_fails_the_conversion(tmp_path: Path) -> None:
+    tensorkeep.save(training_state(), tmp_path / "native")
+    file = next((tmp_path / "native").glob("model*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-20] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CorruptCheckpointError):
+        tensorkeep.convert(tmp_path / "native", tmp_path / "c", to="dcp")
+    assert not (tmp_path / "c").exists()
