@@ -26,7 +26,7 @@ def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tensorkeep.train.run.setup.measured_peak", lambda device: 1e9)
 
 
-def test_a_run_that_makes_no_update_any_more_ends_with_an_error(tmp_path: Path, data: Path) -> None:
+def test_run_that_skips_too_many_updates_in_a_row_ends_with_an_error(tmp_path: Path, data: Path) -> None:
     witness = Witness()
     with pytest.raises(DivergedError, match="20 updates in a row, since step 1, were skipped") as raised:
         run(SKIPPING, tmp_path / "run", data, listener=witness, arrange=partial(poison, steps=ALWAYS))
@@ -35,7 +35,7 @@ def test_a_run_that_makes_no_update_any_more_ends_with_an_error(tmp_path: Path, 
     assert raised.value.remedy == "start a new run with a lower learning rate (--optim.lr)"
 
 
-def test_it_names_the_last_checkpoint_before_the_skipped_updates(tmp_path: Path, data: Path) -> None:
+def test_error_names_the_last_checkpoint_before_the_skipped_updates(tmp_path: Path, data: Path) -> None:
     config = SKIPPING.changed({"eval.every": 4})  # later losses are no better, so that nothing else is saved
     with pytest.raises(DivergedError, match="since step 5") as raised:
         run(config, tmp_path / "my run", data, arrange=partial(poison, steps=range(5, 60)))
@@ -45,7 +45,7 @@ def test_it_names_the_last_checkpoint_before_the_skipped_updates(tmp_path: Path,
 
 
 @pytest.mark.parametrize("keep_last", [2, 99])
-def test_checkpoints_of_steps_that_were_skipped_are_said_to_be_good(tmp_path: Path, data: Path, keep_last: int) -> None:
+def test_error_explains_that_later_checkpoints_are_usable(tmp_path: Path, data: Path, keep_last: int) -> None:
     config = SKIPPING.changed({"checkpoint.every": 4, "checkpoint.keep_last": keep_last})
     with pytest.raises(DivergedError) as raised:
         run(config, tmp_path / "run", data, arrange=partial(poison, steps=range(6, 60)))
@@ -54,14 +54,14 @@ def test_checkpoints_of_steps_that_were_skipped_are_said_to_be_good(tmp_path: Pa
     assert ("the last checkpoint before them is step 4" in remedy) == (keep_last == 99)
 
 
-def test_an_update_that_is_made_begins_the_count_anew(tmp_path: Path, data: Path) -> None:
+def test_applied_update_resets_the_count_of_skipped_updates(tmp_path: Path, data: Path) -> None:
     bad = [step for step in range(60) if step % MOST_SKIPPED]
     summary = run(SKIPPING, tmp_path / "run", data, arrange=partial(poison, steps=bad))
     assert (summary.reason, summary.step) == ("done", 60)
     assert last_state(tmp_path / "run")["progress"]["skipped"] == 57
 
 
-def test_a_run_that_skips_is_resumed_exactly(tmp_path: Path, data: Path) -> None:
+def test_run_that_skips_updates_is_resumed_exactly(tmp_path: Path, data: Path) -> None:
     config = SKIPPING.changed({"loop.steps": 12, "ema.decay": 0.9, "checkpoint.every": 3})
     broken = partial(poison, steps=[4, 5, 6, 9])
     run(config, tmp_path / "whole", data, arrange=broken)
@@ -72,14 +72,14 @@ def test_a_run_that_skips_is_resumed_exactly(tmp_path: Path, data: Path) -> None
     assert last_state(tmp_path / "whole")["progress"]["skipped"] == 4
 
 
-def test_a_run_that_is_resumed_gives_up_at_the_same_step(tmp_path: Path, data: Path) -> None:
+def test_resumed_run_gives_up_at_the_same_step(tmp_path: Path, data: Path) -> None:
     broken = partial(poison, steps=range(6, 60))
     run(SKIPPING, tmp_path / "run", data, arrange=broken, stop_at=13)
     with pytest.raises(DivergedError, match=r"step 25: .* since step 6,"):
         run(SKIPPING, tmp_path / "run", data, arrange=broken, resume=True)
 
 
-def test_a_run_that_stops_at_once_names_the_last_checkpoint(tmp_path: Path, data: Path) -> None:
+def test_run_that_stops_at_the_first_divergence_names_the_last_checkpoint(tmp_path: Path, data: Path) -> None:
     config = CONFIG.changed({"checkpoint.every": 3})
     with pytest.raises(DivergedError, match="step 8: ") as raised:
         run(config, tmp_path / "run", data, arrange=partial(poison, steps=[8]))
@@ -95,7 +95,7 @@ def test_a_run_that_stops_at_once_names_the_last_checkpoint(tmp_path: Path, data
     ],
     ids=["accumulated", "in parts", "chosen"],
 )
-def test_the_batches_that_a_step_came_from_are_named(
+def test_error_names_the_batches_of_the_step(
     tmp_path: Path, data: Path, changes: dict[str, object], batches: str
 ) -> None:
     config = CONFIG.changed({"loop.steps": 60, **changes})

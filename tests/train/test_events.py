@@ -1,4 +1,4 @@
-"""What a run tells, to whom and when: saves, the best step, memory, a learning rate; on a terminal and in files."""
+"""Events of a run in logs and on a terminal: saves, the best step, memory, suggested learning rates."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class LetsThrough(Witness):
                     thread.join()
 
 
-def test_a_save_is_told_when_it_is_durable(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_is_reported_when_it_is_durable(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, real = threading.Event(), PendingSave.execute
 
     def execute(pending: PendingSave, after: Any = None) -> None:
@@ -77,17 +77,23 @@ def test_a_save_is_told_when_it_is_durable(tmp_path: Path, data: Path, monkeypat
     monkeypatch.setattr(PendingSave, "execute", execute)
     witness = LetsThrough(6, gate)
     run(CONFIG.changed({"loop.steps": 7, "checkpoint.every": 4}), tmp_path / "run", data, listener=witness)
-    told = [(step, kind) for step, kind, _ in witness.seen]
-    assert told == [*((step, "train") for step in range(1, 7)), (4, "save"), (7, "train"), (7, "evaluate"), (7, "save")]
+    reported = [(step, kind) for step, kind, _ in witness.seen]
+    assert reported == [
+        *((step, "train") for step in range(1, 7)),
+        (4, "save"),
+        (7, "train"),
+        (7, "evaluate"),
+        (7, "save"),
+    ]
     logged = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["kind"]) for line in logged] == told
+    assert [(line["step"], line["kind"]) for line in logged] == reported
     save = logged[6]
     assert save["path"].endswith("step-000004")
     assert save["new_bytes"] > 0
     assert save.keys() == {"step", "kind", "path", "stall_seconds", "durable_seconds", "new_bytes"}
 
 
-def test_a_resumed_log_has_each_save_once(tmp_path: Path, data: Path) -> None:
+def test_resumed_log_has_each_save_once(tmp_path: Path, data: Path) -> None:
     config = CONFIG.changed({"checkpoint.every": 3})
     run(config, tmp_path / "run", data, stop_at=7)
     run(config, tmp_path / "run", data, resume=True)
@@ -95,7 +101,7 @@ def test_a_resumed_log_has_each_save_once(tmp_path: Path, data: Path) -> None:
 
 
 @pytest.mark.parametrize(("keep_best", "saved"), [(1, [4, 8, 12]), (0, [12])])
-def test_a_new_best_is_saved_at_its_own_step(
+def test_new_best_loss_is_saved_at_its_own_step(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, keep_best: int, saved: list[int]
 ) -> None:
     losses = iter([3.0, 2.0, 2.5])
@@ -114,7 +120,7 @@ def test_a_new_best_is_saved_at_its_own_step(
     )
 
 
-def test_a_step_with_an_evaluation_and_a_save_is_saved_once(tmp_path: Path, data: Path) -> None:
+def test_step_with_an_evaluation_and_a_save_is_saved_once(tmp_path: Path, data: Path) -> None:
     witness = Witness()
     run(CONFIG.changed({"eval.every": 6, "checkpoint.every": 6}), tmp_path / "run", data, listener=witness)
     assert witness.of("save") == [6, 12]
@@ -136,7 +142,7 @@ def ended(config: Any, folder: Path, data: Path, *, resume: bool = False) -> tup
     return as_json, summary, shown.getvalue().rpartition("}\n")[2]
 
 
-def test_a_run_that_had_ended_says_that_nothing_was_left_to_do(tmp_path: Path, data: Path) -> None:
+def test_resuming_an_ended_run_reports_that_nothing_was_left_to_do(tmp_path: Path, data: Path) -> None:
     first, _, shown = ended(CONFIG, tmp_path / "my run", data)
     assert (first["steps"], first["reason"]) == (12, "done")
     assert "nothing was left" not in shown
@@ -151,7 +157,7 @@ def test_a_run_that_had_ended_says_that_nothing_was_left_to_do(tmp_path: Path, d
     assert "tokens/s" not in shown
 
 
-def test_a_run_of_one_step_has_no_speed_to_show(tmp_path: Path, data: Path) -> None:
+def test_run_of_one_step_has_no_speed(tmp_path: Path, data: Path) -> None:
     document, _, shown = ended(CONFIG.changed({"loop.steps": 1}), tmp_path / "run", data)
     assert document["tokens_per_second"] is None
     assert "nan" not in shown
@@ -169,7 +175,7 @@ def test_peak_memory_is_in_the_log_and_in_the_summary(tmp_path: Path, data: Path
     assert min(*peaks, summary.peak_memory_bytes) > 1024**2
 
 
-def test_peak_memory_grows_with_what_is_taken_and_stays_when_it_is_freed() -> None:
+def test_peak_memory_grows_with_allocations_and_stays_after_they_are_freed() -> None:
     cpu = torch.device("cpu")
     before = limits.peak_memory(cpu)
     more = 64 * 1024**2
@@ -206,12 +212,12 @@ def test_a_range_test_suggests_a_tenth_of_the_rate_with_the_lowest_loss() -> Non
     assert 1e-3 < suggestion < 4e-3
 
 
-def test_a_loss_that_never_rose_speaks_for_no_rate() -> None:
+def test_loss_that_never_rose_gives_no_suggestion() -> None:
     assert observed(lambda rate: 4 - 2 / (1 + 1e-3 / rate)).suggestion() is None
     assert RangeTest().suggestion() is None
 
 
-def test_a_loss_that_is_not_finite_ends_a_range_test() -> None:
+def test_nonfinite_loss_ends_a_range_test() -> None:
     found = observed(lambda rate: 3 - math.log10(rate) / 10 if rate < 0.1 else math.nan)
     assert found.over
     suggestion = found.suggestion()
@@ -223,20 +229,20 @@ RANGE = CONFIG.changed({"schedule.name": "range", "schedule.final": 1e-5, "optim
 
 
 @pytest.mark.parametrize("stop_at", [1, 25])
-def test_a_range_test_that_was_stopped_finds_the_same(tmp_path: Path, data: Path, stop_at: int) -> None:
+def test_resumed_range_test_gives_the_same_suggestion(tmp_path: Path, data: Path, stop_at: int) -> None:
     whole = run(RANGE, tmp_path / "whole", data)
     run(RANGE, tmp_path / "parts", data, stop_at=stop_at)
     parts = run(RANGE, tmp_path / "parts", data, resume=True)
     assert whole.suggested_learning_rate is not None
     assert parts.suggested_learning_rate == whole.suggested_learning_rate
     assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
-    told = lines(tmp_path / "whole", "suggestion")
-    assert [line["learning_rate"] for line in told] == [whole.suggested_learning_rate]
+    reported = lines(tmp_path / "whole", "suggestion")
+    assert [line["learning_rate"] for line in reported] == [whole.suggested_learning_rate]
     again = run(RANGE, tmp_path / "parts", data, resume=True)
     assert (again.steps, again.suggested_learning_rate) == (0, whole.suggested_learning_rate)
 
 
-def test_a_range_test_that_diverges_has_found_what_it_looked_for(tmp_path: Path, data: Path) -> None:
+def test_diverging_range_test_ends_with_a_suggestion(tmp_path: Path, data: Path) -> None:
     summary = run(RANGE, tmp_path / "run", data, arrange=lambda opened: poison(opened, [9]))
     assert (summary.reason, summary.step) == ("early stop", 9)
     assert summary.suggested_learning_rate is not None
@@ -254,7 +260,7 @@ def test_other_schedules_suggest_nothing(tmp_path: Path, data: Path) -> None:
 # Lines and a bar
 
 
-def test_lines_about_steps_come_now_and_then_and_all_others_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_step_lines_are_throttled_and_other_lines_are_not(capsys: pytest.CaptureFixture[str]) -> None:
     time = 100.0
     shown = Lines(2000, now=lambda: time)
     for step in range(10, 200, 10):
@@ -266,15 +272,15 @@ def test_lines_about_steps_come_now_and_then_and_all_others_at_once(capsys: pyte
     shown.on_event(190, "save", SAVED)
     shown.on_event(190, "suggestion", {"learning_rate": None})
     errors = capsys.readouterr().err.splitlines()
-    told = [line.split()[1] for line in errors if "loss 1.5000" in line]
-    assert told == ["10/2000", "60/2000", "110/2000", "160/2000"]
+    reported = [line.split()[1] for line in errors if "loss 1.5000" in line]
+    assert reported == ["10/2000", "60/2000", "110/2000", "160/2000"]
     assert errors[0] == "step   10/2000  loss 1.5000  2,000 tokens/s  MFU 25%  3.00 MB"
     assert [line.split()[1] for line in errors if "validation" in line] == ["50/2000", "100/2000", "150/2000"]
     assert sum("saved in 500 ms, training waited 10.0 ms; 2.00 MB written" in line for line in errors) == 2
     assert "no suggestion" in errors[-1]
 
 
-def test_the_bar_shows_steps_and_what_else_happens_stands_above_it() -> None:
+def test_progress_bar_shows_steps_below_other_events() -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=120, color_system=None, _environ={"TERM": "xterm"})
     with bar(console, 2000, done=500) as shown:
@@ -315,7 +321,7 @@ class Refuses:
         raise OSError(5, "Input/output error")
 
 
-def test_tensorboard_that_cannot_write_is_told_and_what_came_first_matters_more(
+def test_tensorboard_write_failure_is_reported_without_hiding_an_earlier_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tensorkeep.train.run.log._tensorboard", lambda: Refuses)
@@ -330,13 +336,13 @@ def test_tensorboard_that_cannot_write_is_told_and_what_came_first_matters_more(
         log.write(1, "train", rate=2.0)
 
 
-def test_a_log_that_was_not_begun_leaves_nothing(tmp_path: Path) -> None:
+def test_log_that_was_not_begun_writes_nothing(tmp_path: Path) -> None:
     with RunLog(tmp_path / "log.jsonl"):
         pass
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tensorboard_hides_the_steps_that_are_done_again(tmp_path: Path, data: Path) -> None:
+def test_tensorboard_purges_repeated_steps(tmp_path: Path, data: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     config = CONFIG.changed({"checkpoint.every": 3, "log.tensorboard": True})
     run(config, tmp_path / "run", data, stop_at=7)

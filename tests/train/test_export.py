@@ -88,7 +88,7 @@ def opened(transformers: Any, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("parts", CASES, ids=lambda parts: "-".join(map(str, parts.values())))
-def test_transformers_gives_the_same_logits(transformers: Any, tmp_path: Path, parts: dict[str, Any]) -> None:
+def test_transformers_computes_the_same_logits(transformers: Any, tmp_path: Path, parts: dict[str, Any]) -> None:
     model = build(**parts)
     report = export(model, model.config, tmp_path / "out")
     theirs = opened(transformers, tmp_path / "out")
@@ -113,7 +113,7 @@ def test_transformers_generates_the_same_tokens(transformers: Any, tmp_path: Pat
     assert torch.equal(found, generate(model, prompt, max_new_tokens=7, temperature=0))
 
 
-def test_transformers_takes_the_dtype_that_was_asked_for(transformers: Any, tmp_path: Path) -> None:
+def test_transformers_loads_the_requested_dtype(transformers: Any, tmp_path: Path) -> None:
     model = build(**LLAMA)
     report = export(model, model.config, tmp_path / "out", dtype="bfloat16")
     theirs = opened(transformers, tmp_path / "out")
@@ -133,7 +133,7 @@ def test_transformers_opens_the_tokenizer(transformers: Any, tmp_path: Path) -> 
     assert theirs.config.eos_token_id == theirs.generation_config.eos_token_id == 3
 
 
-def test_a_state_is_exported_as_its_model_is(tmp_path: Path) -> None:
+def test_state_dict_is_exported_like_its_model(tmp_path: Path) -> None:
     model = build(**GPT2)
     tensorkeep.save({"model": model.state_dict()}, tmp_path / "ckpt")
     first = export(model, model.config, tmp_path / "model")
@@ -145,7 +145,7 @@ def test_a_state_is_exported_as_its_model_is(tmp_path: Path) -> None:
     assert first.as_dict()["architecture"] == "GPT2LMHeadModel"
 
 
-def test_the_file_is_plain_safetensors_with_the_names_of_transformers(tmp_path: Path) -> None:
+def test_exported_file_is_safetensors_with_the_names_of_transformers(tmp_path: Path) -> None:
     model = build(**LLAMA, tied=False, n_layers=1)
     export(model, model.config, tmp_path / "out")
     raw = (tmp_path / "out/model.safetensors").read_bytes()
@@ -180,7 +180,7 @@ def test_tensors_that_share_memory_are_all_in_the_file(tmp_path: Path) -> None:
     assert torch.equal(saved["lm_head.weight"], model.tokens.weight)
 
 
-def test_no_token_of_the_published_models_is_left_in_the_configuration(tmp_path: Path) -> None:
+def test_special_tokens_of_published_models_are_not_in_the_configuration(tmp_path: Path) -> None:
     model = build(**LLAMA)
     export(model, model.config, tmp_path / "out")
     document = json.loads((tmp_path / "out/config.json").read_text())
@@ -189,7 +189,7 @@ def test_no_token_of_the_published_models_is_left_in_the_configuration(tmp_path:
     assert document["architectures"] == ["LlamaForCausalLM"]
 
 
-def test_what_transformers_has_no_architecture_for_is_refused_with_what_it_would_need(tmp_path: Path) -> None:
+def test_model_without_architecture_in_transformers_is_refused_with_the_reasons(tmp_path: Path) -> None:
     model = build(positions="rotary", norm="layernorm", activation="relu2", bias=True)
     with pytest.raises(UnsupportedError) as caught:
         export(model, model.config, tmp_path / "out")
@@ -202,7 +202,7 @@ def test_what_transformers_has_no_architecture_for_is_refused_with_what_it_would
 
 
 @pytest.mark.parametrize("parts", [{}, LLAMA], ids=["gpt2", "llama"])
-def test_a_token_shift_is_not_left_out(tmp_path: Path, parts: dict[str, Any]) -> None:
+def test_token_shift_cannot_be_exported(tmp_path: Path, parts: dict[str, Any]) -> None:
     model = build(**parts, token_shift=True)
     with pytest.raises(UnsupportedError, match=r"needs token_shift=False \(it is True\)"):
         export(model, model.config, tmp_path / "out")
@@ -236,7 +236,7 @@ def test_tensors_of_another_model_are_refused(tmp_path: Path) -> None:
         ({"tokenizer_json": '{"model": {"vocab": {"a": 13}}}'}, "the tokenizer has the token 13"),
     ],
 )
-def test_nonsense_is_refused(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
     model = build(**GPT2)
     with pytest.raises(UsageError, match=message) as caught:
         export(model, model.config, tmp_path / "out", **arguments)
@@ -257,7 +257,7 @@ def test_only_an_earlier_export_is_replaced_and_only_if_asked(tmp_path: Path) ->
     assert (out / "notes.txt").read_text() == "mine"
 
 
-def test_a_failing_disk_leaves_nothing_or_everything(tmp_path: Path) -> None:
+def test_failing_disk_leaves_no_partial_export(tmp_path: Path) -> None:
     model = build(**GPT2, n_layers=1)
     whole = faults.count_operations(lambda: export(model, model.config, tmp_path / "whole"))
     names = {path.name for path in (tmp_path / "whole").iterdir()}
@@ -275,7 +275,7 @@ def test_a_failing_disk_leaves_nothing_or_everything(tmp_path: Path) -> None:
     assert failures > whole / 2
 
 
-def test_a_killed_export_is_not_visible_and_does_not_hinder_the_next(tmp_path: Path) -> None:
+def test_killed_export_is_invisible_and_does_not_block_the_next(tmp_path: Path) -> None:
     model = build(**GPT2, n_layers=1)
     whole = faults.count_operations(lambda: export(model, model.config, tmp_path / "whole"))
 

@@ -35,7 +35,7 @@ def support(sampling: Sampling, logits: list[float]) -> list[int]:
 
 
 def constant(model: GPT, logits: list[float]) -> GPT:
-    """Make a model say the same whatever it is given."""
+    """Let a model predict the same token for every input."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -46,7 +46,7 @@ def constant(model: GPT, logits: list[float]) -> GPT:
 
 @pytest.mark.parametrize("parts", LAYOUTS)
 @pytest.mark.parametrize("prompt", [[3], [[1, 2, 3], [4, 5, 6]], list(range(11))], ids=["one", "two", "long"])
-def test_with_and_without_cache_the_same_comes_out(parts: dict[str, Any], prompt: list[Any]) -> None:
+def test_generation_is_the_same_with_and_without_cache(parts: dict[str, Any], prompt: list[Any]) -> None:
     model = build(**parts)
     for temperature in (0.0, 0.8):  # 14 new tokens: past the context of 8
         with_cache = generate(model, prompt, max_new_tokens=14, temperature=temperature, seed=4)
@@ -65,21 +65,21 @@ def test_greedy_takes_the_likeliest_token_of_the_last_window() -> None:
         assert ids[length] == logits.argmax().item()
 
 
-def test_each_prompt_of_a_batch_is_continued_for_itself() -> None:
+def test_prompts_of_a_batch_are_independent() -> None:
     model = build()
     both = generate(model, [[1, 2], [7, 3]], max_new_tokens=10, temperature=0)
     assert torch.equal(both[0], generate(model, [1, 2], max_new_tokens=10, temperature=0))
     assert torch.equal(both[1], generate(model, [7, 3], max_new_tokens=10, temperature=0))
 
 
-def test_a_seed_draws_the_same_again_and_another_one_does_not() -> None:
+def test_seed_decides_the_draws() -> None:
     model = build()
     first = generate(model, [1], max_new_tokens=30, seed=1)
     assert torch.equal(first, generate(model, [1], max_new_tokens=30, seed=1))
     assert not torch.equal(first, generate(model, [1], max_new_tokens=30, seed=2))
 
 
-def test_the_global_random_state_and_the_modes_are_left_alone() -> None:
+def test_global_random_state_and_training_modes_are_unchanged() -> None:
     model = build(dropout=0.5).train()
     model.blocks[1].eval()
     before = torch.get_rng_state()
@@ -95,7 +95,7 @@ def test_no_dropout_while_generating() -> None:
     assert torch.equal(with_dropout, generate(build(), [1, 2], max_new_tokens=12, temperature=0))
 
 
-def test_what_is_drawn_follows_the_probabilities() -> None:
+def test_draws_follow_the_probabilities() -> None:
     model = constant(build(bias=True, vocab_size=3), [math.log(0.5), math.log(0.3), math.log(0.2)])
     drawn = generate(model, [[0]] * 2000, max_new_tokens=2, use_cache=False)[:, 1:]
     # Four standard deviations of a share of 4,000 draws.
@@ -127,7 +127,7 @@ def test_top_p_keeps_the_token_that_reaches_it() -> None:
     assert support(Sampling(top_p=1.0), [0.0] * 3 + [-40.0]) == [0, 1, 2, 3]
 
 
-def test_top_p_counts_what_top_k_has_left() -> None:
+def test_top_p_is_applied_after_top_k() -> None:
     logits = [math.log(chance) for chance in (0.4, 0.3, 0.2, 0.1)]
     # Of the first two, the first has 4/7.
     assert support(Sampling(top_k=2, top_p=0.57), logits) == [0]
@@ -182,7 +182,7 @@ def test_generation_ends_at_a_stop_token() -> None:
     assert generate(model, [stop], max_new_tokens=1, stop=stop).shape == (2,)
 
 
-def test_a_sequence_that_ended_is_filled_up_until_all_have() -> None:
+def test_ended_sequence_is_padded_until_all_have_ended() -> None:
     model = build()
     whole = generate(model, [[1], [2], [3]], max_new_tokens=60, seed=1)
     ended = generate(model, [[1], [2], [3]], max_new_tokens=60, seed=1, stop=[4, 5])
@@ -194,7 +194,7 @@ def test_a_sequence_that_ended_is_filled_up_until_all_have() -> None:
         assert set(row[end:].tolist()) == {int(wanted[end])}
 
 
-def test_each_token_is_handed_on_as_it_comes() -> None:
+def test_on_token_receives_each_token_as_it_is_drawn() -> None:
     model, seen = build(), []
     ids = generate(model, [[1, 2], [3, 4]], max_new_tokens=5, on_token=seen.append)
     assert seen == ids[:, 2:].T.tolist()
@@ -205,13 +205,13 @@ def test_each_token_is_handed_on_as_it_comes() -> None:
     [[1, 2, 3], (1, 2, 3), np.array([1, 2, 3], np.uint16), torch.tensor([1, 2, 3], dtype=torch.int32)],
     ids=["list", "tuple", "array", "tensor"],
 )
-def test_a_prompt_may_be_any_kind_of_sequence(prompt: Any) -> None:
+def test_prompt_may_be_any_kind_of_sequence(prompt: Any) -> None:
     ids = generate(build(), prompt, max_new_tokens=0)
     assert ids.tolist() == [1, 2, 3]
     assert ids.dtype == torch.int64
 
 
-def test_a_prompt_from_read_only_memory_is_taken_without_a_warning() -> None:
+def test_prompt_in_read_only_memory_gives_no_warning() -> None:
     prompt = np.array([1, 2, 3], np.uint16)
     prompt.flags.writeable = False
     assert generate(build(), prompt, max_new_tokens=2).shape == (5,)
@@ -239,14 +239,14 @@ def test_a_prompt_from_read_only_memory_is_taken_without_a_warning() -> None:
         ({"stop": 11}, "stop has the token 11"),
     ],
 )
-def test_nonsense_is_refused(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         generate(build(), **{"prompt_ids": [1], "max_new_tokens": 3, **arguments})
     assert caught.value.remedy
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_broken_model_is_named_as_such(temperature: float) -> None:
+def test_nonfinite_logits_are_reported(temperature: float) -> None:
     model = build()
     with torch.no_grad():
         model.norm.weight[0] = math.nan
@@ -254,7 +254,7 @@ def test_a_broken_model_is_named_as_such(temperature: float) -> None:
         generate(model, [1, 2], max_new_tokens=3, temperature=temperature)
 
 
-def test_a_kernel_of_ones_own_is_used_with_the_cache() -> None:
+def test_custom_attention_kernel_is_used_with_the_cache() -> None:
     model, masks = build(), []
 
     def kernel(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Tensor:
@@ -268,7 +268,7 @@ def test_a_kernel_of_ones_own_is_used_with_the_cache() -> None:
     assert masks[::2] == [(3, 3, True), (1, 4, False), (1, 5, False), (1, 6, False)]
 
 
-def test_tokens_that_the_tokenizer_does_not_know_are_never_chosen() -> None:
+def test_padding_tokens_of_the_vocabulary_are_never_drawn() -> None:
     model = constant(build(norm_eps=1e-5, bias=True), [0.0, 1.0, 0.5, *([9.0] * 8)])
     for temperature in (0.0, 2.0):
         drawn = generate(model, [0], max_new_tokens=40, temperature=temperature, vocab_size=3)

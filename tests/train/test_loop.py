@@ -1,4 +1,4 @@
-"""The training loop, and its contract: a run that was stopped or killed goes on exactly."""
+"""The training loop, and exact resumption of stopped and killed runs."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def trace(folder: Path) -> list[dict[str, Any]]:
 
 def last_state(folder: Path) -> dict[str, Any]:
     state: dict[str, Any] = tensorkeep.CheckpointManager(folder / "checkpoints").restore()
-    # numpy's and Python's own generators are neither seeded nor used.
+    # The trainer neither seeds nor uses the generators of numpy and Python.
     for unused in ("numpy", "python"):
         del state["rng"][unused]
     return state
@@ -114,7 +114,7 @@ VARIANTS: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("stop_after", [1, 5])
-def test_a_run_that_was_stopped_goes_on_exactly(tmp_path: Path, data: Path, variant: str, stop_after: int) -> None:
+def test_stopped_run_is_resumed_exactly(tmp_path: Path, data: Path, variant: str, stop_after: int) -> None:
     config = CONFIG.changed(VARIANTS[variant])
     whole, _ = run(config, tmp_path / "whole", data)
     stopped, _ = run(config, tmp_path / "parts", data, stop_after=stop_after)
@@ -128,7 +128,7 @@ def test_a_run_that_was_stopped_goes_on_exactly(tmp_path: Path, data: Path, vari
     assert ended.best == whole.best
 
 
-def test_a_run_that_has_ended_stays_as_it_is(tmp_path: Path, data: Path) -> None:
+def test_resuming_an_ended_run_changes_nothing(tmp_path: Path, data: Path) -> None:
     early = {"optim.lr": 1e-12, "optim.weight_decay": 0.0, "eval.every": 1, "eval.patience": 2}
     for name, changes in {"early": early, "done": {}}.items():
         first, _ = run(CONFIG.changed(changes), tmp_path / name, data)
@@ -138,7 +138,7 @@ def test_a_run_that_has_ended_stays_as_it_is(tmp_path: Path, data: Path) -> None
 
 
 @pytest.mark.parametrize("damage", ["bytes", "manifest"])
-def test_a_damaged_checkpoint_is_passed_over_and_made_again(tmp_path: Path, data: Path, damage: str) -> None:
+def test_damaged_checkpoint_is_skipped_and_saved_again(tmp_path: Path, data: Path, damage: str) -> None:
     run(CONFIG, tmp_path / "whole", data)
     run(CONFIG, tmp_path / "parts", data, stop_after=9)
     step = tmp_path / "parts" / "checkpoints" / "step-000009"
@@ -156,7 +156,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_made_again(tmp_path: Path, data
     assert difference(last_state(tmp_path / "parts"), last_state(tmp_path / "whole")) is None
 
 
-def test_a_second_process_leaves_a_live_run_alone(tmp_path: Path, data: Path) -> None:
+def test_second_process_is_refused_while_the_run_is_live(tmp_path: Path, data: Path) -> None:
     with open_run(CONFIG, RunFolder(tmp_path / "run"), Dataset.open(data)) as opened:
         train(opened, Witness(), stop=lambda: opened.progress.step >= 7)
         before = (tmp_path / "run" / "log.jsonl").read_bytes()
@@ -165,7 +165,7 @@ def test_a_second_process_leaves_a_live_run_alone(tmp_path: Path, data: Path) ->
         assert (tmp_path / "run" / "log.jsonl").read_bytes() == before
 
 
-def test_checkpoints_of_another_run_are_not_taken(tmp_path: Path, data: Path) -> None:
+def test_checkpoints_of_another_run_are_refused(tmp_path: Path, data: Path) -> None:
     run(CONFIG, tmp_path / "run", data)
     (tmp_path / "run" / "run.json").unlink()
     for resume in (False, True):
@@ -173,7 +173,7 @@ def test_checkpoints_of_another_run_are_not_taken(tmp_path: Path, data: Path) ->
             run(CONFIG, tmp_path / "run", data, resume=resume)
 
 
-def test_a_validation_split_that_is_too_short_is_refused_at_once(tmp_path: Path, data: Path) -> None:
+def test_too_short_validation_split_is_refused_immediately(tmp_path: Path, data: Path) -> None:
     length = len(Dataset.open(data).validation)
     with pytest.raises(tensorkeep.UsageError, match="the validation split has"):
         run(CONFIG.changed({"model.context_length": length}), tmp_path / "run", data)
@@ -207,7 +207,7 @@ def test_evaluating_and_sampling_change_nothing(tmp_path: Path, data: Path) -> N
     assert often == never
 
 
-def test_it_stops_early(tmp_path: Path, data: Path) -> None:
+def test_early_stop(tmp_path: Path, data: Path) -> None:
     config = CONFIG.changed({"optim.lr": 1e-12, "eval.every": 1, "eval.patience": 2, "schedule.name": "constant"})
     config = config.changed({"optim.weight_decay": 0.0})
     summary, _ = run(config, tmp_path / "run", data)
@@ -227,7 +227,7 @@ def poison(opened: Any, at: int) -> None:
     opened.model.loss = loss
 
 
-def test_a_loss_that_is_not_finite_stops_before_it_reaches_the_weights(tmp_path: Path, data: Path) -> None:
+def test_nonfinite_loss_stops_the_run_before_the_update(tmp_path: Path, data: Path) -> None:
     with open_run(CONFIG, RunFolder(tmp_path / "run"), Dataset.open(data)) as opened:
         poison(opened, at=8)
         with pytest.raises(DivergedError, match=r"step 8: the loss is inf.* on batches 7 to 7 ") as raised:
@@ -236,7 +236,7 @@ def test_a_loss_that_is_not_finite_stops_before_it_reaches_the_weights(tmp_path:
         assert all(parameter.isfinite().all() for parameter in opened.model.parameters())
 
 
-def test_a_run_that_diverged_goes_on_if_it_may_skip(tmp_path: Path, data: Path) -> None:
+def test_diverged_run_can_be_resumed_with_skipping(tmp_path: Path, data: Path) -> None:
     with open_run(CONFIG, RunFolder(tmp_path / "run"), Dataset.open(data)) as opened:
         poison(opened, at=8)
         with pytest.raises(DivergedError):
@@ -248,7 +248,7 @@ def test_a_run_that_diverged_goes_on_if_it_may_skip(tmp_path: Path, data: Path) 
         assert train(opened, Witness()).reason == "done"
 
 
-def test_updates_that_are_not_finite_are_skipped_if_asked(tmp_path: Path, data: Path) -> None:
+def test_nonfinite_updates_are_skipped_on_request(tmp_path: Path, data: Path) -> None:
     config = CONFIG.changed({"loop.on_divergence": "skip"})
     with open_run(config, RunFolder(tmp_path / "run"), Dataset.open(data)) as opened:
         poison(opened, at=8)
@@ -260,7 +260,7 @@ def test_updates_that_are_not_finite_are_skipped_if_asked(tmp_path: Path, data: 
     assert line["loss"] is None
 
 
-def test_a_run_says_what_it_was_started_with(tmp_path: Path, data: Path) -> None:
+def test_record_describes_the_start_of_a_run(tmp_path: Path, data: Path) -> None:
     run(CONFIG, tmp_path / "run", data)
     folder = RunFolder(tmp_path / "run")
     record = folder.record()
@@ -271,7 +271,7 @@ def test_a_run_says_what_it_was_started_with(tmp_path: Path, data: Path) -> None
         run(CONFIG, tmp_path / "run", data)
 
 
-def test_another_configuration_is_refused_with_the_settings_that_differ(tmp_path: Path, data: Path) -> None:
+def test_changed_configuration_is_refused_with_the_settings_that_differ(tmp_path: Path, data: Path) -> None:
     run(CONFIG, tmp_path / "run", data, stop_after=4)
     other = CONFIG.changed({"optim.lr": 5e-4, "checkpoint.every": 7})
     with pytest.raises(tensorkeep.UsageError, match=r"another configuration: optim\.lr: 0\.001 then, 0\.0005 now") as e:
@@ -293,7 +293,7 @@ def test_a_context_longer_than_the_data_is_refused(tmp_path: Path, data: Path) -
     assert not (tmp_path / "run").exists()
 
 
-def test_the_log_forgets_what_is_done_again(tmp_path: Path, data: Path) -> None:
+def test_log_drops_repeated_steps(tmp_path: Path, data: Path) -> None:
     run(CONFIG, tmp_path / "run", data, stop_after=4)
     log = tmp_path / "run" / "log.jsonl"
     log.write_text(log.read_text() + '{"step": 9, "kind": "train", "loss": 1.0}\n{"step": 10, "ki')
@@ -328,7 +328,7 @@ def start(config: Config, folder: Path, data: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_again_and_again_goes_on_exactly(tmp_path: Path, data: Path) -> None:
+def test_repeatedly_killed_run_is_resumed_exactly(tmp_path: Path, data: Path) -> None:
     config = CONFIG.changed({"loop.steps": 400, "loop.accumulate": 2, "eval.every": 7, "checkpoint.every": 5})
     output, errors = start(config, tmp_path / "whole", data).communicate(timeout=240)
     assert "400 save" in output, errors

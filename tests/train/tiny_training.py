@@ -1,4 +1,4 @@
-"""Training runs that take a fraction of a second, and what they leave behind."""
+"""Training runs that take a fraction of a second, and readers of their results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OF_THE_MACHINE = {"tokens_per_second", "mfu", "peak_memory_bytes", "path"}
 
 
 class Witness:
-    """Remembers what happened."""
+    """Records events."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, str, dict[str, Any]]] = []
@@ -47,7 +47,7 @@ class Witness:
         self.seen.append((step, kind, values))
 
     def of(self, kind: str) -> list[int]:
-        """Return the steps of what happened of a kind."""
+        """Return the steps of the events of a kind."""
         return [step for step, seen, _ in self.seen if seen == kind]
 
 
@@ -75,7 +75,7 @@ def run(
 
 
 def poison(opened: Run, steps: Collection[int]) -> None:
-    """Let the losses of some steps be infinite."""
+    """Make the losses of some steps infinite."""
     real = opened.model.loss
 
     def loss(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -86,7 +86,7 @@ def poison(opened: Run, steps: Collection[int]) -> None:
 
 
 def lines(folder: Path, *kinds: str) -> list[dict[str, Any]]:
-    """Return the log of a run, or what of it is of some kinds, without what depends on the machine."""
+    """Return the log lines of some kinds, or all but saves, without figures that depend on the machine."""
     found = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     return [
         {name: value for name, value in line.items() if name not in OF_THE_MACHINE}
@@ -96,9 +96,9 @@ def lines(folder: Path, *kinds: str) -> list[dict[str, Any]]:
 
 
 def last_state(folder: Path) -> dict[str, Any]:
-    """Return what the last checkpoint holds."""
+    """Return the state of the last checkpoint."""
     state: dict[str, Any] = CheckpointManager(folder / "checkpoints").restore()
-    # numpy's and Python's own generators are neither seeded nor used.
+    # The trainer neither seeds nor uses the generators of numpy and Python.
     for unused in ("numpy", "python"):
         state["rng"].pop(unused, None)
     return state

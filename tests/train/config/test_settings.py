@@ -1,4 +1,4 @@
-"""Configurations, recipes, schedules, optimizers, averages, clocks: the small parts of the trainer."""
+"""Configurations, recipes, schedules, optimizers, averages and clocks."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ BASE = get_recipe("shakespeare-char-cpu")
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_recipes_are_whole_and_say_what_they_are(name: str) -> None:
+def test_recipes_are_complete_and_documented(name: str) -> None:
     config = get_recipe(name)
     assert config.recipe == name
     assert Config.from_dict(config.as_dict()) == config
     assert RECIPES[name].__doc__
 
 
-def test_an_unknown_recipe_names_the_nearest() -> None:
+def test_unknown_recipe_suggests_the_nearest() -> None:
     with pytest.raises(UsageError, match=r"did you mean shakespeare-char-cpu\?"):
         get_recipe("shakespeare-char-cpuu")
 
@@ -75,7 +75,7 @@ def test_one_setting_changes_one_thing() -> None:
         ("loop.threads", 10**6, r"loop\.threads is 1000000.*1024 or less"),
     ],
 )
-def test_settings_that_make_no_sense(name: str, value: object, message: str) -> None:
+def test_invalid_settings_are_refused(name: str, value: object, message: str) -> None:
     with pytest.raises(UsageError, match=f"(?s){message}"):
         BASE.changed({name: value})
 
@@ -106,12 +106,12 @@ def test_bounds_hold_for_the_largest_whole_numbers() -> None:
         ({"schedule.name": "range"}, r"schedule\.warmup_steps is 100, .*\ngive schedule\.warmup_steps 0"),
     ],
 )
-def test_what_would_have_no_effect_is_refused(settings: dict[str, object], message: str) -> None:
+def test_settings_without_effect_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         BASE.changed(settings)
 
 
-def test_another_tokenizer_drops_the_vocabulary_that_was_set_for_the_first() -> None:
+def test_new_tokenizer_resets_the_vocabulary_size() -> None:
     pairs = get_recipe("chatgot-85m")
     assert pairs.data.vocab_size == 8192
     assert pairs.changed({"data.tokenizer": "byte"}).data.vocab_size is None
@@ -119,7 +119,7 @@ def test_another_tokenizer_drops_the_vocabulary_that_was_set_for_the_first() -> 
     assert BASE.changed({"data.vocab_size": 300, "data.tokenizer": "bpe"}).data.vocab_size == 300
 
 
-def test_an_optimizer_that_a_device_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizer_that_the_device_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_optimizers(OptimConfig(implementation="fused"), torch.device("cpu"))
     # Which devices have it changes with torch.
     module = sys.modules[torch.optim.Optimizer.__module__]
@@ -128,7 +128,7 @@ def test_an_optimizer_that_a_device_does_not_have_is_refused(monkeypatch: pytest
         check_optimizers(OptimConfig(implementation="fused"), torch.device("cpu"))
 
 
-def test_settings_that_only_make_sense_together_come_in_any_order() -> None:
+def test_dependent_settings_may_be_given_in_any_order() -> None:
     for names in (["model.n_heads", "model.d_model"], ["model.d_model", "model.n_heads"]):
         values = {"model.n_heads": 6, "model.d_model": 384}
         assert BASE.changed({name: values[name] for name in names}).model.head_size == 64
@@ -163,12 +163,12 @@ def test_words_come_in_any_order() -> None:
         (["--recipe", "tiny"], "there is no option --recipe\ngive the recipe as a word"),
     ],
 )
-def test_words_that_make_no_sense(words: list[str], message: str) -> None:
+def test_invalid_words_are_refused(words: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
         read_words(words, ["--resume", "--out"])
 
 
-def test_a_setting_of_a_file_that_there_is_none_of_names_the_file(tmp_path: Path) -> None:
+def test_unknown_setting_of_a_file_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "x.toml").write_text("[train.optim]\nrl = 1.0\n")
     with pytest.raises(UsageError, match=r"x\.toml: there is no setting 'optim\.rl'\ndid you mean optim\.lr"):
         given_settings(file=tmp_path / "x.toml", environment={})
@@ -235,7 +235,7 @@ def test_every_parameter_has_one_optimizer_and_vectors_do_not_decay(name: str) -
         assert all((parameter.ndim >= 2) == (group["weight_decay"] > 0) for parameter in group["params"])
 
 
-def test_the_learning_rate_is_a_share_of_each_groups_peak() -> None:
+def test_learning_rate_is_a_factor_of_each_groups_peak() -> None:
     config = BASE.changed({"optim.name": "muon", "optim.muon_steps": 3, "model.vocab_size": 30})
     optimizers = build_optimizers(GPT(config.model), config.optim)
     set_learning_rate(optimizers, 0.5)
@@ -244,7 +244,8 @@ def test_the_learning_rate_is_a_share_of_each_groups_peak() -> None:
     assert optimizers["adamw"].param_groups[0]["lr"] == 0.25 * 1e-3
 
 
-def test_the_average_follows_the_weights_and_is_lent_to_the_model() -> None:
+def test_average_follows_the_weights_and_is_put_into_the_model() -> None:
+    torch.manual_seed(0)
     model = torch.nn.Linear(2, 2, bias=False)
     average = WeightAverage(model, 0.5)
     start = model.weight.detach().clone()
@@ -270,7 +271,7 @@ def test_the_clock_adds_up() -> None:
     assert clock.seconds == {"train": 2.0, "evaluate": 2.0}
 
 
-def test_a_share_of_the_peak_is_never_above_all_of_it() -> None:
+def test_mfu_is_never_above_one() -> None:
     speed = Speedometer(peak=100.0)
     speed.add(50, 500, 10.0)
     assert speed.lap() == {"tokens_per_second": 5.0, "mfu": 0.5}

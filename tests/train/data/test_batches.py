@@ -27,7 +27,7 @@ def rows(drawn: Batches, count: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_targets_are_the_inputs_one_token_on(order: str) -> None:
+def test_targets_are_the_inputs_shifted_by_one_token(order: str) -> None:
     for inputs, targets in islice(batches(order=order), 300):
         assert inputs.shape == targets.shape == (4, 8)
         assert inputs.dtype == targets.dtype == torch.int64
@@ -37,7 +37,7 @@ def test_targets_are_the_inputs_one_token_on(order: str) -> None:
 
 
 @given(st.sampled_from(ORDERS), st.integers(0, 3000), st.integers(1, 70), st.integers(0, 2**64 - 1))
-def test_resumed_anywhere_it_goes_on_the_same(order: str, position: int, batch_size: int, seed: int) -> None:
+def test_resuming_at_any_batch_continues_the_sequence(order: str, position: int, batch_size: int, seed: int) -> None:
     settings = {"order": order, "batch_size": batch_size, "seed": seed}
     first, second = batches(**settings), batches(**settings)
     first.position = position
@@ -51,7 +51,7 @@ def test_resumed_anywhere_it_goes_on_the_same(order: str, position: int, batch_s
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_the_uninterrupted_sequence_is_the_numbered_one(order: str) -> None:
+def test_iterating_matches_indexing_by_number(order: str) -> None:
     drawn = list(islice(batches(order=order), 200))
     again = batches(order=order)
     for position in (199, 0, 64, 63, 65, 130):
@@ -60,9 +60,7 @@ def test_the_uninterrupted_sequence_is_the_numbered_one(order: str) -> None:
 
 
 @given(st.integers(9, 400), st.integers(1, 8), st.integers(0, 100), st.integers(1, 12))
-def test_shuffled_meets_every_window_of_an_epoch_once(
-    tokens: int, context_length: int, seed: int, batch_size: int
-) -> None:
+def test_shuffled_epoch_has_every_window_once(tokens: int, context_length: int, seed: int, batch_size: int) -> None:
     offsets = ShuffledOffsets(tokens, context_length, seed)
     grids = []
     for epoch in range(3):
@@ -87,7 +85,7 @@ def test_each_epoch_has_another_order_and_another_grid() -> None:
     assert tuple(range(offsets.windows)) not in orders
 
 
-def test_a_batch_larger_than_an_epoch_goes_on_in_the_next() -> None:
+def test_batch_larger_than_an_epoch_continues_in_the_next_epoch() -> None:
     offsets = ShuffledOffsets(30, 8, 1)
     assert offsets.windows == 2
     together = ShuffledOffsets(30, 8, 1).take(0, 7)
@@ -100,7 +98,7 @@ def test_the_order_of_an_epoch_takes_four_bytes_a_window() -> None:
     assert offsets._block.nbytes == 4 * offsets.windows
 
 
-def test_random_reaches_both_ends_and_all_between() -> None:
+def test_random_offsets_cover_the_whole_text() -> None:
     offsets = RandomOffsets(20, 8, 3)
     assert set(offsets.take(0, 2000).tolist()) == set(range(12))
     counts = np.bincount(offsets.take(0, 120_000))
@@ -108,7 +106,7 @@ def test_random_reaches_both_ends_and_all_between() -> None:
     assert counts.max() < 10_500
 
 
-def test_random_is_one_sequence_however_it_is_cut() -> None:
+def test_random_offsets_do_not_depend_on_how_they_are_taken() -> None:
     offsets = RandomOffsets(10_000, 8, 3)
     whole = offsets.take(0, 10_000)
     assert np.array_equal(np.concatenate([offsets.take(at, 1000) for at in range(0, 10_000, 1000)]), whole)
@@ -116,7 +114,7 @@ def test_random_is_one_sequence_however_it_is_cut() -> None:
     assert np.array_equal(whole, (stream % np.uint64(9992)).astype(np.int64))
 
 
-def test_the_drawn_numbers_are_these_for_ever() -> None:
+def test_drawn_offsets_are_pinned() -> None:
     assert RandomOffsets(1_000_000, 64, 42).take(5000, 4).tolist() == [339158, 353465, 578355, 306580]
     assert ShuffledOffsets(1_000_000, 64, 42).take(20_000, 4).tolist() == [143560, 795336, 981064, 792136]
 
@@ -128,7 +126,7 @@ def test_seeds_differ() -> None:
         assert not torch.equal(drawn[1], drawn[2])
 
 
-def test_the_shortest_text() -> None:
+def test_shortest_possible_text() -> None:
     for order in ORDERS:
         drawn = batches(TEXT[:9], order=order)
         assert torch.equal(next(drawn)[0], torch.arange(8).expand(4, 8))
@@ -151,20 +149,20 @@ def test_a_text_shorter_than_a_context_names_both(order: str) -> None:
         ({"seed": 1 << 64}, "the seed is"),
     ],
 )
-def test_arguments_that_make_no_sense(changed: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         batches(**changed)
 
 
 @pytest.mark.parametrize("state", [{}, {"position": -1}, {"position": "3"}, {"position": 1.0}, {"position": True}])
-def test_a_state_that_is_none(state: dict[str, Any]) -> None:
+def test_invalid_state_is_refused(state: dict[str, Any]) -> None:
     drawn = batches()
     with pytest.raises(UsageError, match="the position of the batches is"):
         drawn.load_state_dict(state)
     assert drawn.position == 0
 
 
-def test_drawing_leaves_the_text_and_earlier_batches_alone() -> None:
+def test_drawing_changes_neither_the_text_nor_earlier_batches() -> None:
     text = TEXT.copy()
     drawn = batches(text)
     inputs, _ = next(drawn)
@@ -176,7 +174,7 @@ def test_drawing_leaves_the_text_and_earlier_batches_alone() -> None:
 
 
 @given(st.integers(2, 300), st.integers(1, 40), st.integers(1, 9))
-def test_evaluation_meets_the_text_in_order(tokens: int, context_length: int, batch_size: int) -> None:
+def test_evaluation_windows_are_in_order(tokens: int, context_length: int, batch_size: int) -> None:
     assume(tokens > context_length)
     text = np.arange(tokens, dtype=np.uint16)
     drawn = list(windows(text, context_length, batch_size=batch_size))
@@ -197,7 +195,7 @@ def test_large_tokens_are_read_from_uint32() -> None:
     assert int(next(windows(text, 8))[0][0, 0]) == 100_000
 
 
-def test_a_part_of_the_windows_is_spread_over_the_text() -> None:
+def test_limited_evaluation_batches_are_spread_over_the_text() -> None:
     tokens = np.arange(101, dtype=np.uint16)
     firsts = [int(inputs[0, 0]) for inputs, _ in windows(tokens, 5, batch_size=2, most=4)]
     assert firsts == [0, 20, 50, 70]

@@ -1,4 +1,4 @@
-"""``tensorkeep data``: what a person and a program are told."""
+"""``tensorkeep data``: its output for people and programs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def text(tmp_path: Path) -> Path:
     return tmp_path / "a.txt"
 
 
-def test_what_was_made_is_shown_with_the_next_command(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prepare_shows_its_result_and_the_next_command(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = text.parent / "my data"
     assert data.prepare(str(text), out=out) == 0
     shown = capsys.readouterr().out

@@ -36,7 +36,7 @@ def put(folder: Path, body: object) -> None:
     (folder / "data.json").write_bytes(sealed.seal(body))
 
 
-def test_what_it_gives(data: Path) -> None:
+def test_dataset_attributes(data: Path) -> None:
     dataset = Dataset.open(data)
     assert dataset.vocab_size == len(set(TEXT)) == dataset.tokenizer.vocab_size
     assert dataset.train.dtype == np.uint16
@@ -75,7 +75,7 @@ def test_only_the_maps_hold_files_open(data: Path) -> None:
     assert descriptors(data) == 0
 
 
-def test_the_fingerprint_follows_the_tokens_and_nothing_else(data: Path, tmp_path: Path) -> None:
+def test_fingerprint_depends_on_tokens_and_tokenizer_only(data: Path, tmp_path: Path) -> None:
     first = Dataset.open(data).fingerprint
     (tmp_path / "b.txt").write_text(TEXT)
     (tmp_path / "c.txt").write_text(TEXT + "x")
@@ -88,10 +88,10 @@ def test_the_fingerprint_follows_the_tokens_and_nothing_else(data: Path, tmp_pat
 
 
 def test_verifying_reads_every_byte(data: Path) -> None:
-    told: list[tuple[int, int]] = []
-    Dataset.open(data, verify=True, progress=lambda done, total: told.append((done, total)))
+    calls: list[tuple[int, int]] = []
+    Dataset.open(data, verify=True, progress=lambda done, total: calls.append((done, total)))
     nbytes = 2 * len(TEXT)
-    assert told[-1] == (nbytes, nbytes)
+    assert calls[-1] == (nbytes, nbytes)
 
 
 @pytest.mark.parametrize("name", ["train.bin", "validation.bin"])
@@ -138,7 +138,7 @@ def test_every_damaged_byte_of_the_json_is_found(data: Path) -> None:
             Dataset.open(data)
 
 
-def test_what_is_no_prepared_data(tmp_path: Path) -> None:
+def test_other_folders_are_not_prepared_data(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none"):
         with pytest.raises(NotACheckpointError) as caught:
             Dataset.open(path)
@@ -149,7 +149,7 @@ def test_what_is_no_prepared_data(tmp_path: Path) -> None:
     assert "tensorkeep data prepare" in caught.value.remedy
 
 
-def test_a_later_layout_is_told_from_damage(data: Path) -> None:
+def test_later_layout_version_is_unsupported_not_corrupt(data: Path) -> None:
     put(data, {**body_of(data), "version": 2, "new": "thing"})
     with pytest.raises(UnsupportedError, match="has version 2 of the layout"):
         Dataset.open(data)
@@ -221,7 +221,7 @@ def test_a_hostile_json_is_refused(data: Path, change: Callable[[dict[str, Any]]
     assert caught.value.path.startswith(str(data))
 
 
-def test_a_body_that_is_no_object_is_refused(data: Path) -> None:
+def test_body_that_is_not_an_object_is_refused(data: Path) -> None:
     for body in ([], "x", None, 5):
         put(data, body)
         with pytest.raises(CorruptCheckpointError):
@@ -239,7 +239,7 @@ def test_tokens_beyond_the_vocabulary_are_found_when_verifying(data: Path) -> No
         Dataset.open(data, verify=True)
 
 
-def test_a_name_that_is_no_text_is_kept_readable(tmp_path: Path) -> None:
+def test_undecodable_source_name_stays_readable(tmp_path: Path) -> None:
     path = tmp_path / os.fsdecode(b"a\xff.txt")
     path.write_text(TEXT)
     prepared = prepare(path, tmp_path / "data")

@@ -76,7 +76,7 @@ def test_links_in_a_circle_and_to_nowhere_are_errors(tmp_path: Path) -> None:
         read(f"{tmp_path}/gone*")
 
 
-def test_what_may_not_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(tmp_path, {"a.txt": "a"})
     with open_source(tmp_path) as source:
 
@@ -89,7 +89,7 @@ def test_what_may_not_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.Mo
             list(reading.documents())
 
 
-def test_a_folder_that_may_not_be_listed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unlistable_folder_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied")
 
@@ -116,7 +116,7 @@ def test_a_name_that_looks_like_a_pattern(tmp_path: Path) -> None:
     assert read(tmp_path / "a[1].txt") == {"a[1].txt": "itself"}
 
 
-def test_a_pattern_that_is_none(tmp_path: Path) -> None:
+def test_invalid_pattern_is_refused(tmp_path: Path) -> None:
     fill(tmp_path, {"x/a.log": "a"})
     with pytest.raises(UsageError, match="is not a valid pattern"):
         read(f"{tmp_path}/**x/a.log")
@@ -160,7 +160,7 @@ def test_a_jsonl_file_has_a_document_on_each_line(tmp_path: Path) -> None:
         (b'{"text": "a", "b": ' + b"[" * 100_000, "line 2 is not a document"),
     ],
 )
-def test_a_line_that_is_no_document_is_named(tmp_path: Path, line: bytes, message: str) -> None:
+def test_invalid_jsonl_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
     path = tmp_path / "d.jsonl"
     path.write_bytes(b'{"text": "all"}\n' + line + b"\n")
     with pytest.raises(UsageError, match=message) as caught:
@@ -201,7 +201,7 @@ def test_pieces_of_bytes_never_split_a_character(text: str, piece: int) -> None:
 
 
 @pytest.mark.parametrize("place", [0, PIECE - 1, PIECE, 2 * PIECE + 7])
-def test_a_byte_that_is_no_text_is_named(tmp_path: Path, place: int) -> None:
+def test_undecodable_byte_is_named(tmp_path: Path, place: int) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"a" * place + b"\xff" + b"b" * 10)
     with pytest.raises(UsageError, match=rf"a\.txt: byte {place:,} is not utf-8 \(invalid start byte\)") as caught:
@@ -211,7 +211,7 @@ def test_a_byte_that_is_no_text_is_named(tmp_path: Path, place: int) -> None:
     assert len(read(path, encoding="latin-1")["a.txt"]) == place + 11
 
 
-def test_a_source_closes_the_file_of_a_reader_that_gave_up(tmp_path: Path) -> None:
+def test_source_closes_the_file_of_an_interrupted_reading(tmp_path: Path) -> None:
     with open_source(fill(tmp_path, {"a.txt": "a"})) as source:
         reader = source.opened(source.files[0])
         stream = reader.__enter__()
@@ -250,12 +250,12 @@ def test_a_byte_order_mark_does_not_shift_the_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["utf-9", "hex", "", "a\0b"])
-def test_encodings_of_no_text(tmp_path: Path, encoding: str) -> None:
+def test_invalid_encodings_are_refused(tmp_path: Path, encoding: str) -> None:
     with pytest.raises(UsageError, match="is not a text encoding"):
         open_source(fill(tmp_path, {"a.txt": "a"}), encoding=encoding)
 
 
-def test_what_is_not_there(tmp_path: Path) -> None:
+def test_missing_sources(tmp_path: Path) -> None:
     with pytest.raises(NotACheckpointError, match="there is no such file or folder"):
         read(tmp_path / "none")
     with pytest.raises(NotACheckpointError, match="matches no file"):
@@ -264,7 +264,7 @@ def test_what_is_not_there(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def test_what_is_no_file(tmp_path: Path) -> None:
+def test_special_files_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.txt")
     for spec in (tmp_path, tmp_path / "pipe.txt", "/dev/null"):
         with pytest.raises(UsageError, match="is not a regular file"):

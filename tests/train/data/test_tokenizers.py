@@ -45,7 +45,7 @@ def whole(tokenizer: Tokenizer, pieces: list[str]) -> list[int]:
 
 
 @given(PIECES)
-def test_characters_come_back_from_any_pieces(pieces: list[str]) -> None:
+def test_characters_round_trip_from_any_pieces(pieces: list[str]) -> None:
     text = "".join(pieces) or "x"
     tokenizer = learned("char", pieces, [text], ends=True)
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -54,7 +54,7 @@ def test_characters_come_back_from_any_pieces(pieces: list[str]) -> None:
 
 
 @given(PIECES)
-def test_bytes_come_back_from_any_pieces(pieces: list[str]) -> None:
+def test_bytes_round_trip_from_any_pieces(pieces: list[str]) -> None:
     tokenizer = ByteTokenizer(documents=True)
     text = "".join(pieces)
     assert tokenizer.encode(text).tolist() == list(text.encode())
@@ -63,14 +63,14 @@ def test_bytes_come_back_from_any_pieces(pieces: list[str]) -> None:
 
 @given(LINES)
 @settings(max_examples=200)
-def test_byte_pairs_come_back_and_are_the_same_from_any_pieces(pairs: Tokenizer, pieces: list[str]) -> None:
+def test_byte_pairs_round_trip_and_do_not_depend_on_pieces(pairs: Tokenizer, pieces: list[str]) -> None:
     text = "".join(pieces)
     assert pairs.decode(pairs.encode(text)) == text
     assert whole(pairs, pieces) == pairs.encode(text).tolist()
 
 
 @given(LINES)
-def test_lines_are_cut_only_behind_visible_characters_and_nothing_is_lost(pieces: list[str]) -> None:
+def test_text_is_cut_only_at_safe_line_ends_and_nothing_is_lost(pieces: list[str]) -> None:
     cut = list(at_line_ends(iter(pieces)))
     assert "".join(cut) == "".join(pieces)
     for left, right in pairwise(cut):
@@ -79,7 +79,7 @@ def test_lines_are_cut_only_behind_visible_characters_and_nothing_is_lost(pieces
         assert right[0].isalnum() or right[0] == "_"
 
 
-def test_a_text_without_line_ends_is_cut_somewhere() -> None:
+def test_long_text_without_line_ends_is_cut() -> None:
     pieces = ["x" * (1 << 16)] * 40
     cut = list(at_line_ends(iter(pieces)))
     assert [len(text) for text in cut] == [LONGEST_UNCUT, LONGEST_UNCUT, 8 << 16]
@@ -101,7 +101,7 @@ def test_an_unknown_character_is_named() -> None:
 
 
 @pytest.mark.parametrize("name", ["char", "byte"])
-def test_half_a_surrogate_pair_is_no_text(name: str) -> None:
+def test_lone_surrogate_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match="character 2 of the text is half of a surrogate pair"):
         learned(name, ["ab"]).encode("ab\ud800")
 
@@ -113,7 +113,7 @@ def test_ids_outside_the_vocabulary_are_refused() -> None:
             tokenizer.decode([0, id])
 
 
-def test_the_end_of_a_document_is_shown_and_never_read(pairs: Tokenizer) -> None:
+def test_end_of_document_is_decoded_and_never_encoded(pairs: Tokenizer) -> None:
     for tokenizer in (learned("char", [END_OF_DOCUMENT], ends=True), ByteTokenizer(documents=True), pairs):
         end = tokenizer.end_of_document
         assert end == tokenizer.vocab_size - 1
@@ -161,7 +161,7 @@ def every(pairs: Tokenizer) -> list[Tokenizer]:
     return [learned("char", [CORPUS]), learned("char", [CORPUS], ends=True), ByteTokenizer(documents=False), pairs]
 
 
-def test_what_was_stored_is_what_it_was(pairs: Tokenizer) -> None:
+def test_stored_tokenizer_is_restored(pairs: Tokenizer) -> None:
     digests = set()
     for tokenizer in every(pairs):
         again = tokenizer_from_dict(json.loads(json.dumps(tokenizer.as_dict())))
@@ -211,7 +211,7 @@ def test_malformed_byte_pairs_are_refused(pairs: Tokenizer, change: dict[str, An
         tokenizer_from_dict({**stored, **change})
 
 
-def test_choices_that_make_no_sense() -> None:
+def test_invalid_tokenizer_choices_are_refused() -> None:
     for name in ("words", "bpe:x", "tiktoken", "tiktoken:", "char:", ""):
         with pytest.raises(UsageError, match="there is no tokenizer"):
             learner(name)
@@ -222,7 +222,7 @@ def test_choices_that_make_no_sense() -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [0, 256, -1, 1 << 31, True])
-def test_vocabularies_that_no_byte_pairs_have(vocab_size: int) -> None:
+def test_invalid_vocabulary_sizes_are_refused(vocab_size: int) -> None:
     pytest.importorskip("tokenizers")
     with pytest.raises(UsageError, match="is not possible"):
         learner("bpe", vocab_size)
@@ -262,7 +262,7 @@ def fill(cache: Path) -> None:
     (cache / hashlib.sha1(ADDRESS.encode()).hexdigest()).write_bytes(b"".join(lines))
 
 
-def test_a_vocabulary_that_is_not_at_hand_is_never_downloaded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncached_vocabulary_is_never_downloaded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tiktoken import load
 
     real = load.read_file
@@ -277,7 +277,7 @@ def test_a_vocabulary_that_is_not_at_hand_is_never_downloaded(cache: Path, monke
         learner("tiktoken:tiny")
 
 
-def test_a_vocabulary_at_hand_is_used_and_stored(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_vocabulary_is_used_and_stored(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(cache)
     tokenizer = learned("tiktoken:tiny", ["unread"], ends=True)
     assert (tokenizer.vocab_size, tokenizer.end_of_document, tokenizer.name) == (261, 260, "tiktoken:tiny")

@@ -170,7 +170,7 @@ class Held(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_what_an_evaluation_takes_is_predicted_within_a_tenth(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_an_evaluation_is_predicted_within_a_tenth(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tensorkeep.train.evaluate._LARGEST_TOKENS", 512)
     config = msgspec.structs.replace(CONFIG, model=msgspec.structs.replace(CONFIG.model, **MODELS[model]))
     rows = evaluation_batch_size(config.model)
@@ -182,12 +182,12 @@ def test_what_an_evaluation_takes_is_predicted_within_a_tenth(model: str, monkey
 
 
 @pytest.mark.parametrize(("vocab_size", "rows"), [(65, 512), (50_257, 41)])
-def test_an_evaluation_computes_as_much_at_once_as_leaves_its_logits_small(vocab_size: int, rows: int) -> None:
+def test_evaluation_batch_size_keeps_the_logits_small(vocab_size: int, rows: int) -> None:
     model = msgspec.structs.replace(CONFIG.model, vocab_size=vocab_size, context_length=32)
     assert evaluation_batch_size(model) == rows
 
 
-def test_parts_of_a_batch_take_their_part() -> None:
+def test_micro_batches_take_proportional_memory() -> None:
     whole, halves = (
         predict(CONFIG.changed(each), device="cpu") for each in ({}, {"techniques.gradient-accumulation.batches": 2})
     )
@@ -196,13 +196,13 @@ def test_parts_of_a_batch_take_their_part() -> None:
     assert (whole.accumulated, halves.accumulated) == (False, True)
 
 
-def test_logits_in_parts_are_fewer() -> None:
+def test_chunked_logits_take_less_memory() -> None:
     config = CONFIG.changed({"model.vocab_size": 5000})
     parts = config.changed({"techniques.fused-cross-entropy": "on"})
     assert predict(parts, device="cpu").logits < predict(config, device="cpu").logits / 2
 
 
-def test_the_gpu_keeps_less_of_dropout_and_sends_away_what_it_is_told_to() -> None:
+def test_gpu_keeps_less_of_dropout_and_offloads_as_configured() -> None:
     config = CONFIG.changed({"model.dropout": 0.1})
     assert predict(config, device="cuda").activations < 0.6 * predict(config, device="cpu").activations
     away = config.changed({"techniques.optimizer-offload": "on"})
@@ -210,7 +210,7 @@ def test_the_gpu_keeps_less_of_dropout_and_sends_away_what_it_is_told_to() -> No
     assert predict(away, device="cpu").optimizer > 0
 
 
-def test_the_peak_is_the_worse_of_two_moments() -> None:
+def test_peak_is_the_maximum_of_backward_pass_and_update() -> None:
     sizes = dict.fromkeys(("parameters", "gradients", "optimizer", "average", "copies", "recomputed", "update"), 0)
     sizes |= {"parameters": 10, "gradients": 10, "optimizer": 20, "update": 5, "evaluation": 14}
     many = Ledger(**sizes, activations=100, logits=30, accumulated=False)
@@ -221,7 +221,7 @@ def test_the_peak_is_the_worse_of_two_moments() -> None:
     assert (evaluated.peak_of_steps, evaluated.peak) == (45, 110)
 
 
-def test_what_is_not_predicted_is_told() -> None:
+def test_unpredicted_techniques_are_listed() -> None:
     assert predict(CONFIG.changed({"techniques.compile": "on"}), device="cpu").unknown == ("compile",)
     assert predict(CONFIG.changed({"techniques.fused-optimizer": "on"}), device="cpu").unknown == ()
 
@@ -232,7 +232,7 @@ def test_a_technique_that_changes_the_model_is_counted() -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"model.activation": "swiglu", "model.d_ff": 200}])
-def test_what_an_update_by_muon_takes_is_predicted_within_a_tenth(changes: dict[str, Any]) -> None:
+def test_memory_of_a_muon_update_is_predicted_within_a_tenth(changes: dict[str, Any]) -> None:
     config = CONFIG.changed({"optim.name": "muon", "optim.implementation": "fused", **changes})
     model = GPT(config.model)
     optimizers = build_optimizers(model, config.optim)

@@ -54,7 +54,7 @@ def test_the_peak_is_predicted_within_a_tenth(settings: dict[str, Any], data: Pa
 @pytest.mark.parametrize(
     "technique", [{"techniques.activation-checkpointing": "on"}, {"techniques.low-bit-optimizer.bits": 8}]
 )
-def test_what_a_technique_spares_is_predicted_within_a_tenth_of_the_peak(
+def test_saving_of_a_technique_is_predicted_within_a_tenth_of_the_peak(
     technique: dict[str, Any], data: Path, tmp_path: Path
 ) -> None:
     if "techniques.low-bit-optimizer.bits" in technique:

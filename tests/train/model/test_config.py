@@ -42,18 +42,18 @@ SIZES: dict[str, Any] = {"vocab_size": 11, "context_length": 8, "n_layers": 2, "
         ({"init_std": "0.02"}, "init_std is '0.02'"),
     ],
 )
-def test_what_makes_no_model_is_refused_with_the_field_and_a_remedy(change: dict[str, Any], message: str) -> None:
+def test_invalid_model_is_refused_with_the_field_and_a_remedy(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         ModelConfig(**{**SIZES, **change})
     assert caught.value.remedy
 
 
-def test_a_field_that_does_not_exist_is_refused() -> None:
+def test_unknown_field_is_refused() -> None:
     with pytest.raises(msgspec.ValidationError, match="n_layer"):
         msgspec.convert({**SIZES, "n_layer": 3}, ModelConfig)
 
 
-def test_a_configuration_comes_back_from_json_and_is_checked_there() -> None:
+def test_configuration_survives_json_and_is_checked_on_decoding() -> None:
     config = ModelConfig(**SIZES, positions="rotary", dropout=0.1)
     written = msgspec.json.encode(config)
     assert msgspec.json.decode(written, type=ModelConfig) == config
@@ -65,7 +65,7 @@ def test_a_configuration_comes_back_from_json_and_is_checked_there() -> None:
     ("d_model", "activation", "width"),
     [(12, "gelu", 48), (12, "relu2", 48), (12, "swiglu", 32), (128, "geglu", 344), (768, "swiglu", 2048)],
 )
-def test_the_hidden_width_follows_from_d_model_unless_it_is_given(d_model: int, activation: Any, width: int) -> None:
+def test_hidden_width_defaults_to_a_multiple_of_d_model(d_model: int, activation: Any, width: int) -> None:
     sizes = {**SIZES, "d_model": d_model}
     assert ModelConfig(**sizes, activation=activation).mlp_width == width
     assert ModelConfig(**sizes, activation=activation, d_ff=20).mlp_width == 20
@@ -76,7 +76,7 @@ def test_the_hidden_width_follows_from_d_model_unless_it_is_given(d_model: int, 
     list(itertools.product(("learned", "rotary"), ("layernorm", "rmsnorm"), ("gelu", "swiglu"), *[(False, True)] * 3)),
     ids=lambda parts: "-".join(map(str, parts)),
 )
-def test_parameters_are_counted_as_they_are(parts: Any) -> None:
+def test_parameter_count_matches_the_model(parts: Any) -> None:
     fields = ("positions", "norm", "activation", "bias", "tied", "token_shift")
     model = GPT(ModelConfig(**SIZES, **dict(zip(fields, parts, strict=True))), device="meta")
     counted = {name: parameter.numel() for name, parameter in model.named_parameters()}
@@ -93,7 +93,7 @@ def test_the_124_million_parameters_of_gpt2() -> None:
 
 @pytest.mark.parametrize("activation", ["gelu", "geglu"])
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
-def test_flops_are_those_that_torch_counts(activation: Any, positions: Any) -> None:
+def test_flops_match_the_counter_of_torch(activation: Any, positions: Any) -> None:
     config = ModelConfig(**SIZES, activation=activation, positions=positions)
     model = GPT(config)
     tokens = torch.zeros(3, 5, dtype=torch.int64)

@@ -51,7 +51,7 @@ def some_tokens(*shape: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("parts", COMBINATIONS, ids=lambda parts: "-".join(map(str, parts.values())))
-def test_logits_and_gradients_are_those_of_the_plain_model(parts: dict[str, Any]) -> None:
+def test_logits_and_gradients_match_the_plain_model(parts: dict[str, Any]) -> None:
     model = build(**parts).double()
     tokens = some_tokens(2, 5)
     weights = {name: tensor.detach().clone().requires_grad_() for name, tensor in model.named_parameters()}
@@ -71,7 +71,7 @@ def test_logits_and_gradients_are_those_of_the_plain_model(parts: dict[str, Any]
 @pytest.mark.parametrize("parts", LAYOUTS)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_a_later_token_changes_no_earlier_logits(parts: dict[str, Any], data: st.DataObject) -> None:
+def test_attention_is_causal(parts: dict[str, Any], data: st.DataObject) -> None:
     model = build(**parts)
     tokens = torch.tensor([data.draw(st.lists(st.integers(0, 10), min_size=2, max_size=8))])
     place = data.draw(st.integers(1, tokens.shape[1] - 1))
@@ -82,7 +82,7 @@ def test_a_later_token_changes_no_earlier_logits(parts: dict[str, Any], data: st
     assert not torch.allclose(after[:, place], before[:, place], atol=1e-3)
 
 
-def test_rotary_attention_depends_on_distances_alone() -> None:
+def test_rotary_attention_depends_on_distances_only() -> None:
     model = build(positions="rotary", n_layers=1)
     same = torch.full((1, 6), 4)
     same[0, 0] = same[0, 3] = 7
@@ -131,7 +131,7 @@ def test_a_tied_head_is_the_embedding() -> None:
     assert moved.head.weight is moved.tokens.weight
 
 
-def test_the_names_that_checkpoints_hold() -> None:
+def test_names_of_tensors_in_checkpoints() -> None:
     parts: dict[str, Any] = {"activation": "geglu", "token_shift": True}
     model = GPT(ModelConfig(vocab_size=5, context_length=4, n_layers=1, n_heads=1, d_model=4, **parts))
     assert list(model.state_dict()) == [
@@ -171,7 +171,7 @@ def test_initial_weights_are_gpt2s() -> None:
         assert abs(parameter.mean().item()) < wanted / 10, name
 
 
-def test_a_generator_makes_the_initial_weights_and_nothing_else_does() -> None:
+def test_initial_weights_depend_on_the_generator_only() -> None:
     config = ModelConfig(vocab_size=11, context_length=8, n_layers=2, n_heads=2, d_model=8, positions="rotary")
     before = torch.get_rng_state()
     first = GPT(config, generator=torch.Generator().manual_seed(5))
@@ -186,7 +186,7 @@ def test_a_generator_makes_the_initial_weights_and_nothing_else_does() -> None:
 
 
 @pytest.mark.parametrize("parts", LAYOUTS)
-def test_a_model_on_meta_gets_its_values_later(parts: dict[str, Any]) -> None:
+def test_model_on_meta_is_initialised_later(parts: dict[str, Any]) -> None:
     config = ModelConfig(vocab_size=11, context_length=8, n_layers=2, n_heads=2, d_model=8, **parts)
     late = GPT(config, device="meta")
     assert all(parameter.is_meta for parameter in late.parameters())
@@ -197,7 +197,7 @@ def test_a_model_on_meta_gets_its_values_later(parts: dict[str, Any]) -> None:
     assert torch.equal(late(tokens), GPT(config, generator=torch.Generator().manual_seed(5))(tokens))
 
 
-def test_what_does_not_fit_into_the_context_is_refused() -> None:
+def test_more_tokens_than_the_context_are_refused() -> None:
     model = build()
     assert model(some_tokens(1, 8)).shape == (1, 8, 11)
     with pytest.raises(UsageError, match="9 tokens do not fit into the context of 8") as caught:
@@ -212,7 +212,7 @@ def test_what_does_not_fit_into_the_context_is_refused() -> None:
         model(some_tokens(4))
 
 
-def test_dropout_acts_in_training_alone() -> None:
+def test_dropout_acts_in_training_only() -> None:
     model = build(dropout=0.5)
     tokens = some_tokens(2, 6)
     torch.manual_seed(0)
@@ -237,7 +237,7 @@ def test_attention_weights_are_dropped_too() -> None:
     assert asked == [0.5, 0.5, 0.0, 0.0]
 
 
-def test_a_kernel_and_a_block_can_be_replaced_from_outside() -> None:
+def test_kernel_and_block_forward_can_be_replaced() -> None:
     model = build(positions="rotary")
     tokens = some_tokens(2, 6)
     wanted = model(tokens)
@@ -259,7 +259,7 @@ def test_a_kernel_and_a_block_can_be_replaced_from_outside() -> None:
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("parts", LAYOUTS)
-def test_token_by_token_gives_what_all_at_once_gives(parts: dict[str, Any], batch: int) -> None:
+def test_cached_tokens_one_by_one_match_one_forward_pass(parts: dict[str, Any], batch: int) -> None:
     model = build(**parts)
     tokens = some_tokens(batch, 8)
     with torch.no_grad():
@@ -275,7 +275,7 @@ def test_token_by_token_gives_what_all_at_once_gives(parts: dict[str, Any], batc
 @pytest.mark.parametrize("parts", LAYOUTS)
 @settings(max_examples=25, deadline=None)
 @given(pieces=st.lists(st.integers(1, 4), min_size=1, max_size=4).filter(lambda pieces: sum(pieces) <= 8))
-def test_pieces_of_any_length_give_what_all_at_once_gives(parts: dict[str, Any], pieces: list[int]) -> None:
+def test_cached_pieces_of_any_length_match_one_forward_pass(parts: dict[str, Any], pieces: list[int]) -> None:
     model = build(**parts)
     tokens = some_tokens(2, sum(pieces))
     with torch.no_grad():
@@ -286,7 +286,7 @@ def test_pieces_of_any_length_give_what_all_at_once_gives(parts: dict[str, Any],
             cache.clear()
 
 
-def test_a_cache_is_of_the_weights_dtype() -> None:
+def test_cache_has_the_dtype_of_the_weights() -> None:
     model = build(positions="rotary").bfloat16()
     tokens = some_tokens(1, 4)
     with torch.no_grad():
@@ -316,7 +316,7 @@ def test_autocast_works(parts: dict[str, Any]) -> None:
     assert model.tokens.weight.grad.isfinite().all()
 
 
-def test_every_module_is_back_in_its_own_mode() -> None:
+def test_evaluating_restores_the_mode_of_each_module() -> None:
     model = build()
     model.blocks[0].eval()
     modes = [module.training for module in model.modules()]

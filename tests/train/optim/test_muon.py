@@ -42,7 +42,7 @@ def test_updates_are_those_of_torch(monkeypatch: pytest.MonkeyPatch, changed: di
         assert moved > 0.01
 
 
-def test_torch_goes_on_with_its_states_and_it_with_those_of_torch() -> None:
+def test_states_are_interchangeable_with_those_of_torch() -> None:
     first, second = matrices(), matrices()
     mine, theirs = Muon(first, lr=0.02), torch.optim.Muon(second, lr=0.02)
     trained(mine, first, 2)
@@ -54,7 +54,7 @@ def test_torch_goes_on_with_its_states_and_it_with_those_of_torch() -> None:
         one.load_state_dict(other.state_dict())
 
 
-def test_what_has_no_gradient_stays_as_it_is() -> None:
+def test_parameter_without_gradient_is_unchanged() -> None:
     parameters = matrices()
     optimizer = Muon(parameters, lr=0.02)
     optimizer.step()

@@ -1,4 +1,4 @@
-"""How a run starts and goes on: what is refused in time, which data it takes, and what it writes down."""
+"""Opening and resuming runs: early refusals, the data that is used, and the record."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def data(tmp_path: Path, text: Path) -> Path:
 
 
 def run(config: Config, folder: Path, dataset: Dataset, *, resume: bool = False, steps: int | None = None) -> Run:
-    """Train, or only so many steps of it."""
+    """Train, to the end or for some steps."""
     with open_run(config, RunFolder(folder), dataset, resume=resume) as opened:
         train(opened, Silence(), stop=lambda: opened.progress.step == steps)
         return opened
@@ -87,7 +87,7 @@ def about(folder: Path) -> dict[str, Any]:
         ({"model.d_model": 10**20}, tensorkeep.OutOfMemoryError, r"not enough memory for a model of .* parameters"),
     ],
 )
-def test_what_would_fail_later_is_refused_before_anything_is_written(
+def test_invalid_settings_are_refused_before_anything_is_written(
     tmp_path: Path, data: Path, settings: dict[str, object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -95,7 +95,7 @@ def test_what_would_fail_later_is_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_tensorboard_that_is_not_installed_is_missed_before_anything_is_written(
+def test_missing_tensorboard_is_refused_before_anything_is_written(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
@@ -104,7 +104,7 @@ def test_tensorboard_that_is_not_installed_is_missed_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_file_of_settings_for_saves_that_cannot_be_followed_is_refused_at_once(tmp_path: Path, data: Path) -> None:
+def test_invalid_settings_file_for_saves_is_refused_immediately(tmp_path: Path, data: Path) -> None:
     path = tmp_path / "tensorkeep.toml"
     path.write_text('[save]\ncompression = "nonsense"\n')
     with pytest.raises(tensorkeep.UsageError, match=r"tensorkeep\.toml: .*compression is 'nonsense'"):
@@ -112,13 +112,13 @@ def test_a_file_of_settings_for_saves_that_cannot_be_followed_is_refused_at_once
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_says_of_prepared_data_how_it_was_prepared(tmp_path: Path, text: Path) -> None:
+def test_record_describes_how_prepared_data_was_prepared(tmp_path: Path, text: Path) -> None:
     dataset = Dataset.open(prepare(text, tmp_path / "data", tokenizer="byte", validation=0.25).path)
     run(CONFIG, tmp_path / "run", dataset)
     config = RunFolder(tmp_path / "run").record().config
     assert (config.data.tokenizer, config.data.vocab_size, config.data.validation) == ("byte", None, 0.25)
     assert config.data.source == str(tmp_path / "data")
-    # The same call goes on with it.
+    # The same call resumes it.
     assert run(CONFIG, tmp_path / "run", dataset, resume=True).progress.step == 4
 
 
@@ -131,7 +131,7 @@ def test_a_run_says_of_prepared_data_how_it_was_prepared(tmp_path: Path, text: P
     ],
 )
 @pytest.mark.parametrize("resume", [False, True])
-def test_a_setting_without_effect_on_prepared_data_is_refused(
+def test_setting_that_contradicts_prepared_data_is_refused(
     tmp_path: Path, data: Path, name: str, value: object, message: str, resume: bool
 ) -> None:
     config = CONFIG.changed({"data.source": str(data)})
@@ -140,11 +140,11 @@ def test_a_setting_without_effect_on_prepared_data_is_refused(
         run(config, folder.path, Dataset.open(data))
     with pytest.raises(tensorkeep.UsageError, match=message):
         open_data(config.changed({name: value}), folder, resume=resume, given=[name])
-    # What a recipe says of preparing, and nobody asked for, is no contradiction.
+    # Settings of the recipe that the user did not give are not compared.
     assert open_data(config.changed({name: value}), folder, resume=resume).path == data
 
 
-def test_data_that_is_prepared_for_a_run_keeps_what_was_asked_for(tmp_path: Path, text: Path) -> None:
+def test_data_prepared_for_a_run_keeps_the_given_settings(tmp_path: Path, text: Path) -> None:
     config = CONFIG.changed({"data.source": str(text), "data.tokenizer": "bpe", "data.vocab_size": 5000})
     folder = RunFolder(tmp_path / "run")
     dataset = open_data(config, folder, given=["data.vocab_size"])
@@ -155,7 +155,7 @@ def test_data_that_is_prepared_for_a_run_keeps_what_was_asked_for(tmp_path: Path
     assert run(config, folder.path, again, resume=True).progress.step == 4
 
 
-def test_of_a_vocabulary_the_most_to_have_may_be_asked_for(tmp_path: Path, text: Path) -> None:
+def test_vocabulary_size_is_an_upper_bound(tmp_path: Path, text: Path) -> None:
     prepared = Dataset.open(prepare(text, tmp_path / "bpe", tokenizer="bpe", vocab_size=5000).path)
     config = CONFIG.changed({"data.source": str(prepared.path), "data.tokenizer": "bpe"})
     folder, given = RunFolder(tmp_path / "run"), ["data.vocab_size"]
@@ -173,7 +173,7 @@ def move(data: Path, folder: Path) -> Path:
     return folder
 
 
-def test_data_that_was_moved_is_taken_from_where_it_is_said_to_be(tmp_path: Path, data: Path) -> None:
+def test_moved_data_is_opened_at_the_given_place(tmp_path: Path, data: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     run(CONFIG, folder.path, Dataset.open(data), steps=2)
     config = folder.record().config
@@ -186,7 +186,7 @@ def test_data_that_was_moved_is_taken_from_where_it_is_said_to_be(tmp_path: Path
     assert about(folder.path)["resumed"][0]["settings"] == {"data.source": [str(data), str(moved)]}
 
 
-def test_data_in_the_folder_of_the_run_moves_with_it(tmp_path: Path, text: Path) -> None:
+def test_data_in_the_run_folder_moves_with_it(tmp_path: Path, text: Path) -> None:
     config = CONFIG.changed({"data.source": str(text)})
     run(config, tmp_path / "run", open_data(config, RunFolder(tmp_path / "run")), steps=2)
     text.unlink()
@@ -196,7 +196,7 @@ def test_data_in_the_folder_of_the_run_moves_with_it(tmp_path: Path, text: Path)
     assert about(moved.path)["resumed"][0]["settings"] == {}
 
 
-def test_data_of_a_run_that_was_made_in_python_is_found_from_any_folder(
+def test_data_of_a_run_opened_in_python_is_found_from_any_folder(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -206,7 +206,7 @@ def test_data_of_a_run_that_was_made_in_python_is_found_from_any_folder(
     assert open_data(folder.record().config, folder, resume=True).path == data
 
 
-def test_data_that_was_lost_is_prepared_again_and_must_be_the_same(tmp_path: Path, text: Path) -> None:
+def test_lost_data_is_prepared_again_and_must_be_identical(tmp_path: Path, text: Path) -> None:
     config = CONFIG.changed({"data.source": str(text)})
     folder = RunFolder(tmp_path / "run")
     run(config, folder.path, open_data(config, folder), steps=2)
@@ -220,7 +220,7 @@ def test_data_that_was_lost_is_prepared_again_and_must_be_the_same(tmp_path: Pat
         open_data(config, folder, resume=True)
 
 
-def test_damaged_data_is_passed_over_where_the_same_lies_elsewhere(tmp_path: Path, data: Path) -> None:
+def test_damaged_data_is_skipped_if_an_intact_copy_exists(tmp_path: Path, data: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     run(CONFIG, folder.path, Dataset.open(data), steps=2)
     shutil.copytree(data, folder.data)
@@ -231,7 +231,7 @@ def test_damaged_data_is_passed_over_where_the_same_lies_elsewhere(tmp_path: Pat
         open_data(folder.record().config, folder, resume=True)
 
 
-def test_text_is_not_taken_in_place_of_the_data_that_a_run_has(tmp_path: Path, text: Path) -> None:
+def test_other_text_is_refused_if_the_run_has_its_data(tmp_path: Path, text: Path) -> None:
     config = CONFIG.changed({"data.source": str(text)})
     folder = RunFolder(tmp_path / "run")
     run(config, folder.path, open_data(config, folder), steps=2)
@@ -241,7 +241,7 @@ def test_text_is_not_taken_in_place_of_the_data_that_a_run_has(tmp_path: Path, t
         open_data(other, folder, resume=True, given=["data.source"])
 
 
-def test_other_data_is_named_before_other_settings(tmp_path: Path, data: Path, text: Path) -> None:
+def test_different_data_is_reported_before_different_settings(tmp_path: Path, data: Path, text: Path) -> None:
     run(CONFIG, tmp_path / "run", Dataset.open(data), steps=2)
     other = Dataset.open(prepare(text, tmp_path / "other", tokenizer="byte").path)
     with pytest.raises(tensorkeep.UsageError, match="has changed since the run began"):
@@ -255,7 +255,7 @@ def test_other_data_is_named_before_other_settings(tmp_path: Path, data: Path, t
         )
 
 
-def test_sources_are_absolute_where_they_are_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_paths_become_absolute_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("text.txt", "stdlib", "-"):
         Path(name).touch()
@@ -263,7 +263,7 @@ def test_sources_are_absolute_where_they_are_paths(tmp_path: Path, monkeypatch: 
     assert found == [str(tmp_path / "text.txt"), "nothing", "stdlib", "-"]
 
 
-def test_a_run_writes_down_when_it_goes_on_and_what_is_different(
+def test_resuming_records_changed_settings_and_surroundings(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = Dataset.open(data)
@@ -289,7 +289,7 @@ def test_a_run_writes_down_when_it_goes_on_and_what_is_different(
     assert about(tmp_path / "run")["surroundings"]["device"].startswith(("cpu (", "cuda ("))
 
 
-def test_what_goes_on_with_other_ways_of_saving_and_logging_ends_the_same(tmp_path: Path, data: Path) -> None:
+def test_resuming_with_other_save_and_log_settings_ends_the_same(tmp_path: Path, data: Path) -> None:
     dataset = Dataset.open(data)
     run(CONFIG, tmp_path / "whole", dataset)
     run(CONFIG, tmp_path / "parts", dataset, steps=1)
@@ -302,7 +302,7 @@ def test_what_goes_on_with_other_ways_of_saving_and_logging_ends_the_same(tmp_pa
         assert difference(whole[name], parts[name]) is None, name
 
 
-def test_random_states_of_gpus_that_are_not_here_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_states_of_missing_gpus_are_not_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     state = RandomState().state_dict() | {"cuda": [torch.zeros(16, dtype=torch.uint8)] * 3}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(tensorkeep.UnsupportedError):
@@ -313,14 +313,14 @@ def test_random_states_of_gpus_that_are_not_here_are_left_out(monkeypatch: pytes
     assert torch.equal(torch.rand(3), drawn)
 
 
-def test_a_device_is_named_as_it_was_asked_for() -> None:
+def test_chosen_device_and_unusable_devices() -> None:
     assert chosen_device("cpu") == torch.device("cpu")
     assert chosen_device("auto").type in ("cpu", "cuda")
     with pytest.raises(tensorkeep.UsageError, match=r'^the device \'cuda:99\' cannot be used: .*\ngive "auto"'):
         chosen_device("cuda:99")
 
 
-def test_a_repository_with_names_that_are_no_text_is_described(
+def test_git_state_with_undecodable_file_names_is_recorded(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repository = tmp_path / "repository"
@@ -335,7 +335,7 @@ def test_a_repository_with_names_that_are_no_text_is_described(
     assert about(tmp_path / "run")["git"]["changed"] is True
 
 
-def test_a_terminal_that_closes_asks_for_the_end_however_often_it_says_so() -> None:
+def test_repeated_sighup_requests_a_stop() -> None:
     before = signal.getsignal(signal.SIGHUP)
     with stop_on_signals() as stop:
         assert not stop()
@@ -345,7 +345,7 @@ def test_a_terminal_that_closes_asks_for_the_end_however_often_it_says_so() -> N
     assert signal.getsignal(signal.SIGHUP) == before
 
 
-def test_a_process_that_outlives_its_terminal_does_not_hear_it_close() -> None:
+def test_ignored_sighup_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with stop_on_signals() as stop:
@@ -356,7 +356,7 @@ def test_a_process_that_outlives_its_terminal_does_not_hear_it_close() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_and_sigterm_ask_for_the_end(number: signal.Signals) -> None:
+def test_ctrl_c_and_sigterm_request_a_stop(number: signal.Signals) -> None:
     with stop_on_signals() as stop:
         signal.raise_signal(number)
         assert stop()
