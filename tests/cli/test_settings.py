@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tensorkeep.cli.main import main
+from tensorkeep.train.config.arguments import given_settings
 
 Run = Callable[..., tuple[int, Any]]
 
@@ -82,3 +83,16 @@ def test_a_mistyped_table_is_an_error(
 
 def test_a_missing_file_is_an_error(first: Path, tmp_path: Path) -> None:
     assert main(["info", str(first), "-C", str(tmp_path / "absent.toml")]) == 2
+
+
+def test_convert_follows_the_table_save_of_the_file(first: Path, tmp_path: Path, run_json: Run) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text('[save]\ncompression = "lossless"\n')
+    code, report = run_json("convert", first, tmp_path / "new", "--to", "native", "-C", path)
+    assert (code, report["compression"], report["settings_from"]) == (0, "lossless", str(path))
+
+
+def test_training_follows_the_table_save_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text("[save]\nthreads = 2\n\n[train.loop]\nsteps = 3\n")
+    assert given_settings(file=path, environment={}) == {"loop.steps": 3, "checkpoint.settings": str(path)}

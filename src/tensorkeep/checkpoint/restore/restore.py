@@ -16,7 +16,7 @@ from tensorkeep.checkpoint.restore.containers import is_below, value_at
 from tensorkeep.checkpoint.restore.match import StateMatch
 from tensorkeep.checkpoint.restore.object_checks import REFUSALS, is_module
 from tensorkeep.checkpoint.restore.stateful import StatefulObject, load_objects, unwrap_states, wrap_objects
-from tensorkeep.errors import StateMismatchError
+from tensorkeep.errors import StateMismatchError, TensorkeepError
 from tensorkeep.formats.base import OpenSettings, Reader
 from tensorkeep.io.buffers import DEFAULT_BUDGET, BufferPool
 from tensorkeep.io.parallel import Progress
@@ -152,6 +152,8 @@ class _Restoring:
                 value.load_state_dict(state, strict=False)
             else:
                 value.load_state_dict(state)
+        except TensorkeepError:
+            raise
         except REFUSALS as error:
             raise StateMismatchError(
                 f"the {type(value).__name__} at {names.display(path)!r} does not accept its saved state: {error}; "
