@@ -11,7 +11,8 @@ from tensorkeep.checkpoint.arguments import checked_path
 from tensorkeep.checkpoint.load.load import load
 from tensorkeep.checkpoint.save.save import save
 from tensorkeep.errors import PathLike
-from tensorkeep.formats.safetensors.reader import SUFFIX, begins_like_safetensors
+from tensorkeep.formats.blockfile.plan import SUFFIX
+from tensorkeep.formats.safetensors.reader import begins_like_safetensors
 from tensorkeep.io.commit import Commit
 from tensorkeep.io.files import store_error
 

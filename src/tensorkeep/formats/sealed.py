@@ -1,13 +1,13 @@
-"""JSON files of ours that carry a checksum of themselves: the manifest, and what lies beside the formats of others.
+"""JSON files that carry a checksum of themselves: the manifest, sidecars, and the files of data sets and runs.
 
-Such a file is ``{"xxh3_64":"<16 hex digits>","body":{...}}``; the checksum is over every byte that follows the digits,
-from their closing quote to the end.
+Such a file is ``{"xxh3_64":"<16 hex digits>","body":{...}}``. The checksum covers every byte after the digits, from
+their closing quote to the end.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import xxhash
@@ -15,33 +15,41 @@ import xxhash
 from tensorkeep.errors import CorruptCheckpointError
 from tensorkeep.io.directory import Directory
 
+MANIFEST_NAME = "manifest.json"
+"""The manifest of a native checkpoint: a directory with one is never taken for plain safetensors files."""
+
 OPENING = b'{"xxh3_64":"'
-"""How each of them begins."""
+"""The first bytes of every such file."""
 
 MAX_BYTES = 1024**3
 
-DIGITS = 16
-WIDE_DIGITS = 32
+_DIGITS = 16
 
 
-def digest(data: Any) -> str:
-    """Return the xxh3-64 of some bytes, as 16 hexadecimal digits."""
-    return xxhash.xxh3_64_hexdigest(data)
+class Hasher(Protocol):
+    """An incremental checksum."""
+
+    def update(self, data: Any, /) -> None:
+        """Add bytes."""
+
+    def hexdigest(self) -> str:
+        """Return the checksum of all bytes added, in hexadecimal digits."""
 
 
-def wide_digest(data: Any) -> str:
-    """Return the xxh3-128 of some bytes, as 32 hexadecimal digits: wide enough to tell blocks apart by it alone."""
-    return xxhash.xxh3_128_hexdigest(data)
+def new_hasher(*, wide: bool = False) -> Hasher:
+    """Return a new hasher: xxh3-64, or xxh3-128, which is wide enough to identify blocks by it alone."""
+    hasher: Hasher = xxhash.xxh3_128() if wide else xxhash.xxh3_64()
+    return hasher
 
 
-def new_hasher(*, wide: bool) -> Any:
-    """Return a new hasher, of 128 bits or of 64."""
-    return xxhash.xxh3_128() if wide else xxhash.xxh3_64()
+def digest(data: Any, *, wide: bool = False) -> str:
+    """Return the checksum of some bytes: 16 hexadecimal digits, or 32 if wide."""
+    return xxhash.xxh3_128_hexdigest(data) if wide else xxhash.xxh3_64_hexdigest(data)
 
 
-def hasher_for(expected: str) -> Any:
-    """Return a new hasher of the kind that an expected digest is of, by its length."""
-    return new_hasher(wide=len(expected) == WIDE_DIGITS)
+def is_wide(expected: str) -> bool:
+    """Return whether a checksum has 128 bits."""
+    return len(expected) > _DIGITS
 
 
 def seal(body: object) -> bytes:
@@ -51,26 +59,34 @@ def seal(body: object) -> bytes:
 
 
 def read(directory: Directory, name: str) -> dict[str, Any]:
-    """Return the body of a file whose checksum is right; what it says is still to be checked.
+    """Return the body of a file whose checksum is right; its fields are still to be checked.
 
     Raises
     ------
     NotACheckpointError
         If there is no such file.
     CorruptCheckpointError
-        If it is damaged, or none of ours.
+        If it is damaged, or not such a file.
     """
     return body_of(read_content(directory, name), directory.path / name)
 
 
 def read_content(directory: Directory, name: str) -> bytes:
-    """Return all bytes of a file whose checksum is right; the errors are those of `read`."""
+    """Return all bytes of a file whose checksum is right.
+
+    Raises
+    ------
+    NotACheckpointError
+        If there is no such file.
+    CorruptCheckpointError
+        If it is damaged, or not such a file.
+    """
     path = directory.path / name
     with directory.open(name, follow_links=False) as file:
         if file.size > MAX_BYTES:
-            raise CorruptCheckpointError(f"holds {file.size:,} bytes, which no such file of ours does", path=path)
+            raise CorruptCheckpointError(f"is too large: {file.size:,} bytes", path=path)
         content = file.read(0, file.size)
-    digits, rest = content[len(OPENING) : len(OPENING) + DIGITS], content[len(OPENING) + DIGITS :]
+    digits, rest = content[len(OPENING) : len(OPENING) + _DIGITS], content[len(OPENING) + _DIGITS :]
     if not content.startswith(OPENING) or digest(rest).encode() != digits:
         raise CorruptCheckpointError(
             "its checksum is wrong: the file is damaged", path=path, remedy="take another checkpoint or copy"
@@ -79,7 +95,13 @@ def read_content(directory: Directory, name: str) -> bytes:
 
 
 def body_of(content: bytes, path: Path) -> dict[str, Any]:
-    """Return the body that is in the bytes of a file; CorruptCheckpointError, with its path, if there is none."""
+    """Return the body in the bytes of a file.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        With the file's path, if there is none.
+    """
     try:
         body = msgspec.json.decode(content, type=dict[str, Any]).get("body")
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:

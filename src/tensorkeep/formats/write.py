@@ -8,9 +8,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from tensorkeep.errors import UsageError
 from tensorkeep.io import parallel
@@ -32,6 +33,10 @@ def thread_bytes(block_bytes: int, *, buffers: int) -> int:
     return buffers * buffer_bytes(block_bytes + 2 * ALIGNMENT)
 
 
+# The years 1 to 9999, in seconds since 1970: the range of Python's calendar.
+_FIRST_YEAR, _YEAR_10000 = -62_135_596_800.0, 253_402_300_799.0
+
+
 class StepRecord(msgspec.Struct, frozen=True):
     """A step of a training run.
 
@@ -44,8 +49,8 @@ class StepRecord(msgspec.Struct, frozen=True):
         JSON has no NaN and no infinities: they are the strings ``"nan"``, ``"inf"`` and ``"-inf"``.
     """
 
-    number: int
-    saved_at: float
+    number: Annotated[int, Meta(ge=0)]
+    saved_at: Annotated[float, Meta(ge=_FIRST_YEAR, lt=_YEAR_10000)]
     metrics: dict[str, float | Literal["nan", "inf", "-inf"]]
 
 

@@ -206,7 +206,7 @@ def test_a_trial_measures_this_state_and_leaves_nothing(tmp_path: Path, direct: 
 
 def test_a_trial_ends_when_the_time_is_up() -> None:
     state = {f"t{i}": torch.zeros(10) for i in range(50)}
-    (task,) = [task for plan in plan_files(flatten(state)) for task in tasks_of(plan, BLOCK_BYTES)]
+    (task,) = [task for plan in plan_files(flatten(state)) for task in tasks_of(plan)]
     clock = Clock()
 
     def work(block: Any) -> int:

@@ -167,7 +167,7 @@ def test_a_base_that_is_not_there_is_said(tmp_path: Path) -> None:
     state = tensors(1)
     (tmp_path / "empty").mkdir()
     for place in ("step-000001", "empty"):
-        with pytest.raises(tensorkeep.NotACheckpointError, match="is no base to save on") as caught:
+        with pytest.raises(tensorkeep.NotACheckpointError, match="cannot be the base of a save") as caught:
             tensorkeep.save(state, tmp_path / "b", base=tmp_path / place)
         assert caught.value.path == str(tmp_path / place)
     assert names_in(tmp_path) == ["empty"]

@@ -22,7 +22,7 @@ from tensorkeep.errors import (
     TensorkeepError,
     UsageError,
 )
-from tensorkeep.formats.native.reader import foreign_names, is_native, look
+from tensorkeep.formats.native.directory import foreign_names, is_native, summarise
 from tensorkeep.formats.probe import names_in
 from tensorkeep.io.commit import remove_checkpoint
 from tensorkeep.io.files import store_error
@@ -117,7 +117,7 @@ def read_step(root: PathLike, number: int) -> Step:
         If it is not a complete step.
     """
     path = step_path(root, number)
-    record, nbytes, own = look(path)
+    record, nbytes, own = summarise(path)
     saved_at = record.saved_at if record else _modified_at(path)
     metrics = MappingProxyType({name: float(value) for name, value in record.metrics.items()} if record else {})
     return Step(number, os.fspath(path), saved_at, metrics, nbytes, own)

@@ -18,7 +18,7 @@ from tensorkeep.checkpoint.save.trial import Rates, measure, nearest_folder
 from tensorkeep.errors import StoreError
 from tensorkeep.formats.base import StoredLeaf, WriteSettings
 from tensorkeep.formats.blockfile.plan import BlockFileOptions
-from tensorkeep.formats.native.history import NativeOptions
+from tensorkeep.formats.native.writer import NativeOptions
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 from tensorkeep.units import format_bytes

@@ -8,7 +8,7 @@ from typing import Self
 from tensorkeep.checkpoint.arguments import MemorySize
 from tensorkeep.errors import UsageError
 from tensorkeep.formats.base import BLOCK_BYTES, thread_bytes
-from tensorkeep.formats.native.writer import buffers_each
+from tensorkeep.formats.blockfile.data_file import buffers_per_thread
 from tensorkeep.io.buffers import DEFAULT_BUDGET, MINIMUM_BUDGET, BufferPool, PageLock
 from tensorkeep.machine import available_bytes
 from tensorkeep.state.cuda import CudaPageLock
@@ -35,7 +35,7 @@ class SaveMemory:
 
     def working(self, threads: int, *, delta: bool) -> BufferPool:
         """Return the pool for that many writing threads, which may have to compute differences."""
-        each = thread_bytes(BLOCK_BYTES, buffers=buffers_each(staged=True, delta=delta))
+        each = thread_bytes(BLOCK_BYTES, buffers=buffers_per_thread(staged=True, delta=delta))
         limit = threads * each if self._budget is None else self._budget // 4
         self._working = _with_budget(self._working, max(MINIMUM_BUDGET, each, min(threads * each, limit)))
         return self._working
@@ -116,7 +116,7 @@ def checked_budget(
     parsed = pool_budget(budget)
     if parsed is None:
         return None
-    work = max(MINIMUM_BUDGET, thread_bytes(BLOCK_BYTES, buffers=buffers_each(staged=background, delta=delta)))
+    work = max(MINIMUM_BUDGET, thread_bytes(BLOCK_BYTES, buffers=buffers_per_thread(staged=background, delta=delta)))
     least = copies * (work + MINIMUM_BUDGET if background else work)
     if parsed < least:
         what = ["saving in the background"] if background else ["saving"]

@@ -19,7 +19,7 @@ import numpy as np
 from tensorkeep.codecs import probe
 from tensorkeep.formats.base import BLOCK_BYTES, WriteSettings, thread_bytes
 from tensorkeep.formats.blockfile.plan import Block, BlockFileOptions, plan_files, tasks_of
-from tensorkeep.formats.blockfile.stream import copy_and_hash, raw_bytes
+from tensorkeep.formats.blockfile.gather import copy_and_hash, raw_bytes
 from tensorkeep.formats.sealed import digest, new_hasher
 from tensorkeep.io import parallel
 from tensorkeep.io.buffers import BufferPool, round_up
@@ -109,7 +109,7 @@ def nearest_folder(destination: Path) -> Path:
 
 def _sample(flat: Flat[Source]) -> list[list[Block]]:
     """Return a few evenly spread tasks of the save."""
-    tasks = [task for plan in plan_files(flat) for task in tasks_of(plan, BLOCK_BYTES)]
+    tasks = [task for plan in plan_files(flat) for task in tasks_of(plan)]
     total = sum(leaf.nbytes for leaf in flat.leaves.values())
     count = min(len(tasks), max(_FEWEST, min(_MOST, total // _RAW_BYTES_PER_BLOCK)))
     return [tasks[place] for place in np.linspace(0, len(tasks) - 1, count).astype(int)]

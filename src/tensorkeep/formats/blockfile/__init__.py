@@ -1,1 +1,1 @@
-"""Safetensors files as runs of blocks: the engine that the native format and the safetensors format share."""
+"""Safetensors files written and read in blocks: the engine of the native format and the safetensors format."""

@@ -1,7 +1,7 @@
-"""The header of a safetensors file: building one, and reading one that nobody vouches for.
+"""The header of a safetensors file: building one, and reading an untrusted one.
 
-A file is ``u64 N | N bytes of JSON | data``; the JSON maps each name to its dtype, shape and byte range in the data,
-which the ranges cover without hole or overlap. Source: the format section of the safetensors README.
+A file is ``u64 N | N bytes of JSON | data``. The JSON maps each name to its dtype, shape and byte range in the data;
+the ranges cover the data without holes or overlaps. Source: the format section of the safetensors README.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from tensorkeep.io.source_file import SourceFile
 from tensorkeep.state.dtypes import BY_SAFETENSORS
 
 MAX_HEADER_BYTES = 100_000_000
-"""What the reference implementation accepts."""
+"""The limit of the reference implementation."""
 
 MAX_DIMENSIONS = 64
 
 _LENGTH_BYTES = 8
 SUB_BYTE = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-"""Dtypes of less than a byte: bits per element. Their tensors are read as bytes."""
+"""Bits per element of dtypes smaller than a byte. Their tensors are read as bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """One tensor as the header has it: dtype tag, shape, and byte range relative to the start of the data."""
+    """One tensor in the header: dtype tag, shape, and byte range relative to the start of the data."""
 
     name: str
     tag: str
@@ -48,9 +48,9 @@ class Header:
     Attributes
     ----------
     nbytes : int
-        Length of the whole header, its eight length bytes included: the data starts there.
+        Length of the header, its eight length bytes included: the data starts there.
     records : dict of str to TensorRecord
-        By name, in the order of the header, which need not be that of the data.
+        By name, in the order of the header, which may differ from that of the data.
     metadata : dict of str to str
         The file's ``__metadata__``.
     """
@@ -60,8 +60,8 @@ class Header:
     metadata: dict[str, str]
 
 
-def build(records: Iterable[TensorRecord], metadata: dict[str, str], *, room: int | None = None) -> bytes:
-    """Return the header's bytes, padded with spaces to ``room`` or else to the next multiple of 4096.
+def build(records: Iterable[TensorRecord], metadata: dict[str, str], *, size: int | None = None) -> bytes:
+    """Return the header's bytes, padded with spaces to ``size`` or else to the next multiple of 4096.
 
     Raises
     ------
@@ -76,7 +76,7 @@ def build(records: Iterable[TensorRecord], metadata: dict[str, str], *, room: in
             "data_offsets": (record.start, record.stop),
         }
     text = msgspec.json.encode(content)
-    total = round_up(_LENGTH_BYTES + len(text), ALIGNMENT) if room is None else room
+    total = round_up(_LENGTH_BYTES + len(text), ALIGNMENT) if size is None else size
     padded = total - _LENGTH_BYTES
     if padded > MAX_HEADER_BYTES:
         raise UnsupportedError(
@@ -84,7 +84,7 @@ def build(records: Iterable[TensorRecord], metadata: dict[str, str], *, room: in
             remedy="give a smaller shard_bytes, so that each file holds fewer tensors",
         )
     if len(text) > padded:
-        raise AssertionError(f"the header needs {len(text)} bytes, {padded} were kept for it")
+        raise AssertionError(f"the header needs {len(text)} bytes, {padded} were reserved for it")
     return padded.to_bytes(_LENGTH_BYTES, "little") + text.ljust(padded)
 
 
@@ -101,7 +101,7 @@ def read(file: SourceFile) -> Header:
     length = int.from_bytes(file.read(0, _LENGTH_BYTES), "little")
     if length > min(MAX_HEADER_BYTES, file.size - _LENGTH_BYTES):
         raise CorruptCheckpointError(
-            f"claims a header of {length:,} bytes, which the file has no room for", path=file.path
+            f"claims a header of {length:,} bytes, more than the file or the format allows", path=file.path
         )
     content = _parse_json(file.read(_LENGTH_BYTES, length), file.path)
     metadata = _checked_metadata(content.pop("__metadata__", {}), file.path)
@@ -121,17 +121,23 @@ def _parse_json(text: bytes, path: Path) -> dict[str, Any]:
 
 
 def decode_object(text: bytes) -> dict[str, Any]:
-    """Return a JSON object; ValueError or RecursionError if it is none, or a name stands twice in it."""
+    """Return a JSON object.
+
+    Raises
+    ------
+    ValueError, RecursionError
+        If it is not a JSON object, or a name occurs twice in it.
+    """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            raise ValueError("a name stands twice")
+            raise ValueError("a name occurs twice")
         for name in found:
-            name.encode()  # a lone surrogate is no text, and could not be printed
+            name.encode()  # a lone surrogate is not valid Unicode, and could not be printed
         return found
 
-    # msgspec keeps the last of two equal names without a word; a reader must not choose.
+    # msgspec silently keeps the last of two equal names; which one is right is unknown.
     content = json.loads(text, object_pairs_hook=unique)
     if not isinstance(content, dict):
         raise ValueError("not an object")
@@ -156,13 +162,13 @@ def _record(name: str, value: object, path: Path) -> TensorRecord:
     except msgspec.ValidationError as error:
         raise CorruptCheckpointError(f"bad header entry ({error})", path=path, name=name) from error
     start, stop = raw.data_offsets
-    # No array library has more dimensions, and the product of millions of lengths takes hours.
+    # Array libraries have fewer dimensions, and the product of millions of lengths takes hours.
     if len(raw.shape) > MAX_DIMENSIONS:
         raise CorruptCheckpointError(f"has {len(raw.shape)} dimensions", path=path, name=name)
     if any(length < 0 for length in raw.shape):
         raise CorruptCheckpointError(f"negative length in shape {raw.shape}", path=path, name=name)
     if raw.dtype not in BY_SAFETENSORS and raw.dtype not in SUB_BYTE:
-        raise UnsupportedError(f"has dtype {raw.dtype}, which is not known here", path=path, name=name)
+        raise UnsupportedError(f"has dtype {raw.dtype}, which this release does not know", path=path, name=name)
     bits = SUB_BYTE.get(raw.dtype) or 8 * BY_SAFETENSORS[raw.dtype].itemsize
     needed, rest = divmod(prod(raw.shape) * bits, 8)
     if rest or not 0 <= start <= stop or stop - start != needed:
@@ -178,7 +184,7 @@ def _check_tiling(records: list[TensorRecord], data_bytes: int, path: Path) -> N
     end = 0
     for record in records:
         if record.start != end:
-            problem = "overlaps the tensor before it" if record.start < end else "leaves a hole before it"
+            problem = "overlaps the tensor before it" if record.start < end else "leaves a gap before it"
             raise CorruptCheckpointError(f"its byte range {problem}", path=path, name=record.name)
         end = record.stop
     if end != data_bytes:

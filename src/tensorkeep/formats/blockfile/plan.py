@@ -1,7 +1,7 @@
-"""Which leaf lies where: parts into files, leaves into a file's byte stream, blocks into tasks.
+"""Which tensor goes where: parts into files, tensors into a file's byte stream, blocks into tasks.
 
-A file is one stream of bytes. A task is a run of whole blocks, together at most one block's size, and owns a run of
-whole pages of the file, so that tasks can be written in any order, directly and without touching each other's pages.
+A data file is one stream of bytes. A task is a run of whole blocks, together at most the size of one block. It owns a
+run of whole pages of the file, so that tasks can be written in any order, with O_DIRECT, without sharing pages.
 """
 
 from __future__ import annotations
@@ -9,15 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from tensorkeep.errors import UsageError
 from tensorkeep.formats.structure import Structure
-from tensorkeep.formats.write import FormatOptions
+from tensorkeep.formats.write import BLOCK_BYTES, FormatOptions
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.names import part_file_stems
 from tensorkeep.state.tree import Flat
 from tensorkeep.units import parse_bytes
 
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
 DEFAULT_SHARD_BYTES = 4 * 1024**3
+MAX_BLOCK_BYTES = 64 * 1024**2
 
 
 class BlockFileOptions(FormatOptions, frozen=True):
@@ -26,7 +31,7 @@ class BlockFileOptions(FormatOptions, frozen=True):
     Attributes
     ----------
     shard_bytes : int or str or None
-        The size above which the tensors of a part are divided among several files, also as ``"4GiB"``, the default.
+        The size above which the tensors of a part are split over several files, also as ``"4GiB"``, the default.
     direct_io : bool
         Whether to write around the page cache (O_DIRECT) where the file system supports it.
     """
@@ -36,8 +41,8 @@ class BlockFileOptions(FormatOptions, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """A leaf in a file: its name there, and the offset of its raw bytes in the data."""
+class PlacedLeaf:
+    """A leaf in a file: its key there, and the offset of its raw bytes in the data."""
 
     source: Source
     part: str
@@ -56,19 +61,19 @@ class FilePlan:
     Attributes
     ----------
     name, part : str
-    leaves : tuple of Placed
+    leaves : tuple of PlacedLeaf
         In the order of the data, with raw offsets that begin at 0.
     header_order : tuple of str
-        The keys in the order in which the header names them; empty for that of the data.
+        The keys in the order in which the header lists them; empty for the order of the data.
     metadata : dict of str to str
-        What the header's ``__metadata__`` says besides the format and our own entry.
+        The header's ``__metadata__``, without the entries that Tensorkeep adds.
     structure : Structure or None
-        What the file says of the whole state, where there is no manifest to say it.
+        The structure of the whole state, if there is no manifest that holds it.
     """
 
     name: str
     part: str
-    leaves: tuple[Placed, ...]
+    leaves: tuple[PlacedLeaf, ...]
     header_order: tuple[str, ...] = ()
     metadata: Mapping[str, str] = field(default_factory=dict)
     structure: Structure | None = None
@@ -82,7 +87,7 @@ class FilePlan:
 class Block:
     """A block of a placed leaf: bytes ``start:stop`` of the leaf."""
 
-    leaf: Placed
+    leaf: PlacedLeaf
     index: int
     start: int
     stop: int
@@ -91,11 +96,42 @@ class Block:
     def nbytes(self) -> int:
         return self.stop - self.start
 
+    @property
+    def key(self) -> BlockKey:
+        return self.leaf.key, self.index
+
+
+BlockKey = tuple[str, int]
+"""Key of a leaf in its file, and index of the block in the leaf."""
+
+
+class BlockRecord(msgspec.Struct, array_like=True, frozen=True):
+    """A written block: codec, stored bytes, and its checksums.
+
+    ``raw`` is the checksum of the raw bytes; ``stored`` that of the stored bytes, where a codec is used.
+    """
+
+    codec: str
+    length: int
+    raw: str = ""
+    stored: str = ""
+
+
+def blocks_of(leaf: PlacedLeaf) -> Iterator[Block]:
+    """Yield the blocks of a leaf; an empty leaf has none."""
+    for index, start in enumerate(range(0, leaf.source.nbytes, BLOCK_BYTES)):
+        yield Block(leaf, index, start, min(start + BLOCK_BYTES, leaf.source.nbytes))
+
 
 def plan_files(flat: Flat[Source], shard_bytes: int | str | None = None) -> list[FilePlan]:
     """Return the data files of a state: one set for each part, none above ``shard_bytes`` unless one leaf is.
 
     Names follow Hugging Face: ``model.safetensors`` alone, ``model-00001-of-00003.safetensors`` in a set.
+
+    Raises
+    ------
+    UsageError
+        If ``shard_bytes`` is not a positive size.
     """
     limit = DEFAULT_SHARD_BYTES if shard_bytes is None else parse_bytes(shard_bytes)
     if limit <= 0:
@@ -121,24 +157,23 @@ def _shards(part: str, stem: str, leaves: list[tuple[Source, str]], shard_bytes:
         size += leaf[0].nbytes
     for number, shard in enumerate(shards, start=1):
         suffix = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-        yield FilePlan(f"{stem}{suffix}.safetensors", part, tuple(_place(part, shard)))
+        yield FilePlan(f"{stem}{suffix}{SUFFIX}", part, tuple(_place(part, shard)))
 
 
-def _place(part: str, leaves: Sequence[tuple[Source, str]]) -> Iterator[Placed]:
+def _place(part: str, leaves: Sequence[tuple[Source, str]]) -> Iterator[PlacedLeaf]:
     start = 0
     for source, key in leaves:
-        yield Placed(source, part, key, start)
+        yield PlacedLeaf(source, part, key, start)
         start += source.nbytes
 
 
-def tasks_of(plan: FilePlan, block_bytes: int) -> list[list[Block]]:
-    """Return the blocks of a file in order, in groups of at most ``block_bytes`` raw bytes."""
+def tasks_of(plan: FilePlan) -> list[list[Block]]:
+    """Return the blocks of a file in order, in groups of at most one block's size."""
     groups: list[list[Block]] = []
-    size = block_bytes
+    size = BLOCK_BYTES
     for leaf in plan.leaves:
-        for index, start in enumerate(range(0, leaf.source.nbytes, block_bytes)):
-            block = Block(leaf, index, start, min(start + block_bytes, leaf.source.nbytes))
-            if size + block.nbytes > block_bytes:
+        for block in blocks_of(leaf):
+            if size + block.nbytes > BLOCK_BYTES:
                 groups.append([])
                 size = 0
             groups[-1].append(block)

@@ -1,4 +1,4 @@
-"""Reading tensors that lie in files as a run of blocks, raw or coded, with or without checksums."""
+"""Reading tensors stored as blocks, raw or coded, with or without checksums."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 
 from tensorkeep.codecs.base import CODECS, Codec, CodecError
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
-from tensorkeep.formats.sealed import hasher_for
+from tensorkeep.formats.base import Reader, StoredLeaf
+from tensorkeep.formats.sealed import Hasher, digest, is_wide, new_hasher
 from tensorkeep.io.buffers import ALIGNMENT, BufferPool, round_up
 from tensorkeep.io.files import Bytes
 from tensorkeep.io.source_file import SourceFile
@@ -22,16 +22,25 @@ _HASH_BYTES = 1024**2
 """Bytes that are hashed right after they were read, while they are still in the core's cache."""
 
 _SMALL_BYTES = 1024**2
-"""Below this a read goes through the page cache, whose read-ahead brings the neighbours, too."""
+"""Smaller reads go through the page cache, whose read-ahead loads the neighbours as well."""
 
 _NO_BYTES = np.empty(0, np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """One block: file, codec, place in the file, and the checksums that it must have ("" where none is known).
+    """One block in a file.
 
-    With ``bases`` its bytes are the XOR of what it decodes to and of what all of those decode to.
+    Attributes
+    ----------
+    file : SourceFile
+    codec : str
+    offset, length : int
+        Its stored bytes in the file.
+    raw, stored : str
+        The expected checksums of raw and stored bytes; empty if unknown.
+    bases : tuple of StoredBlock
+        If not empty, the block is a difference: its raw bytes are the XOR of what it and all of these decode to.
     """
 
     file: SourceFile
@@ -45,7 +54,7 @@ class StoredBlock:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor, whose first block lies in ``file``. Every block covers ``block_bytes`` raw bytes but the last."""
+    """A tensor whose first block is in ``file``. Every block covers ``block_bytes`` raw bytes, except the last."""
 
     name: str
     dtype: DType
@@ -57,7 +66,7 @@ class StoredTensor:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes in files, without those of bases."""
+        """Bytes in files, without those of the bases."""
         return sum(block.length for block in self.blocks)
 
     @property
@@ -66,9 +75,21 @@ class StoredTensor:
         codecs = dict.fromkeys(name for b in self.blocks for name in (["delta"] if b.bases else []) + [b.codec])
         return "+".join(codecs) or "raw"
 
+    def leaf(self, reader: Reader) -> StoredLeaf:
+        """Return the tensor as a leaf of a reader's state."""
+        return StoredLeaf(
+            reader,
+            self.name,
+            self.dtype,
+            self.shape,
+            stored_bytes=self.stored_bytes,
+            codec=self.codec,
+            file=self.file.path.name,
+        )
+
 
 def lay_out(file: SourceFile, offset: int, blocks: list[tuple[str, int]]) -> tuple[StoredBlock, ...]:
-    """Return the blocks (codec, length) that follow one another from an offset, with no checksums."""
+    """Return blocks, given as (codec, length), that follow one another from an offset; without checksums."""
     starts = accumulate((length for _, length in blocks), initial=offset)
     return tuple(
         StoredBlock(file, codec, start, length) for start, (codec, length) in zip(starts, blocks, strict=False)
@@ -76,9 +97,9 @@ def lay_out(file: SourceFile, offset: int, blocks: list[tuple[str, int]]) -> tup
 
 
 class BlockReader:
-    """Reads ranges of stored tensors, from any thread, and checks what it reads.
+    """Reads ranges of stored tensors, from any thread, and verifies their checksums.
 
-    A range that covers whole blocks is read or decoded straight into its destination.
+    A range that covers whole blocks is read or decoded directly into its destination.
     """
 
     def __init__(self, pool: BufferPool, *, verify: bool) -> None:
@@ -105,7 +126,7 @@ class BlockReader:
             if not (whole or coded or (self._verify and block.raw)):
                 block.file.read_into(block.offset + skip, target)
             else:
-                # One acquire for all that the block needs: see `tensorkeep.io.buffers`.
+                # One acquire for all buffers of the block, to avoid deadlocks: see `tensorkeep.io.buffers`.
                 aside = 0 if whole else round_up(size)
                 with self._scratch(aside + (scratch_bytes(block, size) if coded else 0)) as scratch:
                     self._read_block(tensor, index, target if whole else scratch[:size], scratch[aside:])
@@ -132,10 +153,10 @@ class BlockReader:
 
     def _read_raw(self, file: SourceFile, block: StoredBlock, out: Bytes) -> str:
         if block.length != len(out):
-            raise CorruptCheckpointError(f"{block.length:,} raw bytes stand for {len(out):,}")
-        hasher = hasher_for(block.raw) if self._verify and block.raw else None
+            raise CorruptCheckpointError(f"{len(out):,} raw bytes are stored in {block.length:,}")
+        hasher = new_hasher(wide=is_wide(block.raw)) if self._verify and block.raw else None
         if len(out) >= _SMALL_BYTES and file.bypasses_cache(block.offset, len(out)):
-            with self._pool.acquire(_room(len(out))) as scratch:
+            with self._pool.acquire(_with_pages(len(out))) as scratch:
                 data = file.fetch(block.offset, len(out), scratch)
                 for piece in _pieces(len(out)):
                     np.copyto(out[piece], data[piece])
@@ -147,7 +168,7 @@ class BlockReader:
         return hasher.hexdigest() if hasher else ""
 
     def decode(self, block: StoredBlock, dtype: DType, out: Bytes, scratch: Bytes) -> None:
-        """Fill ``out`` with a block's raw bytes, whose own checksum is still to be compared.
+        """Fill ``out`` with a block's raw bytes; the caller compares their checksum.
 
         Parameters
         ----------
@@ -172,10 +193,10 @@ class BlockReader:
             below = part
 
     def _check_base(self, base: StoredBlock, raw: Bytes) -> None:
-        # One that is stored as it is has no checksum of its stored bytes.
+        # A base stored raw has no checksum of its stored bytes.
         if self._verify and base.raw and not base.stored and digest_as(base.raw, raw) != base.raw:
             raise CorruptCheckpointError(
-                "the checksum of the bytes that it is a difference from is wrong", path=base.file.path
+                "the checksum of the block that it is a difference from is wrong", path=base.file.path
             )
 
     def _decode_one(self, block: StoredBlock, dtype: DType, out: Bytes, scratch: Bytes) -> None:
@@ -201,19 +222,17 @@ class BlockReader:
 
 def scratch_bytes(block: StoredBlock, raw_bytes: int) -> int:
     """Return the memory that decoding a block takes besides its ``raw_bytes``."""
-    room = max(_room(part.length) for part in (block, *block.bases))
-    return room + (round_up(raw_bytes) if block.bases else 0)
+    stored = max(_with_pages(part.length) for part in (block, *block.bases))
+    return stored + (round_up(raw_bytes) if block.bases else 0)
 
 
 def digest_as(expected: str, data: Bytes) -> str:
-    """Return the checksum of some bytes, of the kind that an expected one is of."""
-    hasher = hasher_for(expected)
-    hasher.update(data)
-    return str(hasher.hexdigest())
+    """Return the checksum of some bytes, with as many bits as an expected one."""
+    return digest(data, wide=is_wide(expected))
 
 
-def _room(nbytes: int) -> int:
-    # Whole pages around the bytes, wherever they begin.
+def _with_pages(nbytes: int) -> int:
+    # Whole pages around the bytes, at any offset.
     return round_up(nbytes) + 2 * ALIGNMENT
 
 
@@ -221,13 +240,13 @@ def _pieces(count: int) -> Iterator[slice]:
     return (slice(at, min(at + _HASH_BYTES, count)) for at in range(0, count, _HASH_BYTES))
 
 
-def _hash(hasher: Any, piece: Bytes) -> None:
+def _hash(hasher: Hasher | None, piece: Bytes) -> None:
     if hasher is not None:
         hasher.update(piece)
 
 
 def _is_coded(block: StoredBlock, raw_bytes: int) -> bool:
-    # A longer raw block is padded, so it is not just the raw bytes.
+    # A longer raw block is padded.
     return block.codec != "raw" or block.length > raw_bytes or bool(block.bases)
 
 
@@ -238,5 +257,5 @@ def _codec(block: StoredBlock) -> Codec:
         raise UnsupportedError(
             f"holds blocks of codec {block.codec!r}, which is not installed",
             path=block.file.path,
-            remedy="install the package that brings it, or a later Tensorkeep",
+            remedy="install the package that provides it, or a later Tensorkeep",
         ) from error

@@ -8,8 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from tensorkeep.formats.base import Format, OpenSettings, Reader, StagedWrite, WriteResult, WriteSettings
-from tensorkeep.formats.native import reader, writer
-from tensorkeep.formats.native.history import NativeOptions
+from tensorkeep.formats.native.directory import is_native
+from tensorkeep.formats.native.reader import NativeReader
+from tensorkeep.formats.native.writer import NativeOptions, NativeWrite
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 
@@ -21,16 +22,16 @@ class NativeFormat(Format):
     options = NativeOptions
 
     def recognises(self, path: Path) -> bool:
-        return reader.is_native(path)
+        return is_native(path)
 
     def open(self, path: Path, settings: OpenSettings) -> Reader:
-        return reader.NativeReader(path, settings)
+        return NativeReader(path, settings)
 
     def write(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> WriteResult:
         return self.begin(flat, destination, settings).run()
 
     def begin(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> StagedWrite:
-        return writer.NativeWrite(flat, destination, settings, replaceable=reader.is_replaceable)
+        return NativeWrite(flat, destination, settings)
 
 
 FORMAT = NativeFormat()

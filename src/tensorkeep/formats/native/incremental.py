@@ -1,4 +1,4 @@
-"""Writing only what has changed since an earlier checkpoint."""
+"""Data files of incremental saves: only the blocks that have changed since an earlier checkpoint."""
 
 from __future__ import annotations
 
@@ -10,123 +10,128 @@ from pathlib import Path
 import numpy as np
 
 from tensorkeep.codecs import probe, zstd
-from tensorkeep.formats.blockfile.plan import Block, FilePlan
-from tensorkeep.formats.blockfile.records import BlockRecord, PlaceRecord
-from tensorkeep.formats.blockfile.stream import CodedStream, How, encode
-from tensorkeep.formats.native.previous import Base, Found, Previous
-from tensorkeep.formats.sealed import wide_digest
+from tensorkeep.formats.blockfile.coded_file import CodedDataFile, encode
+from tensorkeep.formats.blockfile.data_file import WriteContext
+from tensorkeep.formats.blockfile.notes import Description, describe, describe_longest
+from tensorkeep.formats.blockfile.plan import Block, BlockKey, BlockRecord, FilePlan
+from tensorkeep.formats.native.previous import DifferenceBase, PreviousCheckpoint
+from tensorkeep.formats.native.records import PlaceRecord
+from tensorkeep.formats.sealed import digest
 from tensorkeep.io.buffers import round_up
 from tensorkeep.io.files import Bytes
 
+NAME_PREFIX = "changes-"
+"""Begins the name of a data file that holds a part only incompletely, so that other tools do not take it for all."""
+
 WORTH_A_DIFFERENCE = 0.95
-"""A difference is stored if it takes less than this share of the whole block: it costs more to read."""
+"""A difference is stored if it takes less than this fraction of the full block, because it costs more to read."""
 
 _RECORD_BYTES = 100
-"""What the manifest takes to say what a block is the difference from."""
+"""Bytes in the manifest that record the base of a difference."""
 
 _SAMPLED = 2 * 1024**2
-"""Bytes above which samples tell whether a difference is worth coding; up to there, coding takes less than they do."""
+"""Bytes above which samples decide whether a difference is worth coding; coding less is cheaper than sampling."""
 
 _GROUPS, _PIECES, _PIECE = 4, 16, 4096
 """The samples of a block: groups of pieces, of so many bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Coded:
-    """A coded difference, and whether it is certain to be shorter than the whole block would be."""
+class _CodedDifference:
+    """A coded difference, and whether it is certain to be shorter than the full block would be."""
 
     codec: str
     length: int
     certain: bool
 
 
-class ChangesStream(CodedStream):
+class ChangesFile(CodedDataFile):
     """A data file that holds the blocks which the earlier checkpoint does not have.
 
     Attributes
     ----------
     found : dict of (str, int) to (BlockRecord, PlaceRecord)
-        By key and index, the blocks that are taken from the earlier checkpoint; their files have its numbers.
-    bases : dict of (str, int) to Base
-        What blocks of this file are differences from.
+        The blocks that are taken from the earlier checkpoint; their places have the file numbers of its manifest.
+    bases : dict of (str, int) to DifferenceBase
+        The bases of those blocks of this file that are differences.
     """
 
     def __init__(
-        self,
-        path: Path,
-        plan: FilePlan,
-        groups: list[list[Block]],
-        room: int,
-        how: How,
-        previous: Previous,
+        self, directory: Path, plan: FilePlan, context: WriteContext, previous: PreviousCheckpoint, *, delta: bool
     ) -> None:
-        super().__init__(path, plan, groups, room, how)
-        self.found: dict[tuple[str, int], tuple[BlockRecord, PlaceRecord]] = {}
-        self.bases: dict[tuple[str, int], Base] = {}
+        self._delta = delta
+        super().__init__(directory, plan, context, prefix=NAME_PREFIX)
+        self.found: dict[BlockKey, tuple[BlockRecord, PlaceRecord]] = {}
+        self.bases: dict[BlockKey, DifferenceBase] = {}
         self._previous = previous
+
+    def _longest_description(self) -> Description:
+        return describe_longest(self.plan, changes=True, delta=self._delta)
+
+    def _description(self) -> Description:
+        return describe(self.plan, self.records, self.bases)
 
     def _scratch_bytes(self, blocks: list[Block]) -> int:
         needs = [0]
         for block in blocks:
             base = self._previous.base_of(block)
             if base is not None:
-                needs.append(_room(block) + self._previous.scratch_bytes(base, block.nbytes))
+                needs.append(_coding_bytes(block) + self._previous.scratch_bytes(base, block.nbytes))
         return max(needs)
 
     def _store(self, block: Block, raw: Bytes, out: Bytes, scratch: Bytes) -> tuple[str, str, int] | None:
-        digest = wide_digest(raw)
-        key = block.leaf.key, block.index
-        found: Found | None = self._previous.find(block, digest)
+        raw_digest = digest(raw, wide=True)
+        found = self._previous.find(block, raw_digest)
         if found is not None:
-            self.found[key] = found.block, found.place
+            self.found[block.key] = found.block, found.place
             return None
         base = self._previous.base_of(block)
-        difference = None if base is None else self._difference(block, raw, digest, base, out, scratch)
+        difference = None if base is None else self._difference(block, raw, raw_digest, base, out, scratch)
         if base is None or difference is None:
-            return digest, *encode(raw, block, self._how.codec, out)
+            return raw_digest, *encode(raw, block, self._context.codec, out)
         if not difference.certain:
-            # The difference itself lies coded in `out`: its raw bytes are not needed any more.
-            name, length = encode(raw, block, self._how.codec, scratch)
+            # `out` holds the coded difference, so its raw bytes in `scratch` are no longer needed.
+            codec, length = encode(raw, block, self._context.codec, scratch)
             if difference.length + _RECORD_BYTES > WORTH_A_DIFFERENCE * length:
                 out[:length] = scratch[:length]
-                return digest, name, length
-        self._previous.take(base)
-        self.bases[key] = base
-        return digest, difference.codec, difference.length
+                return raw_digest, codec, length
+        self._previous.keep(base)
+        self.bases[block.key] = base
+        return raw_digest, difference.codec, difference.length
 
     def _difference(
-        self, block: Block, raw: Bytes, digest: str, base: Base, out: Bytes, scratch: Bytes
-    ) -> _Coded | None:
-        """Code the difference from the base to the front of ``out``; None where samples say that it is not worth it."""
+        self, block: Block, raw: Bytes, raw_digest: str, base: DifferenceBase, out: Bytes, scratch: Bytes
+    ) -> _CodedDifference | None:
+        """Code the difference from the base to the front of ``out``; None if samples show that it is not worth it."""
         changed = scratch[: block.nbytes]
-        if not self._previous.read(base, block, changed, scratch[_room(block) :]):
+        if not self._previous.read(base, block, changed, scratch[_coding_bytes(block) :]):
             return None
         np.bitwise_xor(changed, raw, out=changed)
         dtype = block.leaf.source.dtype
         if block.nbytes <= _SAMPLED:
-            return _Coded(*probe.encode(changed, dtype, out), certain=False)
-        whole = [probe.estimate(sample, dtype) for sample in _samples(raw, digest)]
-        shares = [probe.estimate(sample, dtype) for sample in _samples(changed, digest)]
-        if sum(shares) > WORTH_A_DIFFERENCE * sum(whole):
+            return _CodedDifference(*probe.encode(changed, dtype, out), certain=False)
+        full = [probe.estimate(sample, dtype) for sample in _samples(raw, raw_digest)]
+        fractions = [probe.estimate(sample, dtype) for sample in _samples(changed, raw_digest)]
+        if sum(fractions) > WORTH_A_DIFFERENCE * sum(full):
             return None
-        name, length = probe.encode(changed, dtype, out)
-        # A block is not alike throughout, so what shrinks best is taken for all of it; and what repeats itself at a
-        # distance shrinks in no sample.
-        certain = length + _RECORD_BYTES <= WORTH_A_DIFFERENCE * min(whole) * block.nbytes
-        return _Coded(name, length, certain and probe.choose(raw, dtype) is not zstd.CODEC)
+        codec, length = probe.encode(changed, dtype, out)
+        # A block varies from place to place, so the smallest estimate stands for all of it; and repetitions at a
+        # distance, which only zstd finds, do not show in samples.
+        certain = length + _RECORD_BYTES <= WORTH_A_DIFFERENCE * min(full) * block.nbytes
+        return _CodedDifference(codec, length, certain and probe.choose(raw, dtype) is not zstd.CODEC)
 
 
-def _room(block: Block) -> int:
-    """Return the bytes in which a block can be coded."""
+def _coding_bytes(block: Block) -> int:
+    """Return the buffer size that coding a block needs."""
     return round_up(probe.bound(block.nbytes))
 
 
-def _samples(raw: Bytes, digest: str) -> Iterator[Bytes]:
+def _samples(raw: Bytes, raw_digest: str) -> Iterator[Bytes]:
     """Yield pieces of a block, in groups.
 
-    Where they lie is drawn from the digest of the block: at fixed places, they could all miss what the rest is like.
+    Their places are drawn from the digest of the block: fixed places could all miss what the rest is like.
     """
-    draw = random.Random(digest)
+    draw = random.Random(raw_digest)
     last = (len(raw) - _PIECE) // 16
     for _ in range(_GROUPS):
         starts = sorted(16 * draw.randint(0, last) for _ in range(_PIECES))

@@ -1,7 +1,7 @@
 """Hard links to the files of an earlier checkpoint, in the directory of one that is being written.
 
-A link is made by name, and nobody vouches that the name still stands for the file that was opened, or that the file is
-durable: it may have been replaced meanwhile, or copied there a moment ago.
+A link is made by name. The name may stand for another file than the one that was opened, if that was replaced
+meanwhile, and the file may not be durable yet, if it was copied there a moment ago: both are checked.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from collections.abc import Container
 from pathlib import Path
 
 from tensorkeep.errors import CorruptCheckpointError
-from tensorkeep.formats.blockfile.records import FileRecord
-from tensorkeep.formats.native import manifest as manifests
-from tensorkeep.formats.native.open_files import OpenFiles
+from tensorkeep.formats.native.reader import OpenFiles
+from tensorkeep.formats.native.records import FILE_NAME_PATTERN, FileRecord
 from tensorkeep.io.files import store_error
 
 _PREFIX = "from-"
@@ -22,19 +21,19 @@ _LONGEST_ORIGIN = 100
 
 
 class Links:
-    """The links to files of an open checkpoint.
+    """Links to the files of an open checkpoint.
 
     Parameters
     ----------
     opened : OpenFiles
         The earlier checkpoint.
     directory : Path
-        Of the new one.
+        Of the new checkpoint.
 
     Attributes
     ----------
     names : dict of int to str
-        What the files are called in the new directory, by their numbers in the earlier manifest.
+        The names of the linked files in the new directory, by their numbers in the earlier manifest.
     """
 
     def __init__(self, opened: OpenFiles, directory: Path) -> None:
@@ -45,10 +44,10 @@ class Links:
         self._taken: set[str] = set()
 
     def add(self, number: int) -> str | None:
-        """Link a file; return what prevents it, if something does, in a sentence."""
+        """Link a file; return None, or the reason why it cannot be linked."""
         record = self._opened.manifest.files[number]
         name = self._name(record)
-        if not manifests.is_file_name(name):
+        if not re.search(FILE_NAME_PATTERN, name):
             return f"{record.name} cannot be linked: its new name would be too long"
         link = self._directory / name
         try:
@@ -66,7 +65,7 @@ class Links:
         return (found.st_dev, found.st_ino, found.st_size) == (opened.st_dev, opened.st_ino, opened.st_size)
 
     def _name(self, record: FileRecord) -> str:
-        """Return a name that no other link has, also where the file system ignores case."""
+        """Return a name that is unique among the links, also where the file system ignores case."""
         name = record.name if record.name.startswith(_PREFIX) else f"{_PREFIX}{self._origin}-{record.name}"
         stem, _, suffix = name.rpartition(".")
         tried, count = name, 1
@@ -77,26 +76,26 @@ class Links:
         return tried
 
     def finish(self, used: Container[int], first: int) -> tuple[list[FileRecord], dict[int, int]]:
-        """Remove the links that are not used, and make the files of the others durable.
+        """Remove the links that are not used, and make the other files durable.
 
         Parameters
         ----------
         used : container of int
             Numbers in the earlier manifest.
         first : int
-            The number of the first of them in the new one.
+            The number of the first linked file in the new manifest.
 
         Returns
         -------
         tuple of (list of FileRecord, dict of int to int)
-            Their records, and their new numbers by the old ones.
+            The records of the files, and their new numbers by the old ones.
 
         Raises
         ------
         CorruptCheckpointError
-            If a file has another size by now.
+            If a file has changed its size.
         StoreError
-            If the operating system refuses.
+            If the operating system refuses access.
         """
         records: list[FileRecord] = []
         numbers: dict[int, int] = {}
@@ -112,7 +111,7 @@ class Links:
 
 
 def _origin(path: Path) -> str:
-    """Return a checkpoint's name as the names of files may hold it; never empty."""
+    """Return a checkpoint's name in the characters that file names may have; never empty."""
     return re.sub(r"[^A-Za-z0-9_-]", "_", os.path.basename(os.path.abspath(path)))[:_LONGEST_ORIGIN] or "root"
 
 
@@ -144,5 +143,5 @@ def _make_durable(link: Path, size: int) -> None:
         raise CorruptCheckpointError(
             f"the file of an earlier checkpoint was changed while it was linked: it has {found:,} bytes, not {size:,}",
             path=link,
-            remedy="find out what writes into checkpoints, and save again",
+            remedy="find the program that writes into checkpoints, and save again",
         )

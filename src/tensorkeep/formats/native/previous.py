@@ -1,53 +1,52 @@
-"""An earlier checkpoint, whose blocks a save takes again where they have not changed, or stores the difference from.
+"""The base of an incremental save: an earlier checkpoint whose unchanged blocks are used again.
 
-The files that hold such blocks are hard-linked into the new checkpoint's directory, so that each checkpoint stands
-alone: the file system counts the links, and removing one checkpoint never takes anything from another.
+The files that hold such blocks are hard-linked into the new checkpoint's directory, so that each checkpoint is complete
+in itself: the file system counts the links, and removing one checkpoint never breaks another. A block that has changed
+may be stored as the difference from the earlier one.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from tensorkeep.codecs.base import CODECS
-from tensorkeep.errors import CorruptCheckpointError, StoreError, UnsupportedError
+from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, PathLike, StoreError, UnsupportedError
 from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings
-from tensorkeep.formats.blockfile.coded import SMALLEST_DIFFERENCE
-from tensorkeep.formats.blockfile.plan import Block
+from tensorkeep.formats.blockfile.notes import SMALLEST_DIFFERENCE
+from tensorkeep.formats.blockfile.plan import Block, BlockRecord
 from tensorkeep.formats.blockfile.read import StoredBlock, digest_as, scratch_bytes
-from tensorkeep.formats.blockfile.records import (
-    WIDE_DIGESTS,
-    BaseRecord,
-    BlockRecord,
-    FileRecord,
-    LeafRecord,
-    PlaceRecord,
-)
 from tensorkeep.formats.native.links import Links
-from tensorkeep.formats.native.open_files import OpenFiles
+from tensorkeep.formats.native.reader import OpenFiles
+from tensorkeep.formats.native.records import WIDE_DIGESTS, BaseRecord, FileRecord, PlaceRecord
 from tensorkeep.io.files import Bytes
 
-LEAST_LIVE = 0.5
-"""The share of a file's bytes that must still be in use for it to be linked again.
+logger = logging.getLogger(__name__)
 
-Below, what is left of it is written anew: else a whole file might be kept for one block, for ever.
+LEAST_LIVE = 0.5
+"""The fraction of a file's bytes that must still be in use for it to be linked again.
+
+Below that, its blocks are written again: otherwise a file might be kept for ever for the sake of one block.
 """
 
 MOST_FILES = 64
-"""Files of earlier saves that one checkpoint may have, unless twice as many as its own are more."""
+"""Files of earlier saves that one checkpoint may have, unless twice the number of its own files is more."""
 
 MOST_DIFFERENCES = 7
-"""Times that a block is stored as a difference before it is stored whole again."""
+"""How many times in a row a block is stored as a difference before it is stored in full again."""
 
 DEEPEST = 1
-"""Differences that have to be undone to read a block: more of them make it smaller, and slower to read."""
+"""Differences to undo when a block is read: more of them make it smaller, and slower to read."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A block of the earlier checkpoint, its place there, and how it is read."""
+class FoundBlock:
+    """A block of the base: its record, its place there, and how it is read."""
 
     block: BlockRecord
     place: PlaceRecord
@@ -55,16 +54,16 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
-    """What a block may be stored as the difference from: records for the manifest, and how it is read."""
+class DifferenceBase:
+    """The blocks that a block may be stored as the difference from: manifest records, and how their XOR is read."""
 
     records: list[BaseRecord]
     stored: StoredBlock
     age: int
 
 
-class Previous:
-    """An open earlier checkpoint, to be closed.
+class PreviousCheckpoint:
+    """An open earlier checkpoint that a save takes unchanged blocks from; to be closed.
 
     Parameters
     ----------
@@ -77,65 +76,65 @@ class Previous:
     Attributes
     ----------
     path : Path
-    delta : bool
     obstacle : str or None
-        The first thing that prevented that all of it was used, if anything did.
+        The first reason why not all of it could be used.
 
     Raises
     ------
-    CorruptCheckpointError, NotACheckpointError, UnsupportedError, StoreError
-        If it cannot be read.
+    NotACheckpointError, CorruptCheckpointError, UnsupportedError, StoreError
+        As `OpenFiles`.
     """
 
     def __init__(self, path: Path, settings: OpenSettings, *, delta: bool) -> None:
         self.path = path
+        self.obstacle: str | None = None
         self._opened = OpenFiles(path, settings)
-        self.delta = delta
+        self._delta = delta
         manifest = self._opened.manifest
         self._leaves = {leaf.name: (leaf, leaf.located()) for leaf in manifest.leaves}
-        self._foreign_codecs = self._codecs() - set(CODECS.names())
+        self._missing_codecs = self._codecs() - set(CODECS.names())
         self._links: Links | None = None
-        self._usable: set[int] = set()
-        self._used: set[int] = set()
-        self.obstacle: str | None = None
+        self._usable_files: set[int] = set()
+        self._used_files: set[int] = set()
         if manifest.block_bytes != BLOCK_BYTES:
             self.obstacle = f"its blocks have {manifest.block_bytes:,} bytes"
         elif WIDE_DIGESTS not in manifest.features:
-            self.obstacle = "it was saved without incremental=True, so that it does not tell what has changed"
+            self.obstacle = "it was saved without incremental=True, so its checksums cannot identify changed blocks"
 
-    def link_into(self, directory: Path, own_files: int) -> None:
-        """Give the files whose blocks are worth keeping names in a new checkpoint's directory.
+    def link_into(self, directory: Path, own_files: int) -> bool:
+        """Hard-link the files whose blocks are worth keeping into a new checkpoint's directory.
 
         Parameters
         ----------
+        directory : Path
         own_files : int
             How many data files the new checkpoint writes itself.
+
+        Returns
+        -------
+        bool
+            Whether any file was linked.
         """
         if self.obstacle is not None:
-            return
+            return False
         links = self._links = Links(self._opened, directory)
         records, live = self._opened.manifest.files, self._live_bytes()
         worthy = _worth_keeping(records, live)
         kept = worthy[: max(MOST_FILES, 2 * own_files)]
         for number in sorted(kept):
-            # Whatever refuses a link (another file system, too many of them, a file that is gone), the blocks of this
-            # file are simply written again.
+            # If a link is refused (another file system, too many links, a missing file), its blocks are written again.
             self._note(links.add(number))
-        self._usable = set(links.names)
+        self._usable_files = set(links.names)
         if len(kept) < len(worthy):
-            self._note(f"{len(worthy) - len(kept)} of its files would be too many, and are written anew")
-        for codec in sorted(self._foreign_codecs):
+            self._note(f"{len(worthy) - len(kept)} of its files would be too many, and are written again")
+        for codec in sorted(self._missing_codecs):
             self._note(f"it holds blocks of codec {codec!r}, which is not installed")
         if live and not worthy:
-            self._note(f"less than {LEAST_LIVE:.0%} of each of its files is still in use, so all is written anew")
+            self._note(f"less than {LEAST_LIVE:.0%} of each of its files is still in use, so everything is written")
+        return bool(self._usable_files)
 
     def _note(self, obstacle: str | None) -> None:
         self.obstacle = self.obstacle or obstacle
-
-    @property
-    def linked(self) -> bool:
-        """Whether any file could be linked."""
-        return bool(self._usable)
 
     def _codecs(self) -> set[str]:
         located = [found for _, places in self._leaves.values() for found in places]
@@ -150,79 +149,68 @@ class Previous:
                     live[base.file] += base.length
         return live
 
-    def find(self, block: Block, wide: str) -> Found | None:
-        """Return the block in the same place of the earlier checkpoint, if it has that digest and can be taken."""
-        found = self._at(block)
-        if found is None or found.block.raw != wide:
+    def find(self, block: Block, wide_digest: str) -> FoundBlock | None:
+        """Return the earlier block of the same tensor and index, if it has this digest and can be used again."""
+        found = self._earlier(block)
+        if found is None or found.block.raw != wide_digest:
             return None
-        self._use([found.place.file, *(base.file for base in found.place.bases)])
+        self._used_files.update(found.place.files)
         return found
 
-    def base_of(self, block: Block) -> Base | None:
+    def base_of(self, block: Block) -> DifferenceBase | None:
         """Return what a block that has changed may be stored as the difference from, if anything."""
-        found = self._at(block) if self.delta and block.nbytes >= SMALLEST_DIFFERENCE else None
+        found = self._earlier(block) if self._delta and block.nbytes >= SMALLEST_DIFFERENCE else None
         if found is None or found.place.age >= MOST_DIFFERENCES:
             return None
-        own = BaseRecord(
-            found.block.codec,
-            found.block.length,
-            found.block.raw,
-            found.block.stored,
-            found.place.file,
-            found.place.offset,
-        )
-        records = [own, *found.place.bases]
-        stored = [found.stored, *found.stored.bases]
-        # The nearest one that is not too deep already.
+        record, place = found.block, found.place
+        own = BaseRecord(record.codec, record.length, record.raw, record.stored, place.file, place.offset)
+        records = [own, *place.bases]
+        chain = [found.stored, *found.stored.bases]
+        # The nearest block that does not make the chain too deep.
         first = max(0, len(records) - DEEPEST)
-        chain = stored[first:]
-        whole = StoredBlock(
-            chain[0].file, chain[0].codec, chain[0].offset, chain[0].length, "", chain[0].stored, tuple(chain[1:])
-        )
-        return Base(records[first:], whole, found.place.age + 1)
+        top = chain[first]
+        # Without the checksum of its raw bytes, which `read` compares.
+        stored = StoredBlock(top.file, top.codec, top.offset, top.length, "", top.stored, tuple(chain[first + 1 :]))
+        return DifferenceBase(records[first:], stored, place.age + 1)
 
-    def scratch_bytes(self, base: Base, raw_bytes: int) -> int:
-        """Return the memory that `read` takes."""
+    def scratch_bytes(self, base: DifferenceBase, raw_bytes: int) -> int:
+        """Return the scratch memory that `read` needs."""
         return scratch_bytes(base.stored, raw_bytes)
 
-    def read(self, base: Base, block: Block, out: Bytes, scratch: Bytes) -> bool:
-        """Fill ``out`` with the raw bytes of a base; False if that fails: its files are then not used any further."""
+    def read(self, base: DifferenceBase, block: Block, out: Bytes, scratch: Bytes) -> bool:
+        """Fill ``out`` with the raw bytes of a base; return False if that fails: its files are then used no further."""
         expected = base.records[0].raw
         try:
             self._opened.blocks.decode(base.stored, block.leaf.source.dtype, out, scratch)
             if digest_as(expected, out) != expected:
                 raise CorruptCheckpointError("the checksum of a block is wrong", path=base.stored.file.path)
         except (CorruptCheckpointError, StoreError, UnsupportedError) as error:
-            # The new checkpoint needs none of it, and a failing disk may take seconds to refuse each block.
-            self._usable.difference_update(record.file for record in base.records)
-            self._note(f"{base.stored.file.path.name} is of no use: {error.message}")
+            # The new checkpoint does not depend on it, and a failing disk may take seconds to refuse each block.
+            self._usable_files.difference_update(record.file for record in base.records)
+            self._note(f"{base.stored.file.path.name} cannot be used: {error.message}")
             return False
         return True
 
-    def take(self, base: Base) -> None:
-        """Keep the files of a base, whose difference was stored."""
-        self._use([record.file for record in base.records])
+    def keep(self, base: DifferenceBase) -> None:
+        """Keep the files of a base, because a difference from it was stored."""
+        self._used_files.update(record.file for record in base.records)
 
-    def _at(self, block: Block) -> Found | None:
+    def _earlier(self, block: Block) -> FoundBlock | None:
         source = block.leaf.source
-        leaf: LeafRecord | None
         leaf, located = self._leaves.get(source.name, (None, []))
         if leaf is None or leaf.dtype != source.dtype.name or leaf.nbytes != source.nbytes:
             return None
-        # Its raw bytes are those of one block here and there: see `obstacle`.
+        # The block covers the same raw bytes there: see `obstacle` for other block sizes.
         record, place = located[block.index]
-        if not all(number in self._usable for number in (place.file, *(base.file for base in place.bases))):
+        if not self._usable_files.issuperset(place.files):
             return None
-        if not self._foreign_codecs.isdisjoint((record.codec, *(base.codec for base in place.bases))):
-            return None  # whoever saves must be able to read what is saved
-        return Found(record, place, self._opened.block(record, place))
-
-    def _use(self, numbers: Iterable[int]) -> None:
-        self._used.update(numbers)
+        if not self._missing_codecs.isdisjoint((record.codec, *(base.codec for base in place.bases))):
+            return None  # this process could not read what it saves
+        return FoundBlock(record, place, self._opened.block(record, place))
 
     def finish(self, first: int) -> tuple[list[FileRecord], dict[int, int]]:
-        """Remove the links that are not needed, and return what the manifest says of the others: see `Links.finish`."""
-        return self._links.finish(self._used, first) if self._links else ([], {})
+        """Remove the links that are not needed; return records and new numbers of the others, as `Links.finish`."""
+        return self._links.finish(self._used_files, first) if self._links else ([], {})
 
     def close(self) -> None:
         """Close its files; a second call does nothing."""
@@ -231,7 +219,79 @@ class Previous:
 
 def _worth_keeping(records: list[FileRecord], live: dict[int, int]) -> list[int]:
     """Return the numbers of the files of which enough is in use, those with the most in use first."""
-    shares = {
+    fractions = {
         number: count / max(1, records[number].bytes - records[number].head_bytes) for number, count in live.items()
     }
-    return sorted((number for number, share in shares.items() if share >= LEAST_LIVE), key=lambda number: -live[number])
+    worthy = (number for number, fraction in fractions.items() if fraction >= LEAST_LIVE)
+    return sorted(worthy, key=lambda number: -live[number])
+
+
+@dataclass(slots=True)
+class BaseOutcome:
+    """What became of the base of a save.
+
+    Attributes
+    ----------
+    checkpoint : PreviousCheckpoint or None
+        The base, if blocks can be taken from it.
+    path : str or None
+        Its path.
+    refused : str or None
+        Why not all that is unchanged was taken from it; complete when `open_base` ends.
+    """
+
+    checkpoint: PreviousCheckpoint | None = None
+    path: str | None = None
+    refused: str | None = None
+
+
+@contextmanager
+def open_base(
+    base: PathLike | None, directory: Path, own_files: int, settings: OpenSettings, *, delta: bool, optional: bool
+) -> Iterator[BaseOutcome]:
+    """Open the base of a save and link its files into the new checkpoint's directory.
+
+    Parameters
+    ----------
+    base : path-like or None
+        None for a save without a base.
+    directory : Path
+    own_files : int
+        How many data files the save writes itself.
+    settings : OpenSettings
+    delta : bool
+        Whether changed blocks may be stored as differences.
+    optional : bool
+        Whether everything is written if there is no checkpoint at the path.
+
+    Raises
+    ------
+    NotACheckpointError
+        If there is no checkpoint at the path, unless it is optional. A base that is damaged or cannot be read is not an
+        error: everything is written then.
+    """
+    outcome = BaseOutcome()
+    previous: PreviousCheckpoint | None = None
+    if base is not None:
+        try:
+            previous = PreviousCheckpoint(Path(base), settings, delta=delta)
+        except NotACheckpointError as error:
+            if not optional:
+                raise NotACheckpointError(
+                    f"cannot be the base of a save: {error.message}",
+                    path=error.path,
+                    remedy="correct base=, or leave it out",
+                ) from error
+            outcome.refused = str(error)
+        except (CorruptCheckpointError, StoreError, UnsupportedError) as error:
+            outcome.refused = str(error)
+    try:
+        if previous is not None and previous.link_into(directory, own_files):
+            outcome.checkpoint, outcome.path = previous, os.fspath(previous.path)
+        yield outcome
+    finally:
+        if previous is not None:
+            outcome.refused = previous.obstacle
+            previous.close()
+        if outcome.refused:
+            logger.info("not all unchanged blocks were taken from the base %s: %s", base, outcome.refused)

@@ -1,35 +1,35 @@
-"""Reading a native checkpoint, trusting nothing in it."""
+"""Reading a native checkpoint, without trusting anything in it."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
-import xxhash
 
-from tensorkeep.errors import CorruptCheckpointError, DestinationExistsError, UnsupportedError
-from tensorkeep.formats import sealed
-from tensorkeep.formats.base import OpenSettings, Problem, Reader, StepRecord, StoredLeaf
-from tensorkeep.formats.blockfile.records import WIDE_DIGESTS
+from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError
+from tensorkeep.formats.base import OpenSettings, Problem, Reader
+from tensorkeep.formats.blockfile.plan import BlockRecord
+from tensorkeep.formats.blockfile.read import BlockReader, StoredBlock, StoredTensor
 from tensorkeep.formats.native import manifest as manifests
-from tensorkeep.formats.native.details import about
-from tensorkeep.formats.native.open_files import OpenFiles, missing, wrong_size
-from tensorkeep.formats.native.space import occupied_bytes
-from tensorkeep.formats.probe import first_bytes
+from tensorkeep.formats.native.records import PLACES, WIDE_DIGESTS, FileRecord, LeafRecord, Manifest, PlaceRecord
+from tensorkeep.formats.native.space import space_of
+from tensorkeep.formats.sealed import new_hasher
 from tensorkeep.io.directory import Directory, read_directory
 from tensorkeep.io.files import Bytes, store_error
 from tensorkeep.io.source_file import SourceFile
+from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.state.tree import Flat
 
 _HASH_BYTES = 1024**2
-_OUR_NAMES = (manifests.FILE_NAME, ".safetensors", ".safetensors.index.json")
 
 
 class NativeReader(Reader):
-    """An open native checkpoint; what it opens is described in `OpenFiles`."""
+    """An open native checkpoint; `OpenFiles` says what stays open."""
 
     format = "native"
     verifiable = "xxh3-64 of every block"
@@ -37,11 +37,13 @@ class NativeReader(Reader):
     def __init__(self, path: Path, settings: OpenSettings) -> None:
         self.path = path
         self._opened = OpenFiles(path, settings)
-        manifest = self._manifest = self._opened.manifest
+        self._manifest = manifest = self._opened.manifest
         try:
             self.tensors = {leaf.name: self._opened.tensor(leaf) for leaf in manifest.leaves}
-            self._set_state(self._flat(), path / manifests.FILE_NAME)
-            # Manifests are remembered, and this is the caller's.
+            leaves = {name: tensor.leaf(self) for name, tensor in self.tensors.items()}
+            aliases = {name: record.alias() for name, record in manifest.aliases.items()}
+            self._set_state(Flat(manifest.skeleton, leaves, aliases, manifest.parts()), path / manifests.FILE_NAME)
+            # A copy: manifests are cached, and the caller may change its metadata.
             self.metadata = msgspec.json.decode(msgspec.json.encode(manifest.metadata))
         except BaseException as error:
             self._opened.close()
@@ -53,24 +55,7 @@ class NativeReader(Reader):
         if any(block.bases for tensor in self.tensors.values() for block in tensor.blocks):
             self.buffers = 3
         self.step = manifest.step
-        self.details = about(manifest, [*self._opened.statuses, self._opened.manifest_status])
-
-    def _flat(self) -> Flat[StoredLeaf]:
-        manifest = self._manifest
-        leaves = {
-            name: StoredLeaf(
-                self,
-                name,
-                tensor.dtype,
-                tensor.shape,
-                stored_bytes=tensor.stored_bytes,
-                codec=tensor.codec,
-                file=tensor.file.path.name,
-            )
-            for name, tensor in self.tensors.items()
-        }
-        aliases = {name: record.alias() for name, record in manifest.aliases.items()}
-        return Flat(manifest.skeleton, leaves, aliases, manifest.parts())
+        self.details = _details(manifest, [*self._opened.statuses, self._opened.manifest_status])
 
     def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
         self._opened.blocks.read(self.tensors[name], start, stop, out)
@@ -88,96 +73,154 @@ class NativeReader(Reader):
         self._opened.close()
 
 
+def _details(manifest: Manifest, statuses: list[os.stat_result]) -> dict[str, Any]:
+    """Return what `info` shows besides the tensors, as plain values.
+
+    Parameters
+    ----------
+    manifest : Manifest
+    statuses : list of os.stat_result
+        Of its files, in their order, and of the manifest itself.
+    """
+    space = space_of(statuses)
+    details: dict[str, Any] = {"version": manifest.version, "writer": manifest.writer}
+    if manifest.step is not None:
+        details["step"] = msgspec.to_builtins(manifest.step)
+    if PLACES in manifest.features:
+        linked: dict[str, int] = {}
+        for file in manifest.files:
+            if file.origin:
+                linked[file.origin] = linked.get(file.origin, 0) + file.bytes
+        details["history"] = {
+            "new_bytes": sum(file.bytes for file in manifest.files if not file.origin) + statuses[-1].st_size,
+            "linked_bytes": linked,
+            "deepest_chain": max((len(place.bases) for leaf in manifest.leaves for place in leaf.places), default=0),
+        }
+    return {
+        **details,
+        "compression": manifest.compression,
+        "block_bytes": manifest.block_bytes,
+        "files": {file.name: file.bytes for file in manifest.files},
+        "space": {**asdict(space), "occupied_bytes": space.occupied_bytes},
+    }
+
+
 def _head_digest(file: SourceFile, count: int) -> str:
-    hasher = xxhash.xxh3_64()
-    piece = np.empty(min(count, _HASH_BYTES), np.uint8)
+    hasher = new_hasher()
+    buffer = np.empty(min(count, _HASH_BYTES), np.uint8)
     for at in range(0, count, _HASH_BYTES):
-        part = piece[: count - at]
-        file.read_into(at, part)
-        hasher.update(part)
+        piece = buffer[: count - at]
+        file.read_into(at, piece)
+        hasher.update(piece)
     return hasher.hexdigest()
 
 
-def is_native(path: Path) -> bool:
-    """Say whether a path is a native checkpoint, whole or damaged, by the first bytes of its manifest.
+class OpenFiles:
+    """The open files of a native checkpoint, and where in them its blocks are; to be closed.
+
+    Its directory is held open, and all files are opened at once unless they are very many, so that a checkpoint which
+    is replaced meanwhile is read to the end as it was. A file that is removed before it was opened is an error.
+
+    Parameters
+    ----------
+    path : Path
+    settings : OpenSettings
+
+    Attributes
+    ----------
+    path : Path
+    directory : Directory
+    manifest : Manifest
+    files : list of SourceFile
+        In the manifest's order.
+    statuses : list of os.stat_result
+        Of these files, as they were when they were opened.
+    manifest_status : os.stat_result
+    blocks : BlockReader
 
     Raises
     ------
+    NotACheckpointError
+        If there is no manifest at the path.
+    CorruptCheckpointError
+        If the manifest breaks a rule, or a file is missing or of another size.
+    UnsupportedError
+        If a later version wrote it.
     StoreError
-        If the operating system does not let one look.
+        If the operating system refuses access.
     """
-    start = first_bytes(path / manifests.FILE_NAME, 4096) or b""
-    return start.startswith(sealed.OPENING) or b'"format":"tensorkeep"' in start
 
+    def __init__(self, path: Path, settings: OpenSettings) -> None:
+        self.path = path
+        self.blocks = BlockReader(settings.pool, verify=settings.verify)
+        self.files: list[SourceFile] = []
+        self.statuses: list[os.stat_result] = []
+        read_directory(path, lambda directory: self._open(directory, settings))
 
-def foreign_names(path: Path) -> list[str]:
-    """Return what lies in the folder of a native checkpoint, whole or damaged, and is no part of it.
-
-    Raises
-    ------
-    NotACheckpointError, StoreError, OSError
-        If one cannot look.
-    """
-    try:
-        with Directory(path) as directory:
-            listed = {manifests.FILE_NAME, *(file.name for file in manifests.read(directory).files)}
-        return sorted(entry.name for entry in path.iterdir() if entry.name not in listed)
-    except (CorruptCheckpointError, UnsupportedError):
-        # What a damaged manifest lists is not known.
-        return sorted(entry.name for entry in path.iterdir() if not entry.name.endswith(_OUR_NAMES))
-
-
-def is_replaceable(path: Path) -> bool:
-    """Say whether a path is a native checkpoint and nothing else.
-
-    Raises
-    ------
-    DestinationExistsError
-        If it holds files that are no part of the checkpoint, which nobody asked to remove.
-    """
-    if not is_native(path):
-        return False
-    foreign = foreign_names(path)
-    if foreign:
-        raise DestinationExistsError(
-            f"holds {foreign[0]!r}, which is no part of the checkpoint, so it is not replaced",
-            path=path,
-            remedy="move that elsewhere, or save under another name",
-        )
-    return True
-
-
-def look(path: Path) -> tuple[StepRecord | None, int, int]:
-    """Look at a checkpoint without reading a tensor: its files must be there, as long as its manifest says.
-
-    Returns
-    -------
-    tuple of (StepRecord or None, int, int)
-        Which step of a run it is, the bytes of its files, and the bytes of disk that those of them occupy which nothing
-        else has a link to.
-
-    Raises
-    ------
-    NotACheckpointError, CorruptCheckpointError, UnsupportedError, StoreError
-    """
-    return read_directory(path, _look_at)
-
-
-def _look_at(directory: Directory) -> tuple[StepRecord | None, int, int]:
-    manifest = manifests.read(directory)
-    nbytes = own = 0
-    sizes: dict[str, int | None] = {manifests.FILE_NAME: None, **{file.name: file.bytes for file in manifest.files}}
-    for name, size in sizes.items():
-        path = directory.path / name
+    def _open(self, directory: Directory, settings: OpenSettings) -> None:
+        self.directory = directory
         try:
-            status = os.stat(f"{directory.fd_path}/{name}", follow_symlinks=False)
-        except FileNotFoundError as error:
-            raise missing(path) from error
+            self.manifest = manifests.read(directory)
+            for record in self.manifest.files:
+                self.files.append(self._open_file(record, page_cache=settings.page_cache))
+                self.statuses.append(self._status(record.name, self.files[-1]))
+            self.manifest_status = self._status(manifests.FILE_NAME)
+        except BaseException:
+            self._close_files()
+            raise
+
+    def _open_file(self, record: FileRecord, *, page_cache: bool) -> SourceFile:
+        count = len(self.manifest.files)
+        try:
+            file = self.directory.open_one_of(count, record.name, follow_links=False, page_cache=page_cache)
+        except NotACheckpointError as error:
+            raise missing_file(self.path / record.name) from error
+        if file.size != record.bytes:
+            file.close()
+            raise wrong_size(file.path, file.size, record.bytes)
+        return file
+
+    def _status(self, name: str, file: SourceFile | None = None) -> os.stat_result:
+        """Return the status of a file: of the open one if possible, because its name may stand for another by now."""
+        try:
+            return os.stat(file.fd_path if file is not None else f"{self.directory.fd_path}/{name}")
         except OSError as error:
-            raise store_error(error, path, "look at the file") from error
-        if size not in (None, status.st_size):
-            raise wrong_size(path, status.st_size, size or 0)
-        nbytes += status.st_size
-        own += occupied_bytes(status) if status.st_nlink == 1 else 0
-    directory.close()
-    return manifest.step, nbytes, own
+            raise store_error(error, self.path / name, "look at the file") from error
+
+    def tensor(self, leaf: LeafRecord) -> StoredTensor:
+        """Return where a tensor is stored."""
+        blocks = tuple(self.block(block, place) for block, place in leaf.located())
+        file = blocks[0].file if blocks else self.files[leaf.file]
+        dtype = BY_NAME[leaf.dtype]
+        return StoredTensor(leaf.name, dtype, leaf.shape, leaf.nbytes, file, self.manifest.block_bytes, blocks)
+
+    def block(self, block: BlockRecord, place: PlaceRecord) -> StoredBlock:
+        """Return where a block is stored, with the blocks that it is the difference from."""
+        bases = tuple(
+            StoredBlock(self.files[base.file], base.codec, base.offset, base.length, base.raw, base.stored)
+            for base in place.bases
+        )
+        file = self.files[place.file]
+        return StoredBlock(file, block.codec, place.offset, block.length, block.raw, block.stored, bases)
+
+    def close(self) -> None:
+        """Close the files; a second call does nothing."""
+        self._close_files()
+        self.directory.close()
+
+    def _close_files(self) -> None:
+        for file in self.files:
+            file.close()
+        self.files.clear()
+        self.statuses.clear()
+
+
+def missing_file(path: Path) -> CorruptCheckpointError:
+    """Return the error for a file that the manifest lists and that does not exist."""
+    return CorruptCheckpointError("the manifest lists this file, but it is missing", path=path)
+
+
+def wrong_size(path: Path, size: int, expected: int) -> CorruptCheckpointError:
+    """Return the error for a file that is longer or shorter than it was written."""
+    problem = "was cut short" if size < expected else "has grown"
+    return CorruptCheckpointError(f"the file {problem}: it holds {size:,} bytes, {expected:,} were written", path=path)

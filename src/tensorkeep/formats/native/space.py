@@ -1,7 +1,7 @@
-"""What checkpoints occupy on the disk, where several of them may have hard links to one file.
+"""The disk space that checkpoints occupy, when several of them have hard links to one file.
 
-Bytes are those of the blocks that the file system has given to a file, as ``du`` counts them: the last block counts
-whole, and a file system that compresses or leaves out zeros has given fewer.
+Bytes are those of the blocks that the file system has allocated for a file, as ``du`` counts them: the last block
+counts in full, and a file system that compresses or leaves out zeros allocates fewer.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from pathlib import Path
 from tensorkeep.io.files import store_error
 
 _UNIT = 512
-"""Bytes that ``st_blocks`` counts in, whatever the file system's own blocks are."""
+"""The unit of ``st_blocks`` in bytes; it does not depend on the file system."""
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What a checkpoint's files occupy.
+    """The disk space of a checkpoint's files.
 
     Attributes
     ----------
     own_bytes : int
-        Of files that nothing else has a link to: what removing the checkpoint alone would free.
+        Of files that nothing else has a link to: removing the checkpoint alone would free them.
     shared_bytes : int
-        Of files that other checkpoints have, too.
+        Of files that other checkpoints have links to as well.
     """
 
     own_bytes: int
@@ -44,7 +44,7 @@ def occupied_bytes(status: os.stat_result) -> int:
 
 
 def space_of(statuses: Iterable[os.stat_result]) -> Space:
-    """Return what the files of one checkpoint occupy."""
+    """Return the disk space of the files of one checkpoint."""
     own = shared = 0
     for status in statuses:
         if status.st_nlink > 1:
@@ -62,7 +62,7 @@ def freed_bytes(checkpoints: Iterable[os.PathLike[str]]) -> int:
     Raises
     ------
     StoreError
-        If the operating system does not let one look.
+        If the operating system refuses access.
     """
     links: dict[tuple[int, int], int] = {}
     freed = 0

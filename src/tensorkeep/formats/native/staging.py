@@ -1,12 +1,12 @@
-"""Copies of a state's blocks, made while the caller waits, and written afterwards while the state changes again."""
+"""Copies of a state's blocks: made while the caller waits, written later while the state changes."""
 
 from __future__ import annotations
 
 import functools
 import threading
 
+from tensorkeep.formats.blockfile.gather import stage, staging_bytes
 from tensorkeep.formats.blockfile.plan import Block
-from tensorkeep.formats.blockfile.stream import stage, staging_bytes
 from tensorkeep.io import parallel
 from tensorkeep.io.buffers import Buffer, BufferPool, buffer_bytes
 from tensorkeep.io.parallel import POLL_SECONDS, Cancellation, Order
@@ -15,8 +15,8 @@ from tensorkeep.io.parallel import POLL_SECONDS, Cancellation, Order
 class Staging:
     """The copies of one save, in the order in which they are written.
 
-    Buffers are taken in the order of the tasks, so that a state larger than the pool's budget streams through it: the
-    copying waits for buffers that the writing gives back, and never for one that a later task holds.
+    Buffers are acquired in the order of the tasks, so that a state larger than the pool's budget streams through it:
+    the copying waits for buffers that the writing releases, and never for one that a later task holds.
 
     Parameters
     ----------
@@ -24,7 +24,7 @@ class Staging:
         The tasks of all files, in order.
     pool : BufferPool
     cancellation : Cancellation
-        Shared with the writing, so that the end of one ends the other.
+        Shared with the writing, so that the failure of one ends the other.
     """
 
     def __init__(self, groups: list[list[Block]], pool: BufferPool, cancellation: Cancellation) -> None:
@@ -42,7 +42,7 @@ class Staging:
         Raises
         ------
         Cancelled
-            If the writing has failed meanwhile.
+            If the writing has failed.
         """
         tasks = (functools.partial(self._copy, number) for number in range(len(self._groups)))
         parallel.run(tasks, threads, self._cancellation)
@@ -65,7 +65,7 @@ class Staging:
             self._changed.notify_all()
 
     def take(self, number: int) -> Buffer:
-        """Return the copy of a task's blocks, once it is made; the caller gives it back."""
+        """Wait for the copy of a task's blocks and return it; the caller releases it."""
         with self._changed:
             while number not in self._ready:
                 self._cancellation.check()
@@ -73,7 +73,7 @@ class Staging:
             return self._ready.pop(number)
 
     def close(self) -> None:
-        """Give back what was not taken."""
+        """Release the copies that were not taken."""
         with self._changed:
             self._closed = True
             for buffer in self._ready.values():

@@ -3,56 +3,122 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-import msgspec
+from typing import Any
 
 from tensorkeep.codecs import raw
-from tensorkeep.codecs.base import CODECS, Codec
-from tensorkeep.errors import UsageError
+from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.formats import sealed
-from tensorkeep.formats.base import BLOCK_BYTES, StagedWrite, WriteResult, WriteSettings, thread_bytes
-from tensorkeep.formats.blockfile.plan import Block, BlockFileOptions, FilePlan, plan_files, tasks_of
-from tensorkeep.formats.blockfile.records import FileRecord
-from tensorkeep.formats.blockfile.stream import How
+from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings, StagedWrite, WriteResult, WriteSettings, thread_bytes
+from tensorkeep.formats.blockfile.coded_file import CodedDataFile
+from tensorkeep.formats.blockfile.data_file import (
+    DataFile,
+    WriteContext,
+    buffers_per_thread,
+    find_codec,
+    index_content,
+    write_files,
+)
+from tensorkeep.formats.blockfile.plan import (
+    INDEX_SUFFIX,
+    Block,
+    BlockFileOptions,
+    BlockRecord,
+    PlacedLeaf,
+    blocks_of,
+    plan_files,
+    tasks_of,
+)
+from tensorkeep.formats.blockfile.raw_file import RawDataFile
 from tensorkeep.formats.native import manifest as manifests
-from tensorkeep.formats.native.assembly import Assembly, FinishedStream
-from tensorkeep.formats.native.data_file import DataFile
-from tensorkeep.formats.native.history import History, NativeOptions
-from tensorkeep.formats.native.previous import Previous
+from tensorkeep.formats.native.directory import is_replaceable
+from tensorkeep.formats.native.incremental import ChangesFile
+from tensorkeep.formats.native.previous import PreviousCheckpoint, open_base
+from tensorkeep.formats.native.records import (
+    PLACES,
+    VERSION,
+    WIDE_DIGESTS,
+    BaseRecord,
+    FileRecord,
+    LeafRecord,
+    Manifest,
+    PlaceRecord,
+)
 from tensorkeep.formats.native.staging import Staging, memory_for
-from tensorkeep.io import parallel
+from tensorkeep.formats.structure import AliasRecord
 from tensorkeep.io.buffers import BufferPool
 from tensorkeep.io.commit import Commit
 from tensorkeep.io.files import write_small
-from tensorkeep.io.parallel import Cancellation
+from tensorkeep.io.parallel import Cancellation, Meter
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
+from tensorkeep.version import __version__
+
+
+class NativeOptions(BlockFileOptions, frozen=True):
+    """The options of the native format.
+
+    Attributes
+    ----------
+    incremental : bool or None
+        Whether later saves may build on this one; by default they may if this one has a base.
+    base : path-like, callable or None
+        An earlier checkpoint on the same file system: only the blocks that have changed since are written. A callable
+        returns it, or None, when the writing begins.
+    delta : bool
+        Whether changed blocks may be stored as differences from the base; only with ``compression="lossless"``.
+    """
+
+    incremental: bool | None = None
+    base: Any = None
+    delta: bool = False
+
+    def __post_init__(self) -> None:
+        if self.base is not None and self.incremental is False:
+            raise UsageError("a save with a base is incremental", remedy="leave out incremental=False, or the base")
+        if not (self.base is None or callable(self.base) or isinstance(self.base, str | os.PathLike)):
+            raise UsageError(f"base is {self.base!r}", remedy="give the path of an earlier checkpoint")
+
+    @property
+    def wide_digests(self) -> bool:
+        """Whether the checksums of raw blocks have 128 bits, so that later saves may build on this one."""
+        return self.base is not None if self.incremental is None else self.incremental
+
+    def base_path(self) -> PathLike | None:
+        """Return the path of the base, now that the writing begins."""
+        path: PathLike | None = self.base() if callable(self.base) else self.base
+        return path
 
 
 class NativeWrite(StagedWrite):
     """The writing of a native checkpoint; see `tensorkeep.formats.base.StagedWrite`."""
 
-    def __init__(
-        self, flat: Flat[Source], destination: Path, settings: WriteSettings, replaceable: Callable[[Path], bool]
-    ) -> None:
-        options = settings.options_as(NativeOptions)
+    def __init__(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> None:
         self._flat = flat
         self._destination = destination
         self._settings = settings
-        self._replaceable = replaceable
+        self._options = options = settings.options_as(NativeOptions)
         self._plans = plan_files(flat, options.shard_bytes)
-        self._history = History.of(options, settings)
-        self._codec = chosen_codec(settings.compression)
+        self._codec = find_codec(settings.compression)
         self._cancellation = Cancellation()
         self._staging: Staging | None = None
+        if options.delta and settings.compression != "lossless":
+            raise UsageError(
+                "delta=True stores compressed differences, and this save is not compressed",
+                remedy='give compression="lossless", or leave delta out',
+            )
+
+    @functools.cached_property
+    def _tasks(self) -> list[list[Block]]:
+        return [task for plan in self._plans for task in tasks_of(plan)]
 
     def staging_bytes(self) -> int:
-        return memory_for(self._groups)
+        return memory_for(self._tasks)
 
     def prepare(self, pool: BufferPool) -> None:
-        self._staging = Staging(self._groups, pool, self._cancellation)
+        self._staging = Staging(self._tasks, pool, self._cancellation)
 
     def stage(self, threads: int) -> None:
         if self._staging is None:
@@ -73,140 +139,155 @@ class NativeWrite(StagedWrite):
             self._cancellation.cancel()
             raise
         finally:
-            if self._staging is not None:
-                self._staging.close()
+            self.abandon()
 
     def _run(self) -> WriteResult:
-        settings = self._settings
-        if self._history.delta:
-            # Else the first save would work, which has nothing to be different from, and the second would not.
-            settings.pool.threads(1, self._bytes_each())
+        settings, options = self._settings, self._options
+        if options.delta:
+            # Otherwise a too small budget would be found by the second save only: the first has no base.
+            buffers = buffers_per_thread(staged=self._staging is not None, delta=True)
+            settings.pool.threads(1, thread_bytes(BLOCK_BYTES, buffers=buffers))
         with (
             Commit(
-                self._destination, directory=True, overwrite=settings.overwrite, replaceable=self._replaceable
+                self._destination, directory=True, overwrite=settings.overwrite, replaceable=is_replaceable
             ) as commit,
-            self._history.opened(commit.path, len(self._plans)) as previous,
-        ):
-            streams = write_streams(
+            open_base(
+                options.base_path(),
                 commit.path,
-                self._plans,
-                settings,
-                coded=settings.compression != "none",
-                codec=self._codec,
-                cancellation=self._cancellation,
-                staging=self._staging,
-                wide=self._history.incremental,
-                previous=previous,
-            )
-            files = [finished.record for finished in streams]
-            if previous is None:
-                files += list(_write_indexes(commit.path, streams))
-            linked, numbers = previous.finish(len(files)) if previous else ([], {})
-            manifest = Assembly(self._flat, streams, files + linked, numbers).manifest(settings, self._history)
-            # What no reader would take must not be reported as saved.
-            manifests.check(manifest, self._destination / manifests.FILE_NAME)
-            content = sealed.seal(manifest)
+                len(self._plans),
+                OpenSettings(pool=settings.pool),
+                delta=options.delta,
+                optional=callable(options.base),
+            ) as base,
+        ):
+            files = self._write_files(commit.path, base.checkpoint)
+            records = [_file_record(file) for file in files]
+            if base.checkpoint is None:
+                records += _write_indexes(commit.path, files)
+            linked, numbers = base.checkpoint.finish(len(records)) if base.checkpoint else ([], {})
+            content = sealed.seal(self._manifest(files, records + linked, numbers))
+            # A checkpoint that no reader would accept must not be reported as saved.
+            manifests.parse(content, self._destination / manifests.FILE_NAME)
             write_small(commit.path / manifests.FILE_NAME, content)
             self._cancellation.check()
             commit.publish()
-        new_bytes = sum(file.bytes for file in files) + len(content)
+        new_bytes = sum(record.bytes for record in records) + len(content)
         return WriteResult(
-            stored_bytes=new_bytes + sum(file.bytes for file in linked),
-            peak_buffer_bytes=settings.pool.peak_bytes,
-            direct_io=bool(streams) and all(finished.stream.direct for finished in streams),
+            stored_bytes=new_bytes + sum(record.bytes for record in linked),
             new_bytes=new_bytes,
-            base=self._history.base_used,
-            base_refused=self._history.refused,
+            peak_buffer_bytes=settings.pool.peak_bytes,
+            direct_io=bool(files) and all(file.direct for file in files),
+            base=base.path,
+            base_refused=base.refused,
         )
 
-    def _bytes_each(self) -> int:
-        buffers = buffers_each(staged=self._staging is not None, delta=self._history.delta)
-        return thread_bytes(BLOCK_BYTES, buffers=buffers)
+    def _write_files(self, directory: Path, previous: PreviousCheckpoint | None) -> list[DataFile]:
+        settings, options = self._settings, self._options
+        coded = settings.compression != "none"
+        context = WriteContext(
+            settings.pool,
+            Meter(sum(plan.raw_bytes for plan in self._plans), settings.progress),
+            self._cancellation,
+            direct=options.direct_io,
+            wide=options.wide_digests,
+            codec=self._codec if coded else raw.CODEC,
+        )
+        files: list[DataFile]
+        if previous is not None:
+            files = [ChangesFile(directory, plan, context, previous, delta=options.delta) for plan in self._plans]
+        else:
+            kind = CodedDataFile if coded else RawDataFile
+            files = [kind(directory, plan, context) for plan in self._plans]
+        take = self._staging.take if self._staging is not None else None
+        write_files(files, context, settings.threads, take=take, delta=previous is not None and options.delta)
+        return files
 
-    @functools.cached_property
-    def _groups(self) -> list[list[Block]]:
-        return [group for plan in self._plans for group in tasks_of(plan, BLOCK_BYTES)]
+    def _manifest(self, files: Sequence[DataFile], records: list[FileRecord], numbers: dict[int, int]) -> Manifest:
+        """Return the manifest.
 
-
-def chosen_codec(compression: str) -> Codec | None:
-    """Return the codec that was asked for by name, or None when each block chooses its own (or none is used)."""
-    if compression in ("none", "lossless"):
-        return None
-    if compression not in CODECS.names():
-        known = ", ".join(["none", "lossless", "auto", *CODECS.names()])
-        raise UsageError(f"there is no compression {compression!r}", remedy=f"choose one of: {known}")
-    return CODECS.get(compression)
-
-
-def write_streams(
-    directory: Path,
-    plans: list[FilePlan],
-    settings: WriteSettings,
-    *,
-    coded: bool,
-    codec: Codec | None = None,
-    cancellation: Cancellation | None = None,
-    staging: Staging | None = None,
-    wide: bool = False,
-    previous: Previous | None = None,
-) -> list[FinishedStream]:
-    """Write the data files of a checkpoint into a directory, each durable on return.
-
-    With a staging, what is written is what was copied there; with an earlier checkpoint, only what has changed since.
-    """
-    cancellation = cancellation or Cancellation()
-    how = How(
-        settings.pool,
-        parallel.Meter(sum(plan.raw_bytes for plan in plans), settings.progress),
-        cancellation,
-        direct=settings.options_as(BlockFileOptions).direct_io,
-        wide=wide,
-        codec=codec if coded else raw.CODEC,
-    )
-    files: list[DataFile] = []
-    try:
-        tasks: list[Callable[[], None]] = []
-        for plan in plans:
-            file = DataFile(directory, plan, how, coded=coded, previous=previous)
-            files.append(file)
-            for number in range(file.count):
-                take = functools.partial(staging.take, len(tasks)) if staging else None
-                tasks.append(functools.partial(file.task, number, take))
-        buffers = buffers_each(staged=staging is not None, delta=previous is not None and previous.delta)
-        threads = settings.pool.threads(settings.threads, thread_bytes(BLOCK_BYTES, buffers=buffers))
-        parallel.run(tasks, threads, cancellation)
-        cancellation.check()
-        return [file.result() for file in files]
-    finally:
-        for file in files:
-            file.abort()
+        Parameters
+        ----------
+        files : sequence of DataFile
+            Those of this save, finished.
+        records : list of FileRecord
+            Of these files, the indexes and the linked files.
+        numbers : dict of int to int
+            The numbers of the linked files by those in the earlier manifest.
+        """
+        flat, settings = self._flat, self._settings
+        by_name = {
+            leaf.source.name: _leaf_record(leaf, number, file, numbers)
+            for number, file in enumerate(files)
+            for leaf in file.plan.leaves
+        }
+        leaves = [by_name[name] for name in flat.leaves]
+        features = [WIDE_DIGESTS] if self._options.wide_digests else []
+        if any(leaf.places for leaf in leaves):
+            features.append(PLACES)
+        return Manifest(
+            format="tensorkeep",
+            version=VERSION,
+            writer=f"tensorkeep {__version__}",
+            features=features,
+            block_bytes=BLOCK_BYTES,
+            compression=settings.compression,
+            files=records,
+            leaves=leaves,
+            aliases={name: AliasRecord.of_alias(alias, *flat.parts[name]) for name, alias in flat.aliases.items()},
+            skeleton=flat.skeleton,
+            metadata=settings.metadata,
+            step=settings.step,
+        )
 
 
-def buffers_each(*, staged: bool, delta: bool) -> int:
-    """Return how many buffers of a block's size one writing thread may hold at once.
-
-    Coded bytes; raw bytes where they have to be gathered, and what a source that is stored itself reads into; for
-    differences, the earlier block, what it was decoded from, and one difference on the way.
-    """
-    return (1 if staged else 3) + (3 if delta else 0)
+def _file_record(file: DataFile) -> FileRecord:
+    return FileRecord(file.name, file.size, file.header_size, file.header_digest)
 
 
-def _write_indexes(directory: Path, streams: list[FinishedStream]) -> Iterator[FileRecord]:
+def _leaf_record(leaf: PlacedLeaf, number: int, file: DataFile, numbers: dict[int, int]) -> LeafRecord:
+    keys = [block.key for block in blocks_of(leaf)]
+    offset = file.offsets.get(leaf.key, 0)
+    places: list[PlaceRecord] = []
+    if isinstance(file, ChangesFile):
+        blocks, places = _changed_blocks(keys, offset, number, file, numbers)
+    else:
+        blocks = [file.records[key] for key in keys]
+    dtype, shape = leaf.source.dtype.name, leaf.source.shape
+    return LeafRecord(leaf.source.name, leaf.part, leaf.key, dtype, shape, number, offset, blocks, places)
+
+
+def _changed_blocks(
+    keys: list[tuple[str, int]], offset: int, number: int, file: ChangesFile, numbers: dict[int, int]
+) -> tuple[list[BlockRecord], list[PlaceRecord]]:
+    """Return the blocks of a leaf and their places, which are empty if the blocks simply follow one another."""
+
+    def renumber(bases: list[BaseRecord]) -> list[BaseRecord]:
+        return [BaseRecord(b.codec, b.length, b.raw, b.stored, numbers[b.file], b.offset) for b in bases]
+
+    blocks: list[BlockRecord] = []
+    places: list[PlaceRecord] = []
+    for key in keys:
+        if key in file.found:
+            block, place = file.found[key]
+            places.append(PlaceRecord(numbers[place.file], place.offset, renumber(place.bases), place.age))
+        else:
+            block, base = file.records[key], file.bases.get(key)
+            places.append(PlaceRecord(number, offset, renumber(base.records) if base else [], base.age if base else 0))
+            offset += block.length
+        blocks.append(block)
+    if all(place.file == number and not place.bases for place in places):
+        places = []
+    return blocks, places
+
+
+def _write_indexes(directory: Path, files: Sequence[DataFile]) -> Iterator[FileRecord]:
     """Write the index that Hugging Face tools read, for each part that has several files."""
-    parts: dict[str, list[FinishedStream]] = {}
-    for finished in streams:
-        parts.setdefault(finished.stream.plan.part, []).append(finished)
-    for files in parts.values():
-        if len(files) > 1:
-            name = files[0].record.name.rsplit("-00001-of-", 1)[0] + ".safetensors.index.json"
-            content = index_content(files)
+    parts: dict[str, list[DataFile]] = {}
+    for file in files:
+        parts.setdefault(file.plan.part, []).append(file)
+    for shards in parts.values():
+        if len(shards) > 1:
+            name = shards[0].name.rsplit("-00001-of-", 1)[0] + INDEX_SUFFIX
+            content = index_content(shards)
             write_small(directory / name, content)
             yield FileRecord(name, len(content), len(content), sealed.digest(content))
-
-
-def index_content(files: list[FinishedStream]) -> bytes:
-    """Return the bytes of a ``*.safetensors.index.json``."""
-    weight_map = {key: file.record.name for file in files for key in file.offsets}
-    total = sum(file.record.bytes - file.record.head_bytes for file in files)
-    content: bytes = msgspec.json.encode({"metadata": {"total_size": total}, "weight_map": weight_map})
-    return content

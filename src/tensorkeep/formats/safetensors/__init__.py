@@ -1,9 +1,9 @@
 """Safetensors files: one file, or a directory of shards with the index that Hugging Face tools read.
 
-Read in parallel by our own reader; symbolic links are followed, because the Hugging Face cache consists of them. A flat
-dict of tensors is written as any safetensors file; of every other state the structure stands in the entry
-``tensorkeep`` of the file's ``__metadata__`` (see ``native/coded_tensors.py``), so that other tools see all
-tensors by their dotted names and `tensorkeep.load` gives the nested state.
+They are read in parallel by our own reader. Symbolic links are followed, because the Hugging Face cache consists of
+them. A flat dict of tensors is written as any safetensors file. The structure of every other state is stored in the
+entry ``tensorkeep`` of the file's ``__metadata__`` (see ``blockfile/notes.py``), so that other tools see all tensors by
+their dotted names and `tensorkeep.load` returns the nested state.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tensorkeep.state.tree import Flat
 class SafetensorsFormat(Format):
     """One safetensors file, or a directory of shards with an index; see `tensorkeep.formats.base.Format`.
 
-    A destination that ends in ``.safetensors`` becomes one file, any other a directory of shards of at most
-    ``shard_bytes`` (4 GiB by default). Metadata is strings only.
+    A destination that ends in ``.safetensors`` becomes one file, any other a directory of shards. Metadata maps strings
+    to strings.
     """
 
     name = "safetensors"

@@ -1,4 +1,4 @@
-"""Reading safetensors files and sharded directories, trusting nothing in them."""
+"""Reading safetensors files and sharded directories, without trusting anything in them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError
-from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings, Reader, StoredLeaf
+from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings, Reader
 from tensorkeep.formats.blockfile import header
-from tensorkeep.formats.blockfile.coded import FRAMEWORK_KEY, METADATA_KEY, Notes, parse
 from tensorkeep.formats.blockfile.header import MAX_HEADER_BYTES, SUB_BYTE, Header, TensorRecord
+from tensorkeep.formats.blockfile.notes import FRAMEWORK_KEY, METADATA_KEY, Notes, parse
+from tensorkeep.formats.blockfile.plan import INDEX_SUFFIX, SUFFIX
 from tensorkeep.formats.blockfile.read import BlockReader, StoredTensor, lay_out
-from tensorkeep.formats.native.manifest import FILE_NAME as MANIFEST_NAME
 from tensorkeep.formats.probe import file_mode, first_bytes, names_in
+from tensorkeep.formats.sealed import MANIFEST_NAME
 from tensorkeep.formats.structure import Structure
 from tensorkeep.io.directory import Directory, read_directory
 from tensorkeep.io.files import Bytes
@@ -25,12 +26,9 @@ from tensorkeep.io.source_file import SourceFile
 from tensorkeep.state.dtypes import BY_NAME, BY_SAFETENSORS, DType
 from tensorkeep.state.names import DEFAULT_PART, assign_names
 
-SUFFIX = ".safetensors"
-INDEX_SUFFIX = ".safetensors.index.json"
-
 
 def locate(path: Path) -> Path | None:
-    """Return the file or the index that a path stands for, by names and first bytes; None if it is not safetensors."""
+    """Return the file or the index of a path, from names and first bytes; None if it is not safetensors."""
     mode = file_mode(path)
     if stat.S_ISDIR(mode):
         return _locate_in(path)
@@ -42,7 +40,7 @@ def locate(path: Path) -> Path | None:
 
 
 def begins_like_safetensors(path: Path) -> bool:
-    """Say whether a file begins with the length of a header, and the header."""
+    """Return whether a file begins with the length of a header, and the header."""
     start = first_bytes(path, 9)
     return start is not None and start[8:] == b"{" and int.from_bytes(start[:8], "little") <= MAX_HEADER_BYTES
 
@@ -78,7 +76,7 @@ class SafetensorsReader(Reader):
         for found in reversed(data):
             self.metadata |= found.header.metadata
         self.metadata.pop(METADATA_KEY, None)
-        # Which library wrote the file, by convention; not the user's.
+        # The library that wrote the file, by convention; not the user's metadata.
         framework = self.metadata.pop(FRAMEWORK_KEY, None)
         self.details = {"files": {file.path.name: file.size for file in self._files}, "framework": framework}
 
@@ -87,7 +85,7 @@ class SafetensorsReader(Reader):
         place = locate(self.path)
         if place is None:
             raise NotACheckpointError(
-                "is no safetensors file, nor a directory with one or with an index", path=self.path
+                "is neither a safetensors file, nor a directory with one or with an index", path=self.path
             )
         try:
             index = _read_index(directory, place) if place.name.endswith(INDEX_SUFFIX) else None
@@ -129,7 +127,7 @@ class SafetensorsReader(Reader):
         homes = {key: found for found in data for key in found.header.records}
         structures = [found for found in data if found.notes.structure is not None]
         if len(structures) > 1:
-            raise CorruptCheckpointError("a second file says what the state looks like", path=structures[1].file.path)
+            raise CorruptCheckpointError("a second file has the structure of the state", path=structures[1].file.path)
         structure = structures[0].notes.structure if structures else None
         if structure is None:
             keys = list(index or homes)
@@ -139,18 +137,7 @@ class SafetensorsReader(Reader):
         else:
             names = {key: key for key in homes}
         tensors = {name: _stored(name, key, homes[key]) for name, key in names.items()}
-        leaves = {
-            name: StoredLeaf(
-                self,
-                name,
-                tensor.dtype,
-                tensor.shape,
-                stored_bytes=tensor.stored_bytes,
-                codec=tensor.codec,
-                file=tensor.file.path.name,
-            )
-            for name, tensor in tensors.items()
-        }
+        leaves = {name: tensor.leaf(self) for name, tensor in tensors.items()}
         self._set_state(structure.flat(leaves), structures[0].file.path if structures else place)
         return tensors
 
@@ -167,10 +154,10 @@ class SafetensorsReader(Reader):
 
 
 def _read_index(directory: Directory, path: Path) -> dict[str, str]:
-    """Return which file of the index's directory holds each tensor."""
+    """Return the name of the file of each tensor, all in the index's directory."""
     with directory.open(path.name) as file:
         if file.size > MAX_HEADER_BYTES:
-            raise CorruptCheckpointError(f"an index of {file.size:,} bytes is none", path=path)
+            raise CorruptCheckpointError(f"is too large for an index: {file.size:,} bytes", path=path)
         content = file.read(0, file.size)
     try:
         weight_map = header.decode_object(content).get("weight_map")
@@ -182,7 +169,7 @@ def _read_index(directory: Directory, path: Path) -> dict[str, str]:
         # One plain name beside the index: no separator, no parent, no drive.
         if not isinstance(file_name, str) or not re.fullmatch(r"(?!\.\.?$)[^/\\\0:]{1,255}", file_name):
             raise CorruptCheckpointError(
-                f"the index names the file {file_name!r}, which does not lie beside it", path=path, name=name
+                f"the index names the file {file_name!r}, which is not beside it", path=path, name=name
             )
     return weight_map
 
@@ -192,15 +179,13 @@ def _check_index(index: Mapping[str, str], data: list[_DataFile]) -> None:
         for key in found.header.records:
             listed = index.get(key)
             if listed != found.file.path.name:
-                where = "does not list it" if listed is None else f"says that it lies in {listed}"
-                raise CorruptCheckpointError(
-                    f"holds a tensor of which the index {where}", path=found.file.path, name=key
-                )
+                where = "does not list" if listed is None else f"lists in {listed}"
+                raise CorruptCheckpointError(f"holds a tensor that the index {where}", path=found.file.path, name=key)
     homes = {found.file.path.name: found for found in data}
     for key, file in index.items():
         if key not in homes[file].header.records:
             raise CorruptCheckpointError(
-                "the index says that it lies in this file, but it does not", path=homes[file].file.path, name=key
+                "the index lists it in this file, but it is not there", path=homes[file].file.path, name=key
             )
 
 
@@ -221,7 +206,7 @@ def _stored(name: str, key: str, home: _DataFile) -> StoredTensor:
 
 
 def _true_type(record: TensorRecord) -> tuple[DType, tuple[int, ...]]:
-    """Return dtype and shape; elements of less than a byte come as torch has them, or else as plain bytes."""
+    """Return dtype and shape; elements smaller than a byte become torch's packed dtype, or else plain bytes."""
     if record.tag not in SUB_BYTE:
         return BY_SAFETENSORS[record.tag], record.shape
     if record.tag == "F4" and record.shape and record.shape[-1] % 2 == 0:

@@ -1,4 +1,4 @@
-"""Writing safetensors files: one, or a directory of shards with an index."""
+"""Writing safetensors: one file, or a directory of shards with an index."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
+from tensorkeep.codecs import raw
 from tensorkeep.errors import UnsupportedError, UsageError
 from tensorkeep.formats.base import WriteResult, WriteSettings
-from tensorkeep.formats.blockfile.coded import FRAMEWORK_KEY, METADATA_KEY
-from tensorkeep.formats.blockfile.plan import BlockFileOptions, FilePlan, plan_files
-from tensorkeep.formats.native.assembly import FinishedStream
-from tensorkeep.formats.native.writer import chosen_codec, write_streams
-from tensorkeep.formats.safetensors.reader import INDEX_SUFFIX, SUFFIX, begins_like_safetensors, locate
+from tensorkeep.formats.blockfile.coded_file import CodedDataFile
+from tensorkeep.formats.blockfile.data_file import DataFile, WriteContext, find_codec, index_content, write_files
+from tensorkeep.formats.blockfile.notes import FRAMEWORK_KEY, METADATA_KEY
+from tensorkeep.formats.blockfile.plan import INDEX_SUFFIX, SUFFIX, BlockFileOptions, FilePlan, plan_files
+from tensorkeep.formats.blockfile.raw_file import RawDataFile
+from tensorkeep.formats.safetensors.reader import begins_like_safetensors, locate
 from tensorkeep.formats.structure import Structure
 from tensorkeep.io.commit import Commit
 from tensorkeep.io.files import write_small
+from tensorkeep.io.parallel import Cancellation, Meter
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.names import DEFAULT_PART
 from tensorkeep.state.tree import Flat
@@ -26,18 +27,19 @@ from tensorkeep.state.tree import Flat
 def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> WriteResult:
     """Write a state as safetensors; see `tensorkeep.formats.base.Format.write`."""
     single = destination.suffix == SUFFIX
-    shard_bytes = settings.options_as(BlockFileOptions).shard_bytes
-    if single and shard_bytes is not None:
+    options = settings.options_as(BlockFileOptions)
+    if single and options.shard_bytes is not None:
         raise UsageError(
             "shard_bytes needs a directory, and this names one file", path=destination, remedy=f"leave {SUFFIX} out"
         )
-    codec = chosen_codec(settings.compression)
+    coded = settings.compression != "none"
+    codec = find_codec(settings.compression) if coded else raw.CODEC
     metadata = _checked_metadata(settings.metadata, destination)
     if single:
         size = sum(leaf.nbytes for leaf in flat.leaves.values()) + 1
         plans = [replace(plan, name=destination.name) for plan in _plans(flat, size, metadata)]
     else:
-        plans = _plans(flat, shard_bytes, metadata)
+        plans = _plans(flat, options.shard_bytes, metadata)
     with Commit(
         destination,
         directory=not single,
@@ -45,17 +47,27 @@ def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Wri
         replaceable=_is_replaceable_file if single else _is_replaceable_directory,
     ) as commit:
         directory = commit.path.parent if single else commit.path
-        streams = write_streams(directory, plans, settings, coded=settings.compression != "none", codec=codec)
-        index = _index(flat, streams) if len(streams) > 1 else b""
+        context = WriteContext(
+            settings.pool,
+            Meter(sum(plan.raw_bytes for plan in plans), settings.progress),
+            Cancellation(),
+            direct=options.direct_io,
+            codec=codec,
+        )
+        kind = CodedDataFile if coded else RawDataFile
+        files: list[DataFile] = [kind(directory, plan, context) for plan in plans]
+        write_files(files, context, settings.threads)
+        # Tensors in the order of the state.
+        index = index_content(files, _flat_order(flat) or flat.leaves) if len(files) > 1 else b""
         if index:
             write_small(directory / f"{DEFAULT_PART}{INDEX_SUFFIX}", index)
         commit.publish()
-    stored_bytes = sum(finished.record.bytes for finished in streams) + len(index)
+    stored_bytes = sum(file.size for file in files) + len(index)
     return WriteResult(
         stored_bytes=stored_bytes,
         new_bytes=stored_bytes,
         peak_buffer_bytes=settings.pool.peak_bytes,
-        direct_io=all(finished.stream.direct for finished in streams),
+        direct_io=all(file.direct for file in files),
     )
 
 
@@ -64,7 +76,7 @@ def _is_replaceable_file(path: Path) -> bool:
 
 
 def _is_replaceable_directory(path: Path) -> bool:
-    # A model's directory often holds its tokenizer and configuration, too, which nobody asked to remove.
+    # A model's directory often holds its tokenizer and configuration as well, which must not be removed.
     return (
         locate(path) is not None
         and path.is_dir()
@@ -86,7 +98,7 @@ def _checked_metadata(metadata: dict[str, Any], destination: Path) -> dict[str, 
 
 
 def _plans(flat: Flat[Source], shard_bytes: int | str | None, metadata: dict[str, str]) -> list[FilePlan]:
-    """Return the files: all tensors by their full names, and in the first one what makes a state of them."""
+    """Return the files: all tensors by their full names, and in the first file the structure of the state."""
     if "__metadata__" in flat.leaves:
         raise UnsupportedError("safetensors reserves this name", name="__metadata__", remedy="rename the tensor")
     whole = Flat(flat.skeleton, flat.leaves, {}, {name: (DEFAULT_PART, name) for name in flat.leaves})
@@ -103,18 +115,9 @@ def _plans(flat: Flat[Source], shard_bytes: int | str | None, metadata: dict[str
 
 
 def _flat_order(flat: Flat[Source]) -> list[str] | None:
-    """Return the keys of a plain dict of plain tensors, which any safetensors file can say; None for other states."""
+    """Return the keys of a plain dict of plain tensors, which needs no structure; None for other states."""
     skeleton: Any = flat.skeleton
     entries = skeleton.get("dict") if isinstance(skeleton, dict) else None
     if entries is None or flat.aliases or any(node != {"tensor": name} for name, node in entries.items()):
         return None
     return list(entries)
-
-
-def _index(flat: Flat[Source], streams: list[FinishedStream]) -> bytes:
-    """Return the bytes of the index, tensors in the order of the state."""
-    homes = {key: finished.record.name for finished in streams for key in finished.offsets}
-    total = sum(finished.record.bytes - finished.record.head_bytes for finished in streams)
-    weight_map = {name: homes[name] for name in _flat_order(flat) or flat.leaves}
-    content: bytes = msgspec.json.encode({"metadata": {"total_size": total}, "weight_map": weight_map})
-    return content

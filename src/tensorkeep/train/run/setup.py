@@ -18,7 +18,7 @@ import torch
 from tensorkeep.checkpoint.manager.manager import CheckpointManager
 from tensorkeep.checkpoint.manager.retention import KeepBest
 from tensorkeep.errors import OutOfMemoryError, RanksDisagreeError, UsageError
-from tensorkeep.formats.native.writer import chosen_codec
+from tensorkeep.formats.blockfile.data_file import find_codec
 from tensorkeep.train.config.config import TECHNIQUES, Config, differences
 from tensorkeep.train.config.sections import CheckpointConfig
 from tensorkeep.train.data.batches import Batches
@@ -204,7 +204,7 @@ def _manager(folder: RunFolder, config: CheckpointConfig) -> CheckpointManager:
             settings=config.settings,
         )
         if config.compression not in (None, "auto"):
-            chosen_codec(config.compression)
+            find_codec(config.compression)
     except UsageError as error:
         raise UsageError(
             f"checkpoints cannot be saved with these settings: {error.message}", path=error.path, remedy=error.remedy

@@ -40,10 +40,10 @@ class TensorkeepTool(Tool, frozen=True, tag="tensorkeep"):
         return True
 
     def check(self) -> None:
-        from tensorkeep.formats.native.writer import chosen_codec
+        from tensorkeep.formats.blockfile.data_file import find_codec
 
         if self.compression != "auto":
-            chosen_codec(self.compression)
+            find_codec(self.compression)
 
     def save(self, state: Any, path: Path) -> None:
         threads = default_threads() if self.threads is None else self.threads

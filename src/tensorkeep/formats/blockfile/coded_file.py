@@ -1,0 +1,127 @@
+"""Data files of coded tensors: the size of a block is known only after coding.
+
+Each task takes its offset when the task before it has taken its own. Space for the header is reserved at the front, and
+the header is written last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tensorkeep.codecs import probe
+from tensorkeep.codecs.base import Codec
+from tensorkeep.formats.blockfile.data_file import DataFile, WriteContext
+from tensorkeep.formats.blockfile.gather import bytes_of, raw_bytes, slices_of
+from tensorkeep.formats.blockfile.notes import Description, describe_longest
+from tensorkeep.formats.blockfile.plan import Block, BlockRecord, FilePlan
+from tensorkeep.formats.sealed import digest
+from tensorkeep.io.buffers import ALIGNMENT, Buffer, round_up
+from tensorkeep.io.files import Bytes
+from tensorkeep.io.parallel import Order
+
+
+class CodedDataFile(DataFile):
+    """A data file whose tensors are coded block by block.
+
+    A task's bytes are padded to whole pages at the end of its last block, so that they are written from where they
+    were coded.
+    """
+
+    def __init__(self, directory: Path, plan: FilePlan, context: WriteContext, *, prefix: str = "") -> None:
+        super().__init__(directory, plan, context, prefix=prefix)
+        self._order = Order(context.cancellation)
+        self._end = self.header_size
+
+    def _longest_description(self) -> Description:
+        return describe_longest(self.plan)
+
+    def _write(self, number: int, staged: Buffer | None) -> None:
+        blocks = self.tasks[number]
+        is_last = number == len(self.tasks) - 1
+        gathered = [block.nbytes for block in blocks if not staged and block.leaf.source.host_bytes() is None]
+        # A stored block is never longer than the raw one, but codecs may need more space while they work.
+        coded_bytes = round_up(bytes_of(blocks) + max(_slack(block.nbytes, self._context.codec) for block in blocks))
+        sizes = coded_bytes, round_up(max(gathered, default=0)), self._scratch_bytes(blocks)
+        with staged or nullcontext(), self._context.pool.acquire(sum(sizes)) as buffer:
+            out, gather, scratch = np.split(buffer[: sum(sizes)], np.cumsum(sizes[:-1]))
+            raw = (
+                (staged.array[place] for _, place in slices_of(blocks))
+                if staged
+                else (raw_bytes(block, gather) for block in blocks)
+            )
+            used = self._code(blocks, raw, out, scratch, last=is_last)
+            with self._order.turn(number):
+                offset = self._end
+                self._end += used
+            self._file.write(offset, buffer[: round_up(used)])
+            if is_last:
+                self.size = self._end
+        self._context.meter.add(bytes_of(blocks))
+
+    def _scratch_bytes(self, blocks: list[Block]) -> int:
+        """Return the memory that `_store` needs for any of these blocks, besides its output."""
+        return 0
+
+    def _code(self, blocks: list[Block], raw_of: Iterable[Bytes], out: Bytes, scratch: Bytes, *, last: bool) -> int:
+        """Code a task's blocks to the front of ``out``; return the bytes used: whole pages, except in the last task."""
+        coded: list[_CodedBlock] = []
+        used = 0
+        for block, raw in zip(blocks, raw_of, strict=True):
+            stored = self._store(block, raw, out[used:], scratch)
+            if stored is not None:
+                raw_digest, codec, length = stored
+                coded.append(_CodedBlock(block, raw_digest, codec, used, used + length))
+                used += length
+        end = used if last else round_up(used)
+        out[used : round_up(used)] = 0
+        for position, found in enumerate(coded):
+            stop = end if position == len(coded) - 1 else found.stop
+            self.records[found.block.key] = BlockRecord(
+                found.codec, stop - found.start, found.raw_digest, digest(out[found.start : stop])
+            )
+        return end
+
+    def _store(self, block: Block, raw: Bytes, out: Bytes, scratch: Bytes) -> tuple[str, str, int] | None:
+        """Code one block to the front of ``out``; return the digest of its raw bytes, the codec and the stored length.
+
+        None for a block that is not stored in this file.
+        """
+        codec, length = encode(raw, block, self._context.codec, out)
+        return digest(raw, wide=self._context.wide), codec, length
+
+
+@dataclass(frozen=True, slots=True)
+class _CodedBlock:
+    """A block that was coded, and its place in the buffer."""
+
+    block: Block
+    raw_digest: str
+    codec: str
+    start: int
+    stop: int
+
+
+def _slack(nbytes: int, codec: Codec | None) -> int:
+    return (probe.bound(nbytes) if codec is None else codec.bound(nbytes)) - nbytes + ALIGNMENT
+
+
+def encode(raw: Bytes, block: Block, codec: Codec | None, out: Bytes) -> tuple[str, int]:
+    """Code a block with a codec, or with the one that the probe chooses; store it raw if that is not longer.
+
+    Returns
+    -------
+    tuple of str and int
+        The codec's name, and the bytes used at the front of ``out``.
+    """
+    if codec is None:
+        return probe.encode(raw, block.leaf.source.dtype, out)
+    length = codec.encode(raw, block.leaf.source.dtype, out)
+    if length < len(raw) or codec.name == "raw":
+        return codec.name, length
+    out[: len(raw)] = raw
+    return "raw", len(raw)

@@ -1,0 +1,257 @@
+"""A data file that many threads write at once: from its first task to the header, made durable last.
+
+A task reads its blocks from the state, or from a copy that was staged before, so that the state may change meanwhile.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from tensorkeep.codecs.base import CODECS, Codec
+from tensorkeep.errors import UsageError
+from tensorkeep.formats.blockfile import header
+from tensorkeep.formats.blockfile.notes import FRAMEWORK_KEY, METADATA_KEY, Description, describe
+from tensorkeep.formats.blockfile.plan import BlockKey, BlockRecord, FilePlan, tasks_of
+from tensorkeep.formats.sealed import digest
+from tensorkeep.formats.write import BLOCK_BYTES, thread_bytes
+from tensorkeep.io import parallel
+from tensorkeep.io.buffers import Buffer, BufferPool, aligned_copy
+from tensorkeep.io.files import DirectFile
+from tensorkeep.io.parallel import Cancellation, Meter
+
+StagedTask = Callable[[], Buffer]
+"""Returns the copy of a task's bytes that was staged, as `tensorkeep.formats.blockfile.gather.stage` lays it out."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteContext:
+    """What the data files of one save share.
+
+    Attributes
+    ----------
+    pool : BufferPool
+    meter : Meter
+    cancellation : Cancellation
+    direct : bool
+        Whether to bypass the page cache where the file system allows it.
+    wide : bool
+        Whether the checksums of raw bytes have 128 bits.
+    codec : Codec or None
+        The codec of every block; None lets a probe choose one for each.
+    """
+
+    pool: BufferPool
+    meter: Meter
+    cancellation: Cancellation
+    direct: bool = True
+    wide: bool = False
+    codec: Codec | None = None
+
+
+class DataFile(ABC):
+    """One data file that is being written.
+
+    It is open only from its first task to its last: a state may have a thousand parts.
+
+    Parameters
+    ----------
+    directory : Path
+    plan : FilePlan
+    context : WriteContext
+    prefix : str
+        Precedes the plan's file name.
+
+    Attributes
+    ----------
+    name : str
+    tasks : list of list of Block
+        The blocks of each task.
+    records : dict of (str, int) to BlockRecord
+        The blocks written so far.
+    header_size : int
+        Bytes of the header, a multiple of 4096.
+    header_digest : str
+        The header's xxh3-64, once the file is finished.
+    size : int
+        Bytes of the file, once it is finished.
+    offsets : dict of str to int
+        The first byte of each tensor, by key, once the file is finished.
+    direct : bool
+        Whether the page cache was bypassed, once the file is finished.
+    """
+
+    def __init__(self, directory: Path, plan: FilePlan, context: WriteContext, *, prefix: str = "") -> None:
+        self.plan = plan
+        self.name = prefix + plan.name
+        self.tasks = tasks_of(plan)
+        self.records: dict[BlockKey, BlockRecord] = {}
+        self.header_size = len(self._header(self._longest_description(), None))
+        self.header_digest = ""
+        self.size = self.header_size + plan.raw_bytes
+        self.offsets: dict[str, int] = {}
+        self.direct = True
+        self._path = directory / self.name
+        self._context = context
+        self._tasks_left = len(self.tasks)
+        self._lock = threading.Lock()
+        self._open_file: DirectFile | None = None
+        self._finished = False
+
+    @abstractmethod
+    def _longest_description(self) -> Description:
+        """Return a description of which no form of this file has a longer header."""
+
+    @abstractmethod
+    def _write(self, number: int, staged: Buffer | None) -> None:
+        """Write a task's blocks, from the staged copy if there is one, and record them."""
+
+    def _description(self) -> Description:
+        return describe(self.plan, self.records)
+
+    def _create(self) -> DirectFile:
+        return DirectFile(self._path, direct=self._context.direct)
+
+    def write_task(self, number: int, take: StagedTask | None = None) -> None:
+        """Write the blocks of a task; tasks start in order and each runs once. The last one makes the file durable.
+
+        Parameters
+        ----------
+        number : int
+        take : callable, optional
+            Returns the copy that was staged of the task's bytes, to be written instead of the state's; it is released
+            here.
+        """
+        staged = take() if take else None
+        try:
+            self._write(number, staged)
+        finally:
+            if staged:
+                staged.release()
+        with self._lock:
+            self._tasks_left -= 1
+            last = self._tasks_left == 0
+        if last:
+            self.finish()
+
+    def finish(self) -> None:
+        """Write the header, cut the file to size and make it durable; a second call does nothing."""
+        if self._finished:
+            return
+        description = self._description()
+        content = self._header(description, self.header_size)
+        self._file.write(0, aligned_copy(content))
+        self.direct = self._file.direct
+        self._file.finish(self.size)
+        self.header_digest = digest(content)
+        self.offsets = {record.name: self.header_size + record.start for record in description[0]}
+        self._finished = True
+
+    def close(self) -> None:
+        """Close the file, finished or not."""
+        if self._open_file is not None:
+            self._open_file.close()
+
+    @property
+    def _file(self) -> DirectFile:
+        with self._lock:
+            if self._open_file is None:
+                self._open_file = self._create()
+            return self._open_file
+
+    def _header(self, description: Description, size: int | None) -> bytes:
+        records, notes = description
+        metadata = {FRAMEWORK_KEY: "pt", **self.plan.metadata}
+        if notes is not None:
+            metadata[METADATA_KEY] = msgspec.json.encode(notes).decode()
+        if self.plan.header_order:
+            by_name = {record.name: record for record in records}
+            records = [by_name[name] for name in self.plan.header_order]
+        return header.build(records, metadata, size=size)
+
+
+def write_files(
+    files: Sequence[DataFile],
+    context: WriteContext,
+    threads: int,
+    *,
+    take: Callable[[int], Buffer] | None = None,
+    delta: bool = False,
+) -> None:
+    """Write data files from many threads; each is durable on return.
+
+    Parameters
+    ----------
+    files : sequence of DataFile
+    context : WriteContext
+        Of all these files.
+    threads : int
+        Fewer are used if the pool's budget is too small for all of them.
+    take : callable, optional
+        Returns the staged copy of a task, by its number among the tasks of all files.
+    delta : bool
+        Whether blocks may be stored as differences, which takes more memory.
+    """
+    try:
+        tasks: list[Callable[[], None]] = []
+        for file in files:
+            for number in range(len(file.tasks)):
+                staged = functools.partial(take, len(tasks)) if take else None
+                tasks.append(functools.partial(file.write_task, number, staged))
+        each = thread_bytes(BLOCK_BYTES, buffers=buffers_per_thread(staged=take is not None, delta=delta))
+        parallel.run(tasks, context.pool.threads(threads, each), context.cancellation)
+        context.cancellation.check()
+        for file in files:
+            file.finish()  # a file without a byte of data has no task
+    finally:
+        for file in files:
+            file.close()
+
+
+def buffers_per_thread(*, staged: bool, delta: bool) -> int:
+    """Return how many block-sized buffers one writing thread may use at once.
+
+    One for coded bytes; unless they were staged, one for raw bytes that have to be gathered and one that a source in
+    another checkpoint reads into; for differences, one each for the earlier block, its stored bytes and the difference.
+    """
+    return (1 if staged else 3) + (3 if delta else 0)
+
+
+def find_codec(compression: str) -> Codec | None:
+    """Return the codec that a save names, or None for ``"none"`` and ``"lossless"``.
+
+    Raises
+    ------
+    UsageError
+        If there is no such compression.
+    """
+    if compression in ("none", "lossless"):
+        return None
+    if compression not in CODECS.names():
+        known = ", ".join(["none", "lossless", "auto", *CODECS.names()])
+        raise UsageError(f"there is no compression {compression!r}", remedy=f"choose one of: {known}")
+    return CODECS.get(compression)
+
+
+def index_content(files: Iterable[DataFile], order: Iterable[str] | None = None) -> bytes:
+    """Return the bytes of the index that Hugging Face tools read for a set of files.
+
+    Parameters
+    ----------
+    files : iterable of DataFile
+        Finished.
+    order : iterable of str, optional
+        The keys in the order in which the index lists them; the order of the files by default.
+    """
+    homes = {key: file.name for file in files for key in file.offsets}
+    total = sum(file.size - file.header_size for file in files)
+    content: bytes = msgspec.json.encode(
+        {"metadata": {"total_size": total}, "weight_map": {key: homes[key] for key in order or homes}}
+    )
+    return content

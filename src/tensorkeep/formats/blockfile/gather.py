@@ -1,0 +1,67 @@
+"""Copying and hashing the raw bytes of a task's blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from tensorkeep.formats.blockfile.plan import Block
+from tensorkeep.formats.sealed import Hasher
+from tensorkeep.io.buffers import ALIGNMENT, round_up
+from tensorkeep.io.files import Bytes
+from tensorkeep.state.cuda import side_stream
+
+_HASH_BYTES = 1024**2
+"""Bytes that are hashed right after they were copied, while they are still in the core's cache."""
+
+
+def slices_of(blocks: list[Block]) -> Iterator[tuple[Block, slice]]:
+    """Yield each block's place in a buffer that holds a task's bytes with the alignment that they have in the file."""
+    at = (blocks[0].leaf.start + blocks[0].start) % ALIGNMENT
+    for block in blocks:
+        yield block, slice(at, at + block.nbytes)
+        at += block.nbytes
+
+
+def bytes_of(blocks: list[Block]) -> int:
+    """Return the raw bytes of a task's blocks."""
+    return sum(block.nbytes for block in blocks)
+
+
+def staging_bytes(blocks: list[Block]) -> int:
+    """Return the size of a buffer that holds a task's blocks, with the whole pages at either end."""
+    return round_up((blocks[0].leaf.start + blocks[0].start) % ALIGNMENT + bytes_of(blocks))
+
+
+def stage(blocks: list[Block], buffer: Bytes) -> None:
+    """Copy a task's blocks from the state into a buffer of `staging_bytes`."""
+    for block, place in slices_of(blocks):
+        raw = block.leaf.source.host_bytes()
+        if raw is None:
+            with side_stream(block.leaf.source):
+                block.leaf.source.read(block.start, block.stop, buffer[place])
+        else:
+            np.copyto(buffer[place], raw[block.start : block.stop])
+
+
+def copy_and_hash(block: Block, out: Bytes, hasher: Hasher) -> None:
+    """Copy a block's raw bytes to ``out`` and feed them to a hasher."""
+    raw = block.leaf.source.host_bytes()
+    if raw is None:
+        block.leaf.source.read(block.start, block.stop, out)
+        hasher.update(out)
+        return
+    for at in range(0, block.nbytes, _HASH_BYTES):
+        piece = out[at : at + _HASH_BYTES]
+        np.copyto(piece, raw[block.start + at : block.start + at + len(piece)])
+        hasher.update(piece)
+
+
+def raw_bytes(block: Block, buffer: Bytes) -> Bytes:
+    """Return a block's raw bytes without a copy if they are in host memory, else read into ``buffer``."""
+    raw = block.leaf.source.host_bytes()
+    if raw is not None:
+        return raw[block.start : block.stop]
+    block.leaf.source.read(block.start, block.stop, buffer[: block.nbytes])
+    return buffer[: block.nbytes]

@@ -1,0 +1,214 @@
+"""How coded tensors, and dtypes that safetensors lacks, are described in the data file itself.
+
+Such a tensor is a ``U8`` vector in the file. The entry ``tensorkeep`` of the file's ``__metadata__`` is JSON that
+describes the tensor, so that it can be decoded without the manifest::
+
+    {"version": 1, "block_bytes": 16777216,
+     "tensors": {"wte.weight": {"dtype": "bfloat16", "shape": [32000, 3200],
+                                "blocks": [["planes", 11132928], ...]}}}
+
+Each block is a codec's name and its stored length in bytes; the blocks follow one another in the vector.
+
+A file of changes may hold some blocks of a tensor only, or blocks that are differences from blocks in other files. Its
+version is 2, so that a reader of version 1 refuses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from math import prod
+from pathlib import Path
+
+import msgspec
+
+from tensorkeep.codecs.base import CODECS
+from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
+from tensorkeep.formats.blockfile.header import MAX_DIMENSIONS, Header, TensorRecord
+from tensorkeep.formats.blockfile.plan import MAX_BLOCK_BYTES, BlockKey, BlockRecord, FilePlan, PlacedLeaf, blocks_of
+from tensorkeep.formats.structure import Structure
+from tensorkeep.formats.write import BLOCK_BYTES
+from tensorkeep.state.dtypes import BY_NAME
+
+METADATA_KEY = "tensorkeep"
+FRAMEWORK_KEY = "format"
+"""The metadata key by which safetensors files name the library of their tensors (``pt``)."""
+VERSION = 1
+CHANGES_VERSION = 2
+"""The version of notes that a reader of version 1 would misread."""
+
+SMALLEST_DIFFERENCE = 1024
+"""Raw bytes below which a block is not stored as a difference: the record of its base would be as large as the gain."""
+
+
+class Note(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The tensor that a ``U8`` vector holds.
+
+    Attributes
+    ----------
+    dtype, shape
+        Of the tensor.
+    blocks : list of (str, int)
+        Codec and stored length of each block in this file.
+    numbers : list of int or None
+        The indices of these blocks in the tensor, if others are in files of earlier saves.
+    differences : list of int
+        Positions in ``blocks`` of those that are differences from blocks in other files.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    blocks: list[tuple[str, int]]
+    numbers: list[int] | None = None
+    differences: list[int] = []
+
+    @property
+    def complete(self) -> bool:
+        """Whether the tensor can be decoded from this file alone."""
+        return self.numbers is None and not self.differences
+
+
+class Notes(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The ``tensorkeep`` entry of a file's metadata.
+
+    ``structure`` is the structure of the state, if there is no manifest that holds it.
+    """
+
+    version: int
+    block_bytes: int
+    tensors: dict[str, Note]
+    structure: Structure | None = None
+
+
+Description = tuple[list[TensorRecord], Notes | None]
+"""The header's records, and the notes if the file needs any."""
+
+
+def describe(
+    plan: FilePlan, blocks: Mapping[BlockKey, BlockRecord], differences: Collection[BlockKey] = ()
+) -> Description:
+    """Return the description of a file.
+
+    Parameters
+    ----------
+    plan : FilePlan
+    blocks : mapping of (str, int) to BlockRecord
+        The blocks in the file. A tensor that has blocks, but none of them here, is left out.
+    differences : collection of (str, int)
+        Those that are differences from blocks in other files.
+    """
+    records: list[TensorRecord] = []
+    tensors: dict[str, Note] = {}
+    start = 0
+    for leaf in plan.leaves:
+        keys = [block.key for block in blocks_of(leaf)]
+        stored = [key for key in keys if key in blocks]
+        if keys and not stored:
+            continue
+        found = [blocks[key] for key in stored]
+        changed = [position for position, key in enumerate(stored) if key in differences]
+        complete = len(stored) == len(keys)
+        stop = start + sum(block.length for block in found)
+        tag = leaf.source.dtype.safetensors
+        if tag is not None and complete and not changed and _is_plain(leaf, found, start):
+            records.append(TensorRecord(leaf.key, tag, leaf.source.shape, start, stop))
+        else:
+            records.append(TensorRecord(leaf.key, "U8", (stop - start,), start, stop))
+            lengths = [(block.codec, block.length) for block in found]
+            numbers = None if complete else [index for _, index in stored]
+            tensors[leaf.key] = Note(leaf.source.dtype.name, leaf.source.shape, lengths, numbers, changed)
+        start = stop
+    return records, _notes(tensors, plan)
+
+
+def describe_raw(plan: FilePlan) -> Description:
+    """Return the description of a file in which all blocks are stored raw."""
+    blocks = (block for leaf in plan.leaves for block in blocks_of(leaf))
+    return describe(plan, {block.key: BlockRecord("raw", block.nbytes) for block in blocks})
+
+
+def describe_longest(plan: FilePlan, *, changes: bool = False, delta: bool = False) -> Description:
+    """Return a description whose header is at least as long as that of any coded form of the file.
+
+    Parameters
+    ----------
+    changes, delta : bool
+        Whether the file may hold some blocks only, and whether some of those may be differences.
+    """
+    codec = max(CODECS.names(), key=len)
+    end = 2 * plan.raw_bytes + BLOCK_BYTES
+    records = [TensorRecord(leaf.key, "U8", (end,), end, end) for leaf in plan.leaves]
+    tensors: dict[str, Note] = {}
+    for leaf in plan.leaves:
+        count = len(list(blocks_of(leaf)))
+        numbers = list(range(count)) if changes and count > 1 else None
+        differences = list(range(count)) if delta and leaf.source.nbytes >= SMALLEST_DIFFERENCE else []
+        blocks = [(codec, 2 * BLOCK_BYTES)] * count
+        tensors[leaf.key] = Note(leaf.source.dtype.name, leaf.source.shape, blocks, numbers, differences)
+    return records, _notes(tensors, plan)
+
+
+def _notes(tensors: dict[str, Note], plan: FilePlan) -> Notes | None:
+    version = VERSION if all(note.complete for note in tensors.values()) else CHANGES_VERSION
+    return Notes(version, BLOCK_BYTES, tensors, plan.structure) if tensors or plan.structure else None
+
+
+def _is_plain(leaf: PlacedLeaf, blocks: Iterable[BlockRecord], start: int) -> bool:
+    """Return whether a tensor is stored as any safetensors reader expects it."""
+    raw = all(block.codec == "raw" for block in blocks)
+    return raw and sum(b.length for b in blocks) == leaf.source.nbytes and start % leaf.source.dtype.itemsize == 0
+
+
+def parse(header: Header, path: Path) -> Notes:
+    """Return the notes of a file, checked against its header; empty notes if it has none.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        If they are malformed or contradict the header.
+    UnsupportedError
+        If a later version wrote them.
+    """
+    text = header.metadata.get(METADATA_KEY)
+    if text is None:
+        return Notes(VERSION, MAX_BLOCK_BYTES, {})
+    try:
+        notes = msgspec.json.decode(text, type=Notes)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"the note on coded tensors is malformed ({error})", path=path) from error
+    if notes.version not in (VERSION, CHANGES_VERSION):
+        raise UnsupportedError(
+            f"has coded tensors of version {notes.version}", path=path, remedy="install a later Tensorkeep"
+        )
+    for name, note in notes.tensors.items():
+        _check(name, note, notes.block_bytes, header, path)
+    return notes
+
+
+def _check(name: str, note: Note, block_bytes: int, header: Header, path: Path) -> None:
+    record = header.records.get(name)
+    if record is None or record.tag != "U8":
+        raise CorruptCheckpointError("is noted as coded, but is not a U8 vector in the file", path=path, name=name)
+    if note.dtype not in BY_NAME:
+        raise UnsupportedError(f"has dtype {note.dtype!r}, which this release does not know", path=path, name=name)
+    if (
+        not 1 <= block_bytes <= MAX_BLOCK_BYTES
+        or block_bytes % 16
+        or len(note.shape) > MAX_DIMENSIONS
+        or any(length < 0 for length in note.shape)
+    ):
+        raise CorruptCheckpointError("its note has impossible sizes", path=path, name=name)
+    if not note.complete:
+        raise UnsupportedError(
+            "has blocks in other files: this file holds the changes of one step",
+            path=path,
+            name=name,
+            remedy="open the step's directory instead: its manifest lists the other files",
+        )
+    nbytes = prod(note.shape) * BY_NAME[note.dtype].itemsize
+    stored = sum(length for _, length in note.blocks)
+    if (
+        len(note.blocks) != -(-nbytes // block_bytes)
+        or stored != record.stop - record.start
+        or any(not 0 < length < block_bytes + 2 * 4096 for _, length in note.blocks)
+    ):
+        raise CorruptCheckpointError("its blocks do not fit its shape", path=path, name=name)

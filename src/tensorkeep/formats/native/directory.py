@@ -1,0 +1,126 @@
+"""The directory of a native checkpoint: recognising it, summing it up, finding foreign files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from tensorkeep.errors import CorruptCheckpointError, DestinationExistsError, UnsupportedError
+from tensorkeep.formats import sealed
+from tensorkeep.formats.blockfile.plan import INDEX_SUFFIX, SUFFIX
+from tensorkeep.formats.native import manifest as manifests
+from tensorkeep.formats.native.reader import missing_file, wrong_size
+from tensorkeep.formats.native.space import occupied_bytes
+from tensorkeep.formats.probe import first_bytes, names_in
+from tensorkeep.formats.write import StepRecord
+from tensorkeep.io.directory import Directory, read_directory
+from tensorkeep.io.files import store_error
+
+_OUR_NAMES = (manifests.FILE_NAME, SUFFIX, INDEX_SUFFIX)
+
+
+def is_native(path: Path) -> bool:
+    """Return whether a path is a native checkpoint, undamaged or not, by the first bytes of its manifest.
+
+    Raises
+    ------
+    StoreError
+        If the operating system refuses access.
+    """
+    start = first_bytes(path / manifests.FILE_NAME, 4096) or b""
+    return start.startswith(sealed.OPENING) or b'"format":"tensorkeep"' in start
+
+
+def foreign_names(path: Path) -> list[str]:
+    """Return what is in the directory of a native checkpoint and does not belong to it.
+
+    Raises
+    ------
+    NotACheckpointError
+        If there is no manifest.
+    StoreError
+        If the operating system refuses access.
+    """
+    try:
+        with Directory(path) as directory:
+            listed = {manifests.FILE_NAME, *(file.name for file in manifests.read(directory).files)}
+    except (CorruptCheckpointError, UnsupportedError):
+        # A damaged manifest lists nothing that can be relied on.
+        return [name for name in names_in(path) if not name.endswith(_OUR_NAMES)]
+    return [name for name in names_in(path) if name not in listed]
+
+
+def is_replaceable(path: Path) -> bool:
+    """Return whether a path is a native checkpoint and nothing else.
+
+    Raises
+    ------
+    DestinationExistsError
+        If it holds files that do not belong to the checkpoint.
+    """
+    if not is_native(path):
+        return False
+    foreign = foreign_names(path)
+    if foreign:
+        raise DestinationExistsError(
+            f"holds {foreign[0]!r}, which does not belong to the checkpoint, so it is not replaced",
+            path=path,
+            remedy="move that elsewhere, or save under another name",
+        )
+    return True
+
+
+class Summary(NamedTuple):
+    """What a checkpoint's manifest and file sizes show.
+
+    Attributes
+    ----------
+    step : StepRecord or None
+        The step of a training run that it is.
+    nbytes : int
+        Bytes of its files.
+    own_bytes : int
+        Bytes of disk of those of its files that nothing else has a link to.
+    """
+
+    step: StepRecord | None
+    nbytes: int
+    own_bytes: int
+
+
+def summarise(path: Path) -> Summary:
+    """Sum up a checkpoint, and check that its files exist and have the sizes that the manifest lists.
+
+    Raises
+    ------
+    NotACheckpointError
+        If there is no manifest.
+    CorruptCheckpointError
+        If the manifest breaks a rule, or a file is missing or of another size.
+    UnsupportedError
+        If a later version wrote it.
+    StoreError
+        If the operating system refuses access.
+    """
+    return read_directory(path, _summarise)
+
+
+def _summarise(directory: Directory) -> Summary:
+    manifest = manifests.read(directory)
+    nbytes = own_bytes = 0
+    sizes: dict[str, int | None] = {manifests.FILE_NAME: None, **{file.name: file.bytes for file in manifest.files}}
+    for name, size in sizes.items():
+        path = directory.path / name
+        try:
+            status = os.stat(f"{directory.fd_path}/{name}", follow_symlinks=False)
+        except FileNotFoundError as error:
+            raise missing_file(path) from error
+        except OSError as error:
+            raise store_error(error, path, "look at the file") from error
+        if size not in (None, status.st_size):
+            raise wrong_size(path, status.st_size, size or 0)
+        nbytes += status.st_size
+        own_bytes += occupied_bytes(status) if status.st_nlink == 1 else 0
+    directory.close()
+    return Summary(manifest.step, nbytes, own_bytes)

@@ -1,0 +1,174 @@
+"""The records of a manifest: the files, tensors and blocks of a native checkpoint.
+
+msgspec decodes them and checks their types and ranges; ``manifest.py`` checks the other rules.
+``docs/reference/native-format.md`` specifies the format.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from math import prod
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from tensorkeep.formats.blockfile.header import MAX_DIMENSIONS
+from tensorkeep.formats.blockfile.plan import MAX_BLOCK_BYTES, BlockRecord
+from tensorkeep.formats.sealed import MANIFEST_NAME
+from tensorkeep.formats.structure import AliasRecord, PartKey
+from tensorkeep.formats.write import StepRecord
+from tensorkeep.state.dtypes import BY_NAME
+
+VERSION = 1
+
+WIDE_DIGESTS = "wide-digests"
+"""Raw blocks have checksums of 128 bits, so that a later save can find out which blocks have changed."""
+
+PLACES = "places"
+"""Blocks may be in files of earlier saves, or be differences from blocks there."""
+
+FEATURES = (WIDE_DIGESTS, PLACES)
+
+MAX_BASES = 8
+"""The most blocks that another is the difference from."""
+
+FILE_NAME_PATTERN = rf"^(?!{MANIFEST_NAME}\Z)[A-Za-z0-9_%-][A-Za-z0-9_%.-]{{0,250}}\Z"
+"""Names of data files: one plain name, without separators, not hidden, not that of the manifest."""
+
+Count = Annotated[int, Meta(ge=0)]
+
+
+class BaseRecord(msgspec.Struct, array_like=True, frozen=True):
+    """A stored block that another is the difference from: a `BlockRecord` with its file and offset."""
+
+    codec: str
+    length: Count
+    raw: str
+    stored: str
+    file: Count
+    offset: Count
+
+
+class PlaceRecord(msgspec.Struct, array_like=True, frozen=True):
+    """The place of a block that does not follow the one before it, and the blocks that it is the difference from.
+
+    Attributes
+    ----------
+    file, offset : int
+        Index into the manifest's files, and first byte there.
+    bases : list of BaseRecord
+        Empty for a block that is stored in full. Otherwise the decoded block is the bitwise XOR of the raw block and
+        that of the first base, which itself is a difference from the second, and so on; the last is stored in full.
+    age : int
+        How many times the block has been stored as a difference since it was stored in full.
+    """
+
+    file: Count
+    offset: Count
+    bases: Annotated[list[BaseRecord], Meta(max_length=MAX_BASES)] = []
+    age: Count = 0
+
+    @property
+    def files(self) -> list[int]:
+        """The files that the block is read from."""
+        return [self.file, *(base.file for base in self.bases)]
+
+
+class LeafRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A stored tensor.
+
+    Attributes
+    ----------
+    name, part, key : str
+        Full dotted name, part of the state, and name within the part, which is its name in the file.
+    dtype : str
+    shape : tuple of int
+    file : int
+        Index into the manifest's files.
+    offset : int
+        First byte in the file.
+    blocks : list of BlockRecord
+        In order; each covers ``block_bytes`` raw bytes, except the last.
+    places : list of PlaceRecord
+        One for each block, if they do not simply follow one another; else empty.
+    """
+
+    name: str
+    part: str
+    key: str
+    dtype: str
+    shape: Annotated[tuple[Count, ...], Meta(max_length=MAX_DIMENSIONS)]
+    file: Count
+    offset: Count
+    blocks: list[BlockRecord]
+    places: list[PlaceRecord] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Raw bytes."""
+        return int(prod(self.shape)) * BY_NAME[self.dtype].itemsize
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes in files, without those of bases."""
+        return sum(block.length for block in self.blocks)
+
+    def located(self) -> list[tuple[BlockRecord, PlaceRecord]]:
+        """Return each block with its place."""
+        if self.places:
+            return list(zip(self.blocks, self.places, strict=True))
+        starts = accumulate((block.length for block in self.blocks), initial=self.offset)
+        return [(block, PlaceRecord(self.file, start)) for block, start in zip(self.blocks, starts, strict=False)]
+
+
+class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A file: its size, and the checksum of its first ``head_bytes`` bytes, which are all of it for an index.
+
+    The blocks of tensors follow the head without gaps or overlaps. In a file of an earlier save, which ``origin``
+    names, there may be other blocks between them.
+    """
+
+    name: Annotated[str, Meta(pattern=FILE_NAME_PATTERN)]
+    bytes: Count
+    head_bytes: Count
+    head: str
+    origin: str = ""
+
+
+class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The content of a checkpoint.
+
+    ``features`` names what a reader must support besides the version. ``step`` is the record of a `CheckpointManager`:
+    number, time, metrics.
+    """
+
+    format: str
+    version: int
+    writer: str
+    features: list[str]
+    block_bytes: Annotated[int, Meta(ge=1, le=MAX_BLOCK_BYTES, multiple_of=16)]
+    compression: str
+    files: list[FileRecord]
+    leaves: list[LeafRecord]
+    aliases: dict[str, AliasRecord]
+    skeleton: Any
+    metadata: dict[str, Any]
+    step: StepRecord | None = None
+
+    def parts(self) -> dict[str, PartKey]:
+        """Return the part and the key of each leaf and alias.
+
+        Aliases of the first manifests of version 1 have no key: it is made from the name.
+        """
+        found = {leaf.name: (leaf.part, leaf.key) for leaf in self.leaves}
+        found |= {name: (alias.part, alias.key) for name, alias in self.aliases.items() if alias.key}
+        taken = set(found.values())
+        for name, alias in self.aliases.items():
+            if not alias.key:
+                key = name.removeprefix(f"{alias.part}.")
+                while (alias.part, key) in taken:
+                    key += "_"
+                found[name] = (alias.part, key)
+                taken.add(found[name])
+        return found
