@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensorkeep.formats.native.history import NativeOptions
 
 import tensorkeep
 from tensorkeep import CheckpointManager
@@ -15,7 +16,6 @@ from tensorkeep.checkpoint import settings
 from tensorkeep.checkpoint.save.begin import SaveRequest, check_request
 from tensorkeep.checkpoint.settings import SaveTable
 from tensorkeep.formats.base import FORMATS
-from tensorkeep.formats.native.history import NativeOptions
 from tensorkeep.io.parallel import default_threads
 
 STATE = {"w": torch.zeros(100_000)}

@@ -1,4 +1,4 @@
-"""Every format sits the exam that a plug-in's format sits."""
+"""The conformance suite on native, safetensors and torch files."""
 
 from __future__ import annotations
 

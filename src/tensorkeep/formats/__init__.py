@@ -1,1 +1,1 @@
-"""Formats: how a checkpoint lies on disk. One format, one file; `base` is the contract."""
+"""Formats: how checkpoints are laid out on disk. One package for each; `base` is the contract."""

@@ -304,7 +304,7 @@ class Format(ABC):
         Raises
         ------
         NotACheckpointError
-            If there is no checkpoint of this format at the path.
+            If the path does not hold a checkpoint of this format.
         CorruptCheckpointError
             If it is damaged or breaks the rules of the format.
         UnsupportedError

@@ -1,4 +1,4 @@
-"""What a state is to formats that keep tensors and plain values under paths of keys: DCP and T5X."""
+"""A state as a list of tensors and plain values under paths of keys, for DCP and T5X."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DICTS = frozenset(("dict", "items", "ordered", "ordered_items", "counter"))
 _LISTS = frozenset(("list", "tuple"))
 _PLAIN = (type(None), bool, int, float, str)
 _LONGEST_INTEGER = 2**2000
-"""Beyond which torch's restricted unpickler does not read one."""
+"""Torch's restricted unpickler does not read larger integers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +27,13 @@ class Item:
     Attributes
     ----------
     name : str
-        What others find it under.
+        The name under which other tools find it.
     path : tuple
-        As DCP keeps it: the keys of dicts as text, places in lists as numbers.
+        As DCP stores it: the keys of dicts as text, positions in lists as numbers.
     leaf : bool
-        Whether it is a tensor, whose name in the state is the same.
+        Whether it is a tensor; its name in the state is then ``name``.
     value : object
-        The plain value, if it is none.
+        The plain value, if it is not a tensor.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Item:
 def items_of(flat: Flat[Source]) -> list[Item]:
     """Return the entries of a state, in its order."""
     walked = list(_walk(flat.skeleton, (), in_value=False))
-    # A tensor keeps its name whatever a plain value is called.
+    # A plain value with the name of a tensor is left out.
     taken = {item.name for item in walked if item.leaf}
     found: dict[str, Item] = {}
     for item in walked:
@@ -58,13 +58,13 @@ def items_of(flat: Flat[Source]) -> list[Item]:
 
 
 def _is_stored(name: str, flat: Flat[Source]) -> bool:
-    """Say whether a tensor gets an entry: one that is stored already does, too, unless that would blow it up."""
+    """Return whether a tensor gets an entry: a view does as well, unless it has more elements than the stored one."""
     alias = flat.aliases.get(name)
     return alias is None or prod(alias.shape) <= prod(flat.leaves[alias.of].shape)
 
 
 def _walk(node: Any, path: Path, *, in_value: bool) -> Iterator[Item]:
-    """Yield the entries below a node; as DCP does, dicts are entered, and lists if there is something to enter."""
+    """Yield the entries below a node; as in DCP, dicts are entered, and lists if they hold dicts or tensors."""
     tag = node_tag(node)
     if tag in LEAF_KINDS:
         yield Item(node[tag], path, True)
@@ -87,7 +87,7 @@ _NONE = object()
 
 
 def _plain(node: Any) -> Any:
-    """Return the plain value of a node that torch's restricted unpickler gives back, else `_NONE`."""
+    """Return a node's plain value if torch's restricted unpickler can read it, else `_NONE`."""
     try:
         value = unflatten(node, {})
     except (ValueError, UnsupportedError):

@@ -1,4 +1,4 @@
-"""How files and folders are looked at before their format is known, without taking a refusal for an absence."""
+"""Looking at files and folders whose format is unknown; a refusal of the system is an error, not an absence."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 from tensorkeep.errors import StoreError
 
 _ABSENT = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ENXIO))
-"""What the operating system says of a path where nothing is that could be read (ENXIO: a socket)."""
+"""Error numbers of paths without anything to read (ENXIO: a socket)."""
 
 
 def file_mode(path: Path, *, follow_links: bool = True) -> int:
-    """Return the mode bits of what is at a path, for the functions of `stat`; 0 if nothing is there.
+    """Return the mode bits of a path, for the functions of `stat`; 0 if nothing is there.
 
     Raises
     ------
     StoreError
-        If the operating system does not let one look.
+        If the operating system refuses access.
     """
     try:
         return os.stat(path, follow_symlinks=follow_links).st_mode
@@ -30,12 +30,12 @@ def file_mode(path: Path, *, follow_links: bool = True) -> int:
 
 
 def names_in(directory: Path) -> list[str]:
-    """Return what lies in a directory, sorted; nothing if it is none.
+    """Return the names in a directory, sorted; an empty list if it is not a directory.
 
     Raises
     ------
     StoreError
-        If the operating system does not let one look.
+        If the operating system refuses access.
     """
     try:
         return sorted(entry.name for entry in directory.iterdir())
@@ -46,15 +46,15 @@ def names_in(directory: Path) -> list[str]:
 
 
 def first_bytes(path: Path, count: int) -> bytes | None:
-    """Return how a file begins; None where there is no regular file.
+    """Return the first bytes of a file; None if it is not a regular file.
 
     Raises
     ------
     StoreError
-        If there may be one that the operating system does not let one read.
+        If the operating system refuses access.
     """
     try:
-        # A pipe without a writer would be waited for.
+        # O_NONBLOCK: opening a pipe would wait for its writer.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         if error.errno in _ABSENT:

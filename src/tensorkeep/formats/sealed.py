@@ -64,7 +64,7 @@ def read(directory: Directory, name: str) -> dict[str, Any]:
     Raises
     ------
     NotACheckpointError
-        If there is no such file.
+        If the file does not exist.
     CorruptCheckpointError
         If it is damaged, or not such a file.
     """
@@ -72,15 +72,7 @@ def read(directory: Directory, name: str) -> dict[str, Any]:
 
 
 def read_content(directory: Directory, name: str) -> bytes:
-    """Return all bytes of a file whose checksum is right.
-
-    Raises
-    ------
-    NotACheckpointError
-        If there is no such file.
-    CorruptCheckpointError
-        If it is damaged, or not such a file.
-    """
+    """Return all bytes of a file whose checksum is right; raises the errors of `read`."""
     path = directory.path / name
     with directory.open(name, follow_links=False) as file:
         if file.size > MAX_BYTES:
@@ -95,13 +87,7 @@ def read_content(directory: Directory, name: str) -> bytes:
 
 
 def body_of(content: bytes, path: Path) -> dict[str, Any]:
-    """Return the body in the bytes of a file.
-
-    Raises
-    ------
-    CorruptCheckpointError
-        With the file's path, if there is none.
-    """
+    """Return the body in the bytes of a file; CorruptCheckpointError, with the file's path, if it has no body."""
     try:
         body = msgspec.json.decode(content, type=dict[str, Any]).get("body")
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:

@@ -181,7 +181,7 @@ def read(directory: Directory, format: str, kind: type[SidecarT]) -> SidecarT:
     Raises
     ------
     NotACheckpointError
-        If there is no such file.
+        If the file does not exist.
     CorruptCheckpointError
         If it is damaged or breaks a rule, or a file that it lists is missing or has changed.
     UnsupportedError

@@ -1,4 +1,4 @@
-"""States that every format's exam is held on, and reading them back through the contract of `Reader` alone."""
+"""The states of the conformance suite of formats, and loading them through the contract of `Reader` alone."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tensorkeep.io.files import Bytes
 from tensorkeep.state.aliases import make_view
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.state.leaf import Leaf, allocate
-from tensorkeep.state.tree import leaf_specs, unflatten
+from tensorkeep.state.tree import unflatten
 
 
 def noise(dtype_name: str, *shape: int, seed: int = 0) -> torch.Tensor:
-    """Return a tensor of random bits: NaN payloads, denormals and all."""
+    """Return a tensor of random bits, NaN payloads and denormals included."""
     dtype = BY_NAME[dtype_name]
     tensor: torch.Tensor = allocate("tensor", dtype, shape)
     leaf = Leaf.of("x", tensor)
@@ -29,7 +29,7 @@ def noise(dtype_name: str, *shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def training_state() -> dict[str, Any]:
-    """Return a small state as training has it: tied weights, parameters, an optimizer's nested state, plain values."""
+    """Return a small training state: tied weights, parameters, an optimizer's nested state, plain values."""
     weight = noise("bfloat16", 40, 30)
     return {
         "model": OrderedDict(embed=weight, head=weight, bias=noise("float32", 7), half=weight[:20], turned=weight.t()),
@@ -68,10 +68,9 @@ STATES: dict[str, Callable[[], Any]] = {
 
 def load(reader: Reader) -> Any:
     """Return the state of an open checkpoint, through the contract of `Reader` alone."""
-    specs = leaf_specs(reader.flat.skeleton)
     values: dict[str, Any] = {}
     for name, stored in reader.flat.leaves.items():
-        values[name] = allocate(specs[name].kind, stored.dtype, stored.shape)
+        values[name] = allocate(reader.leaf_specs[name].kind, stored.dtype, stored.shape)
         leaf = Leaf.of(name, values[name])
         assert leaf is not None
         out = leaf.host_bytes()

@@ -1,6 +1,6 @@
-"""The exam of a format.
+"""The conformance suite of formats: tests that every format must pass.
 
-Subclass it in your tests, say which format sits it and what it claims to be able to do::
+Subclass it in your tests, with the format and its capabilities; pytest then runs all tests on it::
 
     class TestMyFormat(FormatSuite):
         format = my_package.my_format.FORMAT
@@ -34,8 +34,8 @@ _FLIPS_IN_A_FILE = 30
 _MOST_FAILURES = 8
 
 
-class Examined(NamedTuple):
-    """What reading a whole checkpoint came to: the state, or None where an error of ours was raised."""
+class ReadResult(NamedTuple):
+    """The result of reading a full checkpoint: the state, or None if a TensorkeepError was raised."""
 
     state: Any
     problems: list[Problem]
@@ -43,24 +43,24 @@ class Examined(NamedTuple):
 
 
 class FormatSuite:
-    """What every format must pass; see ``tensorkeep.formats.base.Format``.
+    """The tests of a format; see ``tensorkeep.formats.base.Format``.
 
     Attributes
     ----------
     format : Format
-        The candidate.
+        The format to test.
     options : dict
-        Given to every write.
+        The format's options for every write, as keyword arguments of `tensorkeep.save`.
     compression : str
-        Given to every write.
+        The compression of every write.
     keeps_metadata : bool
-        Whether the user's metadata comes back; a format without a place for it must refuse it.
+        Whether the format stores the user's metadata; otherwise it must refuse it.
     carries_everything : bool
         Whether every state can be written; otherwise some values (numpy arrays, ranges...) may be refused.
     detects_damage : bool
-        Whether a changed byte never comes back as a changed value.
+        Whether a changed byte never results in a changed value.
     covers_every_byte : bool
-        Whether a change of any byte of any file is found.
+        Whether a change of any byte of any file is detected.
     """
 
     format: ClassVar[Format]
@@ -72,7 +72,7 @@ class FormatSuite:
     covers_every_byte: ClassVar[bool] = False
 
     def destination(self, folder: Path) -> Path:
-        """Return where a checkpoint of the format goes in a folder."""
+        """Return the path for a checkpoint of the format in a folder."""
         return folder / "checkpoint"
 
     def save(self, state: Any, path: Path, *, overwrite: bool = False, **settings: Any) -> WriteResult:
@@ -86,13 +86,13 @@ class FormatSuite:
         with self.format.open(path, OpenSettings()) as reader:
             return load(reader)
 
-    def examine(self, path: Path) -> Examined:
-        """Read and audit a checkpoint that may be damaged; any error that is not ours fails the test."""
+    def read_damaged(self, path: Path) -> ReadResult:
+        """Read and audit a checkpoint that may be damaged; any error but a TensorkeepError fails the test."""
         try:
             with self.format.open(path, OpenSettings()) as reader:
-                return Examined(load(reader), list(reader.audit()), refused=False)
+                return ReadResult(load(reader), list(reader.audit()), refused=False)
         except TensorkeepError:
-            return Examined(None, [], refused=True)
+            return ReadResult(None, [], refused=True)
 
     @pytest.fixture
     def saved(self, tmp_path: Path) -> Path:
@@ -102,7 +102,7 @@ class FormatSuite:
         return path
 
     @pytest.mark.parametrize("label", STATES)
-    def test_states_come_back(self, label: str, tmp_path: Path) -> None:
+    def test_states_round_trip(self, label: str, tmp_path: Path) -> None:
         state, path = STATES[label](), self.destination(tmp_path)
         written = self.save(state, path)
         assert written.stored_bytes == sum(map(len, content(path).values()))
@@ -111,15 +111,15 @@ class FormatSuite:
             assert difference(state, load(reader)) is None
 
     @pytest.mark.parametrize("name", [name for name, dtype in BY_NAME.items() if dtype.has_torch])
-    def test_every_torch_dtype_comes_back(self, name: str, tmp_path: Path) -> None:
+    def test_every_torch_dtype_round_trips(self, name: str, tmp_path: Path) -> None:
         state = {"odd": noise("uint8", 3), "many": noise(name, 5, 7), "one": noise(name), "none": noise(name, 0)}
         self.save(state, self.destination(tmp_path))
         assert difference(state, self.read(self.destination(tmp_path))) is None
 
     @pytest.mark.parametrize("name", [name for name, dtype in BY_NAME.items() if dtype.has_numpy])
-    def test_every_numpy_dtype_comes_back(self, name: str, tmp_path: Path) -> None:
+    def test_every_numpy_dtype_round_trips(self, name: str, tmp_path: Path) -> None:
         if not self.carries_everything:
-            pytest.skip("the format carries no numpy arrays")
+            pytest.skip("the format does not store numpy arrays")
         array: npt.NDArray[Any] = np.array([[0, 1, 1], [1, 0, 1]]).astype(BY_NAME[name].numpy)
         state = {"array": array, "turned": array.T.copy().T, "scalar": array[0, 1]}
         self.save(state, self.destination(tmp_path))
@@ -127,7 +127,7 @@ class FormatSuite:
 
     @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
     @given(state=strategies.states)
-    def test_any_state_comes_back_or_is_refused(self, state: Any) -> None:
+    def test_any_state_round_trips_or_is_refused(self, state: Any) -> None:
         with tempfile.TemporaryDirectory() as folder:
             path = self.destination(Path(folder))
             try:
@@ -138,13 +138,13 @@ class FormatSuite:
             else:
                 assert difference(state, self.read(path)) is None
 
-    def test_shared_memory_is_shared_again(self, saved: Path) -> None:
+    def test_shared_storage_is_shared_again(self, saved: Path) -> None:
         model = self.read(saved)["model"]
         assert model["embed"] is model["head"]
         assert model["half"].untyped_storage().data_ptr() == model["embed"].untyped_storage().data_ptr()
         assert model["turned"].untyped_storage().data_ptr() == model["embed"].untyped_storage().data_ptr()
 
-    def test_entries_tell_what_is_there(self, saved: Path) -> None:
+    def test_entries_describe_every_tensor(self, saved: Path) -> None:
         flat = flatten(training_state())
         with self.format.open(saved, OpenSettings()) as reader:
             assert list(reader.entries) == list(leaf_specs(flat.skeleton))
@@ -157,7 +157,7 @@ class FormatSuite:
                     assert (entry.dtype, entry.shape, entry.nbytes) == (source.dtype, source.shape, source.nbytes)
             assert reader.format == self.format.name
 
-    def test_it_recognises_its_own_and_nothing_else(self, saved: Path, tmp_path: Path) -> None:
+    def test_it_recognises_its_own_checkpoints_only(self, saved: Path, tmp_path: Path) -> None:
         assert self.format.recognises(saved)
         (tmp_path / "empty").mkdir()
         (tmp_path / "text.txt").write_text("hello")
@@ -168,7 +168,7 @@ class FormatSuite:
                 FORMATS.get(name).write(flatten(STATES["flat"]()), others[-1], WriteSettings())
         assert [path.name for path in others if self.format.recognises(path)] == []
 
-    def test_metadata_comes_back_or_is_refused(self, tmp_path: Path) -> None:
+    def test_metadata_round_trips_or_is_refused(self, tmp_path: Path) -> None:
         path = self.destination(tmp_path)
         if self.keeps_metadata:
             self.save(STATES["flat"](), path, metadata={"run": "7 ☃"})
@@ -179,19 +179,19 @@ class FormatSuite:
                 self.save(STATES["flat"](), path, metadata={"run": "7"})
             assert names_in(tmp_path) == []
 
-    def test_what_is_there_is_not_overwritten(self, saved: Path, tmp_path: Path) -> None:
+    def test_an_existing_checkpoint_is_not_overwritten(self, saved: Path, tmp_path: Path) -> None:
         before = content(saved)
         with pytest.raises(DestinationExistsError):
             self.save(STATES["flat"](), saved)
         assert content(saved) == before
         assert names_in(tmp_path) == [saved.name]
 
-    def test_overwriting_replaces_all_of_it(self, saved: Path, tmp_path: Path) -> None:
+    def test_overwrite_replaces_the_checkpoint(self, saved: Path, tmp_path: Path) -> None:
         self.save(STATES["flat"](), saved, overwrite=True)
         assert difference(STATES["flat"](), self.read(saved)) is None
         assert names_in(tmp_path) == [saved.name]
 
-    def test_overwriting_spares_what_is_no_checkpoint(self, tmp_path: Path) -> None:
+    def test_overwrite_refuses_other_files(self, tmp_path: Path) -> None:
         (tmp_path / "as a file").mkdir()
         file = self.destination(tmp_path / "as a file")
         file.write_text("precious")
@@ -204,24 +204,24 @@ class FormatSuite:
                 self.save(STATES["flat"](), path, overwrite=True)
             assert content(path) == before
 
-    def test_unknown_settings_are_refused(self, tmp_path: Path) -> None:
+    def test_unknown_options_and_compressions_are_refused(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError):
             self.save(STATES["flat"](), self.destination(tmp_path), options={"no_such_option": 1})
         with pytest.raises((UsageError, UnsupportedError)):
             self.save(STATES["flat"](), self.destination(tmp_path), compression="no-such-codec")
         assert names_in(tmp_path) == []
 
-    def test_a_file_cut_short_never_gives_a_wrong_value(self, saved: Path) -> None:
+    def test_a_truncated_file_never_gives_a_wrong_value(self, saved: Path) -> None:
         whole = training_state()
         for file, data in _files(saved):
             for length in sorted({0, 1, 7, 8, 9, 100, len(data) // 3, len(data) // 2, len(data) - 1}):
                 file.write_bytes(data[:length])
-                found = self.examine(saved)
+                found = self.read_damaged(saved)
                 assert found.refused or found.problems or same(whole, found.state), f"{file.name} cut to {length}"
             file.write_bytes(data)
         assert same(whole, self.read(saved))
 
-    def test_a_flipped_bit_is_found_or_does_no_harm(self, saved: Path) -> None:
+    def test_a_flipped_bit_is_detected_or_harmless(self, saved: Path) -> None:
         self.check_flipped_bits(saved, _FLIPS_IN_A_FILE)
 
     def check_flipped_bits(self, path: Path, count: int) -> int:
@@ -235,7 +235,7 @@ class FormatSuite:
                 damaged = bytearray(data)
                 damaged[place] ^= 1 << int(random.integers(8))
                 file.write_bytes(damaged)
-                found = self.examine(path)
+                found = self.read_damaged(path)
                 noticed = found.refused or bool(found.problems)
                 assert noticed or not self.covers_every_byte, f"{file.name} byte {place}"
                 assert noticed or not self.detects_damage or same(state, found.state), f"{file.name} byte {place}"
@@ -243,10 +243,10 @@ class FormatSuite:
             file.write_bytes(data)
         return checked
 
-    def test_a_lost_file_is_missed(self, saved: Path) -> None:
+    def test_a_missing_file_is_detected(self, saved: Path) -> None:
         for file, data in _files(saved):
             file.unlink()
-            assert self.examine(saved).refused, file.name
+            assert self.read_damaged(saved).refused, file.name
             file.write_bytes(data)
 
     def test_any_range_can_be_read_from_any_thread(self, tmp_path: Path) -> None:
@@ -265,8 +265,8 @@ class FormatSuite:
 
             assert all(pool.map(read, [*ranges, [0, expected.size], [4, 4]]))
 
-    def test_a_checkpoint_is_a_source(self, tmp_path: Path) -> None:
-        """Converting: the leaves come from another checkpoint, never held as a whole state."""
+    def test_a_checkpoint_can_be_converted(self, tmp_path: Path) -> None:
+        """The leaves come from another checkpoint, and the full state is never in memory."""
         native = FORMATS.get("native")
         native.write(flatten(training_state()), tmp_path / "native", WriteSettings())
         with native.open(tmp_path / "native", OpenSettings()) as reader:
@@ -281,7 +281,7 @@ class FormatSuite:
 
     @pytest.mark.parametrize("call", ["pwrite", "fsync"])
     @pytest.mark.parametrize("over", [False, True], ids=["new", "over another"])
-    def test_a_failing_disk_leaves_what_was_there(
+    def test_a_failing_disk_leaves_the_old_checkpoint(
         self, call: str, over: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         path = self.destination(tmp_path)
@@ -289,17 +289,17 @@ class FormatSuite:
             self.save(training_state(), path)
         disk = FailingDisk(getattr(os, call))
         monkeypatch.setattr(os, call, disk)
-        rehearsal = tmp_path / "rehearsal"
-        rehearsal.mkdir()
-        self.save(STATES["flat"](), self.destination(rehearsal))
+        undisturbed = tmp_path / "undisturbed"
+        undisturbed.mkdir()
+        self.save(STATES["flat"](), self.destination(undisturbed))  # counts the calls
         assert disk.calls > 0, f"the format never calls os.{call}, so it cannot be durable"
-        # The last fsync comes after the rename: what fails then is visible already.
+        # The last fsync follows the rename: if it fails, the new checkpoint is visible already.
         last = disk.calls - 1 if call == "fsync" else disk.calls
         for number in np.unique(np.linspace(1, last, _MOST_FAILURES).astype(int)):
             disk.fail_at(int(number))
             with pytest.raises(StoreError):
                 self.save(STATES["flat"](), path, overwrite=over)
-            assert names_in(tmp_path) == sorted(["rehearsal", *([path.name] if over else [])])
+            assert names_in(tmp_path) == sorted(["undisturbed", *([path.name] if over else [])])
             if over:
                 assert same(training_state(), self.read(path))
 

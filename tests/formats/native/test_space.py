@@ -65,10 +65,10 @@ def test_what_removing_a_step_frees_is_told(reports: list[SaveReport]) -> None:
 @pytest.mark.parametrize("gone", [[0], [0, 1], [2], [0, 1, 2]])
 def test_what_removing_several_steps_frees_is_told(reports: list[SaveReport], gone: list[int]) -> None:
     paths = [Path(reports[index].path) for index in gone]
-    told, before = freed_bytes(paths), occupied(paths[0].parent)
+    predicted, before = freed_bytes(paths), occupied(paths[0].parent)
     for path in paths:
         shutil.rmtree(path)
-    assert told == before - occupied(paths[0].parent)
+    assert predicted == before - occupied(paths[0].parent)
 
 
 def test_a_folder_that_is_gone_is_an_error_of_ours(tmp_path: Path) -> None:

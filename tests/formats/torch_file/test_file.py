@@ -41,7 +41,7 @@ def read(path: Path, *, verify: bool = True) -> Any:
 
 
 def rezip(path: Path, change: Any) -> None:
-    """Write the zip file anew from what ``change`` makes of its list of (name, content)."""
+    """Rewrite the zip file with its list of (name, content) changed by ``change``."""
     with zipfile.ZipFile(path) as old:
         records = [(name, old.read(name)) for name in old.namelist()]
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as new:

@@ -1,4 +1,4 @@
-"""Opening files of torch.save: one file whatever takes its place, damage told from refusals, bounded by the file."""
+"""Opening files of torch.save: replaced files, damage and refusals, hostile sizes."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class TestExpanded:
         assert same(tensorkeep.load(path)["tail"], whole[400:])
 
     def test_storages_that_overlap_are_refused(self, tmp_path: Path) -> None:
-        """Each of many records is said to be as long as the largest, so that checking them would take for ever."""
+        """Each of many records claims the length of the largest, so that checking them would take for ever."""
         path = tmp_path / "x.pt"
         torch.save({"a": torch.zeros(4000, dtype=torch.uint8), "b": torch.ones(8000, dtype=torch.uint8)}, path)
         with zipfile.ZipFile(path) as old:

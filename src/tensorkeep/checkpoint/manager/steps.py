@@ -135,7 +135,7 @@ def _modified_at(path: Path) -> float:
 def is_damaged(path: Path) -> bool:
     """Return whether a path is a step whose manifest is damaged, or whose files are missing or truncated."""
     try:
-        look(path)
+        summarise(path)
     except CorruptCheckpointError:
         return True
     except TensorkeepError:

@@ -22,7 +22,7 @@ from tensorkeep.checkpoint.save.trial import Rates, measure
 from tensorkeep.checkpoint.settings import SettingsSource, read_settings
 from tensorkeep.errors import DestinationExistsError, PathLike, UsageError
 from tensorkeep.formats.base import StepRecord, WriteResult, WriteSettings
-from tensorkeep.formats.native.history import NativeOptions
+from tensorkeep.formats.native.writer import NativeOptions
 from tensorkeep.io.parallel import Progress
 from tensorkeep.state import cuda
 from tensorkeep.state.leaf import Leaf, Source

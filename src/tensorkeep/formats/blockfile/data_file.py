@@ -229,7 +229,7 @@ def find_codec(compression: str) -> Codec | None:
     Raises
     ------
     UsageError
-        If there is no such compression.
+        If the compression is unknown.
     """
     if compression in ("none", "lossless"):
         return None

@@ -70,7 +70,7 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
 class Notes(msgspec.Struct, frozen=True, omit_defaults=True):
     """The ``tensorkeep`` entry of a file's metadata.
 
-    ``structure`` is the structure of the state, if there is no manifest that holds it.
+    ``structure`` is that of the state, in checkpoints without a manifest.
     """
 
     version: int

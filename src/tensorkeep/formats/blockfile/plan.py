@@ -68,7 +68,7 @@ class FilePlan:
     metadata : dict of str to str
         The header's ``__metadata__``, without the entries that Tensorkeep adds.
     structure : Structure or None
-        The structure of the whole state, if there is no manifest that holds it.
+        The structure of the state, in checkpoints without a manifest.
     """
 
     name: str

@@ -33,14 +33,12 @@ def is_native(path: Path) -> bool:
 
 
 def foreign_names(path: Path) -> list[str]:
-    """Return what is in the directory of a native checkpoint and does not belong to it.
+    """Return the names in the directory of a native checkpoint that do not belong to it.
 
     Raises
     ------
-    NotACheckpointError
-        If there is no manifest.
-    StoreError
-        If the operating system refuses access.
+    NotACheckpointError, StoreError
+        If the manifest is missing or cannot be read.
     """
     try:
         with Directory(path) as directory:
@@ -94,14 +92,8 @@ def summarise(path: Path) -> Summary:
 
     Raises
     ------
-    NotACheckpointError
-        If there is no manifest.
-    CorruptCheckpointError
-        If the manifest breaks a rule, or a file is missing or of another size.
-    UnsupportedError
-        If a later version wrote it.
-    StoreError
-        If the operating system refuses access.
+    NotACheckpointError, CorruptCheckpointError, UnsupportedError, StoreError
+        As `OpenFiles`.
     """
     return read_directory(path, _summarise)
 

@@ -90,7 +90,7 @@ class ChangesFile(CodedDataFile):
         if base is None or difference is None:
             return raw_digest, *encode(raw, block, self._context.codec, out)
         if not difference.certain:
-            # `out` holds the coded difference, so its raw bytes in `scratch` are no longer needed.
+            # `out` holds the coded difference, and its raw bytes in `scratch` may be overwritten.
             codec, length = encode(raw, block, self._context.codec, scratch)
             if difference.length + _RECORD_BYTES > WORTH_A_DIFFERENCE * length:
                 out[:length] = scratch[:length]

@@ -37,7 +37,7 @@ def read(directory: Directory) -> Manifest:
     Raises
     ------
     NotACheckpointError
-        If there is none.
+        If it does not exist.
     CorruptCheckpointError
         If it is damaged or breaks a rule.
     UnsupportedError
@@ -53,7 +53,7 @@ def read(directory: Directory) -> Manifest:
 
 @dataclass(frozen=True)
 class _Content:
-    """The bytes of a manifest. The path is for errors, which are not cached, and is no part of the cache's key."""
+    """The bytes of a manifest, and its path for errors; the path does not count for the cache."""
 
     content: bytes
     path: Path = field(compare=False)

@@ -262,13 +262,13 @@ def open_base(
     delta : bool
         Whether changed blocks may be stored as differences.
     optional : bool
-        Whether everything is written if there is no checkpoint at the path.
+        Whether everything is written if the path holds no checkpoint.
 
     Raises
     ------
     NotACheckpointError
-        If there is no checkpoint at the path, unless it is optional. A base that is damaged or cannot be read is not an
-        error: everything is written then.
+        If the path holds no checkpoint, unless it is optional. A damaged or unreadable base is not an error: then
+        everything is written.
     """
     outcome = BaseOutcome()
     previous: PreviousCheckpoint | None = None

@@ -29,7 +29,7 @@ _HASH_BYTES = 1024**2
 
 
 class NativeReader(Reader):
-    """An open native checkpoint; `OpenFiles` says what stays open."""
+    """An open native checkpoint; see `OpenFiles`."""
 
     format = "native"
     verifiable = "xxh3-64 of every block"
@@ -128,20 +128,15 @@ class OpenFiles:
 
     Attributes
     ----------
-    path : Path
-    directory : Directory
-    manifest : Manifest
     files : list of SourceFile
         In the manifest's order.
     statuses : list of os.stat_result
         Of these files, as they were when they were opened.
-    manifest_status : os.stat_result
-    blocks : BlockReader
 
     Raises
     ------
     NotACheckpointError
-        If there is no manifest at the path.
+        If the path has no manifest.
     CorruptCheckpointError
         If the manifest breaks a rule, or a file is missing or of another size.
     UnsupportedError

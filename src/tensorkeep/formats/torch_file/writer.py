@@ -1,4 +1,4 @@
-"""Writing a ``torch.save`` file: made by torch, then visible whole or not at all."""
+"""Writing a ``torch.save`` file: torch serialises it, a rename makes it visible."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def _check_settings(destination: Path, settings: WriteSettings) -> None:
         )
     if settings.metadata:
         raise UnsupportedError(
-            "torch files have no place for metadata",
+            "torch files cannot store metadata",
             path=destination,
             remedy="put it into the state, or leave it out (--drop-metadata)",
         )
 
 
 def _check_readable(flat: Flat[Source], specs: Mapping[str, LeafSpec]) -> None:
-    """Refuse a state that ``torch.load(weights_only=True)`` would refuse, by trying it on one without the data."""
+    """Refuse a state that ``torch.load(weights_only=True)`` would refuse, by loading one of empty tensors."""
     import torch
 
     stand_ins: dict[tuple[str, str], Array] = {}
@@ -85,13 +85,13 @@ def _check_readable(flat: Flat[Source], specs: Mapping[str, LeafSpec]) -> None:
         file.seek(0)
         restricted_load(file)
     except RuntimeError as error:
-        # It cannot make some of its own dtypes, float8 for one, with gradients.
+        # Torch cannot create tensors of some dtypes, such as float8, with gradients.
         reason = str(error).splitlines()[0]
         raise UnsupportedError(
-            f"torch.load would fail on what torch.save makes of this state ({reason})",
+            f"torch.load would fail on the file that torch.save makes of this state ({reason})",
             remedy='detach its tensors from their gradients, or use format="native"',
         ) from error
-    # Classes that no module holds are refused with the last two.
+    # AttributeError and TypeError: classes that cannot be imported.
     except (PickleError, AttributeError, TypeError) as error:
         found = re.search(r"GLOBAL ([^\s,]+)|<class '([^']+)'>", str(error))
         what = f"a {found[1] or found[2]}" if found else "a value of this state"
@@ -102,7 +102,7 @@ def _check_readable(flat: Flat[Source], specs: Mapping[str, LeafSpec]) -> None:
 
 
 def _materialise(flat: Flat[Source], specs: Mapping[str, LeafSpec], threads: int) -> tuple[dict[str, Array], int]:
-    """Return the data of every leaf, aliases included, and the bytes that had to be copied for it."""
+    """Return the data of every leaf, aliases included, and the bytes that were copied for it."""
     values: dict[str, Array] = {}
     tasks: list[Callable[[], None]] = []
     copied = 0

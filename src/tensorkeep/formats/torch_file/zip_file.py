@@ -1,7 +1,4 @@
-"""The container of a ``torch.save`` file: the directory and the checksums of the zip, and the pickle that is in it.
-
-Torch writes a CRC-32 of every record and never looks at it again.
-"""
+"""The container of a ``torch.save`` file: the zip's directory and checksums, and loading the pickle in it."""
 
 from __future__ import annotations
 
@@ -52,33 +49,25 @@ class _File(io.FileIO):
 
 
 def open_file(path: Path) -> io.BufferedReader:
-    """Open a file for `TorchZip`.
-
-    Raises
-    ------
-    NotACheckpointError
-        If there is none.
-    StoreError
-        If the operating system refuses; so do the reads.
-    """
-    # A pipe without a writer would be waited for.
+    """Open a file for `TorchZip`; failures of this call and of reads are StoreErrors."""
+    # O_NONBLOCK: opening a pipe would wait for its writer.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         if path.is_dir():
-            raise NotACheckpointError("is no file, as torch.save writes", path=path)
+            raise NotACheckpointError("is a directory, not a file of torch.save", path=path)
         raw = _File(path, opener=lambda name, _: os.open(name, flags))
     except FileNotFoundError as error:
-        raise NotFoundError("there is no such file", path=path) from error
+        raise NotFoundError("the file does not exist", path=path) from error
     except OSError as error:
         raise store_error(error, path, "open the file") from error
     if not stat.S_ISREG(os.fstat(raw.fileno()).st_mode):
         raw.close()
-        raise NotACheckpointError("is no file, as torch.save writes", path=path)
+        raise NotACheckpointError("is not a regular file, as torch.save writes", path=path)
     return io.BufferedReader(raw)
 
 
 class TorchZip:
-    """The directory of a ``torch.save`` file, checked, and so are all records but the tensors' storages.
+    """The directory of a ``torch.save`` file; checks it and all records except the tensors' storages.
 
     Parameters
     ----------
@@ -87,12 +76,12 @@ class TorchZip:
     size : int
         Its length in bytes.
     path : Path
-        What errors call it.
+        For errors.
 
     Attributes
     ----------
     checksummed : bool
-        Whether a CRC-32 was written: ``torch.serialization.set_crc32_options(False)`` leaves zeros in its place.
+        Whether CRC-32s were written: ``torch.serialization.set_crc32_options(False)`` writes zeros instead.
     storages : set of (int, int)
         Length in bytes and CRC-32 of each storage.
     pickle_bytes : int
@@ -137,7 +126,7 @@ class TorchZip:
             raise UnsupportedError(
                 "is a TorchScript archive, which holds code besides tensors",
                 path=self._path,
-                remedy="load it with torch.jit.load where you trust it, and save its state_dict()",
+                remedy="if you trust it, load it with torch.jit.load and save its state_dict()",
             )
         for info in infos:
             name = info.filename.removeprefix(root)
@@ -148,7 +137,7 @@ class TorchZip:
 
     def _check_small(self, file: zipfile.ZipFile, info: zipfile.ZipInfo, name: str) -> None:
         if not self.checksummed:
-            info.CRC = None  # type: ignore[assignment]  # so `zipfile` knows "do not check", and reads it all the same
+            info.CRC = None  # type: ignore[assignment]  # `zipfile` then reads it without checking
         with file.open(info) as record:
             content = record.read()
         if name == PICKLE:
@@ -166,11 +155,11 @@ class TorchZip:
         raise CorruptCheckpointError(f"holds no {PICKLE}, so torch did not save it", path=self._path)
 
     def _check_directory(self, infos: list[zipfile.ZipInfo], size: int) -> None:
-        """Refuse what torch never writes: two records of a name, compression, more bytes than the file has."""
+        """Refuse what torch never writes: two records of one name, compression, more bytes than the file has."""
         seen: set[str] = set()
         for info in infos:
             if info.filename in seen:
-                raise CorruptCheckpointError(f"the record {info.filename!r} stands twice", path=self._path)
+                raise CorruptCheckpointError(f"the record {info.filename!r} occurs twice", path=self._path)
             seen.add(info.filename)
             if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
                 raise CorruptCheckpointError(
@@ -182,7 +171,7 @@ class TorchZip:
 
 
 def is_torch_zip(path: Path) -> bool:
-    """Say whether a file begins as ``torch.save`` begins, or is a zip file with such a pickle in it."""
+    """Return whether a file begins like those of ``torch.save``, or is a zip file with such a pickle in it."""
     start = first_bytes(path, 512)
     if start is None or not start.startswith(_MAGIC):
         return False
@@ -194,17 +183,17 @@ def _lists_pickle(path: Path) -> bool:
     try:
         with zipfile.ZipFile(path) as file:
             return any(name.endswith("/data.pkl") for name in file.namelist())
-    # A damaged directory can make `zipfile` raise almost anything; the file is then not known as torch's.
+    # A damaged zip directory can make `zipfile` raise almost anything.
     except Exception:
         return False
 
 
 def is_old_pickle(path: Path) -> bool:
-    """Say whether a file is a bare pickle: what ``torch.save`` wrote before version 1.6, or ``pickle.dump`` writes."""
+    """Return whether a file is a bare pickle, as ``torch.save`` wrote before version 1.6."""
     start = first_bytes(path, 2)
     return start is not None and begins_like_old_pickle(start)
 
 
 def begins_like_old_pickle(start: bytes) -> bool:
-    """Say whether these are the first bytes of a bare pickle."""
+    """Return whether these are the first bytes of a bare pickle."""
     return len(start) >= 2 and start[0] == 0x80 and 2 <= start[1] <= 5
