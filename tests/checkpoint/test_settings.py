@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensorkeep.formats.native.history import NativeOptions
+from tensorkeep.formats.native.writer import NativeOptions
 
 import tensorkeep
 from tensorkeep import CheckpointManager
