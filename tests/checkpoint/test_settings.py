@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tensorkeep.formats.native.writer import NativeOptions
 
 import tensorkeep
 from tensorkeep import CheckpointManager
@@ -16,6 +15,7 @@ from tensorkeep.checkpoint import settings
 from tensorkeep.checkpoint.save.begin import SaveRequest, check_request
 from tensorkeep.checkpoint.settings import SaveTable
 from tensorkeep.formats.base import FORMATS
+from tensorkeep.formats.native.writer import NativeOptions
 from tensorkeep.io.parallel import default_threads
 
 STATE = {"w": torch.zeros(100_000)}
