@@ -17,7 +17,7 @@ from tensorkeep.bench.results import Arm, Results, Statistics
 from tensorkeep.bench.results_file import read_results
 from tensorkeep.report.tables import why_not_run
 from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Technique
-from tensorkeep.train.techniques.combinations import COMBINATIONS
+from tensorkeep.train.techniques.stack import COMBINATIONS
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "techniques.md"

@@ -13,8 +13,8 @@ import pytest
 from tensorkeep.cli import list_techniques as techniques
 from tensorkeep.cli.main import main
 from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES
-from tensorkeep.train.techniques.combinations import COMBINATIONS
-from tensorkeep.train.techniques.machine import Machine
+from tensorkeep.train.techniques.requirements import Machine
+from tensorkeep.train.techniques.stack import COMBINATIONS
 
 TRAIN = ["train", "shakespeare-char-cpu", "--loop.device", "cpu"]
 
@@ -62,7 +62,7 @@ def test_wrong_techniques_are_refused_before_anything_is_written(
 def test_a_missing_package_is_reported_with_its_install_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("tensorkeep.train.techniques.machine.find_spec", lambda _: None)
+    monkeypatch.setattr("tensorkeep.train.techniques.requirements.find_spec", lambda _: None)
     assert main([*TRAIN, "--out", str(tmp_path / "run"), "--technique", "low-bit-optimizer"]) == 7
     assert "low-bit-optimizer needs the package 'torchao', which is missing: pip install" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

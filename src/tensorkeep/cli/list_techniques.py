@@ -16,8 +16,8 @@ from tensorkeep.errors import UnsupportedError, UsageError
 from tensorkeep.train.config.config import TECHNIQUES
 from tensorkeep.train.run.device import chosen_device
 from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES
-from tensorkeep.train.techniques.combinations import COMBINATIONS, expanded
-from tensorkeep.train.techniques.machine import Machine
+from tensorkeep.train.techniques.requirements import Machine
+from tensorkeep.train.techniques.stack import COMBINATIONS, expanded
 
 _INDENT = "    "
 

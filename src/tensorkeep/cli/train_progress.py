@@ -164,7 +164,7 @@ def document(run: OpenRun, summary: Summary) -> dict[str, Any]:
         **asdict(summary),
         "skipped": run.progress.skipped,
         "peak_flops": run.speed.peak,
-        "techniques": {name: {"seen": proof.seen, **proof.figures} for name, proof in run.techniques.proofs.items()},
+        "techniques": {name: {"seen": proof.summary, **proof.figures} for name, proof in run.techniques.proofs.items()},
     }
 
 

@@ -1,18 +1,20 @@
-"""The exam of a technique.
+"""Conformance suite of a training technique.
 
-Subclass it in your tests, say which technique sits it, and let it be silently inactive in some way: it must be caught::
+Subclass it in your tests, name the technique, and break a run on purpose: the technique must notice::
 
     class TestMyTechnique(TechniqueSuite):
         technique = my_package.my_technique.MyTechnique
 
-        def sabotage(self, run):
+        def break_on_purpose(self, run):
             run.model.blocks[0].forward = type(run.model.blocks[0]).forward.__get__(run.model.blocks[0])
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
@@ -23,16 +25,17 @@ from tensorkeep.checkpoint.manager.manager import CheckpointManager
 from tensorkeep.errors import TechniqueNotActiveError
 from tensorkeep.testing.equality import difference
 from tensorkeep.train.config.config import Config
+from tensorkeep.train.config.sections import Section
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.loop import take_step, train
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.run.device import chosen_device
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.run.setup import OpenRun, open_run
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Changed, Kind, Technique
-from tensorkeep.train.techniques.machine import Machine
+from tensorkeep.train.techniques.requirements import Machine
 
 STEPS = 6
 
@@ -53,12 +56,14 @@ TINY = Config(
         "log.every": 1,
     }
 )
-"""What the exam trains: dropout, tied weights, biases, accumulation."""
+"""The run that is trained: with dropout, tied weights, biases and accumulation."""
 
 _TEXT = "the quick brown fox jumps over the lazy dog; " * 60
 
 
-class _Nobody:
+class SilentListener:
+    """A listener that ignores all events of a run."""
+
     def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None: ...
 
 
@@ -67,8 +72,24 @@ def with_techniques(config: Config, techniques: Mapping[str, Mapping[str, Any]])
     return config.changed({f"techniques.{name}": dict(settings) for name, settings in techniques.items()})
 
 
+def prepared_text(folder: Path) -> Path:
+    """Prepare a short text for training in a folder, once; return the prepared data."""
+    if not (folder / "prepared").exists():
+        folder.mkdir(exist_ok=True)
+        (folder / "text.txt").write_text(_TEXT)
+        prepare(folder / "text.txt", folder / "prepared", tokenizer="char")
+    return folder / "prepared"
+
+
+@contextmanager
+def opened(config: Config, folder: Path, data: Path) -> Iterator[OpenRun]:
+    """Open a new run in a folder."""
+    with open_run(config, RunFolder(folder), Dataset.open(data)) as run:
+        yield run
+
+
 def train_run(config: Config, folder: Path, data: Path, *, resume: bool = False, stop_after: int | None = None) -> None:
-    """Train in a folder, until the end or so many steps of this process."""
+    """Train in a folder to the end, or for a number of steps."""
     left = [stop_after]
 
     def stop() -> bool:
@@ -77,7 +98,22 @@ def train_run(config: Config, folder: Path, data: Path, *, resume: bool = False,
         return left[0] == 0
 
     with open_run(config, RunFolder(folder), Dataset.open(data), resume=resume) as run:
-        train(run, _Nobody(), stop=stop)
+        train(run, SilentListener(), stop=stop)
+
+
+def trained(config: Config, data: Path) -> Path:
+    """Return the folder of a finished run with a configuration, which is trained once for all tests."""
+    folder = data.parent / f"trained-{zlib.crc32(json.dumps(config.as_dict(), sort_keys=True).encode()):08x}"
+    if not folder.exists():
+        train_run(config, folder, data)
+    return folder
+
+
+def verified_step(run: OpenRun) -> dict[str, dict[str, Any]]:
+    """Make one step; return the figures of the proof of each technique."""
+    with run.techniques.verified(run):
+        take_step(run)
+    return {name: proof.figures for name, proof in run.techniques.proofs.items()}
 
 
 def losses(folder: Path) -> list[tuple[int, str, float]]:
@@ -88,7 +124,7 @@ def losses(folder: Path) -> list[tuple[int, str, float]]:
 
 
 def last_state(folder: Path) -> dict[str, Any]:
-    """Return the last checkpoint of a run, without the random states that nothing draws from."""
+    """Return the last checkpoint of a run, without the random states of NumPy and Python, which are not used."""
     state: dict[str, Any] = CheckpointManager(folder / "checkpoints").restore()
     for unused in ("numpy", "python"):
         del state["rng"][unused]
@@ -96,125 +132,112 @@ def last_state(folder: Path) -> dict[str, Any]:
 
 
 class TechniqueSuite:
-    """What every technique has to do, on a tiny run on the CPU, or where its tests say."""
+    """What every technique must do, in a tiny run on the CPU."""
 
     technique: ClassVar[type[Technique]]
     variants: ClassVar[Sequence[Mapping[str, Any]]] = ({},)
-    """Settings that the exam is sat with, one after the other."""
+    """The settings to test, one after the other."""
 
     config: ClassVar[Config] = TINY
 
     @pytest.fixture(scope="class")
     @classmethod
     def data(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """Prepare a text."""
-        folder = tmp_path_factory.mktemp("data")
-        (folder / "text.txt").write_text(_TEXT)
-        prepare(folder / "text.txt", folder / "prepared", tokenizer="char")
-        return folder / "prepared"
+        """Prepare a text, once for all classes that use this one."""
+        return prepared_text(tmp_path_factory.getbasetemp() / "technique-suite")
 
     @pytest.fixture(autouse=True)
-    def here(self) -> None:
-        """Skip, with the reason, what this machine cannot run."""
+    def check_machine(self) -> None:
+        """Skip, with the reason, if this machine cannot run the technique."""
         machine = Machine(chosen_device(self.config.loop.device))
         for variant in self.variants:
-            lack = self.technique(self._settings(variant)).lacks(machine)
+            lack = self.technique(self.settings(variant)).lacks(machine)
             if lack is not None:
                 pytest.skip(f"{self.technique.name} {lack}")
 
-    def _settings(self, variant: Mapping[str, Any]) -> Any:
+    def settings(self, variant: Mapping[str, Any]) -> Section:
+        """Return the technique's settings."""
         return self.technique.Settings(**variant)
 
     def on(self, variant: Mapping[str, Any]) -> Config:
-        """Return the configuration of the exam with the technique on."""
+        """Return the configuration with the technique on."""
         return with_techniques(self.config, {self.technique.name: variant})
 
-    def sabotage(self, run: Run) -> None:
-        """Let a technique that was applied be silently inactive in this run; to be overridden."""
+    def break_on_purpose(self, run: Run) -> None:
+        """Make an applied technique silently inactive in this run; every subclass implements it."""
         raise NotImplementedError
 
-    def test_it_says_what_it_is(self) -> None:
-        """It declares a kind, sentences for people, a reference, and is registered by its name."""
+    def test_declaration_is_complete(self) -> None:
+        """It has a kind, texts for users and a reference, and is registered by its name."""
         assert TECHNIQUE_CLASSES.get(self.technique.name) is self.technique
         assert self.technique.kind in get_args(Kind)
         assert self.technique.changes in get_args(Changed)
         for text in (self.technique.summary, self.technique.effect, self.technique.reference):
             assert text and "\n" not in text and not text.endswith(".")
-        self._settings({})
+        self.settings({})
         for other, reason in self.technique.conflicts.items():
             assert other in TECHNIQUE_CLASSES.names() and reason
 
-    def test_losses_stay_where_its_kind_says(self, tmp_path: Path, data: Path) -> None:
-        """A systems technique leaves the losses where they were; an algorithmic one leaves them finite."""
-        train_run(self.config, tmp_path / "plain", data)
-        plain = losses(tmp_path / "plain")
-        for number, variant in enumerate(self.variants):
-            train_run(self.on(variant), tmp_path / str(number), data)
-            found = losses(tmp_path / str(number))
+    def test_losses_are_within_the_tolerance(self, data: Path) -> None:
+        """The losses of a systems technique are those of the plain run; those of an algorithmic one are finite."""
+        plain = losses(trained(self.config, data))
+        for variant in self.variants:
+            found = losses(trained(self.on(variant), data))
             assert [each[:2] for each in found] == [each[:2] for each in plain]
             if self.technique.kind == "systems":
-                tolerance = self.technique.tolerance
+                expected, tolerance = [each[2] for each in plain], self.technique.tolerance
                 assert [each[2] for each in found] == (
-                    pytest.approx([each[2] for each in plain], rel=tolerance)
-                    if tolerance
-                    else [each[2] for each in plain]
+                    pytest.approx(expected, rel=tolerance) if tolerance else expected
                 )
             assert all(each[2] < 20 for each in found)
 
-    def test_a_run_goes_on_exactly(self, tmp_path: Path, data: Path) -> None:
-        """A run that was stopped and goes on ends as one that was not, bit for bit."""
+    def test_resume_is_exact(self, tmp_path: Path, data: Path) -> None:
+        """A run that was stopped and resumed ends bit-identical to one that was not."""
         for number, variant in enumerate(self.variants):
-            whole, parts = tmp_path / f"whole{number}", tmp_path / f"parts{number}"
-            train_run(self.on(variant), whole, data)
-            train_run(self.on(variant), parts, data, stop_after=STEPS // 2)
-            train_run(RunFolder(parts).record().config, parts, data, resume=True)
-            assert losses(parts) == losses(whole)
-            assert difference(last_state(parts), last_state(whole)) is None
+            whole, resumed = trained(self.on(variant), data), tmp_path / str(number)
+            train_run(self.on(variant), resumed, data, stop_after=STEPS // 2)
+            train_run(RunFolder(resumed).record().config, resumed, data, resume=True)
+            assert losses(resumed) == losses(whole)
+            assert difference(last_state(resumed), last_state(whole)) is None
 
-    def test_weights_keep_their_names(self, tmp_path: Path, data: Path) -> None:
-        """What is saved with the technique is a model without it."""
+    def test_parameter_names_are_unchanged(self, tmp_path: Path, data: Path) -> None:
+        """A checkpoint saved with the technique can be loaded without it."""
         for number, variant in enumerate(self.variants):
-            with open_run(self.on(variant), RunFolder(tmp_path / str(number)), Dataset.open(data)) as run:
-                names = list(run.model.state_dict())
-                config = run.config.model
+            with opened(self.on(variant), tmp_path / str(number), data) as run:
+                names, config = list(run.model.state_dict()), run.config.model
             assert names == list(type(run.model)(config, device="meta").state_dict())
 
-    def test_it_is_seen_at_work(self, tmp_path: Path, data: Path) -> None:
-        """Its proof is a sentence with figures, and nothing that watches stays behind."""
+    def test_active_technique_is_proved(self, tmp_path: Path, data: Path) -> None:
+        """The proof is one line with figures, and no hook remains."""
         for number, variant in enumerate(self.variants):
-            with open_run(self.on(variant), RunFolder(tmp_path / str(number)), Dataset.open(data)) as run:
-                before = _hooks(run)
-                with run.techniques.verified(run):
-                    take_step(run)
-                proof = run.techniques.proofs[self.technique.name]
-                assert proof.seen and "\n" not in proof.seen
-                assert proof.figures
-                assert _hooks(run) == before
+            with opened(self.on(variant), tmp_path / str(number), data) as run:
+                before = _count_hooks(run)
+                assert verified_step(run)[self.technique.name]
+                summary = run.techniques.proofs[self.technique.name].summary
+                assert summary and "\n" not in summary
+                assert _count_hooks(run) == before
 
-    def test_it_is_caught_when_it_is_not_active(self, tmp_path: Path, data: Path) -> None:
-        """Asked for but not at work is an error that names the technique."""
+    def test_inactive_technique_is_an_error(self, tmp_path: Path, data: Path) -> None:
+        """A run that was broken on purpose raises an error that names the technique."""
         for number, variant in enumerate(self.variants):
-            with open_run(self.on(variant), RunFolder(tmp_path / str(number)), Dataset.open(data)) as run:
-                self.sabotage(run)
-                with (
-                    pytest.raises(TechniqueNotActiveError, match=self.technique.name),
-                    run.techniques.verified(run),
-                ):
-                    take_step(run)
+            with opened(self.on(variant), tmp_path / str(number), data) as run:
+                self.break_on_purpose(run)
+                with pytest.raises(TechniqueNotActiveError, match=self.technique.name):
+                    verified_step(run)
 
-    def test_the_process_is_left_as_it_was(self, tmp_path: Path, data: Path) -> None:
-        """Threads, default dtype and the like are those of before when a run is closed."""
+    def test_process_settings_are_restored_precision(self, tmp_path: Path, data: Path) -> None:
+        """Threads, default dtype and other settings of the process are restored when a run is closed."""
         for number, variant in enumerate(self.variants):
-            before = _process()
+            before = _process_settings()
             train_run(self.on(variant), tmp_path / str(number), data, stop_after=1)
-            assert _process() == before
+            assert _process_settings() == before
 
 
-def _hooks(run: Run) -> int:
+def _count_hooks(run: Run) -> int:
     return sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in run.model.modules())
 
 
-def _process() -> dict[str, Any]:
+def _process_settings() -> dict[str, Any]:
     kernels = [f"{name}_sdp_enabled" for name in ("flash", "mem_efficient", "math")]
     return {
         "threads": torch.get_num_threads(),

@@ -179,7 +179,7 @@ def _verified_techniques(run: OpenRun, listener: Listener) -> Iterator[None]:
     with run.techniques.verified(run):
         yield
     for name, proof in islice(proofs.items(), known, None):
-        _report(run, listener, "technique", {"name": name, "seen": proof.seen, **proof.figures})
+        _report(run, listener, "technique", {"name": name, "seen": proof.summary, **proof.figures})
 
 
 @contextmanager

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,8 +21,8 @@ from tensorkeep.errors import UsageError
 from tensorkeep.train import loop
 from tensorkeep.train.config.recipes import RECIPES
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Proof, Technique
-from tensorkeep.train.techniques.combinations import COMBINATIONS
+from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Technique, Verification
+from tensorkeep.train.techniques.stack import COMBINATIONS
 from train.tiny_training import CONFIG, prepared
 
 STEPS = 8
@@ -56,7 +54,7 @@ def test_a_cell_measures_speed_memory_and_loss_and_says_what_was_at_work(data: P
     assert all(value > 0 for value in outcome.figures.values())
     loop, length = CONFIG.loop, CONFIG.model.context_length
     assert outcome.figures[cell.TOKENS] == STEPS * loop.batch_size * length
-    assert "ran again" in outcome.observed["activation-checkpointing"]
+    assert "recomputed" in outcome.observed["activation-checkpointing"]
     assert {"build", "gate", "evaluate"} <= outcome.clocks.keys()
 
 
@@ -121,7 +119,7 @@ def test_the_first_step_has_what_is_compiled_before_it(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = TECHNIQUE_CLASSES.get("activation-checkpointing")
-    monkeypatch.setattr(kind, "rehearse", lambda *_: time.sleep(0.5))
+    monkeypatch.setattr(kind, "warm_up", lambda *_: time.sleep(0.5))
     figures = measured(data, tmp_path / "a", {"techniques.activation-checkpointing": "on"})
     assert figures[cell.FIRST] > 0.5
 
@@ -132,7 +130,7 @@ def test_nothing_that_was_compiled_before_is_used_again(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "earlier")
     seen = []
     kind = TECHNIQUE_CLASSES.get("activation-checkpointing")
-    monkeypatch.setattr(kind, "rehearse", lambda *_: seen.append(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
+    monkeypatch.setattr(kind, "warm_up", lambda *_: seen.append(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
     measured(data, tmp_path / "a", {"techniques.activation-checkpointing": "on"})
     assert seen == [str(tmp_path / "a" / "cell" / "compiled")]
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "earlier"
@@ -167,9 +165,9 @@ class Wrong(Technique):
         inner = run.operations.loss
         run.operations.loss = lambda inputs, targets: inner(inputs, targets) * 1.05
 
-    @contextmanager
-    def verify(self, run: Run) -> Iterator[Proof]:
-        yield Proof()
+    def verify(self, run: Run) -> Verification:
+        yield
+        return None
 
 
 class Absent(Wrong):
@@ -179,9 +177,8 @@ class Absent(Wrong):
 
     def apply(self, run: Run) -> None: ...
 
-    @contextmanager
-    def verify(self, run: Run) -> Iterator[Proof]:
-        yield Proof()
+    def verify(self, run: Run) -> Verification:
+        yield
         raise self.not_active("nothing was seen", "report it")
 
 
@@ -202,13 +199,13 @@ def test_a_technique_that_moves_the_losses_has_no_time(data: Path, tmp_path: Pat
 
 @pytest.mark.usefixtures("others")
 def test_a_technique_that_is_not_at_work_has_no_time(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(GateError, match="absent was asked for and is not active"):
+    with pytest.raises(GateError, match="absent was requested and is not active"):
         WORKLOAD.measure(task(data, tmp_path, {"techniques.absent": "on"}))
 
 
 def test_what_makes_no_sense_with_the_recipe_is_told_as_that(data: Path, tmp_path: Path) -> None:
     arm = {"techniques.gradient-accumulation.batches": 2}
-    with pytest.raises(DoesNotApplyError, match="a batch of 3 sequences does not divide into 2 parts"):
+    with pytest.raises(DoesNotApplyError, match="a batch of 3 sequences cannot be split into 2 equal micro-batches"):
         WORKLOAD.measure(task(data, tmp_path, arm))
 
 

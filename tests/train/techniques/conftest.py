@@ -1,12 +1,31 @@
-"""What the tests of all techniques share."""
+"""Fixtures of the tests of all techniques."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
+
+from tensorkeep.testing.technique_suite import prepared_text
+from train.techniques.several_processes import ProcessPool
 
 
 @pytest.fixture(autouse=True)
-def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no run measure what the machine can do at most: that takes longer than the run."""
+def fixed_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the measurement of the machine's peak FLOP/s, which takes longer than a test."""
     for module in ("run.setup", "techniques.mixed_precision"):
         monkeypatch.setattr(f"tensorkeep.train.{module}.measured_peak", lambda device, dtype=None: 1e9)
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepare a text, once for all tests."""
+    return prepared_text(tmp_path_factory.getbasetemp() / "technique-suite")
+
+
+@pytest.fixture(scope="session")
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPool]:
+    """Start two processes, once for all tests."""
+    with ProcessPool(2, tmp_path_factory.mktemp("two-processes")) as pool:
+        yield pool

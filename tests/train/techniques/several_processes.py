@@ -1,6 +1,6 @@
-"""Runs that several processes train together: started here, and by this file as a script each of them.
+"""Processes that train runs together, for tests; as a script, this file is one of the processes.
 
-What a process does is a list of tasks, given as JSON; what came of each is a line of JSON on its standard output.
+A process reads tasks as lines of JSON from its standard input, and writes the result of each to its standard output.
 """
 
 from __future__ import annotations
@@ -9,90 +9,121 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import distributed as dist
 
 import tensorkeep.train.run.setup
 from tensorkeep.errors import TensorkeepError
-from tensorkeep.testing.technique_suite import TINY, train_run
+from tensorkeep.testing.technique_suite import TINY, SilentListener, opened, train_run
 from tensorkeep.train.config.config import Config
-from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.generate import generate
 from tensorkeep.train.loop import take_step, train
 from tensorkeep.train.model.gpt import GPT, token_loss
-from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.setup import open_run
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.run.setup import OpenRun
 from tensorkeep.train.techniques import mixed_precision
 
 Task = dict[str, Any]
+Results = list[dict[str, Any]]
+"""The result of each task by its name, for each process."""
 
 EXACT = TINY.changed({"model.dropout": 0.0})
-"""Without dropout, several processes compute what one does."""
+"""Without dropout, several processes compute the same as one."""
 
-_SECONDS = 120
-
-
-def task(do: str, config: Config, folder: Path, data: Path, **others: Any) -> Task:
-    """Return a task; see `_DOES`."""
-    return {"do": do, "config": config.as_dict(), "folder": str(folder), "data": str(data), **others}
+_TIMEOUT_SECONDS = 150
 
 
-def trained_by(size: int, tasks: Sequence[Task], place: Path, *, cuda: bool = False) -> list[list[Any]]:
-    """Let several processes do tasks together; return what came of each, by process.
+def task(action: str, config: Config, folder: Path, data: Path, **options: Any) -> Task:
+    """Return a task; see `_ACTIONS`."""
+    return {"action": action, "config": config.as_dict(), "folder": str(folder), "data": str(data), **options}
 
-    Raises
-    ------
-    AssertionError
-        If one of them failed.
+
+class ProcessPool:
+    """Processes of one gloo group (with ``cuda``, also nccl), which do tasks together until the pool is closed.
+
+    Starting processes takes longer than their tasks, so tests share a pool.
+
+    Parameters
+    ----------
+    size : int
+    folder : Path
+        An empty folder, for the rendezvous and the standard error of the processes.
+    cuda : bool
     """
-    ended = started(size, tasks, place, cuda=cuda)
-    assert all(each.returncode == 0 for each in ended), "\n".join(each.stderr[-4000:] for each in ended)
-    return [[json.loads(line) for line in each.stdout.splitlines()] for each in ended]
 
+    def __init__(self, size: int, folder: Path, *, cuda: bool = False) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._errors = [folder / f"stderr-{rank}" for rank in range(size)]
+        self.processes = [self._started(rank, size, folder, cuda=cuda) for rank in range(size)]
 
-def done_by(size: int, tasks: Mapping[str, Task], place: Path) -> list[dict[str, Any]]:
-    """Let several processes do tasks that have names; return what came of each, by process and name."""
-    return [dict(zip(tasks, said, strict=True)) for said in trained_by(size, [*tasks.values()], place)]
+    def _started(self, rank: int, size: int, folder: Path, *, cuda: bool) -> subprocess.Popen[str]:
+        with self._errors[rank].open("w") as errors:
+            return subprocess.Popen(
+                [sys.executable, __file__, str(rank), str(size), str(folder), "cuda" if cuda else "cpu"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
 
+    def __enter__(self) -> Self:
+        return self
 
-def started(
-    size: int, tasks: Sequence[Task], place: Path, *, cuda: bool = False
-) -> list[subprocess.CompletedProcess[str]]:
-    """Let several processes do tasks together; return how each ended."""
-    place.mkdir(parents=True, exist_ok=True)
-    (place / "tasks.json").write_text(json.dumps(list(tasks)))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(size), str(place), "cuda" if cuda else "cpu"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in range(size)
-    ]
-    try:
-        said = [each.communicate(timeout=_SECONDS) for each in processes]
-    finally:
-        for each in processes:
-            each.kill()
-    return [
-        subprocess.CompletedProcess(each.args, each.returncode, *texts)
-        for each, texts in zip(processes, said, strict=True)
-    ]
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for each in self.processes:
+            if each.stdin is not None:
+                each.stdin.close()
+        for each in self.processes:
+            try:
+                each.wait(timeout=0 if error else _TIMEOUT_SECONDS)
+            except subprocess.TimeoutExpired:
+                each.kill()
+            if each.stdout is not None:
+                each.stdout.close()
+
+    def errors(self) -> list[str]:
+        """Return what the processes wrote to their standard error."""
+        return [each.read_text() for each in self._errors]
+
+    def send(self, tasks: Mapping[str, Task]) -> list[str]:
+        """Let all processes do tasks; return the lines of each, which are fewer than tasks if a process ended."""
+        for each in self.processes:
+            assert each.stdin is not None
+            each.stdin.write("".join(f"{json.dumps(one)}\n" for one in tasks.values()))
+            each.stdin.flush()
+        timer = threading.Timer(_TIMEOUT_SECONDS, lambda: [each.kill() for each in self.processes])
+        timer.start()
+        try:
+            return ["".join(each.stdout.readline() for _ in tasks) for each in self.processes if each.stdout]
+        finally:
+            timer.cancel()
+
+    def run(self, tasks: Mapping[str, Task]) -> Results:
+        """Let all processes do tasks; return their results.
+
+        Raises
+        ------
+        AssertionError
+            If a task failed.
+        """
+        lines = [each.splitlines() for each in self.send(tasks)]
+        assert all(len(each) == len(tasks) for each in lines), "\n".join(each[-4000:] for each in self.errors())
+        return [dict(zip(tasks, map(json.loads, each), strict=True)) for each in lines]
 
 
 @contextmanager
 def group_of_one() -> Iterator[None]:
-    """Let this process be a group of its own, as torchrun would start it."""
+    """Make this process a process group, as torchrun with one process does."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -101,71 +132,66 @@ def group_of_one() -> Iterator[None]:
 
 
 def _train(given: Task) -> None:
-    config = Config.from_dict(given["config"])
     resume, stop_after = given.get("resume", False), given.get("stop_after")
-    train_run(config, Path(given["folder"]), Path(given["data"]), resume=resume, stop_after=stop_after)
+    train_run(_config(given), Path(given["folder"]), Path(given["data"]), resume=resume, stop_after=stop_after)
+
+
+def _config(given: Task) -> Config:
+    return Config.from_dict(given["config"])
 
 
 def _step(given: Task) -> Any:
-    """Make one watched step of a run that somebody may have tampered with; return the proof, or the refusal."""
-    config = Config.from_dict(given["config"])
+    """Make one verified step of a run, which may be broken on purpose; return the proofs, or the error."""
     try:
-        with open_run(config, RunFolder(given["folder"]), Dataset.open(given["data"])) as run:
-            if "tamper" in given:
-                TAMPER[given["tamper"]](run)
+        with opened(_config(given), Path(given["folder"]), Path(given["data"])) as run:
+            if "break" in given:
+                BREAKS[given["break"]](run)
+            records: list[dict[str, float]] = []
             with run.techniques.verified(run):
-                record = take_step(run)
-            return {
-                "record": record,
-                "tokens": run.progress.tokens,
-                "proofs": {name: proof.figures for name, proof in run.techniques.proofs.items()},
-            }
+                records.append(take_step(run))
+            proofs = {name: proof.figures for name, proof in run.techniques.proofs.items()}
+            return {"record": records[0], "tokens": run.progress.tokens, "proofs": proofs}
     except TensorkeepError as error:
         return {"kind": error.kind, "message": error.message}
 
 
 def generated(given: Task) -> list[int]:
-    """Make a step, and return the tokens that the model says go on best with some others."""
-    with open_run(Config.from_dict(given["config"]), RunFolder(given["folder"]), Dataset.open(given["data"])) as run:
+    """Make a step, and return the tokens that the model generates after a prompt."""
+    with opened(_config(given), Path(given["folder"]), Path(given["data"])) as run:
         take_step(run)
-        found: list[int] = generate(run.model, [1, 2, 3], max_new_tokens=8, temperature=0.0).tolist()
-        return found
+        tokens: list[int] = generate(run.model, [1, 2, 3], max_new_tokens=8, temperature=0.0).tolist()
+        return tokens
 
 
-def _stop_one(given: Task) -> Any:
-    """Train until the last process, alone, is asked to stop, or is killed; return after which step the run ended."""
-    config = Config.from_dict(given["config"])
-    with open_run(config, RunFolder(given["folder"]), Dataset.open(given["data"])) as run:
+def _stop_last(given: Task) -> Any:
+    """Train until only the last process is asked to stop, or is killed; return the step at which the run ended."""
+    with opened(_config(given), Path(given["folder"]), Path(given["data"])) as run:
 
         def stop() -> bool:
-            mine = run.progress.step == given["after"] and not run.world.is_main
-            if mine and given["killed"]:
+            stops = run.progress.step == given["after"] and not run.world.is_main
+            if stops and given["killed"]:
                 os._exit(9)
-            return mine
+            return stops
 
-        summary = train(run, _Nobody(), stop=stop)
+        summary = train(run, SilentListener(), stop=stop)
         return {"step": summary.step, "reason": summary.reason, "loss": summary.loss}
 
 
-class _Nobody:
-    def on_event(self, step: int, kind: str, values: Mapping[str, Any]) -> None: ...
-
-
-def _leave_no_sync_on(run: Run) -> None:
+def _leave_no_sync_on(run: OpenRun) -> None:
     run.techniques.techniques[0].parallel.require_backward_grad_sync = False  # type: ignore[attr-defined]
 
 
-def _train_an_undivided_copy(run: Run) -> None:
+def _train_an_unsharded_copy(run: OpenRun) -> None:
     copy = GPT(run.config.model, generator=torch.Generator().manual_seed(0))
     run.model, run.operations.loss = copy, copy.loss
 
 
-def _update_tensors_of_before(run: Run) -> None:
+def _update_other_tensors(run: OpenRun) -> None:
     for group in run.optimizers["adamw"].param_groups:
         group["params"] = [torch.nn.Parameter(torch.zeros(each.shape)) for each in group["params"]]
 
 
-def _change_a_gradient(run: Run) -> None:
+def _change_a_gradient(run: OpenRun) -> None:
     backward = run.operations.backward
 
     def changed(loss: torch.Tensor) -> None:
@@ -175,44 +201,51 @@ def _change_a_gradient(run: Run) -> None:
     run.operations.backward = changed
 
 
-def _compute_all_at_once(run: Run) -> None:
+def _compute_without_micro_batches(run: OpenRun) -> None:
     stages = run.techniques.techniques[0].stages  # type: ignore[attr-defined]
 
     def loss(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return token_loss(stages.leave(stages.compute(stages.model.embed(inputs), 0)), targets)
+        return token_loss(stages.logits(stages.compute(stages.model.embed(inputs), 0)), targets)
 
     run.model.loss = loss  # type: ignore[method-assign]
 
 
-def _hold_all_weights(run: Run) -> None:
+def _hold_all_weights(run: OpenRun) -> None:
     for parameter in run.model.parameters():
         parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
 
 
-TAMPER: dict[str, Callable[[Run], None]] = {
+BREAKS: dict[str, Callable[[OpenRun], None]] = {
     "no_sync": _leave_no_sync_on,
     "gradient": _change_a_gradient,
-    "copy": _train_an_undivided_copy,
-    "optimizer": _update_tensors_of_before,
-    "at once": _compute_all_at_once,
+    "copy": _train_an_unsharded_copy,
+    "optimizer": _update_other_tensors,
+    "at once": _compute_without_micro_batches,
     "all weights": _hold_all_weights,
 }
+"""Ways to break a run on purpose."""
 
-_DOES: dict[str, Callable[[Task], Any]] = {"train": _train, "step": _step, "generate": generated, "stop one": _stop_one}
+_ACTIONS: dict[str, Callable[[Task], Any]] = {
+    "train": _train,
+    "step": _step,
+    "generate": generated,
+    "stop last": _stop_last,
+}
 
 
-def _main(rank: int, size: int, place: Path, device: str) -> None:
+def _main(rank: int, size: int, folder: Path, device: str) -> None:
     torch.set_num_threads(1)
-    # Measuring takes longer than all tasks.
+    # The measurement takes longer than all tasks.
     for module in (tensorkeep.train.run.setup, mixed_precision):
         module.measured_peak = lambda *arguments: 1e9
-    group = {"init_method": f"file://{place / 'meeting'}", "rank": rank, "world_size": size}
+    group = {"init_method": f"file://{folder / 'rendezvous'}", "rank": rank, "world_size": size}
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=60), **group)
-    for each in json.loads((place / "tasks.json").read_text()):
-        print(json.dumps(_DOES[each["do"]](each)), flush=True)
+    for line in sys.stdin:
+        given = json.loads(line)
+        print(json.dumps(_ACTIONS[given["action"]](given)), flush=True)
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing: the same gradients bit for bit, from less memory."""
+"""Activation checkpointing: bit-identical gradients with less memory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tensorkeep.errors import TechniqueNotActiveError, UsageError
-from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, with_techniques
-from tensorkeep.train.data.dataset import Dataset
-from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.setup import open_run
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, opened, with_techniques
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.activation_checkpointing import ActivationCheckpointing
 
@@ -26,7 +23,7 @@ def plain_forward(run: Run, block: torch.nn.Module) -> None:
 
 @contextmanager
 def kept_bytes() -> Iterator[list[int]]:
-    """Note, within, the bytes of each tensor that is kept for the backward pass; the same storage is noted once."""
+    """Record the bytes of each storage that is saved for the backward pass."""
     sizes: list[int] = []
     seen: set[int] = set()
 
@@ -45,30 +42,30 @@ class TestActivationCheckpointing(TechniqueSuite):
     technique = ActivationCheckpointing
     variants = ({}, {"keep": "products"}, {"every": 2})
 
-    def sabotage(self, run: Run) -> None:
-        # As if the loop had rebound its variable: the first block is what it was.
+    def break_on_purpose(self, run: Run) -> None:
+        # As after a loop that rebinds its variable: the first block is unchanged.
         plain_forward(run, run.model.blocks[0])
 
     def test_a_late_bound_loop_variable_is_caught(self, tmp_path: Path, data: Path) -> None:
         config = with_techniques(self.config, {"activation-checkpointing": {}})
-        with open_run(config, RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
+        with opened(config, tmp_path / "run", data) as run:
             inner = [partial(type(block).forward, block) for block in run.model.blocks]
             last = inner[-1]
             for block in run.model.blocks:
                 block.forward = lambda *inputs: checkpoint(last, *inputs, use_reentrant=False)
             with (
-                pytest.raises(TechniqueNotActiveError, match="those of number 0, 1 ran 0 times"),
+                pytest.raises(TechniqueNotActiveError, match="numbers 0, 1 ran 0 times"),
                 run.techniques.verified(run),
             ):
                 run.operations.backward(run.operations.loss(*next(run.batches)))
                 run.operations.backward(run.operations.loss(*next(run.batches)))
 
     @pytest.mark.parametrize("settings", [{}, {"keep": "products"}, {"every": 2}])
-    def test_less_is_kept(self, tmp_path: Path, data: Path, settings: dict[str, object]) -> None:
+    def test_fewer_bytes_are_saved(self, tmp_path: Path, data: Path, settings: dict[str, object]) -> None:
         kept = {}
         for name, techniques in {"plain": {}, "on": {"activation-checkpointing": settings}}.items():
             config = with_techniques(self.config, techniques)
-            with open_run(config, RunFolder(tmp_path / name), Dataset.open(data)) as run, kept_bytes() as sizes:
+            with opened(config, tmp_path / name, data) as run, kept_bytes() as sizes:
                 run.operations.loss(*next(run.batches))
             kept[name] = sum(sizes)
         assert kept["on"] < 0.8 * kept["plain"]
@@ -77,6 +74,6 @@ class TestActivationCheckpointing(TechniqueSuite):
         config = with_techniques(TINY, {"activation-checkpointing": {"every": 0}})
         with (
             pytest.raises(UsageError, match="every is 0"),
-            open_run(config, RunFolder(tmp_path / "run"), Dataset.open(data)),
+            opened(config, tmp_path / "run", data),
         ):
             pass

@@ -1,4 +1,4 @@
-"""Activations in the memory of the CPU: gradients of the same bits, and no memory that is used again too early."""
+"""Activation swapping: bit-identical gradients, and no memory that is reused too early."""
 
 from __future__ import annotations
 
@@ -13,15 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from tensorkeep.errors import TechniqueNotActiveError, UsageError
-from tensorkeep.testing.technique_suite import TechniqueSuite
-from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.testing.technique_suite import TechniqueSuite, opened
 from tensorkeep.train.loop import take_step
-from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.setup import open_run
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.activation_swapping import ActivationSwapping, ActivationSwappingSettings
-from tensorkeep.train.techniques.machine import Machine
-from tensorkeep.train.techniques.swapping import Swapper
+from tensorkeep.train.techniques.activation_swapping import ActivationSwapping, ActivationSwappingSettings, Swapper
+from tensorkeep.train.techniques.requirements import Machine
 
 CPU = torch.device("cpu")
 
@@ -41,7 +37,7 @@ def gradients(model: nn.Module, inputs: Tensor, hooks: AbstractContextManager[No
 
 
 def overwrite_free_memory(swapper: Swapper) -> None:
-    """Put NaN into every block that is free: whoever still needed it would get them."""
+    """Fill every free block with NaN, which a later read would return."""
     for blocks in swapper.pool._free.values():
         for block in blocks:
             block.memory.view(torch.float32).fill_(float("nan"))
@@ -53,16 +49,16 @@ class TestActivationSwapping(TechniqueSuite):
 
     @pytest.fixture(autouse=True)
     def here(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Let it run on the CPU, where nothing is saved by it."""
+        """Allow it on the CPU, where it saves no memory."""
         monkeypatch.setattr(ActivationSwapping, "lacks", lambda self, machine: None)
 
-    def sabotage(self, run: Run) -> None:
-        """Let the loss be computed without the hooks, as where it was called by another name."""
+    def break_on_purpose(self, run: Run) -> None:
+        """Compute the loss without the hooks."""
         run.operations.loss = run.model.loss
 
-    def test_tensors_that_are_all_too_small_are_no_swapping(self, tmp_path: Path, data: Path) -> None:
+    def test_a_step_without_large_tensors_is_an_error(self, tmp_path: Path, data: Path) -> None:
         with (
-            open_run(self.on({}), RunFolder(tmp_path / "run"), Dataset.open(data)) as run,
+            opened(self.on({}), tmp_path / "run", data) as run,
             pytest.raises(TechniqueNotActiveError, match="0 B were moved") as caught,
             run.techniques.verified(run),
         ):
@@ -71,7 +67,7 @@ class TestActivationSwapping(TechniqueSuite):
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 100])
-def test_gradients_are_the_same_bits_when_memory_is_used_again(ahead: int) -> None:
+def test_gradients_are_bit_identical_when_blocks_are_reused(ahead: int) -> None:
     model = network()
     swapper = Swapper(CPU, list(model.parameters()), least=1, ahead=ahead)
     for step in range(5):
@@ -87,8 +83,8 @@ def test_gradients_are_the_same_bits_when_memory_is_used_again(ahead: int) -> No
     assert swapper.pool.taken == 5 * made
 
 
-def test_memory_that_is_still_asked_for_is_not_given_to_others() -> None:
-    """Two graphs at once, the first of them used twice."""
+def test_blocks_in_use_are_not_reused() -> None:
+    """Two graphs at once; the backward pass of the first runs twice."""
     model = network()
     swapper = Swapper(CPU, list(model.parameters()), least=1, ahead=2)
     batches = [torch.randn(16, 8, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
@@ -106,7 +102,7 @@ def test_memory_that_is_still_asked_for_is_not_given_to_others() -> None:
             assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
 
 
-def test_parameters_and_small_tensors_stay() -> None:
+def test_parameters_and_small_tensors_are_not_moved() -> None:
     weight = nn.Parameter(torch.ones(64, 64))
     swapper = Swapper(CPU, [weight], least=2048, ahead=1)
     small = torch.ones(4, 64, requires_grad=True)
@@ -119,8 +115,8 @@ def test_parameters_and_small_tensors_stay() -> None:
     assert swapper.out_bytes == large.nbytes
 
 
-def test_a_device_may_be_named_otherwise_than_its_tensors_do() -> None:
-    """As "cuda" for "cuda:0"."""
+def test_device_name_may_lack_the_index() -> None:
+    """Such as "cuda" for "cuda:0"."""
     large, named = torch.ones(64, 64, requires_grad=True), torch.device("cpu", 0)
     assert large.device != named
     swapper = Swapper(named, [], least=1, ahead=1)
@@ -130,7 +126,7 @@ def test_a_device_may_be_named_otherwise_than_its_tensors_do() -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, 4, 5), (0, 4, 5), ()])
-def test_tensors_come_back_as_they_were(shape: tuple[int, ...]) -> None:
+def test_tensors_come_back_with_their_strides(shape: tuple[int, ...]) -> None:
     swapper = Swapper(CPU, [], least=0, ahead=0)
     plain = torch.randn(shape)
     turned = plain.permute(tuple(reversed(range(plain.ndim))))
@@ -140,7 +136,7 @@ def test_tensors_come_back_as_they_were(shape: tuple[int, ...]) -> None:
         assert (found.dtype, found.stride()) == (tensor.dtype, tensor.stride())
 
 
-def test_a_part_of_a_tensor_comes_back_without_the_rest() -> None:
+def test_a_view_comes_back_without_the_rest_of_its_storage() -> None:
     swapper = Swapper(CPU, [], least=1, ahead=0)
     whole = torch.randn(6, 10)
     for part in (whole[:, 2:5], whole[::2], whole[:1].expand(4, 10)):
@@ -149,10 +145,10 @@ def test_a_part_of_a_tensor_comes_back_without_the_rest() -> None:
 
 
 class Recorder:
-    """Streams and events that do nothing, and tell what they were asked to."""
+    """Streams and events that do nothing but record the calls."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, ...]] = []
+        self.calls: list[tuple[str, ...]] = []
 
     def stream_named(self, name: str) -> Any:
         recorder = self
@@ -162,10 +158,10 @@ class Recorder:
                 return name
 
             def wait_stream(self, other: Any) -> None:
-                recorder.told.append((name, "waits for", repr(other)))
+                recorder.calls.append((name, "waits for", repr(other)))
 
             def wait_event(self, event: Any) -> None:
-                recorder.told.append((name, "waits for", repr(event)))
+                recorder.calls.append((name, "waits for", repr(event)))
 
         return Stream()
 
@@ -183,27 +179,27 @@ class Recorder:
         return self.stream_named("computing")
 
     def stream(self, stream: Any) -> AbstractContextManager[None]:
-        self.told.append(("copies in", repr(stream)))
+        self.calls.append(("copies in", repr(stream)))
         return nullcontext()
 
 
-def test_streams_wait_for_each_other_where_one_writes_what_another_reads() -> None:
+def test_streams_wait_for_each_other() -> None:
     recorder = Recorder()
     swapper = Swapper(CPU, [], least=1, ahead=0)
-    swapper._here = recorder
+    swapper._backend = recorder
     swapper._out, swapper._back = recorder.stream_named("out"), recorder.stream_named("back")
     swapped = swapper._move_out(torch.ones(4))
     out = [("out", "waits for", "computing"), ("copies in", "out")]
-    assert recorder.told == out
-    recorder.told.clear()
+    assert recorder.calls == out
+    recorder.calls.clear()
     swapper._unpack(swapped)
     back = [("copies in", "back"), ("back", "waits for", "what out did"), ("computing", "waits for", "what back did")]
-    assert recorder.told == back
-    recorder.told.clear()
+    assert recorder.calls == back
+    recorder.calls.clear()
     del swapped
     swapper._move_out(torch.zeros(4))
     assert swapper.pool.made == 1
-    assert recorder.told == [*out, ("out", "waits for", "what back did")]
+    assert recorder.calls == [*out, ("out", "waits for", "what back did")]
 
 
 def test_settings_out_of_range_are_refused() -> None:
@@ -213,6 +209,6 @@ def test_settings_out_of_range_are_refused() -> None:
         ActivationSwappingSettings(least=0)
 
 
-def test_on_the_cpu_it_says_what_is_missing() -> None:
+def test_missing_cuda_is_reported() -> None:
     lack = ActivationSwapping(ActivationSwappingSettings()).lacks(Machine(CPU))
     assert lack == "needs a CUDA device; the run is on cpu"

@@ -1,4 +1,4 @@
-"""Activation swapping on a GPU: the exam, memory, and streams that lag behind."""
+"""Activation swapping on a GPU: conformance suite, memory, and slow streams."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from tensorkeep.testing.technique_suite import TINY, TechniqueSuite
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.activation_swapping import ActivationSwapping
-from tensorkeep.train.techniques.swapping import Swapper
+from tensorkeep.train.techniques.activation_swapping import ActivationSwapping, Swapper
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,8 +27,8 @@ class TestActivationSwappingOnCuda(TechniqueSuite):
     config = TINY.changed({"loop.device": "cuda"})
     variants: tuple[Mapping[str, Any], ...] = ({"least": 64}, {"least": 64, "ahead": 0}, {"pool": False})
 
-    def sabotage(self, run: Run) -> None:
-        """Let the loss be computed without the hooks."""
+    def break_on_purpose(self, run: Run) -> None:
+        """Compute the loss without the hooks."""
         run.operations.loss = run.model.loss
 
 
@@ -48,8 +47,8 @@ def gradients(model: nn.Module, inputs: Tensor, hooks: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("lagging", ["_out", "_back"])
-def test_gradients_are_the_same_bits_when_a_stream_lags_behind(lagging: str) -> None:
-    """Were memory written or used again too early, it would be now."""
+def test_gradients_are_bit_identical_with_a_slow_stream(lagging: str) -> None:
+    """A slow stream would expose memory that is reused too early."""
     model = network()
     swapper = Swapper(torch.device("cuda"), list(model.parameters()), least=1, ahead=2)
     for step in range(4):
@@ -62,7 +61,7 @@ def test_gradients_are_the_same_bits_when_a_stream_lags_behind(lagging: str) -> 
     assert swapper.pool.taken == 4 * swapper.pool.made
 
 
-def test_activations_leave_the_memory_of_the_gpu() -> None:
+def test_gpu_memory_of_activations_is_freed() -> None:
     model = network()
     inputs = torch.randn(4096, WIDTH, device="cuda")
     kept = []

@@ -1,4 +1,4 @@
-"""The allocator's settings: what the environment must hold, and what a snapshot must show."""
+"""Settings of the CUDA allocator: the environment that is needed, and the snapshot that proves it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from tensorkeep.errors import TechniqueNotActiveError, UsageError
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.allocator import Allocator, AllocatorSettings
-from tensorkeep.train.techniques.machine import Machine
+from tensorkeep.train.techniques.requirements import Machine
+from tensorkeep.train.techniques.stack import Stack
 
 
 class Hopper(Machine):
@@ -28,11 +29,11 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_a_run_without_cuda_is_told_so() -> None:
+def test_missing_cuda_is_reported() -> None:
     assert "needs a CUDA device" in str(Allocator(AllocatorSettings()).lacks(Machine(torch.device("cpu"))))
 
 
-def test_the_line_for_the_environment_keeps_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suggested_environment_keeps_other_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     lack = str(Allocator(AllocatorSettings()).lacks(GPU))
     assert "PYTORCH_ALLOC_CONF=expandable_segments:True in" in lack
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native, expandable_segments:False")
@@ -41,17 +42,17 @@ def test_the_line_for_the_environment_keeps_what_is_set(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_an_environment_that_holds_it_is_enough(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_correct_environment_is_accepted(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "expandable_segments:True,garbage_collection_threshold:0.8")
     assert Allocator(AllocatorSettings(garbage_collection_threshold=0.8)).lacks(GPU) is None
 
 
-def test_windows_has_no_segments_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "win32")
     assert "Windows" in str(Allocator(AllocatorSettings()).lacks(GPU))
 
 
-def test_bounds_are_checked() -> None:
+def test_settings_have_bounds() -> None:
     with pytest.raises(UsageError, match="max_split_size_mb is 20"):
         AllocatorSettings(max_split_size_mb=20)
     with pytest.raises(UsageError, match="garbage_collection_threshold is 1"):
@@ -59,7 +60,7 @@ def test_bounds_are_checked() -> None:
 
 
 def snapshot(monkeypatch: pytest.MonkeyPatch, *, growing: list[bool], **settings: Any) -> None:
-    """Let torch report an allocator."""
+    """Make torch report a snapshot of the allocator."""
     defaults = {"expandable_segments": True, "max_split_size": 2**64 - 1, "garbage_collection_threshold": 0.0}
     segments = [{"device": 0, "is_expandable": each} for each in growing] + [{"device": 1, "is_expandable": False}]
     found = {"allocator_settings": {**defaults, **settings}, "segments": segments}
@@ -68,39 +69,41 @@ def snapshot(monkeypatch: pytest.MonkeyPatch, *, growing: list[bool], **settings
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * 2**20)
 
 
-def test_a_snapshot_that_shows_it_is_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snapshot_is_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot(monkeypatch, growing=[True, True], max_split_size=128 * 2**20)
-    with Allocator(AllocatorSettings(max_split_size_mb=128)).verify(RUN) as proof:
+    stack = Stack([Allocator(AllocatorSettings(max_split_size_mb=128))])
+    with stack.verified(RUN):
         pass
-    assert proof.seen == "2 of 2 segments grow; 2 MiB are reserved beyond the 3 MiB of tensors"
+    proof = stack.proofs["allocator"]
+    assert proof.summary == "2 of 2 segments are expandable; 2 MiB are reserved beyond the 3 MiB of tensors"
     assert proof.figures["reserved_bytes"] - proof.figures["allocated_bytes"] == 2 * 2**20
 
 
-def test_an_environment_that_was_set_too_late_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_that_was_set_too_late_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     technique = Allocator(AllocatorSettings())
     assert technique.lacks(GPU) is None
     snapshot(monkeypatch, growing=[False], expandable_segments=False)
     with (
         pytest.raises(TechniqueNotActiveError, match="expandable_segments=False instead of True"),
-        technique.verify(RUN),
+        Stack([technique]).verified(RUN),
     ):
         pass
 
 
-def test_a_driver_that_cannot_let_segments_grow_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_that_are_not_expandable_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot(monkeypatch, growing=[True, False, False])
     with (
-        pytest.raises(TechniqueNotActiveError, match="2 of 3 segments cannot grow"),
-        Allocator(AllocatorSettings()).verify(RUN),
+        pytest.raises(TechniqueNotActiveError, match="2 of 3 segments are not expandable"),
+        Stack([Allocator(AllocatorSettings())]).verified(RUN),
     ):
         pass
 
 
-def test_another_split_size_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_split_size_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot(monkeypatch, growing=[True])
     with (
         pytest.raises(TechniqueNotActiveError, match="max_split_size="),
-        Allocator(AllocatorSettings(max_split_size_mb=64)).verify(RUN),
+        Stack([Allocator(AllocatorSettings(max_split_size_mb=64))]).verified(RUN),
     ):
         pass

@@ -1,4 +1,4 @@
-"""The allocator's settings on a GPU: in a process that has them from the start, and in one that sets them too late."""
+"""Settings of the CUDA allocator on a GPU: set before the process starts, and set too late."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ import os, sys, torch
 torch.ones(1, device="cuda")
 os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 from pathlib import Path
-from tensorkeep.testing.technique_suite import TINY, with_techniques
+from tensorkeep.testing.technique_suite import TINY, verified_step, with_techniques
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import take_step
 from tensorkeep.train.run.setup import open_run
 from tensorkeep.train.run.folder import RunFolder
 config = with_techniques(TINY.changed({"loop.device": "cuda"}), {"allocator": {}})
 with open_run(config, RunFolder(Path(sys.argv[2])), Dataset.open(Path(sys.argv[1]))) as run:
-    with run.techniques.verified(run):
-        take_step(run)
+    verified_step(run)
     print(run.techniques.proofs["allocator"].seen)
 """
 
@@ -42,11 +41,11 @@ def trained(folder: Path, environment: dict[str, str]) -> subprocess.CompletedPr
     return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
 
 
-def test_segments_grow_in_a_process_that_was_started_so(tmp_path: Path) -> None:
+def test_segments_are_expandable_with_the_environment(tmp_path: Path) -> None:
     found = trained(tmp_path, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
     assert "segments grow" in found.stdout, found.stderr
 
 
-def test_an_environment_that_is_set_too_late_is_caught(tmp_path: Path) -> None:
+def test_environment_that_is_set_too_late_is_an_error(tmp_path: Path) -> None:
     found = trained(tmp_path, {"PYTORCH_ALLOC_CONF": "", "PYTORCH_CUDA_ALLOC_CONF": ""})
     assert "expandable_segments=False instead of True" in found.stderr

@@ -1,4 +1,4 @@
-"""The exams of attention kernels on a GPU: those of 16 bits, and the one that computes in 32, too."""
+"""Conformance suites of attention kernels on a GPU, in 16 and in 32 bits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IN_32 = TINY.changed({"loop.device": "cuda", "model.dropout": 0, "model.context_
 
 
 def other_kernel(run: Run) -> None:
-    """Let one block compute attention by whichever kernel was not asked for."""
+    """Make one block use another kernel."""
     attention: Attention = run.model.blocks[-1].attention  # type: ignore[assignment, union-attr]
     asked = run.config.techniques["attention-kernel"]["kernel"]
     other = SDPBackend.EFFICIENT_ATTENTION if asked == "math" else SDPBackend.MATH
@@ -39,7 +39,7 @@ class TestIn16Bits(TechniqueSuite):
     variants = ({"kernel": "flash"}, {"kernel": "cudnn"}, {"kernel": "efficient"}, {"kernel": "flex"})
     config: Config = IN_32.changed({"techniques.mixed-precision.dtype": "bf16"})
 
-    def sabotage(self, run: Run) -> None:
+    def break_on_purpose(self, run: Run) -> None:
         other_kernel(run)
 
 
@@ -48,5 +48,5 @@ class TestIn32Bits(TechniqueSuite):
     variants = ({"kernel": "efficient"}, {"kernel": "math"})
     config = IN_32
 
-    def sabotage(self, run: Run) -> None:
+    def break_on_purpose(self, run: Run) -> None:
         other_kernel(run)

@@ -1,9 +1,7 @@
-"""The exam of compilation, and the ways in which torch goes back to Python without a word."""
+"""Compilation: conformance suite, and the cases in which torch silently falls back to Python."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +9,21 @@ import pytest
 import torch
 
 from tensorkeep.errors import TechniqueNotActiveError, UsageError
-from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, losses, train_run, with_techniques
-from tensorkeep.train.config.config import Config
-from tensorkeep.train.data.dataset import Dataset
-from tensorkeep.train.data.prepare import prepare
+from tensorkeep.testing.technique_suite import (
+    TINY,
+    TechniqueSuite,
+    losses,
+    opened,
+    train_run,
+    verified_step,
+    with_techniques,
+)
 from tensorkeep.train.generate import generate
 from tensorkeep.train.loop import take_step
-from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.run.setup import OpenRun
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.compile import Compile, CompileSettings
-from tensorkeep.train.techniques.machine import Machine
+from tensorkeep.train.techniques.requirements import Machine
 
 TRACED = with_techniques(TINY, {"compile": {"backend": "aot_eager"}})
 
@@ -30,53 +32,37 @@ class TestCompile(TechniqueSuite):
     technique = Compile
     variants = ({"backend": "aot_eager", "fullgraph": True},)
 
-    def sabotage(self, run: Run) -> None:
-        # The model is compiled, and what the loop calls is the one from before.
+    def break_on_purpose(self, run: Run) -> None:
+        # The loop calls the uncompiled loss.
         run.operations.loss = run.model.loss
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 60)
-    prepare(folder / "text.txt", folder / "prepared", tokenizer="char")
-    return folder / "prepared"
+def first_step(run: OpenRun) -> dict[str, Any]:
+    return verified_step(run)["compile"]
 
 
-@contextmanager
-def opened(config: Config, folder: Path, data: Path) -> Iterator[Run]:
-    with open_run(config, RunFolder(folder), Dataset.open(data)) as run:
-        yield run
-
-
-def first_step(run: Run) -> dict[str, Any]:
-    with run.techniques.verified(run):
-        take_step(run)
-    return run.techniques.proofs["compile"].figures
-
-
-def test_what_is_traced_computes_the_same_bits(tmp_path: Path, data: Path) -> None:
+def test_traced_loss_is_bit_identical(tmp_path: Path, data: Path) -> None:
     train_run(TINY, tmp_path / "plain", data, stop_after=3)
     train_run(TRACED, tmp_path / "traced", data, stop_after=3)
     assert losses(tmp_path / "traced") == losses(tmp_path / "plain")
 
 
-def test_inductor_leaves_the_losses_where_they_are_with_dropout(tmp_path: Path, data: Path) -> None:
-    config = TINY.changed({"model.n_layers": 1, "eval.every": 0})
-    train_run(config, tmp_path / "plain", data, stop_after=3)
-    train_run(with_techniques(config, {"compile": {}}), tmp_path / "compiled", data, stop_after=3)
+def test_inductor_keeps_the_losses_with_dropout(tmp_path: Path, data: Path) -> None:
+    config = TINY.changed({"model.n_layers": 1, "model.d_model": 16, "eval.every": 0})
+    train_run(config, tmp_path / "plain", data, stop_after=2)
+    train_run(with_techniques(config, {"compile": {}}), tmp_path / "compiled", data, stop_after=2)
     plain, compiled = ([loss for _, _, loss in losses(tmp_path / each)] for each in ("plain", "compiled"))
     assert compiled == pytest.approx(plain, rel=1e-4)
 
 
-def test_the_whole_loss_is_one_graph_and_is_compiled_once(tmp_path: Path, data: Path) -> None:
+def test_loss_is_one_graph_that_is_compiled_once(tmp_path: Path, data: Path) -> None:
     with opened(TRACED, tmp_path / "run", data) as run:
         figures = first_step(run)
         assert (figures["graphs"], figures["breaks"], figures["recompiled"]) == (1, 0, 0)
 
 
-def test_what_others_compile_in_the_step_is_not_counted(tmp_path: Path, data: Path) -> None:
-    """As the update of low-bit-optimizer."""
+def test_other_compilations_in_the_step_are_not_counted(tmp_path: Path, data: Path) -> None:
+    """Such as that of low-bit-optimizer's update."""
     with opened(TRACED, tmp_path / "run", data) as run:
         compiled, update = torch.compile(torch.sin, backend="aot_eager"), run.operations.update
 
@@ -88,10 +74,10 @@ def test_what_others_compile_in_the_step_is_not_counted(tmp_path: Path, data: Pa
         assert first_step(run)["recompiled"] == 0
 
 
-def test_compiling_draws_no_random_numbers_and_takes_no_batch(tmp_path: Path, data: Path) -> None:
+def test_warm_up_leaves_no_trace(tmp_path: Path, data: Path) -> None:
     with opened(TRACED, tmp_path / "run", data) as run:
         before = torch.get_rng_state(), run.batches.state_dict(), run.progress.step
-        run.techniques.techniques[0].rehearse(run)
+        run.techniques.techniques[0].warm_up(run)
         assert torch.equal(torch.get_rng_state(), before[0])
         assert (run.batches.state_dict(), run.progress.step) == before[1:]
         assert all(parameter.grad is None for parameter in run.model.parameters())
@@ -109,7 +95,7 @@ def test_generation_and_evaluation_compile_nothing(tmp_path: Path, data: Path) -
         assert counters["stats"]["unique_graphs"] == before
 
 
-def test_hooks_of_the_first_step_are_no_part_of_what_was_compiled(tmp_path: Path, data: Path) -> None:
+def test_hooks_of_the_first_step_are_not_compiled(tmp_path: Path, data: Path) -> None:
     config = with_techniques(TRACED, {"activation-checkpointing": {}, "mixed-precision": {"dtype": "bf16"}})
     with opened(config, tmp_path / "run", data) as run:
         assert first_step(run)["recompiled"] == 0
@@ -118,7 +104,7 @@ def test_hooks_of_the_first_step_are_no_part_of_what_was_compiled(tmp_path: Path
         take_step(run)
 
 
-def test_a_stance_that_forces_python_is_caught(tmp_path: Path, data: Path) -> None:
+def test_forced_eager_stance_is_an_error(tmp_path: Path, data: Path) -> None:
     with (
         opened(TRACED, tmp_path / "run", data) as run,
         torch.compiler.set_stance("force_eager"),
@@ -127,10 +113,10 @@ def test_a_stance_that_forces_python_is_caught(tmp_path: Path, data: Path) -> No
         first_step(run)
 
 
-def test_suppressed_errors_are_caught(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suppressed_compiler_error_is_an_error(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch._dynamo
 
-    monkeypatch.setattr(Compile, "_how", lambda self: {"backend": _broken})
+    monkeypatch.setattr(Compile, "_compile_options", lambda self: {"backend": _broken})
     with (
         opened(TRACED, tmp_path / "run", data) as run,
         torch._dynamo.config.patch(suppress_errors=True),
@@ -139,20 +125,20 @@ def test_suppressed_errors_are_caught(tmp_path: Path, data: Path, monkeypatch: p
         first_step(run)
 
 
-def test_a_compiler_that_fails_says_why(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Compile, "_how", lambda self: {"backend": _broken})
+def test_compiler_error_has_its_reason(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Compile, "_compile_options", lambda self: {"backend": _broken})
     with (
         opened(TRACED, tmp_path / "run", data) as run,
-        pytest.raises(TechniqueNotActiveError, match=r"could not compile: .*there is no such compiler"),
+        pytest.raises(TechniqueNotActiveError, match=r"could not compile: .*broken compiler"),
     ):
         first_step(run)
 
 
 def _broken(graph: Any, examples: Any) -> Any:
-    raise RuntimeError("there is no such compiler")
+    raise RuntimeError("broken compiler")
 
 
-def test_running_into_the_limit_of_recompilation_is_caught_in_any_step(tmp_path: Path, data: Path) -> None:
+def test_recompilation_limit_is_an_error_in_any_step(tmp_path: Path, data: Path) -> None:
     import torch._dynamo
 
     with opened(TRACED, tmp_path / "run", data) as run, torch._dynamo.config.patch(recompile_limit=1):
@@ -161,7 +147,7 @@ def test_running_into_the_limit_of_recompilation_is_caught_in_any_step(tmp_path:
             run.operations.loss(torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, 5, dtype=torch.int64))
 
 
-def test_many_runs_in_one_process_stay_compiled(tmp_path: Path, data: Path) -> None:
+def test_later_runs_of_a_process_are_compiled_too(tmp_path: Path, data: Path) -> None:
     import torch._dynamo
 
     with torch._dynamo.config.patch(recompile_limit=1):
@@ -170,7 +156,7 @@ def test_many_runs_in_one_process_stay_compiled(tmp_path: Path, data: Path) -> N
             assert losses(tmp_path / str(number))[0][:2] == (1, "train")
 
 
-def test_cuda_graphs_of_several_batches_are_refused(tmp_path: Path, data: Path) -> None:
+def test_cuda_graphs_with_several_batches_are_refused(tmp_path: Path, data: Path) -> None:
     with opened(TINY, tmp_path / "run", data) as run:
         technique = Compile(CompileSettings(mode="reduce-overhead"))
         assert "CUDA" in str(technique.lacks(Machine(torch.device("cpu"))))
@@ -179,17 +165,17 @@ def test_cuda_graphs_of_several_batches_are_refused(tmp_path: Path, data: Path) 
 
 
 @pytest.mark.parametrize(("mode", "graphs"), [("default", False), ("reduce-overhead", True), ("max-autotune", False)])
-def test_one_mode_has_cuda_graphs(mode: Any, graphs: bool) -> None:
-    assert Compile(CompileSettings(mode=mode))._how()["options"]["triton.cudagraphs"] is graphs
+def test_only_reduce_overhead_has_cuda_graphs(mode: Any, graphs: bool) -> None:
+    assert Compile(CompileSettings(mode=mode))._compile_options()["options"]["triton.cudagraphs"] is graphs
 
 
-def test_a_machine_without_a_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     here = Machine(torch.device("cpu"))
     assert "C++ compiler" in str(Compile(CompileSettings()).lacks(here))
     assert Compile(CompileSettings(backend="aot_eager")).lacks(here) is None
 
 
-def test_a_mode_that_only_inductor_has_is_refused() -> None:
+def test_modes_of_inductor_are_refused_for_other_backends() -> None:
     with pytest.raises(UsageError, match="inductor"):
         CompileSettings(mode="max-autotune", backend="aot_eager")

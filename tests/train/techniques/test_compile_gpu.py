@@ -1,4 +1,4 @@
-"""The exam of compilation on a GPU, in all modes."""
+"""Conformance suite of compilation on a GPU, in all modes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TestCompile(TechniqueSuite):
     variants = ({}, {"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"fullgraph": True})
     config = ONE_BATCH
 
-    def sabotage(self, run: Run) -> None:
+    def break_on_purpose(self, run: Run) -> None:
         run.operations.loss = run.model.loss
 
 
@@ -32,5 +32,5 @@ class TestCompileOfSeveralBatches(TechniqueSuite):
     variants = ({}, {"mode": "max-autotune"})
     config = TINY.changed({"loop.device": "cuda"})
 
-    def sabotage(self, run: Run) -> None:
+    def break_on_purpose(self, run: Run) -> None:
         run.operations.loss = run.model.loss

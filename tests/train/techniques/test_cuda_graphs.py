@@ -1,4 +1,4 @@
-"""The exam of CUDA graphs, with a recorder that calls the work again: the arithmetic is that of a replay."""
+"""CUDA graphs on the CPU, with a recorder that calls the recorded function again instead of replaying kernels."""
 
 from __future__ import annotations
 
@@ -11,27 +11,32 @@ import torch
 from torch import Tensor, nn
 
 from tensorkeep.errors import TechniqueNotActiveError, UsageError
-from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, losses, train_run, with_techniques
-from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.testing.technique_suite import (
+    TINY,
+    TechniqueSuite,
+    losses,
+    opened,
+    train_run,
+    verified_step,
+    with_techniques,
+)
 from tensorkeep.train.loop import take_step
-from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.setup import open_run
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques import cuda_graphs
 from tensorkeep.train.techniques.cuda_graphs import CudaGraphs, LossGraphs
-from tensorkeep.train.techniques.machine import Machine
+from tensorkeep.train.techniques.requirements import Machine
 
 NO_SETTINGS = CudaGraphs.Settings()
 
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replay by calling the work again, wherever autograd is at that time."""
+    """Replay by calling the function again, with gradients enabled."""
 
-    def recorded(work: Callable[[], None], pool: Any) -> Callable[[], None]:
+    def record(work: Callable[[], None], pool: Any) -> Callable[[], None]:
         return torch.enable_grad()(work)
 
-    monkeypatch.setattr(cuda_graphs, "recorded", recorded)
+    monkeypatch.setattr(cuda_graphs, "record", record)
     monkeypatch.setattr(CudaGraphs, "lacks", lambda self, machine: None)
 
 
@@ -40,45 +45,44 @@ class TestCudaGraphs(TechniqueSuite):
 
     @pytest.fixture(autouse=True)
     def here(self, recorder: None) -> None:
-        """Sit it on the CPU."""
+        """Allow it on the CPU."""
 
-    def sabotage(self, run: Run) -> None:
-        # Graphs are recorded, and what the loop calls is what was there before.
+    def break_on_purpose(self, run: Run) -> None:
+        # Graphs are recorded, and the loop calls the plain loss.
         run.operations.loss = run.model.loss
 
-    def test_the_bits_are_the_same(self, tmp_path: Path, data: Path) -> None:
-        """Of losses and of what they lead to, with dropout, tied weights and two batches a step."""
+    def test_losses_and_states_are_bit_identical(self, tmp_path: Path, data: Path) -> None:
+        """With dropout, tied weights and two batches a step."""
         train_run(TINY, tmp_path / "plain", data)
         train_run(with_techniques(TINY, {"cuda-graphs": {}}), tmp_path / "graphs", data)
         assert losses(tmp_path / "graphs") == losses(tmp_path / "plain")
 
     def test_another_shape_is_refused(self, tmp_path: Path, data: Path) -> None:
-        """In any step: a graph would compute something else."""
+        """In any step, because a graph would compute with the recorded shape."""
         with _opened(tmp_path, data) as run:
             take_step(run)
             tokens = torch.zeros(4, 8, dtype=torch.int64)
-            with pytest.raises(TechniqueNotActiveError, match=r"of shape \[4, 8\], the graph of \[4, 16\]"):
+            with pytest.raises(TechniqueNotActiveError, match=r"has shape \[4, 8\], the graph \[4, 16\]"):
                 run.operations.loss(tokens, tokens)
 
-    def test_hooks_see_each_batch_in_the_first_step(self, tmp_path: Path, data: Path) -> None:
-        """Others are proved beside it, although graphs call no hooks."""
+    def test_hooks_run_for_each_batch_of_the_first_step(self, tmp_path: Path, data: Path) -> None:
+        """Other techniques can be proved, although graphs call no hooks."""
         config = with_techniques(TINY, {"cuda-graphs": {}, "mixed-precision": {"dtype": "bf16"}})
-        with open_run(config, RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
-            with run.techniques.verified(run):
-                take_step(run)
+        with opened(config, tmp_path / "run", data) as run:
+            verified_step(run)
             layers = sum(isinstance(each, nn.Linear) for each in run.model.blocks.modules())
             assert run.techniques.proofs["mixed-precision"].figures["results"] >= 2 * layers
 
 
 def _opened(folder: Path, data: Path) -> Any:
-    return open_run(with_techniques(TINY, {"cuda-graphs": {}}), RunFolder(folder / "run"), Dataset.open(data))
+    return opened(with_techniques(TINY, {"cuda-graphs": {}}), folder / "run", data)
 
 
 def test_it_needs_cuda() -> None:
     assert "needs a CUDA device" in str(CudaGraphs(NO_SETTINGS).lacks(Machine(torch.device("cpu"))))
 
 
-def test_graphs_within_graphs_are_refused() -> None:
+def test_nested_graphs_are_refused() -> None:
     technique = CudaGraphs(NO_SETTINGS)
     with pytest.raises(UsageError, match="reduce-overhead"):
         technique.configure(with_techniques(TINY, {"compile": {"mode": "reduce-overhead"}}))
@@ -88,7 +92,7 @@ def test_graphs_within_graphs_are_refused() -> None:
 
 
 class _Graphs:
-    """Two weights, of which the loss uses one."""
+    """Two weights, one of which the loss uses."""
 
     def __init__(self) -> None:
         self.used, self.unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
@@ -103,7 +107,7 @@ class _Graphs:
 
 
 @pytest.mark.usefixtures("recorder")
-def test_gradients_of_batches_add_up_until_they_are_dropped() -> None:
+def test_gradients_accumulate_until_they_are_dropped() -> None:
     it = _Graphs()
     assert it.used.grad is None
     assert it.gradient(torch.tensor([1.0, 2.0, 3.0]), slope=0.5).tolist() == [0.5, 1.0, 1.5]
@@ -114,22 +118,22 @@ def test_gradients_of_batches_add_up_until_they_are_dropped() -> None:
 
 
 @pytest.mark.usefixtures("recorder")
-def test_a_weight_without_a_gradient_stays_without() -> None:
+def test_unused_weight_has_no_gradient() -> None:
     it = _Graphs()
     it.gradient(torch.ones(3), slope=1.0)
     assert it.unused.grad is None
 
 
 @pytest.mark.usefixtures("recorder")
-def test_a_gradient_that_is_another_tensor_is_refused() -> None:
+def test_replaced_gradient_is_refused() -> None:
     it = _Graphs()
     it.used.grad = torch.zeros(3)
-    with pytest.raises(UsageError, match="another tensor"):
+    with pytest.raises(UsageError, match="not the tensor that the graph adds to"):
         it.gradient(torch.ones(3), slope=1.0)
 
 
 @pytest.mark.usefixtures("recorder")
-def test_warming_up_draws_no_random_numbers() -> None:
+def test_warm_up_draws_no_random_numbers() -> None:
     before = torch.get_rng_state()
     weight = nn.Parameter(torch.ones(3))
     LossGraphs(lambda x, y: (weight * torch.rand(3)).sum(), [weight], torch.ones(3), torch.ones(3))

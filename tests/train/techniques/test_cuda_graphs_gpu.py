@@ -1,4 +1,4 @@
-"""The exam of CUDA graphs on a GPU, alone and with what it records."""
+"""Conformance suite of CUDA graphs on a GPU, alone and with other techniques."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, with_techniques
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, opened, with_techniques
 from tensorkeep.train.config.config import Config
-from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import take_step
-from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.setup import open_run
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.cuda_graphs import CudaGraphs
 
@@ -28,12 +25,12 @@ class TestCudaGraphs(TechniqueSuite):
     technique = CudaGraphs
     config: Config = ON_CUDA
 
-    def sabotage(self, run: Run) -> None:
+    def break_on_purpose(self, run: Run) -> None:
         run.operations.loss = run.model.loss
 
-    def test_the_gpu_is_given_graphs_and_no_single_products(self, tmp_path: Path, data: Path) -> None:
-        """In a step after the first one, the CPU starts two graphs for each batch."""
-        with open_run(self.on({}), RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
+    def test_gpu_runs_graphs_instead_of_single_matmuls(self, tmp_path: Path, data: Path) -> None:
+        """After the first step, the CPU launches two graphs for each batch."""
+        with opened(self.on({}), tmp_path / "run", data) as run:
             take_step(run)
             with torch.profiler.profile() as profile:
                 take_step(run)

@@ -5,48 +5,48 @@ from __future__ import annotations
 import pytest
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.pipeline_parallel import PipelineParallel, PipelineSettings
-from train.techniques.several_processes import TAMPER
-from train.techniques.together_suite import TogetherSuite, Two
+from tensorkeep.train.run.setup import OpenRun
+from tensorkeep.train.techniques.parallel.pipeline import PipelineParallel, PipelineSettings
+from train.techniques.parallel_suite import ParallelSuite, Two
+from train.techniques.several_processes import BREAKS
 
 
-class TestPipelineParallel(TogetherSuite):
+class TestPipelineParallel(ParallelSuite):
     technique = PipelineParallel
     variants = ({}, {"schedule": "gpipe", "parts": 2})
-    tampered = {"all weights": "weights of others"}  # noqa: RUF012
+    broken = {"all weights": "weights of other stages"}  # noqa: RUF012
     stepped = {  # noqa: RUF012
         "gpipe": {"techniques.pipeline-parallel.schedule": "gpipe"},
         "bf16": {"techniques.mixed-precision.dtype": "bf16"},
         "fp16": {"techniques.mixed-precision.dtype": "fp16"},
         "few blocks": {"model.n_layers": 1},
-        "uneven parts": {"techniques.pipeline-parallel.parts": 3},
+        "unequal parts": {"techniques.pipeline-parallel.parts": 3},
     }
 
-    def sabotage(self, run: Run) -> None:
+    def break_on_purpose(self, run: OpenRun) -> None:
         """Compute whole batches."""
-        TAMPER["at once"](run)
+        BREAKS["at once"](run)
 
-    def test_each_process_has_its_blocks_and_what_is_at_its_end(self, two: Two) -> None:
-        _, said = two
-        seen = [process["gpipe"]["proofs"]["pipeline-parallel"] for process in said]
-        assert [each["blocks"] for each in seen] == [1, 1]
-        # Of a block twelve; of the rest both have the tied weight, the first positions, the last a norm.
-        assert [each["weights"] for each in seen] == [12 + 2, 12 + 3]
+    def test_each_process_has_its_blocks_and_the_ends_their_layers(self, two: Two) -> None:
+        _, results = two
+        figures = [process["gpipe"]["proofs"]["pipeline-parallel"] for process in results]
+        assert [each["blocks"] for each in figures] == [1, 1]
+        # Twelve of a block; both also have the tied weight, the first one the positions, the last one a norm.
+        assert [each["weights"] for each in figures] == [12 + 2, 12 + 3]
 
-    def test_sixteen_bits_go_through_and_float16_is_refused(self, two: Two) -> None:
-        _, said = two
-        for process in said:
+    def test_bfloat16_is_proved_and_float16_is_refused(self, two: Two) -> None:
+        _, results = two
+        for process in results:
             assert set(process["bf16"]["proofs"]) == {"pipeline-parallel", "mixed-precision"}
             assert "before its loss could be scaled" in process["fp16"]["message"]
 
-    def test_what_does_not_go_round_is_refused(self, two: Two) -> None:
-        _, said = two
-        for process in said:
+    def test_too_few_blocks_and_unequal_micro_batches_are_refused(self, two: Two) -> None:
+        _, results = two
+        for process in results:
             assert "1 blocks are too few for 2 processes" in process["few blocks"]["message"]
-            assert "8 sequences of a step pass in 3 parts" in process["uneven parts"]["message"]
+            assert "8 sequences of a step cannot be split into 3" in process["unequal parts"]["message"]
 
 
-def test_parts_have_bounds() -> None:
+def test_number_of_micro_batches_has_bounds() -> None:
     with pytest.raises(UsageError, match="parts"):
         PipelineSettings(parts=0)

@@ -6,37 +6,37 @@ import pytest
 
 from tensorkeep.errors import UsageError
 from tensorkeep.testing.technique_suite import TINY
-from tensorkeep.train.run.state import Run
+from tensorkeep.train.run.setup import OpenRun
 from tensorkeep.train.techniques.base import NoSettings
-from tensorkeep.train.techniques.tensor_parallel import TensorParallel, check_sizes
-from train.techniques.several_processes import TAMPER
-from train.techniques.together_suite import TogetherSuite, Two
+from tensorkeep.train.techniques.parallel.tensor import TensorParallel, check_sizes
+from train.techniques.parallel_suite import ParallelSuite, Two
+from train.techniques.several_processes import BREAKS
 
 
-class TestTensorParallel(TogetherSuite):
+class TestTensorParallel(ParallelSuite):
     technique = TensorParallel
-    tampered = {  # noqa: RUF012
-        "copy": "parameters of the blocks are not divided",
+    broken = {  # noqa: RUF012
+        "copy": "parameters are not sharded",
         "optimizer": "tensors that are not the model's",
     }
 
-    def sabotage(self, run: Run) -> None:
-        """Train a model that is not divided."""
-        TAMPER["copy"](run)
+    def break_on_purpose(self, run: OpenRun) -> None:
+        """Train a model that is not sharded."""
+        BREAKS["copy"](run)
 
     def test_each_process_computes_its_heads(self, two: Two) -> None:
-        _, said = two
-        for process in said:
-            assert process["watched"]["proofs"]["tensor-parallel"]["heads"] == 1
+        _, results = two
+        for process in results:
+            assert process["verified"]["proofs"]["tensor-parallel"]["heads"] == 1
 
 
-def test_muon_needs_whole_matrices() -> None:
-    with pytest.raises(UsageError, match="orthogonalises whole matrices, and tensor-parallel divides them"):
+def test_muon_is_refused() -> None:
+    with pytest.raises(UsageError, match="orthogonalises full matrices, and tensor-parallel shards them"):
         TensorParallel(NoSettings()).configure(TINY.changed({"optim.name": "muon"}))
 
 
-@pytest.mark.parametrize(("what", "size"), [("n_heads", 3), ("d_ff", 2)])
-def test_what_does_not_divide_is_refused(what: str, size: int) -> None:
+@pytest.mark.parametrize(("name", "size"), [("n_heads", 3), ("d_ff", 2)])
+def test_sizes_that_cannot_be_split_equally_are_refused(name: str, size: int) -> None:
     config = TINY.changed({"model.d_ff": 33}).model
-    with pytest.raises(UsageError, match=f"needs of {what}"):
+    with pytest.raises(UsageError, match=f"cannot split {name}"):
         check_sizes(config, size)

@@ -1,4 +1,4 @@
-"""Head and loss in one: the loss and gradients of the plain ones, without the logits of a batch."""
+"""Fused cross-entropy: loss and gradients of the plain loss, without the logits of a batch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, losses, train_run, with_techniques
-from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, losses, opened, train_run, with_techniques
 from tensorkeep.train.model.gpt import IGNORED, token_loss
-from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.setup import open_run
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.fused_cross_entropy import FusedCrossEntropy, linear_cross_entropy
 
@@ -23,7 +20,7 @@ TOKENS, WIDTH, VOCABULARY = 96, 16, 400
 
 
 def drawn(*, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-    """Return features, the weights of a head, and targets, of which some are left out."""
+    """Return features, the weights of a head, and targets, some of which are ignored."""
     generator = torch.Generator().manual_seed(5)
     features = torch.randn(TOKENS, WIDTH, generator=generator)
     weight = scale * torch.randn(VOCABULARY, WIDTH, generator=generator)
@@ -45,7 +42,7 @@ def with_gradients(compute: Any, features: Tensor, weight: Tensor, targets: Tens
 
 
 class Largest(TorchDispatchMode):
-    """Sees the largest tensor that any operation returns."""
+    """Records the largest tensor that any operation returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,26 +59,26 @@ class TestFusedCrossEntropy(TechniqueSuite):
     technique = FusedCrossEntropy
     variants: tuple[Mapping[str, Any], ...] = ({}, {"parts": 3})
 
-    def sabotage(self, run: Run) -> None:
-        """Let the model's own loss be called."""
+    def break_on_purpose(self, run: Run) -> None:
+        """Call the model's own loss."""
         del run.model.loss
 
     @pytest.mark.parametrize("at_once", [1, 12, 50, TOKENS])
-    def test_loss_and_gradients_are_those_of_the_plain_loss(self, at_once: int) -> None:
+    def test_loss_and_gradients_equal_the_plain_loss(self, at_once: int) -> None:
         given = drawn()
         expected = with_gradients(plain, *given)
         found = with_gradients(lambda *each: linear_cross_entropy(*each, at_once=at_once), *given)
         for one, other in zip(expected, found, strict=True):
             torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-7)
 
-    def test_what_follows_the_loss_reaches_the_gradients(self) -> None:
+    def test_factor_on_the_loss_scales_the_gradients(self) -> None:
         given = drawn()
         once = with_gradients(lambda *each: linear_cross_entropy(*each, at_once=20), *given)
         thrice = with_gradients(lambda *each: 3 * linear_cross_entropy(*each, at_once=20), *given)
         torch.testing.assert_close(thrice[1], 3 * once[1])
         torch.testing.assert_close(thrice[2], 3 * once[2])
 
-    def test_the_logits_of_all_tokens_are_never_there(self) -> None:
+    def test_logits_of_all_tokens_are_never_in_memory(self) -> None:
         given, full = drawn(), 4 * TOKENS * VOCABULARY
         for compute, most in ((plain, None), (lambda *each: linear_cross_entropy(*each, at_once=12), full // 4)):
             with Largest() as largest:
@@ -95,8 +92,8 @@ class TestFusedCrossEntropy(TechniqueSuite):
         assert all(bool(each.isfinite().all()) for each in gradients)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-    def test_under_autocast_sums_are_kept_in_float32(self, dtype: torch.dtype) -> None:
-        """In float16 the gradient of a mean over many tokens would vanish if it were divided first."""
+    def test_sums_are_float32_under_autocast(self, dtype: torch.dtype) -> None:
+        """If it were divided first, the gradient of a mean over many tokens would vanish in float16."""
         given = drawn()
         loss, *exact = with_gradients(plain, *given)
 
@@ -110,11 +107,11 @@ class TestFusedCrossEntropy(TechniqueSuite):
         for one, other in zip(exact, gradients, strict=True):
             assert float((other - one).norm() / one.norm()) < 0.03
 
-    def test_without_a_single_target_it_is_nan_as_the_plain_loss(self) -> None:
+    def test_loss_without_targets_is_nan(self) -> None:
         features, weight, targets = drawn()
         assert linear_cross_entropy(features, weight, torch.full_like(targets, IGNORED), at_once=16).isnan()
 
-    def test_an_untied_head_is_trained_too(self, tmp_path: Path, data: Path) -> None:
+    def test_untied_head_is_trained(self, tmp_path: Path, data: Path) -> None:
         config = TINY.changed({"model.tied": False})
         train_run(config, tmp_path / "plain", data)
         train_run(with_techniques(config, {"fused-cross-entropy": {}}), tmp_path / "on", data)
@@ -128,8 +125,8 @@ class TestFusedCrossEntropy(TechniqueSuite):
         expected = [loss for _, _, loss in losses(tmp_path / "plain")]
         assert [loss for _, _, loss in losses(tmp_path / "both")] == pytest.approx(expected, rel=0.03)
 
-    def test_evaluation_has_the_plain_loss(self, tmp_path: Path, data: Path) -> None:
-        with open_run(self.on({}), RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
+    def test_evaluation_uses_the_plain_loss(self, tmp_path: Path, data: Path) -> None:
+        with opened(self.on({}), tmp_path / "run", data) as run:
             inputs, targets = next(run.batches)
             run.model.eval()
             with torch.no_grad():

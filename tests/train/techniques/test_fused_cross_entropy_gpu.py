@@ -1,4 +1,4 @@
-"""Head and loss in one on a GPU: the exam, and the memory that it saves."""
+"""Fused cross-entropy on a GPU: conformance suite, and the memory that it saves."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class TestFusedCrossEntropyOnCuda(TechniqueSuite):
     technique = FusedCrossEntropy
     config = TINY.changed({"loop.device": "cuda"})
 
-    def sabotage(self, run: Run) -> None:
-        """Let the model's own loss be called."""
+    def break_on_purpose(self, run: Run) -> None:
+        """Call the model's own loss."""
         del run.model.loss
 
 

@@ -1,4 +1,4 @@
-"""The fused AdamW: that its kernel updates every weight of AdamW."""
+"""Fused AdamW: its kernel updates every weight of AdamW."""
 
 from __future__ import annotations
 
@@ -7,34 +7,29 @@ from pathlib import Path
 import pytest
 
 from tensorkeep.errors import TechniqueNotActiveError, UsageError
-from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, train_run, with_techniques
-from tensorkeep.train.data.dataset import Dataset
-from tensorkeep.train.loop import take_step
-from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.setup import open_run
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, opened, train_run, verified_step, with_techniques
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.fused_optimizer import FusedOptimizer
+from tensorkeep.train.techniques.config_switch import FusedOptimizer
 
 
 class TestFusedOptimizer(TechniqueSuite):
     technique = FusedOptimizer
 
-    def sabotage(self, run: Run) -> None:
-        """Let one group fall back to the implementation that goes weight by weight."""
+    def break_on_purpose(self, run: Run) -> None:
+        """Make one group use the implementation for single weights."""
         group = run.optimizers["adamw"].param_groups[-1]
         group["fused"], group["foreach"] = False, True
 
-    def test_what_muon_leaves_to_adamw_is_fused_too(self, tmp_path: Path, data: Path) -> None:
+    def test_adamw_beside_muon_is_fused(self, tmp_path: Path, data: Path) -> None:
         config = with_techniques(TINY.changed({"optim.name": "muon"}), {"fused-optimizer": {}})
-        with open_run(config, RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
-            with run.techniques.verified(run):
-                take_step(run)
+        with opened(config, tmp_path / "run", data) as run:
+            verified_step(run)
             weights = sum(len(group["params"]) for group in run.optimizers["adamw"].param_groups)
             assert run.techniques.proofs["fused-optimizer"].figures == {"calls": 2, "weights": weights}
-            self.sabotage(run)
+            self.break_on_purpose(run)
             run.techniques.proofs.clear()
-            with pytest.raises(TechniqueNotActiveError, match="1 of 2 groups"), run.techniques.verified(run):
-                take_step(run)
+            with pytest.raises(TechniqueNotActiveError, match="1 of 2 groups"):
+                verified_step(run)
 
     def test_another_implementation_is_refused(self, tmp_path: Path, data: Path) -> None:
         config = self.on({}).changed({"optim.implementation": "foreach"})

@@ -1,4 +1,4 @@
-"""The fused AdamW on a GPU: the exam, also with float16, whose first update is skipped."""
+"""Fused AdamW on a GPU: conformance suite, also with float16, whose first update is skipped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, losses, train_run, with_techniques
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.fused_optimizer import FusedOptimizer
+from tensorkeep.train.techniques.config_switch import FusedOptimizer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,8 +21,8 @@ class TestFusedOptimizerOnCuda(TechniqueSuite):
     technique = FusedOptimizer
     config = TINY.changed({"loop.device": "cuda"})
 
-    def sabotage(self, run: Run) -> None:
-        """Let one group fall back to the implementation of many kernels."""
+    def break_on_purpose(self, run: Run) -> None:
+        """Make one group use the implementation with many kernels."""
         group = run.optimizers["adamw"].param_groups[-1]
         group["fused"], group["foreach"] = False, True
 

@@ -1,4 +1,4 @@
-"""Batches in parts: that they make the step of the whole batch, and that nothing is updated between them."""
+"""Gradient accumulation: micro-batches make the step of the whole batch, without an update between them."""
 
 from __future__ import annotations
 
@@ -12,27 +12,33 @@ from torch import Tensor
 
 from tensorkeep.errors import TechniqueNotActiveError, UsageError
 from tensorkeep.testing.equality import difference
-from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, last_state, losses, train_run, with_techniques
+from tensorkeep.testing.technique_suite import (
+    TINY,
+    TechniqueSuite,
+    last_state,
+    losses,
+    opened,
+    train_run,
+    verified_step,
+    with_techniques,
+)
 from tensorkeep.train.config.config import Config
-from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import take_step
 from tensorkeep.train.model.gpt import IGNORED
-from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.setup import open_run
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.gradient_accumulation import GradientAccumulation, Parts
+from tensorkeep.train.techniques.gradient_accumulation import GradientAccumulation, MicroBatches
 
 WITHOUT_DROPOUT = TINY.changed({"model.dropout": 0.0})
 
 
-def in_parts(config: Config, parts: int) -> Config:
+def with_micro_batches(config: Config, parts: int) -> Config:
     return with_techniques(config, {"gradient-accumulation": {"batches": parts}})
 
 
 def gradients(config: Config, folder: Path, data: Path, arrange: Callable[[Run], object]) -> list[Tensor]:
     """Return the gradients of the first step."""
     found: list[Tensor] = []
-    with open_run(config, RunFolder(folder), Dataset.open(data)) as run:
+    with opened(config, folder, data) as run:
         arrange(run)
         clip = run.operations.clip
 
@@ -48,8 +54,8 @@ def gradients(config: Config, folder: Path, data: Path, arrange: Callable[[Run],
 class TestGradientAccumulation(TechniqueSuite):
     technique = GradientAccumulation
 
-    def sabotage(self, run: Run) -> None:
-        """Let each part make an update of its own."""
+    def break_on_purpose(self, run: Run) -> None:
+        """Update the weights after each micro-batch."""
         backward = run.operations.backward
 
         def backward_and_update(loss: Tensor) -> None:
@@ -58,27 +64,27 @@ class TestGradientAccumulation(TechniqueSuite):
 
         run.operations.backward = backward_and_update
 
-    def test_batches_that_stay_whole_are_caught(self, tmp_path: Path, data: Path) -> None:
-        with open_run(self.on({}), RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
-            run.batches = run.batches.plain  # type: ignore[attr-defined]
-            with pytest.raises(TechniqueNotActiveError, match="of up to 4 sequences"), run.techniques.verified(run):
-                take_step(run)
+    def test_unsplit_batches_are_an_error(self, tmp_path: Path, data: Path) -> None:
+        with opened(self.on({}), tmp_path / "run", data) as run:
+            run.batches = run.batches.inner  # type: ignore[attr-defined]
+            with pytest.raises(TechniqueNotActiveError, match="of up to 4 sequences"):
+                verified_step(run)
 
     @pytest.mark.parametrize("parts", [2, 4])
-    def test_without_dropout_the_gradient_is_that_of_the_whole_batch(
+    def test_gradient_equals_that_of_the_whole_batch_without_dropout(
         self, tmp_path: Path, data: Path, parts: int
     ) -> None:
         nothing: Callable[[Run], object] = lambda run: None  # noqa: E731
         whole = gradients(WITHOUT_DROPOUT, tmp_path / "whole", data, nothing)
-        divided = gradients(in_parts(WITHOUT_DROPOUT, parts), tmp_path / "parts", data, nothing)
+        divided = gradients(with_micro_batches(WITHOUT_DROPOUT, parts), tmp_path / "parts", data, nothing)
         for one, other in zip(whole, divided, strict=True):
             torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-7)
 
-    def test_parts_with_fewer_targets_count_for_less(self, tmp_path: Path, data: Path) -> None:
-        """Targets that are left out are so of the mean over the window, not of the mean of a part, which may be NaN."""
+    def test_micro_batches_are_weighted_by_their_targets(self, tmp_path: Path, data: Path) -> None:
+        """The mean is over the targets of the whole step; the mean of one micro-batch may be NaN."""
 
         def mask(run: Run) -> None:
-            source: Any = run.batches.plain if isinstance(run.batches, Parts) else run.batches
+            source: Any = run.batches.inner if isinstance(run.batches, MicroBatches) else run.batches
             at = source.at
 
             def hide(position: int) -> Any:
@@ -93,22 +99,22 @@ class TestGradientAccumulation(TechniqueSuite):
         one_batch = WITHOUT_DROPOUT.changed({"loop.accumulate": 1})
         whole = gradients(one_batch, tmp_path / "whole", data, mask)
         for parts in (2, 4):
-            divided = gradients(in_parts(one_batch, parts), tmp_path / f"{parts}", data, mask)
+            divided = gradients(with_micro_batches(one_batch, parts), tmp_path / f"{parts}", data, mask)
             for one, other in zip(whole, divided, strict=True):
                 torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-7)
 
-    def test_it_is_the_accumulation_of_the_loop_bit_for_bit(self, tmp_path: Path, data: Path) -> None:
-        """Dropout draws the same numbers for the same parts, whichever way they are asked for."""
-        train_run(in_parts(TINY, 2), tmp_path / "parts", data)
+    def test_it_is_bit_identical_to_the_accumulation_of_the_loop(self, tmp_path: Path, data: Path) -> None:
+        """Dropout draws the same numbers for the same micro-batches."""
+        train_run(with_micro_batches(TINY, 2), tmp_path / "parts", data)
         train_run(TINY.changed({"loop.batch_size": 2, "loop.accumulate": 4}), tmp_path / "loop", data)
         assert losses(tmp_path / "parts") == losses(tmp_path / "loop")
         divided, smaller = last_state(tmp_path / "parts"), last_state(tmp_path / "loop")
         assert difference(divided["model"], smaller["model"]) is None
         assert difference(divided["optimizers"], smaller["optimizers"]) is None
 
-    def test_the_place_in_the_data_is_saved_in_whole_batches(self, tmp_path: Path, data: Path) -> None:
-        config = in_parts(TINY, 4)
-        with open_run(config, RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
+    def test_position_is_saved_in_whole_batches(self, tmp_path: Path, data: Path) -> None:
+        config = with_micro_batches(TINY, 4)
+        with opened(config, tmp_path / "run", data) as run:
             take_step(run)
             assert run.batches.state_dict() == {"position": TINY.loop.accumulate}
             assert run.batches.position == 4 * TINY.loop.accumulate
@@ -116,13 +122,13 @@ class TestGradientAccumulation(TechniqueSuite):
             run.batches.load_state_dict({"position": TINY.loop.accumulate})
             assert torch.equal(next(run.batches)[0], expected[0])
 
-    def test_a_batch_that_does_not_divide_is_refused(self, tmp_path: Path, data: Path) -> None:
+    def test_batch_size_that_cannot_be_split_equally_is_refused(self, tmp_path: Path, data: Path) -> None:
         with (
-            pytest.raises(UsageError, match="a batch of 4 sequences does not divide into 3 parts"),
-            open_run(in_parts(TINY, 3), RunFolder(tmp_path / "run"), Dataset.open(data)),
+            pytest.raises(UsageError, match="a batch of 4 sequences cannot be split into 3 equal micro-batches"),
+            opened(with_micro_batches(TINY, 3), tmp_path / "run", data),
         ):
             pass
 
-    def test_one_part_is_refused(self) -> None:
+    def test_one_micro_batch_is_refused(self) -> None:
         with pytest.raises(UsageError, match="batches is 1"):
-            self._settings({"batches": 1})
+            self.settings({"batches": 1})

@@ -1,4 +1,4 @@
-"""Short documents first: which documents windows come from, stage by stage."""
+"""Curriculum by length: the documents that windows come from, stage by stage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tensorkeep.errors import UsageError
-from tensorkeep.testing.technique_suite import TechniqueSuite
+from tensorkeep.testing.technique_suite import TechniqueSuite, opened, verified_step
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.loop import take_step
@@ -27,13 +27,13 @@ def stages_of(run: Run) -> Any:
 
 class TestLengthCurriculum(TechniqueSuite):
     technique = LengthCurriculum
-    # The run of the exam stops after step 3: between two stages, and in the middle of one.
+    # The suite resumes after step 3: between two stages, and within a stage.
     variants = ({}, {"stages": 2, "share": 0.9})
 
     @pytest.fixture(scope="class")
     @classmethod
     def data(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """Prepare documents of 4 to 200 characters; a document has one letter of its own, and spaces."""
+        """Prepare documents of 4 to 200 characters; each has its own letter, and spaces."""
         folder = tmp_path_factory.mktemp("documents")
         (folder / "texts").mkdir()
         for number in range(50):
@@ -41,12 +41,12 @@ class TestLengthCurriculum(TechniqueSuite):
         prepare(folder / "texts", folder / "prepared", tokenizer="char")
         return folder / "prepared"
 
-    def sabotage(self, run: Run) -> None:
-        """Let the run keep the batches that it was built with."""
-        run.batches = run.batches.plain  # type: ignore[attr-defined]
+    def break_on_purpose(self, run: Run) -> None:
+        """Use the batches that the run was built with."""
+        run.batches = run.batches.inner  # type: ignore[attr-defined]
 
-    def test_stages_have_ever_longer_documents_and_equal_shares_of_the_tokens(self, tmp_path: Path, data: Path) -> None:
-        with open_run(self.on({}), RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
+    def test_stages_add_longer_documents_with_equal_numbers_of_tokens(self, tmp_path: Path, data: Path) -> None:
+        with opened(self.on({}), tmp_path / "run", data) as run:
             stages, whole = stages_of(run), len(run.dataset.train)
             longest = 2 * 200
             for number, stage in enumerate(stages, start=1):
@@ -55,8 +55,8 @@ class TestLengthCurriculum(TechniqueSuite):
             assert means == sorted(means)
             assert stages[-1].tokens == whole
 
-    def test_a_stage_has_the_shortest_documents_whole_and_no_others(self, tmp_path: Path, data: Path) -> None:
-        with open_run(self.on({}), RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
+    def test_stage_has_exactly_the_shortest_documents(self, tmp_path: Path, data: Path) -> None:
+        with opened(self.on({}), tmp_path / "run", data) as run:
             end = run.dataset.tokenizer.end_of_document
             documents = np.split(run.dataset.train, np.flatnonzero(run.dataset.train == end) + 1)[:-1]
             shortest = sorted(documents, key=len)
@@ -67,10 +67,10 @@ class TestLengthCurriculum(TechniqueSuite):
             drawn = [row for place in range(40) for row in stage.batches.at(place)[0].tolist()]
             assert {tuple(row) for row in drawn} <= windows
 
-    def test_the_last_stage_draws_what_the_run_would_have_drawn(self, tmp_path: Path, data: Path) -> None:
-        with open_run(self.config, RunFolder(tmp_path / "plain"), Dataset.open(data)) as run:
+    def test_last_stage_draws_the_batches_of_the_plain_run(self, tmp_path: Path, data: Path) -> None:
+        with opened(self.config, tmp_path / "plain", data) as run:
             plain = [run.batches.at(place)[0] for place in range(12)]
-        with open_run(self.on({}), RunFolder(tmp_path / "on"), Dataset.open(data)) as run:
+        with opened(self.on({}), tmp_path / "on", data) as run:
             seen: list[torch.Tensor] = []
             inner = run.operations.loss
 
@@ -84,15 +84,13 @@ class TestLengthCurriculum(TechniqueSuite):
         # Two batches a step; the last stage begins with step 4.
         assert [torch.equal(*pair) for pair in zip(seen, plain, strict=True)] == [False] * 6 + [True] * 6
 
-    def test_the_proof_tells_how_long_documents_are(self, tmp_path: Path, data: Path) -> None:
-        with open_run(self.on({}), RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
-            with run.techniques.verified(run):
-                take_step(run)
-            figures = run.techniques.proofs["length-curriculum"].figures
+    def test_proof_has_the_mean_length(self, tmp_path: Path, data: Path) -> None:
+        with opened(self.on({}), tmp_path / "run", data) as run:
+            figures = verified_step(run)["length-curriculum"]
             assert figures["stage"] == 1
             assert figures["mean_length"] < figures["mean_length_of_all"]
 
-    def test_a_first_stage_without_a_whole_window_is_refused(self, tmp_path: Path, data: Path) -> None:
+    def test_first_stage_shorter_than_a_window_is_refused(self, tmp_path: Path, data: Path) -> None:
         with (
             pytest.raises(UsageError, match="shortest documents have"),
             open_run(
@@ -104,15 +102,15 @@ class TestLengthCurriculum(TechniqueSuite):
             pass
 
     @pytest.mark.parametrize("other", ["ddp", "fsdp", "pipeline-parallel"])
-    def test_what_makes_other_batches_of_the_runs_is_refused(self, other: str) -> None:
+    def test_techniques_that_split_batches_conflict(self, other: str) -> None:
         with pytest.raises(UsageError, match=f"length-curriculum and {other}|{other} and length-curriculum"):
             Stack.of({"length-curriculum": {}, other: {}})
 
-    def test_a_text_without_documents_is_refused(self, tmp_path: Path) -> None:
+    def test_text_of_one_document_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "text.txt").write_text("one text " * 200)
         prepare(tmp_path / "text.txt", tmp_path / "prepared", tokenizer="char")
         with (
-            pytest.raises(UsageError, match="the text is one"),
+            pytest.raises(UsageError, match="the text is one document"),
             open_run(self.on({}), RunFolder(tmp_path / "run"), Dataset.open(tmp_path / "prepared")),
         ):
             pass

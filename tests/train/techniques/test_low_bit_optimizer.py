@@ -1,4 +1,4 @@
-"""AdamW with states of 8 and 4 bits: which are quantised, and that they are saved as plain tensors."""
+"""AdamW with states of 8 and 4 bits: which ones are quantised, and how they are saved."""
 
 from __future__ import annotations
 
@@ -8,35 +8,38 @@ import pytest
 import torch
 
 from tensorkeep.errors import UsageError
-from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, last_state, train_run, with_techniques
-from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.testing.technique_suite import (
+    TINY,
+    TechniqueSuite,
+    last_state,
+    opened,
+    train_run,
+    verified_step,
+    with_techniques,
+)
 from tensorkeep.train.loop import take_step
 from tensorkeep.train.optim.optimizers import build_optimizers
-from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.setup import open_run
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.low_bit_optimizer import LowBitOptimizer
 
-LARGE = "an MLP's matrices have 4,096 elements in the exam's model, all others fewer"
+LARGE = "an MLP's matrices have 4,096 elements in the suite's model, all others fewer"
 DTYPES = {8: torch.uint8, 4: torch.uint8, "fp8": torch.float8_e4m3fn}
 
 
 class TestLowBitOptimizer(TechniqueSuite):
     technique = LowBitOptimizer
-    # Compiling takes longer than the whole exam.
+    # Compilation takes longer than the whole suite.
     variants = (
         {"compiled": False},
         {"bits": 4, "compiled": False},
     )
 
-    def sabotage(self, run: Run) -> None:
-        """Fall back to torch's optimizer, as where a package cannot be imported."""
+    def break_on_purpose(self, run: Run) -> None:
+        """Fall back to torch's optimizer."""
         run.optimizers["adamw"] = build_optimizers(run.model, run.config.optim)["adamw"]
 
     @pytest.mark.parametrize("bits", [8, 4, "fp8"])
-    def test_large_states_are_saved_as_the_plain_tensors_that_they_consist_of(
-        self, tmp_path: Path, data: Path, bits: int | str
-    ) -> None:
+    def test_quantised_states_are_saved_as_plain_tensors(self, tmp_path: Path, data: Path, bits: int | str) -> None:
         train_run(self.on({"bits": bits, "compiled": False}), tmp_path / "run", data)
         state = last_state(tmp_path / "run")
         sizes = [each.numel() for each in state["model"].values()]
@@ -52,11 +55,9 @@ class TestLowBitOptimizer(TechniqueSuite):
                 assert codes.nbytes == (2048 if bits == 4 else 4096)
                 assert bool(each[key]["scale"].any())
 
-    def test_the_proof_says_what_share_of_the_states_is_quantised(self, tmp_path: Path, data: Path) -> None:
-        with open_run(self.on({"compiled": False}), RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
-            with run.techniques.verified(run):
-                take_step(run)
-            figures = run.techniques.proofs["low-bit-optimizer"].figures
+    def test_proof_has_the_quantised_fraction(self, tmp_path: Path, data: Path) -> None:
+        with opened(self.on({"compiled": False}), tmp_path / "run", data) as run:
+            figures = verified_step(run)["low-bit-optimizer"]
             weights = sum(each.numel() for each in run.model.parameters())
         assert figures["plain_bytes"] == 8 * weights
         # One byte for each element and a float32 for each 256, and a table of 256 float32 in each tensor.
@@ -64,16 +65,16 @@ class TestLowBitOptimizer(TechniqueSuite):
         assert figures["state_bytes"] == 8 * (weights - 4 * 4096) + quantised
         assert figures["share"] == quantised / figures["state_bytes"]
 
-    def test_learning_rates_stay_the_numbers_that_were_set(self, tmp_path: Path, data: Path) -> None:
-        with open_run(self.on({"compiled": False}), RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
+    def test_learning_rates_stay_numbers(self, tmp_path: Path, data: Path) -> None:
+        with opened(self.on({"compiled": False}), tmp_path / "run", data) as run:
             rate = take_step(run)["learning_rate"]
             assert [group["lr"] for group in run.optimizers["adamw"].param_groups] == [rate, rate]
 
-    def test_states_of_torchs_adamw_are_quantised_when_they_are_loaded(self, tmp_path: Path, data: Path) -> None:
-        with open_run(TINY, RunFolder(tmp_path / "plain"), Dataset.open(data)) as run:
+    def test_states_of_torch_adamw_are_quantised_on_load(self, tmp_path: Path, data: Path) -> None:
+        with opened(TINY, tmp_path / "plain", data) as run:
             take_step(run)
             plain = run.optimizers["adamw"].state_dict()
-        with open_run(self.on({"compiled": False}), RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
+        with opened(self.on({"compiled": False}), tmp_path / "run", data) as run:
             run.optimizers["adamw"].load_state_dict(plain)
             for index, weight in enumerate(w for g in run.optimizers["adamw"].param_groups for w in g["params"]):
                 momentum = run.optimizers["adamw"].state[weight]["exp_avg"]
@@ -82,17 +83,17 @@ class TestLowBitOptimizer(TechniqueSuite):
                 near = momentum if weight.numel() < 4096 else momentum.dequantize()
                 torch.testing.assert_close(near, given, rtol=0.1, atol=0.05 * float(given.abs().max()))
 
-    def test_a_model_without_a_large_tensor_is_refused(self, tmp_path: Path, data: Path) -> None:
+    def test_model_without_a_large_tensor_is_refused(self, tmp_path: Path, data: Path) -> None:
         config = self.on({"compiled": False}).changed({"model.d_model": 16})
         with pytest.raises(UsageError, match="would quantise nothing"):
             train_run(config, tmp_path / "run", data)
 
     @pytest.mark.slow
-    def test_the_compiled_update_is_the_plain_one(self, tmp_path: Path, data: Path) -> None:
+    def test_compiled_update_equals_the_plain_one(self, tmp_path: Path, data: Path) -> None:
         weights = []
         for compiled in (True, False):
             config = with_techniques(TINY, {"low-bit-optimizer": {"compiled": compiled}})
-            with open_run(config, RunFolder(tmp_path / str(compiled)), Dataset.open(data)) as run:
+            with opened(config, tmp_path / str(compiled), data) as run:
                 for _ in range(2):
                     take_step(run)
                 weights.append([each.detach().clone() for each in run.model.parameters()])

@@ -1,4 +1,4 @@
-"""AdamW with states of few bits on a GPU, compiled as it is meant to be: the exam."""
+"""Conformance suite of the low-bit AdamW on a GPU, compiled."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ class TestLowBitOptimizerOnCuda(TechniqueSuite):
     config = TINY.changed({"loop.device": "cuda"})
     variants = ({}, {"bits": 4})
 
-    def sabotage(self, run: Run) -> None:
-        """Fall back to torch's optimizer, as where a package cannot be imported."""
+    def break_on_purpose(self, run: Run) -> None:
+        """Fall back to torch's optimizer."""
         run.optimizers["adamw"] = build_optimizers(run.model, run.config.optim)["adamw"]

@@ -1,4 +1,4 @@
-"""The plateau schedule as a technique: the rates that optimizers get, before and after it was lowered."""
+"""The plateau schedule as a technique: the learning rates of the optimizers."""
 
 from __future__ import annotations
 
@@ -8,57 +8,49 @@ import pytest
 import torch
 
 from tensorkeep.errors import TechniqueNotActiveError, UsageError
-from tensorkeep.testing.technique_suite import TINY, TechniqueSuite
-from tensorkeep.train.data.dataset import Dataset
-from tensorkeep.train.loop import take_step
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, opened, verified_step
 from tensorkeep.train.optim.schedules import Plateau
-from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.setup import open_run
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.lr_plateau import PlateauSettings, PlateauTechnique
+from tensorkeep.train.techniques.config_switch import PlateauSettings, PlateauTechnique
 
 
 class TestPlateau(TechniqueSuite):
     technique = PlateauTechnique
     variants = ({}, {"patience": 1, "factor": 0.1})
 
-    def sabotage(self, run: Run) -> None:
-        """Let an optimizer step that the schedule does not know."""
+    def break_on_purpose(self, run: Run) -> None:
+        """Step an optimizer that the schedule does not set."""
         stray = torch.optim.AdamW(run.model.parameters(), lr=3e-4)
         run.operations.update = stray.step
 
-    def test_the_rate_is_lowered_after_evaluations_that_were_no_better(self, tmp_path: Path, data: Path) -> None:
+    def test_rate_is_lowered_after_evaluations_without_improvement(self, tmp_path: Path, data: Path) -> None:
         config = self.on({"patience": 2, "factor": 0.25})
-        with open_run(config, RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
+        with opened(config, tmp_path / "run", data) as run:
             for loss in (3.0, 3.0, 3.0):
                 run.plateau.add(loss)
-            with run.techniques.verified(run):
-                take_step(run)
-            figures = run.techniques.proofs["lr-plateau"].figures
+            figures = verified_step(run)["lr-plateau"]
             assert figures["share_of_peak"] == 0.25
             assert figures["learning_rates"] == pytest.approx([0.25 * config.optim.lr])
 
-    def test_a_schedule_that_takes_no_notice_of_evaluations_is_caught(self, tmp_path: Path, data: Path) -> None:
-        with open_run(self.on({}), RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
+    def test_schedule_that_ignores_evaluations_is_an_error(self, tmp_path: Path, data: Path) -> None:
+        with opened(self.on({}), tmp_path / "run", data) as run:
             run.plateau = Plateau(TINY.schedule)
-            with pytest.raises(TechniqueNotActiveError, match="from 1 of its peak to 1"), run.techniques.verified(run):
-                take_step(run)
+            with pytest.raises(TechniqueNotActiveError, match="from 1 of its peak to 1"):
+                verified_step(run)
 
-    def test_muon_has_a_rate_of_its_own(self, tmp_path: Path, data: Path) -> None:
+    def test_muon_has_its_own_rate(self, tmp_path: Path, data: Path) -> None:
         config = self.on({}).changed({"optim.name": "muon"})
-        with open_run(config, RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
-            with run.techniques.verified(run):
-                take_step(run)
-            rates = run.techniques.proofs["lr-plateau"].figures["learning_rates"]
+        with opened(config, tmp_path / "run", data) as run:
+            rates = verified_step(run)["lr-plateau"]["learning_rates"]
             assert rates == sorted([config.optim.lr, config.optim.muon_lr])
 
 
-def test_a_run_that_is_never_evaluated_has_no_plateau() -> None:
+def test_run_without_evaluations_is_refused() -> None:
     with pytest.raises(UsageError, match=r"eval\.every is 0"):
         PlateauTechnique(PlateauSettings()).configure(TINY.changed({"eval.every": 0}))
 
 
-def test_a_warm_up_stays() -> None:
+def test_warm_up_is_kept() -> None:
     config = PlateauTechnique(PlateauSettings()).configure(TINY.changed({"schedule.warmup_steps": 5}))
     assert (config.schedule.name, config.schedule.warmup_steps) == ("plateau", 5)
 

@@ -1,4 +1,4 @@
-"""Mixed precision: 16 bits in matrix products, 32 in weights and losses; in float16 a scaler that is saved."""
+"""Mixed precision: 16-bit matmuls, 32-bit weights and losses; in float16, a scaler that is saved."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tensorkeep.errors import DivergedError, TechniqueNotActiveError, UnsupportedError
-from tensorkeep.testing.technique_suite import STEPS, TechniqueSuite, last_state, with_techniques
+from tensorkeep.testing.technique_suite import STEPS, TechniqueSuite, last_state, opened, verified_step, with_techniques
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import take_step
 from tensorkeep.train.run.folder import RunFolder
@@ -21,12 +21,12 @@ class TestMixedPrecision(TechniqueSuite):
     technique = MixedPrecision
     variants = ({"dtype": "bf16"}, {"dtype": "fp16"}, {"dtype": "bf16", "attention": "same"})
 
-    def sabotage(self, run: Run) -> None:
+    def break_on_purpose(self, run: Run) -> None:
         run.operations.loss = run.model.loss
 
-    def test_weights_and_their_gradients_stay_in_32_bits(self, tmp_path: Path, data: Path) -> None:
+    def test_weights_and_gradients_stay_in_32_bits(self, tmp_path: Path, data: Path) -> None:
         config = with_techniques(self.config, {"mixed-precision": {"dtype": "bf16"}})
-        with open_run(config, RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
+        with opened(config, tmp_path / "run", data) as run:
             run.operations.backward(run.operations.loss(*next(run.batches)))
             for parameter in run.model.parameters():
                 assert parameter.dtype == torch.float32
@@ -34,27 +34,22 @@ class TestMixedPrecision(TechniqueSuite):
                 assert parameter.grad.dtype == torch.float32
 
     @pytest.mark.parametrize(("length", "chosen"), [(255, "float32"), (256, "same")])
-    def test_attention_to_short_contexts_stays_in_32_bits_on_a_cpu(self, length: int, chosen: str) -> None:
+    def test_attention_of_short_contexts_is_float32_on_a_cpu(self, length: int, chosen: str) -> None:
         config = with_techniques(self.config, {"mixed-precision": {"dtype": "bf16"}})
         config = config.changed({"model.context_length": length})
         technique = MixedPrecision(MixedPrecision.Settings(dtype="bf16"))
         assert technique.configure(config).techniques["mixed-precision"]["attention"] == chosen
 
-    def test_attention_in_another_precision_than_asked_for_is_caught(self, tmp_path: Path, data: Path) -> None:
+    def test_attention_in_another_precision_is_an_error(self, tmp_path: Path, data: Path) -> None:
         config = with_techniques(self.config, {"mixed-precision": {"dtype": "bf16", "attention": "float32"}})
-        with open_run(config, RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
+        with opened(config, tmp_path / "run", data) as run:
             run.model.attentions[1].kernel = torch.nn.functional.scaled_dot_product_attention
-            with (
-                pytest.raises(TechniqueNotActiveError, match=r"attention returned float32 \(2\), bfloat16 \(2\)"),
-                run.techniques.verified(run),
-            ):
-                take_step(run)
+            with pytest.raises(TechniqueNotActiveError, match=r"attention returned float32 \(2\), bfloat16 \(2\)"):
+                verified_step(run)
 
-    def test_a_gradient_that_overflows_lowers_the_scale_and_leaves_the_weights(
-        self, tmp_path: Path, data: Path
-    ) -> None:
+    def test_overflowing_gradient_lowers_the_scale_and_keeps_the_weights(self, tmp_path: Path, data: Path) -> None:
         config = with_techniques(self.config, {"mixed-precision": {"dtype": "fp16"}})
-        with open_run(config, RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
+        with opened(config, tmp_path / "run", data) as run:
             (technique,) = run.techniques.techniques
             take_step(run)
             scale = technique.state_dict()["scaler"]["scale"]
@@ -69,9 +64,9 @@ class TestMixedPrecision(TechniqueSuite):
                 assert torch.equal(each, before[name])
 
     def test_gradients_that_overflow_at_any_scale_end_the_run(self, tmp_path: Path, data: Path) -> None:
-        """It would go on for ever, and never make an update."""
+        """Otherwise the run would never make an update."""
         config = with_techniques(self.config, {"mixed-precision": {"dtype": "fp16"}})
-        with open_run(config, RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
+        with opened(config, tmp_path / "run", data) as run:
             run.model.norm.weight.register_hook(lambda gradient: gradient * float("nan"))
             # From 65,536 to 1.
             for _ in range(16):
@@ -80,10 +75,10 @@ class TestMixedPrecision(TechniqueSuite):
                 take_step(run)
 
     @pytest.mark.parametrize("broken", ["loss", "gradient"])
-    def test_a_run_goes_on_after_an_update_that_the_guard_skips(self, tmp_path: Path, data: Path, broken: str) -> None:
+    def test_run_continues_after_an_update_that_the_guard_skips(self, tmp_path: Path, data: Path, broken: str) -> None:
         config = with_techniques(self.config, {"mixed-precision": {"dtype": "fp16"}})
         config = config.changed({"loop.on_divergence": "skip"})
-        with open_run(config, RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
+        with opened(config, tmp_path / "run", data) as run:
             (technique,) = run.techniques.techniques
             inner, nan = run.operations.loss, float("nan")
             if broken == "loss":
@@ -99,14 +94,14 @@ class TestMixedPrecision(TechniqueSuite):
             take_step(run)
             assert (run.progress.skipped, run.progress.skipped_in_a_row) == (1, 0)
 
-    def test_the_scaler_is_part_of_a_checkpoint(self, tmp_path: Path, data: Path) -> None:
+    def test_scaler_is_part_of_a_checkpoint(self, tmp_path: Path, data: Path) -> None:
         from tensorkeep.testing.technique_suite import train_run
 
         train_run(with_techniques(self.config, {"mixed-precision": {"dtype": "fp16"}}), tmp_path / "run", data)
         saved = last_state(tmp_path / "run")["techniques"]["mixed-precision"]
         assert saved["scaler"]["_growth_tracker"] == STEPS
 
-    def test_the_faster_precision_is_chosen_once_and_written_down(
+    def test_faster_precision_is_chosen_and_stored_with_the_run(
         self, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         peaks = {torch.float32: 1e9, torch.bfloat16: 1.5e9, torch.float16: 2e9}
@@ -121,7 +116,7 @@ class TestMixedPrecision(TechniqueSuite):
             assert run.speed.peak == 2e9
         assert folder.record().config.techniques == run.config.techniques
 
-    def test_it_is_refused_where_nothing_would_be_faster(
+    def test_it_is_refused_if_no_precision_is_faster(
         self, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(
@@ -129,7 +124,7 @@ class TestMixedPrecision(TechniqueSuite):
         )
         config = with_techniques(self.config, {"mixed-precision": {}})
         with (
-            pytest.raises(UnsupportedError, match="would make nothing faster here"),
-            open_run(config, RunFolder(tmp_path / "run"), Dataset.open(data)),
+            pytest.raises(UnsupportedError, match="would not be faster here"),
+            opened(config, tmp_path / "run", data),
         ):
             pass

@@ -1,4 +1,4 @@
-"""AdamW on the CPU for weights elsewhere: its arithmetic, which is the same where both are the CPU."""
+"""Optimizer offload, with the weights on the CPU too: the arithmetic is the same."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, losses, train_run
-from tensorkeep.train.data.dataset import Dataset
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, losses, opened, train_run, verified_step
 from tensorkeep.train.loop import take_step
 from tensorkeep.train.optim.optimizers import build_optimizers
-from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.setup import open_run
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import NoSettings
-from tensorkeep.train.techniques.host_optimizer import HostOptimizer
-from tensorkeep.train.techniques.machine import Machine
-from tensorkeep.train.techniques.optimizer_offload import OptimizerOffload
+from tensorkeep.train.techniques.optimizer_offload import HostOptimizer, OptimizerOffload
+from tensorkeep.train.techniques.requirements import Machine
 
 FUSED = TINY.changed({"optim.implementation": "fused"})
 
@@ -43,36 +39,35 @@ class TestOptimizerOffload(TechniqueSuite):
 
     @pytest.fixture(autouse=True)
     def here(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Let it run on the CPU, where nothing is saved by it."""
+        """Allow it on the CPU, where it saves no memory."""
         monkeypatch.setattr(OptimizerOffload, "lacks", lambda self, machine: None)
 
-    def sabotage(self, run: Run) -> None:
-        """Let the optimizer be torch's."""
+    def break_on_purpose(self, run: Run) -> None:
+        """Use torch's optimizer."""
         run.optimizers["adamw"] = build_optimizers(run.model, run.config.optim)["adamw"]
 
-    def test_a_run_is_that_of_the_fused_adamw_bit_for_bit(self, tmp_path: Path, data: Path) -> None:
-        """With clipping and accumulation, which see the gradients on the device."""
+    def test_run_is_bit_identical_to_the_fused_adamw(self, tmp_path: Path, data: Path) -> None:
+        """With clipping and accumulation, which use the gradients on the device."""
         train_run(FUSED, tmp_path / "plain", data)
         train_run(self.on({}), tmp_path / "on", data)
         assert losses(tmp_path / "on") == losses(tmp_path / "plain")
 
-    def test_a_skipped_update_leaves_no_gradient_behind(self, tmp_path: Path, data: Path) -> None:
-        with open_run(self.on({}), RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
+    def test_skipped_update_leaves_no_gradient(self, tmp_path: Path, data: Path) -> None:
+        with opened(self.on({}), tmp_path / "run", data) as run:
             run.operations.accepts = lambda loss, norm: False
             take_step(run)
             assert all(each.grad is None for each in run.model.parameters())
 
-    def test_muon_stays_where_it_is(self, tmp_path: Path, data: Path) -> None:
+    def test_muon_stays_on_the_device(self, tmp_path: Path, data: Path) -> None:
         config = self.on({}).changed({"optim.name": "muon"})
-        with open_run(config, RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
-            with run.techniques.verified(run):
-                take_step(run)
+        with opened(config, tmp_path / "run", data) as run:
+            verified_step(run)
             assert isinstance(run.optimizers["muon"], torch.optim.Muon)
             assert isinstance(run.optimizers["adamw"], HostOptimizer)
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
-def test_weights_are_those_of_adamw_however_they_are_divided_into_buckets(bucket_bytes: int) -> None:
+def test_weights_equal_those_of_adamw_with_any_bucket_size(bucket_bytes: int) -> None:
     here, there = weights(), weights()
     plain = torch.optim.AdamW(groups(here), lr=0.1, fused=True)
     host = HostOptimizer(torch.optim.AdamW(groups(there), lr=0.1), bucket_bytes=bucket_bytes)
@@ -82,7 +77,7 @@ def test_weights_are_those_of_adamw_however_they_are_divided_into_buckets(bucket
                 group["lr"] = 0.1 / (step + 1)
             give_gradients(tensors, step)
             if step == 2:
-                # What has no gradient is not updated, and its count of steps stands still.
+                # A weight without a gradient is not updated, and its step count does not change.
                 tensors[0].grad = None
             optimizer.step()
             optimizer.zero_grad()
@@ -90,7 +85,7 @@ def test_weights_are_those_of_adamw_however_they_are_divided_into_buckets(bucket
     assert all(each.grad is None for each in there)
 
 
-def test_states_go_from_one_kind_to_the_other() -> None:
+def test_states_can_be_loaded_with_and_without_offload() -> None:
     here, there = weights(), weights()
     plain = torch.optim.AdamW(groups(here), lr=0.1)
     host = HostOptimizer(torch.optim.AdamW(groups(there), lr=0.1))
@@ -112,7 +107,7 @@ def test_states_go_from_one_kind_to_the_other() -> None:
         torch.testing.assert_close(one, two)
 
 
-def test_weights_that_were_loaded_are_not_overwritten_by_older_ones() -> None:
+def test_loaded_weights_are_not_overwritten_by_older_ones() -> None:
     there = weights()
     host = HostOptimizer(torch.optim.AdamW(groups(there), lr=0.1))
     give_gradients(there, 0)
@@ -126,6 +121,6 @@ def test_weights_that_were_loaded_are_not_overwritten_by_older_ones() -> None:
     assert all(bool((each > 50).all()) for each in there)
 
 
-def test_on_the_cpu_it_says_what_is_missing() -> None:
+def test_missing_cuda_is_reported() -> None:
     lack = OptimizerOffload(NoSettings()).lacks(Machine(torch.device("cpu")))
     assert lack == "needs a CUDA device; the run is on cpu"

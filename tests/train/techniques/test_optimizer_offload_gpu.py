@@ -1,4 +1,4 @@
-"""Optimizer offload on a GPU: the exam, and where the states lie."""
+"""Optimizer offload on a GPU: conformance suite, and the device of the states."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import torch
 from tensorkeep.testing.technique_suite import TINY, TechniqueSuite
 from tensorkeep.train.optim.optimizers import build_optimizers
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.host_optimizer import HostOptimizer
-from tensorkeep.train.techniques.optimizer_offload import OptimizerOffload
+from tensorkeep.train.techniques.optimizer_offload import HostOptimizer, OptimizerOffload
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,13 +20,13 @@ class TestOptimizerOffloadOnCuda(TechniqueSuite):
     technique = OptimizerOffload
     config = TINY.changed({"loop.device": "cuda"})
 
-    def sabotage(self, run: Run) -> None:
-        """Let the optimizer be torch's, with its states on the GPU."""
+    def break_on_purpose(self, run: Run) -> None:
+        """Use torch's optimizer, with its states on the GPU."""
         run.optimizers["adamw"] = build_optimizers(run.model, run.config.optim)["adamw"]
 
 
-def test_the_gpu_holds_nothing_but_weights_and_gradients() -> None:
-    """Buckets are copied while others are updated, and all weights are there when the next kernel reads them."""
+def test_gpu_holds_only_weights_and_gradients() -> None:
+    """Buckets are copied while others are updated, and all weights are complete when the next kernel reads them."""
     weights = [torch.randn(1024, 1024, device="cuda") for _ in range(8)]
     mirror = [each.clone() for each in weights]
     before = torch.cuda.memory_allocated()
@@ -39,7 +38,7 @@ def test_the_gpu_holds_nothing_but_weights_and_gradients() -> None:
             copy.grad = torch.randn(copy.shape, generator=generator)
             live.grad = copy.grad.cuda()
         host.step()
-        # Read at once: nothing waits but what the optimizer itself makes wait.
+        # Read at once: only the synchronisation of the optimizer itself protects it.
         found = [each * 1 for each in weights]
         plain.step()
         host.zero_grad()

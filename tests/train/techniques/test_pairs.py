@@ -1,4 +1,4 @@
-"""Every two techniques that are not declared a conflict: together they are seen at work, and a run goes on exactly."""
+"""Every pair of techniques without a conflict: both are proved, and the run resumes exactly."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tensorkeep.testing.technique_suite import TINY, last_state, losses, train_r
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES
-from tensorkeep.train.techniques.machine import Machine
+from tensorkeep.train.techniques.requirements import Machine
 from tensorkeep.train.techniques.stack import Stack
 
-# Wide enough for matrices that low-bit optimizers quantise, and no dropout, which flash attention on CPUs has not.
+# Wide enough for low-bit optimizers to quantise; no dropout, which flash attention on CPUs does not support.
 CONFIG = TINY.changed({"model.d_model": 64, "model.dropout": 0.0, "loop.steps": 3, "checkpoint.every": 1})
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "mixed-precision": {"dtype": "bf16"},
-    # Traces as inductor does, and compiles nothing: quick.
+    # Traces like inductor, and compiles nothing.
     "compile": {"backend": "aot_eager"},
     "low-bit-optimizer": {"compiled": False},
     "sparse-attention": {"block": 4, "keep": 2},
@@ -58,7 +58,7 @@ def conflict(first: str, second: str) -> bool:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
-    # Documents of several lengths: a curriculum by length takes no less.
+    # A curriculum by length needs documents of several lengths.
     texts = ["the quick brown fox jumps over the lazy dog; " * (1 + number % 7) for number in range(40)]
     (folder / "texts.jsonl").write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts))
     prepare(folder / "texts.jsonl", folder / "prepared", tokenizer="char")
@@ -73,7 +73,7 @@ def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow  # minutes in all
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if not conflict(*pair)], ids="+".join)
-def test_two_techniques_work_together_and_go_on_exactly(tmp_path: Path, data: Path, pair: tuple[str, str]) -> None:
+def test_pair_is_proved_and_resumes_exactly(tmp_path: Path, data: Path, pair: tuple[str, str]) -> None:
     config = with_techniques(CONFIG, settings(*pair))
     train_run(config, tmp_path / "whole", data)
     train_run(config, tmp_path / "parts", data, stop_after=1)
@@ -82,7 +82,7 @@ def test_two_techniques_work_together_and_go_on_exactly(tmp_path: Path, data: Pa
     assert difference(last_state(tmp_path / "parts"), last_state(tmp_path / "whole")) is None
 
 
-def test_pairs_are_tried() -> None:
-    # Where nothing can run, nothing would be shown.
+def test_enough_pairs_can_run() -> None:
+    # The test above would pass without any pairs.
     assert len(HERE) >= 10
     assert sum(not conflict(*pair) for pair in PAIRS) > len(PAIRS) // 2

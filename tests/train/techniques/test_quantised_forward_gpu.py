@@ -1,4 +1,4 @@
-"""The quantised forward in float8, which only some GPUs compute."""
+"""Quantised forward in float8, which only some GPUs support."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class TestFloat8(TechniqueSuite):
     def on(self, variant: Mapping[str, Any]) -> Config:
         return with_techniques(self.config, {"quantised-forward": variant})
 
-    def sabotage(self, run: Run) -> None:
-        """Leave one layer as it was."""
+    def break_on_purpose(self, run: Run) -> None:
+        """Restore the plain layer in one place."""
         mlp: Any = run.model.blocks[0].mlp
         up = nn.Linear(mlp.up.in_features, mlp.up.out_features, device="meta")
         up.weight, up.bias = mlp.up.weight, mlp.up.bias
         mlp.up = up
 
-    def test_losses_are_near_those_of_float32(self, tmp_path: Path, data: Path) -> None:
+    def test_losses_are_close_to_float32(self, tmp_path: Path, data: Path) -> None:
         train_run(self.config, tmp_path / "plain", data)
         train_run(self.on({"mode": "float8"}), tmp_path / "float8", data)
         plain, found = ([loss for *_, loss in losses(tmp_path / name)] for name in ("plain", "float8"))

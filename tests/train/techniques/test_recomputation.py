@@ -1,4 +1,4 @@
-"""What is computed again on the way back is what was computed before, whatever else is on."""
+"""Activation checkpointing recomputes the same bits, together with each other technique."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("quantised-forward", {}),
     ],
 )
-def test_blocks_that_run_twice_give_the_same_bits(
+def test_recomputed_blocks_are_bit_identical(
     tmp_path: Path, data: Path, name: str, settings: Mapping[str, Any]
 ) -> None:
     alone = with_techniques(TINY, {name: settings})

@@ -1,4 +1,4 @@
-"""Top-k blocks of keys: what is looked at, what never is, and that a cache changes nothing."""
+"""Sparse attention: which keys are visible, and that a cache chooses the same."""
 
 from __future__ import annotations
 
@@ -11,13 +11,9 @@ import torch
 from torch.nn import functional
 
 from tensorkeep.errors import TechniqueNotActiveError, UsageError
-from tensorkeep.testing.technique_suite import TINY, TechniqueSuite
-from tensorkeep.train.data.dataset import Dataset
-from tensorkeep.train.loop import take_step
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, opened, verified_step
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
-from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.setup import open_run
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.sparse_attention import (
     SparseAttention,
@@ -47,36 +43,32 @@ class TestSparseAttention(TechniqueSuite):
     technique = SparseAttention
     variants = ({"block": 4, "keep": 2}, {"block": 5, "keep": 1})
 
-    def sabotage(self, run: Run) -> None:
-        """Let one block of the model have the kernel that it was built with."""
+    def break_on_purpose(self, run: Run) -> None:
+        """Restore the kernel of one block."""
         run.model.blocks[1].attention.kernel = functional.scaled_dot_product_attention
 
-    def test_a_kernel_that_keeps_too_much_is_caught(self, tmp_path: Path, data: Path) -> None:
-        with open_run(self.on({"block": 4, "keep": 2}), RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
+    def test_kernel_that_keeps_too_much_is_an_error(self, tmp_path: Path, data: Path) -> None:
+        with opened(self.on({"block": 4, "keep": 2}), tmp_path / "run", data) as run:
             run.model.blocks[0].attention.kernel = TopBlocks(4, 3)
-            with (
-                pytest.raises(TechniqueNotActiveError, match=r"of 4 attentions .*, 2 looked elsewhere"),
-                run.techniques.verified(run),
-            ):
-                take_step(run)
+            with pytest.raises(TechniqueNotActiveError, match=r"of 4 calls of attention .*, 2 did not attend"):
+                verified_step(run)
 
-    def test_the_proof_tells_the_density(self, tmp_path: Path, data: Path) -> None:
-        with open_run(self.on({"block": 4, "keep": 2}), RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
-            with run.techniques.verified(run):
-                take_step(run)
-            # 4 blocks of 4: 10 pairs within each, and one whole block before each of the last three.
+    def test_proof_has_the_density(self, tmp_path: Path, data: Path) -> None:
+        with opened(self.on({"block": 4, "keep": 2}), tmp_path / "run", data) as run:
+            verified_step(run)
+            # 4 blocks of 4: 10 pairs within each, and one complete block before each of the last three.
             assert run.techniques.proofs["sparse-attention"].figures["density"] == (4 * 10 + 3 * 16) / (16 * 17 / 2)
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 7, 16, 21])
 @pytest.mark.parametrize(("block", "keep"), [(4, 1), (4, 2), (4, 9), (5, 3), (1, 2), (32, 2)])
-def test_as_many_pairs_are_looked_at_as_are_to_be(length: int, block: int, keep: int) -> None:
+def test_number_of_pairs_is_as_computed(length: int, block: int, keep: int) -> None:
     query, key, _ = heads(length)
     visible = TopBlocks(block, keep).visible(query, key)
     assert (visible.sum((-1, -2)) == pairs_kept(length, block, keep)).all()
 
 
-def test_nothing_later_is_looked_at_and_the_own_block_always_is() -> None:
+def test_later_positions_are_hidden_and_the_own_block_is_visible() -> None:
     query, key, _ = heads(21)
     visible = TopBlocks(4, 2).visible(query, key)
     place = torch.arange(21)
@@ -85,7 +77,7 @@ def test_nothing_later_is_looked_at_and_the_own_block_always_is() -> None:
     assert visible[..., own].all()
 
 
-def test_what_comes_later_changes_no_choice() -> None:
+def test_later_positions_do_not_change_the_choice() -> None:
     query, key, _ = heads(21)
     other_query, other_key, _ = heads(21, seed=1)
     kernel = TopBlocks(4, 3)
@@ -97,8 +89,8 @@ def test_what_comes_later_changes_no_choice() -> None:
         assert torch.equal(kernel.visible(*mixed)[:, :, :cut], before[:, :, :cut])
 
 
-def test_the_blocks_that_match_best_are_looked_at() -> None:
-    # Keys of block n point along axis n; queries of the last block want blocks 2 and 0, in this order.
+def test_best_matching_blocks_are_visible() -> None:
+    # Keys of block n point along axis n; queries of the last block match blocks 2 and 0, in this order.
     key = torch.eye(8)[torch.arange(20) // 4].expand(1, 1, 20, 8)
     query = torch.tensor([1.0, 0, 2, 0, 9, 0, 0, 0]).expand(1, 1, 20, 8)
     last = TopBlocks(4, 3).visible(query, key)[0, 0, 19]
@@ -114,7 +106,7 @@ def test_with_all_blocks_it_is_full_attention(length: int) -> None:
 
 @pytest.mark.parametrize("positions", [{}, {"positions": "rotary"}])
 @pytest.mark.parametrize("first", [1, 6, 9])
-def test_a_cache_changes_nothing(first: int, positions: dict[str, str]) -> None:
+def test_cache_gives_the_same_result(first: int, positions: dict[str, str]) -> None:
     model = sparse_model(**positions)
     tokens = torch.randint(13, (2, 22), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
@@ -126,7 +118,7 @@ def test_a_cache_changes_nothing(first: int, positions: dict[str, str]) -> None:
     torch.testing.assert_close(torch.cat(parts, 1), whole)
 
 
-def test_choosing_leaves_gradients_as_those_of_masked_attention() -> None:
+def test_gradients_equal_those_of_masked_attention() -> None:
     query, key, value = (each.requires_grad_() for each in heads(16))
     kernel = TopBlocks(4, 2)
     kernel(query, key, value, is_causal=True).square().sum().backward()
@@ -137,8 +129,8 @@ def test_choosing_leaves_gradients_as_those_of_masked_attention() -> None:
     assert all(torch.equal(*pair) for pair in zip(found, [each.grad for each in again], strict=True))
 
 
-def test_settings_that_leave_nothing_out_are_refused() -> None:
-    with pytest.raises(UsageError, match="4 blocks of 4 are all of a context of 16"):
+def test_settings_that_keep_everything_are_refused() -> None:
+    with pytest.raises(UsageError, match="4 blocks of 4 cover the whole context of 16"):
         SparseAttention(SparseAttentionSettings(block=4, keep=4)).configure(TINY)
 
 

@@ -1,4 +1,4 @@
-"""Saving and loading inside a CUDA stream of the caller's own."""
+"""Saving and loading inside a CUDA stream of the caller."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def busy() -> None:
     torch.cuda._sleep(1_000_000_000)
 
 
-def test_saving_on_a_side_stream_sees_the_last_step(tmp_path: Path) -> None:
+def test_save_on_a_side_stream_has_the_last_step(tmp_path: Path) -> None:
     weight = torch.zeros(1024, 1024, device="cuda")
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -32,7 +32,7 @@ def test_saving_on_a_side_stream_sees_the_last_step(tmp_path: Path) -> None:
     assert (found["t"] == 3).all()
 
 
-def test_loading_waits_for_kernels_that_still_use_the_tensors(tmp_path: Path) -> None:
+def test_load_waits_for_kernels_that_use_the_tensors(tmp_path: Path) -> None:
     tensorkeep.save({"w": torch.full((1024, 1024), 5.0)}, tmp_path / "c")
     weight = torch.ones(1024, 1024, device="cuda")
     torch.cuda.synchronize()
@@ -47,7 +47,7 @@ def test_loading_waits_for_kernels_that_still_use_the_tensors(tmp_path: Path) ->
     assert (after == 6).all()
 
 
-def test_strided_tensors_are_there_when_load_returns(tmp_path: Path) -> None:
+def test_strided_tensors_are_complete_when_load_returns(tmp_path: Path) -> None:
     tensorkeep.save({"w": torch.arange(1024.0 * 1024).reshape(1024, 1024)}, tmp_path / "c")
     weight = torch.zeros(1024, 1024, device="cuda").T
     with torch.cuda.stream(torch.cuda.Stream()):

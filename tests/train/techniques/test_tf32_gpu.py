@@ -1,4 +1,4 @@
-"""The exam of TF32 on a GPU."""
+"""Conformance suite of TF32 on a GPU."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ pytestmark = [
 
 class TestTf32(TechniqueSuite):
     technique = Tf32
-    # Without dropout, whose kernels may draw by other rules.
+    # Without dropout, whose kernels may draw other numbers.
     config = TINY.changed({"loop.device": "cuda", "model.dropout": 0})
 
-    def sabotage(self, run: Run) -> None:
+    def break_on_purpose(self, run: Run) -> None:
         torch.backends.cuda.matmul.fp32_precision = "ieee"

@@ -1,4 +1,4 @@
-"""Our Triton kernels, by Triton's interpreter: the numbers of torch's activations, and their gradients."""
+"""Triton kernels in Triton's interpreter: values and gradients of torch's activations."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from tensorkeep.errors import TechniqueNotActiveError, UsageError
-from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, with_techniques
-from tensorkeep.train.data.dataset import Dataset
-from tensorkeep.train.loop import take_step
-from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.setup import open_run
+from tensorkeep.testing.technique_suite import TINY, TechniqueSuite, opened, verified_step, with_techniques
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import NoSettings
-from tensorkeep.train.techniques.machine import Machine
+from tensorkeep.train.techniques.requirements import Machine
+from tensorkeep.train.techniques.stack import Stack
 from tensorkeep.train.techniques.triton_kernel import TritonKernel
 
 PLAIN = {
@@ -32,8 +29,8 @@ PLAIN = {
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let kernels be interpreted, and the technique run on the CPU."""
-    # Triton looks at it where a kernel is defined, which is when the technique is first used.
+    """Interpret kernels, and allow the technique on the CPU."""
+    # Triton reads it when a kernel is defined, at the first use of the technique.
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     pytest.importorskip("triton")
     monkeypatch.setattr(TritonKernel, "lacks", lambda self, machine: None)
@@ -45,37 +42,34 @@ class TestTritonKernel(TechniqueSuite):
 
     @pytest.fixture(autouse=True)
     def here(self, interpreted: None) -> None:
-        """Sit the exam by the interpreter."""
+        """Run the suite in the interpreter."""
 
-    def sabotage(self, run: Run) -> None:
-        """Let the kernel be on in the last block only, as a closure over the variable of a loop is."""
+    def break_on_purpose(self, run: Run) -> None:
+        """Leave the kernel on in the last block only."""
         for block in list(run.model.blocks)[:-1]:
             del block.mlp.forward  # type: ignore[union-attr]
 
     @pytest.mark.parametrize("activation", ["relu2", "geglu"])
-    def test_other_activations_are_proved_too(self, tmp_path: Path, data: Path, activation: str) -> None:
+    def test_other_activations_are_proved(self, tmp_path: Path, data: Path, activation: str) -> None:
         config = with_techniques(TINY.changed({"model.activation": activation}), {"triton-kernel": {}})
-        with open_run(config, RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
-            with run.techniques.verified(run):
-                take_step(run)
-            # Two blocks, two batches, both ways.
+        with opened(config, tmp_path / "run", data) as run:
+            verified_step(run)
+            # Two blocks, two batches, forward and backward.
             assert run.techniques.proofs["triton-kernel"].figures == {"launches": 8}
 
-    def test_blocks_that_are_computed_again_launch_more(self, tmp_path: Path, data: Path) -> None:
+    def test_recomputed_blocks_launch_more(self, tmp_path: Path, data: Path) -> None:
         config = with_techniques(self.config, {"triton-kernel": {}, "activation-checkpointing": {}})
-        with open_run(config, RunFolder(tmp_path / "run"), Dataset.open(data)) as run:
-            with run.techniques.verified(run):
-                take_step(run)
-            assert run.techniques.proofs["triton-kernel"].figures == {"launches": 12}
+        with opened(config, tmp_path / "run", data) as run:
+            assert verified_step(run)["triton-kernel"] == {"launches": 12}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", PLAIN)
-def test_values_and_gradients_are_those_of_torch(interpreted: None, kind: str, dtype: torch.dtype) -> None:
-    from tensorkeep.train.techniques.activation_kernels import activation
+def test_values_and_gradients_equal_torch(interpreted: None, kind: str, dtype: torch.dtype) -> None:
+    from tensorkeep.train.techniques.triton_activations import activation
 
     launched: Counter[str] = Counter()
-    # More than one block of the kernel, the last of them not full; and not contiguous.
+    # More than one block of the kernel, the last one incomplete; not contiguous.
     given = [4 * torch.randn(2, 3, 300, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2, 3)]
     gate, up, gradient = (each.to(dtype).transpose(0, 1) for each in given)
     exact = compute(PLAIN[kind], gate.double(), up.double(), gradient.double())
@@ -100,19 +94,19 @@ def compute(function: Any, gate: Tensor, up: Tensor, gradient: Tensor) -> list[T
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
-def test_what_torch_computes_in_one_kernel_is_refused(activation: str) -> None:
+def test_activation_that_is_one_kernel_in_torch_is_refused(activation: str) -> None:
     run: Any = SimpleNamespace(config=TINY.changed({"model.activation": activation}))
-    with pytest.raises(UsageError, match="there is nothing to win"):
+    with pytest.raises(UsageError, match="in one kernel already"):
         TritonKernel(NoSettings()).apply(run)
 
 
-def test_a_step_without_launches_is_no_proof() -> None:
+def test_step_without_launches_is_an_error() -> None:
     run: Any = SimpleNamespace(config=TINY, model=SimpleNamespace(blocks=[object(), object()]))
     missed = "forward of block 0, the backward of block 0, the forward of block 1, the backward of block 1"
-    with pytest.raises(TechniqueNotActiveError, match=missed), TritonKernel(NoSettings()).verify(run):
+    with pytest.raises(TechniqueNotActiveError, match=missed), Stack([TritonKernel(NoSettings())]).verified(run):
         pass
 
 
-def test_on_the_cpu_it_says_what_is_missing() -> None:
+def test_missing_cuda_is_reported() -> None:
     lack = TritonKernel(NoSettings()).lacks(Machine(torch.device("cpu")))
     assert lack == "needs a CUDA device; the run is on cpu"

@@ -1,4 +1,4 @@
-"""Our Triton kernels on a GPU: the exam, and the numbers of torch's activations in each dtype."""
+"""Triton kernels on a GPU: conformance suite, values and gradients in each dtype."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class TestTritonKernelOnCuda(TechniqueSuite):
     technique = TritonKernel
     config = TINY.changed({"loop.device": "cuda", "model.activation": "swiglu"})
 
-    def sabotage(self, run: Run) -> None:
-        """Let the kernel be on in the last block only."""
+    def break_on_purpose(self, run: Run) -> None:
+        """Leave the kernel on in the last block only."""
         for block in list(run.model.blocks)[:-1]:
             del block.mlp.forward  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", PLAIN)
-def test_values_and_gradients_are_those_of_torch(kind: str, dtype: torch.dtype) -> None:
-    from tensorkeep.train.techniques.activation_kernels import activation
+def test_values_and_gradients_equal_torch(kind: str, dtype: torch.dtype) -> None:
+    from tensorkeep.train.techniques.triton_activations import activation
 
     gate, up, gradient = (
         (4 * torch.randn(37, 1001, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))).to(dtype)

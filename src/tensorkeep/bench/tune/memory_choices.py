@@ -15,7 +15,7 @@ from tensorkeep.errors import UnsupportedError, UsageError
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.memory.ledger import Ledger, predict
 from tensorkeep.train.run.device import chosen_device
-from tensorkeep.train.techniques.machine import Machine
+from tensorkeep.train.techniques.requirements import Machine
 from tensorkeep.train.techniques.stack import Stack
 
 Settings = dict[str, Any]

@@ -14,7 +14,7 @@ from tensorkeep.machine import resident_bytes
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.memory.ledger import predict
 from tensorkeep.train.run.device import chosen_device
-from tensorkeep.train.techniques.machine import Machine
+from tensorkeep.train.techniques.requirements import Machine
 from tensorkeep.train.techniques.stack import Stack
 
 _MOST_TRIALS = 5

@@ -38,8 +38,8 @@ from tensorkeep.train.run.log import RunLog
 from tensorkeep.train.run.speed import Speedometer, measured_peak
 from tensorkeep.train.run.state import METRIC, Run, RunRandomState
 from tensorkeep.train.run.world import World, can_join, join, launched_ranks
-from tensorkeep.train.techniques.machine import Machine
 from tensorkeep.train.techniques.parallel import TOGETHER, Parallel
+from tensorkeep.train.techniques.requirements import Machine
 from tensorkeep.train.techniques.stack import Stack
 
 logger = logging.getLogger(__name__)

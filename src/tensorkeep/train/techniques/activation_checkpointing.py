@@ -1,11 +1,10 @@
-"""Activation checkpointing: what blocks computed on the way forward is computed again on the way back."""
+"""Activation checkpointing: the activations of blocks are recomputed in the backward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
@@ -13,14 +12,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tensorkeep.train.config.bounds import check_bounds
 from tensorkeep.train.config.sections import Section
-from tensorkeep.train.techniques.base import Proof, Technique
-from tensorkeep.train.techniques.watching import counted_calls
+from tensorkeep.train.model.block import Block
+from tensorkeep.train.run.state import Run
+from tensorkeep.train.techniques.base import Proof, Technique, Verification
+from tensorkeep.train.techniques.observe import count_calls
 
-if TYPE_CHECKING:
-    from tensorkeep.train.model.block import Block
-    from tensorkeep.train.run.state import Run
-
-_COSTLY = {
+_KEPT = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
@@ -29,17 +26,17 @@ _COSTLY = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 }
-"""What a selective checkpoint keeps: products, which take the most time to compute for the memory of their result."""
+"""The operators whose results a selective checkpoint keeps: matmuls take most of the time."""
 
 
 class CheckpointingSettings(Section, frozen=True):
-    """How much is computed again.
+    """How much is recomputed.
 
     Attributes
     ----------
     keep : str
-        ``"nothing"``: only the input of a block is kept. ``"products"``: the results of matrix products and attention,
-        too, so that only what is cheap is computed again.
+        ``"nothing"``: only the input of a block is kept. ``"products"``: the results of matmuls and attention are kept
+        too, so that only cheap operations are recomputed.
     every : int
         1 for each block, 2 for every second one, and so on.
     """
@@ -52,15 +49,16 @@ class CheckpointingSettings(Section, frozen=True):
 
 
 class ActivationCheckpointing(Technique):
-    """Chen et al., arXiv 1604.06174. Dropout draws the same numbers again, so that gradients are the same bits."""
+    """Chen et al., arXiv 1604.06174. Dropout draws the same numbers again, so gradients are bit-identical."""
 
     name: ClassVar = "activation-checkpointing"
     kind: ClassVar = "systems"
     changes: ClassVar = "model"
-    summary: ClassVar = "keeps only the inputs of blocks for the backward pass, and computes the rest again"
+    summary: ClassVar = "keeps only the inputs of blocks for the backward pass, and recomputes the rest"
     effect: ClassVar = "activations take a fraction of the memory, steps 20 to 30% more time"
     reference: ClassVar = "arXiv 1604.06174; torch.utils.checkpoint"
     Settings: ClassVar = CheckpointingSettings
+    settings: CheckpointingSettings
 
     def apply(self, run: Run) -> None:
         """Wrap the forward of the blocks."""
@@ -70,37 +68,34 @@ class ActivationCheckpointing(Technique):
     def _blocks(self, run: Run) -> list[Block]:
         return cast("list[Block]", list(run.model.blocks))[:: self.settings.every]
 
-    @contextmanager
-    def verify(self, run: Run) -> Iterator[Proof]:
-        """Count how often blocks run: twice for each batch, or they were not computed again."""
-        proof = Proof()
+    def verify(self, run: Run) -> Verification:
+        """Count the calls of each block: two for each batch, or it was not recomputed."""
         blocks = self._blocks(run)
-        wanted = 2 * run.config.loop.accumulate
-        with counted_calls(block.norm1 for block in blocks) as calls:
-            yield proof
-        once = [number for number, block in enumerate(blocks) if calls[block.norm1] != wanted]
-        if once:
+        expected = 2 * run.config.loop.accumulate
+        with count_calls(block.norm1 for block in blocks) as calls:
+            yield
+        others = [number for number, block in enumerate(blocks) if calls[block.norm1] != expected]
+        if others:
             raise self.not_active(
-                f"of {len(blocks)} blocks, those of number {', '.join(map(str, once))} ran "
-                f"{calls[blocks[once[0]].norm1]} times instead of {wanted}",
-                "report it, with the other techniques that are on",
+                f"of {len(blocks)} checkpointed blocks, numbers {', '.join(map(str, others))} ran "
+                f"{calls[blocks[others[0]].norm1]} times instead of {expected}"
             )
-        proof.is_that(f"each of {len(blocks)} blocks ran again on the way back", blocks=len(blocks), runs=wanted)
+        return Proof(f"{len(blocks)} blocks were recomputed in the backward pass", blocks=len(blocks), runs=expected)
 
 
 def _checkpointed(forward: Callable[..., Tensor], *, keep: str) -> Callable[..., Tensor]:
     options: dict[str, Any] = {"use_reentrant": False}
     if keep == "products":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
 
-    def run_checkpointed(*inputs: Any) -> Tensor:
+    def checkpointed_forward(*inputs: Any) -> Tensor:
         if not torch.is_grad_enabled():
             return forward(*inputs)
         result: Tensor = checkpoint(forward, *inputs, **options)
         return result
 
-    return run_checkpointed
+    return checkpointed_forward
 
 
-def _keep_products(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _COSTLY else CheckpointPolicy.PREFER_RECOMPUTE
+def _policy(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,40 +1,37 @@
-"""The CUDA allocator's settings, which torch reads from the environment when it starts, and at no later time."""
+"""Settings of the CUDA allocator, which torch reads from the environment once, when it starts."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 
 from tensorkeep.train.config.bounds import check_bounds
 from tensorkeep.train.config.sections import Section
-from tensorkeep.train.techniques.base import Proof, Technique
-from tensorkeep.train.techniques.machine import Machine
-
-if TYPE_CHECKING:
-    from tensorkeep.train.run.state import Run
+from tensorkeep.train.run.state import Run
+from tensorkeep.train.techniques.base import Proof, Technique, Verification
+from tensorkeep.train.techniques.requirements import Machine
 
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""The second one is the older name, which torch reads where the first one is not set."""
+"""torch reads the second one, the older name, if the first is not set."""
 
 _MIB = 2**20
 
 
 class AllocatorSettings(Section, frozen=True):
-    """What the environment must say.
+    """The settings that the environment must have.
 
     Attributes
     ----------
     expandable_segments : bool
-        Memory is mapped behind what is there instead of taken in pieces of fixed size, between which gaps remain.
+        Map memory at the end of existing segments instead of allocating segments of fixed size, which leaves gaps.
     max_split_size_mb : int, optional
-        Larger blocks, of so many MiB, are not split; torch takes 20 at least.
+        Blocks above this size, in MiB, are not split; more than 20.
     garbage_collection_threshold : float, optional
-        The share of the memory above which blocks that are not used go back to the driver.
+        The fraction of the memory above which unused blocks are returned to the driver.
     """
 
     expandable_segments: bool = True
@@ -49,67 +46,63 @@ class AllocatorSettings(Section, frozen=True):
 
 
 class Allocator(Technique):
-    """Fewer gaps between blocks: the bytes reserved come closer to the bytes allocated."""
+    """Fewer gaps between blocks: the reserved bytes come closer to the allocated bytes."""
 
     name: ClassVar = "allocator"
     kind: ClassVar = "systems"
     changes: ClassVar = "process"
-    summary: ClassVar = "holds the CUDA allocator to its settings, most of all to segments that grow"
-    effect: ClassVar = "less memory reserved beyond what tensors take, where their sizes vary; no difference in speed"
+    summary: ClassVar = "verifies the settings of the CUDA allocator, above all expandable segments"
+    effect: ClassVar = "less memory reserved beyond that of tensors, where their sizes vary; no difference in speed"
     reference: ClassVar = "docs.pytorch.org/docs/stable/notes/cuda.html, PYTORCH_ALLOC_CONF"
     Settings: ClassVar = AllocatorSettings
+    settings: AllocatorSettings
 
     def lacks(self, machine: Machine) -> str | None:
-        """Say that CUDA is missing, or which environment is: torch has read it before this can be known."""
+        """Return that CUDA is missing, or the environment that is needed: torch has read it already."""
         if sys.platform == "win32":
-            return "needs Linux: on Windows the driver has no segments that grow"
-        wanted, given = self._wanted(), _read(os.environ)
-        unset = any(given.get(name) != value for name, value in wanted.items())
-        line = ",".join(f"{name}:{value}" for name, value in {**given, **wanted}.items())
+            return "needs Linux: on Windows the driver has no expandable segments"
+        requested, given = self._requested(), _parse_environment(os.environ)
+        unset = any(given.get(name) != value for name, value in requested.items())
+        line = ",".join(f"{name}:{value}" for name, value in {**given, **requested}.items())
         late = f"needs {_VARIABLES[0]}={line} in the environment from the start: put that before the command"
         return machine.lacks_cuda() or (late if unset else None)
 
-    def _wanted(self) -> dict[str, str]:
+    def _requested(self) -> dict[str, str]:
         """Return the settings as the environment spells them."""
         settings = {name: getattr(self.settings, name) for name in self.settings.__struct_fields__}
         return {name: str(value) for name, value in settings.items() if value is not None}
 
-    def apply(self, run: Run) -> None:
-        """Do nothing: torch has read the environment."""
-
-    @contextmanager
-    def verify(self, run: Run) -> Iterator[Proof]:
-        """Read back what the allocator goes by, and how the memory of the step lies."""
-        proof = Proof()
-        yield proof
+    def verify(self, run: Run) -> Verification:
+        """Read back the allocator's settings, and the segments of the step's memory."""
+        yield
         snapshot = torch.cuda.memory._snapshot(run.device)
-        found, wanted = snapshot["allocator_settings"], self._expected()
-        for name, value in wanted.items():
+        found = snapshot["allocator_settings"]
+        for name, value in self._expected().items():
             if found[name] != value:
                 raise self.not_active(
-                    f"the allocator goes by {name}={found[name]} instead of {value}",
-                    "set the environment before Python starts: torch had read it when it changed",
+                    f"the allocator has {name}={found[name]} instead of {value}",
+                    "set the environment before Python starts: torch had read it before it changed",
                 )
         device = torch.cuda.current_device() if run.device.index is None else run.device.index
         segments = [each for each in snapshot["segments"] if each["device"] == device]
-        growing = sum(each["is_expandable"] for each in segments)
-        if self.settings.expandable_segments and growing < len(segments):
+        expandable = sum(each["is_expandable"] for each in segments)
+        if self.settings.expandable_segments and expandable < len(segments):
             raise self.not_active(
-                f"{len(segments) - growing} of {len(segments)} segments cannot grow",
-                "leave it out: the driver or the platform does not have them",
+                f"{len(segments) - expandable} of {len(segments)} segments are not expandable",
+                "leave it out: the driver or the platform does not support them",
             )
         reserved, allocated = torch.cuda.memory_reserved(run.device), torch.cuda.memory_allocated(run.device)
-        proof.is_that(
-            f"{growing} of {len(segments)} segments grow; {(reserved - allocated) / _MIB:,.0f} MiB are reserved "
-            f"beyond the {allocated / _MIB:,.0f} MiB of tensors",
-            growing=growing,
+        return Proof(
+            f"{expandable} of {len(segments)} segments are expandable; {(reserved - allocated) / _MIB:,.0f} MiB are "
+            f"reserved beyond the {allocated / _MIB:,.0f} MiB of tensors",
+            growing=expandable,
             segments=len(segments),
             reserved_bytes=reserved,
             allocated_bytes=allocated,
         )
 
     def _expected(self) -> dict[str, Any]:
-        """Return the settings as a snapshot has them."""
+        """Return the settings as a snapshot spells them."""
         settings = self.settings
         expected: dict[str, Any] = {"expandable_segments": settings.expandable_segments}
         if settings.max_split_size_mb is not None:
@@ -119,8 +112,8 @@ class Allocator(Technique):
         return expected
 
 
-def _read(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings that an environment has for the allocator, as texts."""
+def _parse_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the allocator settings of an environment."""
     line = next((environment[name] for name in _VARIABLES if environment.get(name)), "")
     parts = (part.partition(":") for part in line.split(","))
     return {name.strip(): value.strip() for name, _, value in parts if name.strip()}

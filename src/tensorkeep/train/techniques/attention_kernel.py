@@ -1,4 +1,4 @@
-"""The attention kernel: one of torch's, held to it, where by itself torch takes whichever can."""
+"""Attention kernel: training uses one chosen kernel of torch; without the technique torch chooses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -16,14 +16,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from tensorkeep.errors import UsageError
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.sections import Section
+from tensorkeep.train.model.attention import Kernel
 from tensorkeep.train.run.device import chosen_device
-from tensorkeep.train.techniques.base import Proof, Technique
-from tensorkeep.train.techniques.machine import Machine
-from tensorkeep.train.techniques.watching import seen_inputs
-
-if TYPE_CHECKING:
-    from tensorkeep.train.model.attention import Kernel
-    from tensorkeep.train.run.state import Run
+from tensorkeep.train.run.state import Run
+from tensorkeep.train.techniques.base import Proof, Technique, Verification
+from tensorkeep.train.techniques.observe import observe_inputs
+from tensorkeep.train.techniques.requirements import Machine
 
 _BACKENDS = {
     "math": SDPBackend.MATH,
@@ -39,52 +37,55 @@ _NODES = {
     "CompiledFunction": "flex",
     "Bmm": "math",
 }
-"""Which kernel left a node of that name in the graph of gradients."""
+"""The kernel that leaves a node of that name in the autograd graph."""
 
 _PASSED = ("View", "UnsafeView", "Reshape", "Clone", "Transpose", "Permute", "ToCopy")
-"""What does not compute: math gives back in 16 bits what it was given so, and computes in 32."""
+"""Nodes that do not compute. The kernel "math" computes in 32 bits, and casts its result to the dtype of its input."""
 
 
 class AttentionKernelSettings(Section, frozen=True):
-    """Which one.
+    """The kernel.
 
     Attributes
     ----------
     kernel : str
-        ``"flash"``: FlashAttention-2, never holds the scores (on CUDA 16-bit only, from compute capability 8.0, which
-        Turing has not; on a CPU without dropout); ``"efficient"``: xFormers' kernel, also in 32 bits, CUDA only;
-        ``"cudnn"``: as flash, CUDA only; ``"flex"``: FlexAttention, compiled, CUDA only, without dropout; ``"math"``:
-        matrix products and a softmax, the reference.
+        ``"flash"``: FlashAttention-2, which never stores the scores (on CUDA in 16 bits only, from compute capability
+        8.0; on a CPU without dropout); ``"efficient"``: xFormers' kernel, also in 32 bits, CUDA only; ``"cudnn"``: like
+        flash, CUDA only; ``"flex"``: FlexAttention, compiled, CUDA only, without dropout; ``"math"``: matmuls and a
+        softmax, the reference.
     """
 
     kernel: Literal["math", "efficient", "flash", "cudnn", "flex"] = "flash"
 
 
 class AttentionKernel(Technique):
-    """Only training is held to the kernel: generation with a cache has masks and shapes that not all can take."""
+    """Only training uses the kernel: generation with a cache has masks and shapes that not all kernels support."""
 
     name: ClassVar = "attention-kernel"
     kind: ClassVar = "systems"
     changes: ClassVar = "model"
     tolerance: ClassVar = 1e-3
-    summary: ClassVar = "computes attention with one kernel, and with no other"
-    effect: ClassVar = "flash: memory linear in the context and several times the speed of math; torch often takes it"
+    summary: ClassVar = "computes attention with one chosen kernel, and raises an error if torch uses another"
+    effect: ClassVar = (
+        "flash: memory linear in the context and several times the speed of math; torch often chooses it already"
+    )
     reference: ClassVar = "Dao, arXiv 2307.08691; torch.nn.attention"
     Settings: ClassVar = AttentionKernelSettings
+    settings: AttentionKernelSettings
     conflicts: ClassVar = {"sparse-attention": "both replace the kernel of attention"}
 
     def lacks(self, machine: Machine) -> str | None:
-        """Say what device the kernel needs."""
+        """Return what device the kernel needs."""
         kernel = self.settings.kernel
         if kernel == "flex":
-            # torch has its gradient for CUDA alone.
+            # torch implements its gradient for CUDA only.
             return machine.lacks_cuda() or machine.lacks_compiler()
         if kernel in ("efficient", "cudnn") or (kernel == "flash" and machine.on_cuda):
             return machine.lacks_cuda(least=(5, 0) if kernel == "efficient" else (8, 0))
         return None
 
     def configure(self, config: Config) -> Config:
-        """Refuse what the kernel cannot compute, as far as the configuration says it."""
+        """Check that the kernel can compute with this configuration."""
         kernel, on_cuda = self.settings.kernel, chosen_device(config.loop.device).type == "cuda"
         if config.model.dropout and (kernel == "flex" or (kernel == "flash" and not on_cuda)):
             raise UsageError(
@@ -93,85 +94,84 @@ class AttentionKernel(Technique):
             )
         if on_cuda and kernel in ("flash", "cudnn") and "mixed-precision" not in config.techniques:
             raise UsageError(
-                f"the attention kernel {kernel!r} computes in 16 bits, and this run in 32",
+                f"the attention kernel {kernel!r} computes in 16 bits, and this run computes in 32",
                 remedy='add the technique mixed-precision, or give the kernel "efficient"',
             )
         return config
 
     def apply(self, run: Run) -> None:
         """Give each block the kernel."""
-        kernel = _flex() if self.settings.kernel == "flex" else _held_to(_BACKENDS[self.settings.kernel])
+        kernel = _flex_kernel() if self.settings.kernel == "flex" else _fixed_kernel(_BACKENDS[self.settings.kernel])
         for attention in run.model.attentions:
             attention.kernel = kernel
 
-    @contextmanager
-    def verify(self, run: Run) -> Iterator[Proof]:
-        """See, in the graph of gradients, which kernel computed what each attention projects back."""
-        proof = Proof()
-        projections, wanted = [each.out for each in run.model.attentions], self.settings.kernel
-        seen: Counter[str] = Counter()
+    def verify(self, run: Run) -> Verification:
+        """Read from the autograd graph which kernel computed the input of each output projection."""
+        projections, requested = [each.out for each in run.model.attentions], self.settings.kernel
+        kernels: Counter[str] = Counter()
         with (
-            seen_inputs(projections, lambda module, attended: seen.update([_kernel_of(attended)])),
-            self._reasons_said(),
+            observe_inputs(projections, lambda module, attended: kernels.update([_kernel_of(attended)])),
+            self._reasons_in_error(),
         ):
-            yield proof
-        if set(seen) != {wanted}:
-            found = ", ".join(f"{kernel} ({count})" for kernel, count in seen.items()) or "none"
-            raise self.not_active(f"attention was computed by {found} instead of {wanted}", "leave it out")
-        proof.is_that(f"{wanted} computed attention {seen[wanted]} times", kernel=wanted, times=seen[wanted])
+            yield
+        if set(kernels) != {requested}:
+            found = ", ".join(f"{kernel} ({count})" for kernel, count in kernels.items()) or "none"
+            raise self.not_active(f"attention was computed by {found} instead of {requested}", "leave it out")
+        count = kernels[requested]
+        return Proof(f"{requested} computed attention {count} times", kernel=requested, times=count)
 
     @contextmanager
-    def _reasons_said(self) -> Iterator[None]:
-        """Say why torch found no kernel, which it only warns of."""
-        with warnings.catch_warnings(record=True) as said:
+    def _reasons_in_error(self) -> Iterator[None]:
+        """Put torch's warnings into the error, if it found no kernel: they have the reasons."""
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
                 yield
             except RuntimeError as error:
                 if "No available kernel" not in str(error) and "No viable backend" not in str(error):
                     raise
-                reasons = [str(each.message).partition("(Triggered")[0].strip() for each in said]
+                reasons = [str(each.message).partition("(Triggered")[0].strip() for each in caught]
                 raise self.not_active(
                     " ".join(["torch could not use it.", *dict.fromkeys(reasons)]), "give another kernel"
                 ) from error
-        for each in said:
+        for each in caught:
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
 
 
-def _held_to(backend: SDPBackend) -> Kernel:
-    def kernel(query: Tensor, key: Tensor, value: Tensor, /, **how: Any) -> Tensor:
+def _fixed_kernel(backend: SDPBackend) -> Kernel:
+    def kernel(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Tensor:
         if not torch.is_grad_enabled():
-            return scaled_dot_product_attention(query, key, value, **how)
+            return scaled_dot_product_attention(query, key, value, **options)
         with sdpa_kernel([backend]):
-            return scaled_dot_product_attention(query, key, value, **how)
+            return scaled_dot_product_attention(query, key, value, **options)
 
     return kernel
 
 
-def _flex() -> Kernel:
+def _flex_kernel() -> Kernel:
     from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
     compiled = torch.compile(flex_attention)
     masks: dict[int, BlockMask] = {}
 
-    def kernel(query: Tensor, key: Tensor, value: Tensor, /, **how: Any) -> Tensor:
+    def kernel(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Tensor:
         if not torch.is_grad_enabled():
-            return scaled_dot_product_attention(query, key, value, **how)
+            return scaled_dot_product_attention(query, key, value, **options)
         length = query.shape[2]
         if length not in masks:
-            masks[length] = create_block_mask(_sees, None, None, length, length, device=query.device)
+            masks[length] = create_block_mask(_causal, None, None, length, length, device=query.device)
         result: Tensor = compiled(query, key, value, block_mask=masks[length])
         return result
 
     return kernel
 
 
-def _sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return query >= key
 
 
 def _kernel_of(tensor: Tensor) -> str:
-    """Return which kernel computed a tensor that has only been reshaped or cast since."""
+    """Return the kernel that computed a tensor, which may have been reshaped or cast afterwards."""
     node = tensor.grad_fn
     while node is not None and node.name().removesuffix("Backward0") in _PASSED:
         node = node.next_functions[0][0]

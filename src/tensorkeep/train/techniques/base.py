@@ -1,29 +1,59 @@
-"""The contract of a technique: one optimisation of training, as a switch that proves that it is on.
+"""The contract of a training technique: one optimisation, as a switch that proves that it is really on.
 
-A technique is a class, registered under the entry point ``tensorkeep.techniques``. It says what it is and what it
-needs, changes a run before its first step, and watches that step for proof that it is at work: asked for but
-not active is an error, never a silent fallback. The exam is ``tensorkeep.testing.technique_suite.TechniqueSuite``.
+A third party adds a technique with one file: a subclass of `Technique`, registered under the entry point group
+``tensorkeep.techniques``, and one subclass of `tensorkeep.testing.technique_suite.TechniqueSuite` that tests it.
+
+A run calls a technique in this order: `Technique.lacks`, `Technique.configure`, `Technique.process` (which stays open
+until the run is closed), `Technique.apply`, `Technique.warm_up`, `Technique.verify`. A technique that was requested and
+is not active is an error, never a silent fallback.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from tensorkeep.errors import TechniqueNotActiveError
 from tensorkeep.plugins import Registry
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.sections import Section
-from tensorkeep.train.techniques.machine import Machine
-
-if TYPE_CHECKING:
-    from tensorkeep.train.run.state import Run
+from tensorkeep.train.run.state import Run
+from tensorkeep.train.techniques.requirements import Machine
 
 Kind = Literal["systems", "algorithmic"]
 Changed = Literal["process", "model", "loss", "optimizer", "processes", "data", "compilation"]
-"""What techniques change, in the order in which they are applied: each finds what those before it have made."""
+"""What a technique changes. Techniques are applied in this order, so each one sees the changes of those before it."""
+
+REPORT = "report it, with the list of techniques that are on"
+"""The remedy of an error that should not happen."""
+
+
+class Proof:
+    """What was observed of an active technique.
+
+    Parameters
+    ----------
+    summary : str
+        One sentence with figures.
+    **figures
+        The same figures as plain values, for the log.
+
+    Examples
+    --------
+    >>> proof = Proof("2 blocks were recomputed", blocks=2)
+    >>> proof.figures
+    {'blocks': 2}
+    """
+
+    def __init__(self, summary: str, /, **figures: Any) -> None:
+        self.summary = summary
+        self.figures = figures
+
+
+Verification = Generator[None, None, Proof | None]
+"""What `Technique.verify` returns: it yields once, for the step to run, and returns the proof."""
 
 
 class NoSettings(Section, frozen=True):
@@ -41,25 +71,25 @@ class Technique(ABC):
     Attributes
     ----------
     name : str
-        What ``--technique`` calls it: lower case, words joined by hyphens.
+        The name that ``--technique`` takes: lower case, words joined by hyphens.
     kind : str
-        ``"systems"``: the losses must not move by more than `tolerance`. ``"algorithmic"``: they may.
+        ``"systems"``: the losses must not change by more than `tolerance`. ``"algorithmic"``: they may change.
     changes : str
-        What it changes first of all, one of `Changed`, which says when it is applied.
+        What it changes first, one of `Changed`. It decides when the technique is applied.
     tolerance : float
-        Of a systems technique: how far the losses of the first steps may move, as a share of them. 0: not by a bit.
+        For a systems technique: the largest relative change of the losses of the first steps. 0: bit-identical.
     summary : str
-        What it does, in a sentence.
+        What it does: a phrase that completes "it ...", without a final period.
     effect : str
-        What to expect of it, in a sentence.
+        What to expect of it: a phrase without a final period.
     reference : str
-        The paper, or the page of documentation, that it follows.
+        The paper or the documentation that it follows.
     Settings : type
-        A frozen `Section` with a default for each setting, which checks their bounds.
+        A frozen `Section` with a documented default for each setting, which checks their bounds.
     conflicts : mapping of str to str
-        Techniques that it cannot be combined with, and why. One side need say it.
+        Names of the techniques that it cannot be combined with, and why. One of the two techniques declares it.
     after : tuple of str
-        Techniques that change the same, and must have been applied before it, where they are on, too.
+        Names of the techniques with the same `changes` that must be applied before it.
     """
 
     name: ClassVar[str]
@@ -72,93 +102,75 @@ class Technique(ABC):
     Settings: ClassVar[type[Section]] = NoSettings
     conflicts: ClassVar[Mapping[str, str]] = {}
     after: ClassVar[tuple[str, ...]] = ()
+    settings: Any
+    """A technique with settings annotates their type: ``settings: MySettings``."""
 
     def __init__(self, settings: Section) -> None:
-        self.settings: Any = settings
+        self.settings = settings
 
     def lacks(self, machine: Machine) -> str | None:
-        """Say what it needs that this machine does not have, and what is there instead; None if it can run.
+        """Return what the technique needs and this machine does not have; None if it can run.
 
-        A missing package is said by `Machine.lacks_package`, with the command that installs it.
+        The text continues a sentence that begins with the name: ``"needs a CUDA device; the run is on cpu"``. Use
+        `Machine.lacks_package` for a missing package: it names the command that installs it.
         """
         return None
 
     def configure(self, config: Config) -> Config:
-        """Return the configuration that the run is to have; called before anything is built.
+        """Return the configuration that the run uses. Called before anything is built, and again for a resumed run.
 
         Raises
         ------
         UsageError
-            If it makes no sense with this configuration.
+            If the technique cannot work with this configuration.
         """
         return config
 
     def process(self) -> AbstractContextManager[None]:
-        """Return a context in which the whole run is built and trained, for what holds for the process as a whole."""
+        """Return a context in which the whole run is built and trained, for settings of the process."""
         return nullcontext()
 
-    @abstractmethod
-    def apply(self, run: Run) -> None:
+    def apply(self, run: Run) -> None:  # noqa: B027  # a technique may only configure
         """Turn it on: change the model, the optimizers, the batches or the operations of a run that is built.
 
-        Called before a checkpoint is restored. Names of parameters must stay as they are.
+        Called before a checkpoint is restored. The names of the parameters must not change.
 
         Raises
         ------
         UsageError
-            If it makes no sense with this run.
+            If the technique cannot work with this run.
         """
 
-    def rehearse(self, run: Run) -> None:  # noqa: B027  # most have nothing to prepare
-        """Make what the first step of the process needs, such as compiled code, before anything watches that step.
+    def warm_up(self, run: Run) -> None:  # noqa: B027  # most techniques need none
+        """Prepare the first step, for example compile code, before any technique observes that step.
 
-        See `tensorkeep.train.techniques.rehearsal`.
+        See `tensorkeep.train.techniques.warm_up`.
         """
 
     @abstractmethod
-    def verify(self, run: Run) -> AbstractContextManager[Proof]:
-        """Return a context around the first step of the process, which watches the step.
+    def verify(self, run: Run) -> Verification:
+        """Observe the first step of the process, and prove that the technique is active.
 
-        On leaving it says in the proof what was seen. What it installs to watch is gone afterwards, and the step
-        computes what it would compute unwatched. A technique that shows in an update leaves the proof empty where the
-        step made none, as the first ones in float16 may, and watches the next step, too.
+        A generator: install hooks, ``yield`` once while the step runs, remove the hooks, and return a `Proof`. The step
+        must compute the same bits as an unobserved one. A technique that is visible only in an update of the weights
+        returns None if the step made no update, as the first steps in float16 may; it then observes the next step too.
 
         Raises
         ------
         TechniqueNotActiveError
-            On leaving, if the technique was not seen at work.
+            After the ``yield``, if the technique was not active; see `not_active`.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold for the run to go on exactly; empty if that is nothing."""
+        """Return the state that an exact resume needs in a checkpoint; empty if it needs nothing."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027  # most have nothing to take
-        """Take what `state_dict` gave."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027  # most techniques have no state
+        """Restore what `state_dict` returned."""
 
-    def not_active(self, seen: str, remedy: str) -> TechniqueNotActiveError:
-        """Return the error of a technique that is not at work."""
-        return TechniqueNotActiveError(f"{self.name} was asked for and is not active: {seen}", remedy=remedy)
-
-
-class Proof:
-    """What was seen of a technique in a step.
-
-    Attributes
-    ----------
-    seen : str
-        A sentence with figures; empty where there was nothing to see.
-    figures : dict of str to object
-        Those, as plain values.
-    """
-
-    def __init__(self) -> None:
-        self.seen = ""
-        self.figures: dict[str, Any] = {}
-
-    def is_that(self, seen: str, **figures: Any) -> None:
-        """Say what was seen."""
-        self.seen, self.figures = seen, figures
+    def not_active(self, observed: str, remedy: str = REPORT) -> TechniqueNotActiveError:
+        """Return the error to raise when the technique was not active."""
+        return TechniqueNotActiveError(f"{self.name} was requested and is not active: {observed}", remedy=remedy)
 
 
 TECHNIQUE_CLASSES: Registry[type[Technique]] = Registry("technique")

@@ -1,11 +1,12 @@
-"""CPU threads: as many as there are cores, each process kept on its own, so that nothing moves or waits."""
+"""CPU threads: one thread for each physical core, and the process bound to those cores."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import msgspec
 import torch
@@ -15,28 +16,26 @@ from tensorkeep.machine import physical_cores, thread_ids
 from tensorkeep.train.config.bounds import check_bounds
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.sections import Section
-from tensorkeep.train.techniques.base import Proof, Technique
-from tensorkeep.train.techniques.machine import Machine
-
-if TYPE_CHECKING:
-    from tensorkeep.train.run.state import Run
+from tensorkeep.train.run.state import Run
+from tensorkeep.train.techniques.base import Proof, Technique, Verification
+from tensorkeep.train.techniques.requirements import Machine
 
 _MOST = 65535
-"""No machine has a processor of a higher number."""
-_SEVERAL = "several processes on a machine would all take the same cores: torchrun --numa-binding tells them apart"
+"""The highest processor number that is accepted."""
+_SEVERAL = "several processes of a machine would all take the same cores: use torchrun --numa-binding"
 
 
 class CpuThreadsSettings(Section, frozen=True):
-    """How many threads, and where.
+    """How many threads, on which processors.
 
     Attributes
     ----------
     threads : int or "auto"
-        Threads that compute, as ``loop.threads``, whose place it takes. ``"auto"``: ``loop.threads``, or one for each
-        core; the number is kept with the run, as results depend on it in their last bits.
+        Threads that compute; it sets ``loop.threads``. ``"auto"``: ``loop.threads``, or one for each core. The number
+        is stored with the run, because the last bits of results depend on it.
     cores : str
-        The processors that the process stays on, numbered as Linux does, such as ``"0-3,8"``. ``"auto"``: one of each
-        physical core that the process may use; all of them if that is fewer than threads.
+        The processors that the process is bound to, numbered as in Linux, such as ``"0-3,8"``. ``"auto"``: one of each
+        physical core that the process may use; all of them if those are fewer than threads.
     """
 
     threads: int | Literal["auto"] = "auto"
@@ -46,113 +45,105 @@ class CpuThreadsSettings(Section, frozen=True):
         if isinstance(self.threads, int):
             check_bounds("threads", self.threads, least=1, most=1024)
         if self.cores != "auto":
-            _parsed(self.cores)
+            _parse_cores(self.cores)
 
 
 class CpuThreads(Technique):
-    """Writing checkpoints stays on these processors, too."""
+    """The threads that write checkpoints are bound to the same processors."""
 
     name: ClassVar = "cpu-threads"
     kind: ClassVar = "systems"
     changes: ClassVar = "process"
     tolerance: ClassVar = 1e-3
-    summary: ClassVar = "computes with one thread per physical core, and keeps the process on those cores"
-    effect: ClassVar = "a real factor where torch would take hyper-threads or share cores; nothing where it would not"
+    summary: ClassVar = "computes with one thread per physical core, and binds the process to those cores"
+    effect: ClassVar = "a real factor where torch would use hyper-threads or share cores; no effect elsewhere"
     reference: ClassVar = "docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html; sched_setaffinity(2)"
     Settings: ClassVar = CpuThreadsSettings
     conflicts: ClassVar = dict.fromkeys(("ddp", "fsdp", "tensor-parallel", "pipeline-parallel"), _SEVERAL)
+    settings: CpuThreadsSettings
 
-    def __init__(self, settings: Section) -> None:
-        super().__init__(settings)
-        self._pinned: set[int] = set()
+    _bound: AbstractSet[int] = frozenset()
 
     def lacks(self, machine: Machine) -> str | None:
-        """Say which processors the process may not use, or that there are too few."""
+        """Return which processors the process may not use, or that there are too few."""
         if not hasattr(os, "sched_setaffinity"):
-            return "needs Linux, which alone keeps threads on processors"
-        allowed, wanted = os.sched_getaffinity(0), self._cores(1)
-        if not wanted <= allowed:
-            return f"needs the processors {_in_words(wanted - allowed)}; this process may use {_in_words(allowed)}"
-        room = len(allowed if self.settings.cores == "auto" else wanted)
-        if self.settings.threads != "auto" and self.settings.threads > room:
-            return f"needs {self.settings.threads} processors for as many threads; there are {room}"
+            return "needs Linux, where threads can be bound to processors"
+        allowed, cores = os.sched_getaffinity(0), self._cores(1)
+        if not cores <= allowed:
+            return (
+                f"needs the processors {_format_cores(cores - allowed)}; this process may use {_format_cores(allowed)}"
+            )
+        available = len(allowed if self.settings.cores == "auto" else cores)
+        if self.settings.threads != "auto" and self.settings.threads > available:
+            return f"needs {self.settings.threads} processors for as many threads; there are {available}"
         return None
 
     def configure(self, config: Config) -> Config:
-        """Settle the number of threads, once for all processes of the run."""
+        """Set ``loop.threads``, and store the number with the run."""
         threads = self.settings.threads
         if threads == "auto":
             threads = config.loop.threads or len(self._cores(1))
         self.settings = msgspec.structs.replace(self.settings, threads=threads)
-        return msgspec.structs.replace(
-            config,
-            loop=msgspec.structs.replace(config.loop, threads=threads),
-            techniques={**config.techniques, self.name: msgspec.to_builtins(self.settings)},
-        )
+        return config.changed({"loop.threads": threads, f"techniques.{self.name}": msgspec.to_builtins(self.settings)})
 
     def _cores(self, threads: int) -> set[int]:
         if self.settings.cores != "auto":
-            return _parsed(self.settings.cores)
+            return _parse_cores(self.settings.cores)
         allowed = os.sched_getaffinity(0)
         cores = physical_cores(allowed)
         return allowed if len(cores) < threads else cores
 
     @contextmanager
     def process(self) -> Iterator[None]:
-        """Keep all threads, and those that they start, on the cores; set them free at the end."""
-        threads, free = torch.get_num_threads(), os.sched_getaffinity(0)
-        self._pinned = self._cores(self.settings.threads)
+        """Bind all threads, and those that they start, to the cores; restore affinity and thread count at the end."""
+        threads, allowed = torch.get_num_threads(), os.sched_getaffinity(0)
+        self._bound = self._cores(1 if self.settings.threads == "auto" else self.settings.threads)
         try:
-            _pin(self._pinned)
-            torch.set_num_threads(self.settings.threads)
+            _bind(self._bound)
             yield
         finally:
             torch.set_num_threads(threads)
-            _pin(free)
+            _bind(allowed)
 
-    def apply(self, run: Run) -> None:
-        """Do nothing: it is the process that is changed, before the run is built."""
-
-    @contextmanager
-    def verify(self, run: Run) -> Iterator[Proof]:
-        """Read back, after the step, the number of threads, and where each thread of the process may run."""
-        proof = Proof()
-        yield proof
-        wanted, threads = self._pinned, torch.get_num_threads()
+    def verify(self, run: Run) -> Verification:
+        """Read back the number of threads, and the processors that each thread of the process may use."""
+        yield
+        threads = torch.get_num_threads()
         if threads != self.settings.threads:
             raise self.not_active(
                 f"torch computes with {threads} threads instead of {self.settings.threads}",
                 "find out what sets the number of threads after the run began",
             )
-        places = _places()
-        strays = {thread: place for thread, place in places.items() if not place <= wanted}
+        affinities = _affinities()
+        strays = sum(not affinity <= self._bound for affinity in affinities)
         if strays:
             raise self.not_active(
-                f"{len(strays)} of {len(places)} threads may leave the processors {_in_words(wanted)}",
-                "find out what moves them after the run began",
+                f"{strays} of {len(affinities)} threads may leave the processors {_format_cores(self._bound)}",
+                "find out what changes their affinity after the run began",
             )
-        proof.is_that(
-            f"{threads} threads computed, and all {len(places)} of the process stayed on {_in_words(wanted)}",
+        return Proof(
+            f"{threads} threads computed, and all {len(affinities)} of the process stayed on "
+            f"{_format_cores(self._bound)}",
             threads=threads,
-            cores=sorted(wanted),
+            cores=sorted(self._bound),
         )
 
 
-def _pin(cores: set[int]) -> None:
+def _bind(cores: set[int]) -> None:
     for thread in thread_ids():
         with suppress(ProcessLookupError):  # it has ended
             os.sched_setaffinity(thread, cores)
 
 
-def _places() -> dict[int, set[int]]:
-    places = {}
+def _affinities() -> list[set[int]]:
+    found = []
     for thread in thread_ids():
-        with suppress(ProcessLookupError):
-            places[thread] = os.sched_getaffinity(thread)
-    return places
+        with suppress(ProcessLookupError):  # it has ended
+            found.append(os.sched_getaffinity(thread))
+    return found
 
 
-def _parsed(text: str) -> set[int]:
+def _parse_cores(text: str) -> set[int]:
     try:
         ranges = [[int(end) for end in part.split("-")] for part in text.split(",")]
     except ValueError:
@@ -162,12 +153,12 @@ def _parsed(text: str) -> set[int]:
     return {core for each in ranges for core in range(each[0], each[-1] + 1)}
 
 
-def _in_words(cores: Iterable[int]) -> str:
-    """Return processors as Linux lists them."""
-    parts: list[list[int]] = []
+def _format_cores(cores: Iterable[int]) -> str:
+    """Return processors as Linux lists them, such as ``"0-3,8"``."""
+    ranges: list[list[int]] = []
     for core in sorted(cores):
-        if parts and core == parts[-1][-1] + 1:
-            parts[-1] = [parts[-1][0], core]
+        if ranges and core == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], core]
         else:
-            parts.append([core])
-    return ",".join("-".join(map(str, part)) for part in parts)
+            ranges.append([core])
+    return ",".join("-".join(map(str, each)) for each in ranges)

@@ -1,58 +1,52 @@
-"""CUDA graphs: the kernels of the loss and of its gradient, recorded once and started together from then on."""
+"""CUDA graphs: the kernels of the loss and of its gradient are recorded once, and replayed together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from tensorkeep.errors import UsageError
 from tensorkeep.train.config.config import Config
-from tensorkeep.train.techniques.base import Proof, Technique
-from tensorkeep.train.techniques.machine import Machine
-from tensorkeep.train.techniques.rehearsal import Loss, compute_and_forget, rehearse_loss
-
-if TYPE_CHECKING:
-    from tensorkeep.train.run.state import Run
+from tensorkeep.train.run.state import Run
+from tensorkeep.train.techniques.base import Proof, Technique, Verification
+from tensorkeep.train.techniques.requirements import Machine
+from tensorkeep.train.techniques.warm_up import Loss, compute_and_discard, warm_up_loss
 
 _WARM_UPS = 3
-_SHAPES = "a graph is of one shape, and the lengths of its windows change"
-_TALKS = "the processes talk to each other within a step, which is not recorded"
+_COMMUNICATION = "the processes communicate within a step, which is not recorded"
 
 
 class CudaGraphs(Technique):
-    """Kernels then wait for no Python. Optimizer, clipping and evaluation run as they do without."""
+    """Removes the time that kernels wait for Python. Optimizer, clipping and evaluation are not recorded."""
 
     name: ClassVar = "cuda-graphs"
     kind: ClassVar = "systems"
     changes: ClassVar = "compilation"
     tolerance: ClassVar = 1e-3
     summary: ClassVar = "records the kernels of a batch, forward and backward, and replays them"
-    effect: ClassVar = "up to several times the speed for small models, whose kernels take less time than starting them"
+    effect: ClassVar = "up to several times the speed for small models, whose kernels take less time than their launch"
     reference: ClassVar = "docs.pytorch.org/docs/stable/notes/cuda.html, CUDA graphs"
     conflicts: ClassVar = {
         "activation-checkpointing": "it reads the state of random numbers, which is not possible in a recording",
-        "progressive-length": _SHAPES,
-        "activation-swapping": "what is copied to the CPU is waited for, which is not possible in a recording",
-        "ddp": _TALKS,
-        "fsdp": _TALKS,
-        "tensor-parallel": _TALKS,
-        "pipeline-parallel": _TALKS,
+        "progressive-length": "a graph has one shape, and the lengths of the windows change",
+        "activation-swapping": "it waits for copies to the CPU, which is not possible in a recording",
+        **dict.fromkeys(("ddp", "fsdp", "tensor-parallel", "pipeline-parallel"), _COMMUNICATION),
     }
     after: ClassVar = ("compile",)
 
     _graphs: LossGraphs | None = None
-    _watched = False
+    _observed = False
 
     def lacks(self, machine: Machine) -> str | None:
-        """Say that CUDA is missing."""
+        """Return that CUDA is missing."""
         return machine.lacks_cuda()
 
     def configure(self, config: Config) -> Config:
-        """Refuse graphs within a graph."""
+        """Refuse a graph inside a graph."""
         if config.techniques.get("compile", {}).get("mode") == "reduce-overhead":
             raise UsageError(
                 'cuda-graphs and compile in the mode "reduce-overhead" cannot be combined: each makes graphs',
@@ -61,67 +55,62 @@ class CudaGraphs(Technique):
         return config
 
     def apply(self, run: Run) -> None:
-        """Replay the loss, and where its gradient is asked for, that."""
+        """Replace the loss, and its gradient in the backward pass, by replays."""
         inner = run.operations.loss
         parameters = [each for each in run.model.parameters() if each.requires_grad]
 
         def loss(inputs: Tensor, targets: Tensor) -> Tensor:
             if self._graphs is None:
                 self._graphs = LossGraphs(inner, parameters, inputs, targets)
-            if self._watched:
-                compute_and_forget(run, inner, inputs, targets)
+            if self._observed:
+                compute_and_discard(run, inner, inputs, targets)
             if inputs.shape != self._graphs.shape:
                 found, recorded = (list(shape) for shape in (inputs.shape, self._graphs.shape))
-                raise self.not_active(f"a batch is of shape {found}, the graph of {recorded}", "leave it out")
-            # Autograd runs what has an input that needs a gradient.
+                raise self.not_active(f"a batch has shape {found}, the graph {recorded}", "leave it out")
+            # Autograd calls backward only if an input needs a gradient.
             anchor = torch.zeros((), device=run.device, requires_grad=True)
             value: Tensor = _Replayed.apply(self._graphs, anchor, inputs, targets)  # type: ignore[no-untyped-call]
             return value
 
         run.operations.loss = loss
 
-    def rehearse(self, run: Run) -> None:
-        """Record, before anything watches."""
-        rehearse_loss(run)
+    def warm_up(self, run: Run) -> None:
+        """Record, while no technique observes."""
+        warm_up_loss(run)
 
-    @contextmanager
-    def verify(self, run: Run) -> Iterator[Proof]:
+    def verify(self, run: Run) -> Verification:
         """Count the replays: one forward and one backward for each batch of the step."""
-        proof = Proof()
-        graphs, wanted = self._graphs, run.config.loop.accumulate
+        graphs, expected = self._graphs, run.config.loop.accumulate
         before = (0, 0) if graphs is None else graphs.replays
-        self._watched = True
+        self._observed = True
         try:
-            yield proof
+            yield
         finally:
-            self._watched = False
+            self._observed = False
         after = (0, 0) if graphs is None else graphs.replays
         forward, backward = (now - then for now, then in zip(after, before, strict=True))
-        if (forward, backward) != (wanted, wanted):
-            raise self.not_active(
-                f"of {wanted} batches {forward} losses and {backward} gradients were replayed",
-                "report it, with the other techniques that are on",
-            )
-        proof.is_that(
+        if (forward, backward) != (expected, expected):
+            raise self.not_active(f"of {expected} batches {forward} losses and {backward} gradients were replayed")
+        return Proof(
             f"{forward} losses and {backward} gradients were replayed from graphs", forward=forward, backward=backward
         )
 
 
 class LossGraphs:
-    """The graph of a loss and the graph of its gradient, which work in memory that stays where it is.
+    """The graph of a loss and the graph of its gradient, which use the same memory in each replay.
 
     Parameters
     ----------
     loss : callable
     parameters : list of Parameter
-        Their gradients are added up in buffers, which become their ``grad``.
+        Their gradients are accumulated in buffers, which become their ``grad``.
     inputs, targets : Tensor
         A batch; all others must have its shape.
 
     Attributes
     ----------
     shape : torch.Size
-        Of inputs.
+        The shape of the inputs.
     replays : (int, int)
         How often the loss and the gradient were replayed.
     """
@@ -132,27 +121,27 @@ class LossGraphs:
         self._loss = loss
         self._inputs, self._targets = inputs.clone(), targets.clone()
         self._value: Tensor
-        # Warming up draws random numbers, behind which the first replay would go on.
+        # Warming up draws random numbers, which the first replay must draw again.
         with torch.random.fork_rng([inputs.device] if inputs.is_cuda else []):
-            with _beside(inputs.device):
+            with _side_stream(inputs.device):
                 for _ in range(_WARM_UPS):
                     self._compute()
                     found = torch.autograd.grad(self._value, parameters, allow_unused=True)
-            self._slope = torch.ones_like(self._value)
-            # What gets no gradient without graphs, gets none with them: weight decay tells zeros from nothing.
+            self._scale = torch.ones_like(self._value)
+            # A parameter without a gradient has none with graphs either: weight decay distinguishes None from zeros.
             used = [each for each, gradient in zip(parameters, found, strict=True) if gradient is not None]
             self._gradients = {parameter: torch.zeros_like(parameter) for parameter in used}
             del found
-            # One pool: the gradient may work in what the loss has left, as each loss is followed by its gradient.
+            # One pool: the gradient may reuse the loss's memory, because each loss is followed by its gradient.
             pool = torch.cuda.graph_pool_handle() if inputs.is_cuda else None
-            self._replay_loss = recorded(self._compute, pool)
-            self._replay_gradient = recorded(self._add_gradient, pool)
+            self._replay_loss = record(self._compute, pool)
+            self._replay_gradient = record(self._add_gradient, pool)
 
     def _compute(self) -> None:
         self._value = self._loss(self._inputs, self._targets)
 
     def _add_gradient(self) -> None:
-        found = torch.autograd.grad(self._value, list(self._gradients), self._slope)
+        found = torch.autograd.grad(self._value, list(self._gradients), self._scale)
         torch._foreach_add_(list(self._gradients.values()), found)
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -163,23 +152,23 @@ class LossGraphs:
         self.replays = (self.replays[0] + 1, self.replays[1])
         return self._value.detach().clone()
 
-    def add_gradient(self, slope: Tensor) -> None:
+    def add_gradient(self, scale: Tensor) -> None:
         """Add the gradient of the last loss, times a factor, to that of the parameters."""
-        self._slope.copy_(slope)
+        self._scale.copy_(scale)
         for parameter, gradient in self._gradients.items():
             if parameter.grad is None:
                 parameter.grad = gradient.zero_()
             elif parameter.grad is not gradient:
                 raise UsageError(
-                    "the gradient of a parameter is another tensor than the graph adds to",
-                    remedy="leave cuda-graphs out, or what changes the gradients of parameters",
+                    "the gradient of a parameter is not the tensor that the graph adds to",
+                    remedy="leave cuda-graphs out, or the technique that replaces the gradients of parameters",
                 )
         self._replay_gradient()
         self.replays = (self.replays[0], self.replays[1] + 1)
 
 
 class _Replayed(torch.autograd.Function):
-    """Puts the replays where autograd calls them, so that whatever scales a loss scales its gradient."""
+    """Makes the replays part of autograd, so a factor on the loss also scales its gradient."""
 
     @staticmethod
     def forward(ctx: Any, graphs: LossGraphs, anchor: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -187,27 +176,27 @@ class _Replayed(torch.autograd.Function):
         return graphs.loss(inputs, targets)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[None, None, None, None]:
-        ctx.graphs.add_gradient(slope)
+    def backward(ctx: Any, scale: Tensor) -> tuple[None, None, None, None]:
+        ctx.graphs.add_gradient(scale)
         return None, None, None, None
 
 
 @contextmanager
-def _beside(device: torch.device) -> Iterator[None]:
-    """Run on another stream, as what comes before a recording has to."""
+def _side_stream(device: torch.device) -> Iterator[None]:
+    """Run on another stream, as torch requires of the warm-up before a recording."""
     if device.type != "cuda":
         yield
         return
-    present = torch.cuda.current_stream(device)
-    beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    beside.wait_stream(present)
-    with torch.cuda.stream(beside):
+    current = torch.cuda.current_stream(device)
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
         yield
-    present.wait_stream(beside)
+    current.wait_stream(side)
 
 
-def recorded(work: Callable[[], None], pool: Any) -> Callable[[], None]:
-    """Return what replays some work on the GPU: the same kernels on the same memory."""
+def record(work: Callable[[], None], pool: Any) -> Callable[[], None]:
+    """Record work on the GPU; return the function that replays the same kernels on the same memory."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         work()

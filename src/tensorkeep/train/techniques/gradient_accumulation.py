@@ -1,11 +1,10 @@
-"""Gradient accumulation: a batch is computed in parts, whose gradients add up to that of the whole."""
+"""Gradient accumulation: a batch is computed in micro-batches, whose gradients add up to that of the batch."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import msgspec
 from torch import Tensor
@@ -14,12 +13,10 @@ from tensorkeep.errors import UsageError
 from tensorkeep.train.config.bounds import check_bounds
 from tensorkeep.train.config.sections import Section
 from tensorkeep.train.data.batches import Batch, BatchSource
-from tensorkeep.train.techniques.base import Proof, Technique
-from tensorkeep.train.techniques.drawing import Drawing
-from tensorkeep.train.techniques.updates import seen_updates
-
-if TYPE_CHECKING:
-    from tensorkeep.train.run.state import Run
+from tensorkeep.train.run.state import Run
+from tensorkeep.train.techniques.base import Proof, Technique, Verification
+from tensorkeep.train.techniques.observe import count_updates, replace_operation
+from tensorkeep.train.techniques.wrapped_batches import WrappedBatches
 
 
 class AccumulationSettings(Section, frozen=True):
@@ -28,7 +25,7 @@ class AccumulationSettings(Section, frozen=True):
     Attributes
     ----------
     batches : int
-        Parts of the configuration's batch, which has ``loop.batch_size`` sequences; they must divide evenly.
+        Micro-batches of one batch of ``loop.batch_size`` sequences, which they must divide evenly.
     """
 
     batches: int = 2
@@ -38,112 +35,103 @@ class AccumulationSettings(Section, frozen=True):
 
 
 class GradientAccumulation(Technique):
-    """The loop's own accumulation, of the same sequences: ``loop.accumulate`` takes more of them instead."""
+    """Splits each batch, and raises ``loop.accumulate``: the sequences of a step stay the same.
+
+    The setting ``loop.accumulate`` alone takes more sequences in each step.
+    """
 
     name: ClassVar = "gradient-accumulation"
     kind: ClassVar = "systems"
     changes: ClassVar = "data"
-    # Of a run with dropout, whose parts draw zeros of their own; without it, only the order of sums differs.
+    # With dropout, micro-batches draw other zeros; without it, only the order of sums differs.
     tolerance: ClassVar = 0.05
-    summary: ClassVar = "computes each batch in parts, and updates the weights once, with the gradient of all of it"
-    effect: ClassVar = "activations take as little memory as those of one part, and small parts make a GPU wait"
+    summary: ClassVar = "computes each batch in micro-batches, and updates the weights once, with the sum of gradients"
+    effect: ClassVar = "activations take only the memory of one micro-batch; small ones leave a GPU idle"
     reference: ClassVar = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-accumulation"
     Settings: ClassVar = AccumulationSettings
-    conflicts: ClassVar = {"pipeline-parallel": "a pipeline divides batches by itself"}
-    # What draws other batches draws whole ones.
+    conflicts: ClassVar = {"pipeline-parallel": "a pipeline splits batches itself"}
+    # These draw whole batches.
     after: ClassVar = ("progressive-length", "length-curriculum", "loss-curriculum")
+    settings: AccumulationSettings
 
     def apply(self, run: Run) -> None:
-        """Divide the batches, and let the loop add up as many more of them.
-
-        Raises
-        ------
-        UsageError
-            If a batch does not divide.
-        """
-        loop, parts = run.config.loop, self.settings.batches
-        if loop.batch_size % parts:
+        """Split the batches, and let the loop accumulate as many more of them."""
+        loop, count = run.config.loop, self.settings.batches
+        if loop.batch_size % count:
             raise UsageError(
-                f"a batch of {loop.batch_size} sequences does not divide into {parts} parts",
+                f"a batch of {loop.batch_size} sequences cannot be split into {count} equal micro-batches",
                 remedy="give a batch size (--loop.batch_size) that is a multiple of techniques."
                 "gradient-accumulation.batches",
             )
-        self._batches = Parts(run.batches, parts)
+        self._batches = MicroBatches(run.batches, count)
         run.batches = self._batches
-        # Of this run, not of its folder: what is asked for stays one batch, in as many parts as may be.
-        loop = msgspec.structs.replace(loop, batch_size=loop.batch_size // parts, accumulate=loop.accumulate * parts)
+        # For this process only: the stored configuration has whole batches, and a resumed run may split them otherwise.
+        loop = msgspec.structs.replace(loop, batch_size=loop.batch_size // count, accumulate=loop.accumulate * count)
         run.config = msgspec.structs.replace(run.config, loop=loop)
 
-    @contextmanager
-    def verify(self, run: Run) -> Iterator[Proof]:
-        """Count the losses and their sequences, and the updates between them, of which there must be none."""
-        proof = Proof()
-        rows: list[int] = []
-        early = 0
-        inner = run.operations.loss
+    def verify(self, run: Run) -> Verification:
+        """Count the losses, their sequences, and the optimizer steps between them, which must be none."""
+        loss, rows, early_steps = run.operations.loss, list[int](), 0
 
-        def loss(inputs: Tensor, targets: Tensor) -> Tensor:
-            nonlocal early
-            early = updates.steps.total()
+        def observed_loss(inputs: Tensor, targets: Tensor) -> Tensor:
+            nonlocal early_steps
+            early_steps = updates.optimizer_steps.total()
             rows.append(len(inputs))
-            return inner(inputs, targets)
+            return loss(inputs, targets)
 
-        run.operations.loss = loss
-        try:
-            with seen_updates(run) as updates:
-                yield proof
-        finally:
-            run.operations.loss = inner
-        wanted, most = run.config.loop.accumulate, max(rows, default=0)
-        large = -(-self._batches.whole // self.settings.batches)
-        if len(rows) != wanted or most != large or early:
+        with replace_operation(run, "loss", observed_loss), count_updates(run) as updates:
+            yield
+        expected, most = run.config.loop.accumulate, max(rows, default=0)
+        batch = self._batches.batch_rows
+        if len(rows) != expected or most != -(-batch // self.settings.batches) or early_steps:
             raise self.not_active(
-                f"{len(rows)} parts of up to {most} sequences were computed, where {wanted} were to be, of batches of "
-                f"{self._batches.whole}, and optimizers were stepped {early} times between them",
-                "report it, with the other techniques that are on",
+                f"{len(rows)} micro-batches of up to {most} sequences were computed instead of {expected}, from "
+                f"batches of {batch}, and optimizers were stepped {early_steps} times between them"
             )
-        proof.is_that(f"{wanted} parts of {most} sequences, and no update between them", parts=wanted, sequences=most)
+        return Proof(
+            f"{expected} micro-batches of {most} sequences, without an update between them",
+            parts=expected,
+            sequences=most,
+        )
 
 
-class Parts(Drawing):
-    """Batches in parts, one after the other.
+class MicroBatches(WrappedBatches):
+    """Batches split into micro-batches.
 
-    Its state, which is saved between two steps, is that of the whole batches: a run goes on with the same data in
-    however many parts.
+    The saved state, between two steps, is that of the whole batches: a resumed run may split them differently.
 
     Parameters
     ----------
-    plain : BatchSource
-        Whole ones.
-    parts : int
-        Of each batch.
+    inner : BatchSource
+        Whole batches.
+    count : int
+        Micro-batches of each batch.
 
     Attributes
     ----------
-    whole : int
-        Sequences of the batch that was divided last.
+    batch_rows : int
+        Sequences of the last whole batch.
     """
 
-    def __init__(self, plain: BatchSource, parts: int) -> None:
-        super().__init__(plain)
-        self._parts = parts
-        self.whole = 0
+    def __init__(self, inner: BatchSource, count: int) -> None:
+        super().__init__(inner)
+        self._count = count
+        self.batch_rows = 0
         self._waiting: deque[Batch] = deque()
 
     @property
     def position(self) -> int:
-        """The number of the next part, from 0."""
-        return self.plain.position * self._parts - len(self._waiting)
+        """The number of the next micro-batch, from 0."""
+        return self.inner.position * self._count - len(self._waiting)
 
     def __next__(self) -> Batch:
         if not self._waiting:
-            inputs, targets = next(self.plain)
-            self.whole = len(inputs)
-            parts = (each.tensor_split(self._parts) for each in (inputs, targets))
-            self._waiting.extend(zip(*parts, strict=True))
+            inputs, targets = next(self.inner)
+            self.batch_rows = len(inputs)
+            self._waiting.extend(zip(inputs.tensor_split(self._count), targets.tensor_split(self._count), strict=True))
         return self._waiting.popleft()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where others were saved."""
+        """Restore the state of whole batches."""
         super().load_state_dict(state)
         self._waiting.clear()

@@ -1,11 +1,10 @@
-"""Curriculum by loss: of more windows than are trained, those are chosen whose loss is at a rising quantile."""
+"""Curriculum by loss: more windows are drawn than trained, and those at a rising quantile of the loss are chosen."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,23 +14,22 @@ from tensorkeep.train.config.sections import Section
 from tensorkeep.train.data.batches import Batch
 from tensorkeep.train.model.gpt import GPT, token_loss
 from tensorkeep.train.model.modes import evaluating
-from tensorkeep.train.techniques.base import Proof, Technique
-from tensorkeep.train.techniques.drawing import Drawing, given_inputs, same_tokens
-
-if TYPE_CHECKING:
-    from tensorkeep.train.run.state import Run
+from tensorkeep.train.run.state import Run
+from tensorkeep.train.techniques.base import Proof, Technique, Verification
+from tensorkeep.train.techniques.observe import record_inputs
+from tensorkeep.train.techniques.wrapped_batches import WrappedBatches, same_tokens
 
 
 class LossCurriculumSettings(Section, frozen=True):
-    """Among how many windows is chosen, and which.
+    """How many candidates there are, and which of them are trained.
 
     Attributes
     ----------
     candidates : int
-        Batches that are drawn for each that is trained.
+        Batches that are drawn for each one that is trained.
     begin, end : float
-        The quantile of their losses at which windows are taken, in the first step and the last: 0 is the easiest, 1 the
-        hardest. Between, it changes by the same amount with each step.
+        The quantile of their losses at which windows are chosen, in the first and in the last step: 0 is the easiest, 1
+        the hardest. It changes linearly between them.
     """
 
     candidates: int = 2
@@ -45,19 +43,19 @@ class LossCurriculumSettings(Section, frozen=True):
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One batch as it was chosen.
+class Selection:
+    """The windows of one batch, chosen among candidates.
 
     Attributes
     ----------
     position : int
-        The number of its first candidate among the batches of the run.
+        The number of the first candidate batch of the run.
     losses : Tensor
-        Of all candidates.
+        float32, of shape [candidate windows].
     chosen : Tensor
-        The numbers of those that are trained.
+        int64: the indices of the windows that are trained.
     inputs : Tensor
-        Theirs.
+        The tokens of those windows.
     """
 
     position: int
@@ -66,32 +64,31 @@ class Choice:
     inputs: Tensor
 
 
-class _ByLoss(Drawing):
-    """Chooses; ``tell`` is called with each choice."""
+class _ChosenByLoss(WrappedBatches):
+    """Chooses windows; calls ``observer`` with each selection."""
 
     def __init__(self, run: Run, candidates: int, quantile: Callable[[], float]) -> None:
         super().__init__(run.batches)
         self._model = run.model
         self._candidates = candidates
         self._quantile = quantile
-        self.tell: Callable[[Choice], object] = lambda choice: None
+        self.observer: Callable[[Selection], object] = lambda selection: None
 
     def __next__(self) -> Batch:
         position = self.position
-        drawn = [next(self.plain) for _ in range(self._candidates)]
+        drawn = [next(self.inner) for _ in range(self._candidates)]
         losses = torch.cat([window_losses(self._model, *batch) for batch in drawn])
         chosen = at_quantile(losses, self._quantile(), count=len(drawn[0][0]))
         inputs, targets = (torch.cat(each)[chosen] for each in zip(*drawn, strict=True))
-        self.tell(Choice(position, losses, chosen, inputs))
+        self.observer(Selection(position, losses, chosen, inputs))
         return inputs, targets
 
 
 class LossCurriculum(Technique):
-    """Loshchilov and Hutter, arXiv 1511.06343, who rank by loss; which ranks are trained changes as in a curriculum.
+    """Loshchilov and Hutter, arXiv 1511.06343, who rank by loss; the trained ranks change as in a curriculum.
 
-    The losses are those of the present weights, in evaluation mode and float32: no random numbers are drawn, and a
-    resumed run chooses the same windows. What is not chosen is not trained, and is not drawn again before the next
-    epoch.
+    The losses are those of the current weights, in evaluation mode and float32. No random numbers are drawn, so a
+    resumed run chooses the same windows. Windows that are not chosen are not drawn again in the same epoch.
     """
 
     name: ClassVar = "loss-curriculum"
@@ -102,43 +99,40 @@ class LossCurriculum(Technique):
     reference: ClassVar = "arXiv 1511.06343"
     Settings: ClassVar = LossCurriculumSettings
     conflicts: ClassVar = {
-        "pipeline-parallel": "no process has the whole model, which the losses of the candidates need",
-        "tensor-parallel": "the losses of the candidates need the head, which is divided among devices",
-        "fsdp": "weights are gathered where the model is called as a whole; for the candidates it is called in parts",
+        "pipeline-parallel": "no process has the full model, which the losses of the candidates need",
+        "tensor-parallel": "the losses of the candidates need the head, which is sharded",
+        "fsdp": "weights are gathered when the whole model is called; the candidates call its modules separately",
     }
+    settings: LossCurriculumSettings
 
     def apply(self, run: Run) -> None:
-        """Put batches that are chosen in place of the run's."""
-        self._drawing = _ByLoss(run, self.settings.candidates, lambda: self._quantile(run))
-        run.batches = self._drawing
+        """Replace the run's batches by chosen ones."""
+        self._batches = _ChosenByLoss(run, self.settings.candidates, lambda: self._quantile(run))
+        run.batches = self._batches
 
     def _quantile(self, run: Run) -> float:
-        # Before the first step a batch may be drawn to rehearse it.
+        # A warm-up draws a batch before the first step.
         done = max(0, run.progress.step - 1) / max(1, run.config.loop.steps - 1)
-        return float(self.settings.begin + (self.settings.end - self.settings.begin) * min(done, 1.0))
+        return self.settings.begin + (self.settings.end - self.settings.begin) * min(done, 1.0)
 
-    @contextmanager
-    def verify(self, run: Run) -> Iterator[Proof]:
-        """Compare what is trained with what was chosen, and where that lies among the candidates."""
-        proof = Proof()
-        # By position: a batch that is drawn to be rehearsed is drawn again.
-        told: dict[int, Choice] = {}
-        tell, self._drawing.tell = self._drawing.tell, lambda choice: told.update({choice.position: choice})
+    def verify(self, run: Run) -> Verification:
+        """Compare the trained windows with the chosen ones, and their losses with those of all candidates."""
+        # By position: a batch drawn by a warm-up is drawn again.
+        selections: dict[int, Selection] = {}
+        self._batches.observer = lambda selection: selections.update({selection.position: selection})
         try:
-            with given_inputs(run) as given:
-                yield proof
+            with record_inputs(run) as inputs:
+                yield
         finally:
-            self._drawing.tell = tell
-        choices, quantile = list(told.values()), self._quantile(run)
-        if not choices or not same_tokens(given, [choice.inputs for choice in choices]):
-            raise self.not_active(
-                "what was trained is not what was chosen", "report it, with the other techniques that are on"
-            )
-        chosen = torch.cat([choice.losses[choice.chosen] for choice in choices])
-        losses = torch.cat([choice.losses for choice in choices])
-        proof.is_that(
-            f"{len(chosen)} of {len(losses)} windows were chosen at quantile {quantile:.2f}, of loss "
-            f"{chosen.mean():.3f} on average where all have {losses.mean():.3f}",
+            self._batches.observer = lambda selection: None
+        found, quantile = list(selections.values()), self._quantile(run)
+        if not found or not same_tokens(inputs, [each.inputs for each in found]):
+            raise self.not_active("the trained windows are not the chosen ones")
+        chosen = torch.cat([each.losses[each.chosen] for each in found])
+        losses = torch.cat([each.losses for each in found])
+        return Proof(
+            f"{len(chosen)} of {len(losses)} windows were chosen at quantile {quantile:.2f}, with a mean loss of "
+            f"{chosen.mean():.3f}; that of all is {losses.mean():.3f}",
             chosen=len(chosen),
             candidates=len(losses),
             quantile=quantile,
@@ -149,19 +143,33 @@ class LossCurriculum(Technique):
 
 @torch.no_grad()
 def window_losses(model: GPT, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean loss of each window of a batch, on the CPU, of shape [rows]."""
+    """Return the mean loss of each window of a batch: float32 on the CPU, of shape [rows].
+
+    Parameters
+    ----------
+    model : GPT
+    inputs, targets : Tensor
+        int64, of shape [rows, context length].
+    """
     device = model.tokens.weight.device
     with evaluating(model):
         features = model.features(inputs.to(device))
-        # Row by row, so that no more logits are held than those of one window.
+        # Row by row, so that only the logits of one window are in memory.
         rows = [
-            token_loss(model.head(row.unsqueeze(0)), wanted.unsqueeze(0))
-            for row, wanted in zip(features, targets.to(device), strict=True)
+            token_loss(model.head(row.unsqueeze(0)), target.unsqueeze(0))
+            for row, target in zip(features, targets.to(device), strict=True)
         ]
     return torch.stack(rows).cpu()
 
 
 def at_quantile(losses: Tensor, quantile: float, *, count: int) -> Tensor:
-    """Return the numbers of the windows whose ranks by loss lie next to each other at a quantile, lowest loss first."""
+    """Return the indices of the windows with consecutive ranks by loss at a quantile, lowest loss first.
+
+    Examples
+    --------
+    >>> import torch
+    >>> at_quantile(torch.tensor([0.3, 0.1, 0.4, 0.2]), 0.0, count=2).tolist()
+    [1, 3]
+    """
     first = round(quantile * (len(losses) - count))
     return losses.argsort(stable=True)[first : first + count]

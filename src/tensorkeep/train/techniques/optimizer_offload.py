@@ -1,79 +1,217 @@
-"""Optimizer offload: AdamW's states live in the memory of the CPU, which makes the updates."""
+"""Optimizer offload: AdamW's states are kept in CPU memory, and the CPU updates the weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
-from tensorkeep.train.techniques.base import Proof, Technique
-from tensorkeep.train.techniques.host_optimizer import HostOptimizer
-from tensorkeep.train.techniques.machine import Machine
-from tensorkeep.train.techniques.updates import seen_updates
+from tensorkeep.train.run.state import Run
+from tensorkeep.train.techniques.base import Proof, Technique, Verification
+from tensorkeep.train.techniques.observe import count_updates
+from tensorkeep.train.techniques.requirements import Machine
 from tensorkeep.units import format_bytes
 
-if TYPE_CHECKING:
-    from tensorkeep.train.run.state import Run
+_BUCKET_BYTES = 64 << 20
+"""Weights that are updated together: while the CPU updates one bucket, others are being copied."""
 
 
 class OptimizerOffload(Technique):
-    """Ren et al., arXiv 2101.06840. Muon, whose updates are products of matrices, stays on the device."""
+    """Ren et al., arXiv 2101.06840. Muon, whose updates are matmuls, stays on the device."""
 
     name: ClassVar = "optimizer-offload"
     kind: ClassVar = "systems"
     changes: ClassVar = "optimizer"
-    # Another device's kernel adds in another order, and Adam divides by what may be tiny.
+    # The kernel of another device adds in another order, and Adam divides by numbers that may be tiny.
     tolerance: ClassVar = 1e-3
-    summary: ClassVar = "keeps AdamW's states in the CPU's memory, and updates copies of the weights there"
+    summary: ClassVar = "keeps AdamW's states in CPU memory, and updates copies of the weights there"
     effect: ClassVar = (
-        "8 bytes of GPU memory less for each weight, and 16 more on the CPU; a step takes longer by what 8 bytes a "
-        "weight take over the bus and the CPU takes for AdamW"
+        "8 bytes less GPU memory for each weight, and 16 more on the CPU; each step also copies 8 bytes a weight over "
+        "the bus, and waits for AdamW on the CPU"
     )
     reference: ClassVar = "arXiv 2101.06840"
     conflicts: ClassVar = {
-        "fused-optimizer": "what is stepped on the CPU is stepped by the fused kernel already",
-        "low-bit-optimizer": "what is stepped on the CPU has states of 32 bits",
-        "fsdp": "fsdp divides the weights among devices, and has an offload of its own",
-        "tensor-parallel": "the weights are divided among devices",
+        "fused-optimizer": "the optimizer on the CPU uses the fused kernel already",
+        "low-bit-optimizer": "the optimizer on the CPU has 32-bit states",
+        "fsdp": "fsdp shards the weights, and has an offload of its own",
+        "tensor-parallel": "the weights are sharded",
     }
 
     def lacks(self, machine: Machine) -> str | None:
-        """Say that there is no GPU whose memory could be saved."""
+        """Return that CUDA is missing."""
         return machine.lacks_cuda()
 
     def apply(self, run: Run) -> None:
-        """Put one that steps on the CPU in the place of AdamW."""
+        """Replace AdamW by an optimizer that steps on the CPU."""
         run.optimizers["adamw"] = HostOptimizer(run.optimizers["adamw"])
 
-    @contextmanager
-    def verify(self, run: Run) -> Iterator[Proof]:
-        """See the gradients come to the CPU, and where the states lie after the update."""
-        proof = Proof()
-        with seen_updates(run) as updates:
+    def verify(self, run: Run) -> Verification:
+        """Count the gradient bytes copied to the CPU, and check the device of the states after the update."""
+        with count_updates(run) as updates:
             before = getattr(run.optimizers["adamw"], "fetched_bytes", 0)
-            yield proof
+            yield
         if not updates.made:
-            return
+            return None
         optimizer = run.optimizers["adamw"]
-        wanted = sum(weight.nbytes for group in optimizer.param_groups for weight in group["params"])
+        expected = sum(weight.nbytes for group in optimizer.param_groups for weight in group["params"])
         fetched = getattr(optimizer, "fetched_bytes", 0) - before
-        elsewhere = {str(state.device) for state in _states(optimizer) if state.device.type != "cpu"}
-        if fetched != wanted or elsewhere:
+        states = [
+            value
+            for state in optimizer.state_dict()["state"].values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ]
+        devices = sorted({str(state.device) for state in states})
+        if fetched != expected or devices != ["cpu"]:
             raise self.not_active(
-                f"{format_bytes(fetched)} of {format_bytes(wanted)} of gradients came to the CPU, and states lie on "
-                f"{', '.join(sorted(elsewhere)) or 'the CPU'}",
-                "report it, with the other techniques that are on",
+                f"{format_bytes(fetched)} of {format_bytes(expected)} of gradients were copied to the CPU, and the "
+                f"states are on {', '.join(devices) or 'no device'}"
             )
-        held = sum(state.nbytes for state in _states(optimizer))
-        proof.is_that(
-            f"{format_bytes(held)} of states lie in the CPU's memory, where {format_bytes(fetched)} of gradients came",
-            state_bytes=held,
+        nbytes = sum(state.nbytes for state in states)
+        return Proof(
+            f"{format_bytes(nbytes)} of states are in CPU memory; {format_bytes(fetched)} of gradients came there",
+            state_bytes=nbytes,
             fetched_bytes=fetched,
         )
 
 
-def _states(optimizer: torch.optim.Optimizer) -> list[Any]:
-    states = optimizer.state_dict()["state"].values()
-    return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+@dataclass(slots=True)
+class _HostWeight:
+    """A weight of the device, with its copy and its gradient on the CPU."""
+
+    live: Tensor
+    master: Tensor
+    gradient: Tensor
+
+
+class HostOptimizer(torch.optim.Optimizer):
+    """Steps the weights of a device on the CPU.
+
+    Its parameter groups hold the weights on the device, so clipping, scaling and accumulation of gradients work as
+    before. A step copies the gradients to the CPU, updates copies of the weights there, and copies those back: on CUDA
+    through pinned memory, in a stream of its own. It saves the states of the wrapped optimizer.
+
+    Nothing else may change the weights between two steps, except temporarily; ``load_state_dict`` reads them again.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        A new one, for the weights on the device.
+    bucket_bytes : int
+
+    Attributes
+    ----------
+    fetched_bytes : int
+        Bytes of gradients that were copied to the CPU in all steps so far.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, bucket_bytes: int = _BUCKET_BYTES) -> None:
+        super().__init__([dict(group) for group in optimizer.param_groups], dict(optimizer.defaults))
+        self._weights = [_on_host(live) for group in self.param_groups for live in group["params"]]
+        self._buckets = list(_in_buckets(self._weights, bucket_bytes))
+        weights = iter(self._weights)
+        kind: Any = type(optimizer)
+        self._inner: torch.optim.Optimizer = kind(
+            [
+                {**_with_fused(group), "params": [next(weights).master for _ in group["params"]]}
+                for group in self.param_groups
+            ]
+        )
+        self._follow_inner_settings()
+        self._device = self._weights[0].live.device
+        self._backend: Any = torch.get_device_module(self._device)
+        on_cuda = self._device.type == "cuda"
+        self._stream: Any = torch.cuda.Stream(self._device) if on_cuda else torch.cpu.Stream()  # type: ignore[no-untyped-call]
+        self._copied_back = self._backend.Event()
+        self._masters_are_current = False
+        self.fetched_bytes = 0
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the weights that have a gradient."""
+        # The master copies are about to be overwritten.
+        self._copied_back.synchronize()
+        if not self._masters_are_current:
+            for weight in self._weights:
+                weight.master.copy_(weight.live)
+            self._masters_are_current = True
+        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner.update(_settings(group))
+        # The gradients are complete when the device reaches this point, and the weights are no longer in use.
+        self._stream.wait_stream(self._backend.current_stream(self._device))
+        arrivals = [self._fetch_gradients(bucket) for bucket in self._buckets]
+        for bucket, arrived in zip(self._buckets, arrivals, strict=True):
+            arrived.synchronize()
+            self._update(bucket)
+        self._copied_back.record(self._stream)
+        self._backend.current_stream(self._device).wait_stream(self._stream)
+
+    def _fetch_gradients(self, bucket: list[_HostWeight]) -> Any:
+        """Begin to copy the gradients of a bucket to the CPU; return the event of their arrival."""
+        with self._backend.stream(self._stream):
+            for weight in bucket:
+                if weight.live.grad is not None:
+                    weight.gradient.copy_(weight.live.grad, non_blocking=True)
+                    self.fetched_bytes += weight.gradient.nbytes
+        arrived = self._backend.Event()
+        arrived.record(self._stream)
+        return arrived
+
+    def _update(self, bucket: list[_HostWeight]) -> None:
+        """Update one bucket, whose weights are then the only ones with a gradient, and begin to copy it back."""
+        with_gradient = [weight for weight in bucket if weight.live.grad is not None]
+        for weight in with_gradient:
+            weight.master.grad = weight.gradient
+        self._inner.step()
+        for weight in with_gradient:
+            weight.master.grad = None
+        with self._backend.stream(self._stream):
+            for weight in with_gradient:
+                weight.live.copy_(weight.master, non_blocking=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the optimizer on the CPU, as it would be on the device."""
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned, or the state of an optimizer on the device."""
+        self._inner.load_state_dict(state_dict)
+        for group in self._inner.param_groups:
+            group.update(_with_fused(_settings(group)))
+        self._follow_inner_settings()
+        self._masters_are_current = False
+
+    def _follow_inner_settings(self) -> None:
+        """Copy the settings of the groups on the CPU to those on the device."""
+        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            group.update(_settings(inner))
+
+
+def _on_host(live: Tensor) -> _HostWeight:
+    master, gradient = (
+        torch.empty_like(live, device="cpu", pin_memory=live.is_cuda, requires_grad=False) for _ in range(2)
+    )
+    return _HostWeight(live, master, gradient)
+
+
+def _in_buckets(weights: list[_HostWeight], most: int) -> Iterator[list[_HostWeight]]:
+    bucket: list[_HostWeight] = []
+    for weight in weights:
+        bucket.append(weight)
+        if sum(each.gradient.nbytes for each in bucket) >= most:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _with_fused(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with the fused kernel, the only one that uses all cores of a CPU."""
+    return {**settings, "fused": True, "foreach": None} if "fused" in settings else settings

@@ -1,39 +1,34 @@
-"""Progressive length: training begins with short windows, many at once, and ends with whole ones."""
+"""Progressive length: training starts with short windows, many at once, and ends with full ones."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
-
-import torch
-from torch import nn
+from collections.abc import Callable
+from typing import ClassVar
 
 from tensorkeep.errors import UsageError
 from tensorkeep.train.config.bounds import check_bounds
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.sections import Section
 from tensorkeep.train.data.batches import Batch, BatchSource
-from tensorkeep.train.techniques.base import Proof, Technique
-from tensorkeep.train.techniques.drawing import Drawing
+from tensorkeep.train.run.state import Run
+from tensorkeep.train.techniques.base import Proof, Technique, Verification
+from tensorkeep.train.techniques.observe import observe_inputs
+from tensorkeep.train.techniques.wrapped_batches import WrappedBatches
 
-if TYPE_CHECKING:
-    from tensorkeep.train.run.state import Run
-
-_WHOLE = 1e-6
+_SUM_TOLERANCE = 1e-6
 
 
 class ProgressiveLengthSettings(Section, frozen=True):
-    """How short, and for how long.
+    """The length of the windows in each stage, and how long the stages are.
 
     Attributes
     ----------
     pieces : tuple of int
-        For each stage: into how many pieces a window is cut. The last stage has whole windows, 1.
+        For each stage: into how many pieces a window is cut. The last stage has full windows, 1.
     shares : tuple of float
-        For each stage: its share of the steps. Together 1.
+        For each stage: its fraction of the steps. They sum to 1.
     """
 
     pieces: tuple[int, ...] = (4, 2, 1)
@@ -48,18 +43,18 @@ class ProgressiveLengthSettings(Section, frozen=True):
         if not falling or self.pieces[-1:] not in ((1,), [1]):
             raise UsageError(
                 f"pieces is {list(self.pieces)}",
-                remedy="give ever fewer, and 1 at last: a model learns all positions that it is evaluated at",
+                remedy="give falling numbers that end with 1: the model must train all positions of an evaluation",
             )
-        if len(self.shares) != len(self.pieces) or abs(sum(self.shares) - 1) > _WHOLE:
+        if len(self.shares) != len(self.pieces) or abs(sum(self.shares) - 1) > _SUM_TOLERANCE:
             raise UsageError(
                 f"shares is {list(self.shares)}, for {len(self.pieces)} stages",
-                remedy="give one for each, which are 1 together",
+                remedy="give one fraction for each stage, with the sum 1",
             )
 
 
-class _Pieces(Drawing):
-    def __init__(self, plain: BatchSource, length: Callable[[], int]) -> None:
-        super().__init__(plain)
+class _Pieces(WrappedBatches):
+    def __init__(self, inner: BatchSource, length: Callable[[], int]) -> None:
+        super().__init__(inner)
         self._length = length
 
     @property
@@ -68,17 +63,17 @@ class _Pieces(Drawing):
         return self._length()
 
     def __next__(self) -> Batch:
-        inputs, targets = next(self.plain)
+        inputs, targets = next(self.inner)
         length = self.context_length
         return inputs.reshape(-1, length), targets.reshape(-1, length)
 
 
 class ProgressiveLength(Technique):
-    """Li et al., arXiv 2108.06084, but no token is thrown away.
+    """Li et al., arXiv 2108.06084, but no token is dropped.
 
-    A window that is cut into pieces gives as many rows of a batch. So each step trains the tokens that it would have
-    trained, and a resumed run goes on in the middle of a stage: the stage follows from the step. Evaluation has whole
-    windows throughout. Where positions are learned, those that only whole windows reach are learned in the last stage.
+    The pieces of a window become rows of the batch, so each step trains the same tokens as without the technique. The
+    stage depends on the step alone, so a run can resume within a stage. Evaluation always has full windows. Learned
+    positions that only full windows reach are learned in the last stage.
     """
 
     name: ClassVar = "progressive-length"
@@ -92,17 +87,12 @@ class ProgressiveLength(Technique):
         "cuda-graphs": "a graph is recorded for one shape, and the shape of batches changes",
         "pipeline-parallel": "stages send each other tensors of one shape, and the shape of batches changes",
     }
-    # These draw whole windows.
+    # These draw full windows.
     after: ClassVar = ("length-curriculum", "loss-curriculum")
+    settings: ProgressiveLengthSettings
 
     def configure(self, config: Config) -> Config:
-        """Check that windows can be cut.
-
-        Raises
-        ------
-        UsageError
-            If the pieces would not be equally long.
-        """
+        """Check that windows can be cut."""
         length = config.model.context_length
         for pieces in self.settings.pieces:
             if length % pieces:
@@ -117,40 +107,26 @@ class ProgressiveLength(Technique):
         run.batches = _Pieces(run.batches, lambda: self._length(run))
 
     def stage(self, step: int, steps: int) -> int:
-        """Return the number of the stage, from 0, that a step belongs to; steps are counted from 1."""
+        """Return the number of a step's stage, from 0; steps are counted from 1."""
         ends = [round(end * steps) for end in itertools.accumulate(self.settings.shares)]
         return sum(step > end for end in ends[:-1])
 
     def _length(self, run: Run) -> int:
         pieces = self.settings.pieces[self.stage(run.progress.step, run.config.loop.steps)]
-        return int(run.config.model.context_length // pieces)
+        return run.config.model.context_length // pieces
 
-    @contextmanager
-    def verify(self, run: Run) -> Iterator[Proof]:
-        """See the shapes of what reaches the embedding of tokens."""
-        proof = Proof()
-        seen: Counter[tuple[int, ...]] = Counter()
-
-        def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            # What a technique computes beside the training is none of it.
-            if torch.is_grad_enabled():
-                seen[tuple(inputs[0].shape)] += 1
-
-        handle = run.model.tokens.register_forward_pre_hook(look)
-        try:
-            yield proof
-        finally:
-            handle.remove()
+    def verify(self, run: Run) -> Verification:
+        """Record the shapes of the inputs of the token embedding."""
+        shapes: Counter[tuple[int, ...]] = Counter()
+        with observe_inputs([run.model.tokens], lambda module, tokens: shapes.update([tuple(tokens.shape)])):
+            yield
         length = self._length(run)
-        if {shape[-1] for shape in seen} != {length}:
-            found = ", ".join(map(str, sorted({shape[-1] for shape in seen}))) or "nothing"
-            raise self.not_active(
-                f"windows were to have {length} tokens, and had {found}",
-                "report it, with the other techniques that are on",
-            )
-        tokens = sum(rows * width * count for (rows, width), count in seen.items())
+        if {shape[-1] for shape in shapes} != {length}:
+            found = ", ".join(map(str, sorted({shape[-1] for shape in shapes}))) or "none"
+            raise self.not_active(f"windows had {found} tokens instead of {length}")
+        tokens = sum(rows * width * count for (rows, width), count in shapes.items())
         stage = self.stage(run.progress.step, run.config.loop.steps) + 1
-        proof.is_that(
+        return Proof(
             f"{tokens // length} windows of {length} tokens, in stage {stage} of {len(self.settings.pieces)}",
             length=length,
             windows=tokens // length,

@@ -1,11 +1,11 @@
-"""Quantised forward: the matrix products of the blocks take 8-bit numbers, the weights stay as they are."""
+"""Quantised forward: the matmuls of the blocks have 8-bit factors; the weights themselves are not changed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,34 +14,32 @@ from torch.nn import functional
 from tensorkeep.errors import UsageError
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.sections import Section
-from tensorkeep.train.techniques.base import Proof, Technique
-from tensorkeep.train.techniques.machine import Machine
-
-if TYPE_CHECKING:
-    from tensorkeep.train.run.state import Run
+from tensorkeep.train.run.state import Run
+from tensorkeep.train.techniques.base import Proof, Technique, Verification
+from tensorkeep.train.techniques.requirements import Machine
 
 _LARGEST = 127
-"""Levels reach from -127 to 127: 255 of them, as many below 0 as above."""
+"""Levels are -127 to 127, symmetric around 0."""
 
 _NEARER = 0.5
-"""Results are this much nearer to those of 8-bit integers than to those of the numbers as they were, or nearer."""
+"""The distance from the product of 8-bit integers must be below this fraction of that from the float product."""
 
-_LOOKED_AT = 256
+_COMPARED = 256
 """Tokens of a batch whose results are compared."""
 
 _MULTIPLE = 16
-"""Of which float8 products want each dimension to be a multiple."""
+"""float8 matmuls need dimensions that are multiples of this."""
 
 
 class QuantisedForwardSettings(Section, frozen=True):
-    """In which numbers.
+    """The number format.
 
     Attributes
     ----------
     mode : str
-        ``"int8"``: inputs and weights are rounded to 255 levels, a scale for each token and each output channel, and
-        multiplied in floating point, so that the loss is that of 8-bit integers on any machine, and the speed is not.
-        ``"float8"``: products are computed in float8, forward and backward, by torchao.
+        ``"int8"``: inputs and weights are rounded to 255 levels, with a scale for each token and each output channel,
+        and multiplied in floating point. The loss is that of 8-bit integers on any machine; the speed is not.
+        ``"float8"``: torchao computes the matmuls in float8, forward and backward.
     """
 
     mode: Literal["int8", "float8"] = "int8"
@@ -50,40 +48,35 @@ class QuantisedForwardSettings(Section, frozen=True):
 class QuantisedForward(Technique):
     """Jacob et al., arXiv 1712.05877 (int8, straight-through); Micikevicius et al., arXiv 2209.05433 (float8).
 
-    The linear layers of the blocks are quantised, embeddings and head are not. Checkpoints hold the weights as they
-    are, which a model that is opened elsewhere uses unrounded.
+    The linear layers of the blocks are quantised, embeddings and head are not. Checkpoints hold the unrounded weights,
+    which the model uses without the technique.
     """
 
     name: ClassVar = "quantised-forward"
     kind: ClassVar = "algorithmic"
     changes: ClassVar = "model"
-    summary: ClassVar = "rounds what the linear layers of the blocks multiply to 8 bits"
-    effect: ClassVar = "int8: slower, it tells what quality is left; float8: up to 1.3 times the speed for large models"
+    summary: ClassVar = "rounds the factors of the blocks' matmuls to 8 bits"
+    effect: ClassVar = "int8: slower, it measures the loss only; float8: up to 1.3 times the speed for large models"
     reference: ClassVar = "arXiv 1712.05877, arXiv 2209.05433; torchao.float8"
     Settings: ClassVar = QuantisedForwardSettings
+    settings: QuantisedForwardSettings
     conflicts: ClassVar = {
-        "tensor-parallel": "the scale of a channel would need weights that other processes hold",
+        "tensor-parallel": "the scale of a channel needs weights that other processes have",
     }
 
     def lacks(self, machine: Machine) -> str | None:
-        """Say what float8 needs."""
+        """Return what float8 needs."""
         if self.settings.mode == "int8":
             return None
         return machine.lacks_cuda(least=(8, 9)) or machine.lacks_package("torchao", install="torchao")
 
     def configure(self, config: Config) -> Config:
-        """Check what float8 needs of the model.
-
-        Raises
-        ------
-        UsageError
-            If a dimension is no multiple of 16, or nothing is compiled.
-        """
+        """Check that float8 can compute with this model."""
         if self.settings.mode == "int8":
             return config
         if "compile" not in config.techniques:
             raise UsageError(
-                "float8 is slower than float32 where the scaling is not compiled with the product",
+                "float8 is slower than float32 unless the scaling is compiled with the matmul",
                 remedy="add the technique compile",
             )
         model = config.model
@@ -91,7 +84,7 @@ class QuantisedForward(Technique):
         for name, size in (("d_model", model.d_model), ("the width of MLPs", model.mlp_width), ("tokens", tokens)):
             if size % _MULTIPLE:
                 raise UsageError(
-                    f"float8 wants dimensions that are multiples of {_MULTIPLE}, and {name} is {size}",
+                    f"float8 needs dimensions that are multiples of {_MULTIPLE}, and {name} is {size}",
                     remedy="choose other sizes, or techniques.quantised-forward.mode int8",
                 )
         return config
@@ -104,67 +97,64 @@ class QuantisedForward(Technique):
         for layer in _linear_layers(run):
             layer.forward = _quantised(layer)  # type: ignore[method-assign, assignment]
 
-    @contextmanager
-    def verify(self, run: Run) -> Iterator[Proof]:
-        """Compare what layers return with the products of 8-bit integers, or look for products in float8."""
-        proof = Proof()
-        watched = self._float8_products if self.settings.mode == "float8" else self._int8_products
-        with watched(run, proof):
-            yield proof
+    def verify(self, run: Run) -> Verification:
+        """Compare the results of layers with products of 8-bit integers, or count matmuls in float8."""
+        return (yield from self._verify_float8(run) if self.settings.mode == "float8" else self._verify_int8(run))
 
-    @contextmanager
-    def _int8_products(self, run: Run, proof: Proof) -> Iterator[None]:
+    def _verify_int8(self, run: Run) -> Verification:
         layers = _linear_layers(run)
         distances: dict[nn.Linear, tuple[float, float]] = {}
         with ExitStack() as hooks:
             for layer in layers:
-                note = partial(_note_distances, distances)
-                hooks.callback(layer.register_forward_hook(note).remove)
+                hooks.callback(layer.register_forward_hook(partial(_record_distances, distances)).remove)
             yield
         plain = [each for each in layers if not _are_integers(*distances.get(each, (0.0, 0.0)))]
         if plain:
             raise self.not_active(
-                f"of {len(layers)} linear layers {len(plain)} did not return the products of 8-bit integers",
-                "report it, with the other techniques that are on",
+                f"of {len(layers)} linear layers {len(plain)} did not return products of 8-bit integers"
             )
-        far, near = (max(each) for each in zip(*distances.values(), strict=True))
-        proof.is_that(
-            f"{len(layers)} linear layers returned the products of 8-bit integers, to within {near:.0e} of them, where "
-            f"the numbers as they were give others by up to {far:.0e}",
+        from_plain, from_integers = (max(each) for each in zip(*distances.values(), strict=True))
+        return Proof(
+            f"{len(layers)} linear layers returned products of 8-bit integers, to within {from_integers:.0e}; they are "
+            f"up to {from_plain:.0e} off the unrounded products",
             layers=len(layers),
-            distance=near,
-            distance_of_plain=far,
+            distance=from_integers,
+            distance_of_plain=from_plain,
         )
 
-    @contextmanager
-    def _float8_products(self, run: Run, proof: Proof) -> Iterator[None]:
+    def _verify_float8(self, run: Run) -> Verification:
         layers = _linear_layers(run)
         with torch.profiler.profile() as profile:
             yield
-        products = sum(each.count for each in profile.key_averages() if "scaled_mm" in each.key)
+        matmuls = sum(each.count for each in profile.key_averages() if "scaled_mm" in each.key)
         plain = sum(type(each) is nn.Linear for each in layers)
-        if plain or products < len(layers):
+        if plain or matmuls < len(layers):
             raise self.not_active(
-                f"of {len(layers)} linear layers {plain} were left as they are, and there were {products} products in "
-                "float8",
-                "report it, with the other techniques that are on",
+                f"of {len(layers)} linear layers {plain} were not replaced, and there were {matmuls} matmuls in float8"
             )
-        proof.is_that(
-            f"{len(layers)} linear layers made {products} products in float8", layers=len(layers), products=products
+        return Proof(
+            f"{len(layers)} linear layers made {matmuls} matmuls in float8", layers=len(layers), products=matmuls
         )
 
 
 def fake_quantised(x: Tensor) -> Tensor:
-    """Return a tensor rounded to 255 levels for each row (its last dimension), in float32; the gradient passes through.
+    """Return a tensor with each row (the last dimension) rounded to 255 levels, in float32.
 
-    Symmetric: 0 stays 0, and the largest element of a row by magnitude stays what it is.
+    The levels are symmetric: 0 and the largest element of a row by magnitude are unchanged. The gradient passes
+    through unchanged.
+
+    Examples
+    --------
+    >>> import torch
+    >>> fake_quantised(torch.tensor([0.0, 1.0, -127.0])).tolist()
+    [0.0, 1.0, -127.0]
     """
     rounded: Tensor = _StraightThrough.apply(x.float())  # type: ignore[no-untyped-call]
     return rounded
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Rounds, and hands the gradient back as if it had not (Bengio et al., arXiv 1308.3432)."""
+    """Rounds in the forward pass only: the straight-through estimator (Bengio et al., arXiv 1308.3432)."""
 
     @staticmethod
     def forward(context: Any, x: Tensor) -> Tensor:
@@ -189,13 +179,13 @@ def _quantised(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
 
 
 def to_float8(blocks: nn.Module, *, emulate: bool = False) -> None:
-    """Put torchao's layers in place of the linear ones, with the same parameters under the same names.
+    """Replace linear layers by torchao's, with the same parameters under the same names.
 
     Parameters
     ----------
     blocks : Module
     emulate : bool
-        Compute the products in float32, where the chip has none in float8.
+        Compute the matmuls in float32, for chips without float8.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -211,15 +201,15 @@ def _are_integers(from_plain: float, from_integers: float) -> bool:
 
 
 @torch.no_grad()
-def _note_distances(
+def _record_distances(
     distances: dict[nn.Linear, tuple[float, float]], layer: nn.Linear, inputs: tuple[Any, ...], output: Tensor
 ) -> None:
-    """Note how far a result is, relatively, from the product of the numbers as they were, and from that of integers."""
-    x, found = (_as_float64(each.flatten(0, -2)[:_LOOKED_AT]) for each in (inputs[0], output))
+    """Record the relative distances of a layer's result from the unrounded product and from that of 8-bit integers."""
+    x, found = (_as_float64(each.flatten(0, -2)[:_COMPARED]) for each in (inputs[0], output))
     weight = _as_float64(layer.weight)
     if layer.bias is not None:
         found = found - _as_float64(layer.bias)
-    # Sums of whole numbers are exact in float64.
+    # Sums of integers are exact in float64.
     of_x, of_weight = _scale(x), _scale(weight)
     integers = (x / of_x).round() @ (weight / of_weight).round().T * of_x * of_weight.T
     plain = x @ weight.T

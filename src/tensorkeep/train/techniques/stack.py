@@ -1,25 +1,37 @@
-"""The techniques of a run: found by name, checked against each other and the machine, applied, proved, saved."""
+"""The techniques of a run: looked up by name, checked, ordered, applied, verified and saved."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
 from tensorkeep.errors import MissingExtraError, UnsupportedError, UsageError
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.sections import Section
+from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Changed, Proof, Technique
-from tensorkeep.train.techniques.machine import Machine
+from tensorkeep.train.techniques.requirements import Machine
 
-if TYPE_CHECKING:
-    from tensorkeep.train.run.state import Run
+COMBINATIONS: dict[str, tuple[str, ...]] = {
+    "A": ("compile", "gradient-accumulation", "mixed-precision"),
+    "B": ("attention-kernel", "activation-checkpointing", "low-bit-optimizer"),
+    "C": ("activation-checkpointing", "low-bit-optimizer"),
+}
+"""Named combinations: A for speed, B for memory with long contexts, C for memory alone."""
+
+_MOST_OBSERVED = 40
+"""A technique must be proved within so many steps: no run may skip as many updates in a row."""
 
 
-MOST_WATCHED = 40
-"""Steps after the last of which a technique must have been seen: no run may skip as many updates in a row."""
+def expanded(names: Iterable[str]) -> list[str]:
+    """Return names of techniques, each once, with combinations replaced by their members."""
+    found: dict[str, None] = {}
+    for name in names:
+        found.update(dict.fromkeys(COMBINATIONS.get(name, (name,))))
+    return list(found)
 
 
 class Stack:
@@ -28,13 +40,18 @@ class Stack:
     Parameters
     ----------
     techniques : sequence of Technique
+
+    Attributes
+    ----------
+    proofs : dict of str to Proof
+        The proof of each technique that was verified, by its name.
     """
 
     def __init__(self, techniques: Sequence[Technique] = ()) -> None:
         self.techniques = _in_order(techniques)
         _check_conflicts(self.techniques)
         self.proofs: dict[str, Proof] = {}
-        self._watched = 0
+        self._observed = 0
 
     @classmethod
     def of(cls, settings: Mapping[str, Mapping[str, Any]]) -> Stack:
@@ -48,19 +65,21 @@ class Stack:
         Raises
         ------
         UnsupportedError
-            If there is no technique of a name; the remedy names the nearest one.
+            If a name is unknown; the remedy names the nearest one.
         UsageError
             If a setting is unknown or out of range, or two techniques conflict.
         """
         return cls([_build(name, given) for name, given in settings.items()])
 
     def check(self, machine: Machine) -> None:
-        """Refuse what cannot run here.
+        """Check that every technique can run on a machine.
 
         Raises
         ------
+        MissingExtraError
+            If a package is missing.
         UnsupportedError
-            If a technique needs what this machine does not have.
+            If the machine lacks something else.
         """
         for each in self.techniques:
             lack = each.lacks(machine)
@@ -69,86 +88,95 @@ class Stack:
                 raise kind(f"{each.name} {lack}", remedy=f"leave {each.name} out, or use a machine that has it")
 
     def configure(self, config: Config) -> Config:
-        """Return the configuration that the run is to have."""
+        """Return the configuration that the run uses."""
         for each in self.techniques:
             config = each.configure(config)
         return config
 
     @contextmanager
     def process(self) -> Iterator[None]:
-        """Hold, for the whole run, what techniques set for the process."""
+        """Open the process contexts of all techniques."""
         with ExitStack() as contexts:
             for each in self.techniques:
                 contexts.enter_context(each.process())
             yield
 
     def apply(self, run: Run) -> None:
-        """Turn all of them on."""
+        """Turn all techniques on."""
         for each in self.techniques:
             each.apply(run)
 
     @contextmanager
     def verified(self, run: Run) -> Iterator[None]:
-        """Watch, in the step within, the techniques that have no proof yet, and keep what is found.
+        """Observe the step in this context with every technique that has no proof yet, and keep their proofs.
 
-        That is the first step, and later ones for techniques that show in an update, until one is made.
+        That is the first step, and later ones for techniques that need an update of the weights.
 
         Raises
         ------
         TechniqueNotActiveError
-            If a technique was not seen at work, or had nothing to show in `MOST_WATCHED` steps.
+            If a technique was not active, or could not be proved in 40 steps.
         """
         unproved = [each for each in self.techniques if each.name not in self.proofs]
         if not unproved:
             yield
             return
-        if not self._watched:
+        if not self._observed:
             for each in unproved:
-                each.rehearse(run)
-        self._watched += 1
+                each.warm_up(run)
+        self._observed += 1
+        found: dict[str, Proof] = {}
         with ExitStack() as contexts:
-            found = {each.name: contexts.enter_context(each.verify(run)) for each in unproved}
+            for each in unproved:
+                contexts.enter_context(_observed(each, run, found))
             yield
-        self.proofs.update((name, proof) for name, proof in found.items() if proof.seen)
-        unseen = [each for each in unproved if each.name not in self.proofs]
-        if unseen and self._watched >= MOST_WATCHED:
-            raise unseen[0].not_active(
-                f"none of {self._watched} steps showed it at work", "see why updates are skipped, or leave it out"
+        self.proofs.update((each.name, found[each.name]) for each in unproved if each.name in found)
+        missing = [each for each in unproved if each.name not in found]
+        if missing and self._observed >= _MOST_OBSERVED:
+            raise missing[0].not_active(
+                f"{self._observed} steps did not show it", "find out why updates are skipped, or leave it out"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold of the techniques that have something."""
+        """Return the states of the techniques that have one, by name."""
         states = {each.name: each.state_dict() for each in self.techniques}
         return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, states: dict[str, Any]) -> None:
-        """Take what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         for each in self.techniques:
             if each.name in states:
                 each.load_state_dict(states[each.name])
+
+
+@contextmanager
+def _observed(technique: Technique, run: Run, proofs: dict[str, Proof]) -> Iterator[None]:
+    proof = yield from technique.verify(run)
+    if proof is not None:
+        proofs[technique.name] = proof
 
 
 def _build(name: str, given: Mapping[str, Any]) -> Technique:
     technique = TECHNIQUE_CLASSES.get(name)
     try:
         settings: Section = msgspec.convert(_with_lists(given, technique), technique.Settings, strict=False)
-    except UsageError as error:
-        raise UsageError(f"{name}: {error.message}", remedy=error.remedy) from error
     except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, UsageError):  # msgspec wraps a ValueError of `__post_init__`
+            raise UsageError(f"{name}: {error.__cause__.message}", remedy=error.__cause__.remedy) from error
         known = "; ".join(map(_described, msgspec.structs.fields(technique.Settings))) or "none"
         raise UsageError(f"the settings of {name} are not valid: {error}", remedy=f"its settings: {known}") from error
     return technique(settings)
 
 
 def _described(field: msgspec.structs.FieldInfo) -> str:
-    """Return the name of a setting, and what it may be if that is one of a few."""
+    """Return the name of a setting, with its choices if it has a fixed set of them."""
     if get_origin(field.type) is not Literal:
         return field.name
     return f"{field.name} (one of {', '.join(map(str, get_args(field.type)))})"
 
 
 def _with_lists(given: Mapping[str, Any], technique: type[Technique]) -> dict[str, Any]:
-    """Return settings with texts for those that take several values, such as ``"16,32,64"``, divided at commas."""
+    """Return settings in which texts such as ``"16,32,64"`` are lists where a setting takes several values."""
     several = {each.name for each in msgspec.structs.fields(technique.Settings) if get_origin(each.type) is tuple}
     return {
         name: value.split(",") if name in several and isinstance(value, str) else value for name, value in given.items()
@@ -156,7 +184,7 @@ def _with_lists(given: Mapping[str, Any], technique: type[Technique]) -> dict[st
 
 
 def _in_order(techniques: Sequence[Technique]) -> list[Technique]:
-    """Return techniques in the order of what they change, each after those that it wants before it, else by name."""
+    """Return techniques sorted by what they change, then by `Technique.after`, then by name."""
     order = get_args(Changed)
     waiting = sorted(techniques, key=lambda each: (order.index(each.changes), each.name))
     ordered: list[Technique] = []
@@ -164,7 +192,7 @@ def _in_order(techniques: Sequence[Technique]) -> list[Technique]:
         names = {each.name for each in waiting}
         ready = next((each for each in waiting if not names & set(each.after) - {each.name}), None)
         if ready is None:
-            raise UsageError(f"{', '.join(sorted(names))} each want to come after another", remedy="leave one out")
+            raise UsageError(f"{', '.join(sorted(names))} must each come after another", remedy="leave one out")
         waiting.remove(ready)
         ordered.append(ready)
     return ordered

@@ -1,102 +1,99 @@
-"""TF32: matrix products of float32 factors, of which the chip takes the leading bits only."""
+"""TF32: float32 matmuls whose factors are rounded to fewer bits by the chip."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tensorkeep.train.config.sections import Section
 from tensorkeep.train.run.speed import measured_peak
-from tensorkeep.train.techniques.base import Proof, Technique
-from tensorkeep.train.techniques.machine import Machine
-from tensorkeep.train.techniques.watching import seen_outputs
-
-if TYPE_CHECKING:
-    from tensorkeep.train.run.state import Run
+from tensorkeep.train.run.state import Run
+from tensorkeep.train.techniques.base import Proof, Technique, Verification
+from tensorkeep.train.techniques.observe import observe_outputs
+from tensorkeep.train.techniques.requirements import Machine
 
 _LEVELS = {"tf32": "high", "bf16": "medium"}
 _SIZE = 256
-_SHORTENED = 1e-5
-"""A product of float32 factors is within 1e-6 of the exact one; of 10 bits of mantissa it is off by 3e-4."""
+_ROUNDED = 1e-5
+"""A float32 matmul is within 1e-6 of the exact one; with factors of 10 bits of mantissa it is off by 3e-4."""
 
 
 class Tf32Settings(Section, frozen=True):
-    """How much of a factor is taken.
+    """How far factors are rounded.
 
     Attributes
     ----------
     precision : str
-        ``"tf32"``: 10 bits of mantissa, on GPUs of compute capability 8.0 or later; ``"bf16"``: 7 bits, on CPUs that
-        have products of that kind and torch uses them for float32 (AMX).
+        ``"tf32"``: 10 bits of mantissa, on GPUs of compute capability 8.0 or later; ``"bf16"``: 7 bits, on CPUs where
+        torch uses bfloat16 matmuls for float32 (AMX).
     """
 
     precision: Literal["tf32", "bf16"] = "tf32"
 
 
 class Tf32(Technique):
-    """Results, sums, weights and all that is no matrix product stay in float32."""
+    """Results, sums, weights and everything else outside matmuls stay in float32."""
 
     name: ClassVar = "tf32"
     kind: ClassVar = "systems"
     changes: ClassVar = "process"
     tolerance: ClassVar = 0.02
-    summary: ClassVar = "lets the chip shorten the factors of float32 matrix products"
-    effect: ClassVar = "matrix products up to eight times as fast as in float32, and half as fast as in 16 bits"
+    summary: ClassVar = "lets the chip round the factors of float32 matmuls"
+    effect: ClassVar = "matmuls up to eight times as fast as in float32, and half as fast as in 16 bits"
     reference: ClassVar = "docs.pytorch.org/docs/stable/notes/cuda.html, TensorFloat-32"
     Settings: ClassVar = Tf32Settings
-    conflicts: ClassVar = {"mixed-precision": "its matrix products have 16-bit factors, which nothing shortens"}
+    conflicts: ClassVar = {"mixed-precision": "its matmuls have 16-bit factors already"}
+    settings: Tf32Settings
 
     def lacks(self, machine: Machine) -> str | None:
-        """Say what chip it needs; on a CPU a product is tried, as torch takes the setting on any."""
+        """Return what chip it needs. On a CPU a matmul is tried, because torch accepts the setting on any CPU."""
         precision = self.settings.precision
         if machine.on_cuda:
             return "needs a CPU for bf16" if precision == "bf16" else machine.lacks_cuda(least=(8, 0))
-        with _restored():
+        with _restored_precision():
             torch.set_float32_matmul_precision(_LEVELS[precision])
-            error = _error(machine.device)
-        if error > _SHORTENED:
+            error = _matmul_error(machine.device)
+        if error > _ROUNDED:
             return None
-        return f"needs a chip whose float32 products are shortened to {precision}; here they are exact to {error:.0e}"
+        return f"needs a chip that rounds float32 matmuls to {precision}; here they are exact to {error:.0e}"
 
-    @contextmanager
-    def process(self) -> Iterator[None]:
-        """Put the precision back at the end."""
-        with _restored():
-            yield
+    def process(self) -> AbstractContextManager[None]:
+        """Restore the precision at the end."""
+        return _restored_precision()
 
     def apply(self, run: Run) -> None:
-        """Set the precision of matrix products."""
-        # Not that of the one backend, which is the newer way: torch.compile asks for the precision of all of them, and
-        # fails where one was set by itself.
+        """Set the precision of matmuls."""
+        # Of all backends: torch.compile reads the common setting, and fails where only one backend has been set.
         torch.set_float32_matmul_precision(_LEVELS[self.settings.precision])
         run.speed.peak = measured_peak(run.device)
 
-    @contextmanager
-    def verify(self, run: Run) -> Iterator[Proof]:
-        """Multiply two matrices within the step, whenever a block does: the result must show the shortening."""
-        proof = Proof()
-        seen: list[tuple[str, float]] = []
+    def verify(self, run: Run) -> Verification:
+        """Multiply two matrices whenever a block of the step runs: the result must show the rounding."""
+        settings: set[str] = set()
+        errors: list[float] = []
 
-        def look(module: nn.Module, output: Tensor) -> None:
-            seen.append((_setting(run.device), _error(run.device)))
+        def probe(module: object, output: Tensor) -> None:
+            settings.add(_precision(run.device))
+            errors.append(_matmul_error(run.device))
 
-        with seen_outputs([each.qkv for each in run.model.attentions], look):
-            yield proof
-        wanted = self.settings.precision
-        settings, errors = {setting for setting, _ in seen}, [error for _, error in seen]
-        if settings != {wanted}:
-            found = ", ".join(sorted(settings)) or "nothing"
+        with observe_outputs([each.qkv for each in run.model.attentions], probe):
+            yield
+        requested = self.settings.precision
+        if settings != {requested}:
+            found = ", ".join(sorted(settings)) or "not read"
             raise self.not_active(f"the precision in the step was {found}", "find out what sets it after the run began")
-        if min(errors) < _SHORTENED:
+        if min(errors) < _ROUNDED:
             raise self.not_active(
-                f"a product in the step was exact to {min(errors):.0e}, which is float32's own precision",
-                "leave it out: the chip shortens nothing",
+                f"a matmul in the step was exact to {min(errors):.0e}, the precision of float32 itself",
+                "leave it out: the chip does not round",
             )
-        proof.is_that(f"products were off by {max(errors):.0e}, as in {wanted}", precision=wanted, error=max(errors))
+        return Proof(
+            f"matmuls were off by {max(errors):.0e}, as in {requested}", precision=requested, error=max(errors)
+        )
 
 
 def _backend(device: torch.device) -> Any:
@@ -104,32 +101,32 @@ def _backend(device: torch.device) -> Any:
     return backends.cuda.matmul if device.type == "cuda" else backends.mkldnn.matmul
 
 
-def _setting(device: torch.device) -> str:
-    setting: str = _backend(device).fp32_precision
-    return setting
+def _precision(device: torch.device) -> str:
+    precision: str = _backend(device).fp32_precision
+    return precision
 
 
 @contextmanager
-def _restored() -> Iterator[None]:
-    """Put back, at the end, the precision of all backends and of each."""
+def _restored_precision() -> Iterator[None]:
+    """Restore the common precision and that of each backend at the end."""
     common = torch.get_float32_matmul_precision()
-    own = {device: _setting(device) for device in (torch.device("cpu"), torch.device("cuda"))}
+    own = {device: _precision(device) for device in (torch.device("cpu"), torch.device("cuda"))}
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(common)
-        for device, setting in own.items():
-            _backend(device).fp32_precision = setting
+        for device, precision in own.items():
+            _backend(device).fp32_precision = precision
 
 
-def _error(device: torch.device) -> float:
-    """Return how far a product of float32 matrices is from the exact one, as a share of it."""
+def _matmul_error(device: torch.device) -> float:
+    """Return the relative error of a float32 matmul."""
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(_SIZE, _SIZE, generator=generator) for _ in range(2))
     exact = left.double() @ right.double()
-    found = _product(left.to(device), right.to(device)).cpu().double()
+    found = _matmul(left.to(device), right.to(device)).cpu().double()
     return float((found - exact).norm() / exact.norm())
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
+def _matmul(left: Tensor, right: Tensor) -> Tensor:
     return left @ right

@@ -1,4 +1,4 @@
-"""What this machine has that techniques need."""
+"""What techniques may need of a machine: a CUDA device, a package, a compiler."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ import torch
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine as techniques ask about it; nothing is looked up before it is asked for.
+    """What this machine has; each question is answered when it is asked.
 
     Parameters
     ----------
     device : torch.device
-        What the run is to use.
+        The device of the run.
+
+    Examples
+    --------
+    >>> Machine(torch.device("cpu")).lacks_cuda()
+    'needs a CUDA device; the run is on cpu'
     """
 
     device: torch.device
@@ -34,23 +39,23 @@ class Machine:
         return torch.cuda.get_device_capability(self.device) if self.on_cuda else (0, 0)
 
     def lacks_cuda(self, *, least: tuple[int, int] = (0, 0)) -> str | None:
-        """Say what is missing where a CUDA device is needed, of some compute capability or a later one."""
+        """Return what is missing if a CUDA device of a least compute capability is needed; None if it is there."""
         if not self.on_cuda:
             return f"needs a CUDA device; the run is on {self.device}"
         if self.capability < least:
-            wanted, found = (".".join(map(str, each)) for each in (least, self.capability))
-            return f"needs compute capability {wanted}; {torch.cuda.get_device_name(self.device)} has {found}"
+            needed, found = (".".join(map(str, each)) for each in (least, self.capability))
+            return f"needs compute capability {needed}; {torch.cuda.get_device_name(self.device)} has {found}"
         return None
 
     def lacks_package(self, module: str, *, install: str) -> str | None:
-        """Say how to install a package, by the module that it brings, unless it is there."""
+        """Return how to install the package of a module; None if it is installed."""
         return None if find_spec(module) else f"needs the package {module!r}, which is missing: pip install {install}"
 
     def lacks_compiler(self) -> str | None:
-        """Say what `torch.compile` misses: on the CPU a C++ compiler, on CUDA Triton."""
+        """Return what `torch.compile` misses: a C++ compiler on the CPU, Triton on CUDA; None if it is there."""
         if self.on_cuda:
             return self.lacks_package("triton", install="triton")
         compilers = ("cl",) if sys.platform == "win32" else ("g++", "clang++", "c++")
         if any(shutil.which(each) for each in compilers):
             return None
-        return f"needs a C++ compiler ({', '.join(compilers)}), and none is found"
+        return f"needs a C++ compiler ({', '.join(compilers)}), and none was found"

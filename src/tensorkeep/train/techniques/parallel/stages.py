@@ -1,10 +1,10 @@
-"""Stages of a pipeline: which process has which part of a model, and a checkpoint of all of them."""
+"""Stages of a pipeline: which process has which blocks of a model, and checkpoints of all stages."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +14,12 @@ from tensorkeep.train.model.cache import Cache
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.model.positions import RotaryPositions
 from tensorkeep.train.optim.average import WeightAverage
+from tensorkeep.train.run.state import Run
 from tensorkeep.train.run.world import World
-
-if TYPE_CHECKING:
-    from tensorkeep.train.run.state import Run
 
 
 class Stages:
-    """How a model is divided by blocks among the processes of a run; the last one has the head.
+    """The blocks of a model, split among the processes of a run; the last process also has the head.
 
     Parameters
     ----------
@@ -33,7 +31,7 @@ class Stages:
     blocks : range
         The numbers of the blocks that this process has.
     first, last : bool
-        Whether it has the embeddings, and the final norm and the head.
+        Whether it has the embeddings, or the final norm and the head.
     """
 
     def __init__(self, model: GPT, world: World) -> None:
@@ -46,7 +44,7 @@ class Stages:
         self.last = world.rank == size - 1
 
     def owner(self, name: str) -> int:
-        """Return the rank of the process that has a parameter; of a tied one, which two have, the first."""
+        """Return the rank of the process that has a parameter; the first of two for a tied one."""
         section, _, rest = name.partition(".")
         if section == "blocks":
             number = int(rest.partition(".")[0])
@@ -59,30 +57,30 @@ class Stages:
         found = self.model.named_parameters()
         return {name: each for name, each in found if self.owner(name) == self.world.rank or name in tied}
 
-    def let_go(self) -> None:
-        """Give the memory back of the parameters that other processes have; their shapes stay."""
+    def release_others(self) -> None:
+        """Free the memory of the parameters of other processes; their shapes stay."""
         own = self.own()
         for name, parameter in self.model.named_parameters():
             if name not in own:
                 parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
 
     def from_owner(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a tensor that goes with a parameter as its owner has it, on the CPU; see `World.gather_state`."""
+        """Return the owner's tensor for a parameter, on the CPU; see `World.gather_state`."""
         owner = self.owner(name)
         found = tensor.detach().clone() if self.world.rank == owner else tensor.new_empty(tensor.shape)
         dist.broadcast(found, src=owner)
         return self.world.kept(found)
 
     def state_from_owner(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state that the owner's optimizer has for a parameter."""
+        """Return the owner's optimizer state for a parameter."""
         mine = {key: value.detach() for key, value in state.items()}
         shapes = {key: (list(value.shape), str(value.dtype).removeprefix("torch.")) for key, value in mine.items()}
-        told: dict[str, Any] = json.loads(self.world.broadcast_text(json.dumps(shapes), source=self.owner(name)))
-        like = {key: torch.empty(shape, dtype=getattr(torch, dtype)) for key, (shape, dtype) in told.items()}
+        of_owner: dict[str, Any] = json.loads(self.world.broadcast_text(json.dumps(shapes), source=self.owner(name)))
+        like = {key: torch.empty(shape, dtype=getattr(torch, dtype)) for key, (shape, dtype) in of_owner.items()}
         return {key: self.from_owner(name, mine.get(key, each).cpu()) for key, each in like.items()}
 
     def compute(self, x: Tensor, start: int, cache: Cache | None = None) -> Tensor:
-        """Return what comes out of this process's blocks."""
+        """Return the output of this process's blocks."""
         positions, rotation = self.model.positions, None
         if isinstance(positions, RotaryPositions):
             rotation = positions(start, start + x.shape[1])
@@ -90,21 +88,21 @@ class Stages:
             x = self.model.blocks[number](x, rotation, None if cache is None else cache.layers[number])
         return x
 
-    def leave(self, x: Tensor) -> Tensor:
-        """Return the logits, in float32."""
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the logits of the last stage, in float32."""
         logits: Tensor = self.model.head(self.model.norm(x))
         return logits.float()
 
     def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         """Return the logits in every process: for evaluation."""
-        return self._logits(self._features(tokens, cache))
+        return self._broadcast_logits(self._features(tokens, cache))
 
     def last_logits(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         """Return the logits of the token after the last one in every process: for generation."""
-        return self._logits(self._features(tokens, cache)[:, -1])
+        return self._broadcast_logits(self._features(tokens, cache)[:, -1])
 
     def _features(self, tokens: Tensor, cache: Cache | None) -> Tensor:
-        """Pass through one stage after the other; return what comes out of the last one in every process."""
+        """Return the output of the last stage's blocks in every process."""
         start = 0 if cache is None else cache.length
         shape = (*tokens.shape, self.model.config.d_model)
         x = self.model.embed(tokens, cache) if self.first else self.model.tokens.weight.new_empty(shape)
@@ -114,18 +112,18 @@ class Stages:
             x = x.contiguous()
             dist.broadcast(x, src=rank)
         for layer in () if cache is None else cache.layers:
-            # Those of other processes are empty, and as long.
+            # The caches of other processes' blocks are empty, and must have the same length.
             layer.length = start + tokens.shape[-1]
         return x
 
-    def _logits(self, x: Tensor) -> Tensor:
-        logits = self.leave(x) if self.last else x.new_empty((*x.shape[:-1], self.model.config.vocab_size))
+    def _broadcast_logits(self, x: Tensor) -> Tensor:
+        logits = self.logits(x) if self.last else x.new_empty((*x.shape[:-1], self.model.config.vocab_size))
         dist.broadcast(logits, src=self.world.size - 1)
         return logits
 
 
-class Stage(nn.Module):
-    """What this process computes in a step, as a module for torch's schedules.
+class StageModule(nn.Module):
+    """The computation of this process in a step, as a module for torch's schedules.
 
     Parameters
     ----------
@@ -138,14 +136,14 @@ class Stage(nn.Module):
         self.parameters_of_stage = nn.ParameterList(stages.own().values())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the next stage is given, or the logits."""
+        """Return the input of the next stage, or the logits."""
         stages = self._stages
         x = stages.compute(stages.model.embed(x) if stages.first else x, 0)
-        return stages.leave(x) if stages.last else x
+        return stages.logits(x) if stages.last else x
 
 
 def save_all_stages(run: Run, stages: Stages) -> None:
-    """Let checkpoints hold the parameters, averages and optimizer states of all processes, and each take its own."""
+    """Make checkpoints hold the parameters, averages and optimizer states of all stages; each process loads its own."""
     model = stages.model
     names = {id(each): name for name, each in model.named_parameters()}
 
@@ -153,7 +151,7 @@ def save_all_stages(run: Run, stages: Stages) -> None:
         for name, parameter in model.named_parameters():
             state[name] = stages.from_owner(name, parameter.data)
         if model.config.tied:
-            # Tied weights share their memory in a checkpoint, too.
+            # Tied weights share their memory in a checkpoint too.
             state["head.weight"] = state["tokens.weight"]
 
     @torch.no_grad()
@@ -163,7 +161,7 @@ def save_all_stages(run: Run, stages: Stages) -> None:
 
     model.register_state_dict_post_hook(gather)  # type: ignore[no-untyped-call]
     model.load_state_dict = load  # type: ignore[method-assign, assignment]
-    run.average = _Average(stages, run.config.ema.decay)
+    run.average = _StageAverage(stages, run.config.ema.decay)
     for optimizer in run.optimizers.values():
         parameters = [names[id(each)] for group in optimizer.param_groups for each in group["params"]]
         _save_all_states(optimizer, parameters, stages)
@@ -184,7 +182,7 @@ def _save_all_states(optimizer: torch.optim.Optimizer, names: list[str], stages:
     optimizer.register_load_state_dict_pre_hook(keep_own)
 
 
-class _Average(WeightAverage):
+class _StageAverage(WeightAverage):
     """An average of the parameters that this process has."""
 
     def __init__(self, stages: Stages, decay: float) -> None:

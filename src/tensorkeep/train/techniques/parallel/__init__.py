@@ -1,4 +1,4 @@
-"""What all techniques have in common that let several processes train one run together."""
+"""Techniques with which several processes train one run together: their base class, and how torchrun starts them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import ClassVar
 
 from tensorkeep.train.run.world import can_join
 from tensorkeep.train.techniques.base import Technique
-from tensorkeep.train.techniques.machine import Machine
+from tensorkeep.train.techniques.requirements import Machine
 
 TOGETHER = ("ddp", "fsdp", "tensor-parallel", "pipeline-parallel")
-"""Techniques that share out the processes of a run, each in its own way."""
+"""Techniques that divide the work of a run among processes, each in its own way."""
 
 
 class Parallel(Technique):
@@ -17,14 +17,16 @@ class Parallel(Technique):
 
     kind: ClassVar = "systems"
     changes: ClassVar = "processes"
+    # With dropout, each process draws other zeros; without it, only the order of sums differs.
+    tolerance: ClassVar = 0.05
 
     def lacks(self, machine: Machine) -> str | None:
-        """Say how the processes are started, unless they are."""
+        """Return the command that starts the processes, unless they are started."""
         if can_join():
             return None
         return f"needs torchrun: torchrun --nproc-per-node 2 -m tensorkeep train RECIPE --technique {self.name}"
 
 
 def others_than(name: str) -> dict[str, str]:
-    """Return, as conflicts, the other techniques that share out the processes."""
-    return dict.fromkeys((each for each in TOGETHER if each != name), "each would share out the processes by itself")
+    """Return, as conflicts, the other techniques for several processes."""
+    return dict.fromkeys((each for each in TOGETHER if each != name), "each would divide the processes by itself")

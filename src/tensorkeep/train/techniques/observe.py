@@ -1,0 +1,115 @@
+"""Hooks and wrappers with which techniques observe a step; all of them are removed afterwards.
+
+The hooks on modules ignore what runs without gradients, such as an evaluation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from tensorkeep.train.run.state import Run
+
+Observer = Callable[[nn.Module, Tensor], object]
+Operation = Literal["loss", "backward", "clip", "accepts", "update"]
+
+
+@contextmanager
+def count_calls(modules: Iterable[nn.Module]) -> Iterator[Counter[nn.Module]]:
+    """Count how often the forward of each module runs."""
+    calls: Counter[nn.Module] = Counter()
+    with observe_inputs(modules, lambda module, inputs: calls.update([module])):
+        yield calls
+
+
+@contextmanager
+def observe_inputs(modules: Iterable[nn.Module], observer: Observer) -> Iterator[None]:
+    """Call a function with the first input of each module, before other hooks change it."""
+
+    def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if torch.is_grad_enabled():
+            observer(module, inputs[0])
+
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.callback(module.register_forward_pre_hook(hook, prepend=True).remove)
+        yield
+
+
+@contextmanager
+def observe_outputs(modules: Iterable[nn.Module], observer: Observer) -> Iterator[None]:
+    """Call a function with the output of each module."""
+
+    def hook(module: nn.Module, inputs: object, output: Tensor) -> None:
+        if torch.is_grad_enabled():
+            observer(module, output)
+
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.callback(module.register_forward_hook(hook).remove)
+        yield
+
+
+@contextmanager
+def replace_operation(run: Run, name: Operation, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Replace one of a run's `Operations` within this context."""
+    original = getattr(run.operations, name)
+    setattr(run.operations, name, replacement)
+    try:
+        yield
+    finally:
+        setattr(run.operations, name, original)
+
+
+@contextmanager
+def record_inputs(run: Run) -> Iterator[list[Tensor]]:
+    """Record the inputs, on the CPU, of each call of the run's loss."""
+    loss, inputs_of_step = run.operations.loss, []
+
+    def recording_loss(inputs: Tensor, targets: Tensor) -> Tensor:
+        inputs_of_step.append(inputs.cpu())
+        return loss(inputs, targets)
+
+    with replace_operation(run, "loss", recording_loss):
+        yield inputs_of_step
+
+
+@dataclass
+class Updates:
+    """The updates of the weights in a step.
+
+    Attributes
+    ----------
+    made : int
+        How many were made; 0 if the gradient was not finite.
+    optimizer_steps : Counter of str
+        How often each optimizer was stepped, by its name.
+    """
+
+    made: int = 0
+    optimizer_steps: Counter[str] = field(default_factory=Counter)
+
+
+@contextmanager
+def count_updates(run: Run) -> Iterator[Updates]:
+    """Count the updates of the weights, and the steps of each optimizer."""
+    updates, update = Updates(), run.operations.update
+
+    def counting_update() -> None:
+        updates.made += 1
+        update()
+
+    def counting_hook(name: str) -> Any:
+        return lambda *arguments: updates.optimizer_steps.update([name])
+
+    with ExitStack() as hooks:
+        for name, optimizer in run.optimizers.items():
+            hooks.callback(optimizer.register_step_pre_hook(counting_hook(name)).remove)
+        with replace_operation(run, "update", counting_update):
+            yield updates

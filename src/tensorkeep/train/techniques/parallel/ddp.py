@@ -1,0 +1,117 @@
+"""Distributed data parallel: each process has the full model, and gradients are averaged while they are computed."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from tensorkeep.train.run.state import Run
+from tensorkeep.train.techniques.base import Proof, Verification
+from tensorkeep.train.techniques.observe import replace_operation
+from tensorkeep.train.techniques.parallel import Parallel, others_than
+from tensorkeep.train.techniques.parallel.batches import shard_batches
+from tensorkeep.train.techniques.warm_up import Loss, next_batch
+
+
+class Ddp(Parallel):
+    """Li et al., arXiv 2006.15704. Only the backward pass of a step's last batch exchanges gradients."""
+
+    name: ClassVar = "ddp"
+    summary: ClassVar = "lets each process train its rows of every batch, and averages their gradients"
+    effect: ClassVar = "almost as many times the speed as there are devices, while a batch keeps each of them busy"
+    reference: ClassVar = "arXiv 2006.15704; torch.nn.parallel.DistributedDataParallel"
+    conflicts: ClassVar = others_than("ddp")
+
+    parallel: DistributedDataParallel
+    _reduced = 0
+    _batches_done = 0
+
+    def apply(self, run: Run) -> None:
+        """Shard the batches, and wrap the loss so that its gradient is averaged over the processes."""
+        shard_batches(run)
+        operations = run.operations
+        backward, clip = operations.backward, operations.clip
+        self.parallel = DistributedDataParallel(_LossModule(run.model, operations.loss), gradient_as_bucket_view=True)
+        # A lambda has no annotations: DDP would compare them with types, and here they are strings.
+        self.parallel.register_comm_hook(None, lambda state, bucket: self._reduce(bucket))
+
+        def loss(inputs: Tensor, targets: Tensor) -> Tensor:
+            last = self._batches_done == run.config.loop.accumulate - 1
+            with nullcontext() if last else self.parallel.no_sync():
+                value: Tensor = self.parallel(inputs, targets)
+            return value
+
+        def counting_backward(value: Tensor) -> None:
+            backward(value)
+            self._batches_done += 1
+
+        def clip_after_last_batch() -> Tensor:
+            self._batches_done = 0
+            return clip()
+
+        operations.loss, operations.backward, operations.clip = loss, counting_backward, clip_after_last_batch
+
+    def _reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        self._reduced += bucket.buffer().numel()
+        return allreduce_hook(None, bucket)  # type: ignore[arg-type]
+
+    def warm_up(self, run: Run) -> None:
+        """Compute a gradient and discard it: DDP rebuilds its buckets after the first one.
+
+        Sums of more than two numbers depend on their order, and a resumed run must compute the same bits as one that
+        was never interrupted.
+        """
+        with next_batch(run) as (inputs, targets):
+            self.parallel(inputs, targets).backward()
+        run.model.zero_grad()
+
+    def verify(self, run: Run) -> Verification:
+        """Count the averaged numbers, and compare the gradients of the processes."""
+        clip, before, equal = run.operations.clip, self._reduced, False
+
+        def observed_clip() -> Tensor:
+            nonlocal equal
+            equal = run.world.all_equal(*_fingerprints(run.model))
+            return clip()
+
+        with replace_operation(run, "clip", observed_clip):
+            yield
+        parameters = sum(each.numel() for each in run.model.parameters())
+        reduced = self._reduced - before
+        if reduced != parameters:
+            raise self.not_active(
+                f"the gradient has {parameters:,} numbers, and {reduced:,} were averaged over the processes"
+            )
+        if not equal:
+            raise self.not_active("the processes have different gradients")
+        return Proof(
+            f"{reduced:,} numbers, the gradient once, were averaged over {run.world.size} processes",
+            numbers=reduced,
+            processes=run.world.size,
+        )
+
+
+class _LossModule(nn.Module):
+    """The loss as a module with the model's parameters, for DDP to wrap.
+
+    It has no buffers: DDP would send them in every step, and they never change.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.of_model = nn.ParameterList(model.parameters())
+        self._loss = loss
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Any:
+        return self._loss(inputs, targets)
+
+
+def _fingerprints(model: nn.Module) -> list[int]:
+    """Return the sum of each gradient's bits, read as integers."""
+    gradients = (each.grad for each in model.parameters())
+    return [int(each.view(torch.int32).sum(dtype=torch.int64)) for each in gradients if each is not None]

@@ -1,0 +1,165 @@
+"""Conformance suite of a technique for several processes: that of any technique, and runs of two processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from tensorkeep.testing.equality import difference
+from tensorkeep.testing.technique_suite import STEPS, TINY, TechniqueSuite, last_state, losses, train_run, trained
+from tensorkeep.train.config.config import Config
+from tensorkeep.train.run.folder import RunFolder
+from train.techniques.several_processes import EXACT, ProcessPool, Results, Task, generated, group_of_one, task
+
+HALF = STEPS // 2
+
+Two = tuple[Path, Results]
+"""The folder in which two processes did their tasks, and their results."""
+
+_OTHER_MODEL = {
+    "model.positions": "rotary",
+    "model.token_shift": True,
+    "model.norm": "rmsnorm",
+    "model.activation": "swiglu",
+    "model.bias": False,
+    "model.tied": False,
+    "ema.decay": 0.9,
+}
+
+
+class ParallelSuite(TechniqueSuite):
+    """Subclass it like `TechniqueSuite`, and name ways to break a run; see `several_processes.BREAKS`.
+
+    All tasks of a class are sent at once to the two processes, which are started once for all classes.
+    """
+
+    broken: ClassVar[Mapping[str, str]] = {}
+    """The error message of each way to break a run."""
+
+    stepped: ClassVar[Mapping[str, Mapping[str, object]]] = {}
+    """Changes of `EXACT` for further verified steps, by the name of the result."""
+
+    models: ClassVar[Sequence[Mapping[str, object]]] = ({}, _OTHER_MODEL)
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def group(cls) -> Iterator[None]:
+        """Run the tests of `TechniqueSuite` in a group of one process."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        with group_of_one(), pytest.MonkeyPatch.context() as patches:
+            patches.setattr("tensorkeep.train.run.setup.measured_peak", lambda device: 1e9)
+            yield
+        torch.set_num_threads(threads)
+
+    @classmethod
+    def with_technique(cls, config: Config) -> Config:
+        """Return a configuration with the technique on."""
+        return config.changed({f"techniques.{cls.technique.name}": "on"})
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def two(cls, tmp_path_factory: pytest.TempPathFactory, data: Path, two_processes: ProcessPool) -> Two:
+        """Let two processes do, once, all tasks of the class."""
+        folder = tmp_path_factory.mktemp("two")
+        train_run(EXACT, folder / "from-one", data, stop_after=HALF)
+        return folder, two_processes.run(cls._tasks(folder, data))
+
+    @classmethod
+    def _tasks(cls, folder: Path, data: Path) -> dict[str, Task]:
+        dropping, exact = cls.with_technique(TINY), cls.with_technique(EXACT)
+        tasks = {
+            "whole": task("train", dropping, folder / "whole", data),
+            "first half": task("train", dropping, folder / "resumed", data, stop_after=HALF),
+            "second half": task("train", dropping, folder / "resumed", data, resume=True),
+            "to one": task("train", exact, folder / "to-one", data, stop_after=HALF),
+            "from one": task("train", exact, folder / "from-one", data, resume=True),
+            "verified": task("step", exact, folder / "verified", data),
+            "generated": task("generate", exact.changed(cls.models[-1]), folder / "generated", data),
+        }
+        for number, model in enumerate(cls.models):
+            tasks[f"model {number}"] = task("train", exact.changed(model), folder / f"model{number}", data)
+        for name, changes in cls.stepped.items():
+            tasks[name] = task("step", exact.changed(changes), folder / name, data)
+        for name in cls.broken:
+            tasks[f"broken: {name}"] = task("step", dropping, folder / f"broken {name}", data, **{"break": name})
+        return tasks
+
+    def test_two_processes_compute_the_same_as_one(self, two: Two, data: Path) -> None:
+        """The losses of training and evaluation are those of one process with the same batches."""
+        folder, _ = two
+        for number, model in enumerate(self.models):
+            alone, together = losses(trained(EXACT.changed(model), data)), losses(folder / f"model{number}")
+            assert [each[:2] for each in together] == [each[:2] for each in alone]
+            assert [each[2] for each in together] == pytest.approx([each[2] for each in alone], rel=1e-4)
+
+    def test_two_processes_resume_exactly(self, two: Two) -> None:
+        """A run with dropout that was stopped and resumed ends bit-identical to one that was not."""
+        folder, _ = two
+        assert losses(folder / "resumed") == losses(folder / "whole")
+        assert difference(last_state(folder / "resumed"), last_state(folder / "whole")) is None
+
+    def test_one_process_resumes_what_two_saved(self, two: Two, data: Path) -> None:
+        """A checkpoint of two processes is one of a single process with the technique off."""
+        folder, _ = two
+        config = RunFolder(folder / "to-one").record().config.changed({f"techniques.{self.technique.name}": "off"})
+        train_run(config, folder / "to-one", data, resume=True)
+        assert not self._differences(folder / "to-one", trained(EXACT, data))
+
+    def test_two_processes_resume_what_one_saved(self, two: Two, data: Path) -> None:
+        """A checkpoint of a single process can be resumed by two."""
+        folder, _ = two
+        assert not self._differences(folder / "from-one", trained(EXACT, data))
+
+    def _differences(self, first: Path, second: Path) -> list[str]:
+        """Return the respects in which the ends of two runs differ."""
+        found, expected = last_state(first), last_state(second)
+        same = {
+            "losses": [each[2] for each in losses(first)] == pytest.approx([e[2] for e in losses(second)], rel=1e-4),
+            "names": list(found["model"]) == list(expected["model"]),
+            "tokens": found["progress"]["tokens"] == expected["progress"]["tokens"],
+            "batches": found["batches"] == expected["batches"],
+            "optimizers": difference(_shapes(found["optimizers"]), _shapes(expected["optimizers"])) is None,
+        }
+        for name, tensor in expected["model"].items():
+            # Matrices only: of tiny gradients, such as those of the keys' biases, AdamW makes steps of any sign.
+            if tensor.ndim == 2:
+                same[name] = bool((found["model"][name] - tensor).norm() < 0.01 * tensor.norm())
+        return [name for name, equal in same.items() if not equal]
+
+    def test_both_processes_report_the_same(self, two: Two) -> None:
+        """Loss, norm and tokens are those of the whole batch in each process, and each has a proof."""
+        _, results = two
+        steps = [process["verified"] for process in results]
+        assert steps[0]["record"] == steps[1]["record"]
+        assert [each["tokens"] for each in steps] == [EXACT.loop.batch_size * EXACT.loop.accumulate * 16] * 2
+        for each in steps:
+            assert each["proofs"][self.technique.name]["processes"] == 2
+
+    def test_both_processes_generate_the_text_of_one(self, two: Two, tmp_path: Path, data: Path) -> None:
+        """Generation gives the same tokens in each process as in a single one."""
+        _, results = two
+        alone = generated(task("generate", EXACT.changed(self.models[-1]), tmp_path / "alone", data))
+        for process in results:
+            assert process["generated"] == alone
+
+    def test_a_broken_run_is_an_error_in_every_process(self, two: Two) -> None:
+        """Each process reports that the technique is not active."""
+        _, results = two
+        for process in results:
+            for name, message in self.broken.items():
+                error = process[f"broken: {name}"]
+                assert error.get("kind") == "technique-not-active", name
+                assert message in error["message"], name
+
+
+def _shapes(state: Any) -> Any:
+    if isinstance(state, Mapping):
+        return {key: _shapes(each) for key, each in state.items()}
+    if isinstance(state, list):
+        return [_shapes(each) for each in state]
+    return [*state.shape] if isinstance(state, torch.Tensor) else state
