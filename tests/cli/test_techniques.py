@@ -39,10 +39,18 @@ TRAIN = ["train", "shakespeare-char-cpu", "--loop.device", "cpu"]
         (["--technique", "C,activation-swapping"], 2, "cannot be combined: checkpointed blocks save nothing"),
         (["--technique", "cuda-graphs"], 7, "cuda-graphs needs a CUDA device; the run is on cpu"),
         (["--technique", "ddp"], 7, "ddp needs torchrun: torchrun --nproc-per-node 2 -m tensorkeep train"),
-        (["--techniques.gradient-accumulation.batches", "0"], 2, "gradient-accumulation: batches is 0"),
-        (["--techniques.gradient-accumulation.batches", "two"], 2, "the settings of gradient-accumulation are not"),
-        (["--techniques.gradient-accumulation.parts", "2"], 2, "unknown field `parts`\nits settings: batches"),
-        (["--techniques.compile.mode", "fast"], 2, "the settings of compile are not valid"),
+        (["--techniques.gradient-accumulation.batches", "0"], 2, "gradient-accumulation: batches is '0'"),
+        (["--techniques.gradient-accumulation.batches", "two"], 2, "gradient-accumulation: batches is 'two'"),
+        (
+            ["--techniques.gradient-accumulation.parts", "2"],
+            2,
+            "has no setting 'parts'\nits settings: batches",
+        ),
+        (
+            ["--techniques.compile.mode", "fast"],
+            2,
+            "compile: mode is 'fast'\ngive one of default",
+        ),
         (["--techniques.compile", "yes"], 2, 'techniques.compile is \'yes\'\ngive "on", "off", or a setting'),
     ],
 )

@@ -239,7 +239,7 @@ def test_the_reference_is_the_run_without_what_must_not_move_it(data: Path, tmp_
         ({"loop.steps": 5}, "loop.steps is the same for all arms"),
         ({"data.source": "x"}, "data.source is the same for all arms"),
         ({"techniques.compil": "on"}, "there is no technique named 'compil'"),
-        ({"techniques.compile.mod": "x"}, "the settings of compile are not valid"),
+        ({"techniques.compile.mod": "x"}, "compile has no setting 'mod'"),
         ({"optim.lrr": 1}, "there is no setting 'optim.lrr'"),
         ({"techniques.fused-optimizer": "on", "techniques.low-bit-optimizer": "on"}, "cannot be combined"),
     ],

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tensorkeep.train.config.bounds import check_bounds
-from tensorkeep.train.config.sections import Section
+from tensorkeep.train.config.sections import Count, Section
 from tensorkeep.train.model.block import Block
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
@@ -42,10 +41,7 @@ class CheckpointingSettings(Section, frozen=True):
     """
 
     keep: Literal["nothing", "products"] = "nothing"
-    every: int = 1
-
-    def __post_init__(self) -> None:
-        check_bounds("every", self.every, least=1)
+    every: Count = 1
 
 
 class ActivationCheckpointing(Technique):

@@ -14,14 +14,14 @@ from collections import defaultdict
 from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
+from msgspec import Meta
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from tensorkeep.train.config.bounds import check_bounds
-from tensorkeep.train.config.sections import Section
+from tensorkeep.train.config.sections import Count, Section
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
 from tensorkeep.train.techniques.requirements import Machine
@@ -43,12 +43,8 @@ class ActivationSwappingSettings(Section, frozen=True):
     """
 
     pool: bool = True
-    least: int = 1 << 20
-    ahead: int = 2
-
-    def __post_init__(self) -> None:
-        check_bounds("least", self.least, least=1)
-        check_bounds("ahead", self.ahead, least=0)
+    least: Count = 1 << 20
+    ahead: Annotated[int, Meta(ge=0)] = 2
 
 
 class ActivationSwapping(Technique):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
+from msgspec import Meta
 
-from tensorkeep.train.config.bounds import check_bounds
-from tensorkeep.train.config.sections import Section
+from tensorkeep.train.config.sections import Fraction, Section
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
 from tensorkeep.train.techniques.requirements import Machine
@@ -35,14 +35,8 @@ class AllocatorSettings(Section, frozen=True):
     """
 
     expandable_segments: bool = True
-    max_split_size_mb: int | None = None
-    garbage_collection_threshold: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_split_size_mb is not None:
-            check_bounds("max_split_size_mb", self.max_split_size_mb, least=21)
-        if self.garbage_collection_threshold is not None:
-            check_bounds("garbage_collection_threshold", self.garbage_collection_threshold, above=0, below=1)
+    max_split_size_mb: Annotated[int, Meta(ge=21)] | None = None
+    garbage_collection_threshold: Fraction | None = None
 
 
 class Allocator(Technique):

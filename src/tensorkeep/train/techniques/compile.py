@@ -44,6 +44,7 @@ class CompileSettings(Section, frozen=True):
     backend: Literal["inductor", "aot_eager"] = "inductor"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.backend != "inductor" and self.mode != "default":
             raise UsageError(f"mode {self.mode!r} needs inductor", remedy='give backend "inductor", or leave mode out')
 

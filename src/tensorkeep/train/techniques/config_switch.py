@@ -12,9 +12,8 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config.bounds import check_bounds
 from tensorkeep.train.config.config import Config
-from tensorkeep.train.config.sections import Section
+from tensorkeep.train.config.sections import Count, Fraction, Positive, Section
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Technique, Verification
@@ -91,12 +90,8 @@ class PlateauSettings(Section, frozen=True):
         What the rate is multiplied by.
     """
 
-    patience: int = 3
-    factor: float = 0.5
-
-    def __post_init__(self) -> None:
-        check_bounds("patience", self.patience, least=1)
-        check_bounds("factor", self.factor, above=0, below=1)
+    patience: Count = 3
+    factor: Fraction = 0.5
 
 
 def _plateau_schedule(technique: PlateauTechnique, config: Config) -> dict[str, object]:
@@ -134,12 +129,13 @@ class RangeTestSettings(Section, frozen=True):
         The learning rates of the first and of the last step.
     """
 
-    lowest: float = 1e-6
-    highest: float = 1.0
+    lowest: Positive = 1e-6
+    highest: Positive = 1.0
 
     def __post_init__(self) -> None:
-        check_bounds("lowest", self.lowest, above=0)
-        check_bounds("highest", self.highest, above=self.lowest)
+        super().__post_init__()
+        if self.highest <= self.lowest:
+            raise UsageError(f"highest is {self.highest}", remedy=f"give a number above lowest, {self.lowest}")
 
 
 def _range_schedule(technique: RangeTestTechnique, config: Config) -> dict[str, object]:

@@ -6,14 +6,14 @@ import os
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 import torch
+from msgspec import Meta
 
 from tensorkeep.errors import UsageError
 from tensorkeep.machine import physical_cores, thread_ids
-from tensorkeep.train.config.bounds import check_bounds
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.sections import Section
 from tensorkeep.train.run.state import Run
@@ -38,12 +38,11 @@ class CpuThreadsSettings(Section, frozen=True):
         physical core that the process may use; all of them if those are fewer than threads.
     """
 
-    threads: int | Literal["auto"] = "auto"
+    threads: Annotated[int, Meta(ge=1, le=1024)] | Literal["auto"] = "auto"
     cores: str = "auto"
 
     def __post_init__(self) -> None:
-        if isinstance(self.threads, int):
-            check_bounds("threads", self.threads, least=1, most=1024)
+        super().__post_init__()
         if self.cores != "auto":
             _parse_cores(self.cores)
 

@@ -7,13 +7,13 @@ Here both are float32.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
+from msgspec import Meta
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from tensorkeep.train.config.bounds import check_bounds
 from tensorkeep.train.config.sections import Section
 from tensorkeep.train.model.gpt import IGNORED
 from tensorkeep.train.run.state import Run
@@ -31,10 +31,7 @@ class FusedCrossEntropySettings(Section, frozen=True):
         Into how many chunks the tokens of a batch are split; only the logits of one chunk are in memory.
     """
 
-    parts: int = 8
-
-    def __post_init__(self) -> None:
-        check_bounds("parts", self.parts, least=2)
+    parts: Annotated[int, Meta(ge=2)] = 8
 
 
 class FusedCrossEntropy(Technique):

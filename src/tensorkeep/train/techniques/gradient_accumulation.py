@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from torch import Tensor
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config.bounds import check_bounds
 from tensorkeep.train.config.sections import Section
 from tensorkeep.train.data.batches import Batch, BatchSource
 from tensorkeep.train.run.state import Run
@@ -28,10 +27,7 @@ class AccumulationSettings(Section, frozen=True):
         Micro-batches of one batch of ``loop.batch_size`` sequences, which they must divide evenly.
     """
 
-    batches: int = 2
-
-    def __post_init__(self) -> None:
-        check_bounds("batches", self.batches, least=2)
+    batches: Annotated[int, msgspec.Meta(ge=2)] = 2
 
 
 class GradientAccumulation(Technique):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config.bounds import check_bounds
 from tensorkeep.train.config.sections import Section
 from tensorkeep.train.data.batches import Batch, Batches
 from tensorkeep.train.data.dataset import TRAIN
@@ -32,12 +32,8 @@ class LengthCurriculumSettings(Section, frozen=True):
         The fraction of the steps before the last stage, which the other stages divide equally.
     """
 
-    stages: int = 4
-    share: float = 0.5
-
-    def __post_init__(self) -> None:
-        check_bounds("stages", self.stages, least=2, most=100)
-        check_bounds("share", self.share, above=0, most=1)
+    stages: Annotated[int, Meta(ge=2, le=100)] = 4
+    share: Annotated[float, Meta(gt=0, le=1)] = 0.5
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from msgspec import Meta
 from torch import Tensor
 
-from tensorkeep.train.config.bounds import check_bounds
 from tensorkeep.train.config.sections import Section
 from tensorkeep.train.data.batches import Batch
 from tensorkeep.train.model.gpt import GPT, token_loss
@@ -32,14 +32,9 @@ class LossCurriculumSettings(Section, frozen=True):
         the hardest. It changes linearly between them.
     """
 
-    candidates: int = 2
-    begin: float = 0.0
-    end: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_bounds("candidates", self.candidates, least=2, most=100)
-        check_bounds("begin", self.begin, least=0, most=1)
-        check_bounds("end", self.end, least=0, most=1)
+    candidates: Annotated[int, Meta(ge=2, le=100)] = 2
+    begin: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    end: Annotated[float, Meta(ge=0, le=1)] = 1.0
 
 
 @dataclass(frozen=True)

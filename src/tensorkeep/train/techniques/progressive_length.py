@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config.bounds import check_bounds
 from tensorkeep.train.config.config import Config
-from tensorkeep.train.config.sections import Section
+from tensorkeep.train.config.sections import Count, Section
 from tensorkeep.train.data.batches import Batch, BatchSource
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
@@ -31,14 +32,11 @@ class ProgressiveLengthSettings(Section, frozen=True):
         For each stage: its fraction of the steps. They sum to 1.
     """
 
-    pieces: tuple[int, ...] = (4, 2, 1)
-    shares: tuple[float, ...] = (0.25, 0.25, 0.5)
+    pieces: tuple[Count, ...] = (4, 2, 1)
+    shares: tuple[Annotated[float, Meta(gt=0, le=1)], ...] = (0.25, 0.25, 0.5)
 
     def __post_init__(self) -> None:
-        for pieces in self.pieces:
-            check_bounds("pieces", pieces, least=1)
-        for share in self.shares:
-            check_bounds("shares", share, above=0, most=1)
+        super().__post_init__()
         falling = all(first > second for first, second in itertools.pairwise(self.pieces))
         if not falling or self.pieces[-1:] not in ((1,), [1]):
             raise UsageError(

@@ -12,9 +12,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config.bounds import check_bounds
 from tensorkeep.train.config.config import Config
-from tensorkeep.train.config.sections import Section
+from tensorkeep.train.config.sections import Count, Section
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
 
@@ -30,12 +29,8 @@ class SparseAttentionSettings(Section, frozen=True):
         Blocks that each position attends to: its own and ``keep - 1`` earlier ones.
     """
 
-    block: int = 64
-    keep: int = 4
-
-    def __post_init__(self) -> None:
-        check_bounds("block", self.block, least=1)
-        check_bounds("keep", self.keep, least=1)
+    block: Count = 64
+    keep: Count = 4
 
 
 class SparseAttention(Technique):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 import msgspec
 
 from tensorkeep.errors import MissingExtraError, UnsupportedError, UsageError
 from tensorkeep.train.config.config import Config
-from tensorkeep.train.config.sections import Section
+from tensorkeep.train.config.sections import read_settings
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Changed, Proof, Technique
 from tensorkeep.train.techniques.requirements import Machine
@@ -158,21 +158,14 @@ def _observed(technique: Technique, run: Run, proofs: dict[str, Proof]) -> Itera
 
 def _build(name: str, given: Mapping[str, Any]) -> Technique:
     technique = TECHNIQUE_CLASSES.get(name)
+    known = [field.name for field in msgspec.structs.fields(technique.Settings)]
+    unknown = [setting for setting in given if setting not in known]
+    if unknown:
+        raise UsageError(f"{name} has no setting {unknown[0]!r}", remedy=f"its settings: {', '.join(known) or 'none'}")
     try:
-        settings: Section = msgspec.convert(_with_lists(given, technique), technique.Settings, strict=False)
-    except msgspec.ValidationError as error:
-        if isinstance(error.__cause__, UsageError):  # msgspec wraps a ValueError of `__post_init__`
-            raise UsageError(f"{name}: {error.__cause__.message}", remedy=error.__cause__.remedy) from error
-        known = "; ".join(map(_described, msgspec.structs.fields(technique.Settings))) or "none"
-        raise UsageError(f"the settings of {name} are not valid: {error}", remedy=f"its settings: {known}") from error
-    return technique(settings)
-
-
-def _described(field: msgspec.structs.FieldInfo) -> str:
-    """Return the name of a setting, with its choices if it has a fixed set of them."""
-    if get_origin(field.type) is not Literal:
-        return field.name
-    return f"{field.name} (one of {', '.join(map(str, get_args(field.type)))})"
+        return technique(read_settings(_with_lists(given, technique), technique.Settings))
+    except UsageError as error:
+        raise UsageError(f"{name}: {error.message}", remedy=error.remedy) from error
 
 
 def _with_lists(given: Mapping[str, Any], technique: type[Technique]) -> dict[str, Any]:

@@ -11,8 +11,7 @@ from torch import distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config.bounds import check_bounds
-from tensorkeep.train.config.sections import Section
+from tensorkeep.train.config.sections import Count, Section
 from tensorkeep.train.data.batches import Batch, BatchSource
 from tensorkeep.train.model.gpt import token_loss
 from tensorkeep.train.run.state import Run
@@ -40,11 +39,8 @@ class PipelineSettings(Section, frozen=True):
         than there are processes; ``"gpipe"``: all forward passes, then all backward passes.
     """
 
-    parts: int = 4
+    parts: Count = 4
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
-
-    def __post_init__(self) -> None:
-        check_bounds("parts", self.parts, least=1)
 
 
 class PipelineParallel(Parallel):
