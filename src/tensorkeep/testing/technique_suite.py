@@ -225,7 +225,7 @@ class TechniqueSuite:
                 with pytest.raises(TechniqueNotActiveError, match=self.technique.name):
                     verified_step(run)
 
-    def test_process_settings_are_restored_precision(self, tmp_path: Path, data: Path) -> None:
+    def test_process_settings_are_restored(self, tmp_path: Path, data: Path) -> None:
         """Threads, default dtype and other settings of the process are restored when a run is closed."""
         for number, variant in enumerate(self.variants):
             before = _process_settings()

@@ -48,7 +48,7 @@ class TestActivationSwapping(TechniqueSuite):
     variants: tuple[Mapping[str, Any], ...] = ({"least": 64}, {"pool": False})
 
     @pytest.fixture(autouse=True)
-    def here(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check_machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Allow it on the CPU, where it saves no memory."""
         monkeypatch.setattr(ActivationSwapping, "lacks", lambda self, machine: None)
 

@@ -147,7 +147,7 @@ def test_mask_of_flex_is_causal() -> None:
 def test_an_unknown_kernel_is_refused(tmp_path: Path) -> None:
     from tensorkeep.train.techniques.stack import Stack
 
-    with pytest.raises(UsageError, match="the settings of attention-kernel are not valid"):
+    with pytest.raises(UsageError, match="attention-kernel: kernel is 'fast'"):
         Stack.of({"attention-kernel": {"kernel": "fast"}})
     with pytest.raises(UnsupportedError, match="attention-kernel needs a CUDA device"):
         Stack.of({"attention-kernel": {"kernel": "efficient"}}).check(Machine(torch.device("cpu")))

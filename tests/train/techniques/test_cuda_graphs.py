@@ -44,7 +44,7 @@ class TestCudaGraphs(TechniqueSuite):
     technique = CudaGraphs
 
     @pytest.fixture(autouse=True)
-    def here(self, recorder: None) -> None:
+    def check_machine(self, recorder: None) -> None:
         """Allow it on the CPU."""
 
     def break_on_purpose(self, run: Run) -> None:

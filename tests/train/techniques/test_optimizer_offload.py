@@ -38,7 +38,7 @@ class TestOptimizerOffload(TechniqueSuite):
     technique = OptimizerOffload
 
     @pytest.fixture(autouse=True)
-    def here(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check_machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Allow it on the CPU, where it saves no memory."""
         monkeypatch.setattr(OptimizerOffload, "lacks", lambda self, machine: None)
 

@@ -88,10 +88,10 @@ def test_stage_depends_on_the_step(step: int, stage: int) -> None:
         ({"pieces": (4, 2), "shares": (0.5, 0.5)}, r"pieces is \[4, 2\]"),
         ({"pieces": (2, 4, 1)}, "pieces is"),
         ({"pieces": ()}, "pieces is"),
-        ({"pieces": (4, 0, 1)}, "pieces is 0"),
+        ({"pieces": (4, 0, 1)}, r"pieces is \(4, 0, 1\)"),
         ({"shares": (0.5, 0.5)}, "shares is .* for 3 stages"),
         ({"shares": (0.5, 0.5, 0.5)}, "shares is"),
-        ({"shares": (0.5, 0.5, 0.0)}, "shares is 0"),
+        ({"shares": (0.5, 0.5, 0.0)}, r"shares is \(0.5, 0.5, 0.0\)"),
     ],
 )
 def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) -> None:

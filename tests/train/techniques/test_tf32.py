@@ -24,7 +24,7 @@ def chip(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate a chip that rounds factors when the setting is on."""
 
     def product(left: Tensor, right: Tensor) -> Tensor:
-        kept = _KEPT.get(tf32._setting(left.device), ~0)
+        kept = _KEPT.get(tf32._precision(left.device), ~0)
         return torch.mm(*((each.view(torch.int32) & kept).view(torch.float32) for each in (left, right)))
 
     monkeypatch.setattr(tf32, "_matmul", product)
@@ -44,8 +44,8 @@ class TestTf32(TechniqueSuite):
         """It accepts the setting, and multiplies as before."""
         with opened(with_techniques(TINY, {"tf32": {}}), tmp_path / "run", data) as run:
             monkeypatch.setattr(tf32, "_matmul", torch.mm)
-            assert tf32._setting(run.device) == "tf32"
-            if tf32._error(run.device) > tf32._SHORTENED:
+            assert tf32._precision(run.device) == "tf32"
+            if tf32._matmul_error(run.device) > tf32._ROUNDED:
                 pytest.skip("this chip shortens float32 products")
             with pytest.raises(TechniqueNotActiveError, match="exact to"):
                 verified_step(run)
@@ -58,22 +58,22 @@ class TestTf32(TechniqueSuite):
 
     def test_precision_is_restored(self, tmp_path: Path, data: Path) -> None:
         """For all backends, also if it was not set."""
-        before = [tf32._setting(torch.device(each)) for each in ("cpu", "cuda")]
+        before = [tf32._precision(torch.device(each)) for each in ("cpu", "cuda")]
         with opened(with_techniques(TINY, {"tf32": {}}), tmp_path / "run", data):
-            assert tf32._setting(torch.device("cuda")) == "tf32"
+            assert tf32._precision(torch.device("cuda")) == "tf32"
             assert torch.get_float32_matmul_precision() == "high"
-        assert [tf32._setting(torch.device(each)) for each in ("cpu", "cuda")] == before
+        assert [tf32._precision(torch.device(each)) for each in ("cpu", "cuda")] == before
         assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_errors_differ_by_precision() -> None:
-    exact = tf32._error(torch.device("cpu"))
-    with tf32._restored_precision_precision():
+    exact = tf32._matmul_error(torch.device("cpu"))
+    with tf32._restored_precision():
         torch.set_float32_matmul_precision("high")
-        short = tf32._error(torch.device("cpu"))
+        short = tf32._matmul_error(torch.device("cpu"))
         torch.set_float32_matmul_precision("medium")
-        shorter = tf32._error(torch.device("cpu"))
-    assert exact < 1e-6 < tf32._SHORTENED < 1e-4 < short < 1e-3 < shorter < 1e-2
+        shorter = tf32._matmul_error(torch.device("cpu"))
+    assert exact < 1e-6 < tf32._ROUNDED < 1e-4 < short < 1e-3 < shorter < 1e-2
 
 
 def test_chip_that_does_not_round_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

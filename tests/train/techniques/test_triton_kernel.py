@@ -41,7 +41,7 @@ class TestTritonKernel(TechniqueSuite):
     config = TINY.changed({"model.activation": "swiglu"})
 
     @pytest.fixture(autouse=True)
-    def here(self, interpreted: None) -> None:
+    def check_machine(self, interpreted: None) -> None:
         """Run the suite in the interpreter."""
 
     def break_on_purpose(self, run: Run) -> None:

@@ -108,6 +108,8 @@ def describe_type(kind: Any) -> str:
         return f"{finite} {' and '.join(filter(None, bounds))}"
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(str, get_args(kind)))}"
+    if get_origin(kind) is tuple:
+        return f"several values, each {describe_type(get_args(kind)[0])}"
     if get_origin(kind) in (Union, types.UnionType):
         return ", or ".join(map(describe_type, get_args(kind)))
     return _WORDS.get(kind, str(kind))
