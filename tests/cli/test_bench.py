@@ -172,7 +172,7 @@ def test_a_slip_in_a_file_is_one_clear_line(content, said, tmp_path, capsys):
         (["--model", "openllama-4b"], 2, "no known model"),
         (["--model", "openllama-3b:scale=16"], 3, "are needed"),
         (["--model", SMALL, "--from", "x"], 2, "exclude each other"),
-        (["--from", "absent"], 5, "nothing here"),
+        (["--from", "absent"], 5, "does not exist"),
         (["--arms", "nothing"], 2, "no arm 'nothing'"),
         (["--runs", "0"], 2, "--runs"),
         (["--with-optimizer", "sgd"], 2, "no optimizer 'sgd'"),

@@ -66,13 +66,13 @@ def test_a_run_measures_and_reports_and_its_results_alone_give_the_same_report(
     losses = {one["figures"]["loss"] for one in cells.values() if one["status"] == "ok"}
     assert len(losses) == 1
     assert not list(out.glob(".*"))
-    for text in ("speed", "tokens/s", "peak memory", "validation loss", "Seen at work", "ran again", "needs a CUDA"):
+    for text in ("speed", "tokens/s", "peak memory", "validation loss", "Techniques observed", "ran again", "needs a CUDA"):
         assert text in said
     page = (out / "report.html").read_text()
-    assert "Seen at work" in page and "tokens/s" in page
+    assert "Techniques observed" in page and "tokens/s" in page
     assert "throughput" not in said and "Saving" not in page
     assert "GiB" not in said and "first step (" in said
-    assert "per raw byte" not in page and "had to be seen at work" in page
+    assert "per raw byte" not in page and "had to be observed as active" in page
     again.mkdir()
     (again / "results.json").write_bytes((out / "results.json").read_bytes())
     assert main(["report", str(again)]) == 0

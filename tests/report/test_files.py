@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,12 +110,10 @@ def test_a_failed_write_leaves_the_old_report(plain: Path, monkeypatch: pytest.M
     write_report(plain, page)
     first = page.read_bytes()
 
-    def full(self: Path, content: bytes) -> int:
-        with self.open("wb") as file:
-            file.write(content[:100])
+    def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(errors.StoreError, match="No space left"):
         write_report(plain, page)
     monkeypatch.undo()

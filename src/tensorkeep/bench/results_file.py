@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,17 +81,30 @@ def write_results(results: Results, path: Path) -> None:
     StoreError
         If the file cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.new")
+    replace_file(path, msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file under a temporary name, sync and rename it: neither a reader nor a full disk meets half a file.
+
+    Raises
+    ------
+    StoreError
+        If the file cannot be written; an earlier one remains.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
         sync_directory(path.absolute().parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise StoreError(f"cannot write the results: {error.strerror}", path=path) from error
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise StoreError(f"cannot write the file: {error.strerror}", path=path) from error
 
 
 def printable(text: str) -> str:

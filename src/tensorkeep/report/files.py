@@ -5,15 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import os
-import secrets
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from tensorkeep.bench.results import Results, Statistics
-from tensorkeep.bench.results_file import read_results
+from tensorkeep.bench.results_file import read_results, replace_file
 from tensorkeep.errors import DestinationExistsError, StoreError, UsageError
 from tensorkeep.report.html import MARK, report_page
 from tensorkeep.report.plots import draw_plots
@@ -75,7 +73,7 @@ def write_report(
         files[Path(csv) / "summary.csv"] = summary_csv(found).encode()
         files[Path(csv) / "samples.csv"] = samples_csv(found).encode()
     for path, content in files.items():
-        _replace(path, content)
+        replace_file(path, content)
     return list(files)
 
 
@@ -132,16 +130,3 @@ def _harmless(value: object) -> object:
     if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r"):
         return f"'{value}"
     return value
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file under a temporary name and rename it: neither a reader nor a full disk meets half a report."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise StoreError(f"cannot write the report: {error.strerror}", path=path) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 
 from tensorkeep.bench.analysis.claims import check_claims
 from tensorkeep.bench.analysis.effects import effects_of, interactions_of, steps_of
@@ -76,16 +77,10 @@ def _statistics(
 ) -> Statistics:
     raw = list(samples.raw(arm.name, measure).values())
     per_byte = list(samples.per_byte(arm.name, measure).values())
-    described = describe(raw) if raw else None
     p_holm = adjusted.get(arm.name)
     verdict, reason = _verdict(samples, arm, measure, found, p_holm, noise) if measure.primary else (None, None)
     return Statistics(
-        n=len(raw),
-        mean=described and described.mean,
-        std=described and described.std,
-        median=described and described.median,
-        low=described and described.low,
-        high=described and described.high,
+        **(asdict(describe(raw)) if raw else {}),
         per_byte=describe(per_byte).median if per_byte else None,
         gain=found and found.gain,
         gain_low=found and found.low,

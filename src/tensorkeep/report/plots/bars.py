@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from tensorkeep.bench.analysis.statistics import describe
@@ -16,89 +17,67 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.ticker import Locator
 
-_ROW = 0.27
 _COLOURS = {"helps": d.GOOD, "hurts": d.BAD}
 _LOWEST = -150.0
 _NOTE = "Bar or dot: mean; whisker: ± 1 standard deviation; circle: one run."
 
 
+Panel = Callable[["Axes", Results, list[Arm]], None]
+"""Draws one panel, whose rows are the arms."""
+
+
 def three_way(results: Results) -> Figure:
     """Return one row of panels: saving, loading, size."""
-    measures, arms = compared_measures(results).all(), d.shown_arms(results)
-    figure = d.new_figure(_height(len(arms)) + 0.75)
-    panels = _panels(figure, 1, 3, len(measures))[0]
-    for axes, measure in zip(panels, measures, strict=True):
-        _amounts(axes, results, arms, measure)
-    d.label_rows(panels[0], [arm.name for arm in arms], bold=_bold(results))
-    _legend(figure, results)
-    return figure
+    return _figure(results, [[_amounts(measure) for measure in compared_measures(results).all()]])
 
 
 def four_panels(results: Results) -> Figure:
     """Return two by two panels: saving, loading, size, and the improvement over the baseline in percent."""
-    chosen, arms = compared_measures(results), d.shown_arms(results)
-    measures = chosen.all()
-    figure = d.new_figure(2 * _height(len(arms), 0.34) + 0.75)
-    panels = [axes for row in _panels(figure, 2, 2, 4) for axes in row]
-    for axes, measure in zip(panels, measures, strict=False):
-        _amounts(axes, results, arms, measure)
-    _improvements(panels[3], results, arms, [one for one in (chosen.save, chosen.load) if one])
-    for axes in panels[len(measures) : 3]:
-        axes.set_axis_off()
-    for axes in (panels[0], panels[2]):
-        d.label_rows(axes, [arm.name for arm in arms], bold=_bold(results))
-    _legend(figure, results)
-    return figure
+    chosen = compared_measures(results)
+    first, second, third = [*map(_amounts, chosen.all()), None, None][:3]
+    improvements = _improvements(*(measure for measure in (chosen.save, chosen.load) if measure))
+    return _figure(results, [[first, second], [third, improvements]], 0.34)
 
 
 def six_panels(results: Results) -> Figure:
     """Return three by two panels: saving, loading, size; both improvements in percent, and a heat map of all."""
-    chosen, arms = compared_measures(results), d.shown_arms(results)
-    figure = d.new_figure(2 * _height(len(arms)) + 1.0)
-    above, below = _panels(figure, 2, 3, 6)
-    for axes, measure in zip(above, (chosen.save, chosen.load, chosen.size), strict=True):
-        if measure is None:
-            axes.set_axis_off()
-        else:
-            _amounts(axes, results, arms, measure)
-    for axes, one in zip(below[:2], (chosen.save, chosen.load), strict=True):
-        if one is None:
-            axes.set_axis_off()
-        else:
-            _improvements(axes, results, arms, [one])
-    impact_panel(below[2], results, arms)
-    for axes in (above[0], below[0]):
-        d.label_rows(axes, [arm.name for arm in arms], bold=_bold(results))
+    chosen = compared_measures(results)
+    above = [_amounts(measure) if measure else None for measure in (chosen.save, chosen.load, chosen.size)]
+    below = [_improvements(measure) if measure else None for measure in (chosen.save, chosen.load)]
+    return _figure(results, [above, [*below, impact_panel]])
+
+
+def _figure(results: Results, rows: Sequence[Sequence[Panel | None]], row_height: float = 0.27) -> Figure:
+    """Return rows of panels that share their arms; only the left ones have names, and None is an empty panel."""
+    arms = d.shown_arms(results)
+    figure = d.new_figure(len(rows) * (max(1.1, row_height * len(arms)) + 0.75) + 0.85)
+    for line, panels in enumerate(rows):
+        left: Axes | None = None
+        for column, panel in enumerate(panels):
+            axes = figure.add_subplot(len(rows), len(panels), line * len(panels) + column + 1, sharey=left)
+            if left is not None:
+                axes.tick_params(labelleft=False)
+                axes.spines["left"].set_visible(False)
+            left = left or axes
+            if panel is None:
+                axes.set_axis_off()
+            else:
+                panel(axes, results, arms)
+        if left is not None:
+            d.label_rows(left, [arm.name for arm in arms], bold=None if results.baseline is None else 0)
     _legend(figure, results)
     return figure
 
 
-def _height(rows: int, row: float = _ROW) -> float:
-    return max(1.1, row * rows) + 0.75
+def _amounts(measure: Measure) -> Panel:
+    return lambda axes, results, arms: _draw_amounts(axes, results, arms, measure)
 
 
-def _bold(results: Results) -> int | None:
-    return None if results.baseline is None else 0
+def _improvements(*measures: Measure) -> Panel:
+    return lambda axes, results, arms: _draw_improvements(axes, results, arms, measures)
 
 
-def _panels(figure: Figure, rows: int, columns: int, count: int) -> list[list[Axes]]:
-    """Return rows of panels that share their arms; only the left ones have names."""
-    found = []
-    for row in range(rows):
-        line: list[Axes] = []
-        for column in range(min(columns, count - row * columns)):
-            axes = figure.add_subplot(
-                rows, min(columns, count), row * columns + column + 1, sharey=line[0] if line else None
-            )
-            if line:
-                axes.tick_params(labelleft=False)
-                axes.spines["left"].set_visible(False)
-            line.append(axes)
-        found.append(line)
-    return found
-
-
-def _amounts(axes: Axes, results: Results, arms: list[Arm], measure: Measure) -> None:
+def _draw_amounts(axes: Axes, results: Results, arms: list[Arm], measure: Measure) -> None:
     """Draw the mean, the spread and the runs of every arm."""
     scale = scale_of(results, measure)
     values = [scale.values(results, arm.name) for arm in arms]
@@ -146,7 +125,7 @@ def _amount(axes: Axes, row: int, runs: list[float], colour: str, *, log: bool) 
     d.write(axes, number(mean), _end(runs), row)
 
 
-def _improvements(axes: Axes, results: Results, arms: list[Arm], measures: list[Measure]) -> None:
+def _draw_improvements(axes: Axes, results: Results, arms: list[Arm], measures: Sequence[Measure]) -> None:
     """Draw the change in percent; a bar far below zero is cut off, and its label gives the value."""
     changes = {
         (row, i): change
