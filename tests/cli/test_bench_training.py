@@ -66,7 +66,8 @@ def test_a_run_measures_and_reports_and_its_results_alone_give_the_same_report(
     losses = {one["figures"]["loss"] for one in cells.values() if one["status"] == "ok"}
     assert len(losses) == 1
     assert not list(out.glob(".*"))
-    for text in ("speed", "tokens/s", "peak memory", "validation loss", "Techniques observed", "ran again", "needs a CUDA"):
+    shown = ("speed", "tokens/s", "peak memory", "validation loss", "Techniques observed", "ran again", "needs a CUDA")
+    for text in shown:
         assert text in said
     page = (out / "report.html").read_text()
     assert "Techniques observed" in page and "tokens/s" in page
