@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 from tensorkeep import CheckpointManager
-from tensorkeep.checkpoint.save.pending import PendingSave
+from tensorkeep.checkpoint.save.job import SaveJob
 from tensorkeep.cli.output import Output
 from tensorkeep.cli.train_progress import Lines, bar, document, print_summary
 from tensorkeep.errors import StoreError
@@ -68,13 +68,13 @@ class LetsThrough(Witness):
 
 
 def test_save_is_reported_when_it_is_durable(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, real = threading.Event(), PendingSave.execute
+    gate, write = threading.Event(), SaveJob.write
 
-    def execute(pending: PendingSave, after: Any = None) -> None:
+    def write_after_the_gate(job: SaveJob) -> None:
         gate.wait(60)
-        real(pending, after)
+        write(job)
 
-    monkeypatch.setattr(PendingSave, "execute", execute)
+    monkeypatch.setattr(SaveJob, "write", write_after_the_gate)
     witness = LetsThrough(6, gate)
     run(CONFIG.changed({"loop.steps": 7, "checkpoint.every": 4}), tmp_path / "run", data, listener=witness)
     reported = [(step, kind) for step, kind, _ in witness.seen]
@@ -324,7 +324,7 @@ class Refuses:
 def test_tensorboard_write_failure_is_reported_without_hiding_an_earlier_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tensorkeep.train.run.log._tensorboard", lambda: Refuses)
+    monkeypatch.setattr("tensorkeep.train.run.log._summary_writer", lambda: Refuses)
     board = RunLog(tmp_path / "log.jsonl", tensorboard=True)
     with pytest.raises(StoreError, match="cannot write the log: No space left") as raised, board as log:
         log.begin(0)
