@@ -345,6 +345,11 @@ class Format(ABC):
         ------
         UsageError
             If an option is unknown, or its value is of the wrong type or contradicts another one.
+
+        Examples
+        --------
+        >>> FORMATS.get("native").parse_options({"direct_io": False})
+        NativeOptions(shard_bytes=None, direct_io=False, incremental=None, base=None, delta=False)
         """
         types = {field.name: field.type for field in msgspec.structs.fields(self.options)}
         values: dict[str, object] = {}

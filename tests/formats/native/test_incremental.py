@@ -1,4 +1,4 @@
-"""Incremental saves: what has not changed is linked, what has changed a little is stored as the difference."""
+"""Incremental saves: unchanged blocks are linked, changed blocks are written or stored as differences."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def compression(request: pytest.FixtureRequest) -> Iterator[str]:
     yield request.param
 
 
-def test_only_what_has_changed_is_written(tmp_path: Path, compression: str) -> None:
+def test_only_changed_blocks_are_written(tmp_path: Path, compression: str) -> None:
     first = weights()
     second = changed(first, ["w3"])
     full = tensorkeep.save(first, tmp_path / "1", incremental=True, compression=compression)
@@ -53,7 +53,7 @@ def test_only_what_has_changed_is_written(tmp_path: Path, compression: str) -> N
     assert linked.st_ino == files(tmp_path / "1")["model.safetensors"].st_ino
 
 
-def test_each_step_stands_alone(tmp_path: Path, compression: str) -> None:
+def test_each_step_is_complete_without_the_others(tmp_path: Path, compression: str) -> None:
     states = [weights()]
     tensorkeep.save(states[0], tmp_path / "0", incremental=True, compression=compression)
     for number in range(1, 6):
@@ -69,7 +69,7 @@ def test_each_step_stands_alone(tmp_path: Path, compression: str) -> None:
     assert same(tensorkeep.load(tmp_path / "plain.safetensors"), states[5])
 
 
-def test_nothing_changed(tmp_path: Path, compression: str) -> None:
+def test_an_unchanged_state_writes_no_blocks(tmp_path: Path, compression: str) -> None:
     state = weights()
     tensorkeep.save(state, tmp_path / "1", incremental=True, compression=compression)
     report = tensorkeep.save(state, tmp_path / "2", base=tmp_path / "1", compression=compression)
@@ -77,7 +77,7 @@ def test_nothing_changed(tmp_path: Path, compression: str) -> None:
     assert same(tensorkeep.load(tmp_path / "2"), state)
 
 
-def test_blocks_of_one_tensor_are_told_apart(tmp_path: Path) -> None:
+def test_one_changed_block_of_a_tensor_is_written(tmp_path: Path) -> None:
     tensor = torch.arange(5 * BLOCK_BYTES // 4 + 1000, dtype=torch.int32)
     tensorkeep.save({"t": tensor}, tmp_path / "1", incremental=True)
     other = tensor.clone()
@@ -112,7 +112,7 @@ def test_tied_tensors_and_scalars(tmp_path: Path) -> None:
     assert loaded["model"]["a"].data_ptr() == loaded["model"]["b"].data_ptr()
 
 
-def test_what_is_left_of_a_file_is_written_anew_when_it_is_little(tmp_path: Path) -> None:
+def test_a_file_with_few_used_blocks_is_not_linked_again(tmp_path: Path) -> None:
     state = weights()
     tensorkeep.save(state, tmp_path / "0", incremental=True)
     occupied = []
@@ -125,7 +125,7 @@ def test_what_is_left_of_a_file_is_written_anew_when_it_is_little(tmp_path: Path
     assert max(occupied) < 2.2 * 20 * MB
 
 
-def test_a_base_that_was_not_saved_for_it_is_refused_and_all_is_written(tmp_path: Path) -> None:
+def test_a_base_saved_without_incremental_is_refused_and_everything_is_written(tmp_path: Path) -> None:
     state = weights(4)
     tensorkeep.save(state, tmp_path / "1")
     report = tensorkeep.save(state, tmp_path / "2", base=tmp_path / "1")
@@ -137,7 +137,7 @@ def test_a_base_that_was_not_saved_for_it_is_refused_and_all_is_written(tmp_path
 
 
 @pytest.mark.parametrize("damage", ["gone", "short", "manifest"])
-def test_a_damaged_base_costs_nothing_but_time(tmp_path: Path, damage: str) -> None:
+def test_with_a_damaged_base_everything_is_written(tmp_path: Path, damage: str) -> None:
     state = weights(4)
     tensorkeep.save(state, tmp_path / "1", incremental=True)
     data = tmp_path / "1" / "model.safetensors"
@@ -185,7 +185,7 @@ def test_a_file_of_changes_is_refused_alone(tmp_path: Path) -> None:
         ({"base": "x", "incremental": False}, "a save with a base is incremental"),
     ],
 )
-def test_options_that_make_no_sense(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_contradicting_options_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(tensorkeep.UsageError, match=message):
         tensorkeep.save({"a": torch.ones(1)}, tmp_path / "c", **options)
 
@@ -202,7 +202,7 @@ def small_weights(count: int = 8) -> dict[str, torch.Tensor]:
     return {name: tensor * 0.02 for name, tensor in weights(count).items()}
 
 
-def test_differences_are_smaller_and_come_back(tmp_path: Path) -> None:
+def test_differences_are_smaller_and_load(tmp_path: Path) -> None:
     states = [small_weights()]
     whole = tensorkeep.save(states[0], tmp_path / "0", incremental=True, compression="lossless")
     for number in range(1, 12):
@@ -223,7 +223,7 @@ def test_differences_are_smaller_and_come_back(tmp_path: Path) -> None:
         )
 
 
-def test_a_whole_block_comes_at_least_every_eight_steps(tmp_path: Path) -> None:
+def test_a_full_block_is_stored_at_least_every_eight_steps(tmp_path: Path) -> None:
     state = small_weights(2)
     tensorkeep.save(state, tmp_path / "0", incremental=True, compression="lossless")
     chains = []
@@ -245,7 +245,7 @@ def test_noise_is_not_stored_as_a_difference(tmp_path: Path) -> None:
     assert "delta" not in "".join(tensorkeep.info(tmp_path / "2").by_codec)
 
 
-def test_a_damaged_block_is_no_base_for_a_difference(tmp_path: Path) -> None:
+def test_a_damaged_block_is_not_used_for_a_difference(tmp_path: Path) -> None:
     state = small_weights(2)
     tensorkeep.save(state, tmp_path / "1", incremental=True, compression="lossless")
     data = tmp_path / "1" / "model.safetensors"
@@ -270,7 +270,7 @@ def test_every_flipped_byte_of_a_chain_is_found(tmp_path: Path) -> None:
                 found = not tensorkeep.verify(tmp_path / "2").ok
             except tensorkeep.TensorkeepError:
                 found = True
-            # What lies in the first step's file and is of no use to the second may be damaged unheard.
+            # Blocks of the first step that the second does not use are not checked.
             if not found:
                 assert file.name.startswith("from-")
                 tensorkeep.load(tmp_path / "2")

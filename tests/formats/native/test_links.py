@@ -1,4 +1,4 @@
-"""The links of an incremental save: to the files that were opened, under names that every reader takes, and durable."""
+"""The hard links of an incremental save: to the opened files, under valid names, durable."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def with_one_changed(state: dict[str, Any], name: str) -> dict[str, Any]:
     return {**state, name: state[name] + 1}
 
 
-def test_a_base_that_is_the_folder_one_is_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_base_is_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = tensors()
     tensorkeep.save(first, tmp_path / "a", incremental=True)
     second = with_one_changed(first, "w1")
@@ -38,7 +38,7 @@ def test_a_base_that_is_the_folder_one_is_in(tmp_path: Path, monkeypatch: pytest
     assert same(tensorkeep.load(tmp_path / "b"), second)
 
 
-def test_names_that_differ_in_case_only(tmp_path: Path) -> None:
+def test_base_names_that_differ_in_case_only(tmp_path: Path) -> None:
     state = tensors()
     tensorkeep.save(state, tmp_path / "0", incremental=True)
     base = "0"
@@ -51,7 +51,7 @@ def test_names_that_differ_in_case_only(tmp_path: Path) -> None:
     assert len({name.casefold() for name in linked}) == len(linked) == 3
 
 
-def test_a_base_whose_name_is_no_text(tmp_path: Path) -> None:
+def test_a_base_whose_name_is_not_valid_unicode(tmp_path: Path) -> None:
     state = tensors()
     base = os.fsdecode(os.fsencode(tmp_path) + b"/c.k-\xff")
     tensorkeep.save(state, base, incremental=True)
@@ -61,7 +61,7 @@ def test_a_base_whose_name_is_no_text(tmp_path: Path) -> None:
     assert same(tensorkeep.load(tmp_path / "b"), state)
 
 
-def test_a_name_that_would_be_too_long_is_not_given(tmp_path: Path) -> None:
+def test_a_link_whose_name_would_be_too_long_is_refused(tmp_path: Path) -> None:
     state = tensors()
     base = tmp_path / "a"
     tensorkeep.save(state, base, incremental=True)
@@ -75,7 +75,9 @@ def test_a_name_that_would_be_too_long_is_not_given(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["replaced", "cut short"])
-def test_only_the_file_that_was_opened_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_a_file_replaced_before_it_is_linked_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     state = tensors()
     for name, content in (("a", state), ("other", tensors(seed=1))):
         tensorkeep.save(content, tmp_path / name, incremental=True)
@@ -98,7 +100,7 @@ def test_only_the_file_that_was_opened_is_taken(tmp_path: Path, monkeypatch: pyt
     assert same(tensorkeep.load(tmp_path / "b"), state)
 
 
-def test_a_linked_file_that_is_cut_short_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_linked_file_that_is_truncated_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = tensors()
     tensorkeep.save(state, tmp_path / "a", incremental=True)
     real = links.Links.finish
@@ -113,7 +115,7 @@ def test_a_linked_file_that_is_cut_short_is_no_success(tmp_path: Path, monkeypat
     assert names_in(tmp_path) == ["a"]
 
 
-def test_what_no_reader_would_take_is_not_reported_as_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_manifest_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = tensors()
     tensorkeep.save(state, tmp_path / "a", incremental=True)
     monkeypatch.setattr(links, "_origin", lambda path: "")  # the rest of a linked file then counts as lost
@@ -124,7 +126,9 @@ def test_what_no_reader_would_take_is_not_reported_as_saved(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("number", [errno.EXDEV, errno.EPERM, errno.EMLINK], ids=errno.errorcode.get)
-def test_where_a_link_is_refused_all_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_everything_is_written_where_links_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     state = tensors()
     tensorkeep.save(state, tmp_path / "a", incremental=True)
 
@@ -139,7 +143,7 @@ def test_where_a_link_is_refused_all_is_written(tmp_path: Path, monkeypatch: pyt
     assert same(tensorkeep.load(tmp_path / "b"), state)
 
 
-def test_too_many_files_of_earlier_saves_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_files_of_earlier_saves_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(previous, "MOST_FILES", 2)
     state = tensors(8)
     tensorkeep.save(state, tmp_path / "0", incremental=True)
@@ -163,7 +167,7 @@ def test_a_state_of_many_parts_may_have_as_many_files(tmp_path: Path, monkeypatc
         assert sum(name.startswith("from-") for name in names_in(tmp_path / str(number))) == 5
 
 
-def test_a_base_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_a_missing_base_is_refused(tmp_path: Path) -> None:
     state = tensors(1)
     (tmp_path / "empty").mkdir()
     for place in ("step-000001", "empty"):
@@ -173,7 +177,7 @@ def test_a_base_that_is_not_there_is_said(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["empty"]
 
 
-def test_a_base_that_is_gone_when_it_is_asked_for_costs_nothing(tmp_path: Path) -> None:
+def test_everything_is_written_if_an_optional_base_is_gone(tmp_path: Path) -> None:
     state = tensors(1)
     report = tensorkeep.save(state, tmp_path / "b", base=lambda: tmp_path / "gone")
     assert report.base is None
@@ -181,7 +185,7 @@ def test_a_base_that_is_gone_when_it_is_asked_for_costs_nothing(tmp_path: Path) 
     assert same(tensorkeep.load(tmp_path / "b"), state)
 
 
-def test_a_base_of_which_little_is_in_use_is_said(tmp_path: Path) -> None:
+def test_a_base_with_few_used_blocks_is_reported(tmp_path: Path) -> None:
     state = tensors(4)
     tensorkeep.save(state, tmp_path / "0", incremental=True)
     state = {"w0": state["w0"]}

@@ -34,19 +34,19 @@ def change(path: Path, **fields: Any) -> None:
     (path / manifests.FILE_NAME).write_bytes(sealed.seal({**body, **fields}))
 
 
-def test_a_manifest_of_the_same_bytes_is_checked_once(saved: Path) -> None:
+def test_a_manifest_of_the_same_bytes_is_parsed_once(saved: Path) -> None:
     first = read(saved)
     with mock.patch.object(manifests, "parse", side_effect=AssertionError):
         assert read(saved) == first
 
 
-def test_a_manifest_that_was_changed_is_read_as_it_is_now(saved: Path) -> None:
+def test_a_changed_manifest_is_read_again(saved: Path) -> None:
     read(saved)
     change(saved, metadata={"tags": ["second"]})
     assert read(saved).metadata == {"tags": ["second"]}
 
 
-def test_a_manifest_that_breaks_a_rule_is_refused_each_time_and_where_it_lies(saved: Path, tmp_path: Path) -> None:
+def test_an_invalid_manifest_is_refused_each_time_with_its_path(saved: Path, tmp_path: Path) -> None:
     change(saved, block_bytes=7)
     (tmp_path / "copy").mkdir()
     (tmp_path / "copy" / manifests.FILE_NAME).write_bytes((saved / manifests.FILE_NAME).read_bytes())
@@ -56,14 +56,14 @@ def test_a_manifest_that_breaks_a_rule_is_refused_each_time_and_where_it_lies(sa
         assert caught.value.path == str(path / manifests.FILE_NAME)
 
 
-def test_what_a_caller_does_to_metadata_is_not_seen_by_the_next_one(saved: Path) -> None:
+def test_changes_to_loaded_metadata_do_not_reach_the_next_reader(saved: Path) -> None:
     with tensorkeep.open(saved) as checkpoint:
         checkpoint.metadata["tags"].append("mine")
     with tensorkeep.open(saved) as checkpoint:
         assert checkpoint.metadata == {"tags": ["first"]}
 
 
-def test_a_large_manifest_is_not_kept(saved: Path) -> None:
+def test_a_large_manifest_is_not_cached(saved: Path) -> None:
     with mock.patch.object(manifests, "_CACHED_BYTES", 10), mock.patch.object(manifests, "parse") as parse:
         read(saved)
         read(saved)
