@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from tensorkeep.bench.experiment.experiment import Experiment
+from tensorkeep.bench.experiment.plan import Plan
 from tensorkeep.cli.bench_run import (
     Runs,
     Seconds,
@@ -105,16 +105,15 @@ def checkpoint(
 
 
 def _on_subject(
-    chosen: Experiment, model: str | None, source: Path | None, slow_model: str | None, with_optimizer: str | None
-) -> Experiment:
+    chosen: Plan, model: str | None, source: Path | None, slow_model: str | None, with_optimizer: str | None
+) -> Plan:
     if source is not None and model is not None:
         raise UsageError("--from and --model exclude each other", remedy="give one of them")
-    chosen = chosen.with_model(model, slow_model)
-    if source is not None:
-        chosen = chosen.with_source(str(source))
-    if with_optimizer is not None:
-        chosen = chosen.with_settings(with_optimizer=with_optimizer)
-    return chosen
+    settings: dict[str, str | None] = {"slow_model": slow_model, "with_optimizer": with_optimizer}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    if model is not None or source is not None:
+        settings |= {"model": model, "from": None if source is None else str(source)}
+    return chosen.with_settings(**settings)
 
 
 def claims(

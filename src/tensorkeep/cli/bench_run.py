@@ -13,11 +13,10 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from tensorkeep.bench.experiment import workload as workloads
-from tensorkeep.bench.experiment.experiment import Experiment, read_experiment, shipped
-from tensorkeep.bench.results import Limits
-from tensorkeep.bench.run import document as documents
-from tensorkeep.bench.run.runner import Listener, execute
+from tensorkeep.bench.experiment.library import read_experiment, shipped
+from tensorkeep.bench.experiment.plan import Plan
+from tensorkeep.bench.results import FILE_NAME, Cell, Limits, Results, read_results
+from tensorkeep.bench.run.runner import ExperimentRun, Listener, plan_results
 from tensorkeep.cli.output import Output
 from tensorkeep.cli.report import deliver
 from tensorkeep.cli.text import Table, printable
@@ -28,7 +27,7 @@ Runs = Annotated[int | None, Parameter(validator=Number(gte=1))]
 Seconds = Annotated[int | None, Parameter(validator=Number(gte=1), metavar="SECONDS")]
 
 
-def chosen_experiment(name: str, workload: str) -> Experiment:
+def chosen_experiment(name: str, workload: str) -> Plan:
     """Return an experiment of a workload, its arms checked.
 
     Raises
@@ -36,34 +35,29 @@ def chosen_experiment(name: str, workload: str) -> Experiment:
     UsageError
         If there is none of that name, it breaks a rule, or is another workload's.
     """
-    home = workloads.get(workload)
     found = read_experiment(name)
-    if found.workload != workload:
+    if (other := found.experiment.workload) != workload:
         raise UsageError(
-            f"the experiment {found.name!r} is one of the workload {found.workload!r}",
-            remedy=f"tensorkeep bench {found.workload} --experiment {shlex.quote(name)}",
+            f"the experiment {found.experiment.name!r} is one of the workload {other!r}",
+            remedy=f"tensorkeep bench {other} --experiment {shlex.quote(name)}",
         )
-    return read_experiment(name, check_settings=lambda given: home.check(given))
+    return found
 
 
 def changed(
-    chosen: Experiment,
+    chosen: Plan,
     runs: int | None,
     arms: list[str] | None,
     seed: int | None,
     time_limit: int | None,
     memory_limit: int | None,
-) -> Experiment:
+) -> Plan:
     """Return an experiment with what was asked for instead of what stands in its file."""
-    if runs is not None:
-        chosen = chosen.with_runs(runs)
-    if arms is not None:
-        chosen = chosen.only(arms)
-    if seed is not None:
-        chosen = chosen.with_seed(seed)
-    seconds = chosen.limits.seconds if time_limit is None else time_limit
-    memory = chosen.limits.memory_bytes if memory_limit is None else memory_limit
-    return chosen.with_limits(Limits(seconds, memory))
+    limits = chosen.experiment.limits
+    seconds = limits.seconds if time_limit is None else time_limit
+    memory = limits.memory_bytes if memory_limit is None else memory_limit
+    chosen = chosen.with_design(runs=runs, seed=seed, limits=Limits(seconds, memory))
+    return chosen if arms is None else chosen.only(arms)
 
 
 def list_experiments(workload: str, output: Output) -> int:
@@ -84,15 +78,15 @@ def refuse_changes(changed: dict[str, Any]) -> None:
 
 
 def measure(
-    chosen: Experiment,
+    chosen: Plan,
     out: Path | None,
     directory: Path | None,
     overwrite: bool,
     output: Output,
 ) -> int:
     """Run an experiment from its beginning, and report."""
-    folder = out or Path(chosen.settings.get("save_dir") or f"bench-{chosen.name}")
-    results = folder / documents.FILE_NAME
+    folder = out or Path(chosen.experiment.settings.get("save_dir") or f"bench-{chosen.experiment.name}")
+    results = folder / FILE_NAME
     if results.exists() and not overwrite:
         raise DestinationExistsError(
             "there are results already",
@@ -103,7 +97,7 @@ def measure(
         chosen = chosen.with_settings(save_dir=str(directory))
     for note in chosen.notes:
         output.note(note)
-    return _run(documents.plan(chosen, workloads.get(chosen.workload), _command()), folder, output)
+    return _run(plan_results(chosen, _command()), folder, output)
 
 
 def resume_run(
@@ -119,29 +113,29 @@ def resume_run(
         Those of the command: what it measures, and which experiment unless another is asked for.
     """
     folder = out or Path(f"bench-{Path(experiment or default).stem}")
-    document = documents.read(folder / documents.FILE_NAME)
-    found = document["experiment"]["name"]
-    if (other := document["experiment"]["workload"]) != workload:
+    results = read_results(folder / FILE_NAME, printable=False)
+    found = results.experiment.name
+    if (other := results.experiment.workload) != workload:
         again = f"tensorkeep bench {other} --resume --out {shlex.quote(str(folder))}"
         raise UsageError(f"holds results of the workload {other!r}", path=folder, remedy=again)
     if experiment is not None and not experiment.endswith(".json") and experiment != found:
         raise UsageError(f"holds results of {found!r}, not of {experiment!r}", path=folder, remedy="give another --out")
-    measured = _place(document, folder)
+    measured = _place(results, folder)
     if directory is not None and directory.absolute() != measured.absolute():
         raise UsageError(f"this run measures in {measured}", remedy="leave out --dir, or start anew with another --out")
-    return _run(document, folder, output)
+    return _run(results, folder, output)
 
 
-def _place(document: dict[str, Any], folder: Path) -> Path:
+def _place(results: Results, folder: Path) -> Path:
     """Return the folder on the disk that is measured."""
-    return Path(document["experiment"]["settings"].get("save_dir") or folder)
+    return Path(results.experiment.settings.get("save_dir") or folder)
 
 
-def _run(document: dict[str, Any], folder: Path, output: Output) -> int:
+def _run(results: Results, folder: Path, output: Output) -> int:
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        return _measured(document, folder, output)
+        return _measured(results, folder, output)
     finally:
         if made:
             # What was refused before anything came of it leaves nothing behind; a folder that holds something stays.
@@ -149,19 +143,20 @@ def _run(document: dict[str, Any], folder: Path, output: Output) -> int:
                 folder.rmdir()
 
 
-def _measured(document: dict[str, Any], folder: Path, output: Output) -> int:
-    results = folder / documents.FILE_NAME
+def _measured(results: Results, folder: Path, output: Output) -> int:
+    file = folder / FILE_NAME
+    run = ExperimentRun(results, file, _place(results, folder))
     try:
-        with _ended_cleanly(), _listener(document, output) as listener:
-            execute(document, results, _place(document, folder), listener)
+        with _ended_cleanly(), _listener(results, output) as listener:
+            run.execute(listener)
     except KeyboardInterrupt:
-        if any(cell["status"] == "ok" for cell in document["cells"]):
-            deliver(results, folder / "report.html", output)
-        again = f"tensorkeep bench {document['experiment']['workload']} --resume --out {shlex.quote(str(folder))}"
-        output.note(f"what was measured is kept; to go on: {again}")
+        if any(cell.status == "ok" for cell in run.results.cells):
+            deliver(file, folder / "report.html", output)
+        again = f"tensorkeep bench {results.experiment.workload} --resume --out {shlex.quote(str(folder))}"
+        output.note(f"the figures so far are kept; to resume: {again}")
         raise
-    deliver(results, folder / "report.html", output)
-    statuses = {cell["status"] for cell in document["cells"]}
+    deliver(file, folder / "report.html", output)
+    statuses = {cell.status for cell in run.results.cells}
     return 1 if "gate" in statuses or "ok" not in statuses else 0
 
 
@@ -185,7 +180,7 @@ def _command() -> str:
 
 
 @contextmanager
-def _listener(document: dict[str, Any], output: Output) -> Iterator[Listener]:
+def _listener(results: Results, output: Output) -> Iterator[Listener]:
     if not output.progress or output.quiet or not sys.stderr.isatty():
         yield _Silent()
         return
@@ -199,7 +194,7 @@ def _listener(document: dict[str, Any], output: Output) -> Iterator[Listener]:
         TextColumn("{task.fields[left]}"),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
-        yield _Bar(bar, len(document["cells"]))
+        yield _Bar(bar, len(results.cells))
 
 
 class _Silent:
@@ -207,9 +202,9 @@ class _Silent:
 
     def preparing(self) -> None: ...
 
-    def begins(self, cell: dict[str, Any], done: int, total: int, seconds_left: float | None) -> None: ...
+    def cell_started(self, cell: Cell, done: int, total: int, seconds_left: float | None) -> None: ...
 
-    def ended(self, cell: dict[str, Any]) -> None: ...
+    def cell_ended(self, cell: Cell) -> None: ...
 
 
 class _Bar:
@@ -222,11 +217,11 @@ class _Bar:
     def preparing(self) -> None:
         self._bar.update(self._task, description="making what is measured", refresh=True)
 
-    def begins(self, cell: dict[str, Any], done: int, total: int, seconds_left: float | None) -> None:
+    def cell_started(self, cell: Cell, done: int, total: int, seconds_left: float | None) -> None:
         left = "" if seconds_left is None else f"about {format_seconds(seconds_left)} left"
-        text = printable(f"block {cell['block'] + 1}: {cell['arm']}")
+        text = printable(f"block {cell.block + 1}: {cell.arm}")
         self._bar.update(self._task, description=text, completed=done, total=total, left=left, refresh=True)
 
-    def ended(self, cell: dict[str, Any]) -> None:
-        if cell["status"] not in ("ok", "not-run"):
-            self._bar.console.print(printable(f"{cell['arm']}: {cell['status']}: {cell['reason']}"), markup=False)
+    def cell_ended(self, cell: Cell) -> None:
+        if cell.status not in ("ok", "not-run"):
+            self._bar.console.print(printable(f"{cell.arm}: {cell.status}: {cell.reason}"), markup=False)

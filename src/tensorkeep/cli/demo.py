@@ -8,22 +8,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 from cyclopts import Parameter
 
 from tensorkeep.bench.checkpoint.measure import STORED
-from tensorkeep.bench.checkpoint.subject import Subject
-from tensorkeep.bench.checkpoint.tools.known import USUAL
+from tensorkeep.bench.checkpoint.state_pair import StatePair
+from tensorkeep.bench.checkpoint.tools.registry import COMMON_TOOLS
 from tensorkeep.bench.checkpoint.workload import MEASURES
 from tensorkeep.bench.demo.checkpoint import (
     DEFAULT_ROUNDS,
     DEFAULT_SCALE,
-    PATIENCE,
-    Damaged,
-    Demonstration,
+    LONGEST_SECONDS,
+    CheckpointDemo,
+    DamageReport,
     Figure,
     figures,
 )
-from tensorkeep.bench.tune.rounds import Rounds
+from tensorkeep.bench.run.rounds import Rounds
 from tensorkeep.checkpoint.inspect.verify import VerifyReport
 from tensorkeep.cli.options import Switch
 from tensorkeep.cli.output import DEFAULT, Output
@@ -78,12 +79,12 @@ def demo(
         return _train(out, output)
     if source is not None and scale is not None:
         raise UsageError("--from and --scale exclude each other", remedy="give one of them")
-    settings = Demonstration(
+    settings = CheckpointDemo(
         directory,
         source,
         DEFAULT_SCALE if scale is None else scale,
         DEFAULT_ROUNDS if rounds is None else rounds,
-        PATIENCE if rounds is None else math.inf,
+        LONGEST_SECONDS if rounds is None else math.inf,
     )
     talk = Talk(output)
     with settings as demonstration:
@@ -117,11 +118,11 @@ def _print_next_training(document: dict[str, Any]) -> None:
 
 
 def _progress(rounds: int, note: Callable[[str], None]) -> Callable[[int, str], None]:
-    visits = rounds * len(USUAL)
+    visits = rounds * len(COMMON_TOOLS)
     return lambda done, arm: note(f"measuring {arm} ({done + 1} of at most {visits})")
 
 
-def _print_state(subject: Subject, source: Path | None, scale: float) -> None:
+def _print_state(subject: StatePair, source: Path | None, scale: float) -> None:
     made_up = f"random bfloat16 weights, with the names and shapes of OpenLLaMA-3B scaled by {scale:g}"
     what = made_up if source is None else str(source)
     amount = f"{counted(len(subject.flat.leaves), 'tensor')}, {format_bytes(subject.nbytes)}"
@@ -132,7 +133,7 @@ def _print_state(subject: Subject, source: Path | None, scale: float) -> None:
 
 
 def _print_comparison(rounds: Rounds) -> None:
-    done = counted(len(rounds.order), "round")
+    done = counted(rounds.count, "round")
     print()
     say(
         "2. Save and load: by torch, safetensors, tensorkeep, and tensorkeep with lossless compression; the median of "
@@ -141,7 +142,7 @@ def _print_comparison(rounds: Rounds) -> None:
     )
     print()
     table = figures(rounds)
-    names = list(USUAL)
+    names = list(COMMON_TOOLS)
     rows = [
         (_LABELS[measure], *(_cell(name, measure, row.get(name)) for name in names)) for measure, row in table.items()
     ]
@@ -167,7 +168,7 @@ def _cell(arm: str, measure: str, figure: Figure | None) -> str:
     return f"{value}  {f'{ratio:.0%}' if measure == STORED else f'{ratio:.2f}x':>6}"
 
 
-def _print_verified(intact: VerifyReport, damaged: Damaged) -> None:
+def _print_verified(intact: VerifyReport, damaged: DamageReport) -> None:
     verdict = "all is well" if intact.ok else "it is corrupt"
     print()
     say(
@@ -201,7 +202,7 @@ def _print_next(source: Path | None) -> None:
 
 
 def _document(
-    subject: Subject, source: Path | None, rounds: Rounds, intact: VerifyReport, damaged: Damaged, found: bool
+    subject: StatePair, source: Path | None, rounds: Rounds, intact: VerifyReport, damaged: DamageReport, found: bool
 ) -> dict[str, Any]:
     return {
         "ok": found,
@@ -211,7 +212,7 @@ def _document(
         "measures": {
             measure: {arm: asdict(figure) for arm, figure in row.items()} for measure, row in figures(rounds).items()
         },
-        "rounds": rounds.as_dict(),
+        "rounds": msgspec.to_builtins(rounds),
         "verify": intact.as_dict(),
         "damage": {
             "flip": asdict(damaged.flip),

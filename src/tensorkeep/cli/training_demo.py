@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tensorkeep.bench.demo.training import Killed, Repeated, TrainingStory
+from tensorkeep.bench.demo.training import KilledRun, RepeatedSteps, TrainingDemo
 from tensorkeep.checkpoint.inspect.info import info
 from tensorkeep.cli.talk import Talk, say
 from tensorkeep.cli.text import counted, printable
@@ -22,7 +22,7 @@ _TOKENS = 300
 
 def tell(folder: Path, talk: Talk, *, steps: int = STEPS, every: int = EVERY, source: str = "stdlib") -> dict[str, Any]:
     """Train, kill, go on, compare, generate; return all of it as plain values."""
-    story = TrainingStory(folder, steps=steps, every=every, source=source)
+    story = TrainingDemo(folder, steps=steps, every=every, source=source)
     with talk.busy("preparing the sources of Python's standard library"):
         prepared = story.prepare()
     talk.say(lambda: _print_data(prepared.about))
@@ -30,10 +30,10 @@ def tell(folder: Path, talk: Talk, *, steps: int = STEPS, every: int = EVERY, so
         killed = story.train_until_killed(note)
     talk.say(lambda: _print_killed(killed))
     with talk.busy("going on") as note:
-        summary = story.go_on(note)
+        summary = story.resume(note)
     repeated = story.repeated(killed)
     talk.say(lambda: _print_repeated(killed, repeated, summary))
-    last = story.last()
+    last = story.last_checkpoint()
     talk.say(lambda: _print_checkpoint(last.path))
     text = _sample(story)
     talk.say(lambda: _print_sample(text))
@@ -48,7 +48,7 @@ def tell(folder: Path, talk: Talk, *, steps: int = STEPS, every: int = EVERY, so
     }
 
 
-def _sample(story: TrainingStory) -> str:
+def _sample(story: TrainingDemo) -> str:
     trained = load_trained(story.folder, which="best")
     prompt = prompt_ids(trained.tokenizer, _PROMPT)
     ids = generate(
@@ -63,7 +63,7 @@ def _print_data(about: dict[str, Any]) -> None:
     say(f"1. The text: the sources of Python's standard library on this machine, {tokens:,} characters.")
 
 
-def _print_killed(killed: Killed) -> None:
+def _print_killed(killed: KilledRun) -> None:
     print()
     say(
         f"2. A GPT trains on them, and is saved in the background as it goes. It was killed (kill -9) at step "
@@ -72,7 +72,7 @@ def _print_killed(killed: Killed) -> None:
     )
 
 
-def _print_repeated(killed: Killed, repeated: Repeated, summary: dict[str, Any]) -> None:
+def _print_repeated(killed: KilledRun, repeated: RepeatedSteps, summary: dict[str, Any]) -> None:
     print()
     if not repeated.exact:
         different = counted(len(repeated.different), "step")

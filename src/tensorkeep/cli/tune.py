@@ -14,7 +14,7 @@ from cyclopts.validators import Number
 
 from tensorkeep import machine
 from tensorkeep.bench.tune.checkpoint import DEFAULT_BYTES, DEFAULT_SECONDS, FEWEST_BYTES, Tuned, tune
-from tensorkeep.bench.tune.contest import Contest
+from tensorkeep.bench.tune.stage import Stage
 from tensorkeep.bench.tune.tuned_file import check_writable, read_text, with_table, write_tuned
 from tensorkeep.checkpoint.settings import FILE_NAME
 from tensorkeep.cli.options import Size, Switch
@@ -67,7 +67,7 @@ def checkpoint(
     if not dry_run:
         check_writable(path)
     with _busy(output) as note:
-        tuned = tune(directory, seconds=seconds, nbytes=size, source=source, on_visit=note)
+        tuned = tune(directory, seconds=seconds, nbytes=size, source=source, progress=note)
     found = {"processor": machine.processor(), "storage": machine.storage(directory)}
     table, comments = tuned.choice.table(), _comments(tuned, found)
     if dry_run:
@@ -105,8 +105,8 @@ def _comments(tuned: Tuned, found: dict[str, Any]) -> list[str]:
         f"{format_bytes(tuned.nbytes)}: {tuned.subject}",
         "raw bytes per second until durable, median (lowest, highest):",
     ]
-    for contest in tuned.contests:
-        rows = [contest.row(setting) for setting in contest.settings]
+    for stage in tuned.stages:
+        rows = [stage.row(setting) for setting in stage.settings]
         width = max(len(row["name"]) for row in rows)
         lines += [f"  {row['name'].ljust(width)}  {_rates(row)}  {row['verdict']}" for row in rows]
     return [printable(line) for line in [*lines, tuned.sentence()]]
@@ -121,9 +121,9 @@ def _rates(row: dict[str, Any]) -> str:
 def _print(tuned: Tuned, found: dict[str, Any], path: Path, text: str | None) -> None:
     print(printable(f"{format_bytes(tuned.nbytes)}: {tuned.subject}"))
     print(printable(f"{_machine(found)}: {found['storage']['path']}"))
-    for contest in tuned.contests:
+    for stage in tuned.stages:
         print()
-        _print_contest(contest)
+        _print_stage(stage)
     print()
     print(tuned.sentence())
     if text is None:
@@ -135,15 +135,15 @@ def _print(tuned: Tuned, found: dict[str, Any], path: Path, text: str | None) ->
         print("\n".join(map(printable, text.splitlines())))
 
 
-def _print_contest(contest: Contest) -> None:
-    rows = [_cells(contest.row(setting), contest.nbytes) for setting in contest.settings]
+def _print_stage(stage: Stage) -> None:
+    rows = [_cells(stage.row(setting), stage.nbytes) for setting in stage.settings]
     heads = ("=settings", ">durable save", ">smaller", ">against the first", "=verdict")
     Table(heads, rows, spare=("smaller",)).show()
-    print(f"{counted(len(contest.rounds.order), 'round')}, each in random order: median (lowest, highest)")
+    print(f"{counted(stage.rounds.count, 'round')}, each in random order: median (lowest, highest)")
 
 
 def _cells(row: dict[str, Any], nbytes: int) -> tuple[str, ...]:
-    gain = row["gain"]
-    known = gain is not None and row["verdict"] not in ("default", "first")
-    against = f"{gain['median']:.2f}x ({gain['low']:.2f}, {gain['high']:.2f})" if known else "-"
+    found = row["comparison"]
+    interval = f" ({found['low']:.2f}, {found['high']:.2f})" if found and found["low"] is not None else ""
+    against = f"{found['gain']:.2f}x{interval}" if found else "-"
     return row["name"], _rates(row), ratio(nbytes, int(row["stored_bytes"] or 0)), against, row["verdict"]

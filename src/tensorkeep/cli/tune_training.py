@@ -83,7 +83,7 @@ def training(
         given = _base(recipe, run, data, technique)
         dataset = open_data(given, RunFolder(Path(folder) / "run"), meter=output.meter)
         config = _with_vocabulary(given, dataset)
-        tuned = tune(config, dataset.path, memory, trying=not predict_only, largest=largest)
+        tuned = tune(config, dataset.path, memory, run_trials=not predict_only, largest=largest)
     if out is not None and tuned.fits:
         _write(out, tuned)
     what = recipe or f"the run in {run}"
@@ -126,7 +126,7 @@ def _print(what: str, command: str, tuned: Tuned, out: Path | None) -> None:
         print(f"What {name} takes or spares is not predicted.")
     if tuned.trials:
         print()
-        rows = [(f"{size}", "fits" if fit else "does not fit", said) for size, fit, said in tuned.trials]
+        rows = [(f"{one.batch_size}", "fits" if one.fits else "does not fit", one.reason) for one in tuned.trials]
         Table((">batch size", "=trial", "reason"), rows).show()
     print()
     for line in (_verdict(tuned), _measured(tuned), f"{command} {_settings(tuned)}" if tuned.fits else ""):

@@ -1,3 +1,5 @@
+"""The page cache, the size of a checkpoint, and the check that a measurement fits."""
+
 import mmap
 import os
 from pathlib import Path
@@ -7,14 +9,14 @@ import pytest
 
 from tensorkeep.bench.checkpoint import probes
 from tensorkeep.errors import StoreError
-from tensorkeep.machine import peak_resident_bytes, reset_peak_resident, resident_bytes, storage
+from tensorkeep.machine import storage
 
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 SIZE = 8 * 1024**2
 
 
 @pytest.fixture
-def checkpoint(tmp_path):
+def checkpoint(tmp_path: Path) -> Path:
     """Return a directory with two files and one below."""
     path = tmp_path / "ckpt"
     (path / "below").mkdir(parents=True)
@@ -28,22 +30,22 @@ def needs_a_disk(path: Path) -> None:
         pytest.skip("this folder's file system keeps its files in memory")
 
 
-def test_a_warm_file_is_not_taken_for_cold(checkpoint):
+def test_warm_file_is_not_cold(checkpoint: Path) -> None:
     probes.warm(checkpoint)
-    assert probes.resident_share(checkpoint) == 1.0
-    assert probes.resident_share(checkpoint / "a") == 1.0
+    assert probes.cached_fraction(checkpoint) == 1.0
+    assert probes.cached_fraction(checkpoint / "a") == 1.0
 
 
-def test_eviction_makes_cold_and_proves_it(checkpoint):
+def test_evicted_checkpoint_is_cold(checkpoint: Path) -> None:
     needs_a_disk(checkpoint)
     assert probes.make_cold(checkpoint)
-    assert probes.resident_share(checkpoint) <= probes.COLD_SHARE
+    assert probes.cached_fraction(checkpoint) <= probes.COLD_FRACTION
     probes.warm(checkpoint / "a")
-    assert probes.resident_share(checkpoint) == pytest.approx(0.5, abs=0.01)
-    assert not probes.resident_share(checkpoint) <= probes.COLD_SHARE
+    assert probes.cached_fraction(checkpoint) == pytest.approx(0.5, abs=0.01)
+    assert not probes.cached_fraction(checkpoint) <= probes.COLD_FRACTION
 
 
-def test_pages_that_cannot_be_dropped_are_seen(checkpoint):
+def test_mapped_pages_are_not_cold(checkpoint: Path) -> None:
     needs_a_disk(checkpoint)
     path = checkpoint / "a"
     with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
@@ -54,7 +56,7 @@ def test_pages_that_cannot_be_dropped_are_seen(checkpoint):
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm")
-def test_a_file_in_memory_is_never_cold():
+def test_file_on_tmpfs_is_never_cold() -> None:
     path = Path("/dev/shm") / f"tensorkeep-test-{os.getpid()}"
     if storage(path.parent)["file_system"] not in MEMORY_FILE_SYSTEMS:
         pytest.skip("/dev/shm is on a disk")
@@ -65,51 +67,55 @@ def test_a_file_in_memory_is_never_cold():
         path.unlink()
 
 
-def test_an_empty_checkpoint_is_cold(tmp_path):
-    assert probes.resident_share(tmp_path) == 0.0
+def test_empty_checkpoint_is_cold(tmp_path: Path) -> None:
+    assert probes.cached_fraction(tmp_path) == 0.0
 
 
-def test_size_counts_every_file(checkpoint):
+def test_size_counts_every_file(checkpoint: Path) -> None:
     assert probes.size_on_disk(checkpoint) == 2 * SIZE + 1
     assert probes.size_on_disk(checkpoint / "below" / "b") == SIZE + 1
 
 
 @pytest.mark.parametrize("inside", [".", "a"])
-def test_durable_includes_every_file_and_directory(checkpoint, monkeypatch, inside):
+def test_sync_includes_every_file_and_directory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, inside: str) -> None:
     path = checkpoint if inside == "." else checkpoint / inside
     synced: list[int] = []
     real = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_ino), real(fd)))
-    seconds = probes.durable_seconds(lambda: synced.clear(), path)
+    probes.sync_tree(path)
     below = [*checkpoint.rglob("*"), checkpoint, checkpoint.parent] if inside == "." else [path, checkpoint]
     assert sorted(synced) == sorted(found.stat().st_ino for found in below)
-    assert seconds > 0
 
 
-def test_the_save_is_on_the_clock():
+def test_seconds_include_the_whole_call() -> None:
     import time
 
     assert probes.seconds_of(lambda: time.sleep(0.02)) >= 0.02
 
 
-def test_peak_sees_what_was_freed_and_can_be_reset():
+def test_peak_includes_freed_memory_and_can_be_reset() -> None:
     probes.release_memory()
-    reset_peak_resident()
-    before = resident_bytes()
+    probes.reset_peak()
+    before = probes.resident_bytes()
     # A mapping of its own: the heap may have room that is resident already.
     with mmap.mmap(-1, 64 * 1024**2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         # Page by page: a large object on the heap could stay resident, too.
         for page in range(0, len(memory), mmap.PAGESIZE):
             memory[page] = 1
-    assert peak_resident_bytes() - before > 60 * 1024**2
-    reset_peak_resident()
-    assert peak_resident_bytes() - before < 30 * 1024**2
+    assert probes.peak_resident_bytes() - before > 60 * 1024**2
+    probes.reset_peak()
+    assert probes.peak_resident_bytes() - before < 30 * 1024**2
 
 
-def test_room_is_checked_before_anything_is_written(tmp_path):
-    probes.check_room(tmp_path, disk=1, memory=1)
-    with pytest.raises(StoreError, match="of disk are needed"):
-        probes.check_room(tmp_path, disk=2**60, memory=1)
-    with pytest.raises(StoreError, match="of memory are needed"):
-        probes.check_room(tmp_path, disk=1, memory=2**60)
+def test_capacity_check_writes_nothing(tmp_path: Path) -> None:
+    probes.check_capacity(tmp_path, disk=1, memory=1)
+    with pytest.raises(StoreError, match="on the disk"):
+        probes.check_capacity(tmp_path, disk=2**60, memory=1)
+    with pytest.raises(StoreError, match="of memory"):
+        probes.check_capacity(tmp_path, disk=1, memory=2**60)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_available_memory_is_less_than_all() -> None:
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < probes.available_memory() < physical

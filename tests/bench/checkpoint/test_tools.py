@@ -5,13 +5,13 @@ import importlib.util
 import numpy as np
 import pytest
 import torch
-
-import tensorkeep
-from tensorkeep.bench.checkpoint.measure import LOADS, SAVE, STORED, WRITTEN, visit
 from tensorkeep.bench.checkpoint.subject import Subject
 from tensorkeep.bench.checkpoint.tools.arrays import to_arrays, to_tensors
 from tensorkeep.bench.checkpoint.tools.known import make
 from tensorkeep.bench.checkpoint.tools.torch_tool import TorchTool
+
+import tensorkeep
+from tensorkeep.bench.checkpoint.measure import LOADS, SAVE, STORED, WRITTEN, visit
 from tensorkeep.errors import UsageError
 from tensorkeep.testing.equality import difference
 

@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 import torch
-
-from tensorkeep.bench.checkpoint.gate import GateError, check_same
-from tensorkeep.bench.checkpoint.measure import INTO_WARM, SAVE, STORED, WARM
-from tensorkeep.bench.checkpoint.probes import files_of
 from tensorkeep.bench.checkpoint.subject import Subject
 from tensorkeep.bench.checkpoint.tools.known import USUAL
 from tensorkeep.bench.checkpoint.tools.torch_tool import TorchTool
 from tensorkeep.bench.demo.damage import flip_bit
 from tensorkeep.bench.tune.rounds import NotRun, visitor
+
+from tensorkeep.bench.checkpoint.gate import GateError, check_same
+from tensorkeep.bench.checkpoint.measure import INTO_WARM, SAVE, STORED, WARM
+from tensorkeep.bench.checkpoint.probes import files_of
 from tensorkeep.checkpoint.inspect.verify import verify
 from tensorkeep.checkpoint.save.save import save
 from tensorkeep.errors import UsageError

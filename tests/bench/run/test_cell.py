@@ -8,14 +8,14 @@ import time
 from pathlib import Path
 
 import pytest
+from tensorkeep.bench.experiment.experiment import Limits
 
 from tensorkeep.bench.checkpoint.gate import GateError
-from tensorkeep.bench.experiment.experiment import Limits
+from tensorkeep.bench.checkpoint.probes import written_bytes
 from tensorkeep.bench.experiment.workload import Task
 from tensorkeep.bench.run import worker
 from tensorkeep.bench.run.cell import command_of, run_cell
 from tensorkeep.errors import StoreError
-from tensorkeep.machine import written_bytes
 
 SMALL = {"model": "openllama-3b:scale=0.0005:layers=1", "with_optimizer": None}
 MEASURES = ["save", "load_cold", "load_warm"]

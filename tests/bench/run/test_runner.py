@@ -3,21 +3,14 @@
 import json
 
 import pytest
-
-from tensorkeep.bench.experiment import workload
 from tensorkeep.bench.experiment.experiment import read_experiment
-from tensorkeep.bench.run import document as documents
+
+from tensorkeep.bench import results as documents
+from tensorkeep.bench.experiment import workload
 from tensorkeep.bench.run.cell import CellResult
 from tensorkeep.bench.run.runner import execute
 from tensorkeep.bench.run.scratch import NAME, Scratch
-from tensorkeep.errors import (
-    BusyError,
-    CorruptCheckpointError,
-    NotACheckpointError,
-    StoreError,
-    UnsupportedError,
-    UsageError,
-)
+from tensorkeep.errors import BusyError, NotACheckpointError, StoreError, UsageError
 
 ARMS = ["one", "one (again)", "two", "three"]
 
@@ -197,23 +190,17 @@ def test_what_a_killed_run_left_is_removed(tmp_path):
 
 
 def test_results_that_are_none_are_refused(tmp_path):
-    with pytest.raises(NotACheckpointError, match="the results file does not exist"):
+    with pytest.raises(NotACheckpointError, match="no results to go on with"):
         documents.read(tmp_path / "results.json")
-    refused = {
-        "{": CorruptCheckpointError,
-        "[]": UsageError,
-        '{"kind": "tensorkeep-results", "schema": 99}': UnsupportedError,
-    }
-    for content, error in refused.items():
+    for content in ("{", "[]", '{"kind": "tensorkeep-results", "schema": 99}'):
         (tmp_path / "results.json").write_text(content)
-        with pytest.raises(error, match=r"results|schema"):
+        with pytest.raises(UsageError, match="results"):
             documents.read(tmp_path / "results.json")
 
 
-def test_infinite_figures_are_written_as_null(document, tmp_path):
-    document["cells"][0]["figures"] = {"save": float("inf"), "load_cold": 1.0, "load_warm": float("nan")}
-    documents.write(document, tmp_path / "results.json")
-    assert on_disk(tmp_path)["cells"][0]["figures"] == {"save": None, "load_cold": 1.0, "load_warm": None}
+def test_infinite_figures_are_written_as_null(tmp_path):
+    documents.write({"a": [float("inf"), 1.0, {"b": float("nan")}]}, tmp_path / "results.json")
+    assert on_disk(tmp_path) == {"a": [None, 1.0, {"b": None}]}
 
 
 def test_earlier_results_stay_until_a_run_has_begun(document, tmp_path):
@@ -237,9 +224,8 @@ def test_another_machine_does_not_go_on(document, tmp_path):
 def test_names_in_a_results_file_decide_no_folder(document, tmp_path):
     victim = tmp_path / "victim"
     victim.mkdir()
-    for one in [*document["arms"], *document["cells"]]:
-        key = "name" if "name" in one else "arm"
-        one[key] = one[key].replace("two", f"x/../../../{victim}")
+    for cell in document["cells"]:
+        cell["order"] = f"x/../../../{victim}"
     folders = []
 
     def run(task, limits):

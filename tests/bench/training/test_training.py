@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from tensorkeep.bench.experiment.experiment import read_experiment, shipped
 
 from tensorkeep.bench.checkpoint.gate import GateError
-from tensorkeep.bench.experiment.experiment import read_experiment, shipped
 from tensorkeep.bench.experiment.workload import DoesNotApplyError, Task
 from tensorkeep.bench.training import cell as cell
 from tensorkeep.bench.training.arms import check_arm, config_of, tolerance_of, without_systems

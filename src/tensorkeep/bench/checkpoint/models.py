@@ -1,8 +1,8 @@
-"""Models to measure with: the tensors of a known model, by their names and shapes, filled with random weights.
+"""Models to measure with: the tensors of a known model, by name and shape, with random weights.
 
-A *spec* names a model and what is changed of it: ``openllama-3b``, ``openllama-3b:first-100``,
-``openllama-3b:scale=0.1:float16``. Random weights take the time and the space that trained ones take: a codec sees the
-same narrow range of exponents, and mantissas that are noise.
+A *spec* names a model and changes to it: ``openllama-3b``, ``openllama-3b:first-100``,
+``openllama-3b:scale=0.1:float16``. Random weights cost the time and the space of trained ones: a codec sees the same
+narrow range of exponents, and mantissas that are noise.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tensorkeep.errors import UsageError
 
@@ -26,6 +26,8 @@ _MULTIPLE = 64
 _LARGEST_SCALE = 16.0
 _MOST_LAYERS = 1000
 _CHUNK = 1 << 22
+_GRADIENT = 1e-3
+_LEARNING_RATE = 1e-4
 _KNOWN = (
     "a spec is openllama-3b, then any of :first-N, :layers=N, :scale=S and a dtype "
     f"({', '.join(DTYPES)}), for example openllama-3b:scale=0.1:float16"
@@ -62,8 +64,8 @@ class Llama:
     def scaled(self, scale: float) -> Llama:
         """Return a model of the same depth with about ``scale`` times the weights.
 
-        Every matrix is a product of two of width, MLP and vocabulary, so each of these is multiplied by the square
-        root of the scale and rounded to the nearest multiple of 64, at least 64.
+        The size of every matrix is the product of two of width, MLP and vocabulary. So each of them is multiplied by
+        the square root of the scale and rounded to the nearest multiple of 64, at least 64.
         """
         factor = math.sqrt(scale)
         vocabulary, width, mlp = (
@@ -96,7 +98,7 @@ class Spec:
 
     @property
     def weights(self) -> int:
-        """How many weights there are."""
+        """The number of weights."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     @property
@@ -106,23 +108,28 @@ class Spec:
 
 
 def parse(text: str) -> Spec:
-    """Return what a spec such as ``openllama-3b:first-100:float16`` means.
+    """Parse a spec such as ``openllama-3b:first-100:float16``.
 
     Raises
     ------
     UsageError
-        If it names no known model, or an option that there is not, twice, or out of range.
+        If the model or an option is unknown, or an option is given twice or is out of range.
+
+    Examples
+    --------
+    >>> parse("openllama-3b:first-100:float16").nbytes
+    2930828800
     """
     name, *options = text.split(":")
     if name not in MODELS:
-        raise UsageError(f"{name!r} is no known model", remedy=_KNOWN)
+        raise UsageError(f"{name!r} is not a known model", remedy=_KNOWN)
     model, first, dtype = MODELS[name], None, DEFAULT_DTYPE
-    seen: set[str] = set()
+    given: set[str] = set()
     for option in options:
         key = "dtype" if option in DTYPES else re.split(r"[-=]", option)[0]
-        if key in seen:
+        if key in given:
             raise UsageError(f"{text!r} gives {key} twice", remedy=_KNOWN)
-        seen.add(key)
+        given.add(key)
         if key == "dtype":
             dtype = option
         elif key == "scale":
@@ -132,7 +139,7 @@ def parse(text: str) -> Spec:
         elif key == "first":
             first = int(_number(option, r"first-(\d+)", math.inf))
         else:
-            raise UsageError(f"{option!r} is no option of a model", remedy=_KNOWN)
+            raise UsageError(f"{option!r} is not an option of a model", remedy=_KNOWN)
     shapes = list(model.shapes().items())
     if first is not None and first > len(shapes):
         raise UsageError(f"{text!r} asks for {first} parameters of a model of {len(shapes)}", remedy=_KNOWN)
@@ -148,9 +155,9 @@ def _number(option: str, pattern: str, most: float) -> float:
 
 
 def spec_of_size(nbytes: int, model: str = "openllama-3b", dtype: str = DEFAULT_DTYPE) -> str:
-    """Return the spec of about that many bytes: the model with fewer layers, or scaled down if one layer is too much.
+    """Return the spec of a model of about ``nbytes`` bytes.
 
-    Fewer layers keep the tensors as large as they are; scaling makes them small.
+    It has fewer layers, which keeps the tensors' shapes, or is scaled down if one layer is too large.
     """
     whole, one = parse(f"{model}:{dtype}"), parse(f"{model}:layers=1:{dtype}")
     layer = (whole.nbytes - one.nbytes) / (MODELS[model].layers - 1)
@@ -161,8 +168,8 @@ def spec_of_size(nbytes: int, model: str = "openllama-3b", dtype: str = DEFAULT_
 def build(spec: str, *, seed: int = 0) -> dict[str, torch.Tensor]:
     """Return the tensors of a spec: weights drawn N(0, 0.02), norms 1.
 
-    A tensor's values depend on the seed, its place and its shape only, so ``first-100`` is the same weights as the
-    first hundred of the whole model.
+    A tensor's values depend only on the seed, its position and its shape, so the weights of ``first-100`` are the first
+    hundred of the full model.
 
     Parameters
     ----------
@@ -179,7 +186,7 @@ def build(spec: str, *, seed: int = 0) -> dict[str, torch.Tensor]:
     Raises
     ------
     UsageError
-        If the spec is wrong.
+        If the spec is not valid.
     """
     import torch
 
@@ -191,14 +198,14 @@ def build(spec: str, *, seed: int = 0) -> dict[str, torch.Tensor]:
             return torch.ones(shape, dtype=dtype)
         return _normal(shape, dtype, torch.Generator().manual_seed(seed * 1_000_003 + place))
 
-    # torch draws on one thread; each tensor has a generator of its own, so that all cores can draw.
+    # torch draws on one thread; one generator per tensor lets all cores draw.
     with ThreadPoolExecutor() as threads:
         tensors = threads.map(fill, range(len(parsed.shapes)), parsed.shapes.values())
         return dict(zip(parsed.shapes, tensors, strict=True))
 
 
 def _normal(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Draw in float32, chunk by chunk: a whole float32 copy would double the memory."""
+    """Draw in float32, chunk by chunk, because a float32 copy of the tensor would double the memory."""
     import torch
 
     tensor = torch.empty(shape, dtype=dtype)
@@ -208,3 +215,29 @@ def _normal(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generat
         part = flat[start : start + _CHUNK]
         part.copy_(chunk[: part.numel()].normal_(0.0, STANDARD_DEVIATION, generator=generator))
     return tensor
+
+
+def add_adamw_state(tensors: dict[str, torch.Tensor], *, seed: int = 0) -> dict[str, Any]:
+    """Return ``{"model": tensors, "optimizer": state_dict, "step": 1}`` after one AdamW step.
+
+    The gradients are random, N(0, 0.001). The moments have the dtype of the weights, as in torch's AdamW, and
+    take twice their bytes.
+
+    Parameters
+    ----------
+    tensors : dict of str to torch.Tensor
+        The weights; the step changes them.
+    seed : int
+        Of the gradients.
+    """
+    import torch
+
+    optimizer = torch.optim.AdamW(tensors.values(), lr=_LEARNING_RATE)
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in tensors.values():
+        # One at a time, because all gradients would be as large as the weights. AdamW skips tensors without one.
+        drawn = torch.empty(tensor.shape, dtype=torch.float32).normal_(0.0, _GRADIENT, generator=generator)
+        tensor.grad = drawn.to(tensor.dtype)
+        optimizer.step()
+        tensor.grad = None
+    return {"model": tensors, "optimizer": optimizer.state_dict(), "step": 1}

@@ -1,27 +1,28 @@
-"""The workload of checkpoints: a state is saved by a tool, and loaded cold and warm, bit for bit."""
+"""The checkpoint workload: a tool saves a state and loads it, cold and warm, and every load is compared bit for bit."""
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
+
+import msgspec
 
 from tensorkeep.bench.checkpoint import measure
-from tensorkeep.bench.checkpoint.models import build, parse
-from tensorkeep.bench.checkpoint.probes import check_room
-from tensorkeep.bench.checkpoint.subject import Subject
+from tensorkeep.bench.checkpoint.models import add_adamw_state, build, parse
+from tensorkeep.bench.checkpoint.probes import check_capacity, remove
+from tensorkeep.bench.checkpoint.state_pair import StatePair
+from tensorkeep.bench.checkpoint.tools.array_tools import TensorstoreTool
 from tensorkeep.bench.checkpoint.tools.base import Tool
-from tensorkeep.bench.checkpoint.tools.known import make
-from tensorkeep.bench.checkpoint.training_state import check_optimizer, with_optimizer
-from tensorkeep.bench.experiment.json_fields import Fields
+from tensorkeep.bench.checkpoint.tools.registry import parse_tool
+from tensorkeep.bench.experiment.validation import convert
 from tensorkeep.bench.experiment.workload import Outcome, Prepared, Task, Workload
-from tensorkeep.bench.results import Measure
+from tensorkeep.bench.results import Measure, Subject
 from tensorkeep.checkpoint.inspect.info import info
 from tensorkeep.checkpoint.load.load import load
 from tensorkeep.checkpoint.save.save import save
-from tensorkeep.state.leaf import Source
+from tensorkeep.errors import UsageError
 from tensorkeep.state.tree import flatten
 from tensorkeep.units import format_bytes
 
@@ -29,161 +30,174 @@ SEED = 20_240_601
 """Of the random weights."""
 
 DEFAULT_MODEL = "openllama-3b:scale=0.03:layers=4:float16"
-"""44 MB in matrices of 0.3 to 3 million weights: an arm with chunks of 64 x 64 saves it in seconds, not minutes."""
+"""44 MB in matrices of 0.3 to 3 million weights: an arm with chunks of 64 x 64 saves it in seconds."""
 
-_SETTINGS = ("model", "slow_model", "from", "with_optimizer", "into", "save_dir")
-_OVERHEAD = 512 * 1024**2
+_OVERHEAD_BYTES = 512 * 1024**2
 _WIDENED = 2.1
-"""How many times its bytes a state of half precision may take on the disk: as float32, and a little."""
+"""Bytes on disk of a half-precision state that is stored as float32, in multiples of its own, with a margin."""
 _WARM_UP_ELEMENTS = 4096
 
 MEASURES = (
     Measure(measure.SAVE, "durable save", "s", "until the checkpoint is safely on the disk (fsync)", primary=True),
-    Measure(measure.RETURNED, "save returned", "s", "until the call returned, whatever was on the disk by then"),
-    Measure(measure.COLD, "load, cold", "s", "nothing of the files was in memory (mincore)", primary=True),
-    Measure(measure.WARM, "load, warm", "s", "the operating system still had the files in memory", primary=True),
-    Measure(measure.INTO_COLD, "load into, cold", "s", "into tensors that exist, as when a training run goes on"),
-    Measure(measure.INTO_WARM, "load into, warm", "s", "into tensors that exist, the files still in memory"),
+    Measure(measure.RETURNED, "save returned", "s", "until the call returned, durable or not"),
+    Measure(measure.COLD, "load, cold", "s", "none of the files in the page cache (mincore)", primary=True),
+    Measure(measure.WARM, "load, warm", "s", "all of the files in the page cache", primary=True),
+    Measure(measure.INTO_COLD, "load into, cold", "s", "into existing tensors, as when a training run resumes"),
+    Measure(measure.INTO_WARM, "load into, warm", "s", "into existing tensors, the files in the page cache"),
     Measure(measure.STORED, "on disk", "B", "the bytes of all files", primary=True),
     Measure(measure.WRITTEN, "written", "B", "what the kernel counted as written during the save"),
-    Measure(measure.FILES, "files", "1", "how many files there are"),
+    Measure(measure.FILES, "files", "1", "the number of files"),
     Measure(measure.PEAK, "peak memory", "B", "the most resident memory during the save, beyond the state"),
 )
 
 
-class CheckpointWorkload(Workload):
-    """Settings of an experiment: ``model`` (a spec) or ``from`` (a checkpoint), ``slow_model``, ``with_optimizer``,
-    ``into`` (whether loads into existing tensors are measured). An arm's settings name a tool; see
-    `tensorkeep.bench.checkpoint.tools.known`.
+class CheckpointSettings(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename={"source": "from"}
+):
+    """The settings of an experiment.
+
+    Attributes
+    ----------
+    model : str or None
+        The spec of the state, see `tensorkeep.bench.checkpoint.models`; None with ``source``.
+    source : str or None
+        ``from`` in JSON: the path of a checkpoint to use instead of a model.
+    slow_model : str or None
+        The spec for arms that are marked slow.
+    with_optimizer : str or None
+        ``"adamw"`` adds the optimizer's state.
+    into : bool
+        Whether loads into existing tensors are measured, too.
+    save_dir : str or None
+        The folder on the disk that is measured.
     """
+
+    model: str | None = None
+    slow_model: str | None = None
+    source: str | None = None
+    with_optimizer: Literal["adamw"] | None = None
+    into: bool = False
+    save_dir: str | None = None
+
+
+class CheckpointInput(msgspec.Struct, frozen=True):
+    """The state that a cell saves: a stored checkpoint, or the model that it is built from if that is gone."""
+
+    model: str | None = None
+    with_optimizer: str | None = None
+    checkpoint: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        if self.model is None:
+            return info(str(self.checkpoint)).total.nbytes
+        return parse(self.model).nbytes * (3 if self.with_optimizer else 1)
+
+    def build(self) -> dict[str, Any]:
+        """Return the state of the model."""
+        tensors = build(str(self.model), seed=SEED)
+        return add_adamw_state(tensors, seed=SEED) if self.with_optimizer else dict(tensors)
+
+    def load(self) -> Any:
+        """Return the state."""
+        # When a user runs a cell again after the run, its stored model was removed.
+        if self.model is not None and (self.checkpoint is None or not Path(self.checkpoint).exists()):
+            return self.build()
+        return load(str(self.checkpoint))
+
+
+class CheckpointWorkload(Workload[CheckpointSettings, Tool]):
+    """Saves and loads a state; an arm is a `Tool` with its settings."""
 
     name: ClassVar[str] = "checkpoint"
     measures: ClassVar[tuple[Measure, ...]] = MEASURES
 
-    def settings(self, given: object, path: str | None) -> dict[str, Any]:
-        fields = Fields(given, "settings", path or "", _SETTINGS)
-        example = f'"{DEFAULT_MODEL}"'
-        found = {
-            "model": fields.text("model", None, example=example),
-            "slow_model": fields.text("slow_model", None, example=example),
-            "from": fields.text("from", None, example='"path/to/checkpoint"'),
-            "with_optimizer": fields.text("with_optimizer", None, example='"adamw"'),
-            "into": fields.flag("into", False),
-            "save_dir": fields.text("save_dir", None, example='"runs/"'),
-        }
-        if found["model"] is not None and found["from"] is not None:
-            fields.refuse('has both "model" and "from"', remedy="keep one of them")
-        if found["model"] is None and found["from"] is None:
-            found["model"] = DEFAULT_MODEL
-        models = (found["model"], found["slow_model"])
-        for model in models:
-            if model is not None:
-                parse(model)
-        if found["with_optimizer"] is not None:
-            check_optimizer(found["with_optimizer"])
-            if any(model is not None and parse(model).dtype == "float16" for model in models):
-                # The squares of its gradients underflow, and every weight becomes infinite.
-                fields.refuse("asks for AdamW of float16 weights", remedy="give a model in bfloat16 or float32")
-        return found
+    def parse_settings(self, given: Mapping[str, object], path: str | None = None) -> CheckpointSettings:
+        settings = convert(dict(given), CheckpointSettings, what="settings", path=path)
+        if settings.model is not None and settings.source is not None:
+            raise UsageError('settings have both "model" and "from"', path=path, remedy="keep one of them")
+        if settings.model is None and settings.source is None:
+            settings = msgspec.structs.replace(settings, model=DEFAULT_MODEL)
+        specs = [parse(model) for model in (settings.model, settings.slow_model) if model is not None]
+        if settings.with_optimizer and any(spec.dtype == "float16" for spec in specs):
+            # The squares of the gradients underflow, and every weight becomes infinite.
+            message = "settings combine AdamW with float16 weights"
+            raise UsageError(message, path=path, remedy="give a model in bfloat16 or float32")
+        return settings
 
-    def check(self, settings: Mapping[str, Any]) -> None:
-        make(settings)
+    def parse_arm(self, given: Mapping[str, object]) -> Tool:
+        return parse_tool(given)
 
-    def missing(self, settings: Mapping[str, Any]) -> str | None:
-        return make(settings).missing()
+    def missing(self, arm: Tool) -> str | None:
+        return arm.missing()
 
-    def prepare(self, settings: Mapping[str, Any], arms: Collection[Mapping[str, Any]], scratch: Path) -> Prepared:
-        subject = _subject(settings, settings["model"])
-        slow = _subject(settings, settings["slow_model"]) if settings["slow_model"] else subject
-        sizes = [_nbytes(each) for each in (subject, slow)]
-        made = sum(size for size, each in zip(sizes, (subject, slow), strict=True) if "model" in each)
-        widened = any(make(arm).needs == "tensorstore" for arm in arms)
-        check_room(
+    def prepare(self, settings: CheckpointSettings, arms: Collection[Tool], scratch: Path) -> Prepared:
+        given = CheckpointInput(settings.model, settings.with_optimizer, settings.source)
+        slow = given
+        if settings.slow_model is not None:
+            slow = CheckpointInput(settings.slow_model, settings.with_optimizer)
+        inputs = (given, slow)
+        stored = sum(each.nbytes for each in inputs if each.model is not None)
+        largest = max(each.nbytes for each in inputs)
+        widened = any(isinstance(arm, TensorstoreTool) for arm in arms)
+        check_capacity(
             scratch,
-            disk=round(made + max(sizes) * (_WIDENED if widened else 1.1)) + _OVERHEAD // 8,
-            memory=(3 if settings["into"] else 2) * max(sizes) + _OVERHEAD,
+            disk=round(stored + largest * (_WIDENED if widened else 1.1)) + _OVERHEAD_BYTES // 8,
+            memory=(3 if settings.into else 2) * largest + _OVERHEAD_BYTES,
         )
-        described = _make(subject, scratch / "subject.ckpt")
-        slow_described = described if slow is subject else _make(slow, scratch / "slow-subject.ckpt")
-        return Prepared(subject, slow, described, slow_described)
+        given, subject = _store(given, scratch / "model.ckpt")
+        if settings.slow_model is None:
+            return Prepared(given, given, subject, subject)
+        slow, slow_subject = _store(slow, scratch / "slow-model.ckpt")
+        return Prepared(given, slow, subject, slow_subject)
 
-    def measures_of(self, settings: Mapping[str, Any]) -> list[str]:
-        optional = () if settings["into"] else (measure.INTO_COLD, measure.INTO_WARM)
-        return [measure.name for measure in MEASURES if measure.name not in optional]
+    def measures_of(self, settings: CheckpointSettings) -> list[str]:
+        optional = () if settings.into else (measure.INTO_COLD, measure.INTO_WARM)
+        return [each.name for each in MEASURES if each.name not in optional]
 
     def measure(self, task: Task) -> Outcome:
-        tool = make(task.settings)
+        tool = parse_tool(task.settings)
         folder = Path(task.directory)
-        begin = time.perf_counter()
-        subject = Subject(_load(task.subject))
-        built = time.perf_counter()
-        _warm_up(tool, folder)
-        warmed = time.perf_counter()
-        found = measure.visit(tool, task.arm, subject, folder / f"state{tool.suffix}", task.measures)
-        clocks = {"build": built - begin, "warm-up": warmed - built, **found.clocks}
-        return Outcome(found.figures, clocks)
+        first = Outcome()
+        with first.clock("build"):
+            states = StatePair(msgspec.convert(task.input, CheckpointInput).load())
+        with first.clock("first call"):
+            _call_once(tool, folder)
+        outcome = measure.measure_tool(tool, task.arm, states, folder / f"state{tool.suffix}", task.measures)
+        return msgspec.structs.replace(outcome, clocks={**first.clocks, **outcome.clocks})
 
 
-def _subject(settings: Mapping[str, Any], model: str | None) -> dict[str, Any]:
-    if model is None:
-        return {"checkpoint": str(settings["from"])}
-    return {"model": model, "with_optimizer": settings["with_optimizer"]}
-
-
-def _nbytes(subject: Mapping[str, Any]) -> int:
-    if "model" not in subject:
-        return info(subject["checkpoint"]).total.nbytes
-    return parse(subject["model"]).nbytes * (3 if subject["with_optimizer"] else 1)
-
-
-def _make(subject: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Describe a subject; one that is made up is stored once, so that each cell has it in a second."""
-    if "model" not in subject:
-        flat = flatten(load(subject["checkpoint"]))
-        return _described(subject["checkpoint"], flat.leaves.values())
-    state = _build(subject)
+def _store(given: CheckpointInput, path: Path) -> tuple[CheckpointInput, Subject]:
+    """Describe a state; one that is built is stored, so that each cell loads it in a second."""
+    if given.model is None:
+        return given, _describe(str(given.checkpoint), load(str(given.checkpoint)))
+    state = given.build()
     save(state, path, compression="none")
-    subject["checkpoint"] = str(path)
-    name = subject["model"] + (f" with {subject['with_optimizer']}" if subject["with_optimizer"] else "")
-    return _described(name, flatten(state).leaves.values())
+    name = given.model + (f" with {given.with_optimizer}" if given.with_optimizer else "")
+    return msgspec.structs.replace(given, checkpoint=str(path)), _describe(name, state)
 
 
-def _build(subject: Mapping[str, Any]) -> dict[str, Any]:
-    tensors = build(subject["model"], seed=SEED)
-    optimizer = subject["with_optimizer"]
-    return with_optimizer(tensors, optimizer, seed=SEED) if optimizer else dict(tensors)
-
-
-def _described(name: str, leaves: Iterable[Source]) -> dict[str, Any]:
+def _describe(name: str, state: Any) -> Subject:
+    leaves = flatten(state).leaves.values()
     dtypes: Counter[str] = Counter()
-    count = 0
     for leaf in leaves:
         dtypes[leaf.dtype.name] += leaf.nbytes
-        count += 1
     nbytes = sum(dtypes.values())
-    sentence = f"{name}: {count:,} tensors, {format_bytes(nbytes)}"
-    return {"description": sentence, "tensors": count, "bytes": nbytes, "dtypes": dict(dtypes)}
+    return Subject(f"{name}: {len(leaves):,} tensors, {format_bytes(nbytes)}", len(leaves), nbytes, dict(dtypes))
 
 
-def _load(subject: Mapping[str, Any]) -> Any:
-    stored = subject.get("checkpoint")
-    # A cell that is run again by hand, after the run removed what it made, makes it again.
-    if stored is None or ("model" in subject and not Path(stored).exists()):
-        return _build(subject)
-    return load(stored)
-
-
-def _warm_up(tool: Tool, folder: Path) -> None:
-    """Save and load a few kilobytes, so that what is imported and set up on the first call is not part of a figure."""
+def _call_once(tool: Tool, folder: Path) -> None:
+    """Save and load a few kilobytes, so that imports and other work of the first call are in no figure."""
     import torch
 
-    path = folder / f"warm-up{tool.suffix}"
+    path = folder / f"first-call{tool.suffix}"
     state = tool.view({"a": torch.ones(_WARM_UP_ELEMENTS), "b": torch.ones(2, 2)})
     try:
         tool.save(state, path)
         tool.load(path)
     finally:
-        measure.remove(path)
+        remove(path)
 
 
 WORKLOAD = CheckpointWorkload()

@@ -1,1 +1,1 @@
-"""What `tensorkeep demo` shows."""
+"""What ``tensorkeep demo`` runs."""

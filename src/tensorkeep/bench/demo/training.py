@@ -1,4 +1,4 @@
-"""What ``tensorkeep demo --training`` does: train a small model, kill it, go on, and compare what was done twice."""
+"""``tensorkeep demo --training``: train a small GPT, kill it, resume it, and compare the losses computed twice."""
 
 from __future__ import annotations
 
@@ -22,25 +22,12 @@ from tensorkeep.train.run.folder import RunFolder
 
 RECIPE = "shakespeare-char-cpu"
 
-Note = Callable[[str], None]
-"""Is told what is going on, now and then."""
-
-_LOOK_AGAIN = 0.05
+_POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Killed:
-    """A run that was killed.
-
-    Attributes
-    ----------
-    step : int
-        The last step that it logged.
-    saved : Step
-        The last whole checkpoint that it left.
-    losses : dict of int to float
-        By step.
-    """
+class KilledRun:
+    """A killed run: the last step in its log, its last complete checkpoint, and its losses by step."""
 
     step: int
     saved: Step
@@ -48,15 +35,14 @@ class Killed:
 
 
 @dataclass(frozen=True, slots=True)
-class Repeated:
-    """What was computed twice: before the kill, and again after the checkpoint.
+class RepeatedSteps:
+    """The steps that were computed before the kill and again after the resume.
 
     Attributes
     ----------
     first, last : int
-        Steps.
     count : int
-        How many losses were compared.
+        The number of losses that were compared.
     different : tuple of int
         The steps whose losses differ in any bit.
     """
@@ -68,12 +54,12 @@ class Repeated:
 
     @property
     def exact(self) -> bool:
-        """Whether something was compared, and all of it is the same."""
+        """Whether at least one loss was compared, and none differs."""
         return self.count > 0 and not self.different
 
 
-class TrainingStory:
-    """A run of training in a folder, in processes of its own.
+class TrainingDemo:
+    """The stages of ``tensorkeep demo --training``; the run is trained by processes of its own.
 
     Parameters
     ----------
@@ -91,73 +77,72 @@ class TrainingStory:
         self._steps = steps
         self._every = every
         self._source = source
-        self._draw = random.Random()
 
     def prepare(self, progress: Progress | None = None) -> Prepared:
         """Turn the source into tokens."""
         self.folder.check_new()
         return prepare(self._source, self.folder.data, tokenizer="char", overwrite=True, progress=progress)
 
-    def train_until_killed(self, note: Note) -> Killed:
-        """Start the run, and kill it (SIGKILL) at a random step of its middle, some steps after a whole checkpoint."""
-        aim = self._draw.randint(self._steps * 2 // 5, self._steps * 3 // 5)
+    def train_until_killed(self, progress: Callable[[str], None]) -> KilledRun:
+        """Start the run and kill it (SIGKILL) at a random step, some steps after a complete checkpoint."""
+        least = random.randint(self._steps * 2 // 5, self._steps * 3 // 5)
         process = self._start()
         try:
-            while (killed := self._caught(process, aim)) is None:
-                note(f"training: step {max(self._losses(), default=0)} of {self._steps}, to be killed at a random one")
-                time.sleep(_LOOK_AGAIN)
+            while (killed := self._stop_if_due(process, least)) is None:
+                progress(f"training: step {max(self._losses(), default=0)} of {self._steps}, to be killed at random")
+                time.sleep(_POLL_SECONDS)
         finally:
             process.kill()
             process.communicate()
         return killed
 
-    def _caught(self, process: subprocess.Popen[str], aim: int) -> Killed | None:
-        """Halt the run if it is time to kill it; let it run on if it was saved once more just before it halted."""
-        _check_runs(process)
-        if self._left(aim) is None:
+    def _stop_if_due(self, process: subprocess.Popen[str], least: int) -> KilledRun | None:
+        """Stop the process if it is to be killed now; let it continue if it saved again before it stopped."""
+        _check_running(process)
+        if self._state_if_killed(least) is None:
             return None
         os.kill(process.pid, signal.SIGSTOP)
-        # It goes on for an instant. Where it has ended instead, Popen is to find that out.
+        # Wait until it has stopped. WNOWAIT leaves the exit status to Popen, if it has ended instead.
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-        _check_runs(process)
-        killed = self._left(aim)
+        _check_running(process)
+        killed = self._state_if_killed(least)
         if killed is None:
             os.kill(process.pid, signal.SIGCONT)
         return killed
 
-    def _left(self, aim: int) -> Killed | None:
-        """Return what a kill would leave now, or None if that is too early."""
-        losses, saved = self._losses(), self._saved()
+    def _state_if_killed(self, least: int) -> KilledRun | None:
+        """Return what a kill would leave now; None before step ``least`` or right after a checkpoint."""
+        losses, saved = self._losses(), self._last_saved()
         step = max(losses, default=0)
-        # What is computed twice is what is shown: a kill right after a checkpoint would show nothing.
-        if saved is None or step < max(aim, saved.number + max(1, self._every // 3)):
+        # Right after a checkpoint there would be no steps to repeat, and nothing to compare.
+        if saved is None or step < max(least, saved.number + max(1, self._every // 3)):
             return None
-        return Killed(step, saved, losses)
+        return KilledRun(step, saved, losses)
 
-    def go_on(self, note: Note) -> dict[str, Any]:
-        """Resume the run and let it end; return its summary."""
+    def resume(self, progress: Callable[[str], None]) -> dict[str, Any]:
+        """Resume the run to its end; return its summary."""
         process = self._start("--resume")
         while process.poll() is None:
-            note(f"going on: step {max(self._losses(), default=0)} of {self._steps}")
-            time.sleep(_LOOK_AGAIN)
+            progress(f"resumed: step {max(self._losses(), default=0)} of {self._steps}")
+            time.sleep(_POLL_SECONDS)
         output, _ = process.communicate()
         if process.returncode:
             raise _failed(process)
         found: dict[str, Any] = json.loads(output)
         return found
 
-    def repeated(self, killed: Killed) -> Repeated:
+    def repeated(self, killed: KilledRun) -> RepeatedSteps:
         """Compare the losses that were computed twice."""
         again = self._losses()
-        twice = [step for step in killed.losses if step > killed.saved.number]
-        different = tuple(step for step in twice if again.get(step) != killed.losses[step])
-        return Repeated(killed.saved.number + 1, killed.step, len(twice), different)
+        steps = [step for step in killed.losses if step > killed.saved.number]
+        different = tuple(step for step in steps if again.get(step) != killed.losses[step])
+        return RepeatedSteps(killed.saved.number + 1, killed.step, len(steps), different)
 
-    def last(self) -> Step:
-        """Return the last checkpoint."""
-        step = self._saved()
+    def last_checkpoint(self) -> Step:
+        """Return the checkpoint of the last step, which a run that ended always has."""
+        step = self._last_saved()
         if step is None:
-            raise AssertionError("the run has ended, and the last step is always saved")
+            raise AssertionError("the run has no checkpoint")
         return step
 
     def _start(self, *more: str) -> subprocess.Popen[str]:
@@ -165,11 +150,11 @@ class TrainingStory:
         if not more:
             command += ["--data", str(self.folder.data), "--loop.steps", str(self._steps), "--log.every", "1"]
             command += ["--checkpoint.every", str(self._every), "--eval.every", str(self._every), "--eval.batches", "4"]
-        # Errors go to a file: nobody reads a pipe while the run goes on.
+        # Errors go to a file, because nothing reads a pipe while the process runs.
         with (self.folder.path / "errors.txt").open("w") as errors:
             return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
 
-    def _saved(self) -> Step | None:
+    def _last_saved(self) -> Step | None:
         try:
             steps = CheckpointManager(self.folder.checkpoints).steps()
         except TensorkeepError:
@@ -186,18 +171,17 @@ class TrainingStory:
             try:
                 entry = json.loads(line)
             except ValueError:
-                continue  # is being written
+                continue  # The last line is being written.
             if entry["kind"] == "train":
                 found[entry["step"]] = entry["loss"]
         return found
 
 
-def _check_runs(process: subprocess.Popen[str]) -> None:
+def _check_running(process: subprocess.Popen[str]) -> None:
     if process.poll() is not None:
         raise _failed(process)
 
 
 def _failed(process: subprocess.Popen[str]) -> TensorkeepError:
-    return StoreError(
-        f"the training process ended with exit code {process.returncode}", remedy="see errors.txt in the run's folder"
-    )
+    message = f"the training process ended with exit code {process.returncode}"
+    return StoreError(message, remedy="see errors.txt in the run's folder")

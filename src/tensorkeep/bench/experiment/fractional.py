@@ -1,10 +1,10 @@
-"""Fractional two-level designs: a few of all combinations of 6 to 15 factors, and what they cannot tell apart.
+"""Fractional two-level designs for 6 to 15 factors, and the effects that each of them cannot separate.
 
-Some *basic* factors take every combination of their levels; each other factor takes the parity of some of them, its
-*generator*. All designs here have resolution IV: a main effect is never mixed with another main effect or with an
-interaction of two factors, but interactions of two are mixed with each other. Generators of up to 10 factors are those
-of least aberration (Montgomery, *Design and Analysis of Experiments*, table of 2^(k-p) designs); the others are words
-of odd length, which give resolution IV by themselves.
+Some *basic* factors take every combination of their levels. Each other factor takes the parity of some of them, its
+*generator*. All designs have resolution IV: a main effect is never aliased with another main effect or with an
+interaction of two factors, but interactions of two factors are aliased with each other. The generators for up to 10
+factors have minimum aberration (Montgomery, *Design and Analysis of Experiments*, table of 2^(k-p) designs). The others
+are words of odd length, which give resolution IV by themselves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GENERATORS = {
 
 
 def columns(factors: int) -> list[int]:
-    """Return each factor's generator as bits of basic factors: the first four or five factors have one bit each.
+    """Return each factor's generator as a bit set of basic factors, which are the first four or five factors.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ def columns(factors: int) -> list[int]:
 
 
 def fraction(factors: int) -> list[tuple[int, ...]]:
-    """Return the points of the design for so many factors: 16 for up to 8 factors, else 32.
+    """Return the points of the design: 16 for up to 8 factors, else 32.
 
     Returns
     -------
@@ -52,19 +52,19 @@ def fraction(factors: int) -> list[tuple[int, ...]]:
     return [tuple((point & column).bit_count() & 1 for column in bits) for point in range(points)]
 
 
-def alias_groups(names: Sequence[str]) -> list[list[list[str]]]:
-    """Return which effects, of one factor or of two, cannot be told apart in the design for these factors.
+def alias_groups(names: Sequence[str]) -> tuple[tuple[tuple[str, ...], ...], ...]:
+    """Return the groups of effects, of one factor or of two, that the design for these factors cannot separate.
 
     Returns
     -------
-    list of list of list of str
-        Groups of two effects or more; an effect is the list of its factors.
+    tuple
+        Groups of two effects or more; an effect is the tuple of its factors.
     """
     bits = dict(zip(names, columns(len(names)), strict=True))
-    groups: dict[int, list[list[str]]] = {}
-    for effect in [*([name] for name in names), *(list(pair) for pair in itertools.combinations(names, 2))]:
+    groups: dict[int, list[tuple[str, ...]]] = {}
+    for effect in [*((name,) for name in names), *itertools.combinations(names, 2)]:
         column = 0
         for name in effect:
             column ^= bits[name]
         groups.setdefault(column, []).append(effect)
-    return [group for group in groups.values() if len(group) > 1]
+    return tuple(tuple(group) for group in groups.values() if len(group) > 1)

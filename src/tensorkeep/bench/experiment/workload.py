@@ -1,123 +1,186 @@
-"""The contract of a workload: what an experiment's arms are, and how one of them is measured.
+"""The contract of a workload: the typed settings of an experiment and of an arm, and how one cell is measured.
 
-A workload is one module, ``tensorkeep.bench.NAME_workload``, with a `Workload` named ``WORKLOAD``. The engine knows
-nothing else about what it measures.
+A workload is one module, ``tensorkeep.bench.NAME.workload``, with an instance of `Workload` called ``WORKLOAD``. The
+engine handles settings as JSON objects; only the workload gives them types:
+
+* ``SettingsT``: the settings of an experiment, the same for all arms.
+* ``ArmT``: the settings of one arm.
 """
 
 from __future__ import annotations
 
 import importlib
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
-from tensorkeep.bench.results import Measure
+import msgspec
+
+from tensorkeep.bench.results import Measure, Settings, Status, Subject
 from tensorkeep.errors import TensorkeepError
+
+SettingsT = TypeVar("SettingsT", bound=msgspec.Struct)
+ArmT = TypeVar("ArmT")
+
+WORKLOADS = ("checkpoint", "training")
+
+
+class GateError(TensorkeepError):
+    """A cell gave a wrong result, so that its speed does not count."""
+
+    kind = "gate"
 
 
 class DoesNotApplyError(TensorkeepError):
-    """An arm makes no sense on this machine, or with what it works on."""
+    """An arm cannot run on this machine, or with what it works on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What a process needs to know to run one cell; goes there as JSON.
+class Task(msgspec.Struct, frozen=True):
+    """What the process of a cell needs to know; it gets it as JSON.
 
     Attributes
     ----------
     workload, arm : str
     settings : dict
         The arm's.
-    subject : dict
-        What to work on, as `Workload.prepare` named it.
+    input : dict
+        What `Workload.prepare` returned for this arm.
     measures : list of str
-        Which of the optional measures to take.
+        The measures to take.
     directory : str
-        Where the cell may write; empty at the start, removed afterwards.
+        Where the cell may write. It is empty at the start and removed afterwards.
     block : int
-        The number of the block, from 0: a seed of its own for what is random.
+        The number of the block, from 0.
     """
 
     workload: str
     arm: str
-    settings: dict[str, Any]
-    subject: dict[str, Any]
+    settings: Settings
+    input: Settings
     measures: list[str]
     directory: str
     block: int = 0
 
 
-@dataclass(slots=True)
-class Outcome:
-    """What a cell gave: figures by measure, and the seconds of everything that is part of no figure.
+class Outcome(msgspec.Struct):
+    """How a cell ended, and what it measured; ``docs/reference/results.md`` describes each field.
 
     Attributes
     ----------
-    figures, clocks : dict of str to float
+    status : str
+    reason : str or None
+        None if the status is ``"ok"``.
+    seconds : float
+        Wall clock of the whole process.
+    figures : dict of str to float
+        By measure, in its unit.
+    clocks : dict of str to float
+        Seconds of the stages that are not part of a figure.
     observed : dict of str to str
-        Technique to a sentence: what the first step showed of it.
+        By technique: what showed that it was active.
     """
 
-    figures: dict[str, float] = field(default_factory=dict)
-    clocks: dict[str, float] = field(default_factory=dict)
-    observed: dict[str, str] = field(default_factory=dict)
+    status: Status = "ok"
+    reason: str | None = None
+    seconds: float = 0.0
+    figures: dict[str, float] = {}
+    clocks: dict[str, float] = {}
+    observed: dict[str, str] = {}
+
+    @contextmanager
+    def clock(self, name: str) -> Iterator[None]:
+        """Add the seconds that the ``with`` block takes to a clock."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.clocks[name] = self.clocks.get(name, 0.0) + time.perf_counter() - begin
 
 
-class Workload(ABC):
-    """One kind of work that can be measured.
+class Prepared(msgspec.Struct, frozen=True):
+    """What the cells work on.
+
+    Attributes
+    ----------
+    input, slow_input : msgspec.Struct
+        The `Task.input` of the arms, and of those that are marked slow.
+    subject, slow_subject : Subject
+        Their descriptions for the results file; ``bytes`` is the amount of work.
+    """
+
+    input: msgspec.Struct
+    slow_input: msgspec.Struct
+    subject: Subject
+    slow_subject: Subject
+
+
+class Workload(ABC, Generic[SettingsT, ArmT]):
+    """One kind of work that the bench measures.
 
     Attributes
     ----------
     name : str
     measures : tuple of Measure
-        In the order in which tables show them.
+        In the order of the tables.
     """
 
     name: ClassVar[str]
     measures: ClassVar[tuple[Measure, ...]]
 
     @abstractmethod
-    def settings(self, given: object, path: str | None) -> dict[str, Any]:
-        """Return an experiment's settings with the defaults of those that are not given.
+    def parse_settings(self, given: Mapping[str, object], path: str | None = None) -> SettingsT:
+        """Return an experiment's settings, with defaults for those that are not given.
 
         Parameters
         ----------
-        given : object
-            What stands in a file, or was asked for.
-        path : str or None
-            The file, for messages.
+        given : mapping
+            As the experiment's file or the command line has them.
+        path : str, optional
+            The file, for error messages.
 
         Raises
         ------
         UsageError
-            If one is unknown, of another type, or out of range.
+            If a setting is unknown, of another type, or out of range.
         """
 
     @abstractmethod
-    def check(self, settings: Mapping[str, Any]) -> None:
-        """Raise UsageError, in one line, if an arm's settings are wrong."""
+    def parse_arm(self, given: Mapping[str, object]) -> ArmT:
+        """Return the settings of an arm.
+
+        Raises
+        ------
+        UsageError
+            If a setting is unknown, of another type, or out of range.
+        """
 
     @abstractmethod
-    def missing(self, settings: Mapping[str, Any]) -> str | None:
-        """Return why an arm cannot run on this machine (a package is not installed), or None."""
+    def missing(self, arm: ArmT) -> str | None:
+        """Return why an arm cannot run on this machine, such as a package that is not installed, or None."""
 
     @abstractmethod
-    def prepare(self, settings: Mapping[str, Any], arms: Collection[Mapping[str, Any]], scratch: Path) -> Prepared:
-        """Make what all cells work on, once, in a folder that is removed when the run is over.
+    def prepare(self, settings: SettingsT, arms: Collection[ArmT], scratch: Path) -> Prepared:
+        """Make what the cells work on, once for all of them.
 
         Parameters
         ----------
-        settings : dict
-            The experiment's.
-        arms : collection of dict
-            The settings of the arms that will run, for what disk and memory they need.
+        settings : struct
+        arms : collection
+            All arms that will run; they decide what disk and memory are needed.
+        scratch : Path
+            A folder that is removed after the run.
+
+        Raises
+        ------
+        StoreError
+            If disk or memory do not suffice.
         """
 
     @abstractmethod
-    def measures_of(self, settings: Mapping[str, Any]) -> list[str]:
+    def measures_of(self, settings: SettingsT) -> list[str]:
         """Return the names of the measures that an experiment with these settings takes."""
 
     @abstractmethod
@@ -125,30 +188,6 @@ class Workload(ABC):
         """Run one cell, in the process that was started for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """What all cells work on.
-
-    Attributes
-    ----------
-    subject, slow_subject : dict
-        What a `Task` is given, and what arms that are marked slow are given.
-    described, slow_described : dict
-        Each of them as the ``subject`` of the results file; ``bytes`` is the amount of work.
-    """
-
-    subject: dict[str, Any]
-    slow_subject: dict[str, Any]
-    described: dict[str, Any]
-    slow_described: dict[str, Any]
-
-
-@cache
-def names() -> tuple[str, ...]:
-    """Return the names of all workloads: a package of the bench each."""
-    return ("checkpoint", "training")
-
-
-def get(name: str) -> Workload:
-    """Return the workload of a name that is among `names`."""
-    return cast(Workload, importlib.import_module(f"tensorkeep.bench.{name}.workload").WORKLOAD)
+def get_workload(name: str) -> Workload[Any, Any]:
+    """Return a workload by its name, which is among `WORKLOADS`."""
+    return cast("Workload[Any, Any]", importlib.import_module(f"tensorkeep.bench.{name}.workload").WORKLOAD)

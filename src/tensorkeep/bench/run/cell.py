@@ -1,8 +1,7 @@
-"""Running one cell in a process of its own, under limits of time and memory."""
+"""Run one cell in a process of its own, with limits on time and memory."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -10,46 +9,34 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 
-from tensorkeep.bench.checkpoint.measure import remove
-from tensorkeep.bench.experiment.workload import Task
+from tensorkeep.bench.checkpoint.probes import remove
+from tensorkeep.bench.experiment.workload import Outcome, Task
 from tensorkeep.bench.results import Limits
 from tensorkeep.bench.run.worker import MARK
 from tensorkeep.machine import private_bytes
 from tensorkeep.units import format_bytes, format_seconds
 
-_LOOK_SECONDS = 0.2
-_TAIL_BYTES = 4000
+_POLL_SECONDS = 0.2
+_LONGEST_OUTCOME = 64_000
+_LONGEST_REASON = 4000
 
 
-@dataclass(slots=True)
-class CellResult:
-    """How a cell ended; ``docs/reference/results.md`` says what each field means."""
-
-    status: str
-    reason: str | None
-    seconds: float
-    figures: dict[str, float] = field(default_factory=dict)
-    clocks: dict[str, float] = field(default_factory=dict)
-    observed: dict[str, str] = field(default_factory=dict)
-
-
-def command_of(task: Task) -> list[str]:
+def command_of(task: Task) -> tuple[str, ...]:
     """Return the command that runs a cell."""
-    return ["python", "-m", "tensorkeep.bench.run.worker", msgspec.json.encode(asdict(task)).decode()]
+    return ("python", "-m", "tensorkeep.bench.run.worker", msgspec.json.encode(task).decode())
 
 
-def run_cell(task: Task, limits: Limits) -> CellResult:
-    """Run a task in a fresh interpreter; whatever happens to it, what it wrote is removed.
+def run_cell(task: Task, limits: Limits) -> Outcome:
+    """Run a task in a new interpreter, and remove what it wrote.
 
     Returns
     -------
-    CellResult
+    Outcome
         Also of a cell that failed or was killed.
     """
     begin = time.perf_counter()
@@ -59,61 +46,51 @@ def run_cell(task: Task, limits: Limits) -> CellResult:
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
-            # A group of its own: Ctrl-C goes to this process, which decides.
+            # A process group of its own: Ctrl-C reaches this process only, which then ends the group.
             start_new_session=True,
         )
         try:
-            killed = _watch(process, limits, begin)
+            outcome = _wait(process, limits, begin)
         finally:
-            _kill(process)
+            _kill_group(process)
             remove(Path(task.directory))
-        seconds = time.perf_counter() - begin
-        if killed is not None:
-            return CellResult(*killed, seconds)
-        return _told(process.returncode, _tail(out), _tail(err), seconds)
+        if outcome is None:
+            outcome = _read_outcome(process.returncode, _end_of(out), _end_of(err))
+    return msgspec.structs.replace(outcome, seconds=time.perf_counter() - begin)
 
 
-def _watch(process: subprocess.Popen[bytes], limits: Limits, begin: float) -> tuple[str, str] | None:
-    """Wait for the end; return status and reason if a limit is exceeded first."""
+def _wait(process: subprocess.Popen[bytes], limits: Limits, begin: float) -> Outcome | None:
+    """Wait until the process ends; return an outcome if it exceeds a limit first."""
     while True:
-        try:
-            process.wait(_LOOK_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass
-        else:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_POLL_SECONDS)
             return None
         if limits.seconds is not None and time.perf_counter() - begin > limits.seconds:
-            return "timeout", f"took longer than its limit of {format_seconds(limits.seconds)}"
-        if limits.memory_bytes is not None and (held := private_bytes(process.pid)) > limits.memory_bytes:
-            return "memory", f"held {format_bytes(held)}, its limit is {format_bytes(limits.memory_bytes)}"
+            return Outcome("timeout", f"took longer than its limit of {format_seconds(limits.seconds)}")
+        if limits.memory_bytes is not None and (used := private_bytes(process.pid)) > limits.memory_bytes:
+            reason = f"used {format_bytes(used)} of memory, its limit is {format_bytes(limits.memory_bytes)}"
+            return Outcome("memory", reason)
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    # Also when it ended by itself: what it started may live on.
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    # Also after the process has ended: processes that it started may still run.
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
-def _tail(file: IO[bytes]) -> str:
+def _end_of(file: IO[bytes]) -> str:
     size = file.seek(0, os.SEEK_END)
-    # The outcome is one line, a few kilobytes at most.
-    file.seek(max(0, size - 16 * _TAIL_BYTES))
+    file.seek(max(0, size - _LONGEST_OUTCOME))
     return file.read().decode(errors="replace")
 
 
-def _told(code: int, out: str, err: str, seconds: float) -> CellResult:
+def _read_outcome(code: int, out: str, err: str) -> Outcome:
     lines = [line for line in out.splitlines() if line.startswith(MARK)]
     if code == 0 and lines:
-        return _parsed(lines[-1].removeprefix(MARK), seconds)
+        return msgspec.json.decode(lines[-1].removeprefix(MARK), type=Outcome)
     if code == -signal.SIGKILL:
-        return CellResult("memory", "was killed by the kernel, most likely because memory ran out", seconds)
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    last = (err.strip().splitlines() or ["and said nothing"])[-1]
-    return CellResult("failed", f"its process {how}: {last[:_TAIL_BYTES]}", seconds)
-
-
-def _parsed(text: str, seconds: float) -> CellResult:
-    document: dict[str, Any] = json.loads(text)
-    found = {key: document[key] for key in ("figures", "clocks", "observed") if key in document}
-    return CellResult(document["status"], document["reason"], seconds, **found)
+        return Outcome("memory", "was killed by the kernel, most likely because memory ran out")
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    last = (err.strip().splitlines() or ["without an error message"])[-1]
+    return Outcome("failed", f"its process {how}: {last[:_LONGEST_REASON]}")

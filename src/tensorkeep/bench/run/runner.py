@@ -1,188 +1,218 @@
-"""Running an experiment: cell after cell in random order within blocks, each in a process of its own.
+"""Run an experiment: every cell in a process of its own, in random order within blocks.
 
-What was measured is on the disk after every cell. An interrupted run goes on where it stopped.
+The results are written after each cell, so that an interrupted run can resume.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
+from msgspec import to_builtins
+from msgspec.structs import asdict, replace
+
 from tensorkeep import machine
-from tensorkeep.bench.analysis.statistics import require_scipy
-from tensorkeep.bench.experiment import workload
-from tensorkeep.bench.experiment.workload import Prepared, Task
-from tensorkeep.bench.results import Limits
-from tensorkeep.bench.run import document as documents
-from tensorkeep.bench.run.cell import CellResult, command_of, run_cell
-from tensorkeep.bench.run.scratch import Scratch
+from tensorkeep.bench.analysis.summary import summarise
+from tensorkeep.bench.experiment.plan import Plan
+from tensorkeep.bench.experiment.workload import Outcome, Prepared, Task, get_workload
+from tensorkeep.bench.results import Arm, Cell, Limits, Results, Status, write_results
+from tensorkeep.bench.run.cell import command_of, run_cell
+from tensorkeep.bench.run.scratch import scratch_folder
 from tensorkeep.errors import StoreError, UsageError
+from tensorkeep.version import __version__
 
-Cell = dict[str, Any]
-
-_HOPELESS = ("gate", "failed", "timeout", "memory", "not-run")
-"""How a cell ends that would end so again."""
+_PENDING: tuple[Status, ...] = ("planned", "disk")
+_FINAL: tuple[Status, ...] = ("gate", "failed", "timeout", "memory", "not-run")
+"""How a cell ends that would end the same way again."""
 
 
 class Listener(Protocol):
-    """Who is told how a run goes on."""
+    """Receives the progress of a run."""
 
     def preparing(self) -> None:
-        """What the cells work on is being made."""
+        """Report that what the cells work on is being made."""
 
-    def begins(self, cell: Cell, done: int, total: int, seconds_left: float | None) -> None:
-        """A cell begins; ``seconds_left`` is None while nothing is known."""
+    def cell_started(self, cell: Cell, done: int, total: int, seconds_left: float | None) -> None:
+        """Report that a cell starts; ``seconds_left`` is None while it cannot be estimated."""
 
-    def ended(self, cell: Cell) -> None:
-        """A cell has its outcome."""
+    def cell_ended(self, cell: Cell) -> None:
+        """Report the outcome of a cell."""
 
 
-def execute(
-    document: dict[str, Any],
-    results: Path,
-    directory: Path,
-    listener: Listener,
-    run: Callable[[Task, Limits], CellResult] = run_cell,
-) -> None:
-    """Run the cells that have no outcome yet, and write the results after each.
+def plan_results(plan: Plan, command: str) -> Results:
+    """Return the results of a run that has not started: every cell is planned.
 
     Parameters
     ----------
-    document : dict
-        The results so far; changed in place.
-    results : Path
-        The file that they are kept in.
+    plan : Plan
+    command : str
+        The command line.
+    """
+    workload = get_workload(plan.experiment.workload)
+    names = workload.measures_of(workload.parse_settings(plan.experiment.settings))
+    return Results(
+        tensorkeep=__version__,
+        command=command,
+        started=_now(),
+        experiment=plan.experiment,
+        measures=tuple(measure for measure in workload.measures if measure.name in names),
+        arms=plan.arms,
+        cells=tuple(schedule(plan)),
+    )
+
+
+def schedule(plan: Plan) -> list[Cell]:
+    """Return the planned cells in their order: randomised complete blocks, every arm once in each.
+
+    A drift of the machine then affects all arms alike. The order within a block depends only on the seed, the block's
+    number and the arms: with more runs, the experiment begins with the same blocks.
+    """
+    cells: list[Cell] = []
+    for block in range(plan.experiment.runs or 0):
+        names = [arm.name for arm in plan.arms]
+        random.Random(f"{plan.experiment.seed}:{block}").shuffle(names)
+        cells += [Cell(name, block, "planned", len(cells) + place) for place, name in enumerate(names)]
+    return cells
+
+
+class ExperimentRun:
+    """A run of an experiment, new or resumed.
+
+    Parameters
+    ----------
+    results : Results
+        Planned, or those of an interrupted run.
+    file : Path
+        Where the results are written.
     directory : Path
         A folder on the disk that is measured.
-    run : callable
+    measure : callable
         Runs a cell.
 
-    Raises
-    ------
-    StoreError
-        If the disk is full; what the cell wrote is removed, what was measured before is kept.
-    BusyError
-        If another run works in the folder.
-    MissingExtraError
-        If scipy, which the statistics need, is not installed.
+    Attributes
+    ----------
+    results : Results
+        What was measured so far.
     """
-    require_scipy()
-    home = workload.get(document["experiment"]["workload"])
-    arms = {arm["name"]: arm for arm in document["arms"]}
-    settings = document["experiment"]["settings"]
-    begun = False
-    try:
-        with Scratch(directory) as scratch:
-            found = machine.describe(scratch.path)
-            # As it was given: a results file is passed on, and says nothing of whose folders lie where.
-            found["storage"]["path"] = str(scratch.path)
-            document["environment"] = _same_machine(document["environment"], found)
-            listener.preparing()
-            prepared = home.prepare(settings, [arm["settings"] for arm in arms.values()], scratch.path)
-            document["subject"] = prepared.described
-            documents.write(document, results)
-            begun = True
-            runner = _Runner(document, prepared, home.measures_of(settings), scratch.path, run)
-            for cell in list(documents.pending(document)):
-                left = _seconds_left(document)
-                listener.begins(cell, _done(document), len(document["cells"]), left)
-                runner.run(cell, arms[cell["arm"]])
-                documents.write(document, results)
-                listener.ended(cell)
-                if cell["status"] == "disk":
-                    raise StoreError(
-                        f"the disk was full in arm {cell['arm']!r}",
-                        path=directory,
-                        remedy="free some space or choose a smaller model; --resume goes on",
-                    )
-    finally:
-        # Until then nothing is known that an earlier results file should give way to.
-        if begun:
-            _finish(document)
-            documents.write(document, results)
-
-
-def _same_machine(before: Mapping[str, Any], now: machine.Description) -> machine.Description:
-    if before and (before["versions"], before["processor"]) != (now["versions"], now["processor"]):
-        raise UsageError(
-            "the machine or its software is not what this run began on", remedy="start anew with another --out"
-        )
-    return now
-
-
-def _finish(document: dict[str, Any]) -> None:
-    document["complete"] = next(documents.pending(document), None) is None
-    document["finished"] = documents.now() if document["complete"] else None
-    document["summary"] = documents.summary_of(document)
-
-
-class _Runner:
-    """Runs one cell after the other on what was prepared."""
 
     def __init__(
         self,
-        document: dict[str, Any],
-        prepared: Prepared,
-        measures: list[str],
-        scratch: Path,
-        run: Callable[[Task, Limits], CellResult],
+        results: Results,
+        file: Path,
+        directory: Path,
+        measure: Callable[[Task, Limits], Outcome] = run_cell,
     ) -> None:
-        self._document = document
-        self._prepared = prepared
-        self._measures = measures
-        self._scratch = scratch
-        self._run = run
-        self._limits = Limits(**document["experiment"]["limits"])
+        self.results = results
+        self._file = file
+        self._directory = directory
+        self._measure = measure
 
-    def run(self, cell: Cell, arm: Mapping[str, Any]) -> None:
-        """Give the cell its outcome."""
-        slow = arm.get("slow", False)
-        described = self._prepared.slow_described if slow else self._prepared.described
+    def execute(self, listener: Listener) -> None:
+        """Run the cells that have no outcome yet, and write the results after each.
+
+        Raises
+        ------
+        StoreError
+            If the disk is full. What the cell wrote is removed, earlier figures are kept.
+        BusyError
+            If another run uses the folder.
+        UsageError
+            If the results were measured on another machine.
+        """
+        workload = get_workload(self.results.experiment.workload)
+        settings = workload.parse_settings(self.results.experiment.settings)
+        arms = {arm.name: arm for arm in self.results.arms}
+        parsed = [workload.parse_arm(arm.settings) for arm in arms.values()]
+        with scratch_folder(self._directory) as scratch:
+            self._check_machine(scratch)
+            listener.preparing()
+            prepared = workload.prepare(settings, parsed, scratch)
+            # Only from here on, earlier results in the file are replaced.
+            self._save(subject=prepared.subject)
+            try:
+                for index in self._pending():
+                    self._run(index, arms[self.results.cells[index].arm], prepared, scratch, listener)
+            finally:
+                complete = not self._pending()
+                self._save(complete=complete, finished=_now() if complete else None, summary=summarise(self.results))
+
+    def _check_machine(self, scratch: Path) -> None:
+        found: dict[str, Any] = to_builtins(machine.describe(scratch))
+        # The path as it was given: a results file is passed on, and must not show where a user's folders are.
+        found["storage"]["path"] = str(scratch)
+        before = self.results.environment
+        if before and any(before.get(key) != found[key] for key in ("versions", "processor")):
+            raise UsageError(
+                "the machine or its software has changed since this run began", remedy="begin again with another --out"
+            )
+        self.results = replace(self.results, environment=found)
+
+    def _run(self, index: int, arm: Arm, prepared: Prepared, scratch: Path, listener: Listener) -> None:
+        subject = prepared.slow_subject if arm.slow else prepared.subject
         task = Task(
-            workload=self._document["experiment"]["workload"],
-            arm=arm["name"],
-            settings=arm["settings"],
-            subject=self._prepared.slow_subject if slow else self._prepared.subject,
-            measures=self._measures,
-            # No name from the file: what lies there is removed.
-            directory=str(self._scratch / f"cell-{self._document['cells'].index(cell)}"),
-            block=cell["block"],
+            workload=self.results.experiment.workload,
+            arm=arm.name,
+            settings=arm.settings,
+            input=to_builtins(prepared.slow_input if arm.slow else prepared.input),
+            measures=[measure.name for measure in self.results.measures],
+            directory=str(scratch / f"cell-{index}"),
+            block=self.results.cells[index].block,
         )
-        cell |= {"amount": described["bytes"], "subject": described["description"], "command": command_of(task)}
-        cell["started"] = documents.now()
-        before = self._hopeless(cell)
-        if before is not None:
-            reason = f"not repeated: in block {before['block'] + 1} it {_ended(before)}"
-            cell |= {"status": "not-run", "reason": reason, "seconds": 0.0}
-            return
-        cell |= asdict(self._run(task, self._limits))
+        cell = replace(
+            self.results.cells[index],
+            amount=subject.bytes,
+            subject=subject.description,
+            command=command_of(task),
+            started=_now(),
+        )
+        total = len(self.results.cells)
+        listener.cell_started(cell, total - len(self._pending()), total, self._seconds_left())
+        outcome = self._repeated_failure(cell) or self._measure(task, self.results.experiment.limits)
+        cell = replace(cell, **asdict(outcome))
+        cells = self.results.cells
+        self._save(cells=(*cells[:index], cell, *cells[index + 1 :]))
+        listener.cell_ended(cell)
+        if cell.status == "disk":
+            raise StoreError(
+                f"the disk was full in arm {cell.arm!r}",
+                path=self._directory,
+                remedy="free some space or choose a smaller model, then use --resume",
+            )
 
-    def _hopeless(self, cell: Cell) -> Cell | None:
-        """Return the cell of the same arm that shows that there is no use in trying again."""
-        for other in self._document["cells"]:
-            if other["arm"] == cell["arm"] and other["status"] in _HOPELESS and other["seconds"]:
-                return other if other is not cell else None
+    def _repeated_failure(self, cell: Cell) -> Outcome | None:
+        """Return the outcome of a cell whose arm has already failed in a way that repeats."""
+        for other in self.results.cells:
+            if other.arm == cell.arm and other.order != cell.order and other.status in _FINAL and other.seconds:
+                verb = "was not run" if other.status == "not-run" else "failed"
+                return Outcome("not-run", f"not repeated: in block {other.block + 1} it {verb} ({other.reason})")
         return None
 
+    def _save(self, **changes: Any) -> None:
+        self.results = replace(self.results, **changes)
+        write_results(self.results, self._file)
 
-def _ended(cell: Cell) -> str:
-    return f"was not run ({cell['reason']})" if cell["status"] == "not-run" else f"failed ({cell['reason']})"
+    def _pending(self) -> list[int]:
+        """Return the indices of the cells that have to run, in their order."""
+        cells = self.results.cells
+        pending = [index for index, cell in enumerate(cells) if cell.status in _PENDING]
+        return sorted(pending, key=lambda index: cells[index].order)
+
+    def _seconds_left(self) -> float | None:
+        """Estimate the rest of the run: each cell takes the mean of its arm, or the median of all."""
+        known: dict[str, list[float]] = {}
+        for cell in self.results.cells:
+            if cell.status not in _PENDING and cell.seconds:
+                known.setdefault(cell.arm, []).append(cell.seconds)
+        if not known:
+            return None
+        usual = statistics.median([seconds for each in known.values() for seconds in each])
+        pending = (self.results.cells[index] for index in self._pending())
+        return sum(statistics.fmean(known.get(cell.arm, [usual])) for cell in pending)
 
 
-def _done(document: dict[str, Any]) -> int:
-    return sum(cell["status"] not in documents.AGAIN for cell in document["cells"])
-
-
-def _seconds_left(document: dict[str, Any]) -> float | None:
-    """Return how long the pending cells will take, if each takes what its arm took so far, or else what a cell took."""
-    known: dict[str, list[float]] = {}
-    for cell in document["cells"]:
-        if cell["status"] not in documents.AGAIN and cell["seconds"]:
-            known.setdefault(cell["arm"], []).append(cell["seconds"])
-    if not known:
-        return None
-    usual = statistics.median([seconds for each in known.values() for seconds in each])
-    return sum(statistics.fmean(known.get(cell["arm"], [usual])) for cell in documents.pending(document))
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

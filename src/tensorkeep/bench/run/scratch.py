@@ -1,62 +1,52 @@
-"""The folder that a run works in: on the disk that is measured, one run at a time, removed when it is over."""
+"""The folder that a run works in: on the disk that is measured, used by one run at a time, and removed after it."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
-from tensorkeep.bench.checkpoint.measure import remove
+from tensorkeep.bench.checkpoint.probes import remove
 from tensorkeep.errors import BusyError, StoreError
 
 NAME = ".tensorkeep-bench"
 
 
-class Scratch:
-    """A context manager that gives an empty folder below ``directory``.
-
-    What a run that was killed left there is removed first.
+@contextmanager
+def scratch_folder(directory: Path) -> Iterator[Path]:
+    """Yield an empty folder below ``directory``, without what a killed run left there; remove it at the end.
 
     Raises
     ------
     BusyError
-        If another run works there.
+        If another run uses it.
     StoreError
-        If nothing can be written there.
+        If it cannot be written to.
     """
-
-    def __init__(self, directory: Path) -> None:
-        self.path = directory / NAME
-        self._fd = -1
-
-    def __enter__(self) -> Self:
+    path = directory / NAME
+    descriptor = -1
+    try:
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._clear()
+            path.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _clear(path)
         except BlockingIOError as error:
-            self._close()
-            raise BusyError("another bench runs here", path=self.path, remedy="wait for it, or give --dir") from error
+            raise BusyError("another bench runs here", path=path, remedy="wait for it, or give --dir") from error
         except OSError as error:
-            self._close()
-            raise StoreError(f"cannot work here: {error.strerror}", path=self.path, remedy="give --dir") from error
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+            raise StoreError(f"cannot work here: {error.strerror}", path=path, remedy="give --dir") from error
         try:
-            self._clear()
-            self.path.rmdir()
+            yield path
         finally:
-            self._close()
+            _clear(path)
+            path.rmdir()
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
 
-    def _clear(self) -> None:
-        for found in self.path.iterdir():
-            remove(found)
 
-    def _close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+def _clear(path: Path) -> None:
+    for found in path.iterdir():
+        remove(found)

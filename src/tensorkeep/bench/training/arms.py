@@ -1,4 +1,4 @@
-"""The arms of a comparison of training: settings of a recipe, among them techniques, and what each is held against."""
+"""The arms of a comparison of training: changes to a recipe, techniques among them, and the losses they must keep."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from typing import Any
 
 import msgspec
 
+from tensorkeep import plugins
+from tensorkeep.bench.results import Settings
 from tensorkeep.errors import UnsupportedError, UsageError
 from tensorkeep.train.config.config import TECHNIQUES, Config, nearest, setting_names
 from tensorkeep.train.config.recipes import get_recipe
 from tensorkeep.train.run.device import chosen_device
-from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES
-from tensorkeep.train.techniques.requirements import Machine
-from tensorkeep.train.techniques.stack import Stack
+from tensorkeep.train.techniques.machine import Machine
+from tensorkeep.train.techniques.stack import KIND, Stack
 
 DEFAULT_RECIPE = "shakespeare-char-cpu"
 
-_FIXED: dict[str, Any] = {
+_FIXED: Settings = {
     "checkpoint.every": 0,
     "checkpoint.keep_best": 0,
     "checkpoint.asynchronous": False,
@@ -25,100 +26,100 @@ _FIXED: dict[str, Any] = {
     "log.every": 1,
     "eval.patience": None,
 }
-_DECIDED = ("loop.steps", "loop.seed", "eval.batches", "recipe", "data.", "log.", "checkpoint.", "sample.")
-"""What the experiment decides, and no arm: arms are compared at equal steps, on equal data."""
+_SET_BY_EXPERIMENT = ("loop.steps", "loop.seed", "eval.batches", "recipe", "data.", "log.", "checkpoint.", "sample.")
+"""Settings that all arms share: arms are compared at equal steps, on equal data."""
 
 
-def config_of(
-    recipe: str, settings: Mapping[str, Any], *, steps: int, evaluated: int | None = None, block: int = 0
+def arm_config(
+    recipe: str, arm: Mapping[str, Any], *, steps: int, evaluated: int | None = None, block: int = 0
 ) -> Config:
     """Return the configuration of an arm.
 
     Parameters
     ----------
     recipe : str
-    settings : mapping
-        The arm's, by dotted name, as `Config.changed` takes them: ``{"techniques.compile": "on", "optim.lr": 1e-3}``.
+    arm : mapping
+        Changes to the recipe by dotted name: ``{"techniques.compile": "on", "optim.lr": 1e-3}``.
     steps : int
         Of the whole run.
     evaluated : int, optional
-        On how many batches the validation loss is measured; on the whole split by default.
+        The number of batches of the validation loss; the whole split by default.
     block : int
-        Gives each block a seed of its own.
+        Each block gets its own seed.
 
     Raises
     ------
     UsageError
-        If there is no such recipe or setting, or a value makes no sense.
+        If the recipe or a setting is unknown, or a value is not valid.
     """
     base = get_recipe(recipe)
-    decided = {"loop.seed": base.loop.seed + block, "eval.every": 0}
-    return measured(base, steps=steps, evaluated=evaluated, others={**decided, **settings})
+    own = {"loop.seed": base.loop.seed + block, "eval.every": 0}
+    return measured_config(base, steps=steps, evaluated=evaluated, changes={**own, **arm})
 
 
-def measured(
-    config: Config, *, steps: int, evaluated: int | None = None, others: Mapping[str, Any] | None = None
+def measured_config(
+    config: Config, *, steps: int, evaluated: int | None = None, changes: Mapping[str, Any] | None = None
 ) -> Config:
-    """Return a configuration as it is measured: for so many steps, each of which is logged, without checkpoints.
+    """Return a configuration for a measurement: every step is logged, and there are no checkpoints.
 
     Parameters
     ----------
     config : Config
     steps : int
     evaluated : int, optional
-        On how many batches the validation loss is measured.
-    others : mapping, optional
-        More settings to change, by dotted name.
+        The number of batches of the validation loss.
+    changes : mapping, optional
+        Other settings by dotted name.
     """
-    return config.changed({**_FIXED, "loop.steps": steps, "eval.batches": evaluated, **(others or {})})
+    return config.changed({**_FIXED, "loop.steps": steps, "eval.batches": evaluated, **(changes or {})})
 
 
-def check_arm(settings: Mapping[str, Any]) -> None:
-    """Raise UsageError if an arm has settings that there are none of, or its techniques cannot be on together.
+def check_arm(arm: Mapping[str, Any]) -> None:
+    """Check the names of an arm's settings and its techniques. Their values are checked with the recipe.
 
-    Whether the values suit the recipe is known when that is: see `config_of`.
+    Raises
+    ------
+    UsageError
+        If a setting is unknown or belongs to the experiment, or techniques cannot be combined.
     """
     known = setting_names()
-    for name in settings:
-        if name.startswith(_DECIDED):
-            raise UsageError(
-                f"{name} is the same for all arms", remedy='leave it out; "steps" and "data" stand in the settings'
-            )
+    for name in arm:
+        if name.startswith(_SET_BY_EXPERIMENT):
+            remedy = 'remove it from the arm; "steps" and "data" are settings of the experiment'
+            raise UsageError(f"{name} is the same for all arms", remedy=remedy)
         if name not in known and not name.startswith(TECHNIQUES):
             near = ", ".join(nearest(name, known))
             remedy = f"did you mean {near}?" if near else "see tensorkeep train --list-settings"
             raise UsageError(f"there is no setting {name!r}", remedy=remedy)
     try:
-        _stack(settings)
+        _techniques(arm)
     except UnsupportedError as error:
         raise UsageError(error.message, remedy=error.remedy) from error
 
 
-def lacks(settings: Mapping[str, Any]) -> str | None:
+def missing_for(arm: Mapping[str, Any]) -> str | None:
     """Return what this machine lacks for the techniques of an arm, or None."""
-    machine = Machine(chosen_device(settings.get("loop.device", "auto")))
-    for each in _stack(settings).techniques:
-        lack = each.lacks(machine)
+    machine = Machine(chosen_device(arm.get("loop.device", "auto")))
+    for technique in _techniques(arm).techniques:
+        lack = technique.lacks(machine)
         if lack is not None:
-            return f"{each.name} {lack}"
+            return f"{technique.name} {lack}"
     return None
 
 
-def _stack(settings: Mapping[str, Any]) -> Stack:
-    """Return the techniques of an arm, whatever the recipe."""
-    own = {name: value for name, value in settings.items() if name.startswith(TECHNIQUES)}
+def _techniques(arm: Mapping[str, Any]) -> Stack:
+    """Return the techniques of an arm; they do not depend on the recipe."""
+    own = {name: value for name, value in arm.items() if name.startswith(TECHNIQUES)}
     return Stack.of(get_recipe(DEFAULT_RECIPE).changed(own).techniques)
 
 
-def without_systems(config: Config) -> Config:
-    """Return a configuration without those of its techniques that must not move the losses."""
-    kept = {
-        name: given for name, given in config.techniques.items() if TECHNIQUE_CLASSES.get(name).kind == "algorithmic"
-    }
+def without_systems_techniques(config: Config) -> Config:
+    """Return a configuration without its systems techniques, which must not change the losses."""
+    kept = {name: given for name, given in config.techniques.items() if plugins.get(KIND, name).kind == "algorithmic"}
     return msgspec.structs.replace(config, techniques=kept)
 
 
-def tolerance_of(config: Config) -> float:
-    """Return how far the losses may lie from those of `without_systems`, as a share: what each allows, added up."""
-    kinds = (TECHNIQUE_CLASSES.get(name) for name in config.techniques)
+def loss_tolerance(config: Config) -> float:
+    """Return the relative difference allowed to the losses of `without_systems_techniques`: the techniques' sum."""
+    kinds = (plugins.get(KIND, name) for name in config.techniques)
     return float(sum(each.tolerance for each in kinds if each.kind == "systems"))

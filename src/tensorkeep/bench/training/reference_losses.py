@@ -1,18 +1,21 @@
-"""The losses that an arm's must be: of the same run without the techniques that must not move them.
+"""The gate of training: losses must match those of the same run without its systems techniques.
 
-``python -m tensorkeep.bench.training.reference_losses TASK`` trains a few steps in a process of its own, and prints
-them."""
+``python -m tensorkeep.bench.training.reference_losses TASK`` trains the first steps in a process of its own, and prints
+their losses.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from tensorkeep.bench.checkpoint.gate import GateError
+import msgspec
+
+from tensorkeep.bench.experiment.workload import GateError
+from tensorkeep.bench.results import Settings
 from tensorkeep.errors import TensorkeepError
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
@@ -21,8 +24,14 @@ from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import open_run
 
 
-def reference_losses(config: Config, data: Path, steps: int, kept: Path) -> list[float]:
-    """Return the losses of the first steps of a run; they are computed once for all cells that ask.
+class _Task(msgspec.Struct):
+    config: Settings
+    data: str
+    steps: int
+
+
+def reference_losses(config: Config, data: Path, steps: int, cache: Path) -> list[float]:
+    """Return the losses of the first steps of a run; the cells of an experiment share them.
 
     Parameters
     ----------
@@ -30,63 +39,59 @@ def reference_losses(config: Config, data: Path, steps: int, kept: Path) -> list
     data : Path
         Prepared.
     steps : int
-    kept : Path
-        A folder for what was computed; made if it is not there.
+    cache : Path
+        A folder for the losses; created if it does not exist.
 
     Raises
     ------
     TensorkeepError
         If the run fails.
     """
-    task = json.dumps({"config": config.as_dict(), "data": str(data), "steps": steps})
-    path = kept / f"{hashlib.sha256(task.encode()).hexdigest()[:16]}.json"
+    task = msgspec.json.encode(_Task(config.as_dict(), str(data), steps)).decode()
+    path = cache / f"{hashlib.sha256(task.encode()).hexdigest()[:16]}.json"
     if not path.exists():
-        kept.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", __name__, task]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        cache.mkdir(parents=True, exist_ok=True)
+        done = subprocess.run([sys.executable, "-m", __name__, task], capture_output=True, text=True, check=False)
         if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-            raise TensorkeepError(f"the plain run that losses are held against failed: {last}")
+            last = (done.stderr.strip().splitlines() or ["without an error message"])[-1]
+            raise TensorkeepError(f"the reference run without techniques failed: {last}")
         path.write_text(done.stdout.splitlines()[-1])
-    losses: list[float] = json.loads(path.read_text())
-    return losses
+    return msgspec.json.decode(path.read_bytes(), type=list[float])
 
 
 class LossGate:
-    """Holds the losses of the first steps to those of a reference.
+    """Compares the losses of the first steps with those of a reference.
 
     Parameters
     ----------
-    wanted : list of float
+    expected : list of float
         The reference's.
     tolerance : float
-        How far a loss may lie from its reference, as a share of that.
+        The relative difference that is allowed.
     """
 
-    def __init__(self, wanted: list[float], tolerance: float) -> None:
-        self._wanted = wanted
+    def __init__(self, expected: list[float], tolerance: float) -> None:
+        self._expected = expected
         self._tolerance = tolerance
 
     def check(self, step: int, loss: float) -> None:
-        """Hold the loss of a step, counted from 1.
+        """Check the loss of a step, counted from 1.
 
         Raises
         ------
         GateError
-            If it is too far away.
+            If it differs by more than the tolerance.
         """
-        if step > len(self._wanted):
+        if step > len(self._expected):
             return
-        wanted = self._wanted[step - 1]
-        # Not the other way round: a loss that is not a number passes no comparison.
-        if not abs(loss - wanted) <= self._tolerance * abs(wanted):
-            allowed = f"by {self._tolerance:.2%} at most" if self._tolerance else "by nothing"
-            raise GateError(
-                f"the loss of step {step} is {loss:.6g}, and {wanted:.6g} without it; they may differ {allowed}"
-            )
+        expected = self._expected[step - 1]
+        # Written with `not <=`, because every comparison with NaN is false.
+        if not abs(loss - expected) <= self._tolerance * abs(expected):
+            allowed = f"at most {self._tolerance:.2%} may differ" if self._tolerance else "they must be equal"
+            raise GateError(f"the loss of step {step} is {loss:.6g}, without the technique {expected:.6g}; {allowed}")
 
 
-def train_few(config: Config, data: Path, steps: int, folder: Path) -> list[float]:
+def train_steps(config: Config, data: Path, steps: int, folder: Path) -> list[float]:
     """Train the first steps of a run, and return their losses."""
     with open_run(config, RunFolder(folder), Dataset.open(data)) as run:
         with run.techniques.verified(run):
@@ -95,9 +100,8 @@ def train_few(config: Config, data: Path, steps: int, folder: Path) -> list[floa
 
 
 if __name__ == "__main__":
-    _task = json.loads(sys.argv[1])
+    _given = msgspec.json.decode(sys.argv[1], type=_Task)
     with tempfile.TemporaryDirectory() as _folder:
-        _losses = train_few(
-            Config.from_dict(_task["config"]), Path(_task["data"]), _task["steps"], Path(_folder, "run")
-        )
-    print(json.dumps(_losses))
+        _config = Config.from_dict(_given.config)
+        _losses = train_steps(_config, Path(_given.data), _given.steps, Path(_folder, "run"))
+    print(msgspec.json.encode(_losses).decode())

@@ -1,22 +1,31 @@
-"""The workload of training: a recipe, with techniques and other settings, for the same steps on the same data."""
+"""The training workload: a recipe, with techniques and other changes, for the same steps on the same data."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, ClassVar
 
+import msgspec
 import torch
+from msgspec import Meta
 
-from tensorkeep.bench.experiment.json_fields import Fields
+from tensorkeep.bench.experiment.validation import convert
 from tensorkeep.bench.experiment.workload import Outcome, Prepared, Task, Workload
-from tensorkeep.bench.results import Measure
+from tensorkeep.bench.results import Measure, Settings, Subject
 from tensorkeep.bench.training import cell as cell
-from tensorkeep.bench.training.arms import DEFAULT_RECIPE, check_arm, config_of, lacks, tolerance_of, without_systems
+from tensorkeep.bench.training.arms import (
+    DEFAULT_RECIPE,
+    arm_config,
+    check_arm,
+    loss_tolerance,
+    missing_for,
+    without_systems_techniques,
+)
 from tensorkeep.bench.training.reference_losses import LossGate, reference_losses
+from tensorkeep.errors import UsageError
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.recipes import get_recipe
 from tensorkeep.train.data.dataset import FILE, Dataset
@@ -26,172 +35,197 @@ from tensorkeep.train.run.data import absolute_source
 from tensorkeep.train.run.device import chosen_device
 from tensorkeep.units import format_bytes
 
-_MOST_STEPS = 1_000_000
-_SETTINGS = ("recipe", "data", "steps", "warmup", "gate_steps", "evaluated", "seconds", "save_dir")
-_BYTES_OF_A_WEIGHT = 4
-_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+_INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+_BYTES_PER_WEIGHT = 4
+_PEAK = "peak allocated bytes; CUDA: of tensors; CPU: of the process after the warm-up, without what it had loaded"
+_IN_TIME = "after the given seconds of training (first step not counted); missing if the run ends sooner"
 
 MEASURES = (
-    Measure(
-        cell.SPEED,
-        "speed",
-        "tokens/s",
-        "of training alone, after the first step and the warm-up",
-        "higher",
-        primary=True,
-    ),
-    Measure(
-        cell.MEMORY,
-        "peak memory",
-        "B",
-        "the most bytes at once; CUDA: of tensors; CPU: of the process after the warm-up, but what it had loaded",
-        primary=True,
-    ),
-    Measure(
-        cell.LOSS, "validation loss", "nats", "after all steps, with a seed of its own for each block", primary=True
-    ),
-    Measure(
-        cell.LOSS_IN_TIME,
-        "equal-time validation loss",
-        "nats",
-        "after so many seconds of training (first step not counted); none of a run that ended sooner",
-        primary=True,
-    ),
+    Measure(cell.SPEED, "speed", "tokens/s", "of training alone, after first step and warm-up", "higher", primary=True),
+    Measure(cell.MEMORY, "peak memory", "B", _PEAK, primary=True),
+    Measure(cell.LOSS, "validation loss", "nats", "after all steps; each block has its own seed", primary=True),
+    Measure(cell.LOSS_IN_TIME, "equal-time validation loss", "nats", _IN_TIME, primary=True),
     Measure(cell.STEP, "step", "s", "the median step"),
-    Measure(cell.FIRST, "first step", "s", "with all that is loaded and compiled, nothing of it in any cache"),
-    Measure(cell.MFU, "MFU", "1", "model FLOPs, as a share of the matrix products that this machine makes", "higher"),
+    Measure(cell.FIRST, "first step", "s", "with loading and compiling, all caches empty"),
+    Measure(cell.MFU, "MFU", "1", "model FLOPs, as a fraction of the matmul peak of this machine", "higher"),
     Measure(cell.TOKENS, "tokens", "1", "that the run was trained on", "higher"),
 )
 
+Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 
-class TrainingWorkload(Workload):
-    """Settings of an experiment: ``recipe``, ``data`` (the recipe's by default), ``steps``, ``warmup`` (steps that are
-    not timed), ``gate_steps`` (whose losses are held against the plain run's), ``evaluated`` (batches), ``seconds``
-    (for the loss in equal time). An arm's settings are those of a recipe, by dotted name, as ``tensorkeep train`` takes
-    them: ``{"techniques.compile": "on"}``.
+
+class TrainingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The settings of an experiment.
+
+    Attributes
+    ----------
+    recipe : str
+    data : str or None
+        A source or a prepared folder; the recipe's source if None.
+    steps : int
+    warmup : int
+        Steps after the first one that are not timed.
+    gate_steps : int
+        Steps whose losses are compared with those of the run without systems techniques.
+    evaluated : int
+        Batches of the validation loss.
+    seconds : int or None
+        Seconds of training for the loss in equal time.
+    save_dir : str or None
+        The folder that the run works in.
     """
+
+    recipe: str = DEFAULT_RECIPE
+    data: str | None = None
+    steps: Annotated[int, Meta(ge=3, le=1_000_000)] = 100
+    warmup: Annotated[int, Meta(ge=0, le=1_000_000)] = 5
+    gate_steps: Count = 6
+    evaluated: Count = 20
+    seconds: Count | None = None
+    save_dir: str | None = None
+
+
+class TrainingInput(msgspec.Struct, frozen=True, kw_only=True):
+    """What a cell trains.
+
+    Attributes
+    ----------
+    recipe : str
+    source : str
+        What the data is prepared from.
+    data : str or None
+        The prepared data.
+    references : str or None
+        The folder of the reference losses.
+    steps, warmup, gate_steps, evaluated, seconds
+        See `TrainingSettings`; 0 ``gate_steps`` for no gate.
+    config : dict or None
+        A configuration to train instead of the recipe. The peak of memory then includes evaluations.
+    """
+
+    recipe: str
+    source: str
+    data: str | None = None
+    references: str | None = None
+    steps: int = 0
+    warmup: int = 0
+    gate_steps: int = 0
+    evaluated: int | None = None
+    seconds: float | None = None
+    config: Settings | None = None
+
+    def arm_config(self, arm: Mapping[str, object], block: int = 0) -> Config:
+        """Return the configuration of an arm."""
+        if self.config is not None:
+            return Config.from_dict(self.config)
+        return arm_config(self.recipe, arm, steps=self.steps, evaluated=self.evaluated, block=block)
+
+    def open_data(self, folder: Path) -> Dataset:
+        """Return the data, which is prepared in ``folder`` unless it is prepared already."""
+        for place in (Path(self.data or folder), Path(self.source)):
+            if (place / FILE).exists():
+                return Dataset.open(place)
+        data = get_recipe(self.recipe).data
+        prepare(self.source, folder, tokenizer=data.tokenizer, vocab_size=data.vocab_size, validation=data.validation)
+        return Dataset.open(folder)
+
+
+class TrainingWorkload(Workload[TrainingSettings, Settings]):
+    """Trains a recipe; an arm is the changes to it by dotted name: ``{"techniques.compile": "on"}``."""
 
     name: ClassVar[str] = "training"
     measures: ClassVar[tuple[Measure, ...]] = MEASURES
 
-    def settings(self, given: object, path: str | None) -> dict[str, Any]:
-        fields = Fields(given, "settings", path or "", _SETTINGS)
-        found = {
-            "recipe": fields.text("recipe", DEFAULT_RECIPE, example=f'"{DEFAULT_RECIPE}"'),
-            "data": fields.text("data", None, example='"stdlib"'),
-            "steps": fields.whole("steps", 100, least=3, most=_MOST_STEPS, example=100),
-            "warmup": fields.whole("warmup", 5, least=0, most=_MOST_STEPS, example=5),
-            "gate_steps": fields.whole("gate_steps", 6, least=1, most=_MOST_STEPS, example=6),
-            "evaluated": fields.whole("evaluated", 20, least=1, most=_MOST_STEPS, example=20),
-            "seconds": fields.whole("seconds", None, least=1, most=_MOST_STEPS, example=10),
-            "save_dir": fields.text("save_dir", None, example='"runs/"'),
-        }
-        get_recipe(found["recipe"])
-        if found["steps"] < found["warmup"] + 3:
-            fields.refuse(
-                f'has "steps": {found["steps"]}, of which the first and {found["warmup"]} of warm-up are not timed',
-                remedy=f'give at least "steps": {found["warmup"] + 3}',
-            )
-        return found
+    def parse_settings(self, given: Mapping[str, object], path: str | None = None) -> TrainingSettings:
+        settings = convert(dict(given), TrainingSettings, what="settings", path=path)
+        get_recipe(settings.recipe)
+        least = settings.warmup + 3
+        if settings.steps < least:
+            message = f"settings: steps: {settings.steps} is less than {least}; first step and warm-up are not timed"
+            raise UsageError(message, path=path, remedy=f'give at least "steps": {least}')
+        return settings
 
-    def check(self, settings: Mapping[str, Any]) -> None:
-        check_arm(settings)
+    def parse_arm(self, given: Mapping[str, object]) -> Settings:
+        check_arm(given)
+        return dict(given)
 
-    def missing(self, settings: Mapping[str, Any]) -> str | None:
-        return lacks(settings)
+    def missing(self, arm: Settings) -> str | None:
+        return missing_for(arm)
 
-    def prepare(self, settings: Mapping[str, Any], arms: Collection[Mapping[str, Any]], scratch: Path) -> Prepared:
-        source = absolute_source(settings["data"] or get_recipe(settings["recipe"]).data.source)
-        subject = {**settings, "source": source, "references": str(scratch / "references")}
-        del subject["save_dir"]
-        for arm in arms:
-            _config(subject, arm, 0)
-        data = _opened(subject, scratch / "data")
-        subject["data"] = str(data.path)
-        described = _described(_config(subject, next(iter(arms), {}), 0), subject, data)
-        return Prepared(subject, subject, described, described)
+    def prepare(self, settings: TrainingSettings, arms: Collection[Settings], scratch: Path) -> Prepared:
+        given = TrainingInput(
+            recipe=settings.recipe,
+            source=absolute_source(settings.data or get_recipe(settings.recipe).data.source),
+            data=settings.data,
+            references=str(scratch / "references"),
+            steps=settings.steps,
+            warmup=settings.warmup,
+            gate_steps=settings.gate_steps,
+            evaluated=settings.evaluated,
+            seconds=settings.seconds,
+        )
+        configs = [given.arm_config(arm) for arm in arms]
+        data = given.open_data(scratch / "data")
+        given = msgspec.structs.replace(given, data=str(data.path))
+        subject = _describe(configs[0], given, data)
+        return Prepared(given, given, subject, subject)
 
-    def measures_of(self, settings: Mapping[str, Any]) -> list[str]:
-        return [each.name for each in MEASURES if each.name != cell.LOSS_IN_TIME or settings["seconds"] is not None]
+    def measures_of(self, settings: TrainingSettings) -> list[str]:
+        return [each.name for each in MEASURES if each.name != cell.LOSS_IN_TIME or settings.seconds is not None]
 
     def measure(self, task: Task) -> Outcome:
-        subject, folder = task.subject, Path(task.directory)
-        begin = time.perf_counter()
-        data = _opened(subject, folder / "data").path
-        found = time.perf_counter()
-        config = _config(subject, task.settings, task.block)
-        gate = _gate(config, data, subject, folder)
-        gated = time.perf_counter()
-        plan = cell.Plan(subject["warmup"], subject["seconds"], with_evaluation="config" in subject)
-        with _compiling_anew(folder / "compiled"):
-            outcome = cell.run_training(config, data, folder / "run", plan, gate)
-        outcome.clocks |= {"data": found - begin, "gate": gated - found}
-        return outcome
-
-
-def _config(subject: Mapping[str, Any], arm: Mapping[str, Any], block: int) -> Config:
-    # A single trial brings its own, which need not be near any recipe's.
-    if "config" in subject:
-        return Config.from_dict(subject["config"])
-    return config_of(subject["recipe"], arm, steps=subject["steps"], evaluated=subject["evaluated"], block=block)
+        given, folder = msgspec.convert(task.input, TrainingInput), Path(task.directory)
+        before = Outcome()
+        with before.clock("data"):
+            data = given.open_data(folder / "data").path
+        with before.clock("gate"):
+            config = given.arm_config(task.settings, task.block)
+            gate = _gate(config, data, given, folder)
+        protocol = cell.Protocol(given.warmup, given.seconds, with_evaluation=given.config is not None)
+        with _empty_compile_cache(folder / "compiled"):
+            outcome = cell.run_training(config, data, folder / "run", protocol, gate)
+        return msgspec.structs.replace(outcome, clocks={**outcome.clocks, **before.clocks})
 
 
 @contextmanager
-def _compiling_anew(folder: Path) -> Iterator[None]:
-    """Let torch keep compiled code in a folder that is new: that of an earlier cell would shorten the first step."""
-    before = os.environ.get(_COMPILED)
-    os.environ[_COMPILED] = str(folder)
+def _empty_compile_cache(folder: Path) -> Iterator[None]:
+    """Let torch keep compiled code in a new folder: code of an earlier cell would shorten the first step."""
+    before = os.environ.get(_INDUCTOR_CACHE)
+    os.environ[_INDUCTOR_CACHE] = str(folder)
     try:
         yield
     finally:
         if before is None:
-            del os.environ[_COMPILED]
+            del os.environ[_INDUCTOR_CACHE]
         else:
-            os.environ[_COMPILED] = before
+            os.environ[_INDUCTOR_CACHE] = before
 
 
-def _gate(config: Config, data: Path, subject: Mapping[str, Any], folder: Path) -> LossGate:
-    plain = without_systems(config)
-    if plain == config or not subject["gate_steps"]:
+def _gate(config: Config, data: Path, given: TrainingInput, folder: Path) -> LossGate:
+    plain = without_systems_techniques(config)
+    if plain == config or not given.gate_steps:
         return LossGate([], 0.0)
-    kept = Path(subject["references"])
-    # A cell that is run again by hand, after the run removed its folder, keeps them in its own.
-    kept = kept if kept.parent.exists() else folder / "references"
-    return LossGate(reference_losses(plain, data, subject["gate_steps"], kept), tolerance_of(config))
+    # When a user runs a cell again after the run, the shared folder was removed.
+    shared = Path(given.references) if given.references else None
+    cache = shared if shared is not None and shared.parent.exists() else folder / "references"
+    return LossGate(reference_losses(plain, data, given.gate_steps, cache), loss_tolerance(config))
 
 
-def _opened(subject: Mapping[str, Any], made: Path) -> Dataset:
-    """Return the data of a subject, which is prepared unless it is."""
-    for place in (Path(subject["data"] or made), Path(subject["source"])):
-        if (place / FILE).exists():
-            return Dataset.open(place)
-    how = get_recipe(subject["recipe"]).data
-    prepare(subject["source"], made, tokenizer=how.tokenizer, vocab_size=how.vocab_size, validation=how.validation)
-    return Dataset.open(made)
-
-
-def _described(config: Config, subject: Mapping[str, Any], data: Dataset) -> dict[str, Any]:
-    """Describe what is trained, as the first arm, the baseline, trains it."""
+def _describe(config: Config, given: TrainingInput, data: Dataset) -> Subject:
+    """Describe what the first arm, the baseline, trains, and on what: a CPU's speed depends on its threads."""
     size = max(config.model.vocab_size, data.vocab_size)
     model = GPT(config.changed({"model.vocab_size": size}).model, device="meta")
     shapes = [each.numel() for each in model.parameters()]
-    nbytes = _BYTES_OF_A_WEIGHT * sum(shapes)
-    loop = config.loop
-    batch = f"{loop.accumulate} x " if loop.accumulate > 1 else ""
+    nbytes = _BYTES_PER_WEIGHT * sum(shapes)
+    loop, device = config.loop, chosen_device(config.loop.device)
+    threads = loop.threads or torch.get_num_threads()
+    cpu = f"the CPU with {threads} {'thread' if threads == 1 else 'threads'}"
     sentence = (
-        f"{subject['recipe']}: {sum(shapes):,} parameters ({format_bytes(nbytes)}), {subject['steps']:,} steps of "
-        f"{batch}{loop.batch_size} x {config.model.context_length:,} tokens of {subject['source']}, {_where(config)}"
+        f"{given.recipe}: {sum(shapes):,} parameters ({format_bytes(nbytes)}), {given.steps:,} steps of "
+        f"{f'{loop.accumulate} x ' if loop.accumulate > 1 else ''}{loop.batch_size} x "
+        f"{config.model.context_length:,} tokens of {given.source}, on {device if device.type != 'cpu' else cpu}"
     )
-    return {"description": sentence, "tensors": len(shapes), "bytes": nbytes, "dtypes": {"float32": nbytes}}
-
-
-def _where(config: Config) -> str:
-    """Say what the first arm is trained on: how many threads a CPU has of it decides about the speed."""
-    device = chosen_device(config.loop.device)
-    if device.type != "cpu":
-        return f"on {device}"
-    threads = config.loop.threads or torch.get_num_threads()
-    return f"on the CPU with {threads} {'thread' if threads == 1 else 'threads'}"
+    return Subject(sentence, len(shapes), nbytes, {"float32": nbytes})
 
 
 WORKLOAD = TrainingWorkload()

@@ -1,16 +1,16 @@
-"""Sets of techniques that spare memory, and smaller batches, by what a step is expected to cost with them."""
+"""Ways to fit training into less memory: techniques and smaller batches, ordered by the expected time of a step."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 import torch
 
+from tensorkeep.bench.results import Settings
 from tensorkeep.errors import UnsupportedError, UsageError
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.memory.ledger import Ledger, predict
@@ -18,12 +18,10 @@ from tensorkeep.train.run.device import chosen_device
 from tensorkeep.train.techniques.requirements import Machine
 from tensorkeep.train.techniques.stack import Stack
 
-Settings = dict[str, Any]
-
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A technique that spares memory, with settings, and how much longer a step is expected to take with it."""
+    """A technique that saves memory, with settings, and the expected factor on the time of a step."""
 
     name: str
     settings: Settings
@@ -39,24 +37,25 @@ OPTIONS: tuple[tuple[Option, ...], ...] = (
         Option("activation-swapping", {}, 1.6),
     ),
 )
-"""Of each group one at most. Costs are those that their papers and our own runs lead to expect; smaller parts of a
-batch cost `_COST_OF_HALVING` each time that they are halved."""
+"""At most one of each group. The costs come from the techniques' papers and our own measurements."""
 
 _COST_OF_HALVING = 1.01
+"""Of each halving of the micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A configuration, what it is predicted to take, and how much longer a step is expected to be than as it was.
+    """A configuration and what it is predicted to need.
 
     Attributes
     ----------
     config : Config
     ledger : Ledger
+        Its memory.
     cost : float
-        1.0: nothing.
+        The expected factor on the time of a step; 1.0 for the given configuration.
     added : dict of str to dict
-        The techniques that were not on before, with their settings.
+        The techniques that the given configuration does not have, with their settings.
     """
 
     config: Config
@@ -64,17 +63,17 @@ class Choice:
     cost: float = 1.0
     added: dict[str, Settings] = field(default_factory=dict)
 
-    def settings(self) -> Mapping[str, Any]:
-        """Return the settings, by dotted name, that make of the configuration before what was chosen."""
+    def settings(self) -> Settings:
+        """Return the changes to the given configuration, by dotted name."""
         loop = self.config.loop
         techniques = {f"techniques.{name}": settings or "on" for name, settings in self.added.items()}
         return {**techniques, "loop.batch_size": loop.batch_size, "loop.accumulate": loop.accumulate}
 
 
-def choices(config: Config) -> Iterator[Choice]:
-    """Yield the configuration as it is, and with whatever techniques can run here, the cheapest first.
+def choices(config: Config) -> list[Choice]:
+    """Return the configuration as it is and with every set of techniques that can run here, the cheapest first.
 
-    The number of sequences in a step stays: where fewer are computed at once, more of them are accumulated.
+    The number of sequences in a step does not change: a smaller micro-batch is accumulated more often.
 
     Parameters
     ----------
@@ -88,9 +87,14 @@ def choices(config: Config) -> Iterator[Choice]:
         options = [each for each in picked if each is not None]
         added = {each.name: each.settings for each in options}
         together = msgspec.structs.replace(config, techniques={**config.techniques, **added})
-        if _can_run(together, device):
-            found += _in_parts(together, math.prod(each.cost for each in options), added, device.type)
-    return iter(sorted(found, key=lambda choice: (choice.cost, len(choice.added))))
+        if not _can_run(together, device):
+            continue
+        cost = math.prod(each.cost for each in options)
+        for halvings, batch_size in enumerate(_halved(config.loop.batch_size)):
+            smaller = with_batch_size(together, batch_size)
+            ledger = predict(smaller, device=device.type)
+            found.append(Choice(smaller, ledger, cost * _COST_OF_HALVING**halvings, added))
+    return sorted(found, key=lambda choice: (choice.cost, len(choice.added)))
 
 
 def _can_run(config: Config, device: torch.device) -> bool:
@@ -101,31 +105,23 @@ def _can_run(config: Config, device: torch.device) -> bool:
     return True
 
 
-def _in_parts(config: Config, cost: float, added: dict[str, Settings], device: str) -> Iterator[Choice]:
-    for halvings, batch_size in enumerate(_sizes(config)):
-        smaller = with_batch_size(config, batch_size)
-        yield Choice(smaller, predict(smaller, device=device), cost * _COST_OF_HALVING**halvings, added)
-
-
-def _sizes(config: Config) -> Iterator[int]:
-    size = config.loop.batch_size
-    while True:
-        yield size
-        if size % 2:
-            return
+def _halved(size: int) -> Iterator[int]:
+    yield size
+    while size % 2 == 0:
         size //= 2
+        yield size
 
 
 def with_batch_size(config: Config, batch_size: int) -> Config:
-    """Return a configuration that computes so many sequences at once, and as many as before in each step.
+    """Return a configuration with another micro-batch and as many sequences in a step as before.
 
     Raises
     ------
     UsageError
-        If the sequences of a step do not divide so.
+        If the sequences of a step are not divisible by it.
     """
-    whole = config.loop.batch_size * config.loop.accumulate
-    if whole % batch_size:
-        raise UsageError(f"{whole} sequences do not divide into batches of {batch_size}", remedy="give a divisor")
-    loop = msgspec.structs.replace(config.loop, batch_size=batch_size, accumulate=whole // batch_size)
+    sequences = config.loop.batch_size * config.loop.accumulate
+    if sequences % batch_size:
+        raise UsageError(f"{sequences} sequences do not divide into batches of {batch_size}", remedy="give a divisor")
+    loop = msgspec.structs.replace(config.loop, batch_size=batch_size, accumulate=sequences // batch_size)
     return msgspec.structs.replace(config, loop=loop)

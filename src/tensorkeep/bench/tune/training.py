@@ -1,15 +1,22 @@
-"""Tuning training: the cheapest techniques that are predicted to fit into some memory, and a trial of them."""
+"""``tensorkeep tune training``: the cheapest techniques that are predicted to fit into some memory, and their trial."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+import msgspec
+
+from tensorkeep.bench.experiment.workload import Outcome, Task
+from tensorkeep.bench.results import Limits, Settings
+from tensorkeep.bench.run.cell import run_cell
+from tensorkeep.bench.training.arms import measured_config
 from tensorkeep.bench.training.cell import MEMORY
-from tensorkeep.bench.tune.batch_trial import Trial, Try, fits, largest_batch
-from tensorkeep.bench.tune.memory_choices import Choice, choices
+from tensorkeep.bench.training.workload import TrainingInput
+from tensorkeep.bench.tune.memory_choices import Choice, choices, with_batch_size
+from tensorkeep.errors import UsageError
 from tensorkeep.machine import resident_bytes
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.memory.ledger import predict
@@ -17,31 +24,45 @@ from tensorkeep.train.run.device import chosen_device
 from tensorkeep.train.techniques.requirements import Machine
 from tensorkeep.train.techniques.stack import Stack
 
+TRIAL_STEPS = 3
+TRIAL_SECONDS = 600
+
 _MOST_TRIALS = 5
 _CLEARLY_LESS = 0.9
-_LOADED = 1 << 30
-"""What a process may hold for a while in its first step, which loads and compiles, and is no part of training."""
+_STARTUP_BYTES = 1 << 30
+"""What a process may use beyond training in its first step, while it loads libraries and compiles."""
+
+RunTrial = Callable[[Config], Outcome]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A batch size that was tried, whether it fits, and the reason if it does not."""
+
+    batch_size: int
+    fits: bool
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What was found.
+    """The result of tuning.
 
     Attributes
     ----------
     memory : int
-        What training may take.
+        Bytes that training may use.
     before : Choice
-        The configuration as it was given.
+        The given configuration.
     chosen : Choice
-        What fits at the least cost; what takes the least memory, where nothing is predicted to fit.
+        The cheapest that fits; if none is predicted to fit, the one that needs the least memory.
     predicted_to_fit : bool
     measured : int or None
-        The most bytes that were seen in the trial; None without one, or where it was ended beyond the limit.
+        The peak of the trial in bytes; None without one, or where it exceeded the limit.
     tried : bool
-        Whether there was one.
-    trials : list of (int, bool, str)
-        See `tensorkeep.bench.tune.batch_trial.Found`.
+        Whether there was a trial.
+    trials : sequence of Trial
+        Those of the search for the largest batch.
     """
 
     memory: int
@@ -50,32 +71,32 @@ class Tuned:
     predicted_to_fit: bool
     measured: int | None = None
     tried: bool = False
-    trials: list[tuple[int, bool, str]] = field(default_factory=list)
+    trials: Sequence[Trial] = ()
 
     @property
     def fits(self) -> bool:
-        """Whether it was seen to fit, or without a trial is predicted to."""
+        """Whether the trial fitted, or without one whether it is predicted to."""
         if not self.tried:
             return self.predicted_to_fit
         return self.measured is not None and self.measured <= self.memory
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Settings:
         """Return it as plain values."""
         return {
             "memory": self.memory,
             "before": self.before.ledger.as_dict(),
             "chosen": {
-                "settings": dict(self.chosen.settings()),
+                "settings": self.chosen.settings(),
                 "expected_cost": self.chosen.cost,
                 "predicted": self.chosen.ledger.as_dict(),
             },
             "fits": self.fits,
             "measured_peak": self.measured,
-            "trials": [{"batch_size": size, "fits": fit, "reason": said} for size, fit, said in self.trials],
+            "trials": msgspec.to_builtins(self.trials),
         }
 
 
-def tune(config: Config, data: Path, memory: int, *, trying: bool = True, largest: bool = False) -> Tuned:
+def tune(config: Config, data: Path, memory: int, *, run_trials: bool = True, largest: bool = False) -> Tuned:
     """Choose techniques and a batch size.
 
     Parameters
@@ -85,54 +106,142 @@ def tune(config: Config, data: Path, memory: int, *, trying: bool = True, larges
     data : Path
         Prepared.
     memory : int
-        Bytes that training may take: on CUDA of tensors, on the CPU of the process, beyond what it needs in any case.
-    trying : bool
-        Whether to train what is chosen for some steps.
+        Bytes that training may use: on CUDA, those of tensors; on the CPU, those of the process beyond what it needs
+        without training.
+    run_trials : bool
+        Whether to train the choice for some steps.
     largest : bool
-        Whether to find the largest batch that fits, by trying.
+        Whether to search the largest batch that fits, by trials.
 
     Raises
     ------
     UsageError
-        If a trial fails for another reason than memory, or techniques cannot be on together.
+        If a trial fails for another reason than memory, or techniques cannot be combined.
     UnsupportedError
-        If a technique is not known, or this machine lacks what it needs.
+        If a technique is unknown, or this machine lacks what it needs.
     """
     device = chosen_device(config.loop.device)
     Stack.of(config.techniques).check(Machine(device))
-    found = list(choices(config))
+    found = choices(config)
     before = next(each for each in found if not each.added and each.config.loop == config.loop)
     fitting = [each for each in found if each.ledger.peak <= memory]
     if not fitting:
-        least = min(found, key=lambda each: each.ledger.peak)
-        return Tuned(memory, before, least, predicted_to_fit=False)
+        return Tuned(memory, before, min(found, key=lambda each: each.ledger.peak), predicted_to_fit=False)
     tuned = Tuned(memory, before, fitting[0], predicted_to_fit=True)
-    if not trying:
+    if not run_trials:
         return tuned
-    trial = Trial(data, memory, 0 if device.type == "cuda" else resident_bytes() + _LOADED)
-    tuned = _tried(tuned, fitting, trial)
+    run_trial = trial_runner(data, memory, 0 if device.type == "cuda" else resident_bytes() + _STARTUP_BYTES)
+    tuned = _try_choices(tuned, fitting, run_trial)
     if not (largest and tuned.fits):
         return tuned
-    best = largest_batch(tuned.chosen.config, memory, trial)
-    if best.config is None:
+    best, trials = largest_batch(tuned.chosen.config, memory, run_trial)
+    if best is None:
         return tuned
     chosen = replace(tuned.chosen, config=best.config, ledger=predict(best.config, device=device.type))
-    return replace(tuned, chosen=chosen, measured=best.peak, trials=best.trials)
+    return replace(tuned, chosen=chosen, measured=best.peak, trials=trials)
 
 
-def _tried(tuned: Tuned, fitting: Sequence[Choice], trial: Try) -> Tuned:
-    """Return the first choice that is seen to fit; else the last one that was tried."""
+def _try_choices(tuned: Tuned, fitting: Sequence[Choice], run_trial: RunTrial) -> Tuned:
+    """Return the first choice whose trial fits, or else the last one that was tried."""
     limit = tuned.memory
     for _ in range(_MOST_TRIALS):
         choice = next((each for each in fitting if each.ledger.peak <= limit), None)
         if choice is None:
             break
-        result = trial(choice.config)
-        fitted = fits(result, tuned.memory)
-        peak = int(result.figures[MEMORY]) if MEMORY in result.figures else None
+        outcome = run_trial(choice.config)
+        fitted = fits(outcome, tuned.memory)
+        peak = int(outcome.figures[MEMORY]) if MEMORY in outcome.figures else None
         tuned = replace(tuned, chosen=choice, measured=peak, tried=True)
         if fitted:
             break
-        # What was predicted to take nearly as much will not fit either.
+        # A choice that is predicted to need nearly as much would not fit either.
         limit = round(choice.ledger.peak * _CLEARLY_LESS)
     return tuned
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A configuration whose trial fitted, and its peak in bytes."""
+
+    config: Config
+    peak: int
+
+
+def largest_batch(config: Config, memory: int, run_trial: RunTrial) -> tuple[Batch | None, list[Trial]]:
+    """Search the largest batch that fits, by bisection over the divisors of the sequences of a step.
+
+    Parameters
+    ----------
+    config : Config
+    memory : int
+        Bytes that a trial may use.
+    run_trial : callable
+
+    Returns
+    -------
+    Batch or None
+        None if not even the smallest batch fits.
+    list of Trial
+
+    Raises
+    ------
+    UsageError
+        If a trial fails for another reason than memory.
+    """
+    sequences = config.loop.batch_size * config.loop.accumulate
+    sizes = [size for size in range(1, sequences + 1) if sequences % size == 0]
+    trials: list[Trial] = []
+    best: Batch | None = None
+    low, high = 0, len(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        tried = with_batch_size(config, sizes[middle])
+        outcome = run_trial(tried)
+        fitted = fits(outcome, memory)
+        trials.append(Trial(sizes[middle], fitted, outcome.reason or ""))
+        if fitted:
+            best, low = Batch(tried, int(outcome.figures[MEMORY])), middle + 1
+        else:
+            high = middle
+    return best, trials
+
+
+def fits(outcome: Outcome, memory: int) -> bool:
+    """Return whether a trial used no more than so many bytes.
+
+    Raises
+    ------
+    UsageError
+        If it failed for another reason.
+    """
+    if outcome.status == "memory":
+        return False
+    if outcome.status != "ok":
+        raise UsageError(f"a trial failed: {outcome.reason}", remedy="correct that, and try again")
+    return outcome.figures[MEMORY] <= memory
+
+
+def trial_runner(data: Path, memory: int, overhead: int) -> RunTrial:
+    """Return what trains a configuration for a few steps, and evaluates, in a process of its own.
+
+    Parameters
+    ----------
+    data : Path
+        Prepared.
+    memory : int
+        Bytes that training may use, beyond ``overhead``. The process is ended when it exceeds both.
+    overhead : int
+        Bytes of the process without training.
+    """
+    limits = Limits(TRIAL_SECONDS, memory + overhead)
+
+    def run_trial(config: Config) -> Outcome:
+        # The peak is read after a step, so the evaluation must come between two steps to be included.
+        config = measured_config(config, steps=TRIAL_STEPS, evaluated=1, changes={"eval.every": 1})
+        given = TrainingInput(recipe=config.recipe, source=str(data), data=str(data), config=config.as_dict())
+        with tempfile.TemporaryDirectory(prefix="tensorkeep-tune-") as folder:
+            directory = str(Path(folder, "cell"))
+            task = Task("training", "trial", {}, msgspec.to_builtins(given), [MEMORY], directory)
+            return run_cell(task, limits)
+
+    return run_trial

@@ -1,1 +1,1 @@
-"""The tools that are compared: each saves a state its own way and gives it back. One tool, one file."""
+"""The tools that the bench compares: each saves and loads a state in its own way."""

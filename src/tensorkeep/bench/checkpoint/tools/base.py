@@ -1,7 +1,7 @@
-"""The contract of a tool: settings that are checked before anything runs, a way to save, and ways to load.
+"""The contract of a tool: typed settings, one way to save, and ways to load.
 
-What is timed is what a person would write: ``torch.load`` and then ``copy_`` where a tool cannot load into tensors that
-exist. The peers check nothing while they load; Tensorkeep checks every block.
+A tool does what its users would write. Where it cannot load into existing tensors, `Tool.load_into` loads new ones and
+copies them. Only Tensorkeep verifies checksums while it loads.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ if TYPE_CHECKING:
 
 
 class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="tool"):
-    """One way to save and load; its fields are its settings.
+    """One way to save and load a state. The fields of a subclass are its settings, its tag is its name.
 
     Attributes
     ----------
     suffix : str
-        Of its files.
-    needs : str or None
-        The package that it comes with, if Tensorkeep does not need that anyway.
-    maps : bool
-        Whether a load only maps the file, so that its pages have to be touched for anything to be loaded.
+        Of the path that it writes.
+    package : str or None
+        The package that it needs beyond Tensorkeep's own dependencies.
+    maps_files : bool
+        Whether `load` only maps the file. The bench then reads a byte of every page within the measured time.
     nested : bool
-        Whether it holds nested states and plain values; otherwise a state is flattened to a dict of tensors.
+        Whether it stores nested states and plain values. Other tools get a flat dict of tensors.
     """
 
     suffix: ClassVar[str] = ".ckpt"
-    needs: ClassVar[str | None] = None
-    maps: ClassVar[bool] = False
+    package: ClassVar[str | None] = None
+    maps_files: ClassVar[bool] = False
     nested: ClassVar[bool] = False
 
     @property
     def durable(self) -> bool:
-        """Whether all it wrote is on the disk when `save` returns: files, directories, and their names."""
+        """Whether `save` returns only after the files and their directory entries are on the disk."""
         return False
 
     def check(self) -> None:
-        """Raise UsageError if the settings do not go together, beyond their types."""
+        """Raise UsageError if settings with valid types contradict each other."""
 
     def missing(self) -> str | None:
-        """Return why it cannot run here, or None."""
-        if self.needs is None or find_spec(self.needs) is not None:
+        """Return why the tool cannot run on this machine, or None."""
+        if self.package is None or find_spec(self.package) is not None:
             return None
-        return f"the package {self.needs!r} is not installed"
+        return f"the package {self.package!r} is not installed"
 
     def view(self, state: Any) -> Any:
-        """Return what it can hold of a state."""
+        """Return the form of a state that the tool can store: the state itself, or its tensors by flat names."""
         return state if self.nested else _tensors(state)
 
     @abstractmethod
@@ -67,7 +67,7 @@ class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t
         """Return what was saved, in new memory."""
 
     def load_into(self, path: Path, state: Any) -> None:
-        """Fill what `view` returned of a state of the same shape."""
+        """Fill the tensors of ``state``, which `view` returned for a state of the same structure."""
         targets = flatten(state).leaves
         for name, leaf in flatten(self.load(path)).leaves.items():
             if leaf.is_torch:
@@ -79,9 +79,8 @@ class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t
 def _tensors(state: Any) -> dict[str, torch.Tensor]:
     import torch
 
-    leaves = flatten(state).leaves.values()
-    # A name that ends in nothing, as that of a single tensor, is no key that every tool takes.
+    # A state that is a single tensor has an empty name, which not every tool accepts as a key.
     return {
         leaf.name or "state": leaf.array if leaf.is_torch else torch.from_numpy(np.asarray(leaf.array))
-        for leaf in leaves
+        for leaf in flatten(state).leaves.values()
     }

@@ -21,11 +21,11 @@ class TensorkeepTool(Tool, frozen=True, tag="tensorkeep"):
     ----------
     compression : str
     direct_io : bool
-        Write around the page cache, where the file system lets one.
+        Bypass the page cache when writing, where the file system supports it.
     threads : int or None
-        Writing and reading threads; by default as many as `save` and `load` choose.
+        Threads that write and read; the defaults of `save` and `load` if None.
     verify : bool
-        Check every block that is loaded.
+        Verify the checksum of every block that is loaded.
     """
 
     compression: str = "none"
@@ -46,12 +46,11 @@ class TensorkeepTool(Tool, frozen=True, tag="tensorkeep"):
             find_codec(self.compression)
 
     def save(self, state: Any, path: Path) -> None:
-        threads = default_threads() if self.threads is None else self.threads
         save(
             state,
             path,
             compression=self.compression,
-            threads=threads,
+            threads=default_threads() if self.threads is None else self.threads,
             memory_budget=DEFAULT_BUDGET,
             direct_io=self.direct_io,
         )
