@@ -22,22 +22,22 @@ from tensorkeep import machine
 from tensorkeep.bench.analysis.statistics import compare
 from tensorkeep.bench.checkpoint.models import build
 from tensorkeep.bench.checkpoint.workload import SEED
-from tensorkeep.bench.experiment.experiment import Limits
 from tensorkeep.bench.experiment.workload import Task
+from tensorkeep.bench.results import Limits
 from tensorkeep.bench.run.cell import run_cell
-from tensorkeep.bench.run.scratch import Scratch
+from tensorkeep.bench.run.scratch import scratch_folder
 from tensorkeep.checkpoint.save.save import save
 from tensorkeep.units import format_seconds
 
 _BY_HAND = "by hand"
-_HOWS = ("bench", "bench again", _BY_HAND)
+_METHODS = ("bench", "bench again", _BY_HAND)
 
 SCRIPT = """
 import os, sys, time, torch, tensorkeep
 source, path, tool = sys.argv[1:]
 state = tensorkeep.load(source)
-for attempt in ("rehearsal", "counts"):
-    if attempt == "counts":
+for attempt in ("warm-up", "measured"):
+    if attempt == "measured":
         os.system("rm -r " + path)
     os.sync()
     begin = time.perf_counter()
@@ -64,32 +64,32 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="a JSON file for the samples")
     options = parser.parse_args()
     samples: dict[str, dict[str, list[float]]] = {}
-    with Scratch(options.dir) as scratch:
-        source = scratch.path / "subject.ckpt"
+    with scratch_folder(options.dir) as scratch:
+        source = scratch / "state.ckpt"
         save(build(options.model, seed=SEED), source, compression="none")
         draw = random.Random(SEED)
         for number in range(options.rounds):
-            visits = [(tool, how) for tool in ("torch", "tensorkeep") for how in _HOWS]
-            for tool, how in draw.sample(visits, len(visits)):
-                measure = _by_hand if how == _BY_HAND else _bench
-                seconds = measure(tool, source, scratch.path / "cell")
-                samples.setdefault(tool, {}).setdefault(how, []).append(seconds)
-                print(f"{number + 1}: {tool}, {how}: {format_seconds(seconds)}", file=sys.stderr)
+            arms = [(tool, method) for tool in ("torch", "tensorkeep") for method in _METHODS]
+            for tool, method in draw.sample(arms, len(arms)):
+                measure = _by_hand if method == _BY_HAND else _bench
+                seconds = measure(tool, source, scratch / "cell")
+                samples.setdefault(tool, {}).setdefault(method, []).append(seconds)
+                print(f"{number + 1}: {tool}, {method}: {format_seconds(seconds)}", file=sys.stderr)
         document = _document(options, samples)
     for tool, ratios in document["ratios"].items():
-        for how, found in ratios.items():
-            print(f"{tool}: {how} / bench = {found['gain']:.3f} (95% {found['low']:.3f} to {found['high']:.3f})")
+        for method, found in ratios.items():
+            print(f"{tool}: {method} / bench = {found['gain']:.3f} (95% {found['low']:.3f} to {found['high']:.3f})")
     if options.out:
         options.out.write_text(json.dumps(document, indent=1) + "\n")
     return 0
 
 
 def _bench(tool: str, source: Path, folder: Path) -> float:
-    subject = {"checkpoint": str(source)}
-    result = run_cell(Task("checkpoint", tool, {"tool": tool}, subject, ["save"], str(folder)), Limits())
-    if result.status != "ok":
-        raise SystemExit(f"{tool}: {result.reason}")
-    return result.figures["save"]
+    task = Task("checkpoint", tool, {"tool": tool}, {"checkpoint": str(source)}, ["save"], str(folder))
+    outcome = run_cell(task, Limits())
+    if outcome.status != "ok":
+        raise SystemExit(f"{tool}: {outcome.reason}")
+    return outcome.figures["save"]
 
 
 def _by_hand(tool: str, source: Path, folder: Path) -> float:
@@ -108,7 +108,8 @@ def _document(options: argparse.Namespace, samples: dict[str, dict[str, list[flo
         "environment": machine.describe(options.dir),
         "samples": samples,
         "ratios": {
-            tool: {how: _ratio(found[_HOWS[0]], found[how]) for how in _HOWS[1:]} for tool, found in samples.items()
+            tool: {method: _ratio(found[_METHODS[0]], found[method]) for method in _METHODS[1:]}
+            for tool, found in samples.items()
         },
     }
 

@@ -8,31 +8,34 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
-import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from codec_rates import CodecRate, measure_codecs
 from peak_memory import COMPRESSIONS, INTERPRETER_ALLOWANCE, LAYOUTS, PeakMemory, measure_peak
 from startup import COMMANDS, Startup, measure_startup
 from tensorkeep import machine
-from tensorkeep.bench.checkpoint.measure import COLD, INTO_COLD, INTO_WARM, LOADS, SAVE, STORED, WARM, remove
+from tensorkeep.bench.analysis.statistics import describe
+from tensorkeep.bench.checkpoint.measure import COLD, INTO_COLD, INTO_WARM, LOADS, SAVE, STORED, WARM
 from tensorkeep.bench.checkpoint.models import build, parse, spec_of_size
-from tensorkeep.bench.checkpoint.probes import check_room, durable_seconds
-from tensorkeep.bench.checkpoint.subject import COPIES_IN_MEMORY, Subject
-from tensorkeep.bench.checkpoint.tools.known import USUAL
+from tensorkeep.bench.checkpoint.probes import check_capacity, remove, seconds_of, sync_tree
+from tensorkeep.bench.checkpoint.state_pair import COPIES_IN_MEMORY, StatePair
+from tensorkeep.bench.checkpoint.tools.registry import COMMON_TOOLS
 from tensorkeep.bench.checkpoint.workload import MEASURES
-from tensorkeep.bench.tune.rounds import Ratio, Rounds, Visit, run_rounds, visitor
+from tensorkeep.bench.experiment.workload import Outcome
+from tensorkeep.bench.run.rounds import Measurement, Rounds, run_rounds, tool_measurements
 from tensorkeep.cli.text import Table
-from tensorkeep.errors import TensorkeepError
+from tensorkeep.errors import TensorkeepError, UnsupportedError
 from tensorkeep.io.buffers import DEFAULT_BUDGET
 from tensorkeep.io.parallel import default_threads
 from tensorkeep.units import format_bytes, format_rate, format_seconds, parse_bytes
@@ -96,7 +99,7 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="tensorkeep-bench-", dir=options.dir))
     try:
         nbytes = parse(spec).nbytes
-        check_room(folder, disk=2 * nbytes, memory=COPIES_IN_MEMORY * nbytes + 2 * DEFAULT_BUDGET)
+        check_capacity(folder, disk=2 * nbytes, memory=COPIES_IN_MEMORY * nbytes + 2 * DEFAULT_BUDGET)
         results = _measure(spec, options.rounds, folder)
     except TensorkeepError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -129,8 +132,8 @@ def _options() -> argparse.Namespace:
 
 def _measure(spec: str, rounds: int, folder: Path) -> Results:
     _note(f"building {spec}")
-    subject = Subject(build(spec, seed=SEED))
-    codecs = [measure_codecs(subject.flat) for _ in range(rounds)]
+    states = StatePair(build(spec, seed=SEED))
+    codecs = [measure_codecs(states.flat) for _ in range(rounds)]
     _note("start-up and peak memory, in processes of their own")
     startups = [measure_startup(command) for command in COMMANDS]
     peaks = [
@@ -138,12 +141,9 @@ def _measure(spec: str, rounds: int, folder: Path) -> Results:
         for compression in COMPRESSIONS
         for layout in LAYOUTS
     ]
-    visits: dict[str, Visit] = {name: visitor(tool, name, subject, folder) for name, tool in USUAL.items()}
-    visits[DIRECT] = _direct_visit(subject, folder)
-    total = rounds * len(visits)
-    measured = run_rounds(
-        visits, rounds, seed=SEED, on_visit=lambda done, arm: _note(f"visit {done + 1} of {total}: {arm}")
-    )
+    arms = {**tool_measurements(COMMON_TOOLS, states, folder), DIRECT: _direct_write(states, folder)}
+    total = rounds * len(arms)
+    measured = run_rounds(arms, rounds, seed=SEED, progress=lambda done, arm: _note(f"{done + 1} of {total}: {arm}"))
     return measured, codecs, peaks, startups
 
 
@@ -151,20 +151,27 @@ def _new(folder: Path) -> Path:
     return Path(tempfile.mkdtemp(dir=folder))
 
 
-def _direct_visit(subject: Subject, folder: Path) -> Visit:
-    largest = max(subject.flat.leaves.values(), key=lambda leaf: leaf.nbytes)
+def _direct_write(states: StatePair, folder: Path) -> Measurement:
+    largest = max(states.flat.leaves.values(), key=lambda leaf: leaf.nbytes)
     sample = np.empty(largest.nbytes, np.uint8)
     largest.read(0, largest.nbytes, sample)
     writer = DirectWriter(sample, default_threads())
     path = folder / "direct"
 
-    def visit() -> dict[str, float]:
+    def write() -> None:
+        writer.write(path, states.nbytes)
+        sync_tree(path)
+
+    def measure() -> Outcome:
+        os.sync()
         try:
-            return {SAVE: durable_seconds(lambda: writer.write(path, subject.nbytes), path)}
+            return Outcome(figures={SAVE: seconds_of(write)})
+        except UnsupportedError as error:
+            return Outcome("not-run", error.message)
         finally:
             remove(path)
 
-    return visit
+    return measure
 
 
 def _note(text: str) -> None:
@@ -173,20 +180,19 @@ def _note(text: str) -> None:
 
 def _lines(rounds: Rounds, codecs: list[CodecRate], peaks: list[PeakMemory], startups: list[Startup]) -> Iterator[Line]:
     def faster(what: str, bound: float, mine: tuple[str, str], theirs: tuple[str, str]) -> Line:
-        return _line(what, bound, rounds.ratio(theirs, mine))
+        return _line(what, bound, rounds.ratios(theirs, mine))
 
     yield faster("durable save, raw, against torch.save", 2.0, (RAW, SAVE), ("torch", SAVE))
     yield faster("durable save, raw, against safetensors", 2.2, (RAW, SAVE), ("safetensors", SAVE))
     yield faster("durable save, raw, against plain O_DIRECT writes", 0.85, (RAW, SAVE), (DIRECT, SAVE))
-    stored = rounds.ratio((LOSSLESS, STORED), (RAW, STORED))
+    stored = rounds.ratios((LOSSLESS, STORED), (RAW, STORED))
     yield _line("lossless: stored bytes over raw", 0.67, stored, at_most=True)
     yield faster("durable save, lossless, against torch.save", 1.3, (LOSSLESS, SAVE), ("torch", SAVE))
     for what, bound, rates in (
         ("coding, one core", 1.0, [rate.encode / 1e9 for rate in codecs]),
         ("decoding, one core", 1.9, [rate.decode / 1e9 for rate in codecs]),
     ):
-        ratio = Ratio(statistics.median(rates), min(rates), max(rates))
-        yield _line(what, bound, ratio, unit="GB/s")
+        yield _line(what, bound, rates, unit="GB/s")
     for name, arm, warm_bound, cold_bound in (("raw", RAW, 3.0, 1.0), ("lossless", LOSSLESS, 1.5, 1.5)):
         what = f"load into tensors, {name}, verified, against torch.load"
         yield faster(f"{what}, warm", warm_bound, (arm, INTO_WARM), ("torch", WARM))
@@ -202,18 +208,19 @@ def _lines(rounds: Rounds, codecs: list[CodecRate], peaks: list[PeakMemory], sta
         yield Line(f"{startup.command}, without torch", bound, measured, low, high, unit="s", at_most=True)
 
 
-def _line(what: str, bound: float, ratio: Ratio | None, *, unit: str = "x", at_most: bool = False) -> Line:
-    if ratio is None:
+def _line(what: str, bound: float, samples: list[float], *, unit: str = "x", at_most: bool = False) -> Line:
+    if not samples:
         return Line(what, bound, None, unit=unit, at_most=at_most)
-    return Line(what, bound, ratio.median, ratio.low, ratio.high, unit, at_most)
+    found = describe(samples)
+    return Line(what, bound, found.median, found.low, found.high, unit, at_most)
 
 
 def _print(spec: str, nbytes: int, rounds: Rounds, lines: list[Line]) -> None:
-    print(f"\n{spec}, {format_bytes(nbytes)}, medians of {len(rounds.order)} interleaved rounds, seed {rounds.seed}\n")
-    names = [*USUAL, DIRECT]
+    print(f"\n{spec}, {format_bytes(nbytes)}, medians of {rounds.count} interleaved rounds, seed {rounds.seed}\n")
+    names = [*COMMON_TOOLS, DIRECT]
     labels = {measure.name: measure.label for measure in MEASURES}
     rows = [
-        (labels[measure], *(_cell(measure, rounds.median(name, measure), nbytes) for name in names))
+        (labels[measure], *(_cell(measure, rounds.figures(name, measure), nbytes) for name in names))
         for measure in (SAVE, *LOADS, STORED)
     ]
     Table(("", *(f">{name}" for name in names)), rows).show()
@@ -225,9 +232,10 @@ def _print(spec: str, nbytes: int, rounds: Rounds, lines: list[Line]) -> None:
     print(f"\n{len(lines) - missed} of {len(lines)} reached")
 
 
-def _cell(measure: str, median: float | None, nbytes: int) -> str:
-    if median is None:
+def _cell(measure: str, figures: Mapping[int, float], nbytes: int) -> str:
+    if not figures:
         return "-"
+    median = describe(list(figures.values())).median
     if measure == STORED:
         return format_bytes(median)
     return f"{format_seconds(median)}, {format_rate(nbytes, median)}"
@@ -251,7 +259,7 @@ def _document(
         },
         "state": {"spec": spec, "seed": SEED, "bytes": nbytes},
         "lines": [{**asdict(line), "reached": line.reached} for line in lines],
-        "rounds": rounds.as_dict(),
+        "rounds": msgspec.to_builtins(rounds),
         "codecs": [asdict(rate) for rate in codecs],
         "peak_memory": [asdict(peak) for peak in peaks],
         "startup": [asdict(startup) for startup in startups],

@@ -1,6 +1,6 @@
-"""How fast the disk takes bytes: a plain O_DIRECT write, which no format can beat.
+"""A plain O_DIRECT write: the upper bound of what a format can reach on a disk.
 
-It shares no code with the product's writer, so that a mistake there cannot hide here.
+It shares no code with the library's writer, so that both cannot have the same defect.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import os
 import threading
 from pathlib import Path
 
-from tensorkeep.bench.tune.rounds import NotRun
+from tensorkeep.errors import UnsupportedError
 from tensorkeep.state.leaf import Bytes
 
 BUFFER_BYTES = 16 * 1024**2
 
 
 class DirectWriter:
-    """Writes a file of some size from page-aligned buffers that are filled beforehand, one per thread.
+    """Writes a file from page-aligned buffers that are filled in advance, one per thread.
 
     Parameters
     ----------
     sample : uint8 array
-        What the buffers are filled with, again and again: the state's own bytes, should the device shrink them.
+        What the buffers are filled with: bytes of the state, because some devices compress.
     threads : int
     """
 
@@ -35,7 +35,7 @@ class DirectWriter:
 
         Raises
         ------
-        NotRun
+        UnsupportedError
             If the file system refuses O_DIRECT.
         """
         size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -43,7 +43,7 @@ class DirectWriter:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             if error.errno == errno.EINVAL:
-                raise NotRun("the file system refuses O_DIRECT") from error
+                raise UnsupportedError("the file system refuses O_DIRECT") from error
             raise
         try:
             os.posix_fallocate(fd, 0, size)
@@ -84,7 +84,7 @@ class DirectWriter:
 
 def _filled(sample: Bytes, place: int) -> mmap.mmap:
     buffer = mmap.mmap(-1, BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # The kernel pins each page of a direct write; the yardstick shall have as few as possible.
+    # The kernel pins each page of a direct write; huge pages are fewer.
     if hasattr(mmap, "MADV_HUGEPAGE"):
         buffer.madvise(mmap.MADV_HUGEPAGE)
     start = place * BUFFER_BYTES % max(1, sample.size - BUFFER_BYTES)

@@ -148,11 +148,11 @@ def suite(**changes: object) -> dict:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (suite(chunk_size=3), 'has no key "chunk_size"'),
-        (suite(chunk_size_elements=-1), "-1"),
+        (suite(chunk_size=3), "has no field 'chunk_size'"),
+        (suite(chunk_size_elements=-1), "chunk_size_elements: expected `int` >= 1"),
         (suite(compression="gzipp"), "gzipp"),
-        ({"arms": [{"name": "a", "settings": {"tool": "tosch"}}]}, "arm 'a': there is no tool 'tosch'"),
-        ({"arms": [{"name": "a", "settings": {"tool": "torch"}}], "run": 3}, 'has no key "run"'),
+        ({"arms": [{"name": "a", "settings": {"tool": "tosch"}}]}, "arm 'a': the tool 'tosch' does not exist"),
+        ({"arms": [{"name": "a", "settings": {"tool": "torch"}}], "run": 3}, "has no field 'run'"),
     ],
 )
 def test_a_slip_in_a_file_is_one_clear_line(content, said, tmp_path, capsys):
@@ -169,13 +169,13 @@ def test_a_slip_in_a_file_is_one_clear_line(content, said, tmp_path, capsys):
     ("arguments", "code", "said"),
     [
         (["--experiment", "sixway"], 2, "six-way"),
-        (["--model", "openllama-4b"], 2, "no known model"),
-        (["--model", "openllama-3b:scale=16"], 3, "are needed"),
+        (["--model", "openllama-4b"], 2, "is not a known model"),
+        (["--model", "openllama-3b:scale=16"], 3, "the measurement needs"),
         (["--model", SMALL, "--from", "x"], 2, "exclude each other"),
         (["--from", "absent"], 5, "does not exist"),
         (["--arms", "nothing"], 2, "no arm 'nothing'"),
         (["--runs", "0"], 2, "--runs"),
-        (["--with-optimizer", "sgd"], 2, "no optimizer 'sgd'"),
+        (["--with-optimizer", "sgd"], 2, "with_optimizer: invalid enum value 'sgd'"),
         (["--time-limit", "-1"], 2, "--time-limit"),
         (["--resume"], 5, "the results file does not exist"),
     ],

@@ -109,7 +109,7 @@ def test_the_list_shows_the_experiments_of_training_alone(capsys: pytest.Capture
         (["checkpoint", "--experiment", "techniques"], "tensorkeep bench training --experiment techniques"),
         (["training", "--experiment", "techniqes"], "did you mean 'techniques'?"),
         (["training", "--recipe", "gpt2"], "there is no recipe 'gpt2'"),
-        (["training", "--steps", "5"], "of which the first and 5 of warm-up are not timed"),
+        (["training", "--steps", "5"], "steps: 5 is less than 8"),
         (["training", "--arms", "only compil"], "did you mean 'only compile'?"),
     ],
 )

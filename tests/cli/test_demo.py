@@ -39,7 +39,7 @@ def test_json_is_one_document(tmp_path, capsys):
     assert document["verify"]["ok"] is True
     assert set(document["measures"]["save"]) == ARMS
     assert document["measures"]["stored"]["tensorkeep-lossless"]["against_torch"]["median"] < 0.9
-    assert {sample["arm"] for sample in document["rounds"]["samples"]} == ARMS
+    assert {cell["arm"] for cell in document["rounds"]["cells"]} == ARMS
     flip = document["damage"]["flip"]
     [problem] = document["damage"]["verify"]["problems"]
     assert (problem["file"], problem["name"], problem["block"]) == (flip["file"], flip["name"], flip["block"])
@@ -75,7 +75,7 @@ def test_own_checkpoint(tmp_path, capsys):
         (["--rounds", "0"], 2, "rounds"),
         (["--from", "nothing-here"], 5, "nothing here"),
         (["--dir", "no/such/folder"], 3, "--dir"),
-        (["--scale", "16"], 3, "are needed"),
+        (["--scale", "16"], 3, "the measurement needs"),
     ],
 )
 def test_what_cannot_be_is_said_at_once(arguments, code, said, tmp_path, monkeypatch, capsys):
@@ -131,26 +131,26 @@ def test_the_training_story_is_true(tmp_path, capsys):
 
 
 def test_the_training_story_would_tell_of_a_difference(tmp_path):
-    from tensorkeep.bench.demo.training import Killed, TrainingStory
+    from tensorkeep.bench.demo.training import KilledRun, TrainingDemo
     from tensorkeep.checkpoint.manager.steps import Step
 
-    story = TrainingStory(tmp_path, steps=10, every=2)
+    story = TrainingDemo(tmp_path, steps=10, every=2)
     lines = [{"step": step, "kind": "train", "loss": float(step)} for step in range(1, 11)]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     losses = {step: float(step) for step in range(1, 8)} | {6: 6.000001}
-    killed = Killed(7, Step(4, "step-000004", 0.0, {}, 0, 0), losses)
+    killed = KilledRun(7, Step(4, "step-000004", 0.0, {}, 0, 0), losses)
     repeated = story.repeated(killed)
     assert (repeated.first, repeated.last, repeated.count, repeated.different) == (5, 7, 3, (6,))
     assert not repeated.exact
 
 
 def test_the_training_story_proves_nothing_by_nothing(tmp_path):
-    from tensorkeep.bench.demo.training import Killed, TrainingStory
+    from tensorkeep.bench.demo.training import KilledRun, TrainingDemo
     from tensorkeep.checkpoint.manager.steps import Step
 
-    story = TrainingStory(tmp_path, steps=10, every=2)
+    story = TrainingDemo(tmp_path, steps=10, every=2)
     (tmp_path / "log.jsonl").write_text(json.dumps({"step": 4, "kind": "train", "loss": 1.0}) + "\n")
-    repeated = story.repeated(Killed(4, Step(4, "step-000004", 0.0, {}, 0, 0), {4: 1.0}))
+    repeated = story.repeated(KilledRun(4, Step(4, "step-000004", 0.0, {}, 0, 0), {4: 1.0}))
     assert (repeated.count, repeated.different) == (0, ())
     assert not repeated.exact
 
@@ -159,10 +159,10 @@ def test_the_training_story_kills_only_some_steps_after_a_checkpoint(tmp_path, m
     from tensorkeep.bench.demo import training
     from tensorkeep.checkpoint.manager.steps import Step
 
-    monkeypatch.setattr(training, "_LOOK_AGAIN", 0.0)
+    monkeypatch.setattr(training, "_POLL_SECONDS", 0.0)
     logged, looks = [], []
 
-    class Acted(training.TrainingStory):
+    class Acted(training.TrainingDemo):
         """Its run only sleeps; it is saved at step 9, and at step 12 between two looks at it."""
 
         def _start(self, *more):
@@ -172,7 +172,7 @@ def test_the_training_story_kills_only_some_steps_after_a_checkpoint(tmp_path, m
         def _losses(self):
             return {step: float(step) for step in logged}
 
-        def _saved(self):
+        def _last_saved(self):
             looks.append(len(logged))
             number = 12 if looks.count(12) > 1 else 9
             return Step(number, f"step-{number:06d}", 0.0, {}, 0, 0)
@@ -195,10 +195,10 @@ def test_the_training_story_kills_only_some_steps_after_a_checkpoint(tmp_path, m
 
 
 def test_the_training_story_tells_of_a_run_that_ends_too_early(tmp_path):
-    from tensorkeep.bench.demo.training import TrainingStory
+    from tensorkeep.bench.demo.training import TrainingDemo
     from tensorkeep.errors import StoreError
 
-    class Short(TrainingStory):
+    class Short(TrainingDemo):
         def _start(self, *more):
             return subprocess.Popen(["false"])
 

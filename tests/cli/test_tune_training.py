@@ -11,10 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tensorkeep.bench.run.cell import CellResult
+from tensorkeep.bench.experiment.workload import Outcome
 from tensorkeep.bench.training.cell import MEMORY
 from tensorkeep.bench.tune import memory_choices, training
-from tensorkeep.bench.tune.batch_trial import largest_batch
 from tensorkeep.bench.tune.memory_choices import choices, with_batch_size
 from tensorkeep.cli.main import main
 from tensorkeep.errors import UsageError
@@ -46,17 +45,17 @@ def small_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chosen_for(memory: int) -> training.Tuned:
-    return training.tune(config(), Path("nowhere"), memory, trying=False)
+    return training.tune(config(), Path("nowhere"), memory, run_trials=False)
 
 
-def test_with_room_nothing_is_changed() -> None:
+def test_nothing_changes_where_memory_suffices() -> None:
     tuned = chosen_for(4000 * MB)
     assert tuned.fits
     assert (tuned.chosen.cost, tuned.chosen.added, tuned.chosen.config) == (1.0, {}, config())
 
 
 @pytest.mark.usefixtures("small_evaluations")
-def test_the_cheapest_choice_that_fits_is_taken() -> None:
+def test_cheapest_choice_that_fits_is_chosen() -> None:
     previous = chosen_for(4000 * MB).chosen
     for memory in range(previous.ledger.peak, 0, -MB):
         tuned = chosen_for(memory)
@@ -74,7 +73,7 @@ def test_the_cheapest_choice_that_fits_is_taken() -> None:
     assert previous.cost > 1.1
 
 
-def test_a_step_keeps_its_sequences() -> None:
+def test_step_keeps_its_number_of_sequences() -> None:
     for each in choices(config()):
         loop = each.config.loop
         assert loop.batch_size * loop.accumulate == 12
@@ -82,7 +81,7 @@ def test_a_step_keeps_its_sequences() -> None:
         with_batch_size(config(), 5)
 
 
-def test_what_is_on_already_and_what_cannot_run_is_not_proposed() -> None:
+def test_active_techniques_and_those_that_cannot_run_are_not_proposed() -> None:
     on = config().changed({"techniques.fused-optimizer": "on", "techniques.activation-checkpointing": "on"})
     for each in choices(on):
         assert not {"low-bit-optimizer", "activation-checkpointing", "activation-swapping"} & set(each.added)
@@ -90,34 +89,29 @@ def test_what_is_on_already_and_what_cannot_run_is_not_proposed() -> None:
 
 
 @pytest.mark.parametrize(("limit", "largest"), [(0, None), (1, 1), (3, 3), (5, 4), (11, 6), (12, 12), (99, 12)])
-def test_the_largest_batch_is_found_among_the_divisors(limit: int, largest: int | None) -> None:
-    def attempt(tried: Config) -> CellResult:
+def test_largest_batch_is_found_among_the_divisors(limit: int, largest: int | None) -> None:
+    def attempt(tried: Config) -> Outcome:
         assert tried.loop.batch_size * tried.loop.accumulate == 12
         if tried.loop.batch_size > 10:
             # The process is ended where it takes far too much.
-            return CellResult("memory" if limit < 12 else "ok", None, 1.0, {MEMORY: 12.0})
-        return CellResult("ok", None, 1.0, {MEMORY: float(tried.loop.batch_size)})
+            return Outcome("memory" if limit < 12 else "ok", None, 1.0, {MEMORY: 12.0})
+        return Outcome("ok", None, 1.0, {MEMORY: float(tried.loop.batch_size)})
 
-    found = largest_batch(config(), limit, attempt)
-    assert (found.config.loop.batch_size if found.config else None) == largest
-    assert found.peak == largest
-    assert len(found.trials) <= 3
+    found, trials = training.largest_batch(config(), limit, attempt)
+    assert (found.config.loop.batch_size if found else None) == largest
+    assert (found.peak if found else None) == largest
+    assert len(trials) <= 3
 
 
 @pytest.mark.usefixtures("small_evaluations")
-def test_what_fits_by_prediction_alone_gives_way_to_what_is_seen_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choice_whose_trial_fits_replaces_one_that_only_the_prediction_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    class Twice:
-        """Takes twice what is predicted."""
+    def uses_twice_the_prediction(tried: Config) -> Outcome:
+        seen.append(predict(tried, device="cpu").peak)
+        return Outcome("ok", None, 1.0, {MEMORY: 2.0 * seen[-1]})
 
-        def __init__(self, *limits: object) -> None: ...
-
-        def __call__(self, tried: Config) -> CellResult:
-            seen.append(predict(tried, device="cpu").peak)
-            return CellResult("ok", None, 1.0, {MEMORY: 2.0 * seen[-1]})
-
-    monkeypatch.setattr(training, "Trial", Twice)
+    monkeypatch.setattr(training, "trial_runner", lambda *limits: uses_twice_the_prediction)
     tuned = training.tune(config(), Path("nowhere"), 25 * MB)
     assert tuned.fits
     assert tuned.measured == 2 * seen[-1] <= 25 * MB
@@ -126,19 +120,19 @@ def test_what_fits_by_prediction_alone_gives_way_to_what_is_seen_to_fit(monkeypa
     assert not training.tune(config(), Path("nowhere"), least).fits
 
 
-def test_an_evaluation_that_does_not_fit_is_told_before_anything_is_tried() -> None:
+def test_evaluation_that_does_not_fit_is_reported_without_a_trial() -> None:
     """No technique makes it smaller."""
     tuned = training.tune(config(), Path("nowhere"), 60 * MB)
     assert tuned.before.ledger.peak_of_steps < 60 * MB < tuned.before.ledger.evaluation
     assert not (tuned.fits or tuned.tried)
 
 
-def test_a_trial_that_fails_otherwise_is_an_error() -> None:
+def test_trial_that_fails_for_another_reason_is_an_error() -> None:
     with pytest.raises(UsageError, match="a trial failed: no compiler"):
-        largest_batch(config(), 10, lambda tried: CellResult("failed", "no compiler", 1.0))
+        training.largest_batch(config(), 10, lambda tried: Outcome("failed", "no compiler", 1.0))
 
 
-def test_the_ledger_is_shown_and_nothing_is_written(
+def test_ledger_is_shown_and_nothing_is_written(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -154,7 +148,7 @@ def test_the_ledger_is_shown_and_nothing_is_written(
 
 
 @pytest.mark.usefixtures("small_evaluations")
-def test_what_is_written_is_what_train_reads(
+def test_written_settings_are_read_by_train(
     data: Path, tmp_path: Path, run_json: Callable[..., tuple[int, Any]]
 ) -> None:
     words = ["tune", "training", "shakespeare-char-cpu", "--data", data, "--predict-only", "--memory", "17MB"]
@@ -172,7 +166,7 @@ def test_what_is_written_is_what_train_reads(
     assert code == 6
 
 
-def test_a_trial_trains_and_evaluates_and_its_peak_is_told(data: Path) -> None:
+def test_trial_trains_and_evaluates_and_reports_its_peak(data: Path) -> None:
     tuned = training.tune(config().changed({"loop.threads": 1}), data, 2000 * MB)
     assert tuned.fits
     assert tuned.measured is not None
@@ -190,12 +184,14 @@ def test_a_trial_trains_and_evaluates_and_its_peak_is_told(data: Path) -> None:
         (["shakespeare-char-cpu", "--memory", "1GB", "--technique", ""], "--technique '' names no technique"),
     ],
 )
-def test_slips_are_told(words: list[str], said: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_refused(
+    words: list[str], said: str, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["tune", "training", *words, "--data", str(data)]) in (2, 7)
     assert said in capsys.readouterr().err
 
 
-def test_json_is_whole(data: Path, run_json: Callable[..., tuple[int, Any]]) -> None:
+def test_json_is_complete(data: Path, run_json: Callable[..., tuple[int, Any]]) -> None:
     code, found = run_json(
         "tune", "training", "shakespeare-char-cpu", "--data", data, "--predict-only", "--memory", "4GB"
     )

@@ -1,17 +1,19 @@
-"""Every tool that is installed passes the gate; wrong settings are one clear line."""
+"""Every installed tool passes the gate, and invalid settings are refused."""
 
 import importlib.util
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tensorkeep.bench.checkpoint.subject import Subject
-from tensorkeep.bench.checkpoint.tools.arrays import to_arrays, to_tensors
-from tensorkeep.bench.checkpoint.tools.known import make
-from tensorkeep.bench.checkpoint.tools.torch_tool import TorchTool
 
 import tensorkeep
-from tensorkeep.bench.checkpoint.measure import LOADS, SAVE, STORED, WRITTEN, visit
+from tensorkeep.bench.checkpoint.measure import LOADS, SAVE, STORED, WRITTEN, measure_tool
+from tensorkeep.bench.checkpoint.state_pair import StatePair
+from tensorkeep.bench.checkpoint.tools.array_tools import to_arrays, to_tensors
+from tensorkeep.bench.checkpoint.tools.registry import parse_tool
+from tensorkeep.bench.checkpoint.tools.torch_tools import TorchTool
 from tensorkeep.errors import UsageError
 from tensorkeep.testing.equality import difference
 
@@ -38,7 +40,7 @@ SETTINGS = [
 ]
 
 
-def state():
+def state() -> dict[str, Any]:
     return {
         "a": torch.randn(70, 90).to(torch.bfloat16),
         "b": {"half": torch.randn(300).half(), "t": torch.randn(8, 5).t(), "counts": torch.arange(9)},
@@ -47,13 +49,13 @@ def state():
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_every_tool_gives_back_what_it_saved(settings, tmp_path):
-    tool = make(settings)
-    if tool.missing():
-        assert tool.needs is not None
-        assert importlib.util.find_spec(tool.needs) is None
-        pytest.skip(tool.missing())
-    found = visit(tool, "one", Subject(state()), tmp_path / f"state{tool.suffix}")
+def test_every_tool_loads_what_it_saved(settings: dict[str, Any], tmp_path: Path) -> None:
+    tool = parse_tool(settings)
+    if reason := tool.missing():
+        assert tool.package is not None
+        assert importlib.util.find_spec(tool.package) is None
+        pytest.skip(reason)
+    found = measure_tool(tool, "one", StatePair(state()), tmp_path / f"state{tool.suffix}")
     assert {SAVE, STORED, WRITTEN} <= found.figures.keys()
     assert set(LOADS) - found.figures.keys() <= {"load_cold", "into_cold"}
     assert list(tmp_path.iterdir()) == []
@@ -62,32 +64,32 @@ def test_every_tool_gives_back_what_it_saved(settings, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({}, "no 'tool' is given"),
-        ({"tool": "tosch"}, "there is no tool 'tosch'"),
-        ({"tool": ["torch"]}, "there is no tool ['torch']"),
-        ({"tool": "dcp", "thread": 2}, "tool 'dcp' has no setting 'thread'\ndid you mean 'threads'?"),
-        ({"tool": "dcp", "threads": 0}, "tool 'dcp': setting 'threads': Expected `int` >= 1"),
-        ({"tool": "dcp", "threads": "two"}, "tool 'dcp': setting 'threads': Expected `int`, got `str`"),
-        ({"tool": "safetensors", "x": 1}, "tool 'safetensors' has no setting 'x'\nits settings: none"),
+        ({}, "the setting 'tool' is missing"),
+        ({"tool": "tosch"}, "the tool 'tosch' does not exist"),
+        ({"tool": ["torch"]}, "the tool ['torch'] does not exist"),
+        ({"tool": "dcp", "thread": 2}, "tool 'dcp' has no field 'thread'\ndid you mean 'threads'?"),
+        ({"tool": "dcp", "threads": 0}, "tool 'dcp': threads: expected `int` >= 1"),
+        ({"tool": "dcp", "threads": "two"}, "tool 'dcp': threads: expected `int`, got `str`"),
+        ({"tool": "safetensors", "x": 1}, "tool 'safetensors' has no field 'x'\nits fields: none"),
         ({"tool": "tensorkeep", "compression": "lossles"}, "there is no compression 'lossles'"),
         ({"tool": "tensorstore", "compressor": "gzipp"}, "gzipp"),
         ({"tool": "tensorstore", "concurrency": -1}, "concurrency"),
         ({"tool": "t5x", "compressor": "gzipp"}, "gzipp"),
     ],
 )
-def test_wrong_settings_are_told(settings, said):
+def test_invalid_settings_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError) as caught:
-        make(settings)
+        parse_tool(settings)
     assert said in str(caught.value)
 
 
-def test_torch_without_crc_leaves_the_default_as_it_was(tmp_path):
+def test_torch_without_crc_restores_the_default(tmp_path: Path) -> None:
     before = torch.serialization.get_crc32_options()
     TorchTool(crc32=False).save({"a": torch.ones(3)}, tmp_path / "a.pt")
     assert torch.serialization.get_crc32_options() is before is True
 
 
-def test_arrays_share_memory_and_keep_the_dtype():
+def test_arrays_share_memory_and_keep_the_dtype() -> None:
     tensors = {
         "b": torch.randn(4, 5).to(torch.bfloat16),
         "f": torch.randn(3),
@@ -100,7 +102,7 @@ def test_arrays_share_memory_and_keep_the_dtype():
     assert all(torch.equal(back[name], tensor) and back[name].dtype == tensor.dtype for name, tensor in tensors.items())
 
 
-def test_torch_saves_a_whole_training_state(tmp_path):
+def test_torch_saves_a_full_training_state(tmp_path: Path) -> None:
     state = {"w": torch.ones(3), "rng": tensorkeep.RandomState().state_dict(), "loss": np.float64(2.5)}
     TorchTool().save(state, tmp_path / "a.pt")
     assert difference(TorchTool().load(tmp_path / "a.pt"), state) is None

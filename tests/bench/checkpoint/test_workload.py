@@ -1,23 +1,29 @@
-"""The gate must fail when it should: a comparison that cannot fail proves nothing."""
+"""The gate of loads, and how tools fail it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tensorkeep.bench.checkpoint.subject import Subject
-from tensorkeep.bench.checkpoint.tools.known import USUAL
-from tensorkeep.bench.checkpoint.tools.torch_tool import TorchTool
-from tensorkeep.bench.demo.damage import flip_bit
-from tensorkeep.bench.tune.rounds import NotRun, visitor
 
-from tensorkeep.bench.checkpoint.gate import GateError, check_same
+from tensorkeep.bench.checkpoint.gate import check_equal
 from tensorkeep.bench.checkpoint.measure import INTO_WARM, SAVE, STORED, WARM
 from tensorkeep.bench.checkpoint.probes import files_of
+from tensorkeep.bench.checkpoint.state_pair import StatePair
+from tensorkeep.bench.checkpoint.tools.base import Tool
+from tensorkeep.bench.checkpoint.tools.registry import COMMON_TOOLS
+from tensorkeep.bench.checkpoint.tools.torch_tools import TorchTool
+from tensorkeep.bench.demo.checkpoint import flip_bit
+from tensorkeep.bench.experiment.workload import GateError, Outcome
+from tensorkeep.bench.run.rounds import tool_measurements
 from tensorkeep.checkpoint.inspect.verify import verify
 from tensorkeep.checkpoint.save.save import save
 from tensorkeep.errors import UsageError
 
 
-def state():
+def state() -> dict[str, Any]:
     tied = torch.randn(64, 32)
     return {
         "model": {"wte": tied, "head": tied, "bias": torch.tensor([float("nan"), 0.0]), "t": torch.randn(9, 7).t()},
@@ -26,18 +32,22 @@ def state():
     }
 
 
-@pytest.mark.parametrize("name", USUAL)
-def test_every_arm_passes_the_gate_on_a_nested_state(name, tmp_path):
-    subject = Subject(state())
-    figures = visitor(USUAL[name], name, subject, tmp_path)()
+def measured(tool: Tool, name: str, states: StatePair, folder: Path) -> Outcome:
+    return tool_measurements({name: tool}, states, folder)[name]()
+
+
+@pytest.mark.parametrize("name", COMMON_TOOLS)
+def test_common_tools_pass_the_gate_with_a_nested_state(name: str, tmp_path: Path) -> None:
+    states = StatePair(state())
+    figures = measured(COMMON_TOOLS[name], name, states, tmp_path).figures
     assert {SAVE, WARM, INTO_WARM, STORED} <= figures.keys()
     assert all(figures[measure] > 0 for measure in (SAVE, WARM, INTO_WARM, STORED))
-    assert figures[STORED] > subject.nbytes / 2
+    assert figures[STORED] > states.nbytes / 2
     assert list(tmp_path.iterdir()) == []
-    check_same(subject.target, subject.state, name)
+    check_equal(states.target, states.source, name)
 
 
-def changed(change):
+def changed(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
     one = state()
     change(one)
     return one
@@ -55,67 +65,70 @@ def changed(change):
         lambda s: s["moments"].__setitem__(1, torch.ones(5, 1, dtype=torch.int64)),
     ],
 )
-def test_the_gate_sees_every_change(change):
+def test_gate_detects_every_change(change: Callable[[dict[str, Any]], object]) -> None:
     torch.manual_seed(0)
     saved = state()
     torch.manual_seed(0)
-    check_same(state(), saved, "same")
+    check_equal(state(), saved, "same")
     torch.manual_seed(0)
-    with pytest.raises(GateError, match=r"torch gave back (other bits|another structure)"):
-        check_same(changed(change), saved, "torch")
+    with pytest.raises(GateError, match=r"torch loaded (other bits|another structure) than it saved"):
+        check_equal(changed(change), saved, "torch")
 
 
-class Forgetful(TorchTool, frozen=True):
-    """Fills nothing."""
+class LoadsNothing(TorchTool, frozen=True):
+    """Leaves the target as it is."""
 
-    def load_into(self, path, state):
+    def load_into(self, path: Path, state: Any) -> None:
         pass
 
 
-class Stale(TorchTool, frozen=True):
-    """Gives back zeros."""
+class LoadsZeros(TorchTool, frozen=True):
+    """Returns zeros."""
 
-    def load(self, path):
+    def load(self, path: Path) -> Any:
         return {"w": torch.zeros(8)}
 
 
-@pytest.mark.parametrize("arm", [Forgetful(), Stale()])
-def test_an_arm_that_does_not_load_has_no_timing(arm, tmp_path):
-    subject = Subject({"w": torch.ones(8)})
-    # What an earlier arm left in the target must not pass for what this one did.
-    subject.target["w"].copy_(subject.state["w"])
+@pytest.mark.parametrize("arm", [LoadsNothing(), LoadsZeros()])
+def test_tool_that_loads_other_values_fails_the_gate(arm: Tool, tmp_path: Path) -> None:
+    states = StatePair({"w": torch.ones(8)})
+    # Values of an earlier load in the target must not pass the gate.
+    states.target["w"].copy_(states.source["w"])
     with pytest.raises(GateError):
-        visitor(arm, "torch", subject, tmp_path)()
+        measured(arm, "torch", states, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-class Helpless(TorchTool, frozen=True):
-    def save(self, state, path):
+class FailsToSave(TorchTool, frozen=True):
+    """Raises after it wrote something."""
+
+    def save(self, state: Any, path: Path) -> None:
         path.write_bytes(b"half")
         raise TypeError("no such thing\nand more")
 
 
-def test_a_peer_that_cannot_is_not_run_and_leaves_nothing(tmp_path):
-    with pytest.raises(NotRun, match=r"^torch cannot hold this state: no such thing$"):
-        visitor(Helpless(), "torch", Subject(state()), tmp_path)()
+def test_tool_that_fails_is_not_run_and_leaves_no_file(tmp_path: Path) -> None:
+    outcome = measured(FailsToSave(), "torch", StatePair(state()), tmp_path)
+    assert (outcome.status, outcome.figures) == ("not-run", {})
+    assert outcome.reason == "torch cannot store this state: no such thing"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_state_that_cannot_be_filled_is_loaded_anew_only(tmp_path):
-    subject = Subject({"w": torch.ones(8), "scalar": np.float32(2)})
-    assert not subject.fillable
-    figures = visitor(USUAL["tensorkeep"], "tensorkeep", subject, tmp_path)()
+def test_state_that_cannot_be_filled_is_only_loaded_into_new_memory(tmp_path: Path) -> None:
+    states = StatePair({"w": torch.ones(8), "scalar": np.float32(2)})
+    assert not states.fillable
+    figures = measured(COMMON_TOOLS["tensorkeep"], "tensorkeep", states, tmp_path).figures
     assert WARM in figures
     assert INTO_WARM not in figures
 
 
-def test_a_state_without_tensors_is_refused():
+def test_state_without_tensors_is_refused() -> None:
     with pytest.raises(UsageError, match="holds no tensor"):
-        Subject({"step": 1})
+        StatePair({"step": 1})
 
 
 @pytest.mark.parametrize("compression", ["none", "lossless"])
-def test_a_flipped_bit_is_one_bit_and_is_found(compression, tmp_path):
+def test_flipped_bit_is_one_bit_and_is_found(compression: str, tmp_path: Path) -> None:
     path = tmp_path / "ckpt"
     save({"small": torch.ones(10), "large": torch.randn(5_000_000)}, path, compression=compression)
     before = {file: file.read_bytes() for file in files_of(path)}

@@ -223,9 +223,8 @@ def test_every_step_to_tensorkeep_changes_one_setting() -> None:
             key for key in before.settings | after.settings if before.settings.get(key) != after.settings.get(key)
         }
         assert len(changed) == 1 or after.name == "+tensorkeep-format", after.name
-    tools = {
-        name: parse_tool(read_experiment("peers").arm(name).settings) for name in ("tensorkeep", "tensorkeep-lossless")
-    }
+    peers = read_experiment("peers")
+    tools = {name: parse_tool(peers.arm(name).settings) for name in ("tensorkeep", "tensorkeep-lossless")}
     assert {arm.name: parse_tool(arm.settings) for arm in stairs[-2:]} == tools
     assert {omitted.place.kind for omitted in planned.experiment.omitted} == {"alone", "without"}
 

@@ -1,4 +1,6 @@
-"""A cell runs in a process of its own; however it ends, that is told, and nothing of it is left."""
+"""A cell runs in a process of its own; its outcome is known however it ends, and none of its files are left."""
+
+from __future__ import annotations
 
 import json
 import os
@@ -6,13 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tensorkeep.bench.experiment.experiment import Limits
 
-from tensorkeep.bench.checkpoint.gate import GateError
 from tensorkeep.bench.checkpoint.probes import written_bytes
-from tensorkeep.bench.experiment.workload import Task
+from tensorkeep.bench.experiment.workload import GateError, Outcome, Task
+from tensorkeep.bench.results import Limits
 from tensorkeep.bench.run import worker
 from tensorkeep.bench.run.cell import command_of, run_cell
 from tensorkeep.errors import StoreError
@@ -21,12 +23,12 @@ SMALL = {"model": "openllama-3b:scale=0.0005:layers=1", "with_optimizer": None}
 MEASURES = ["save", "load_cold", "load_warm"]
 
 
-def task(folder: Path, settings: dict[str, object] | None = None, **changes: object) -> Task:
-    given = {"workload": "checkpoint", "arm": "one", "settings": settings or {"tool": "torch"}, "subject": SMALL}
+def task(folder: Path, settings: dict[str, object] | None = None, **changes: Any) -> Task:
+    given = {"workload": "checkpoint", "arm": "one", "settings": settings or {"tool": "torch"}, "input": SMALL}
     return Task(**{**given, "measures": MEASURES, "directory": str(folder / "cell"), **changes})
 
 
-def test_a_cell_has_figures_and_leaves_nothing(tmp_path):
+def test_cell_has_figures_and_leaves_no_files(tmp_path: Path) -> None:
     result = run_cell(task(tmp_path), Limits(seconds=120))
     assert (result.status, result.reason) == ("ok", None)
     assert {"save", "returned", "load_warm", "stored", "written", "files", "peak_memory"} <= result.figures.keys()
@@ -37,7 +39,7 @@ def test_a_cell_has_figures_and_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_command_of_a_cell_runs_it_again(tmp_path):
+def test_command_of_a_cell_runs_it_again(tmp_path: Path) -> None:
     command = [sys.executable, *command_of(task(tmp_path))[1:]]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     last = done.stdout.splitlines()[-1]
@@ -46,23 +48,23 @@ def test_the_command_of_a_cell_runs_it_again(tmp_path):
     assert not (tmp_path / "cell").exists()
 
 
-def test_a_cell_that_takes_too_long_is_ended(tmp_path):
+def test_cell_over_its_time_limit_is_ended(tmp_path: Path) -> None:
     begin = time.monotonic()
-    result = run_cell(task(tmp_path, subject={**SMALL, "model": "openllama-3b"}), Limits(seconds=1))
+    result = run_cell(task(tmp_path, input={**SMALL, "model": "openllama-3b"}), Limits(seconds=1))
     assert time.monotonic() - begin < 20
     assert (result.status, result.figures) == ("timeout", {})
     assert result.reason == "took longer than its limit of 1.00 s"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_cell_that_takes_too_much_memory_is_ended(tmp_path):
+def test_cell_over_its_memory_limit_is_ended(tmp_path: Path) -> None:
     result = run_cell(task(tmp_path), Limits(seconds=120, memory_bytes=20_000_000))
     assert result.status == "memory"
-    assert "its limit is 20.0 MB" in result.reason
+    assert "its limit is 20.0 MB" in str(result.reason)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_package_is_not_run(tmp_path, monkeypatch):
+def test_missing_package_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # `find_spec` finds nothing of this name in the child, either.
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "sitecustomize.py").write_text(
@@ -73,17 +75,17 @@ def test_a_missing_package_is_not_run(tmp_path, monkeypatch):
     assert (result.status, result.reason) == ("not-run", "the package 'zipnn' is not installed")
 
 
-def test_a_process_that_dies_is_told(tmp_path, monkeypatch):
+def test_process_that_ends_by_a_signal_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\nif 'tensorkeep.bench.run.worker' in sys.orig_argv: os.abort()\n"
     )
     result = run_cell(task(tmp_path), Limits())
     assert result.status == "failed"
-    assert result.reason.startswith("its process was ended by SIGABRT")
+    assert str(result.reason).startswith("its process was ended by SIGABRT")
 
 
-def test_a_killed_process_is_told_as_out_of_memory(tmp_path, monkeypatch):
+def test_killed_process_is_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\nif 'tensorkeep.bench.run.worker' in sys.orig_argv: os.kill(os.getpid(), 9)\n"
@@ -91,15 +93,18 @@ def test_a_killed_process_is_told_as_out_of_memory(tmp_path, monkeypatch):
     assert run_cell(task(tmp_path), Limits()).status == "memory"
 
 
-def failing(error):
-    class Home:
-        def missing(self, settings):
+def failing(error: Exception) -> Any:
+    class FailingWorkload:
+        def parse_arm(self, settings: object) -> object:
+            return settings
+
+        def missing(self, arm: object) -> None:
             return None
 
-        def measure(self, task):
+        def measure(self, task: Task) -> Outcome:
             raise error
 
-    return Home()
+    return FailingWorkload()
 
 
 def caused(error: Exception, cause: Exception) -> Exception:
@@ -110,7 +115,7 @@ def caused(error: Exception, cause: Exception) -> Exception:
 @pytest.mark.parametrize(
     ("error", "status", "reason"),
     [
-        (GateError("torch gave back other bits than were saved", name="w"), "gate", "w: torch gave back other bits"),
+        (GateError("torch loaded other bits than it saved", name="w"), "gate", "w: torch loaded other bits"),
         (OSError(28, "No space left on device"), "disk", "OSError: [Errno 28]"),
         (caused(StoreError("cannot write"), OSError(28, "x")), "disk", "cannot write"),
         (RuntimeError("write failed: No space left on device [x]"), "disk", "RuntimeError: write failed"),
@@ -118,16 +123,18 @@ def caused(error: Exception, cause: Exception) -> Exception:
         (ValueError("no such dtype\nand more"), "failed", "ValueError: no such dtype"),
     ],
 )
-def test_how_an_error_is_told(error, status, reason, tmp_path, monkeypatch):
-    monkeypatch.setattr(worker.workload, "get", lambda name: failing(error))
-    found = worker._measured(task(tmp_path), time.perf_counter())
-    assert found["status"] == status
-    assert found["reason"].startswith(reason)
-    assert "\n" not in found["reason"]
+def test_status_and_reason_of_an_error(
+    error: Exception, status: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "get_workload", lambda name: failing(error))
+    found = worker.run_task(task(tmp_path), time.perf_counter())
+    assert found.status == status
+    assert str(found.reason).startswith(reason)
+    assert "\n" not in str(found.reason)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system takes root")
-def test_a_full_disk_is_told_and_cleared(tmp_path):
+def test_full_disk_is_reported_and_cleared(tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
     mounted = subprocess.run(
@@ -137,14 +144,14 @@ def test_a_full_disk_is_told_and_cleared(tmp_path):
         pytest.skip("mounting is not allowed here")
     try:
         for settings in ({"tool": "torch"}, {"tool": "tensorkeep"}, {"tool": "safetensors"}):
-            result = run_cell(task(small, settings, subject={**SMALL, "model": "openllama-3b:scale=0.002"}), Limits())
+            result = run_cell(task(small, settings, input={**SMALL, "model": "openllama-3b:scale=0.002"}), Limits())
             assert result.status == "disk", result
             assert list(small.iterdir()) == []
     finally:
         subprocess.run(["umount", small], check=True)
 
 
-def test_written_bytes_are_what_was_written(tmp_path):
+def test_written_bytes_are_counted_by_the_kernel(tmp_path: Path) -> None:
     before = written_bytes()
     with (tmp_path / "x").open("wb") as file:
         file.write(bytes(3_000_000))

@@ -1,78 +1,94 @@
+"""Interleaved rounds: their order, the ratios within a round, and arms that cannot run."""
+
+from __future__ import annotations
+
 import math
 
-from tensorkeep.bench.tune.rounds import NotRun, Ratio, Rounds, Sample, run_rounds
+from tensorkeep.bench.experiment.workload import Outcome
+from tensorkeep.bench.results import Cell
+from tensorkeep.bench.run.rounds import Measurement, Rounds, run_rounds
 
 
-def recorded(samples: dict[tuple[str, str], list[float]]) -> Rounds:
-    rounds = Rounds(seed=0)
-    for (arm, measure), values in samples.items():
-        rounds.samples += [Sample(index, arm, measure, value) for index, value in enumerate(values)]
-    return rounds
+def rounds_of(samples: dict[tuple[str, str], list[float]]) -> Rounds:
+    cells = [
+        Cell(arm, block, "ok", figures={measure: value})
+        for (arm, measure), values in samples.items()
+        for block, value in enumerate(values)
+    ]
+    return Rounds(0, cells)
 
 
-def test_every_arm_runs_once_in_each_round():
+def constant() -> Outcome:
+    return Outcome(figures={"save": 1.0})
+
+
+def test_every_arm_runs_once_in_each_round() -> None:
     calls: list[str] = []
 
-    def visit(arm: str):
-        return lambda: calls.append(arm) or {"save": float(len(calls))}
+    def measurement(arm: str) -> Measurement:
+        def measure() -> Outcome:
+            calls.append(arm)
+            return Outcome(figures={"save": float(len(calls))})
 
-    result = run_rounds({arm: visit(arm) for arm in "abc"}, 4, seed=1)
-    assert len(result.order) == 4
-    assert all(sorted(order) == ["a", "b", "c"] for order in result.order)
-    assert calls == [arm for order in result.order for arm in order]
-    assert [s.value for s in result.samples] == [float(n) for n in range(1, 13)]
+        return measure
+
+    result = run_rounds({arm: measurement(arm) for arm in "abc"}, 4, seed=1)
+    assert result.count == 4
+    blocks = [[cell.arm for cell in result.cells if cell.block == block] for block in range(4)]
+    assert all(sorted(arms) == ["a", "b", "c"] for arms in blocks)
+    assert calls == [arm for arms in blocks for arm in arms]
+    assert [cell.figures["save"] for cell in result.cells] == [float(n) for n in range(1, 13)]
+    assert [cell.order for cell in result.cells] == list(range(12))
 
 
-def test_order_is_random_and_follows_from_the_seed():
-    visits = {arm: lambda: {"save": 1.0} for arm in "abcdef"}
-    one, same, other = (run_rounds(visits, 5, seed=seed).order for seed in (7, 7, 8))
+def test_order_is_random_and_depends_on_the_seed() -> None:
+    arms = dict.fromkeys("abcdef", constant)
+    one, same, other = ([cell.arm for cell in run_rounds(arms, 5, seed=seed).cells] for seed in (7, 7, 8))
     assert one == same
     assert one != other
-    assert len({tuple(order) for order in one}) > 1
+    assert len({tuple(one[start : start + 6]) for start in range(0, 30, 6)}) > 1
 
 
-def test_ratio_is_taken_within_rounds():
-    # The machine slows down tenfold; b is twice as fast as a all the time but in the second round.
-    rounds = recorded({("a", "save"): [2.0, 9.0, 20.0], ("b", "save"): [1.0, 3.0, 10.0]})
-    assert rounds.ratio(("a", "save"), ("b", "save")) == Ratio(2.0, 2.0, 3.0)
-    assert rounds.median("a", "save") == 9.0
+def test_ratios_are_taken_within_rounds() -> None:
+    # The machine slows down tenfold; b is twice as fast as a except in the second round.
+    rounds = rounds_of({("a", "save"): [2.0, 9.0, 20.0], ("b", "save"): [1.0, 3.0, 10.0]})
+    assert rounds.ratios(("a", "save"), ("b", "save")) == [2.0, 3.0, 2.0]
+    assert rounds.figures("a", "save") == {0: 2.0, 1: 9.0, 2: 20.0}
 
 
-def test_rounds_that_lack_one_of_the_two_do_not_count():
-    rounds = recorded({("a", "cold"): [2.0, 4.0], ("b", "cold"): [1.0]})
-    assert rounds.ratio(("a", "cold"), ("b", "cold")) == Ratio(2.0, 2.0, 2.0)
-    assert rounds.ratio(("a", "cold"), ("c", "cold")) is None
-    assert rounds.median("c", "cold") is None
+def test_rounds_without_one_of_the_two_do_not_count() -> None:
+    rounds = rounds_of({("a", "cold"): [2.0, 4.0], ("b", "cold"): [1.0]})
+    assert rounds.ratios(("a", "cold"), ("b", "cold")) == [2.0]
+    assert rounds.ratios(("a", "cold"), ("c", "cold")) == []
+    assert rounds.figures("c", "cold") == {}
 
 
-def test_ratio_of_two_measures():
-    rounds = recorded({("torch", "load"): [3.0], ("tensorkeep", "into"): [1.0]})
-    assert rounds.ratio(("torch", "load"), ("tensorkeep", "into")) == Ratio(3.0, 3.0, 3.0)
+def test_ratio_of_two_measures() -> None:
+    rounds = rounds_of({("torch", "load"): [3.0], ("tensorkeep", "into"): [1.0]})
+    assert rounds.ratios(("torch", "load"), ("tensorkeep", "into")) == [3.0]
 
 
-def test_an_arm_that_cannot_is_left_out_with_its_reason():
+def test_arm_that_fails_is_left_out_with_its_reason() -> None:
     calls = []
 
-    def fails_later():
+    def fails_later() -> Outcome:
         calls.append(1)
-        if len(calls) == 2:
-            raise NotRun("no such dtype")
-        return {"save": 1.0}
+        return Outcome("not-run", "no such dtype") if len(calls) == 2 else constant()
 
-    result = run_rounds({"a": lambda: {"save": 1.0}, "b": fails_later}, 4)
+    result = run_rounds({"a": constant, "b": fails_later}, 4)
     assert result.not_run == {"b": "no such dtype"}
     assert len(calls) == 2
-    assert {s.arm for s in result.samples} == {"a"}
-    assert len(result.samples) == 4
+    assert result.figures("b", "save") == {}
+    assert len(result.figures("a", "save")) == 4
 
 
-def test_no_round_begins_that_would_end_too_late():
-    assert len(run_rounds({"a": lambda: {"save": 1.0}}, 3, seconds=0.0).order) == 1
-    assert len(run_rounds({"a": lambda: {"save": 1.0}}, 3, seconds=math.inf).order) == 3
+def test_no_round_starts_that_would_end_too_late() -> None:
+    assert run_rounds({"a": constant}, 3, seconds=0.0).count == 1
+    assert run_rounds({"a": constant}, 3, seconds=math.inf).count == 3
 
 
-def test_progress_is_told_before_each_visit():
-    told = []
-    run_rounds({"a": dict, "b": dict}, 2, on_visit=lambda done, arm: told.append((done, arm)))
-    assert [done for done, _ in told] == [0, 1, 2, 3]
-    assert sorted(arm for _, arm in told) == ["a", "a", "b", "b"]
+def test_progress_is_reported_before_each_measurement() -> None:
+    events: list[tuple[int, str]] = []
+    run_rounds({"a": constant, "b": constant}, 2, progress=lambda done, arm: events.append((done, arm)))
+    assert [done for done, _ in events] == [0, 1, 2, 3]
+    assert sorted(arm for _, arm in events) == ["a", "a", "b", "b"]

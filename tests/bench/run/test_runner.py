@@ -1,22 +1,29 @@
-"""A run keeps what it measured at every moment, ends cleanly, and goes on where it stopped."""
+"""A run keeps what it measured at every moment, ends cleanly, and resumes where it stopped."""
+
+from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
-from tensorkeep.bench.experiment.experiment import read_experiment
 
-from tensorkeep.bench import results as documents
-from tensorkeep.bench.experiment import workload
-from tensorkeep.bench.run.cell import CellResult
-from tensorkeep.bench.run.runner import execute
-from tensorkeep.bench.run.scratch import NAME, Scratch
-from tensorkeep.errors import BusyError, NotACheckpointError, StoreError, UsageError
+from tensorkeep.bench.experiment.library import read_experiment
+from tensorkeep.bench.experiment.workload import Outcome, Task
+from tensorkeep.bench.results import Cell, Limits, Results, Status, read_results
+from tensorkeep.bench.run.runner import ExperimentRun, plan_results
+from tensorkeep.bench.run.scratch import NAME, scratch_folder
+from tensorkeep.errors import BusyError, StoreError, UsageError
 
 ARMS = ["one", "one (again)", "two", "three"]
+Measure = Callable[[Task, Limits], Outcome]
 
 
 @pytest.fixture
-def document(tmp_path):
+def planned(tmp_path: Path) -> Results:
+    """Return the planned results of an experiment of three arms and three blocks."""
     file = tmp_path / "experiment.json"
     settings = {"model": "openllama-3b:scale=0.0005:layers=1", "slow_model": "openllama-3b:scale=0.0005:first-2"}
     arms = [
@@ -25,90 +32,99 @@ def document(tmp_path):
         {"name": "three", "settings": {"tool": "tensorkeep"}},
     ]
     file.write_text(json.dumps({"name": "small", "runs": 3, "settings": settings, "arms": arms}))
-    home = workload.get("checkpoint")
-    experiment = read_experiment(file, check_settings=home.check)
+    plan = read_experiment(file)
     file.unlink()
-    return documents.plan(experiment, home, "tensorkeep bench")
+    return plan_results(plan, "tensorkeep bench")
 
 
-class Told:
-    def __init__(self):
-        self.events = []
+class Events:
+    """Records what a listener receives."""
 
-    def preparing(self):
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def preparing(self) -> None:
         self.events.append("preparing")
 
-    def begins(self, cell, done, total, seconds_left):
-        self.events.append((cell["arm"], done, total, seconds_left))
+    def cell_started(self, cell: Cell, done: int, total: int, seconds_left: float | None) -> None:
+        self.events.append((cell.arm, done, total, seconds_left))
 
-    def ended(self, cell):
-        self.events.append(cell["status"])
+    def cell_ended(self, cell: Cell) -> None:
+        self.events.append(cell.status)
 
 
-def measured(task, limits):
+def measured(task: Task, limits: Limits) -> Outcome:
     figures = {"save": 1.0, "load_cold": 2.0, "load_warm": 3.0, "stored": 4.0, "returned": 0.5}
-    return CellResult("ok", None, 10.0, figures, {"build": 1.0})
+    return Outcome("ok", None, 10.0, figures, {"build": 1.0})
 
 
-def go(document, folder, run=measured, told=None):
-    execute(document, folder / "results.json", folder, told or Told(), run)
+def execute(results: Results, folder: Path, measure: Measure = measured, listener: Events | None = None) -> Results:
+    run = ExperimentRun(results, folder / "results.json", folder, measure)
+    run.execute(listener or Events())
+    return run.results
 
 
-def on_disk(folder):
-    return json.loads((folder / "results.json").read_text())
+def on_disk(folder: Path) -> Results:
+    return read_results(folder / "results.json")
 
 
-def test_every_cell_is_run_once_in_blocks(document, tmp_path):
-    tasks, told = [], Told()
+def with_model(results: Results, model: str) -> Results:
+    settings = {**results.experiment.settings, "model": model}
+    return msgspec.structs.replace(results, experiment=msgspec.structs.replace(results.experiment, settings=settings))
 
-    def run(task, limits):
+
+def test_every_cell_is_run_once_in_blocks(planned: Results, tmp_path: Path) -> None:
+    tasks, listener = [], Events()
+
+    def run(task: Task, limits: Limits) -> Outcome:
         assert list((tmp_path / NAME).iterdir())
         assert not (tmp_path / task.directory).exists()
         tasks.append(task)
         return measured(task, limits)
 
-    go(document, tmp_path, run, told)
+    results = execute(planned, tmp_path, run, listener)
     assert sorted(task.arm for task in tasks[:4]) == sorted(ARMS)
     assert sorted(task.arm for task in tasks) == sorted(ARMS * 3)
     assert len({task.directory for task in tasks}) == 12
     assert not (tmp_path / NAME).exists()
     found = on_disk(tmp_path)
-    assert found == document
-    assert found["complete"]
-    assert found["finished"] >= found["started"]
-    assert found["summary"]["arms"]["two"]["save"]["n"] == 3
-    assert {measure["name"] for measure in found["measures"]} >= {"save", "load_cold", "load_warm", "stored"}
-    assert "into_warm" not in {measure["name"] for measure in found["measures"]}
-    assert found["environment"]["storage"]["free_bytes"] > 0
-    assert told.events[0] == "preparing"
-    assert told.events[1][1:] == (0, 12, None)
-    assert told.events[-2][1:] == (11, 12, 10.0)
+    assert found == results
+    assert found.complete
+    assert found.finished is not None
+    assert found.finished >= found.started
+    assert found.statistics("two", "save").n == 3
+    assert {measure.name for measure in found.measures} >= {"save", "load_cold", "load_warm", "stored"}
+    assert "into_warm" not in {measure.name for measure in found.measures}
+    assert found.environment["storage"]["free_bytes"] > 0
+    assert listener.events[0] == "preparing"
+    assert listener.events[1][1:] == (0, 12, None)
+    assert listener.events[-2][1:] == (11, 12, 10.0)
 
 
-def test_slow_arms_work_on_the_smaller_subject(document, tmp_path):
-    go(document, tmp_path)
-    amounts = {cell["arm"]: cell["amount"] for cell in document["cells"]}
-    assert amounts["one"] == amounts["three"] == document["subject"]["bytes"]
-    assert 0 < amounts["two"] < amounts["one"]
-    [subject] = {cell["subject"] for cell in document["cells"] if cell["arm"] == "two"}
-    assert subject.startswith("openllama-3b:scale=0.0005:first-2: 2 tensors, ")
+def test_slow_arms_work_on_the_smaller_model(planned: Results, tmp_path: Path) -> None:
+    results = execute(planned, tmp_path)
+    amounts = {cell.arm: cell.amount for cell in results.cells}
+    assert amounts["one"] == amounts["three"] == results.subject.bytes
+    assert 0 < (amounts["two"] or 0) < (amounts["one"] or 0)
+    [subject] = {cell.subject for cell in results.cells if cell.arm == "two"}
+    assert str(subject).startswith("openllama-3b:scale=0.0005:first-2: 2 tensors, ")
 
 
-def test_what_is_measured_is_kept_at_every_moment(document, tmp_path):
+def test_results_are_written_after_every_cell(planned: Results, tmp_path: Path) -> None:
     counts = []
 
-    def run(task, limits):
-        counts.append(sum(cell["status"] == "ok" for cell in on_disk(tmp_path)["cells"]))
+    def run(task: Task, limits: Limits) -> Outcome:
+        counts.append(sum(cell.status == "ok" for cell in on_disk(tmp_path).cells))
         return measured(task, limits)
 
-    go(document, tmp_path, run)
+    execute(planned, tmp_path, run)
     assert counts == list(range(12))
 
 
-def interrupt_at(number, error):
+def interrupt_at(number: int, error: BaseException) -> Measure:
     calls = []
 
-    def run(task, limits):
+    def run(task: Task, limits: Limits) -> Outcome:
         calls.append(task)
         if len(calls) == number:
             raise error
@@ -117,127 +133,114 @@ def interrupt_at(number, error):
     return run
 
 
-def test_an_interrupted_run_goes_on_where_it_stopped(document, tmp_path):
+def test_interrupted_run_resumes(planned: Results, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        go(document, tmp_path, interrupt_at(6, KeyboardInterrupt()))
-    found = documents.read(tmp_path / "results.json")
+        execute(planned, tmp_path, interrupt_at(6, KeyboardInterrupt()))
+    found = on_disk(tmp_path)
     assert not (tmp_path / NAME).exists()
-    assert sum(cell["status"] == "ok" for cell in found["cells"]) == 5
-    assert (found["complete"], found["finished"]) == (False, None)
-    assert found["summary"]["arms"]["one"]["save"]["n"] >= 1
-    done = [cell for cell in found["cells"] if cell["status"] == "ok"]
-    tasks = []
+    assert sum(cell.status == "ok" for cell in found.cells) == 5
+    assert (found.complete, found.finished) == (False, None)
+    assert found.statistics("one", "save").n >= 1
+    done = [cell for cell in found.cells if cell.status == "ok"]
+    arms = []
 
-    def run(task, limits):
-        tasks.append(task.arm)
+    def run(task: Task, limits: Limits) -> Outcome:
+        arms.append(task.arm)
         return measured(task, limits)
 
-    go(found, tmp_path, run)
-    assert len(tasks) == 7
-    assert tasks == [cell["arm"] for cell in document["cells"]][5:]
-    assert found["complete"]
-    assert [cell for cell in found["cells"] if cell["order"] < 5] == done
+    resumed = execute(found, tmp_path, run)
+    assert len(arms) == 7
+    assert arms == [cell.arm for cell in planned.cells][5:]
+    assert resumed.complete
+    assert [cell for cell in resumed.cells if cell.order < 5] == done
 
 
-def test_a_full_disk_ends_the_run_and_is_tried_again(document, tmp_path):
-    def run(task, limits):
-        if task.arm == "three":
-            return CellResult("disk", "no space left", 1.0)
-        return measured(task, limits)
+def test_full_disk_ends_the_run_and_is_tried_again(planned: Results, tmp_path: Path) -> None:
+    def run(task: Task, limits: Limits) -> Outcome:
+        return Outcome("disk", "no space left", 1.0) if task.arm == "three" else measured(task, limits)
 
-    with pytest.raises(StoreError, match=r"the disk was full in arm 'three'.*\n.*--resume goes on"):
-        go(document, tmp_path, run)
+    with pytest.raises(StoreError, match=r"the disk was full in arm 'three'.*\n.*--resume"):
+        execute(planned, tmp_path, run)
     assert not (tmp_path / NAME).exists()
-    found = documents.read(tmp_path / "results.json")
-    assert not found["complete"]
-    assert sum(cell["status"] == "disk" for cell in found["cells"]) == 1
-    go(found, tmp_path)
-    assert found["complete"]
-    assert {cell["status"] for cell in found["cells"]} == {"ok"}
+    found = on_disk(tmp_path)
+    assert not found.complete
+    assert sum(cell.status == "disk" for cell in found.cells) == 1
+    resumed = execute(found, tmp_path)
+    assert resumed.complete
+    assert {cell.status for cell in resumed.cells} == {"ok"}
 
 
 @pytest.mark.parametrize("status", ["failed", "timeout", "memory", "gate", "not-run"])
-def test_what_fails_is_not_repeated(status, document, tmp_path):
-    tasks = []
+def test_failed_arm_is_not_repeated(status: Status, planned: Results, tmp_path: Path) -> None:
+    arms = []
 
-    def run(task, limits):
-        tasks.append(task.arm)
-        return CellResult(status, "why", 1.0) if task.arm == "two" else measured(task, limits)
+    def run(task: Task, limits: Limits) -> Outcome:
+        arms.append(task.arm)
+        return Outcome(status, "why", 1.0) if task.arm == "two" else measured(task, limits)
 
-    go(document, tmp_path, run)
-    assert tasks.count("two") == 1
-    assert tasks.count("one") == 3
-    cells = [cell for cell in document["cells"] if cell["arm"] == "two"]
-    assert [cell["status"] for cell in cells] == [status, "not-run", "not-run"]
-    assert cells[2]["reason"].startswith("not repeated: in block 1 it ")
-    assert document["complete"]
-    assert document["summary"]["arms"]["two"]["save"]["verdict"] == "not run"
-
-
-def test_two_runs_do_not_meet(document, tmp_path):
-    with Scratch(tmp_path), pytest.raises(BusyError, match="another bench runs here"):
-        go(document, tmp_path)
+    results = execute(planned, tmp_path, run)
+    assert arms.count("two") == 1
+    assert arms.count("one") == 3
+    cells = [cell for cell in results.cells if cell.arm == "two"]
+    assert [cell.status for cell in cells] == [status, "not-run", "not-run"]
+    assert str(cells[2].reason).startswith("not repeated: in block 1 it ")
+    assert results.complete
+    assert results.statistics("two", "save").verdict == "not run"
 
 
-def test_what_a_killed_run_left_is_removed(tmp_path):
+def test_second_run_in_the_same_folder_is_refused(planned: Results, tmp_path: Path) -> None:
+    with scratch_folder(tmp_path), pytest.raises(BusyError, match="another bench runs here"):
+        execute(planned, tmp_path)
+
+
+def test_files_of_a_killed_run_are_removed(tmp_path: Path) -> None:
     left = tmp_path / NAME / "cell-3"
     left.mkdir(parents=True)
     (left / "state.pt").write_bytes(b"x")
-    with Scratch(tmp_path) as scratch:
-        assert list(scratch.path.iterdir()) == []
-        (scratch.path / "y").write_bytes(b"y")
+    with scratch_folder(tmp_path) as scratch:
+        assert list(scratch.iterdir()) == []
+        (scratch / "y").write_bytes(b"y")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_results_that_are_none_are_refused(tmp_path):
-    with pytest.raises(NotACheckpointError, match="no results to go on with"):
-        documents.read(tmp_path / "results.json")
-    for content in ("{", "[]", '{"kind": "tensorkeep-results", "schema": 99}'):
-        (tmp_path / "results.json").write_text(content)
-        with pytest.raises(UsageError, match="results"):
-            documents.read(tmp_path / "results.json")
-
-
-def test_infinite_figures_are_written_as_null(tmp_path):
-    documents.write({"a": [float("inf"), 1.0, {"b": float("nan")}]}, tmp_path / "results.json")
-    assert on_disk(tmp_path) == {"a": [None, 1.0, {"b": None}]}
-
-
-def test_earlier_results_stay_until_a_run_has_begun(document, tmp_path):
+def test_earlier_results_are_kept_until_a_run_has_begun(planned: Results, tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text("earlier")
-    document["experiment"]["settings"]["model"] = "openllama-3b:scale=16"
-    with pytest.raises(StoreError, match="are needed"):
-        go(document, tmp_path)
+    with pytest.raises(StoreError, match="the measurement needs"):
+        execute(with_model(planned, "openllama-3b:scale=16"), tmp_path)
     assert (tmp_path / "results.json").read_text() == "earlier"
 
 
-def test_another_machine_does_not_go_on(document, tmp_path):
+def test_run_does_not_resume_on_another_machine(planned: Results, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        go(document, tmp_path, interrupt_at(3, KeyboardInterrupt()))
-    found = documents.read(tmp_path / "results.json")
-    found["environment"]["versions"]["torch"] = "1.0"
-    with pytest.raises(UsageError, match="not what this run began on"):
-        go(found, tmp_path)
-    assert on_disk(tmp_path)["environment"]["versions"]["torch"] != "1.0"
+        execute(planned, tmp_path, interrupt_at(3, KeyboardInterrupt()))
+    found = on_disk(tmp_path)
+    found.environment["versions"]["torch"] = "1.0"
+    with pytest.raises(UsageError, match="has changed since this run began"):
+        execute(found, tmp_path)
+    assert on_disk(tmp_path).environment["versions"]["torch"] != "1.0"
 
 
-def test_names_in_a_results_file_decide_no_folder(document, tmp_path):
-    victim = tmp_path / "victim"
-    victim.mkdir()
-    for cell in document["cells"]:
-        cell["order"] = f"x/../../../{victim}"
+def test_folders_of_cells_do_not_depend_on_the_results_file(planned: Results, tmp_path: Path) -> None:
+    """Everything in the folder of a cell is removed, so a results file from a stranger must not choose it."""
+    arms = tuple(msgspec.structs.replace(arm, name=f"../../{arm.name}") for arm in planned.arms)
+    cells = tuple(msgspec.structs.replace(cell, arm=f"../../{cell.arm}", order=7) for cell in planned.cells)
     folders = []
 
-    def run(task, limits):
+    def run(task: Task, limits: Limits) -> Outcome:
         folders.append(task.directory)
         return measured(task, limits)
 
-    go(document, tmp_path, run)
+    execute(msgspec.structs.replace(planned, arms=arms, cells=cells), tmp_path, run)
     assert all(folder.startswith(str(tmp_path / NAME / "cell-")) and ".." not in folder for folder in folders)
-    assert victim.exists()
 
 
-def test_a_disk_without_room_is_refused_before_anything_runs(document, tmp_path):
-    document["experiment"]["settings"]["model"] = "openllama-3b:scale=16"
-    with pytest.raises(StoreError, match="are needed"):
-        go(document, tmp_path, lambda task, limits: pytest.fail("ran"))
+def test_settings_of_a_resumed_run_are_validated(planned: Results, tmp_path: Path) -> None:
+    arms = tuple(msgspec.structs.replace(arm, settings={"tool": "rm"}) for arm in planned.arms)
+    with pytest.raises(UsageError, match="the tool 'rm' does not exist"):
+        execute(msgspec.structs.replace(planned, arms=arms), tmp_path, lambda task, limits: pytest.fail("ran"))
+
+
+def test_too_little_disk_is_refused_before_anything_runs(planned: Results, tmp_path: Path) -> None:
+    large = with_model(planned, "openllama-3b:scale=16")
+    with pytest.raises(StoreError, match="the measurement needs"):
+        execute(large, tmp_path, lambda task, limits: pytest.fail("ran"))

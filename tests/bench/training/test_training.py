@@ -1,28 +1,30 @@
-"""The bench of training: what an arm may set, what it is held against, and what it has then measured."""
+"""The training workload: the settings of an arm, its gate, and what a cell measures."""
 
 from __future__ import annotations
 
 import math
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
-from tensorkeep.bench.experiment.experiment import read_experiment, shipped
 
-from tensorkeep.bench.checkpoint.gate import GateError
-from tensorkeep.bench.experiment.workload import DoesNotApplyError, Task
+from tensorkeep.bench.experiment.library import read_experiment, shipped
+from tensorkeep.bench.experiment.workload import DoesNotApplyError, GateError, Task
 from tensorkeep.bench.training import cell as cell
-from tensorkeep.bench.training.arms import check_arm, config_of, tolerance_of, without_systems
+from tensorkeep.bench.training.arms import arm_config, check_arm, loss_tolerance, without_systems_techniques
 from tensorkeep.bench.training.reference_losses import LossGate, reference_losses
 from tensorkeep.bench.training.workload import WORKLOAD
 from tensorkeep.errors import UsageError
 from tensorkeep.train import loop
 from tensorkeep.train.config.recipes import RECIPES
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Technique, Verification
-from tensorkeep.train.techniques.stack import COMBINATIONS
+from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Proof, Technique
+from tensorkeep.train.techniques.combinations import COMBINATIONS
 from train.tiny_training import CONFIG, prepared
 
 STEPS = 8
@@ -39,14 +41,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def task(data: Path, folder: Path, arm: dict[str, Any], **settings: Any) -> Task:
-    given = WORKLOAD.settings({"recipe": "tiny", "data": str(data), "steps": STEPS, "warmup": 2, **settings}, None)
+    given = WORKLOAD.parse_settings({"recipe": "tiny", "data": str(data), "steps": STEPS, "warmup": 2, **settings})
     scratch = folder / "scratch"
     scratch.mkdir(exist_ok=True)
-    subject = WORKLOAD.prepare(given, [arm], scratch).subject
-    return Task("training", "arm", arm, subject, WORKLOAD.measures_of(given), str(folder / "cell"))
+    prepared = WORKLOAD.prepare(given, [arm], scratch)
+    content = msgspec.to_builtins(prepared.input)
+    return Task("training", "arm", arm, content, WORKLOAD.measures_of(given), str(folder / "cell"))
 
 
-def test_a_cell_measures_speed_memory_and_loss_and_says_what_was_at_work(data: Path, tmp_path: Path) -> None:
+def test_cell_measures_speed_memory_and_loss_and_records_techniques(data: Path, tmp_path: Path) -> None:
     arm = {"techniques.activation-checkpointing": "on"}
     outcome = WORKLOAD.measure(task(data, tmp_path, arm, seconds=1))
     # It takes less than a second.
@@ -54,7 +57,7 @@ def test_a_cell_measures_speed_memory_and_loss_and_says_what_was_at_work(data: P
     assert all(value > 0 for value in outcome.figures.values())
     loop, length = CONFIG.loop, CONFIG.model.context_length
     assert outcome.figures[cell.TOKENS] == STEPS * loop.batch_size * length
-    assert "recomputed" in outcome.observed["activation-checkpointing"]
+    assert "ran again" in outcome.observed["activation-checkpointing"]
     assert {"build", "gate", "evaluate"} <= outcome.clocks.keys()
 
 
@@ -63,12 +66,12 @@ def measured(data: Path, folder: Path, arm: dict[str, Any], **settings: Any) -> 
     return WORKLOAD.measure(task(data, folder, arm, **settings)).figures
 
 
-def trained(data: Path, folder: Path, plan: cell.Plan, arm: dict[str, Any]) -> dict[str, float]:
-    config = config_of("tiny", arm, steps=STEPS)
-    return cell.run_training(config, data, folder, plan, LossGate([], 0.0)).figures
+def trained(data: Path, folder: Path, protocol: cell.Protocol, arm: dict[str, Any]) -> dict[str, float]:
+    config = arm_config("tiny", arm, steps=STEPS)
+    return cell.run_training(config, data, folder, protocol, LossGate([], 0.0)).figures
 
 
-def test_the_loss_in_equal_time_is_of_the_windows_that_the_last_one_is_of(
+def test_loss_in_equal_time_uses_the_windows_of_the_final_loss(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a technique changes the size of batches."""
@@ -83,20 +86,20 @@ def test_the_loss_in_equal_time_is_of_the_windows_that_the_last_one_is_of(
     monkeypatch.setattr(cell, "evaluate", noted)
     monkeypatch.setattr(loop, "evaluate", noted)
     arm = {"loop.batch_size": 4, "techniques.gradient-accumulation.batches": 4}
-    figures = trained(data, tmp_path / "run", cell.Plan(2, seconds=1e-9), arm)
+    figures = trained(data, tmp_path / "run", cell.Protocol(2, seconds=1e-9), arm)
     in_time, at_the_end = seen
     assert in_time == at_the_end
     assert figures[cell.LOSS_IN_TIME] != figures[cell.LOSS]
 
 
-def test_a_run_that_ends_sooner_has_no_loss_in_equal_time(data: Path, tmp_path: Path) -> None:
-    figures = trained(data, tmp_path / "run", cell.Plan(2, seconds=1000), {})
+def test_run_that_ends_sooner_has_no_loss_in_equal_time(data: Path, tmp_path: Path) -> None:
+    figures = trained(data, tmp_path / "run", cell.Protocol(2, seconds=1000), {})
     assert cell.LOSS_IN_TIME not in figures
     assert figures[cell.LOSS] > 0
 
 
 @pytest.mark.parametrize(("counted", "most"), [(False, 10), (True, 1000)])
-def test_an_evaluation_is_part_of_the_peak_of_memory_only_where_it_is_to_be(
+def test_peak_memory_includes_evaluations_only_if_asked(
     counted: bool, most: int, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = {"peak": 0}
@@ -111,47 +114,39 @@ def test_an_evaluation_is_part_of_the_peak_of_memory_only_where_it_is_to_be(
     monkeypatch.setattr(cell, "reset_peak", lambda: memory.update(peak=10))
     monkeypatch.setattr(cell, "_nbytes", lambda _: 0)
     monkeypatch.setattr(cell, "resident_bytes", lambda: 0)
-    figures = trained(data, tmp_path / "run", cell.Plan(2, with_evaluation=counted), {"eval.every": 1})
+    figures = trained(data, tmp_path / "run", cell.Protocol(2, with_evaluation=counted), {"eval.every": 1})
     assert figures[cell.MEMORY] == most
 
 
-def test_the_first_step_has_what_is_compiled_before_it(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_step_includes_compilation(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = TECHNIQUE_CLASSES.get("activation-checkpointing")
-    monkeypatch.setattr(kind, "warm_up", lambda *_: time.sleep(0.5))
+    monkeypatch.setattr(kind, "rehearse", lambda *_: time.sleep(0.5))
     figures = measured(data, tmp_path / "a", {"techniques.activation-checkpointing": "on"})
     assert figures[cell.FIRST] > 0.5
 
 
-def test_nothing_that_was_compiled_before_is_used_again(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compile_cache_is_empty(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "earlier")
     seen = []
     kind = TECHNIQUE_CLASSES.get("activation-checkpointing")
-    monkeypatch.setattr(kind, "warm_up", lambda *_: seen.append(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
+    monkeypatch.setattr(kind, "rehearse", lambda *_: seen.append(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
     measured(data, tmp_path / "a", {"techniques.activation-checkpointing": "on"})
     assert seen == [str(tmp_path / "a" / "cell" / "compiled")]
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "earlier"
 
 
-def test_a_block_has_a_seed_of_its_own_and_repeats_itself(data: Path, tmp_path: Path) -> None:
+def test_each_block_has_its_own_seed_and_is_repeatable(data: Path, tmp_path: Path) -> None:
     losses = []
     for number, block in enumerate((0, 0, 1)):
         folder = tmp_path / str(number)
         folder.mkdir()
         one = task(data, folder, {})
-        losses.append(WORKLOAD.measure(Task(**{**vars_of(one), "block": block})).figures[cell.LOSS])
+        losses.append(WORKLOAD.measure(msgspec.structs.replace(one, block=block)).figures[cell.LOSS])
     assert losses[0] == losses[1] != losses[2]
 
 
-def vars_of(one: Task) -> dict[str, Any]:
-    return {name: getattr(one, name) for name in Task.__dataclass_fields__}
-
-
 class Wrong(Technique):
-    """Moves the losses, and says that it does not."""
+    """Changes the losses, and declares that it does not."""
 
     name: ClassVar = "wrong"
     kind: ClassVar = "systems"
@@ -165,20 +160,21 @@ class Wrong(Technique):
         inner = run.operations.loss
         run.operations.loss = lambda inputs, targets: inner(inputs, targets) * 1.05
 
-    def verify(self, run: Run) -> Verification:
-        yield
-        return None
+    @contextmanager
+    def verify(self, run: Run) -> Iterator[Proof]:
+        yield Proof()
 
 
 class Absent(Wrong):
-    """Is not at work."""
+    """Is not active."""
 
     name: ClassVar = "absent"
 
     def apply(self, run: Run) -> None: ...
 
-    def verify(self, run: Run) -> Verification:
-        yield
+    @contextmanager
+    def verify(self, run: Run) -> Iterator[Proof]:
+        yield Proof()
         raise self.not_active("nothing was seen", "report it")
 
 
@@ -192,40 +188,40 @@ def others(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("others")
-def test_a_technique_that_moves_the_losses_has_no_time(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(GateError, match=r"the loss of step 1 is .*they may differ by 1.00% at most"):
+def test_technique_that_changes_losses_fails_the_gate(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(GateError, match=r"the loss of step 1 is .*at most 1.00% may differ"):
         WORKLOAD.measure(task(data, tmp_path, {"techniques.wrong": "on"}))
 
 
 @pytest.mark.usefixtures("others")
-def test_a_technique_that_is_not_at_work_has_no_time(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(GateError, match="absent was requested and is not active"):
+def test_inactive_technique_fails_the_gate(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(GateError, match="absent was asked for and is not active"):
         WORKLOAD.measure(task(data, tmp_path, {"techniques.absent": "on"}))
 
 
-def test_what_makes_no_sense_with_the_recipe_is_told_as_that(data: Path, tmp_path: Path) -> None:
+def test_arm_that_does_not_fit_the_recipe_does_not_apply(data: Path, tmp_path: Path) -> None:
     arm = {"techniques.gradient-accumulation.batches": 2}
-    with pytest.raises(DoesNotApplyError, match="a batch of 3 sequences cannot be split into 2 equal micro-batches"):
+    with pytest.raises(DoesNotApplyError, match="a batch of 3 sequences does not divide into 2 parts"):
         WORKLOAD.measure(task(data, tmp_path, arm))
 
 
 @pytest.mark.parametrize("loss", [1.0201, 0.9799, math.nan, math.inf])
-def test_the_gate_closes(loss: float) -> None:
+def test_gate_refuses_other_losses(loss: float) -> None:
     gate = LossGate([5.0, 1.0], 0.02)
     gate.check(2, 1.0199)
     gate.check(3, loss)
     with pytest.raises(GateError, match="the loss of step 2"):
         gate.check(2, loss)
-    with pytest.raises(GateError, match="by nothing"):
+    with pytest.raises(GateError, match="must be equal"):
         LossGate([1.0], 0.0).check(1, 1.0 + 1e-12)
 
 
-def test_the_reference_is_the_run_without_what_must_not_move_it(data: Path, tmp_path: Path) -> None:
+def test_reference_is_the_run_without_systems_techniques(data: Path, tmp_path: Path) -> None:
     arm = {"techniques.mixed-precision.dtype": "bf16", "techniques.fused-optimizer": "on"}
-    config = config_of("tiny", {**arm, "techniques.lr-plateau": "on", "eval.every": 4}, steps=STEPS)
-    assert list(without_systems(config).techniques) == ["lr-plateau"]
-    assert tolerance_of(config) == pytest.approx(0.021)
-    plain = config_of("tiny", {}, steps=STEPS)
+    config = arm_config("tiny", {**arm, "techniques.lr-plateau": "on", "eval.every": 4}, steps=STEPS)
+    assert list(without_systems_techniques(config).techniques) == ["lr-plateau"]
+    assert loss_tolerance(config) == pytest.approx(0.021)
+    plain = arm_config("tiny", {}, steps=STEPS)
     losses = reference_losses(plain, data, 3, tmp_path)
     assert len(losses) == 3
     [kept] = tmp_path.iterdir()
@@ -239,19 +235,19 @@ def test_the_reference_is_the_run_without_what_must_not_move_it(data: Path, tmp_
         ({"loop.steps": 5}, "loop.steps is the same for all arms"),
         ({"data.source": "x"}, "data.source is the same for all arms"),
         ({"techniques.compil": "on"}, "there is no technique named 'compil'"),
-        ({"techniques.compile.mod": "x"}, "compile has no setting 'mod'"),
+        ({"techniques.compile.mod": "x"}, "the settings of compile are not valid"),
         ({"optim.lrr": 1}, "there is no setting 'optim.lrr'"),
         ({"techniques.fused-optimizer": "on", "techniques.low-bit-optimizer": "on"}, "cannot be combined"),
     ],
 )
-def test_wrong_arms_are_told_in_a_line(arm: dict[str, Any], said: str) -> None:
+def test_invalid_arms_are_refused(arm: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError) as error:
         check_arm(arm)
     assert said in error.value.message
     assert error.value.remedy
 
 
-def test_values_that_do_not_suit_the_recipe_are_told_before_anything_runs(data: Path, tmp_path: Path) -> None:
+def test_values_that_do_not_fit_the_recipe_are_refused_before_the_run(data: Path, tmp_path: Path) -> None:
     check_arm({"model.n_heads": 3})
     with pytest.raises(UsageError, match="d_model=16 does not divide into n_heads=3"):
         task(data, tmp_path, {"model.n_heads": 3})
@@ -261,19 +257,19 @@ def test_values_that_do_not_suit_the_recipe_are_told_before_anything_runs(data: 
     ("settings", "said"),
     [
         ({"recipe": "gpt5"}, "there is no recipe"),
-        ({"steps": 5, "warmup": 5}, "of which the first and 5 of warm-up are not timed"),
-        ({"step": 5}, 'has no key "step"'),
-        ({"steps": "many"}, 'has "steps": "many"'),
+        ({"steps": 5, "warmup": 5}, "steps: 5 is less than 8"),
+        ({"step": 5}, "settings has no field 'step'"),
+        ({"steps": "many"}, "settings: steps: expected `int`, got `str`"),
     ],
 )
-def test_wrong_settings_are_told_in_a_line(settings: dict[str, Any], said: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        WORKLOAD.settings(settings, None)
+        WORKLOAD.parse_settings(settings)
 
 
 @pytest.mark.parametrize("name", shipped("training"))
-def test_the_experiments_that_ship_are_valid(name: str) -> None:
-    found = read_experiment(name, check_settings=WORKLOAD.check)
+def test_shipped_experiments_are_valid(name: str) -> None:
+    found = read_experiment(name).experiment
     assert found.workload == "training"
     assert found.settings["steps"] > found.settings["warmup"] + 2
 
@@ -283,7 +279,7 @@ def test_each_technique_is_measured_alone() -> None:
     assert used == set(TECHNIQUE_CLASSES.names())
 
 
-def test_the_combinations_are_those_of_the_command_line() -> None:
+def test_combinations_are_those_of_the_command_line() -> None:
     found = {arm.name: arm for arm in read_experiment("combinations").arms}
     for name, parts in COMBINATIONS.items():
         used = [key.split(".")[1] for key in found[name].settings]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tensorkeep.bench.training.reference_losses import train_few
+from tensorkeep.bench.training.reference_losses import train_steps
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.memory.ledger import predict
@@ -38,9 +38,9 @@ def peak(settings: dict[str, Any], data: Path, folder: Path) -> tuple[int, int]:
     config = CONFIG.changed(settings)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    losses = train_few(config, data, 1, folder / "first")
+    losses = train_steps(config, data, 1, folder / "first")
     torch.cuda.reset_peak_memory_stats()
-    losses += train_few(config, data, 3, folder / "then")
+    losses += train_steps(config, data, 3, folder / "then")
     assert all(loss < 20 for loss in losses)
     return predict(config, device="cuda").peak, torch.cuda.max_memory_allocated() - before
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import msgspec
 
-from tensorkeep import plugins
 from tensorkeep.bench.results import Settings
 from tensorkeep.errors import UnsupportedError, UsageError
 from tensorkeep.train.config.config import TECHNIQUES, Config, nearest, setting_names
 from tensorkeep.train.config.recipes import get_recipe
 from tensorkeep.train.run.device import chosen_device
+from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES
 from tensorkeep.train.techniques.machine import Machine
-from tensorkeep.train.techniques.stack import KIND, Stack
+from tensorkeep.train.techniques.stack import Stack
 
 DEFAULT_RECIPE = "shakespeare-char-cpu"
 
@@ -115,11 +115,12 @@ def _techniques(arm: Mapping[str, Any]) -> Stack:
 
 def without_systems_techniques(config: Config) -> Config:
     """Return a configuration without its systems techniques, which must not change the losses."""
-    kept = {name: given for name, given in config.techniques.items() if plugins.get(KIND, name).kind == "algorithmic"}
+    algorithmic = {name for name in config.techniques if TECHNIQUE_CLASSES.get(name).kind == "algorithmic"}
+    kept = {name: given for name, given in config.techniques.items() if name in algorithmic}
     return msgspec.structs.replace(config, techniques=kept)
 
 
 def loss_tolerance(config: Config) -> float:
     """Return the relative difference allowed to the losses of `without_systems_techniques`: the techniques' sum."""
-    kinds = (plugins.get(KIND, name) for name in config.techniques)
+    kinds = (TECHNIQUE_CLASSES.get(name) for name in config.techniques)
     return float(sum(each.tolerance for each in kinds if each.kind == "systems"))

@@ -19,10 +19,11 @@ from tensorkeep.errors import TechniqueNotActiveError, UnsupportedError, UsageEr
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.batches import windows
 from tensorkeep.train.data.dataset import Dataset
-from tensorkeep.train.evaluate import evaluate, evaluated_at_once
+from tensorkeep.train.evaluate import evaluate, evaluation_batch_size
 from tensorkeep.train.loop import Summary, train
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.run import Run, open_run
+from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.run.state import Run
 from tensorkeep.machine import reset_peak_resident, resident_bytes
 
 SPEED = "tokens_per_second"
@@ -132,7 +133,7 @@ class _Recorder:
     loss_in_time: float | None = None
     observed: dict[str, str] = field(default_factory=dict)
 
-    def happened(self, step: int, kind: str, values: dict[str, Any]) -> None:
+    def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None:
         if kind == "technique":
             self.observed[values["name"]] = values["seen"]
         elif kind == "evaluate" and not self.protocol.with_evaluation:
@@ -165,7 +166,7 @@ def _validation_loss(run: Run) -> float:
     rows = windows(
         run.dataset.validation,
         model.context_length,
-        batch_size=evaluated_at_once(model),
+        batch_size=evaluation_batch_size(model),
         most=run.config.eval.batches,
     )
     with run.average.in_place():
