@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from tensorkeep.bench.checkpoint.probes import written_bytes
 from tensorkeep.bench.experiment.workload import GateError, Outcome, Task
 from tensorkeep.bench.results import Limits
 from tensorkeep.bench.run import worker
 from tensorkeep.bench.run.cell import command_of, run_cell
 from tensorkeep.errors import StoreError
+from tensorkeep.machine import written_bytes
 
 SMALL = {"model": "openllama-3b:scale=0.0005:layers=1", "with_optimizer": None}
 MEASURES = ["save", "load_cold", "load_warm"]

@@ -111,7 +111,7 @@ def test_peak_memory_includes_evaluations_only_if_asked(
 
     monkeypatch.setattr(loop, "evaluate", evaluated)
     monkeypatch.setattr(loop, "peak_memory", lambda _: memory["peak"])
-    monkeypatch.setattr(cell, "reset_peak", lambda: memory.update(peak=10))
+    monkeypatch.setattr(cell, "reset_peak_resident", lambda: memory.update(peak=10))
     monkeypatch.setattr(cell, "_nbytes", lambda _: 0)
     monkeypatch.setattr(cell, "resident_bytes", lambda: 0)
     figures = trained(data, tmp_path / "run", cell.Protocol(2, with_evaluation=counted), {"eval.every": 1})
@@ -249,7 +249,7 @@ def test_invalid_arms_are_refused(arm: dict[str, Any], said: str) -> None:
 
 def test_values_that_do_not_fit_the_recipe_are_refused_before_the_run(data: Path, tmp_path: Path) -> None:
     check_arm({"model.n_heads": 3})
-    with pytest.raises(UsageError, match="d_model=16 does not divide into n_heads=3"):
+    with pytest.raises(UsageError, match="d_model=16 is not a multiple of n_heads=3"):
         task(data, tmp_path, {"model.n_heads": 3})
 
 

@@ -16,6 +16,7 @@ from tensorkeep.bench.checkpoint.probes import release_memory
 from tensorkeep.bench.experiment.workload import DoesNotApplyError, GateError, Outcome
 from tensorkeep.bench.training.reference_losses import LossGate
 from tensorkeep.errors import TechniqueNotActiveError, UnsupportedError, UsageError
+from tensorkeep.machine import reset_peak_resident, resident_bytes
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.batches import windows
 from tensorkeep.train.data.dataset import Dataset
@@ -24,7 +25,6 @@ from tensorkeep.train.loop import Summary, train
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.setup import open_run
 from tensorkeep.train.run.state import Run
-from tensorkeep.machine import reset_peak_resident, resident_bytes
 
 SPEED = "tokens_per_second"
 MEMORY = "peak_memory"
