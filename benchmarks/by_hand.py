@@ -60,7 +60,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--model", default="openllama-3b:layers=6:bfloat16")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--dir", type=Path, default=Path(), help="a folder on the disk that is to be measured")
+    parser.add_argument("--dir", type=Path, default=Path(), help="a folder on the disk to measure")
     parser.add_argument("--out", type=Path, help="a JSON file for the samples")
     options = parser.parse_args()
     samples: dict[str, dict[str, list[float]]] = {}

@@ -189,7 +189,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Samples:
 
 
 class Silence:
-    """Nobody looks on; the log is written all the same."""
+    """Ignores the events; the log is still written."""
 
     def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None: ...
 

@@ -1,7 +1,7 @@
-"""The speed that the README states, as ratios against peers measured in the same run: ``make bench``.
+"""Check the speed that the README states, as ratios to other tools in the same run: ``make bench``.
 
-Prints one line for each figure that must be reached, with PASS or MISS, and writes every raw sample with its
-environment to a JSON file. Exits with 1 if a line misses.
+Prints one line per figure with PASS or MISS, and writes every raw sample with its environment to a JSON file. The exit
+code is 1 if a figure misses its bound.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--size", type=parse_bytes, default="2GB", help="about this many bytes of bfloat16 weights")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dir", type=Path, default=Path(), help="a folder on the disk that is to be measured")
+    parser.add_argument("--dir", type=Path, default=Path(), help="a folder on the disk to measure")
     parser.add_argument("--out", type=Path, help="the JSON file to write")
     options = parser.parse_args()
     if options.rounds < 1:

@@ -1,6 +1,6 @@
 """What recipes reach, and in which time: ``python benchmarks/recipes.py --data FILE``.
 
-Each arm is trained from several seeds by ``tensorkeep train``, in a process of its own, the arms by turns:
+Each arm is trained from several seeds by ``tensorkeep train``, in a process of its own, with the arms interleaved:
 
 * *reference*: the recipe ``shakespeare-char-cpu``;
 * *stack*: the same with techniques that only make it faster;
@@ -47,7 +47,7 @@ def main() -> int:
         data = Path(folder) / "data"
         prepare(options.data, data, tokenizer="char")
         for seed in range(1, options.seeds + 1):
-            # By turns, so that what slows the machine for a while slows each of them.
+            # Interleaved, so that a drift of the machine affects all arms alike.
             for name in list(ARMS)[:: 1 if seed % 2 else -1]:
                 samples[name].append(_trained(name, seed, data, Path(folder)))
     _print(samples)

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 import tensorkeep
+from tensorkeep.bench.checkpoint.probes import remove
+from tensorkeep.bench.experiment.workload import Outcome, Task
+from tensorkeep.bench.results import Limits
+from tensorkeep.bench.run import runner
+from tensorkeep.bench.run.worker import run_task
 from tensorkeep.cli.main import main
 
 
@@ -34,6 +41,19 @@ def second(first: Path) -> Path:
     state["optimizer"]["lr"] = 1e-4
     tensorkeep.save(state, first.with_name("second"))
     return first.with_name("second")
+
+
+@pytest.fixture
+def cells_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the cells of the bench in this process, where processes are not what is tested."""
+
+    def run_cell(task: Task, limits: Limits) -> Outcome:
+        try:
+            return msgspec.structs.replace(run_task(task, time.perf_counter()), seconds=1.0)
+        finally:
+            remove(Path(task.directory))
+
+    monkeypatch.setattr(runner, "run_cell", run_cell)
 
 
 @pytest.fixture

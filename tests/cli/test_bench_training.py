@@ -1,4 +1,4 @@
-"""``tensorkeep bench training`` as a person uses it: run, look, go on, rebuild, mistype."""
+"""``tensorkeep bench training``: runs, reports, resumes, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def results(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_run_measures_and_reports_and_its_results_alone_give_the_same_report(
+@pytest.mark.usefixtures("cells_in_process")
+def test_run_reports_resumes_and_its_results_give_the_same_report_again(
     experiment: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, again = tmp_path / "out", tmp_path / "again"
@@ -79,11 +80,11 @@ def test_a_run_measures_and_reports_and_its_results_alone_give_the_same_report(
     assert main(["report", str(again)]) == 0
     assert capsys.readouterr().out == said.replace(str(out), str(again))
     assert (again / "report.html").read_bytes() == (out / "report.html").read_bytes()
-    _goes_on(out)
+    _resumes(out)
 
 
-def _goes_on(out: Path) -> None:
-    """Let a run whose last cell was not reached go on, by its own command only."""
+def _resumes(out: Path) -> None:
+    """Resume a run whose last cell was not reached, which only its own command does."""
     found = results(out)
     last = max(found["cells"], key=lambda one: one["order"])
     last.update(status="planned", reason=None, figures={}, clocks={}, seconds=None)
@@ -95,7 +96,7 @@ def _goes_on(out: Path) -> None:
     assert results(out)["complete"]
 
 
-def test_the_list_shows_the_experiments_of_training_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_shows_the_experiments_of_training_only(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "training", "--list", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["experiments"].keys() == {"techniques", "combinations", "best-stack"}
     assert main(["bench", "checkpoint", "--list", "--json"]) == 0
@@ -113,7 +114,7 @@ def test_the_list_shows_the_experiments_of_training_alone(capsys: pytest.Capture
         (["training", "--arms", "only compil"], "did you mean 'only compile'?"),
     ],
 )
-def test_slips_are_told_before_anything_runs(
+def test_invalid_arguments_are_refused_before_the_run(
     words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", *words, "--out", str(tmp_path / "out")]) == 2
@@ -121,14 +122,14 @@ def test_slips_are_told_before_anything_runs(
     assert not (tmp_path / "out").exists()
 
 
-def test_data_that_is_not_there_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_data_leaves_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", "training", "--data", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")]
     assert main(words) != 0
     assert "nowhere" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_empty_folder_that_was_there_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_empty_folder_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "out").mkdir()
     assert main(["bench", "training", "--data", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")]) != 0
     assert (tmp_path / "out").is_dir()

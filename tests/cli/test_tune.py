@@ -314,7 +314,7 @@ def test_writability_check_leaves_no_file(tmp_path: Path) -> None:
 
 
 class Clock:
-    """Seconds that pass only when somebody says so."""
+    """A clock that only the test advances."""
 
     def __init__(self) -> None:
         self.now = 1000.0

@@ -69,7 +69,7 @@ def test_cheapest_choice_that_fits_is_chosen() -> None:
         assert all(each.ledger.peak > memory for each in cheaper)
         previous = chosen
     else:
-        pytest.fail("something is said to fit into nothing")
+        pytest.fail("a choice fits into no memory")
     assert previous.cost > 1.1
 
 

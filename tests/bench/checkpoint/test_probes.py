@@ -97,7 +97,7 @@ def test_peak_includes_freed_memory_and_can_be_reset() -> None:
     probes.release_memory()
     reset_peak_resident()
     before = resident_bytes()
-    # A mapping of its own: the heap may have room that is resident already.
+    # A separate mapping, because free memory of the heap may already be resident.
     with mmap.mmap(-1, 64 * 1024**2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         # Page by page: a large object on the heap could stay resident, too.
         for page in range(0, len(memory), mmap.PAGESIZE):

@@ -10,11 +10,13 @@ import torch
 
 from tensorkeep.bench.checkpoint.gate import check_equal
 from tensorkeep.bench.checkpoint.measure import INTO_WARM, SAVE, STORED, WARM
+from tensorkeep.bench.checkpoint.models import parse
 from tensorkeep.bench.checkpoint.probes import files_of
 from tensorkeep.bench.checkpoint.state_pair import StatePair
 from tensorkeep.bench.checkpoint.tools.base import Tool
 from tensorkeep.bench.checkpoint.tools.registry import COMMON_TOOLS
 from tensorkeep.bench.checkpoint.tools.torch_tools import TorchTool
+from tensorkeep.bench.checkpoint.workload import WORKLOAD
 from tensorkeep.bench.demo.checkpoint import flip_bit
 from tensorkeep.bench.experiment.workload import GateError, Outcome
 from tensorkeep.bench.run.rounds import tool_measurements
@@ -120,6 +122,17 @@ def test_state_that_cannot_be_filled_is_only_loaded_into_new_memory(tmp_path: Pa
     figures = measured(COMMON_TOOLS["tensorkeep"], "tensorkeep", states, tmp_path).figures
     assert WARM in figures
     assert INTO_WARM not in figures
+
+
+def test_optimizer_adds_twice_the_weights(tmp_path: Path) -> None:
+    model = "openllama-3b:scale=0.0005:layers=1"
+    settings = WORKLOAD.parse_settings({"model": model, "with_optimizer": "adamw"})
+    subject = WORKLOAD.prepare(settings, [], tmp_path).subject
+    weights = parse(model)
+    assert subject.tensors == 4 * len(weights.shapes)
+    # The step of each parameter is a float32 tensor of its own.
+    assert subject.bytes == 3 * weights.nbytes + 4 * len(weights.shapes)
+    assert set(subject.dtypes) == {"bfloat16", "float32"}
 
 
 def test_state_without_tensors_is_refused() -> None:

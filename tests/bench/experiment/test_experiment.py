@@ -611,7 +611,7 @@ def test_unknown_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError) as caught:
         read_experiment("tree-way")
-    assert caught.value.message == "there is no experiment 'tree-way'"
+    assert caught.value.message == "the experiment 'tree-way' does not exist"
     assert caught.value.remedy == "did you mean 'three-way'? (or give the path of a JSON file)"
     with pytest.raises(UsageError) as caught:
         read_experiment("zzz")

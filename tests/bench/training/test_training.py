@@ -40,6 +40,20 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepared(tmp_path_factory.mktemp("data"))
 
 
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder for reference losses, so that the tests train each reference once."""
+    return tmp_path_factory.mktemp("references")
+
+
+@pytest.fixture(autouse=True)
+def shared_references(references: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def shared(config: Any, data: Path, steps: int, cache: Path) -> list[float]:
+        return reference_losses(config, data, steps, references)
+
+    monkeypatch.setattr("tensorkeep.bench.training.workload.reference_losses", shared)
+
+
 def task(data: Path, folder: Path, arm: dict[str, Any], **settings: Any) -> Task:
     given = WORKLOAD.parse_settings({"recipe": "tiny", "data": str(data), "steps": STEPS, "warmup": 2, **settings})
     scratch = folder / "scratch"
@@ -236,7 +250,7 @@ def test_reference_is_the_run_without_systems_techniques(data: Path, tmp_path: P
         ({"data.source": "x"}, "data.source is the same for all arms"),
         ({"techniques.compil": "on"}, "there is no technique named 'compil'"),
         ({"techniques.compile.mod": "x"}, "the settings of compile are not valid"),
-        ({"optim.lrr": 1}, "there is no setting 'optim.lrr'"),
+        ({"optim.lrr": 1}, "the setting 'optim.lrr' does not exist"),
         ({"techniques.fused-optimizer": "on", "techniques.low-bit-optimizer": "on"}, "cannot be combined"),
     ],
 )

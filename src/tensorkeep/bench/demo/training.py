@@ -97,7 +97,7 @@ class TrainingDemo:
         return killed
 
     def _stop_if_due(self, process: subprocess.Popen[str], least: int) -> KilledRun | None:
-        """Stop the process if it is to be killed now; let it continue if it saved again before it stopped."""
+        """Stop the process if it can be killed now; let it continue if it saved again before it stopped."""
         _check_running(process)
         if self._state_if_killed(least) is None:
             return None

@@ -67,7 +67,7 @@ def _find(name_or_path: str | os.PathLike[str]) -> Path:
     if path.suffix == ".json" or os.sep in name or path.is_file():
         return path
     remedy = f"{did_you_mean(name, found, 'experiments')} (or give the path of a JSON file)"
-    raise UsageError(f"there is no experiment {name!r}", remedy=remedy)
+    raise UsageError(f"the experiment {name!r} does not exist", remedy=remedy)
 
 
 def _shipped_files() -> list[Path]:

@@ -83,7 +83,7 @@ class Plan(msgspec.Struct, frozen=True):
         Raises
         ------
         UsageError
-            If there is no arm of one of the names.
+            If an arm does not exist.
         """
         wanted = {self.arm(name).name for name in names}
         kept = tuple(arm for arm in self.arms if arm.name in wanted or arm.role != "arm")

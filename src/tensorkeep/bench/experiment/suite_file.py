@@ -71,7 +71,7 @@ def recognises(value: object) -> bool:
 
 
 def read(value: object, path: Path) -> Plan:
-    """Return the plan of such a file. The state is always on the CPU; if ``use_gpu`` is true, a note says so.
+    """Return the plan of such a file. The state is always on the CPU; if ``use_gpu`` is true, the plan has a note.
 
     Raises
     ------

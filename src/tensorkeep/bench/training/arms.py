@@ -60,7 +60,7 @@ def arm_config(
 def measured_config(
     config: Config, *, steps: int, evaluated: int | None = None, changes: Mapping[str, Any] | None = None
 ) -> Config:
-    """Return a configuration for a measurement: every step is logged, and there are no checkpoints.
+    """Return a configuration for a measurement: every step is logged, without checkpoints.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ def check_arm(arm: Mapping[str, Any]) -> None:
         if name not in known and not name.startswith(TECHNIQUES):
             near = ", ".join(nearest(name, known))
             remedy = f"did you mean {near}?" if near else "see tensorkeep train --list-settings"
-            raise UsageError(f"there is no setting {name!r}", remedy=remedy)
+            raise UsageError(f"the setting {name!r} does not exist", remedy=remedy)
     try:
         _techniques(arm)
     except UnsupportedError as error:
