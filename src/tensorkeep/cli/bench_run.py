@@ -15,7 +15,8 @@ from cyclopts.validators import Number
 
 from tensorkeep.bench.experiment.library import read_experiment, shipped
 from tensorkeep.bench.experiment.plan import Plan
-from tensorkeep.bench.results import FILE_NAME, Cell, Limits, Results, read_results
+from tensorkeep.bench.results import Cell, Limits, Results
+from tensorkeep.bench.results_file import FILE_NAME, read_results
 from tensorkeep.bench.run.runner import ExperimentRun, Listener, plan_results
 from tensorkeep.cli.output import Output
 from tensorkeep.cli.report import deliver

@@ -12,7 +12,8 @@ import pytest
 
 from tensorkeep.bench.experiment.library import read_experiment
 from tensorkeep.bench.experiment.workload import Outcome, Task
-from tensorkeep.bench.results import Cell, Limits, Results, Status, read_results
+from tensorkeep.bench.results import Cell, Limits, Results, Status
+from tensorkeep.bench.results_file import read_results
 from tensorkeep.bench.run.runner import ExperimentRun, plan_results
 from tensorkeep.bench.run.scratch import NAME, scratch_folder
 from tensorkeep.errors import BusyError, StoreError, UsageError

@@ -19,7 +19,8 @@ from tensorkeep import machine
 from tensorkeep.bench.analysis.summary import summarise
 from tensorkeep.bench.experiment.plan import Plan
 from tensorkeep.bench.experiment.workload import Outcome, Prepared, Task, get_workload
-from tensorkeep.bench.results import Arm, Cell, Limits, Results, Status, write_results
+from tensorkeep.bench.results import Arm, Cell, Limits, Results, Status
+from tensorkeep.bench.results_file import write_results
 from tensorkeep.bench.run.cell import command_of, run_cell
 from tensorkeep.bench.run.scratch import scratch_folder
 from tensorkeep.errors import StoreError, UsageError
