@@ -62,12 +62,12 @@ def test_run_reports_resumes_and_its_results_give_the_same_report_again(
     statuses = {name.removeprefix("only "): one["status"] for name, one in cells.items()}
     assert statuses == dict(zip(ARMS, ("ok", "ok", "ok", "not-run"), strict=True))
     assert "needs a CUDA device" in cells["only swapping"]["reason"]
-    assert "ran again" in cells["only checkpointing"]["observed"]["activation-checkpointing"]
+    assert "recomputed" in cells["only checkpointing"]["observed"]["activation-checkpointing"]
     # Bit for bit the plain loop's, and so is the A/A control's.
     losses = {one["figures"]["loss"] for one in cells.values() if one["status"] == "ok"}
     assert len(losses) == 1
     assert not list(out.glob(".*"))
-    shown = ("speed", "tokens/s", "peak memory", "validation loss", "Techniques observed", "ran again", "needs a CUDA")
+    shown = ("speed", "tokens/s", "peak memory", "validation loss", "Techniques observed", "recomputed", "needs a CUDA")
     for text in shown:
         assert text in said
     page = (out / "report.html").read_text()

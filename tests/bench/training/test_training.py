@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,8 +21,8 @@ from tensorkeep.errors import UsageError
 from tensorkeep.train import loop
 from tensorkeep.train.config.recipes import RECIPES
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Proof, Technique
-from tensorkeep.train.techniques.combinations import COMBINATIONS
+from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES, Technique, Verification
+from tensorkeep.train.techniques.stack import COMBINATIONS
 from train.tiny_training import CONFIG, prepared
 
 STEPS = 8
@@ -71,7 +69,7 @@ def test_cell_measures_speed_memory_and_loss_and_records_techniques(data: Path, 
     assert all(value > 0 for value in outcome.figures.values())
     loop, length = CONFIG.loop, CONFIG.model.context_length
     assert outcome.figures[cell.TOKENS] == STEPS * loop.batch_size * length
-    assert "ran again" in outcome.observed["activation-checkpointing"]
+    assert "recomputed" in outcome.observed["activation-checkpointing"]
     assert {"build", "gate", "evaluate"} <= outcome.clocks.keys()
 
 
@@ -134,7 +132,7 @@ def test_peak_memory_includes_evaluations_only_if_asked(
 
 def test_first_step_includes_compilation(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = TECHNIQUE_CLASSES.get("activation-checkpointing")
-    monkeypatch.setattr(kind, "rehearse", lambda *_: time.sleep(0.5))
+    monkeypatch.setattr(kind, "warm_up", lambda *_: time.sleep(0.5))
     figures = measured(data, tmp_path / "a", {"techniques.activation-checkpointing": "on"})
     assert figures[cell.FIRST] > 0.5
 
@@ -143,7 +141,7 @@ def test_compile_cache_is_empty(data: Path, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "earlier")
     seen = []
     kind = TECHNIQUE_CLASSES.get("activation-checkpointing")
-    monkeypatch.setattr(kind, "rehearse", lambda *_: seen.append(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
+    monkeypatch.setattr(kind, "warm_up", lambda *_: seen.append(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
     measured(data, tmp_path / "a", {"techniques.activation-checkpointing": "on"})
     assert seen == [str(tmp_path / "a" / "cell" / "compiled")]
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "earlier"
@@ -174,9 +172,9 @@ class Wrong(Technique):
         inner = run.operations.loss
         run.operations.loss = lambda inputs, targets: inner(inputs, targets) * 1.05
 
-    @contextmanager
-    def verify(self, run: Run) -> Iterator[Proof]:
-        yield Proof()
+    def verify(self, run: Run) -> Verification:
+        yield
+        return None
 
 
 class Absent(Wrong):
@@ -186,9 +184,8 @@ class Absent(Wrong):
 
     def apply(self, run: Run) -> None: ...
 
-    @contextmanager
-    def verify(self, run: Run) -> Iterator[Proof]:
-        yield Proof()
+    def verify(self, run: Run) -> Verification:
+        yield
         raise self.not_active("nothing was seen", "report it")
 
 
@@ -209,13 +206,13 @@ def test_technique_that_changes_losses_fails_the_gate(data: Path, tmp_path: Path
 
 @pytest.mark.usefixtures("others")
 def test_inactive_technique_fails_the_gate(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(GateError, match="absent was asked for and is not active"):
+    with pytest.raises(GateError, match="absent was requested and is not active"):
         WORKLOAD.measure(task(data, tmp_path, {"techniques.absent": "on"}))
 
 
 def test_arm_that_does_not_fit_the_recipe_does_not_apply(data: Path, tmp_path: Path) -> None:
     arm = {"techniques.gradient-accumulation.batches": 2}
-    with pytest.raises(DoesNotApplyError, match="a batch of 3 sequences does not divide into 2 parts"):
+    with pytest.raises(DoesNotApplyError, match="a batch of 3 sequences cannot be split into 2 equal micro-batches"):
         WORKLOAD.measure(task(data, tmp_path, arm))
 
 
@@ -249,7 +246,7 @@ def test_reference_is_the_run_without_systems_techniques(data: Path, tmp_path: P
         ({"loop.steps": 5}, "loop.steps is the same for all arms"),
         ({"data.source": "x"}, "data.source is the same for all arms"),
         ({"techniques.compil": "on"}, "there is no technique named 'compil'"),
-        ({"techniques.compile.mod": "x"}, "the settings of compile are not valid"),
+        ({"techniques.compile.mod": "x"}, "compile has no setting 'mod'"),
         ({"optim.lrr": 1}, "the setting 'optim.lrr' does not exist"),
         ({"techniques.fused-optimizer": "on", "techniques.low-bit-optimizer": "on"}, "cannot be combined"),
     ],

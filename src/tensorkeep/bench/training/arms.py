@@ -13,7 +13,7 @@ from tensorkeep.train.config.config import TECHNIQUES, Config, nearest, setting_
 from tensorkeep.train.config.recipes import get_recipe
 from tensorkeep.train.run.device import chosen_device
 from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES
-from tensorkeep.train.techniques.machine import Machine
+from tensorkeep.train.techniques.requirements import Machine
 from tensorkeep.train.techniques.stack import Stack
 
 DEFAULT_RECIPE = "shakespeare-char-cpu"
