@@ -31,10 +31,7 @@ Seconds = Annotated[int | None, Parameter(validator=Number(gte=1), metavar="SECO
 def chosen_experiment(name: str, workload: str) -> Plan:
     """Return an experiment of a workload, its arms checked.
 
-    Raises
-    ------
-    UsageError
-        If there is none of that name, it breaks a rule, or is another workload's.
+    Raises UsageError if there is none of that name, it breaks a rule, or is another workload's.
     """
     found = read_experiment(name)
     if (other := found.experiment.workload) != workload:

@@ -30,12 +30,7 @@ def names_in(text: str | None) -> list[str]:
     text : str or None
         Names separated by commas; None if the option is not given.
 
-    Raises
-    ------
-    UsageError
-        If it contains no name.
-    UnsupportedError
-        If a name is neither a technique nor a combination.
+    Raises UsageError if it contains no name; UnsupportedError if a name is neither a technique nor a combination.
     """
     if text is None:
         return []

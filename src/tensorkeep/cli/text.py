@@ -36,7 +36,6 @@ class Table:
     headings : tuple of str
         One per column. A leading ``>`` right-aligns the column, as for numbers; columns with ``>`` or ``=`` are never
         wrapped.
-    rows : sequence of tuple of str
     spare : tuple of str
         Headings of columns to leave out on a narrow terminal, the last one first; they are named below the table.
     """

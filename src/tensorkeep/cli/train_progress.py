@@ -76,8 +76,6 @@ class Bar:
     ----------
     steps : int
         Steps of the whole run.
-    progress : rich.progress.Progress
-    task : rich.progress.TaskID
     """
 
     def __init__(self, steps: int, progress: Any, task: Any) -> None:

@@ -16,10 +16,7 @@ _ABSENT = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ENXI
 def file_mode(path: Path, *, follow_links: bool = True) -> int:
     """Return the mode bits of a path, for the functions of `stat`; 0 if nothing is there.
 
-    Raises
-    ------
-    StoreError
-        If the operating system refuses access.
+    Raises StoreError if the operating system refuses access.
     """
     try:
         return os.stat(path, follow_symlinks=follow_links).st_mode
@@ -32,10 +29,7 @@ def file_mode(path: Path, *, follow_links: bool = True) -> int:
 def names_in(directory: Path) -> list[str]:
     """Return the names in a directory, sorted; an empty list if it is not a directory.
 
-    Raises
-    ------
-    StoreError
-        If the operating system refuses access.
+    Raises StoreError if the operating system refuses access.
     """
     try:
         return sorted(entry.name for entry in directory.iterdir())
@@ -48,10 +42,7 @@ def names_in(directory: Path) -> list[str]:
 def first_bytes(path: Path, count: int) -> bytes | None:
     """Return the first bytes of a file; None if it is not a regular file.
 
-    Raises
-    ------
-    StoreError
-        If the operating system refuses access.
+    Raises StoreError if the operating system refuses access.
     """
     try:
         # O_NONBLOCK: opening a pipe would wait for its writer.

@@ -61,12 +61,7 @@ def seal(body: object) -> bytes:
 def read(directory: Directory, name: str) -> dict[str, Any]:
     """Return the body of a file whose checksum is right; its fields are still to be checked.
 
-    Raises
-    ------
-    NotACheckpointError
-        If the file does not exist.
-    CorruptCheckpointError
-        If it is damaged, or not such a file.
+    Raises NotACheckpointError if the file does not exist; CorruptCheckpointError if it is damaged, or not such a file.
     """
     return body_of(read_content(directory, name), directory.path / name)
 

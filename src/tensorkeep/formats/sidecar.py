@@ -98,7 +98,6 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         The user's JSON values.
     version : int
         Of this schema.
-    writer : str
     """
 
     format: str
@@ -113,10 +112,7 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def leaf_specs(self) -> dict[str, LeafSpec]:
         """Kind and ``requires_grad`` of every tensor, as `check_structure` returns them; computed once.
 
-        Raises
-        ------
-        ValueError
-            If the structure breaks a rule; `read` has checked that it does not.
+        Raises ValueError if the structure breaks a rule; `read` has checked that it does not.
         """
         tensors = {name: _Typed(note.state_dtype, note.shape) for name, note in self.tensors.items()}
         return check_structure(self.structure.skeleton, tensors, self.aliases, self.structure.parts)
@@ -172,20 +168,14 @@ def read(directory: Directory, format: str, kind: type[SidecarT]) -> SidecarT:
 
     Parameters
     ----------
-    directory : Directory
     format : str
         The format that it must be of.
     kind : type of Sidecar
         The class to decode it to.
 
-    Raises
-    ------
-    NotACheckpointError
-        If the file does not exist.
-    CorruptCheckpointError
-        If it is damaged or breaks a rule, or a file that it lists is missing or has changed.
-    UnsupportedError
-        If another version of Tensorkeep wrote it, in another schema.
+    Raises NotACheckpointError if the file does not exist; CorruptCheckpointError if it is damaged or breaks a rule, or
+    a file that it lists is missing or has changed; UnsupportedError if another version of Tensorkeep wrote it, in
+    another schema.
     """
     path = directory.path / FILE_NAME
     body = sealed.read(directory, FILE_NAME)

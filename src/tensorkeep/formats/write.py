@@ -42,7 +42,6 @@ class StepRecord(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
-    number : int
     saved_at : float
         Seconds since 1970 (UTC).
     metrics : dict of str to (float or str)
@@ -77,7 +76,6 @@ class WriteSettings:
         The user's JSON values.
     compression : str
         ``"none"``, ``"lossless"`` or a codec's name; a format that cannot compress refuses all but ``"none"``.
-    threads : int
     pool : BufferPool
         Where all buffers come from.
     progress : callable or None
@@ -100,10 +98,7 @@ class WriteSettings:
     def options_as(self, kind: type[OptionsT]) -> OptionsT:
         """Return the options as an instance of a format's own class, with its defaults if none were given.
 
-        Raises
-        ------
-        UsageError
-            If they are the options of another format.
+        Raises UsageError if they are the options of another format.
         """
         if self.options is None:
             return kind()
@@ -158,30 +153,21 @@ class StagedWrite(ABC):
     def prepare(self, pool: BufferPool) -> None:
         """Set the pool that the buffers for the copy come from.
 
-        Raises
-        ------
-        UsageError
-            If its budget is too small for this format.
+        Raises UsageError if its budget is too small for this format.
         """
 
     @abstractmethod
     def stage(self, threads: int) -> None:
         """Copy the state; when this returns, the state may change.
 
-        Raises
-        ------
-        Cancelled
-            If `run` has failed.
+        Raises Cancelled if `run` has failed.
         """
 
     @abstractmethod
     def run(self) -> WriteResult:
         """Write the copy or, if `prepare` was never called, the state itself; see `Format.write`.
 
-        Raises
-        ------
-        Cancelled
-            If the writing was cancelled.
+        Raises Cancelled if the writing was cancelled.
         """
 
     @abstractmethod

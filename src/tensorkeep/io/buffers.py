@@ -105,10 +105,7 @@ class BufferPool:
     peak_bytes : int
         Maximum bytes that were allocated at one time.
 
-    Raises
-    ------
-    UsageError
-        If the budget is below 64 MiB, which one thread needs to code and write blocks of 16 MiB.
+    Raises UsageError if the budget is below 64 MiB, which one thread needs to code and write blocks of 16 MiB.
 
     Examples
     --------
@@ -144,10 +141,7 @@ class BufferPool:
 
         More threads could deadlock, each waiting for what another holds.
 
-        Raises
-        ------
-        UsageError
-            If the budget is too small for one.
+        Raises UsageError if the budget is too small for one.
         """
         if bytes_each > self.budget:
             raise UsageError(
@@ -166,10 +160,7 @@ class BufferPool:
         cancellation : Cancellation, optional
             Ends the wait with `Cancelled`.
 
-        Raises
-        ------
-        UsageError
-            If the buffer alone would exceed the budget.
+        Raises UsageError if the buffer alone would exceed the budget.
         """
         size = buffer_bytes(nbytes)
         if size > self.budget:

@@ -56,14 +56,8 @@ class Commit:
     path : Path
         Where to write: an empty directory, or the name of a file that does not exist yet.
 
-    Raises
-    ------
-    DestinationExistsError
-        If something is there and may not be replaced.
-    BusyError
-        If a live process is saving there.
-    StoreError
-        If the operating system refuses.
+    Raises DestinationExistsError if something is there and may not be replaced; BusyError if a live process is saving
+    there; StoreError if the operating system refuses.
 
     Examples
     --------
@@ -158,13 +152,9 @@ class Commit:
     def publish(self) -> None:
         """Make the checkpoint at `path`, whose files are durable already, visible at the destination, durably.
 
-        Raises
-        ------
-        DestinationExistsError
-            If something else has appeared there.
-        StoreError
-            If the operating system refuses. If only the new name could not be made durable, the message says that it is
-            visible; the old checkpoint is then kept until the next save.
+        Raises DestinationExistsError if something else has appeared there; StoreError if the operating system refuses.
+        If only the new name could not be made durable, the message says that it is visible; the old checkpoint is then
+        kept until the next save.
         """
         with store_errors(self.destination, "make the checkpoint visible"):
             if self.overwrite:

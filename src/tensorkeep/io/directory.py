@@ -28,12 +28,7 @@ T = TypeVar("T")
 class Directory:
     """An open directory; a context manager.
 
-    Raises
-    ------
-    NotFoundError
-        If there is no directory at the path.
-    StoreError
-        If the operating system refuses to open it.
+    Raises NotFoundError if there is no directory at the path; StoreError if the operating system refuses to open it.
     """
 
     def __init__(self, path: Path) -> None:

@@ -105,10 +105,7 @@ class DirectFile:
     direct : bool
         Whether the page cache is bypassed.
 
-    Raises
-    ------
-    StoreError
-        If the file cannot be created.
+    Raises StoreError if the file cannot be created.
     """
 
     def __init__(self, path: Path, *, direct: bool = True) -> None:
@@ -138,10 +135,7 @@ class DirectFile:
     def preallocate(self, size: int) -> None:
         """Reserve ``size`` bytes, so that a full disk is found now and extents are laid out at once.
 
-        Raises
-        ------
-        StoreError
-            If there is not enough space; the file is then closed.
+        Raises StoreError if there is not enough space; the file is then closed.
         """
         try:
             os.posix_fallocate(self._fd, 0, size)

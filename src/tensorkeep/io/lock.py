@@ -28,12 +28,8 @@ class FolderLock:
     folder : Path
         Created if it is missing.
 
-    Raises
-    ------
-    BusyError
-        If another process, or another lock in this one, holds the folder.
-    StoreError
-        If the folder cannot be created or opened.
+    Raises BusyError if another process, or another lock in this one, holds the folder; StoreError if the folder cannot
+    be created or opened.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,10 +48,7 @@ class FolderLock:
 
         It may have been removed and created again, by hand for example, and another process may hold the new one.
 
-        Raises
-        ------
-        StoreError
-            If the operating system refuses to look.
+        Raises StoreError if the operating system refuses to look.
         """
         if not self._release.alive:
             return False

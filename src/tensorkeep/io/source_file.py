@@ -47,14 +47,8 @@ class SourceFile:
     size : int
         Bytes of the file when it was opened.
 
-    Raises
-    ------
-    NotFoundError
-        If there is no such file.
-    CorruptCheckpointError
-        If it is not a regular file, or a symbolic link that is not followed.
-    StoreError
-        If the operating system refuses to open it.
+    Raises NotFoundError if there is no such file; CorruptCheckpointError if it is not a regular file, or a symbolic
+    link that is not followed; StoreError if the operating system refuses to open it.
     """
 
     def __init__(
@@ -96,10 +90,7 @@ class SourceFile:
     def read_into(self, offset: int, out: Bytes) -> None:
         """Fill ``out`` from the file, through the page cache.
 
-        Raises
-        ------
-        CorruptCheckpointError
-            If the file ends too early.
+        Raises CorruptCheckpointError if the file ends too early.
         """
         view = memoryview(out)
         done = 0

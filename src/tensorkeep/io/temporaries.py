@@ -66,12 +66,8 @@ def remove_stale(destination: Path, *, besides: Path | None = None) -> None:
     besides : Path, optional
         The caller's own temporary.
 
-    Raises
-    ------
-    BusyError
-        If the writer of one is alive.
-    StoreError
-        If the operating system does not let us see whether it is, or refuses to remove it.
+    Raises BusyError if the writer of one is alive; StoreError if the operating system does not let us see whether it
+    is, or refuses to remove it.
     """
     for temporary in _list(destination.parent, prefix(destination)):
         if temporary == besides:
@@ -89,10 +85,7 @@ def remove_stale(destination: Path, *, besides: Path | None = None) -> None:
 def remove_abandoned(folder: Path) -> None:
     """Remove all abandoned temporaries in a folder, except those that the operating system does not let us remove.
 
-    Raises
-    ------
-    StoreError
-        If the folder cannot be listed.
+    Raises StoreError if the folder cannot be listed.
     """
     try:
         found = _list(folder, ".")

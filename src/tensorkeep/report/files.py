@@ -44,16 +44,8 @@ def write_report(
     list of Path
         The files written, the page first.
 
-    Raises
-    ------
-    UsageError
-        If ``out`` does not end in ``.html``.
-    DestinationExistsError
-        If ``out`` is a file other than a report.
-    MissingExtraError
-        If matplotlib or jinja2 is not installed.
-    StoreError
-        If the operating system refuses.
+    Raises UsageError if ``out`` does not end in ``.html``; DestinationExistsError if ``out`` is a file other than a
+    report; MissingExtraError if matplotlib or jinja2 is not installed; StoreError if the operating system refuses.
 
     Examples
     --------

@@ -33,14 +33,10 @@ def report_page(results: Results, plots: list[Plot]) -> str:
 
     Parameters
     ----------
-    results : Results
     plots : list of Plot
         As `tensorkeep.report.plots.draw_plots` returns them.
 
-    Raises
-    ------
-    MissingExtraError
-        If jinja2 is not installed.
+    Raises MissingExtraError if jinja2 is not installed.
     """
     try:
         import jinja2

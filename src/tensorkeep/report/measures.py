@@ -83,7 +83,6 @@ class Scale:
 
     Attributes
     ----------
-    measure : Measure
     unit : str
         Behind a figure and in an axis label, such as ``s``, ``GB`` or ``s per GB of state``.
     factor : float

@@ -37,7 +37,6 @@ class Entry:
 
     Attributes
     ----------
-    text : str
     order : float or None
         What the page sorts by; None sorts by the text, behind all numbers.
     tone : str
@@ -58,10 +57,8 @@ class ReportTable:
 
     Attributes
     ----------
-    title : str
     headings : tuple of str
         A leading ``>`` aligns the column to the right, ``=`` keeps it unwrapped.
-    rows : sequence of tuple of Entry
     note : str
         A sentence below the table.
     """

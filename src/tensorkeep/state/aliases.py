@@ -59,10 +59,7 @@ class Alias:
         base_shape : sequence of int
             The shape of the stored leaf.
 
-        Raises
-        ------
-        ValueError
-            If a field has the wrong type or an element would lie outside the stored leaf.
+        Raises ValueError if a field has the wrong type or an element would lie outside the stored leaf.
         """
         numbers = (self.offset_elements, *self.shape, *self.strides)
         if not all(type(number) is int and -_MAX_INTEGER < number < _MAX_INTEGER for number in numbers):
@@ -113,10 +110,7 @@ def make_view(base: Array, alias: Alias) -> Array:
     alias : Alias
         Checked here, too.
 
-    Raises
-    ------
-    ValueError
-        If the view does not lie within the leaf.
+    Raises ValueError if the view does not lie within the leaf.
     """
     alias.validate(base.shape)
     if alias.is_full(base.shape):

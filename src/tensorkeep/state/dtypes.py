@@ -56,10 +56,7 @@ class DType:
     def torch(self) -> torch.dtype:
         """The torch dtype.
 
-        Raises
-        ------
-        UnsupportedError
-            If torch does not have it.
+        Raises UnsupportedError if torch does not have it.
         """
         import torch
 
@@ -73,10 +70,7 @@ class DType:
     def numpy(self) -> np.dtype[Any]:
         """The numpy dtype, from ml_dtypes if numpy itself lacks it.
 
-        Raises
-        ------
-        UnsupportedError
-            If neither has it.
+        Raises UnsupportedError if neither has it.
         """
         if not self.has_numpy:
             raise UnsupportedError(f"numpy has no dtype {self.name}", remedy="read it as a torch tensor instead")
@@ -138,10 +132,7 @@ def _numpy_table() -> dict[np.dtype[Any], DType]:
 def check_numpy(name: str, dtype: np.dtype[Any]) -> DType:
     """Return the entry of an array's dtype.
 
-    Raises
-    ------
-    UnsupportedLeafError
-        If it has none; ``name`` is the array's.
+    Raises UnsupportedLeafError if it has none; ``name`` is the array's.
     """
     found = of_numpy(dtype)
     if found is not None:
@@ -162,10 +153,7 @@ def check_numpy(name: str, dtype: np.dtype[Any]) -> DType:
 def check_torch(name: str, dtype: torch.dtype) -> DType:
     """Return the entry of a tensor's dtype.
 
-    Raises
-    ------
-    UnsupportedLeafError
-        If it has none (quantised, sub-byte); ``name`` is the tensor's.
+    Raises UnsupportedLeafError if it has none (quantised, sub-byte); ``name`` is the tensor's.
     """
     found = BY_NAME.get(str(dtype).removeprefix("torch."))
     if found is not None and found.has_torch:

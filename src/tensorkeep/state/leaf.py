@@ -111,11 +111,8 @@ class Leaf:
     def of(cls, name: str, value: object) -> Leaf | None:
         """Return the leaf of a tensor, parameter, numpy array or numpy scalar; None for any other value.
 
-        Raises
-        ------
-        UnsupportedLeafError
-            If the value is a tensor or array that cannot be stored: sparse, quantised, nested, without data, of a
-            subclass, or of a dtype that is not in the table.
+        Raises UnsupportedLeafError if the value is a tensor or array that cannot be stored: sparse, quantised, nested,
+        without data, of a subclass, or of a dtype that is not in the table.
         """
         if isinstance(value, np.generic):
             return cls(name, "npscalar", check_numpy(name, value.dtype), np.array(value))
@@ -204,10 +201,7 @@ class Leaf:
         data : uint8 array, shape (stop - start,), C-contiguous
             Not changed.
 
-        Raises
-        ------
-        UsageError
-            If the value is not writable.
+        Raises UsageError if the value is not writable.
         """
         self._check_range(start, stop, data)
         if not self.writable:
@@ -287,12 +281,8 @@ def allocate(kind: LeafKind, dtype: DType, shape: Sequence[int], *, device: torc
     device : torch.device or str, optional
         The device of a tensor; numpy arrays are always in host memory.
 
-    Raises
-    ------
-    UnsupportedError
-        If torch (numpy, for its kinds) does not have the dtype.
-    OutOfMemoryError
-        If the allocation fails.
+    Raises UnsupportedError if torch (numpy, for its kinds) does not have the dtype; OutOfMemoryError if the allocation
+    fails.
     """
     target = dtype.numpy if kind in ("ndarray", "npscalar") else dtype.torch
     try:

@@ -146,10 +146,7 @@ def select(names: Iterable[str], patterns: str | Iterable[str]) -> list[str]:
     patterns : str or iterable of str
         Exact names, or globs on the whole name, case-sensitive; ``*`` matches dots, too.
 
-    Raises
-    ------
-    UsageError
-        If a pattern matches nothing.
+    Raises UsageError if a pattern matches nothing.
 
     Examples
     --------

@@ -65,10 +65,7 @@ class Flat(Generic[S_co]):
 def flatten(state: object) -> Flat[Leaf]:
     """Split a nested state into its skeleton and its leaves; no tensor is copied.
 
-    Raises
-    ------
-    UnsupportedLeafError
-        For the first value that cannot be saved; it names the key and says what to do.
+    Raises UnsupportedLeafError for the first value that cannot be saved; it names the key and says what to do.
 
     Examples
     --------
@@ -90,10 +87,7 @@ def flatten(state: object) -> Flat[Leaf]:
 def state_leaves(state: object) -> dict[str, StateLeaf]:
     """Return every leaf of a state by its name, also those that share another leaf's storage.
 
-    Raises
-    ------
-    UnsupportedLeafError
-        For the first value that cannot be saved.
+    Raises UnsupportedLeafError for the first value that cannot be saved.
     """
     return {one.leaf.name: one for one in _encode(state)[1]}
 
@@ -126,12 +120,8 @@ def unflatten(
     path : path-like, optional
         The checkpoint, for error messages.
 
-    Raises
-    ------
-    ValueError
-        If the skeleton is malformed, or names a leaf that ``values`` lacks.
-    UnsupportedError
-        If it holds an object of a class that is not registered in this process, or has other fields now.
+    Raises ValueError if the skeleton is malformed, or names a leaf that ``values`` lacks; UnsupportedError if it holds
+    an object of a class that is not registered in this process, or has other fields now.
 
     Examples
     --------
@@ -147,10 +137,7 @@ def unflatten(
 def leaf_specs(skeleton: object) -> dict[str, LeafSpec]:
     """Check a whole skeleton and return the leaves that it names, in order.
 
-    Raises
-    ------
-    ValueError
-        If any node is malformed, two leaves have one name, or the nesting is deeper than ``MAX_DEPTH``.
+    Raises ValueError if any node is malformed, two leaves have one name, or the nesting is deeper than ``MAX_DEPTH``.
     """
     reader = SkeletonReader(None)
     reader.decode(skeleton)
@@ -164,10 +151,7 @@ def prune(skeleton: object, selected: Collection[str]) -> object:
     takes its place. Plain values, and containers that never had a leaf, remain with the container around them. The top
     of the state always remains.
 
-    Raises
-    ------
-    ValueError
-        If the skeleton is malformed.
+    Raises ValueError if the skeleton is malformed.
     """
     leaf_specs(skeleton)
     kept = selected if isinstance(selected, set | frozenset | Mapping) else set(selected)

@@ -80,10 +80,7 @@ class Comparison:
 def require_scipy() -> Any:
     """Return ``scipy.special``.
 
-    Raises
-    ------
-    MissingExtraError
-        If scipy is not installed.
+    Raises MissingExtraError if scipy is not installed.
     """
     try:
         from scipy import special

@@ -21,10 +21,7 @@ def summarise(results: Results) -> Summary:
 
     Verdicts are given on primary measures only. A ``summary`` that the results have is ignored.
 
-    Raises
-    ------
-    MissingExtraError
-        If scipy is not installed.
+    Raises MissingExtraError if scipy is not installed.
     """
     samples = Samples(results)
     noise = {measure.name: _noise(samples, measure) for measure in samples.measures}

@@ -32,7 +32,6 @@ def judge(comparison: Comparison, p_holm: float | None, noise: Noise | None) -> 
 
     Parameters
     ----------
-    comparison : Comparison
     p_holm : float or None
         The comparison's p-value, adjusted across the arms of the measure; None below 2 blocks.
     noise : Noise or None

@@ -64,7 +64,6 @@ def too_noisy(noise: Noise | None, statistics: Sequence[Statistics]) -> str:
 
     Parameters
     ----------
-    noise : Noise or None
     statistics : sequence of Statistics
         Of all arms, in the same measure.
     """

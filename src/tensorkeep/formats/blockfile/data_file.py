@@ -36,9 +36,6 @@ class WriteContext:
 
     Attributes
     ----------
-    pool : BufferPool
-    meter : Meter
-    cancellation : Cancellation
     direct : bool
         Whether to bypass the page cache where the file system allows it.
     wide : bool
@@ -62,15 +59,11 @@ class DataFile(ABC):
 
     Parameters
     ----------
-    directory : Path
-    plan : FilePlan
-    context : WriteContext
     prefix : str
         Precedes the plan's file name.
 
     Attributes
     ----------
-    name : str
     tasks : list of list of Block
         The blocks of each task.
     records : dict of (str, int) to BlockRecord
@@ -123,7 +116,6 @@ class DataFile(ABC):
 
         Parameters
         ----------
-        number : int
         take : callable, optional
             Returns the copy that was staged of the task's bytes, to be written instead of the state's; it is released
             here.
@@ -188,7 +180,6 @@ def write_files(
 
     Parameters
     ----------
-    files : sequence of DataFile
     context : WriteContext
         Of all these files.
     threads : int
@@ -226,10 +217,7 @@ def buffers_per_thread(*, staged: bool, delta: bool) -> int:
 def find_codec(compression: str) -> Codec | None:
     """Return the codec that a save names, or None for ``"none"`` and ``"lossless"``.
 
-    Raises
-    ------
-    UsageError
-        If the compression is unknown.
+    Raises UsageError if the compression is unknown.
     """
     if compression in ("none", "lossless"):
         return None

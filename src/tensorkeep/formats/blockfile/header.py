@@ -63,10 +63,7 @@ class Header:
 def build(records: Iterable[TensorRecord], metadata: dict[str, str], *, size: int | None = None) -> bytes:
     """Return the header's bytes, padded with spaces to ``size`` or else to the next multiple of 4096.
 
-    Raises
-    ------
-    UnsupportedError
-        If the header is longer than readers accept.
+    Raises UnsupportedError if the header is longer than readers accept.
     """
     content: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     for record in records:
@@ -91,10 +88,7 @@ def build(records: Iterable[TensorRecord], metadata: dict[str, str], *, size: in
 def read(file: SourceFile) -> Header:
     """Read and check the header of a file.
 
-    Raises
-    ------
-    CorruptCheckpointError
-        If it breaks any rule of the format.
+    Raises CorruptCheckpointError if it breaks any rule of the format.
     """
     if file.size < _LENGTH_BYTES + 2:
         raise CorruptCheckpointError("too short to be a safetensors file", path=file.path)
@@ -123,10 +117,7 @@ def _parse_json(text: bytes, path: Path) -> dict[str, Any]:
 def decode_object(text: bytes) -> dict[str, Any]:
     """Return a JSON object.
 
-    Raises
-    ------
-    ValueError, RecursionError
-        If it is not a JSON object, or a name occurs twice in it.
+    Raises ValueError, RecursionError if it is not a JSON object, or a name occurs twice in it.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -90,7 +90,6 @@ def describe(
 
     Parameters
     ----------
-    plan : FilePlan
     blocks : mapping of (str, int) to BlockRecord
         The blocks in the file. A tensor that has blocks, but none of them here, is left out.
     differences : collection of (str, int)
@@ -161,12 +160,8 @@ def _is_plain(leaf: PlacedLeaf, blocks: Iterable[BlockRecord], start: int) -> bo
 def parse(header: Header, path: Path) -> Notes:
     """Return the notes of a file, checked against its header; empty notes if it has none.
 
-    Raises
-    ------
-    CorruptCheckpointError
-        If they are malformed or contradict the header.
-    UnsupportedError
-        If a later version wrote them.
+    Raises CorruptCheckpointError if they are malformed or contradict the header; UnsupportedError if a later version
+    wrote them.
     """
     text = header.metadata.get(METADATA_KEY)
     if text is None:

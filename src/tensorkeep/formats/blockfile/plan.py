@@ -60,7 +60,6 @@ class FilePlan:
 
     Attributes
     ----------
-    name, part : str
     leaves : tuple of PlacedLeaf
         In the order of the data, with raw offsets that begin at 0.
     header_order : tuple of str
@@ -128,10 +127,7 @@ def plan_files(flat: Flat[Source], shard_bytes: int | str | None = None) -> list
 
     Names follow Hugging Face: ``model.safetensors`` alone, ``model-00001-of-00003.safetensors`` in a set.
 
-    Raises
-    ------
-    UsageError
-        If ``shard_bytes`` is not a positive size.
+    Raises UsageError if ``shard_bytes`` is not a positive size.
     """
     limit = DEFAULT_SHARD_BYTES if shard_bytes is None else parse_bytes(shard_bytes)
     if limit <= 0:

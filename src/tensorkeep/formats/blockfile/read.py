@@ -33,8 +33,6 @@ class StoredBlock:
 
     Attributes
     ----------
-    file : SourceFile
-    codec : str
     offset, length : int
         Its stored bytes in the file.
     raw, stored : str

@@ -59,18 +59,13 @@ def decode(content: bytes, allowed: Container[tuple[str, str]], what: str) -> An
 
     Parameters
     ----------
-    content : bytes
     allowed : container of (str, str)
         Modules and names of the classes and functions that it may name.
     what : str
         Subject of error messages.
 
-    Raises
-    ------
-    ValueError
-        If it is not a well-formed pickle, or larger than 1 GiB.
-    UnsupportedError
-        If it names another class or function.
+    Raises ValueError if it is not a well-formed pickle, or larger than 1 GiB; UnsupportedError if it names another
+    class or function.
 
     Examples
     --------

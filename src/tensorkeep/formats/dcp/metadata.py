@@ -92,7 +92,6 @@ class Contents:
 
     Attributes
     ----------
-    tensors : dict of str to TensorEntry
     values : dict of str to Location
         Pickled plain values.
     paths : dict of str to tuple
@@ -120,12 +119,8 @@ class Contents:
 def parse(content: bytes, path: Path) -> Contents:
     """Return what a ``.metadata`` file describes.
 
-    Raises
-    ------
-    CorruptCheckpointError
-        If it is damaged or inconsistent.
-    UnsupportedError
-        If it names a class that DCP's metadata does not need, a dtype that this torch lacks, or a transform.
+    Raises CorruptCheckpointError if it is damaged or inconsistent; UnsupportedError if it names a class that DCP's
+    metadata does not need, a dtype that this torch lacks, or a transform.
     """
     with decoding(path, what="is not the metadata of a distributed checkpoint"):
         return _contents(decode(content, ALLOWED, "its metadata"), len(content))

@@ -24,7 +24,6 @@ class NestedState(NamedTuple):
 
     Attributes
     ----------
-    flat : Flat
     keys : dict of str to str
         For the name of each stand-in, the name of the tensor in the metadata.
     """
@@ -36,12 +35,8 @@ class NestedState(NamedTuple):
 def rebuild(contents: Contents, files: Mapping[str, MappedFile], path: Path) -> NestedState:
     """Return the state as the metadata nests it; keys that were not text come back as text.
 
-    Raises
-    ------
-    CorruptCheckpointError
-        If a value is damaged, or the state is nested too deeply.
-    UnsupportedError
-        If a value needs a class that torch's restricted unpickler refuses, or repeats its containers too often.
+    Raises CorruptCheckpointError if a value is damaged, or the state is nested too deeply; UnsupportedError if a value
+    needs a class that torch's restricted unpickler refuses, or repeats its containers too often.
     """
     stand_ins = {name: allocate("tensor", tensor.dtype, (0,)) for name, tensor in contents.tensors.items()}
     values: dict[str, Any] = dict(stand_ins)

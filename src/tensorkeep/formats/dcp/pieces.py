@@ -73,10 +73,7 @@ class PieceZip:
     def record(self, name: str) -> Bytes:
         """Return the bytes of a record, not copied.
 
-        Raises
-        ------
-        ValueError
-            If it is missing, or reaches beyond the piece.
+        Raises ValueError if it is missing, or reaches beyond the piece.
         """
         info = self.archive.records.get(name)
         if info is None:
@@ -98,10 +95,7 @@ class PieceZip:
     def check(self) -> None:
         """Check every record.
 
-        Raises
-        ------
-        CorruptCheckpointError
-            If one is damaged.
+        Raises CorruptCheckpointError if one is damaged.
         """
         for name in self.archive.records:
             with decoding(self._path, what="a piece is malformed"):
@@ -115,12 +109,8 @@ class PieceZip:
 def load_value(name: str, location: Location, file: MappedFile) -> tuple[Any, int]:
     """Return a plain value, decoded by torch's restricted unpickler, and the length of its pickle.
 
-    Raises
-    ------
-    CorruptCheckpointError
-        If it is damaged.
-    UnsupportedError
-        If it needs classes that the restricted unpickler refuses.
+    Raises CorruptCheckpointError if it is damaged; UnsupportedError if it needs classes that the restricted unpickler
+    refuses.
     """
     piece = PieceZip(file, location)
     with decoding(file.path, name):
@@ -188,10 +178,7 @@ class TensorPiece:
     def map(self) -> MappedTensor:
         """Return the tensor; its CRC-32 is not checked.
 
-        Raises
-        ------
-        CorruptCheckpointError, UnsupportedError
-            If it is not what the metadata describes.
+        Raises CorruptCheckpointError, UnsupportedError if it is not what the metadata describes.
         """
         with self._lock:
             if self._mapped is None:

@@ -16,10 +16,7 @@ _MAX_CHUNKS = 8192
 def check_tiling(shape: Sequence[int], boxes: Sequence[Box]) -> None:
     """Check that boxes cover an array without overlap.
 
-    Raises
-    ------
-    ValueError
-        If they do not, or if more than 8192 chunks are cut in several dimensions.
+    Raises ValueError if they do not, or if more than 8192 chunks are cut in several dimensions.
 
     Examples
     --------

@@ -23,10 +23,7 @@ _OUR_NAMES = (manifests.FILE_NAME, SUFFIX, INDEX_SUFFIX)
 def is_native(path: Path) -> bool:
     """Return whether a path is a native checkpoint, undamaged or not, by the first bytes of its manifest.
 
-    Raises
-    ------
-    StoreError
-        If the operating system refuses access.
+    Raises StoreError if the operating system refuses access.
     """
     start = first_bytes(path / manifests.FILE_NAME, 4096) or b""
     return start.startswith(sealed.OPENING) or b'"format":"tensorkeep"' in start
@@ -35,10 +32,7 @@ def is_native(path: Path) -> bool:
 def foreign_names(path: Path) -> list[str]:
     """Return the names in the directory of a native checkpoint that do not belong to it.
 
-    Raises
-    ------
-    NotACheckpointError, StoreError
-        If the manifest is missing or cannot be read.
+    Raises NotACheckpointError, StoreError if the manifest is missing or cannot be read.
     """
     try:
         with Directory(path) as directory:
@@ -52,10 +46,7 @@ def foreign_names(path: Path) -> list[str]:
 def is_replaceable(path: Path) -> bool:
     """Return whether a path is a native checkpoint and nothing else.
 
-    Raises
-    ------
-    DestinationExistsError
-        If it holds files that do not belong to the checkpoint.
+    Raises DestinationExistsError if it holds files that do not belong to the checkpoint.
     """
     if not is_native(path):
         return False

@@ -90,12 +90,7 @@ class Links:
         tuple of (list of FileRecord, dict of int to int)
             The records of the files, and their new numbers by the old ones.
 
-        Raises
-        ------
-        CorruptCheckpointError
-            If a file has changed its size.
-        StoreError
-            If the operating system refuses access.
+        Raises CorruptCheckpointError if a file has changed its size; StoreError if the operating system refuses access.
         """
         records: list[FileRecord] = []
         numbers: dict[int, int] = {}

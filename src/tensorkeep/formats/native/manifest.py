@@ -34,14 +34,8 @@ _CACHED_BYTES = 256 * 1024
 def read(directory: Directory) -> Manifest:
     """Read the manifest of a checkpoint and check its rules.
 
-    Raises
-    ------
-    NotACheckpointError
-        If it does not exist.
-    CorruptCheckpointError
-        If it is damaged or breaks a rule.
-    UnsupportedError
-        If a later version wrote it.
+    Raises NotACheckpointError if it does not exist; CorruptCheckpointError if it is damaged or breaks a rule;
+    UnsupportedError if a later version wrote it.
     """
     try:
         content = sealed.read_content(directory, FILE_NAME)
@@ -68,12 +62,7 @@ def _cached(content: _Content) -> Manifest:
 def parse(content: bytes, path: Path) -> Manifest:
     """Return the manifest in the bytes of a file that was read, or that will be written.
 
-    Raises
-    ------
-    CorruptCheckpointError
-        If it breaks a rule.
-    UnsupportedError
-        If a later version wrote it.
+    Raises CorruptCheckpointError if it breaks a rule; UnsupportedError if a later version wrote it.
     """
     body = sealed.body_of(content, path)
     _check_version(body, path)

@@ -106,7 +106,6 @@ class PreviousCheckpoint:
 
         Parameters
         ----------
-        directory : Path
         own_files : int
             How many data files the new checkpoint writes itself.
 
@@ -255,20 +254,15 @@ def open_base(
     ----------
     base : path-like or None
         None for a save without a base.
-    directory : Path
     own_files : int
         How many data files the save writes itself.
-    settings : OpenSettings
     delta : bool
         Whether changed blocks may be stored as differences.
     optional : bool
         Whether everything is written if the path holds no checkpoint.
 
-    Raises
-    ------
-    NotACheckpointError
-        If the path holds no checkpoint, unless it is optional. A damaged or unreadable base is not an error: then
-        everything is written.
+    Raises NotACheckpointError if the path holds no checkpoint, unless it is optional. A damaged or unreadable base is
+    not an error: then everything is written.
     """
     outcome = BaseOutcome()
     previous: PreviousCheckpoint | None = None

@@ -78,7 +78,6 @@ def _details(manifest: Manifest, statuses: list[os.stat_result]) -> dict[str, An
 
     Parameters
     ----------
-    manifest : Manifest
     statuses : list of os.stat_result
         Of its files, in their order, and of the manifest itself.
     """
@@ -121,11 +120,6 @@ class OpenFiles:
     Its directory is held open, and all files are opened at once unless they are very many, so that a checkpoint which
     is replaced meanwhile is read to the end as it was. A file that is removed before it was opened is an error.
 
-    Parameters
-    ----------
-    path : Path
-    settings : OpenSettings
-
     Attributes
     ----------
     files : list of SourceFile
@@ -133,16 +127,9 @@ class OpenFiles:
     statuses : list of os.stat_result
         Of these files, as they were when they were opened.
 
-    Raises
-    ------
-    NotACheckpointError
-        If the path has no manifest.
-    CorruptCheckpointError
-        If the manifest breaks a rule, or a file is missing or of another size.
-    UnsupportedError
-        If a later version wrote it.
-    StoreError
-        If the operating system refuses access.
+    Raises NotACheckpointError if the path has no manifest; CorruptCheckpointError if the manifest breaks a rule, or a
+    file is missing or of another size; UnsupportedError if a later version wrote it; StoreError if the operating system
+    refuses access.
     """
 
     def __init__(self, path: Path, settings: OpenSettings) -> None:

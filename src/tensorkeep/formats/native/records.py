@@ -82,8 +82,6 @@ class LeafRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     ----------
     name, part, key : str
         Full dotted name, part of the state, and name within the part, which is its name in the file.
-    dtype : str
-    shape : tuple of int
     file : int
         Index into the manifest's files.
     offset : int

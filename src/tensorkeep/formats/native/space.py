@@ -59,10 +59,7 @@ def freed_bytes(checkpoints: Iterable[os.PathLike[str]]) -> int:
 
     A file that several of them share is freed if they hold all of its links.
 
-    Raises
-    ------
-    StoreError
-        If the operating system refuses access.
+    Raises StoreError if the operating system refuses access.
     """
     links: dict[tuple[int, int], int] = {}
     freed = 0

@@ -22,7 +22,6 @@ class Staging:
     ----------
     groups : list of list of Block
         The tasks of all files, in order.
-    pool : BufferPool
     cancellation : Cancellation
         Shared with the writing, so that the failure of one ends the other.
     """
@@ -39,10 +38,7 @@ class Staging:
     def copy(self, threads: int) -> None:
         """Copy all blocks; when this returns, the state may change.
 
-        Raises
-        ------
-        Cancelled
-            If the writing has failed.
+        Raises Cancelled if the writing has failed.
         """
         tasks = (functools.partial(self._copy, number) for number in range(len(self._groups)))
         parallel.run(tasks, threads, self._cancellation)

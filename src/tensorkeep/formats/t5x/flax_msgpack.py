@@ -27,10 +27,7 @@ MAX_ARRAY_BYTES = 2**30
 def encode(value: object) -> bytes:
     """Return the msgpack of a tree of dicts, lists, plain values and numpy arrays.
 
-    Raises
-    ------
-    OverflowError
-        If an integer has more than 64 bits.
+    Raises OverflowError if an integer has more than 64 bits.
 
     Examples
     --------
@@ -66,12 +63,8 @@ def _numbered(values: list[Any]) -> dict[str, Any]:
 def decode(content: bytes) -> Any:
     """Return the value that `encode` was given; tuples come back as lists, split arrays as dicts (see `join`).
 
-    Raises
-    ------
-    CorruptCheckpointError
-        If it is not valid msgpack, or an array in it is malformed.
-    UnsupportedError
-        If it has an unknown extension type or dtype.
+    Raises CorruptCheckpointError if it is not valid msgpack, or an array in it is malformed; UnsupportedError if it has
+    an unknown extension type or dtype.
     """
     try:
         return msgspec.msgpack.decode(content, ext_hook=_decode)
@@ -108,10 +101,7 @@ def is_split(value: Any) -> bool:
 def join(value: dict[str, Any]) -> npt.NDArray[Any]:
     """Return an array that was split.
 
-    Raises
-    ------
-    ValueError
-        If the pieces do not make up the shape.
+    Raises ValueError if the pieces do not make up the shape.
     """
     shape, pieces = _listed(value.get("shape")), _listed(value.get("chunks"))
     if not all(type(length) is int and length >= 0 for length in shape) or len(shape) > 32:

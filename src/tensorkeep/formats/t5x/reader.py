@@ -96,11 +96,8 @@ class Contents:
 
     Attributes
     ----------
-    directory : ArrayDirectory
     arrays : dict of str to KnownArray
         By the tensor's name.
-    inline : dict of str to InlineTensor
-    structure : Structure
     notes : Sidecar or None
         None if Tensorkeep did not write the checkpoint.
     version : int

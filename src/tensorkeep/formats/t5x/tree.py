@@ -48,12 +48,7 @@ def is_spec(value: Any) -> bool:
 def key_of(spec: dict[str, Any]) -> str:
     """Return the name of an array's directory, which is beside the file.
 
-    Raises
-    ------
-    UnsupportedError
-        If it is not a zarr v2 array.
-    ValueError
-        If the spec names a directory elsewhere, or none.
+    Raises UnsupportedError if it is not a zarr v2 array; ValueError if the spec names a directory elsewhere, or none.
     """
     if spec["driver"] != "zarr":
         raise UnsupportedError(f"is stored by TensorStore's driver {spec['driver']!r}; T5X writes 'zarr'")
@@ -73,14 +68,8 @@ def key_of(spec: dict[str, Any]) -> str:
 def read_tree(directory: Directory) -> dict[str, Any]:
     """Return the content of a directory's ``checkpoint`` file.
 
-    Raises
-    ------
-    NotACheckpointError
-        If the file is missing.
-    CorruptCheckpointError
-        If it is damaged.
-    UnsupportedError
-        If it is of another version than 3.
+    Raises NotACheckpointError if the file is missing; CorruptCheckpointError if it is damaged; UnsupportedError if it
+    is of another version than 3.
     """
     path = directory.path / FILE_NAME
     try:
@@ -119,12 +108,8 @@ def _check_version(version: Any) -> None:
 def leaves_of(tree: dict[str, Any], path: Path) -> Iterator[tuple[Keys, Any]]:
     """Yield the leaves of a tree with the keys that lead to them: values, lists, specs and split arrays.
 
-    Raises
-    ------
-    CorruptCheckpointError
-        If a key is not text.
-    UnsupportedError
-        If a list holds an array, or a value is a placeholder of Orbax.
+    Raises CorruptCheckpointError if a key is not text; UnsupportedError if a list holds an array, or a value is a
+    placeholder of Orbax.
     """
     waiting: list[tuple[Keys, Any]] = [((), tree)]
     while waiting:

@@ -75,10 +75,7 @@ class ByteBudget:
     def acquire(self, nbytes: int) -> None:
         """Wait until so many bytes are free, after all earlier requests, and take them.
 
-        Raises
-        ------
-        Cancelled
-            If `cancel` was called.
+        Raises Cancelled if `cancel` was called.
         """
         ticket = object()
         with self._changed:
@@ -130,10 +127,8 @@ def write_arrays(
 
     Parameters
     ----------
-    directory : ArrayDirectory
     arrays : dict of str to Source
         By key: the name of the array's directory, or its prefix in the database.
-    options : TensorStoreOptions
     budget : ByteBudget
         For the bytes of all regions in flight: copies made here, and what TensorStore encodes.
     threads : int
@@ -141,12 +136,8 @@ def write_arrays(
     meter : parallel.Meter
         Counts the bytes of the state that are written.
 
-    Raises
-    ------
-    UnsupportedLeafError
-        If an array has more than 32 dimensions; nothing was written.
-    StoreError
-        If the disk fails.
+    Raises UnsupportedLeafError if an array has more than 32 dimensions; nothing was written; StoreError if the disk
+    fails.
     """
     for source in arrays.values():
         if len(source.shape) > _MAX_DIMENSIONS:

@@ -61,9 +61,6 @@ class OpenArray:
     ----------
     name : str
         Of the tensor.
-    store : tensorstore.TensorStore
-    types : StoredType
-    shape, chunk : tuple of int
     metadata : dict
         Its zarr metadata, as TensorStore decoded it.
     """
@@ -186,12 +183,8 @@ def start_open(directory: ArrayDirectory, known: KnownArray, context: Any, *, fi
 def check_array(name: str, known: KnownArray, store: Any, directory: ArrayDirectory) -> OpenArray:
     """Return an array that TensorStore has opened, after comparing it with what is known of it.
 
-    Raises
-    ------
-    CorruptCheckpointError
-        If its dtype or shape differs.
-    UnsupportedError
-        If it holds no numbers, does not start at index 0, or its chunks are too large to decode.
+    Raises CorruptCheckpointError if its dtype or shape differs; UnsupportedError if it holds no numbers, does not start
+    at index 0, or its chunks are too large to decode.
     """
     path = directory.path / known.key
     dtype = BY_NAME.get(store.dtype.name)

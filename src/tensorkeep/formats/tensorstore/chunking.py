@@ -39,10 +39,7 @@ def chunk_shape(shape: Sequence[int], itemsize: int, chunk: int | str | None, al
     algorithm : str
         ``"halving"`` or ``"divisors"``, for limits of elements or bytes.
 
-    Raises
-    ------
-    UsageError
-        If ``chunk`` is none of these.
+    Raises UsageError if ``chunk`` is none of these.
 
     Examples
     --------

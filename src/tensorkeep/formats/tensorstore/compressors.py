@@ -50,10 +50,7 @@ class Compressor:
 def parse_compressor(compressor: str | None, zarr: int) -> Compressor | str | None:
     """Return what the option ``compressor`` stands for: a `Compressor`, `AS_DOCUMENTED`, or None for raw chunks.
 
-    Raises
-    ------
-    UsageError
-        If this version of zarr has no such compressor or level.
+    Raises UsageError if this version of zarr has no such compressor or level.
 
     Examples
     --------

@@ -74,16 +74,9 @@ class FoundArray(NamedTuple):
 def find_arrays(directory: ArrayDirectory) -> dict[str, FoundArray]:
     """Return all arrays by key, which is the path in the directory, or empty for the directory itself.
 
-    Raises
-    ------
-    NotACheckpointError
-        If no array is found.
-    CorruptCheckpointError
-        If an array is, or holds, a link.
-    UnsupportedError
-        If there are more than 200,000 arrays, they are nested more than 64 deep, or have too much metadata.
-    StoreError
-        If a folder cannot be listed.
+    Raises NotACheckpointError if no array is found; CorruptCheckpointError if an array is, or holds, a link;
+    UnsupportedError if there are more than 200,000 arrays, they are nested more than 64 deep, or have too much
+    metadata; StoreError if a folder cannot be listed.
     """
     arrays = dict(_find_in_folders(directory)) if directory.kvstore == "file" else _find_in_database(directory)
     if not arrays:

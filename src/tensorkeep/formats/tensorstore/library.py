@@ -33,10 +33,7 @@ _MAX_MESSAGE = 300
 def tensorstore() -> Any:
     """Return the module, which has no type annotations.
 
-    Raises
-    ------
-    MissingExtraError
-        If it is not installed.
+    Raises MissingExtraError if it is not installed.
     """
     try:
         import tensorstore as module

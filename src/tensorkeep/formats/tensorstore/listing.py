@@ -35,10 +35,7 @@ class Tree(NamedTuple):
 def scan_folder(folder: str, shown: Path) -> list[os.DirEntry[str]]:
     """Return the entries of a folder in the order of their names.
 
-    Raises
-    ------
-    StoreError
-        If it cannot be listed.
+    Raises StoreError if it cannot be listed.
     """
     with store_errors(shown, "list the directory"), os.scandir(folder) as entries:
         return sorted(entries, key=lambda entry: entry.name)
@@ -54,14 +51,8 @@ def list_tree(top: str, shown: Path) -> Tree:
     shown : Path
         Its path in errors.
 
-    Raises
-    ------
-    CorruptCheckpointError
-        If there is a link, a pipe or a device.
-    UnsupportedError
-        If an array's metadata file has more than 16 MiB.
-    StoreError
-        If the operating system refuses access.
+    Raises CorruptCheckpointError if there is a link, a pipe or a device; UnsupportedError if an array's metadata file
+    has more than 16 MiB; StoreError if the operating system refuses access.
     """
     files: dict[str, int] = {}
     folders = [""]
@@ -93,10 +84,7 @@ def list_array(directory: ArrayDirectory, key: str) -> dict[str, int]:
 def sync_directories(path: Path) -> None:
     """Make the names in a directory, and in all those below it, durable.
 
-    Raises
-    ------
-    StoreError
-        If the operating system refuses.
+    Raises StoreError if the operating system refuses.
     """
     for folder in reversed(list_tree(str(path), path).folders):
         with store_errors(path / folder, "make the directories durable"):

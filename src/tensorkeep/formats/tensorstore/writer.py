@@ -83,10 +83,7 @@ def refuse_compression(settings: WriteSettings, destination: Path, example: str)
 def is_replaceable(path: Path) -> bool:
     """Return whether a path is a checkpoint of TensorStore arrays that Tensorkeep wrote, and nothing else.
 
-    Raises
-    ------
-    DestinationExistsError
-        If there are other files, which would be removed.
+    Raises DestinationExistsError if there are other files, which would be removed.
     """
     if not sidecar.lies_in(path, "tensorstore"):
         return False

@@ -25,10 +25,7 @@ _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 def register() -> None:
     """Register the dtype in this process; a second call does nothing.
 
-    Raises
-    ------
-    MissingExtraError
-        If zarr-python is not installed, or older than 3.1.
+    Raises MissingExtraError if zarr-python is not installed, or older than 3.1.
     """
     try:
         from zarr.dtype import data_type_registry

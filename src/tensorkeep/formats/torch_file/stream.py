@@ -24,7 +24,6 @@ class TorchStream:
 
     Parameters
     ----------
-    path : Path
     cancellation : Cancellation, optional
         Checked before each block.
     meter : Meter, optional

@@ -36,20 +36,13 @@ def load_untrusted(file: str | io.BytesIO, archive: TorchZip, path: Path) -> Any
 
     Parameters
     ----------
-    file : str or BytesIO
     archive : TorchZip
         The container of the file, checked.
     path : Path
         The file's path in errors.
 
-    Raises
-    ------
-    UnsupportedError
-        If it needs classes or functions that the restricted unpickler refuses.
-    CorruptCheckpointError
-        If it is damaged.
-    OutOfMemoryError
-        If there is not enough memory.
+    Raises UnsupportedError if it needs classes or functions that the restricted unpickler refuses;
+    CorruptCheckpointError if it is damaged; OutOfMemoryError if there is not enough memory.
     """
     try:
         return restricted_load(file)
@@ -82,10 +75,7 @@ def count_values(state: object, limit: int) -> int:
 
     A pickle of 60 lists, each of which contains the next one twice, has 2**60 items.
 
-    Raises
-    ------
-    UnsupportedError
-        If there are more than the limit.
+    Raises UnsupportedError if there are more than the limit.
 
     Examples
     --------

@@ -89,12 +89,8 @@ class TorchZip:
     records : dict of str to ZipInfo
         Each record by its name below the archive's root folder.
 
-    Raises
-    ------
-    CorruptCheckpointError
-        If the container is damaged or breaks the rules of what torch writes.
-    UnsupportedError
-        If it is a TorchScript archive or comes from a big-endian machine.
+    Raises CorruptCheckpointError if the container is damaged or breaks the rules of what torch writes; UnsupportedError
+    if it is a TorchScript archive or comes from a big-endian machine.
     """
 
     def __init__(self, file: BinaryIO, size: int, path: Path) -> None:
