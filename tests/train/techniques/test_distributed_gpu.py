@@ -15,7 +15,7 @@ from train.techniques.several_processes import EXACT, ProcessPool, task
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
 ON_CUDA = EXACT.changed({"loop.device": "cuda"})

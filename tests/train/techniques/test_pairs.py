@@ -65,12 +65,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "prepared"
 
 
-@pytest.fixture(autouse=True)
-def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("run.setup", "techniques.mixed_precision"):
-        monkeypatch.setattr(f"tensorkeep.train.{module}.measured_peak", lambda device, dtype=torch.float32: 1e9)
-
-
 @pytest.mark.slow  # minutes in all
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if not conflict(*pair)], ids="+".join)
 def test_pair_is_proved_and_resumes_exactly(tmp_path: Path, data: Path, pair: tuple[str, str]) -> None:

@@ -9,14 +9,10 @@ import pytest
 import torch
 
 from tensorkeep.errors import UsageError
-from tensorkeep.testing.technique_suite import STEPS, TINY, TechniqueSuite, opened, verified_step
+from tensorkeep.testing.technique_suite import STEPS, TINY, SilentListener, TechniqueSuite, opened, verified_step
 from tensorkeep.train.loop import take_step, train
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.progressive_length import ProgressiveLength, ProgressiveLengthSettings
-
-
-class _Nobody:
-    def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None: ...
 
 
 def watched(run: Run) -> list[tuple[int, torch.Tensor]]:
@@ -61,13 +57,13 @@ class TestProgressiveLength(TechniqueSuite):
             run.model.tokens.register_forward_pre_hook(
                 lambda module, inputs: None if torch.is_grad_enabled() else evaluated.append(inputs[0].shape[1])
             )
-            train(run, _Nobody(), stop=lambda: run.progress.step == 3)
+            train(run, SilentListener(), stop=lambda: run.progress.step == 3)
         assert set(evaluated) == {16}
 
     def test_mfu_counts_attention_of_the_current_length(self, tmp_path: Path, data: Path) -> None:
         """The first step is not counted."""
         with opened(self.on({}), tmp_path / "run", data) as run:
-            train(run, _Nobody())
+            train(run, SilentListener())
             tokens, flops = run.progress.tokens // STEPS, run.config.model.flops_per_token
             assert run.speed.flops == sum(tokens * flops(length) for length in (4, 8, 16, 16, 16))
 

@@ -176,7 +176,7 @@ class Pool:
 
 
 class Swapped:
-    """A tensor that was moved out; its block returns to the pool when the tensor can no longer be asked for."""
+    """A tensor that was moved out; its block returns to the pool when autograd has released the tensor."""
 
     def __init__(self, tensor: Tensor, pool: Pool, order: list[weakref.ref[Swapped]]) -> None:
         self.device, self.dtype, self.size = tensor.device, tensor.dtype, tensor.size()
