@@ -14,11 +14,9 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Literal, Self, get_args, get_origin
+from typing import Any, ClassVar, Self
 
-import msgspec
-
-from tensorkeep.errors import CorruptCheckpointError, UsageError
+from tensorkeep.errors import CorruptCheckpointError
 from tensorkeep.formats.structure import check_structure
 from tensorkeep.formats.write import (
     BLOCK_BYTES,
@@ -28,6 +26,7 @@ from tensorkeep.formats.write import (
     StepRecord,
     WriteResult,
     WriteSettings,
+    options_from,
     thread_bytes,
 )
 from tensorkeep.io.buffers import BufferPool
@@ -209,6 +208,7 @@ class Reader(ABC):
         self.close()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class StoredLeaf:
     """A tensor stored in a checkpoint; a `Source` for writers, so that converting never holds a whole state.
 
@@ -227,31 +227,23 @@ class StoredLeaf:
         The file that holds it, relative to the checkpoint.
     """
 
-    def __init__(
-        self,
-        reader: Reader,
-        name: str,
-        dtype: DType,
-        shape: tuple[int, ...],
-        *,
-        stored_bytes: int,
-        file: str,
-        codec: str = "raw",
-    ) -> None:
-        self.name = name
-        self.dtype = dtype
-        self.shape = shape
-        self.nbytes = prod(shape) * dtype.itemsize
-        self.stored_bytes = stored_bytes
-        self.codec = codec
-        self.file = file
-        self._reader = reader
+    reader: Reader
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    stored_bytes: int = field(kw_only=True)
+    file: str = field(kw_only=True)
+    codec: str = field(default="raw", kw_only=True)
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
 
     def host_bytes(self) -> Bytes | None:
         return None
 
     def read(self, start: int, stop: int, out: Bytes) -> None:
-        self._reader.read(self.name, start, stop, out)
+        self.reader.read(self.name, start, stop, out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,26 +343,7 @@ class Format(ABC):
         >>> FORMATS.get("native").parse_options({"direct_io": False})
         NativeOptions(shard_bytes=None, direct_io=False, incremental=None, base=None, delta=False)
         """
-        types = {field.name: field.type for field in msgspec.structs.fields(self.options)}
-        values: dict[str, object] = {}
-        for option, value in given.items():
-            if option not in types:
-                remedy = f"known options: {', '.join(sorted(types))}" if types else "it takes no options"
-                raise UsageError(f"format {self.name!r} has no option {option!r}", remedy=remedy)
-            try:
-                values[option] = msgspec.convert(value, types[option])
-            except (msgspec.ValidationError, TypeError, RecursionError) as error:
-                raise UsageError(
-                    f"the option {option} is {value!r:.80}", remedy=_choices(types[option]) or str(error)
-                ) from error
-        # Not by msgspec.convert: it would wrap the UsageError of a `__post_init__`.
-        return self.options(**values)
-
-
-def _choices(kind: object) -> str | None:
-    """Return the valid values of a `Literal` type, or None if it is not one."""
-    inner = kind if get_origin(kind) is Literal else next((a for a in get_args(kind) if get_origin(a) is Literal), None)
-    return None if inner is None else f"choose one of: {', '.join(map(repr, get_args(inner)))}"
+        return options_from(given, self.options, self.name)
 
 
 FORMATS: Registry[Format] = Registry("format")

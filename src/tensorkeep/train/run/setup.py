@@ -57,13 +57,7 @@ rounding on another machine."""
 
 @dataclass(kw_only=True)
 class OpenRun(Run):
-    """A run with its techniques.
-
-    Attributes
-    ----------
-    techniques : Stack
-        Those that are on.
-    """
+    """A run with the techniques that are on."""
 
     techniques: Stack
 
