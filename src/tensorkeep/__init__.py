@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from tensorkeep.checkpoint.inspect.convert import convert
     from tensorkeep.checkpoint.inspect.diff import DiffReport, diff
     from tensorkeep.checkpoint.inspect.info import InfoReport, info
-    from tensorkeep.checkpoint.inspect.verify import VerifyReport, verify
     from tensorkeep.checkpoint.load.lazy import Checkpoint, LazyTensor, open
     from tensorkeep.checkpoint.load.load import load
+    from tensorkeep.checkpoint.load.verify import VerifyReport, verify
     from tensorkeep.checkpoint.manager.manager import CheckpointManager
     from tensorkeep.checkpoint.manager.retention import Keep, KeepBest, KeepEvery, KeepLast, KeepThinned
     from tensorkeep.checkpoint.manager.steps import Step
@@ -49,7 +49,7 @@ _EXPORTS = {
     "checkpoint.inspect.convert": ("convert",),
     "checkpoint.inspect.diff": ("DiffReport", "diff"),
     "checkpoint.inspect.info": ("InfoReport", "info"),
-    "checkpoint.inspect.verify": ("VerifyReport", "verify"),
+    "checkpoint.load.verify": ("VerifyReport", "verify"),
     "checkpoint.load.lazy": ("Checkpoint", "LazyTensor", "open"),
     "checkpoint.load.load": ("load",),
     "checkpoint.manager.manager": ("CheckpointManager",),

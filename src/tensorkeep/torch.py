@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from tensorkeep.checkpoint.finding import find_format
-from tensorkeep.checkpoint.inspect.verify import verify
 from tensorkeep.checkpoint.load.load import load as _load
+from tensorkeep.checkpoint.load.verify import verify
 from tensorkeep.checkpoint.save.save import save as _save
 from tensorkeep.errors import CorruptCheckpointError, PathLike, UnsupportedError, UsageError
 from tensorkeep.io.files import store_error

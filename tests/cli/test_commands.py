@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import tensorkeep
-from tensorkeep.checkpoint.inspect import verify as verify_module
+from tensorkeep.checkpoint.load import verify as verify_module
 from tensorkeep.cli import verify as verify_command
 from tensorkeep.cli.main import main
 from tensorkeep.cli.text import Table, printable

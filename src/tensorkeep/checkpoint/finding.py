@@ -23,12 +23,8 @@ def get_format(name: str) -> Format:
 def find_format(path: PathLike) -> Format:
     """Return the format of the checkpoint at a path.
 
-    Raises
-    ------
-    NotFoundError, NotACheckpointError
-        If nothing is there, or nothing that a format recognises; checkpoints inside a folder are named.
-    StoreError
-        If the path cannot be read.
+    Raises NotFoundError if nothing is there; NotACheckpointError, naming checkpoints inside of a folder, if no format
+    recognises it; StoreError if the path cannot be read.
     """
     place = _existing(path)
     found = _recognised(place)

@@ -35,18 +35,7 @@ _ONLY_FOR = {"compression": ("native",), "direct_io": ("native", "safetensors")}
 
 @dataclass(frozen=True, slots=True)
 class SaveTable:
-    """A checked table ``[save]``; None for a key that it lacks.
-
-    Attributes
-    ----------
-    compression : str or None
-    threads : int or None
-    direct_io : bool or None
-    memory_budget : int or None
-        In bytes.
-    path : str or None
-        The file that it comes from.
-    """
+    """A checked table ``[save]``, and the file that it comes from; None for a key that it lacks. Sizes are in bytes."""
 
     compression: str | None = None
     threads: int | None = None
@@ -65,14 +54,8 @@ SettingsSource = PathLike | Mapping[str, object] | SaveTable
 
 
 def read_settings(settings: SettingsSource | None) -> SaveTable:
-    """Return the settings that a call names.
-
-    Raises
-    ------
-    UsageError
-        If they are not understood.
-    StoreError
-        If the file cannot be read.
+    """Return the settings that a call names; UsageError if they are not understood, StoreError if a file cannot be
+    read.
     """
     if settings is None:
         return SaveTable()
@@ -84,15 +67,7 @@ def read_settings(settings: SettingsSource | None) -> SaveTable:
 
 
 def read(path: Path) -> SaveTable:
-    """Return the table ``[save]`` of a settings file.
-
-    Raises
-    ------
-    UsageError
-        If it is not TOML, or not understood.
-    StoreError
-        If it cannot be read.
-    """
+    """Return the table ``[save]`` of a settings file; raise as `read_settings`."""
     content = _content(path)
     try:
         tables = tomllib.loads(content.decode())
@@ -103,13 +78,7 @@ def read(path: Path) -> SaveTable:
 
 
 def parse(tables: Mapping[str, Any], path: Path | None) -> SaveTable:
-    """Return the checked table ``[save]`` of a parsed file.
-
-    Raises
-    ------
-    UsageError
-        Naming the file and the key.
-    """
+    """Return the checked table ``[save]`` of a parsed file; UsageError names the file and the key."""
     for key, table in tables.items():
         if not isinstance(table, dict):
             remedy = f"put it below a line [{TABLE}]" if key in KEYS else "write it below the name of a table"

@@ -25,7 +25,7 @@ from tensorkeep.bench.demo.checkpoint import (
     figures,
 )
 from tensorkeep.bench.run.rounds import Rounds
-from tensorkeep.checkpoint.inspect.verify import VerifyReport
+from tensorkeep.checkpoint.load.verify import VerifyReport
 from tensorkeep.cli.options import Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.talk import Talk, say

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from tensorkeep.checkpoint.inspect.verify import VerifyReport
-from tensorkeep.checkpoint.inspect.verify import verify as check
+from tensorkeep.checkpoint.load.verify import VerifyReport
+from tensorkeep.checkpoint.load.verify import verify as check
 from tensorkeep.cli.errors import as_failure, error_lines, most_severe
 from tensorkeep.cli.options import Size, Threads
 from tensorkeep.cli.output import DEFAULT, Output

@@ -20,7 +20,7 @@ from tensorkeep.bench.checkpoint.workload import WORKLOAD
 from tensorkeep.bench.demo.checkpoint import flip_bit
 from tensorkeep.bench.experiment.workload import GateError, Outcome
 from tensorkeep.bench.run.rounds import tool_measurements
-from tensorkeep.checkpoint.inspect.verify import verify
+from tensorkeep.checkpoint.load.verify import verify
 from tensorkeep.checkpoint.save.save import save
 from tensorkeep.errors import UsageError
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import tensorkeep
+from tensorkeep.checkpoint.load.load import LoadRequest
 from tensorkeep.checkpoint.restore.restore import restore_state
 from tensorkeep.checkpoint.restore.stateful import expand
 from tensorkeep.testing.equality import same
@@ -72,7 +73,7 @@ def saved(state: Any, path: Path) -> Path:
 
 
 def restore(path: Path, into: Any) -> Any:
-    return restore_state(path, into=into, device=None, threads=None, progress=None)
+    return restore_state(path, LoadRequest(into))
 
 
 @pytest.mark.parametrize("steps", [0, 1], ids=["new", "used"])

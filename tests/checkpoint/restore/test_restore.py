@@ -14,6 +14,7 @@ from torch import nn
 
 import tensorkeep
 from tensorkeep import CheckpointManager, RandomState
+from tensorkeep.checkpoint.load.load import LoadRequest
 from tensorkeep.checkpoint.restore.restore import restore_state
 from tensorkeep.checkpoint.restore.stateful import expand
 from tensorkeep.testing.equality import same
@@ -25,7 +26,7 @@ def saved(state: Any, path: Path) -> Path:
 
 
 def restore(path: Path, into: Any, **options: Any) -> Any:
-    return restore_state(path, into=into, **{"device": None, "threads": None, "progress": None, **options})
+    return restore_state(path, LoadRequest(into, **options))
 
 
 def refusal(path: Path, into: Any, model: nn.Module, **options: Any) -> tensorkeep.StateMismatchError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,9 +32,9 @@ ZEROS = Rates(gather=8 * GB, code=6 * GB, share=0.001, disk=4 * GB)
 
 @pytest.fixture(autouse=True)
 def _nothing_is_known() -> Iterator[None]:
-    auto._known.forget()
+    auto._known.clear()
     yield
-    auto._known.forget()
+    auto._known.clear()
 
 
 @pytest.fixture
@@ -209,13 +210,13 @@ def test_a_trial_ends_when_the_time_is_up() -> None:
     (task,) = [task for plan in plan_files(flatten(state)) for task in tasks_of(plan)]
     clock = Clock()
 
-    def work(block: Any) -> int:
+    def work(block: Any) -> tuple[int, int]:
         clock.now += trial.PATIENCE / 4.5
-        return 10
+        return block.nbytes, 10
 
-    blocks = trial._BlockTrial([task], work, clock)
-    assert blocks.rate(1) == pytest.approx(5 * 40 / (5 * trial.PATIENCE / 4.5))
-    assert (blocks.raw_bytes, blocks.stored_bytes) == (200, 50)
+    done = trial._run_trial([[partial(work, block) for block in task]], 1, clock)
+    assert done.rate == pytest.approx(5 * 40 / (5 * trial.PATIENCE / 4.5))
+    assert (done.nbytes, done.stored_bytes) == (200, 50)
 
 
 def test_a_slow_disk_is_not_written_to_for_long() -> None:
@@ -236,12 +237,12 @@ def test_a_slow_disk_is_not_written_to_for_long() -> None:
 
     file: Any = SlowFile()
     contents = [torch.zeros(BLOCK_BYTES, dtype=torch.uint8).numpy()]
-    rate = trial._WriteTrial(file, contents, clock).rate(1)
+    rate = trial._write_rate(file, contents, clock)
     assert len(file.written) == 3
     assert rate == pytest.approx(sum(file.written) / (3 * trial.PATIENCE / 2.5))
     # Through the page cache, nothing is written before the flush.
     file.direct = False
-    assert trial._WriteTrial(file, contents, clock).rate(1) < rate / 100
+    assert trial._write_rate(file, contents, clock) < rate / 100
 
 
 def test_the_report_has_the_choice_and_the_reason(tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,8 @@ from tensorkeep.bench.checkpoint.state_pair import COPIES_IN_MEMORY, StatePair
 from tensorkeep.bench.checkpoint.tools.registry import COMMON_TOOLS
 from tensorkeep.bench.run.rounds import Rounds, run_rounds, tool_measurements
 from tensorkeep.checkpoint.inspect.info import info
-from tensorkeep.checkpoint.inspect.verify import VerifyReport, verify
 from tensorkeep.checkpoint.load.load import load
+from tensorkeep.checkpoint.load.verify import VerifyReport, verify
 from tensorkeep.checkpoint.save.save import save
 from tensorkeep.errors import CorruptCheckpointError, StoreError, UsageError
 from tensorkeep.formats.native import manifest

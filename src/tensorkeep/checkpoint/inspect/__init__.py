@@ -1,1 +1,1 @@
-"""Looking at checkpoints: info, verify, diff, convert."""
+"""Looking at checkpoints: info, diff, convert."""

@@ -1,17 +1,18 @@
-"""Comparing the tensors of two checkpoints in parallel, range by range."""
+"""Comparing the tensors of two checkpoints in parallel: how many elements differ, and by how much at most."""
 
 from __future__ import annotations
 
 import functools
+import math
 import threading
-from collections.abc import Callable, Container
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from tensorkeep.checkpoint.inspect.differences import Tolerance, differences
-from tensorkeep.checkpoint.load.ranges import grid
-from tensorkeep.checkpoint.load.views import contiguous_in, strided_view
+from tensorkeep.checkpoint.load.ranges import contiguous_in, grid, strided_view
+from tensorkeep.errors import UsageError
 from tensorkeep.formats.base import BLOCK_BYTES, Reader, thread_bytes
 from tensorkeep.io import parallel
 from tensorkeep.io.buffers import ALIGNMENT, BufferPool
@@ -23,23 +24,37 @@ from tensorkeep.state.leaf import LeafKind
 _CUT_BYTES = 4 * 1024**2
 """Raw bytes of a range of a view, which need not be aligned to blocks."""
 
+_PIECE = 2**18
+"""Elements that are compared at once, so that intermediate results stay in the cache of the core."""
+
 _Reading = Callable[[int, int, Bytes], None]
 """Reads a range of a tensor's raw bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Elements are the same when ``|a - b| <= atol + rtol * |b|``; with both 0 their bits are compared.
+
+    Raises UsageError if a number is negative or not finite.
+    """
+
+    atol: float
+    rtol: float
+    exact: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        for value in (self.atol, self.rtol):
+            if not (value >= 0 and math.isfinite(value)):
+                raise UsageError(f"a tolerance of {value} is not allowed", remedy="give a finite number of 0 or more")
+        object.__setattr__(self, "exact", self.atol == 0 and self.rtol == 0)
 
 
 @dataclass(slots=True)
 class TensorDiff:
     """How one tensor differs.
 
-    Attributes
-    ----------
-    name : str
-    elements : int
-        Elements of the tensor.
-    different : int
-        Elements beyond the tolerance; with no tolerance given, elements with other bits.
-    largest : float
-        The largest absolute difference; NaN against a number counts as infinite.
+    ``different`` of its ``elements`` are beyond the tolerance; with no tolerance given, they have other bits.
+    ``largest`` is the largest absolute difference, infinite for NaN against a number.
     """
 
     name: str
@@ -64,82 +79,59 @@ def compare(
 ) -> list[TensorDiff]:
     """Compare tensors that both checkpoints have, of equal dtypes and shapes."""
     found = {n: TensorDiff(n, left.entries[n].nbytes // left.entries[n].dtype.itemsize) for n in common}
-    differing = [n for n in common if not _same_view(left, right, n, found)]
-    whole = [n for n in differing if _is_whole(left, n) and _is_whole(right, n)]
-    meter = Meter(sum(left.entries[n].nbytes for n in differing), progress)
-    comparison = _Comparison(tolerance, meter)
+
+    def is_same_view(name: str) -> bool:
+        """Return whether both have the same view of a stored tensor that is compared itself."""
+        alias = left.flat.aliases.get(name)
+        return alias is not None and alias == right.flat.aliases.get(name) and alias.of in found
+
+    differing = [name for name in common if not is_same_view(name)]
+    full = dict.fromkeys(name for name in differing if _is_full(left, name) and _is_full(right, name))
+    meter = Meter(sum(left.entries[name].nbytes for name in differing), progress)
+    lock = threading.Lock()
+
+    def add(name: str, one: _Reading, other: _Reading, start: int, stop: int, buffer: Bytes) -> None:
+        """Compare a range of one tensor; the buffer is at least twice as large."""
+        half = len(buffer) // 2 // ALIGNMENT * ALIGNMENT
+        first, second = buffer[: stop - start], buffer[half : half + stop - start]
+        one(start, stop, first)
+        other(start, stop, second)
+        count, largest = _differences(first, second, left.entries[name].dtype, tolerance)
+        with lock:
+            found[name].different += count
+            found[name].largest = max(found[name].largest, largest)
+        meter.add(stop - start)
 
     def task(name: str, start: int, stop: int) -> None:
-        one, other = _run(left, name), _run(right, name)
         with pool.acquire(2 * BLOCK_BYTES) as buffer:
-            comparison.add(found[name], left.entries[name].dtype, one, other, start, stop, buffer)
+            add(name, _reading(left, name, pool), _reading(right, name, pool), start, stop, buffer)
 
     tasks = (
         functools.partial(task, name, start, stop)
-        for name in whole
+        for name in full
         for start, stop in grid(0, left.entries[name].nbytes, BLOCK_BYTES)
     )
     parallel.run(tasks, _threads(left, right, common, threads, pool))
-    for name in (n for n in differing if not (_is_whole(left, n) and _is_whole(right, n))):
+    for name in (name for name in differing if name not in full):
         # For a range that cuts blocks, the reader also holds the full blocks: short ranges, one at a time.
         buffer = np.empty(2 * _CUT_BYTES, np.uint8)
         one, other = _reading(left, name, pool), _reading(right, name, pool)
         for start, stop in grid(0, left.entries[name].nbytes, _CUT_BYTES):
-            comparison.add(found[name], left.entries[name].dtype, one, other, start, stop, buffer)
+            add(name, one, other, start, stop, buffer)
     return list(found.values())
 
 
-class _Comparison:
-    """Adds up the differences that many threads find."""
-
-    def __init__(self, tolerance: Tolerance, meter: Meter) -> None:
-        self._tolerance = tolerance
-        self._meter = meter
-        self._lock = threading.Lock()
-
-    def add(
-        self, found: TensorDiff, dtype: DType, left: _Reading, right: _Reading, start: int, stop: int, buffer: Bytes
-    ) -> None:
-        """Compare a range of one tensor; the buffer is at least twice as large."""
-        half = len(buffer) // 2 // ALIGNMENT * ALIGNMENT
-        one, other = buffer[: stop - start], buffer[half : half + stop - start]
-        left(start, stop, one)
-        right(start, stop, other)
-        count, largest = differences(one, other, dtype, self._tolerance)
-        with self._lock:
-            found.different += count
-            found.largest = max(found.largest, largest)
-        self._meter.add(stop - start)
-
-
-def _same_view(left: Reader, right: Reader, name: str, compared: Container[str]) -> bool:
-    """Return whether both have the same view of a stored tensor that is compared itself."""
-    a, b = left.flat.aliases.get(name), right.flat.aliases.get(name)
-    return a is not None and a == b and a.of in compared
-
-
-def _is_whole(reader: Reader, name: str) -> bool:
+def _is_full(reader: Reader, name: str) -> bool:
     alias = reader.flat.aliases.get(name)
     return alias is None or alias.is_full(reader.flat.leaves[alias.of].shape)
 
 
-def _stored(reader: Reader, name: str) -> str:
-    alias = reader.flat.aliases.get(name)
-    return name if alias is None else alias.of
-
-
-def _run(reader: Reader, name: str) -> _Reading:
-    """Return a function that reads a tensor that is contiguous in a stored tensor."""
-    run = contiguous_in(reader, name)
-    assert run is not None
-    stored, offset = run
-    return lambda start, stop, out: reader.read(stored, offset + start, offset + stop, out)
-
-
 def _reading(reader: Reader, name: str, pool: BufferPool) -> _Reading:
     """Return a function that reads any tensor; for a strided view, the stored tensor is loaded first."""
-    if contiguous_in(reader, name) is not None:
-        return _run(reader, name)
+    place = contiguous_in(reader, name)
+    if place is not None:
+        stored, offset = place
+        return lambda start, stop, out: reader.read(stored, offset + start, offset + stop, out)
     kind: LeafKind = "tensor" if reader.entries[name].dtype.has_torch else "ndarray"
     if min(reader.flat.aliases[name].strides, default=0) < 0:
         kind = "ndarray"
@@ -149,8 +141,66 @@ def _reading(reader: Reader, name: str, pool: BufferPool) -> _Reading:
 def _threads(left: Reader, right: Reader, names: list[str], wanted: int, pool: BufferPool) -> int:
     # Both ranges, and what a reader needs in addition: a full block and its stored bytes, if its blocks are larger.
     block_bytes = max(
-        (reader.block_bytes(_stored(reader, name)) for reader in (left, right) for name in names), default=BLOCK_BYTES
+        (reader.block_bytes(reader.entries[name].alias_of or name) for reader in (left, right) for name in names),
+        default=BLOCK_BYTES,
     )
     more = max(left.buffers, right.buffers) - 2
     beside = thread_bytes(block_bytes, buffers=more + (1 if block_bytes <= BLOCK_BYTES else 2))
     return pool.threads(wanted, thread_bytes(BLOCK_BYTES, buffers=2) + beside)
+
+
+def _differences(one: Bytes, other: Bytes, dtype: DType, tolerance: Tolerance) -> tuple[int, float]:
+    """Return how many elements differ, and the largest absolute difference, infinite for NaN against a number."""
+    count, largest = 0, 0.0
+    step = _PIECE * dtype.itemsize
+    for start in range(0, len(one), step):
+        a, b = one[start : start + step], other[start : start + step]
+        if not np.array_equal(a, b):
+            found = _of_piece(a, b, dtype, tolerance)
+            count, largest = count + found[0], max(largest, found[1])
+    return count, largest
+
+
+def _of_piece(one: Bytes, other: Bytes, dtype: DType, tolerance: Tolerance) -> tuple[int, float]:
+    width = dtype.itemsize
+    if width == 16:
+        unlike = (one.view(np.uint64) != other.view(np.uint64)).reshape(-1, 2).any(axis=1)
+    else:
+        unlike = one.view(f"u{width}") != other.view(f"u{width}")
+    places = np.flatnonzero(unlike)
+    if width == 8 and dtype.kind in ("int", "uint"):
+        distance, size = _of_long_integers(one.view(dtype.numpy)[places], other.view(dtype.numpy)[places])
+    else:
+        distance, size = _of_numbers(_numbers(one, dtype, places), _numbers(other, dtype, places))
+    if tolerance.exact:
+        return len(places), float(distance.max())
+    with np.errstate(all="ignore"):
+        beyond = ~(distance <= tolerance.atol + tolerance.rtol * size)
+    return int(beyond.sum()), float(distance.max())
+
+
+def _of_long_integers(x: Any, y: Any) -> tuple[Any, Any]:
+    """Return |x - y| and |y| as float64. The subtraction is exact: float64 has no integers beyond 2**53."""
+    # Modulo 2**64 the difference of the larger and the smaller is exact, whatever the signs.
+    distance = np.maximum(x, y).view(np.uint64) - np.minimum(x, y).view(np.uint64)
+    return distance.astype(np.float64), np.abs(y.astype(np.float64))
+
+
+def _of_numbers(x: Any, y: Any) -> tuple[Any, Any]:
+    with np.errstate(all="ignore"):
+        distance = np.abs(x - y)
+        nan = np.isnan(x) & np.isnan(y)
+        distance[np.isnan(distance) & ~nan] = np.inf
+        distance[(x == y) | nan] = 0.0
+        return distance, np.abs(y)
+
+
+def _numbers(data: Bytes, dtype: DType, places: np.ndarray[Any, np.dtype[np.intp]]) -> Any:
+    """Return the elements at some places as float64 (complex128 for complex ones)."""
+    if dtype.has_numpy:
+        picked = data.view(dtype.numpy)[places]
+        return picked.astype(np.complex128 if dtype.kind == "complex" else np.float64)
+    if dtype.kind == "complex":
+        halves = data.view(np.float16).reshape(-1, 2)[places].astype(np.float64)
+        return halves[:, 0] + 1j * halves[:, 1]
+    return data[places].astype(np.float64)

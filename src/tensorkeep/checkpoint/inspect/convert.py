@@ -53,28 +53,18 @@ def convert(
         The path of the new checkpoint; missing parent folders are created.
     to : str
         The format to write: ``"native"``, ``"torch"``, ``"safetensors"``, or a plug-in's.
-    compression : str, optional
-        ``"none"`` (the default), ``"lossless"``, ``"auto"``, or the name of a codec.
     select : str or list of str, optional
         Globs on the names of tensors; only these are converted.
-    overwrite : bool
-        Replace an existing checkpoint of the format ``to``.
     drop_metadata : bool
         Leave out the user's metadata, for formats that cannot store it.
     verify : bool
         Check every block that is read against its checksum, where the format has any.
     format : str, optional
         The format of the source; found by looking at the files by default.
-    progress : callable, optional
-        Called with (bytes done, bytes in all), from the writing threads, one call at a time.
-    threads : int, optional
-        Threads that read and write; twice the cores, between 2 and 8, by default.
     memory_budget : int or str, optional
         Limit in bytes for all buffers of reading and writing together; 256 MiB by default.
-    settings : path-like or mapping, optional
-        A settings file with a table ``[save]``, or the content of that table; see `tensorkeep.save`.
-    **options
-        Options of the written format; see `tensorkeep.save`.
+    compression, overwrite, progress, threads, settings, **options : optional
+        For the new checkpoint, the same as those of `tensorkeep.save`.
 
     Returns
     -------
@@ -109,7 +99,6 @@ def convert(
         format=to,
         compression=compression,
         overwrite=overwrite,
-        metadata=None,
         progress=progress,
         threads=threads,
         memory_budget=memory_budget,

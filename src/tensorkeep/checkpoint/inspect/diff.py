@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, checked_path, thread_count
 from tensorkeep.checkpoint.finding import open_reader
-from tensorkeep.checkpoint.inspect.comparing import TensorDiff, compare
-from tensorkeep.checkpoint.inspect.differences import Tolerance
+from tensorkeep.checkpoint.inspect.comparing import TensorDiff, Tolerance, compare
 from tensorkeep.errors import PathLike
 from tensorkeep.formats.base import OpenSettings, Reader
 from tensorkeep.io.buffers import DEFAULT_BUDGET
 from tensorkeep.io.parallel import Progress
 from tensorkeep.state import names
-from tensorkeep.state.dtypes import DType
 from tensorkeep.state.tree import plain_values
 
 __all__ = ["DiffReport", "Mismatch", "TensorDiff", "diff"]
@@ -135,16 +132,21 @@ def diff(
     """
     tolerance = Tolerance(atol, rtol)
     count = thread_count(threads)
-    with budget_pool(memory_budget) as pool, _open_both(a, b, OpenSettings(verify=verify, pool=pool)) as (left, right):
+    settings = OpenSettings(verify=verify, pool=budget_pool(memory_budget))
+    with (
+        settings.pool as pool,
+        open_reader(checked_path(a), settings) as left,
+        open_reader(checked_path(b), settings) as right,
+    ):
         first, second = _chosen(left, right, select)
         common = [name for name in first if name in right.entries and name in second]
-        reshaped = [_mismatch(left, right, n, "shape") for n in common if _attribute(left, right, n, "shape")]
-        moved = {mismatch.name for mismatch in reshaped}
-        retyped = [
-            _mismatch(left, right, n, "dtype") for n in common if n not in moved and _attribute(left, right, n, "dtype")
-        ]
-        moved |= {mismatch.name for mismatch in retyped}
-        found = compare(left, right, [n for n in common if n not in moved], tolerance, count, pool, progress)
+        shapes = {n: (left.entries[n].shape, right.entries[n].shape) for n in common}
+        reshaped = [Mismatch(n, list(one), list(other)) for n, (one, other) in shapes.items() if one != other]
+        common = [n for n, (one, other) in shapes.items() if one == other]
+        dtypes = {n: (left.entries[n].dtype, right.entries[n].dtype) for n in common}
+        retyped = [Mismatch(n, one.name, other.name) for n, (one, other) in dtypes.items() if one != other]
+        common = [n for n, (one, other) in dtypes.items() if one == other]
+        found = compare(left, right, common, tolerance, count, pool, progress)
         changed = sorted((d for d in found if d.different), key=lambda d: (-d.share, d.name))
         values = _values(left, right) if select is None else []
         added = [name for name in second if name not in left.entries]
@@ -163,27 +165,12 @@ def diff(
         )
 
 
-@contextmanager
-def _open_both(a: PathLike, b: PathLike, settings: OpenSettings) -> Iterator[tuple[Reader, Reader]]:
-    with open_reader(checked_path(a), settings) as left, open_reader(checked_path(b), settings) as right:
-        yield left, right
-
-
 def _chosen(left: Reader, right: Reader, select: str | Iterable[str] | None) -> tuple[dict[str, None], dict[str, None]]:
     if select is None:
         return dict.fromkeys(left.entries), dict.fromkeys(right.entries)
     wanted = set(names.select([*left.entries, *right.entries], select))
     first, second = (dict.fromkeys(n for n in reader.entries if n in wanted) for reader in (left, right))
     return first, second
-
-
-def _attribute(left: Reader, right: Reader, name: str, attribute: str) -> bool:
-    return bool(getattr(left.entries[name], attribute) != getattr(right.entries[name], attribute))
-
-
-def _mismatch(left: Reader, right: Reader, name: str, attribute: str) -> Mismatch:
-    shown = [getattr(reader.entries[name], attribute) for reader in (left, right)]
-    return Mismatch(name, *(value.name if isinstance(value, DType) else list(value) for value in shown))
 
 
 def _values(left: Reader, right: Reader) -> list[Mismatch]:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, checked_path
 from tensorkeep.checkpoint.finding import open_reader
-from tensorkeep.checkpoint.inspect.verify import VerifyReport, verify_open
-from tensorkeep.checkpoint.load.load import load_open
-from tensorkeep.checkpoint.load.views import contiguous_in, fill, strided_view
+from tensorkeep.checkpoint.load.load import LoadRequest, load_open
+from tensorkeep.checkpoint.load.ranges import contiguous_in, fill, strided_view
+from tensorkeep.checkpoint.load.verify import VerifyReport, verify_open
 from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.formats.base import OpenSettings, Reader
 from tensorkeep.io.buffers import DEFAULT_BUDGET, BufferPool
@@ -137,7 +137,7 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
         Checksums and the memory budget are those of `tensorkeep.open`.
         """
         reader, pool = self._open()
-        return load_open(reader, pool, into=into, select=select, device=device, progress=progress, threads=threads)
+        return load_open(reader, pool, LoadRequest(into, select, device, progress, threads))
 
     def close(self) -> None:
         """Close the files; lazy tensors can then not be read. A second call does nothing."""
@@ -215,7 +215,10 @@ class LazyTensor:
         if contiguous_in(reader, self.name) is None:
             return strided_view(reader, self.name, self._kind, pool).array[places]
         low, high, first = self._row_range(places)
-        return self._rows(low, high)[(*first, *places[1:])]
+        shape = (high - low, *self.shape[1:]) if self.shape else ()
+        leaf = Leaf(self.name, self._kind, self._dtype, allocate(self._kind, self._dtype, shape))
+        fill(reader, self.name, leaf, pool, start=low * prod(self.shape[1:]) * self._dtype.itemsize)
+        return leaf.array[(*first, *places[1:])]
 
     def _row_range(self, places: tuple[Any, ...]) -> tuple[int, int, tuple[Any, ...]]:
         """Return the range of rows to read, and the first index relative to it."""
@@ -260,10 +263,3 @@ class LazyTensor:
             )
         fill(reader, self.name, leaf, pool)
         return out
-
-    def _rows(self, low: int, high: int) -> Array:
-        reader, pool = self._checkpoint._open()
-        shape = (high - low, *self.shape[1:]) if self.shape else ()
-        leaf = Leaf(self.name, self._kind, self._dtype, allocate(self._kind, self._dtype, shape))
-        fill(reader, self.name, leaf, pool, start=low * prod(self.shape[1:]) * self._dtype.itemsize)
-        return leaf.array

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, check_device, checked_path, thread_count
@@ -18,6 +19,17 @@ from tensorkeep.state.tree import prune, state_leaves, unflatten
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """The arguments that all ways to load a state have; see `load`."""
+
+    into: Any = None
+    select: str | Iterable[str] | None = None
+    device: torch.device | str | None = None
+    progress: Progress | None = None
+    threads: int | None = None
 
 
 def load(
@@ -100,41 +112,30 @@ def load(
     """
     settings = OpenSettings(verify=verify, page_cache=page_cache, pool=budget_pool(memory_budget))
     with settings.pool as pool, open_reader(checked_path(path), settings, format) as reader:
-        return load_open(reader, pool, into=into, select=select, device=device, progress=progress, threads=threads)
+        return load_open(reader, pool, LoadRequest(into, select, device, progress, threads))
 
 
-def load_open(
-    reader: Reader,
-    pool: BufferPool,
-    *,
-    into: Any = None,
-    select: str | Iterable[str] | None = None,
-    device: torch.device | str | None = None,
-    progress: Progress | None = None,
-    threads: int | None = None,
-) -> Any:
+def load_open(reader: Reader, pool: BufferPool, request: LoadRequest) -> Any:
     """Load from an open checkpoint; see `load`."""
+    into, select, device = request.into, request.select, request.device
     if into is not None and device is not None:
         raise UsageError(
             "`into` and `device` exclude each other", remedy="leave out `device`: tensors in `into` keep their devices"
         )
-    count = thread_count(threads)
+    threads = thread_count(request.threads)
     check_device(device)
     chosen = list(reader.entries) if select is None else names.select(reader.entries, select)
     skeleton = reader.flat.skeleton if select is None else prune(reader.flat.skeleton, set(chosen))
     given = {} if into is None else match_targets(state_leaves(into), reader, chosen, partial=select is not None)
     plan = LoadPlan(reader, chosen, given, device)
-    plan.read(count, pool, progress)
+    plan.read(threads, pool, request.progress)
     return rebuild(reader, skeleton, plan.values(), as_given=into is not None)
 
 
 def rebuild(reader: Reader, skeleton: object, values: Mapping[str, Any], *, as_given: bool) -> Any:
     """Return the state that a skeleton describes, with these values for its tensors; see `unflatten`.
 
-    Raises
-    ------
-    CorruptCheckpointError
-        If a value of the skeleton cannot be rebuilt.
+    Raises CorruptCheckpointError if a value of the skeleton cannot be rebuilt.
     """
     try:
         return unflatten(skeleton, values, as_is=as_given, path=reader.path)

@@ -7,9 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from tensorkeep.checkpoint.load.ranges import read_all
+from tensorkeep.checkpoint.load.ranges import contiguous_in, copy_range, fill, read_all
 from tensorkeep.checkpoint.load.targets import Target
-from tensorkeep.checkpoint.load.views import contiguous_in, copy_range, fill
 from tensorkeep.errors import OutOfMemoryError
 from tensorkeep.formats.base import Reader
 from tensorkeep.io.buffers import BufferPool
@@ -24,18 +23,10 @@ if TYPE_CHECKING:
 
 
 class LoadPlan:
-    """The memory that each wanted tensor is loaded into, and the reading into it.
+    """The memory that each of the ``chosen`` tensors is loaded into, and the reading into it.
 
-    Stored tensors are read in parallel; views with memory of their own are filled afterwards.
-
-    Parameters
-    ----------
-    chosen : list of str
-        The wanted names.
-    given : mapping of str to Target
-        The tensors that are filled in place.
-    device : torch.device or str, optional
-        The device of new tensors.
+    Those in ``given`` are filled in place; others get new memory on ``device``. Stored tensors are read in parallel;
+    views with memory of their own are filled afterwards.
     """
 
     def __init__(

@@ -1,15 +1,19 @@
-"""Reading many tensors in parallel, cut into ranges: the engine of `load` and `verify`."""
+"""Reading tensors in ranges: many in parallel, or one, stored itself or a view of a stored tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
+from tensorkeep.errors import CorruptCheckpointError
 from tensorkeep.formats.base import BLOCK_BYTES, Reader, thread_bytes
 from tensorkeep.io import parallel
 from tensorkeep.io.buffers import BufferPool
 from tensorkeep.io.parallel import Meter, Progress
-from tensorkeep.state.leaf import Leaf
+from tensorkeep.state.aliases import make_view
+from tensorkeep.state.leaf import Leaf, LeafKind, allocate
+
+_COPY_BYTES = 4 * 1024**2
 
 Range = tuple[str, int, int]
 """A tensor's name and a range of its raw bytes."""
@@ -25,17 +29,10 @@ def read_all(
     on_error: Callable[[Exception], None] | None = None,
     extent: Callable[[str], int] | None = None,
 ) -> None:
-    """Read stored tensors in parallel.
+    """Read stored tensors in parallel into their destinations; with None a tensor is checked and discarded.
 
-    Parameters
-    ----------
-    destinations : mapping of str to (Leaf or None)
-        What each tensor is read into; None checks it and discards it.
-    on_error : callable, optional
-        Called with the error of a range that cannot be read, after which the others are still read. Without it the
-        first error is raised.
-    extent : callable, optional
-        Returns how many bytes of a tensor to read, from its start; all of them by default.
+    ``on_error`` is called with the error of a range that cannot be read, after which the others are still read; without
+    it the first error is raised. ``extent`` returns how many bytes of a tensor to read from its start, instead of all.
     """
     sizes = {name: extent(name) if extent else reader.flat.leaves[name].nbytes for name in destinations}
     host_bytes = {name: None if leaf is None else leaf.host_bytes() for name, leaf in destinations.items()}
@@ -95,3 +92,54 @@ def _grouped(ranges: Iterable[Range]) -> Iterator[list[Range]]:
         size += nbytes
     if group:
         yield group
+
+
+def contiguous_in(reader: Reader, name: str) -> tuple[str, int] | None:
+    """Return the stored tensor that a tensor lies in and the byte at which it begins there.
+
+    None for a view that is not contiguous: a transposed tensor, a column, an expanded row.
+    """
+    alias = reader.flat.aliases.get(name)
+    if alias is None:
+        return name, 0
+    return (alias.of, alias.offset_elements * reader.entries[name].dtype.itemsize) if alias.is_contiguous else None
+
+
+def fill(reader: Reader, name: str, leaf: Leaf, pool: BufferPool, *, start: int = 0) -> None:
+    """Fill a leaf with the bytes of a tensor from ``start`` on, a multiple of the item size, in this thread.
+
+    For a view that is not contiguous, the full stored tensor is loaded, and ``start`` is 0.
+    """
+    place = contiguous_in(reader, name)
+    if place is None:
+        copy_range(strided_view(reader, name, "tensor" if leaf.is_torch else "ndarray", pool), 0, leaf, pool)
+        return
+    stored, offset = place
+    host = leaf.host_bytes()
+    first = offset + start
+    for begin, end in grid(first, first + leaf.nbytes, reader.block_bytes(stored)):
+        if host is not None:
+            reader.read(stored, begin, end, host[begin - first : end - first])
+        else:
+            with pool.acquire(end - begin) as buffer:
+                reader.read(stored, begin, end, buffer[: end - begin])
+                leaf.write(begin - first, end - first, buffer[: end - begin])
+
+
+def strided_view(reader: Reader, name: str, kind: LeafKind, pool: BufferPool) -> Leaf:
+    """Return a view that is not contiguous, having loaded the stored tensor into new memory."""
+    alias, entry = reader.flat.aliases[name], reader.entries[name]
+    base = Leaf(alias.of, kind, entry.dtype, allocate(kind, entry.dtype, reader.flat.leaves[alias.of].shape))
+    fill(reader, alias.of, base, pool)
+    try:
+        return Leaf(name, kind, entry.dtype, make_view(base.array, alias))
+    except (ValueError, TypeError, OverflowError) as error:
+        raise CorruptCheckpointError(f"the view cannot be made ({error})", path=reader.path, name=name) from error
+
+
+def copy_range(source: Leaf, start: int, target: Leaf, pool: BufferPool) -> None:
+    """Fill a leaf from the bytes of another one from ``start`` on, 4 MiB at a time."""
+    for begin, end in grid(0, target.nbytes, _COPY_BYTES):
+        with pool.acquire(end - begin) as buffer:
+            source.read(start + begin, start + end, buffer[: end - begin])
+            target.write(begin, end, buffer[: end - begin])

@@ -18,16 +18,9 @@ _REMEDY = "load without `into`, or `select` the tensors that both have"
 
 
 class Target(NamedTuple):
-    """A tensor or array of the given state that is loaded.
+    """A tensor or array of the given state that is loaded: its memory, and the caller's object.
 
-    Attributes
-    ----------
-    leaf : Leaf
-        Its memory.
-    value : torch.Tensor or numpy.ndarray
-        The caller's object.
-    fills : bool
-        Whether bytes are read into it; False if it is a view of another target.
+    Bytes are read into it if it ``fills``; otherwise it is a view of another target.
     """
 
     leaf: Leaf
@@ -39,16 +32,8 @@ class Target(NamedTuple):
 class Differences:
     """Names of tensors by how the given state does not fit a checkpoint.
 
-    Attributes
-    ----------
-    missing : list of str
-        Only in the state.
-    extra : list of str
-        Only in the checkpoint.
-    different : dict of str to str
-        In both, with the difference in dtype, shape or library in words.
-    unwritable : list of str
-        In both, but not writable in place.
+    They are only in the state (``missing``), only in the checkpoint (``extra``), or in both, but ``different`` in
+    dtype, shape or library, which is said in words, or not writable in place.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -80,21 +65,9 @@ class Differences:
 def match_targets(
     given: Mapping[str, StateLeaf], reader: Reader, chosen: list[str], *, partial: bool
 ) -> dict[str, Target]:
-    """Return where each of the chosen tensors goes.
+    """Return where each of the chosen tensors goes; StateMismatchError if the given leaves do not fit.
 
-    Parameters
-    ----------
-    given : mapping of str to StateLeaf
-        All leaves of the state.
-    chosen : list of str
-        Names of the checkpoint.
-    partial : bool
-        Whether the state may hold other tensors as well.
-
-    Raises
-    ------
-    StateMismatchError
-        If they do not fit.
+    ``partial`` allows the state to hold other tensors as well.
     """
     differences = compare(given, reader, chosen, partial=partial)
     if differences:

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tensorkeep.checkpoint.arguments import MemorySize, checked_path
+from tensorkeep.checkpoint.load.load import LoadRequest
 from tensorkeep.checkpoint.manager.folder import StepFolder
 from tensorkeep.checkpoint.manager.retention import Keep, KeepBest, keep_rule, unwanted
 from tensorkeep.checkpoint.manager.steps import Step, StepListing, checked_metrics, is_damaged, list_steps, step_number
@@ -54,8 +55,6 @@ class CheckpointManager:
         is durable; the last one never is.
     save_when : SaveWhen, optional
         The rule that `due` asks.
-    compression : str, optional
-        ``"none"`` (the default), ``"lossless"``, ``"auto"``, or the name of a codec; see `tensorkeep.save`.
     incremental : bool or "delta"
         Write only the blocks that have changed since the previous step and hard-link the files of the others; with
         ``"delta"`` also store changed blocks as differences where that is smaller (``compression="lossless"``).
@@ -66,10 +65,8 @@ class CheckpointManager:
         already. ``"replace"`` takes memory for a second copy.
     memory_budget : int or str, optional
         Limit in bytes for all copies and buffers together, which are kept between saves; see `tensorkeep.save_async`.
-    threads, progress : optional
-        As for `tensorkeep.save`.
-    settings : path-like or mapping, optional
-        A settings file with a table ``[save]``, or the content of that table; see `tensorkeep.save`. It is read once.
+    compression, threads, progress, settings : optional
+        The same as those of `tensorkeep.save`. A settings file is read once.
 
     Raises
     ------
@@ -125,12 +122,15 @@ class CheckpointManager:
         copies = copies_of(when_busy)
         self._budget = checked_budget(memory_budget, copies=copies, delta=delta, background=asynchronous)
         self._queue = SaveQueue(when_busy, self._budget)
-        self._arguments: dict[str, Any] = {
-            "compression": "lossless" if delta else compression,
-            "threads": threads,
-            "progress": progress,
-            "settings": read_settings(settings),
-        }
+        self._request = partial(
+            check_request,
+            format="native",
+            compression="lossless" if delta else compression,
+            threads=threads,
+            progress=progress,
+            settings=read_settings(settings),
+            copy=True,
+        )
         self._base: Path | None = None  # the step that the next incremental save builds on
         self._damaged: set[Path] = set()
 
@@ -185,18 +185,8 @@ class CheckpointManager:
             overwrite = overwrite or (os.path.lexists(path) and (path in self._damaged or is_damaged(path)))
             self._folder.check_free(step, overwrite=overwrite, stacklevel=2)
             options = {"incremental": True, "base": self._find_base, "delta": self._incremental == "delta"}
-            request = check_request(
-                path,
-                format="native",
-                overwrite=overwrite,
-                metadata=None,
-                memory_budget=None,
-                options=options if self._incremental else {},
-                step=record,
-                copy=True,
-                started=started,
-                **self._arguments,
-            )
+            options = options if self._incremental else {}
+            request = self._request(path, overwrite=overwrite, options=options, step=record, started=started)
             flat = flat_state(expand(state))
             on_durable = partial(self._note_saved, path, step)
             prepare = partial(begin_save, flat, request, copy=self._asynchronous, on_durable=on_durable)
@@ -287,14 +277,14 @@ class CheckpointManager:
             refuses its state later.
         """
         self._queue.drain()
-        arguments = {"into": into, "select": select, "device": device, "threads": threads, "progress": progress}
+        request = LoadRequest(into, select, device, progress, threads)
         if step is not None:
-            return self._restore(self._folder.path_of(step), arguments)
+            return self._restore(self._folder.path_of(step), request)
         first_error: CorruptCheckpointError | None = None
         for found in self._folder.newest_first(stacklevel=2):
             path = Path(found.path)
             try:
-                return self._restore(path, arguments)
+                return self._restore(path, request)
             except CorruptCheckpointError as error:
                 first_error = first_error or error
                 self._damaged.add(path)
@@ -306,9 +296,9 @@ class CheckpointManager:
             "holds no step", path=self.root, remedy="check the folder, or start from the beginning"
         )
 
-    def _restore(self, path: Path, arguments: Mapping[str, Any]) -> Any:
-        state = restore_state(path, **arguments, memory_budget=self._budget)
-        if arguments["select"] is None:
+    def _restore(self, path: Path, request: LoadRequest) -> Any:
+        state = restore_state(path, request, memory_budget=self._budget)
+        if request.select is None:
             self._base = path
         return state
 

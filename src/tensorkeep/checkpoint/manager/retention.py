@@ -250,15 +250,9 @@ def keep_rule(
 def unwanted(rule: Keep, steps: Sequence[Step], protect: Collection[int] = ()) -> list[Step]:
     """Return the steps to delete: those that a rule does not keep, except for the last one.
 
-    Parameters
-    ----------
-    rule : Keep
-    steps : sequence of Step
-        All complete steps, by number.
-    protect : collection of int
-        Steps that were just saved, which are kept as well. The rule is also asked about the steps up to each of them:
-        a run that went back from step 1000 to step 500 has its last two, 600 and 700, beside the last two of all, 900
-        and 1000, until it overtakes those.
+    Steps that were just saved are protected. The rule is also asked about the steps up to each of them: a run that went
+    back from step 1000 to step 500 has its last two, 600 and 700, beside the last two of all, 900 and 1000, until it
+    overtakes those.
     """
     kept = rule.wanted(steps).union(protect)
     for number in protect:
@@ -273,11 +267,6 @@ def run_times(steps: Sequence[Step]) -> list[float]:
     time of so many training steps, the median over all pairs of neighbours. Then the clock was changed, or the run was
     stopped, and the usual time is used instead. So a wrong clock never makes a step much older than it is. If a run
     becomes slower, steps seem younger until the slow pairs are in the majority.
-
-    Parameters
-    ----------
-    steps : sequence of Step
-        By number.
     """
     gaps = [(after.saved_at - before.saved_at, after.number - before.number) for before, after in pairwise(steps)]
     paces = sorted(seconds / count for seconds, count in gaps if seconds > 0)

@@ -60,15 +60,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class StepListing:
-    """The steps of a folder.
-
-    Attributes
-    ----------
-    steps : list of Step
-        The complete steps, by number.
-    broken : mapping of int to TensorkeepError
-        By number, what is wrong with the others: incomplete, damaged, or not a checkpoint.
-    """
+    """The complete steps of a folder, by number, and for the others what is wrong with each."""
 
     steps: list[Step]
     broken: Mapping[int, TensorkeepError]
@@ -77,10 +69,7 @@ class StepListing:
 def step_number(number: SupportsIndex, root: PathLike | None = None) -> int:
     """Return the number of a step as an int; integers of numpy and torch are accepted.
 
-    Raises
-    ------
-    UsageError
-        If it is negative, not an integer, or has more than 18 digits.
+    Raises UsageError if it is negative, not an integer, or has more than 18 digits.
     """
     try:
         found = -1 if isinstance(number, bool) else operator.index(number)
@@ -97,25 +86,13 @@ def step_path(root: PathLike, number: SupportsIndex) -> Path:
 
 
 def numbers_in(root: PathLike) -> list[int]:
-    """Return the numbers of the names of steps in a folder, in order; an empty list if the folder does not exist.
-
-    Raises
-    ------
-    StoreError
-        If the folder cannot be read.
-    """
+    """Return the numbers of the names of steps in a folder, in order; an empty list if the folder does not exist."""
     found = (match for name in names_in(Path(root)) if (match := _NAME.fullmatch(name)))
     return sorted(int(match[1]) for match in found if f"step-{int(match[1]):06d}" == match[0])
 
 
 def read_step(root: PathLike, number: int) -> Step:
-    """Return a step by its manifest, having checked that its files exist and have the right sizes.
-
-    Raises
-    ------
-    NotACheckpointError, CorruptCheckpointError, UnsupportedError, StoreError
-        If it is not a complete step.
-    """
+    """Return a step by its manifest, having checked that its files exist and have the right sizes."""
     path = step_path(root, number)
     record, nbytes, own = summarise(path)
     saved_at = record.saved_at if record else _modified_at(path)
@@ -144,13 +121,7 @@ def is_damaged(path: Path) -> bool:
 
 
 def list_steps(root: PathLike) -> StepListing:
-    """Look at every step of a folder; no tensor is read.
-
-    Raises
-    ------
-    StoreError
-        If the folder cannot be read.
-    """
+    """Look at every step of a folder; no tensor is read."""
     steps: list[Step] = []
     broken: dict[int, TensorkeepError] = {}
     for number in numbers_in(root):
@@ -166,10 +137,7 @@ def list_steps(root: PathLike) -> StepListing:
 def checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, Any]:
     """Return metrics as a `StepRecord` stores them: numbers, and the texts "nan", "inf" and "-inf".
 
-    Raises
-    ------
-    UsageError
-        If one is not a number, or its name is not text.
+    Raises UsageError if one is not a number, or its name is not text.
     """
     found: dict[str, Any] = {}
     for name, value in (metrics or {}).items():
@@ -187,14 +155,8 @@ def checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, Any]:
 def check_removable(path: Path) -> None:
     """Check that deleting a path deletes a step and nothing else.
 
-    Raises
-    ------
-    UsageError
-        If it holds files that do not belong to the step.
-    NotACheckpointError
-        If it is not a step: another file or folder of that name, a link, or a step that has lost its manifest.
-    StoreError
-        If the operating system refuses to look.
+    Raises UsageError if it holds files that do not belong to the step; NotACheckpointError if it is not a step: another
+    file or folder of that name, a link, or a step that has lost its manifest.
     """
     try:
         if path.is_symlink() or not is_native(path):
@@ -217,13 +179,7 @@ def check_removable(path: Path) -> None:
 
 
 def remove_step(path: Path) -> None:
-    """Delete a step, complete or damaged; nothing happens if it is gone already.
-
-    Raises
-    ------
-    UsageError, NotACheckpointError, StoreError
-        As `check_removable`; or if the operating system refuses.
-    """
+    """Delete a step, complete or damaged; raise as `check_removable`. Nothing happens if it is gone already."""
     if not os.path.lexists(path):
         return
     check_removable(path)

@@ -18,14 +18,8 @@ from tensorkeep.state.names import Path
 class KeyComparison:
     """Which keys of a state and of a checkpoint differ, and the objects that are in both.
 
-    Attributes
-    ----------
-    missing, extra : list of Path
-        Keys that only the state has, and that only the checkpoint has.
-    different : dict of Path to str
-        Keys with values of different kinds, in words.
-    objects : dict of Path to (StatefulObject, nested state)
-        The objects, including those in the states of others, each with its saved state.
+    ``missing`` are only in the state, ``extra`` only in the checkpoint; ``different`` have values of different kinds,
+    which it describes. ``objects``, including those in the states of others, have their saved states beside them.
     """
 
     missing: list[Path] = field(default_factory=list)

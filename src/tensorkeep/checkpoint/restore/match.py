@@ -8,12 +8,13 @@ from typing import Any
 
 from tensorkeep.checkpoint.load.load import rebuild
 from tensorkeep.checkpoint.load.targets import Target, compare, difference_of, match_targets, sharing_conflict_of
-from tensorkeep.checkpoint.restore.containers import is_below, paths_to
+from tensorkeep.checkpoint.restore.containers import is_below, items, paths_to
 from tensorkeep.checkpoint.restore.keys import compare_keys
 from tensorkeep.checkpoint.restore.object_checks import SavedTensor, has_check, is_module, refusals
-from tensorkeep.checkpoint.restore.selection import select_tensors
 from tensorkeep.checkpoint.restore.stateful import StatefulObject, unwrap_states
+from tensorkeep.errors import UsageError
 from tensorkeep.formats.base import Reader
+from tensorkeep.state import names
 from tensorkeep.state.names import Path, display
 from tensorkeep.state.tree import StateLeaf, state_leaves
 
@@ -35,19 +36,12 @@ class _MatchedObject:
 
 
 class StateMatch:
-    """How a training state fits a checkpoint.
+    """How a training state, with objects wrapped by `wrap_objects`, fits a checkpoint.
 
     The tensors of a module, and those outside of objects, must match exactly. Other objects may still be empty, as a
     new optimizer is, and take what was saved; tensors that they have must be of the saved shape, unless the object
-    checks that itself. Numpy scalars are values and come back as they were saved.
-
-    Parameters
-    ----------
-    reader : Reader
-    state : nested state
-        With wrapped objects; see `wrap_objects`.
-    select : str or list of str, optional
-        What is wanted; the state may then have other keys than the checkpoint.
+    checks that itself. Numpy scalars are values and come back as they were saved. With ``select`` the state may have
+    other keys than the checkpoint.
 
     Attributes
     ----------
@@ -58,11 +52,6 @@ class StateMatch:
         The wanted tensors that are loaded into new memory.
     unselected : set of Path
         The objects of which nothing is wanted.
-
-    Raises
-    ------
-    UsageError
-        If a pattern matches nothing, or some but not all tensors of an object other than a module.
     """
 
     def __init__(self, reader: Reader, state: Any, select: str | Iterable[str] | None) -> None:
@@ -82,7 +71,7 @@ class StateMatch:
         self._different: dict[str, str] = {}
         self._replaced: set[str] = set()  # given tensors that are not filled
         self.new: set[str] = set()
-        self.chosen, self.unselected = select_tensors(select, self._saved_paths, self._keys.objects)
+        self.chosen, self.unselected = _select_tensors(select, self._saved_paths, self._keys.objects)
         self._assign_to_objects()
         self._check_objects()
 
@@ -145,13 +134,7 @@ class StateMatch:
         return leaf.writable and difference_of(leaf, self._reader, name) is None
 
     def targets(self) -> dict[str, Target]:
-        """Return what is filled in place.
-
-        Raises
-        ------
-        StateMismatchError
-            If the state does not fit; up to five tensors of each kind are named.
-        """
+        """Return what is filled in place; StateMismatchError names up to five misfits of each kind."""
         self._check()
         while (owner := self._owner_of_conflict()) is not None:
             self.new |= owner.wanted
@@ -216,3 +199,47 @@ def _is_extra_state(keys: Path, path: Path) -> bool:
     """Return whether keys lead to the result of a module's ``get_extra_state``, which may have any shape."""
     key = keys[len(path)] if len(keys) > len(path) else None
     return isinstance(key, str) and (key == _EXTRA_STATE or key.endswith(f".{_EXTRA_STATE}"))
+
+
+def _select_tensors(
+    patterns: str | Iterable[str] | None,
+    tensors: Mapping[str, Path],
+    objects: Mapping[Path, tuple[StatefulObject, Any]],
+) -> tuple[list[str], set[Path]]:
+    """Return the names of the selected tensors, and the objects of which nothing is selected.
+
+    Objects without tensors are selected by their keys or those of the values in their states.
+    Raises UsageError if a pattern matches nothing, or some but not all tensors of an object other than a module.
+    """
+    if patterns is None:
+        return list(tensors), set()
+    own_names = {path: _names(path, saved, tensors) for path, (_, saved) in objects.items()}
+    candidates = dict.fromkeys([*tensors, *(name for found in own_names.values() for name in found)])
+    selected = set(names.select(candidates, patterns))
+    unselected: set[Path] = set()
+    complete: set[Path] = set()
+    for path, (stateful, _) in objects.items():
+        if is_below(path, complete | unselected):
+            continue
+        if not own_names[path] & selected:
+            unselected.add(path)
+        elif not is_module(stateful.value):
+            complete.add(path)
+            if not own_names[path] & tensors.keys() <= selected:
+                raise UsageError(
+                    f"only some tensors of the {type(stateful.value).__name__} at {display(path)!r} are selected",
+                    remedy="select all or none of them",
+                )
+    return [name for name in tensors if name in selected], unselected
+
+
+def _names(path: Path, saved: Any, tensors: Mapping[str, Path]) -> set[str]:
+    """Return the names of an object's tensors; if it has none, its own name and those of the values in its state."""
+    found = {name for name, keys in tensors.items() if keys[: len(path)] == path}
+    return found or {display(path), *_value_names(saved, path)}
+
+
+def _value_names(state: Any, path: Path) -> Iterable[str]:
+    for key, item in items(state) or []:
+        yield display((*path, key))
+        yield from _value_names(item, (*path, key))

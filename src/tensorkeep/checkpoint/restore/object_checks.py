@@ -49,13 +49,7 @@ def has_check(value: object) -> bool:
 
 
 def refusals(value: Any, saved: Any) -> Iterator[tuple[Path, str]]:
-    """Yield what an object would refuse: the keys in its state, and the reason in words.
-
-    Parameters
-    ----------
-    saved : nested state
-        Its saved state, with `SavedTensor` for tensors.
-    """
+    """Yield what an object would refuse of its saved state: the keys in it, and the reason in words."""
     torch = sys.modules.get("torch")
     if has_check(value):
         yield from _by_its_check(value.check_state_dict, saved)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tensorkeep.checkpoint.arguments import budget_pool, check_device, thread_count
 from tensorkeep.checkpoint.finding import open_reader
-from tensorkeep.checkpoint.load.load import load, rebuild
+from tensorkeep.checkpoint.load.load import LoadRequest, load_open, rebuild
 from tensorkeep.checkpoint.load.plan import LoadPlan
 from tensorkeep.checkpoint.restore.containers import is_below, value_at
 from tensorkeep.checkpoint.restore.match import StateMatch
@@ -23,85 +23,43 @@ from tensorkeep.io.parallel import Progress
 from tensorkeep.state import names
 from tensorkeep.state.tree import prune, state_leaves
 
-if TYPE_CHECKING:
-    import torch
 
+def restore_state(path: Path, request: LoadRequest, *, memory_budget: int | None = None) -> Any:
+    """Load a native checkpoint, into tensors and objects if they are given; see `CheckpointManager.restore`.
 
-def restore_state(
-    path: Path,
-    *,
-    into: Any,
-    select: str | Iterable[str] | None = None,
-    device: torch.device | str | None,
-    threads: int | None,
-    progress: Progress | None,
-    memory_budget: int | None = None,
-) -> Any:
-    """Load a checkpoint, into tensors and objects if they are given.
+    First everything is compared. An object with a ``check_state_dict(state)`` is given its saved state, with tensors
+    that have a shape and a dtype but no data. Then the objects of which no tensor is filled in place (schedulers,
+    scalers, a new optimizer) are loaded; if one refuses, all of them get their previous states back. Only then are the
+    tensors of modules and of the other objects overwritten.
 
-    First everything is compared. Then the objects of which no tensor is filled in place (schedulers, scalers, a new
-    optimizer) are loaded; if one refuses, all of them get their previous states back. Only then are the tensors of
-    modules and of the other objects overwritten.
-
-    Parameters
-    ----------
-    into : nested state, optional
-        Tensors, arrays and objects with a ``load_state_dict()``, under the keys of the checkpoint. Plain values may be
-        anything: the saved ones are returned. An object with a ``check_state_dict(state)`` is asked before anything
-        is touched: it is given its saved state, with tensors that have a shape and a dtype but no data, and raises an
-        error to refuse it. The tensors of other objects must have the saved shapes, as far as they exist already.
-    select : str or list of str, optional
-        Globs on the names of tensors, and of objects without tensors (``"scheduler"``, ``"scheduler.*"``); only these
-        are restored. ``into`` may then have other keys, which are left as they are, and lack some. Some tensors of a
-        module may be selected, of other objects all or none. Plain values are returned as they were saved.
-    device : torch.device or str, optional
-        Where new tensors go.
-    memory_budget : int, optional
-        Limit in bytes for all buffers together.
-
-    Returns
-    -------
-    state
-        As it was saved, with the objects, tensors and arrays that were given; with ``select`` without what was not
-        selected, as `tensorkeep.load` returns it.
-
-    Raises
-    ------
-    StateMismatchError
-        If ``into`` does not fit; nothing was touched. An object that is loaded after the tensors may still refuse its
-        state; the message then adds that the tensors are overwritten already.
-    CorruptCheckpointError
-        If a byte is not what was written. Tensors and objects may then be partly overwritten; restoring another step
-        of the same state replaces all of them.
-    UsageError
-        If a pattern matches nothing, or some but not all tensors of an object other than a module.
+    Raises StateMismatchError if ``into`` does not fit; its message says whether tensors are overwritten already.
     """
     budget = DEFAULT_BUDGET if memory_budget is None else memory_budget
-    if into is None:
-        return load(path, select=select, device=device, threads=threads, progress=progress, memory_budget=budget)
-    count = thread_count(threads)
-    check_device(device)
+    if request.into is None:
+        settings = OpenSettings(pool=budget_pool(budget))
+        with settings.pool as pool, open_reader(path, settings) as reader:
+            return load_open(reader, pool, request)
+    threads = thread_count(request.threads)
+    check_device(request.device)
     with budget_pool(budget) as pool, open_reader(path, OpenSettings(pool=pool), "native") as reader:
-        return _Restoring(reader, into, select, device).run(count, pool, progress)
+        return _Restoring(reader, request).run(threads, pool, request.progress)
 
 
 class _Restoring:
     """A state that is known to fit the checkpoint that it is restored from."""
 
-    def __init__(
-        self, reader: Reader, into: Any, select: str | Iterable[str] | None, device: torch.device | str | None
-    ) -> None:
+    def __init__(self, reader: Reader, request: LoadRequest) -> None:
         self._reader = reader
-        self._partial = select is not None
-        self._state = wrap_objects(into)
-        self._match = StateMatch(reader, self._state, select)
+        self._partial = request.select is not None
+        self._state = wrap_objects(request.into)
+        self._match = StateMatch(reader, self._state, request.select)
         targets = self._match.targets()
         self._first = self._match.loaded_first()
         self._done = set(self._match.unselected)  # objects that are loaded already, or not at all
         first_names = set[str]().union(*self._first.values())
         chosen = self._match.chosen
-        self._first_plan = LoadPlan(reader, [name for name in chosen if name in first_names], {}, device)
-        self._plan = LoadPlan(reader, [name for name in chosen if name not in first_names], targets, device)
+        self._first_plan = LoadPlan(reader, [name for name in chosen if name in first_names], {}, request.device)
+        self._plan = LoadPlan(reader, [name for name in chosen if name not in first_names], targets, request.device)
 
     def run(self, threads: int, pool: BufferPool, progress: Progress | None) -> Any:
         """Restore; return the state."""

@@ -18,15 +18,7 @@ from tensorkeep.state.tree import MAX_DEPTH
 
 @dataclass(frozen=True, slots=True)
 class StatefulObject:
-    """An object of a training state, together with its own state.
-
-    Attributes
-    ----------
-    value : object
-        It has a ``state_dict()`` and a ``load_state_dict()``.
-    state : nested state
-        What its ``state_dict()`` returned; objects in it are wrapped as well.
-    """
+    """An object of a training state, and what its ``state_dict()`` returned, in which objects are wrapped as well."""
 
     value: Any
     state: Any
@@ -43,13 +35,7 @@ def is_stateful(value: object) -> bool:
 
 
 def wrap_objects(state: Any, path: Path = (), *, depth: int = 0) -> Any:
-    """Return a state in which a `StatefulObject` stands for each object; all else is the same.
-
-    Raises
-    ------
-    UnsupportedLeafError
-        If it is nested too deeply.
-    """
+    """Return a state in which a `StatefulObject` stands for each object; UnsupportedLeafError if nested too deeply."""
     stateful = is_stateful(state)
     found = None if stateful else items(state)
     if not stateful and found is None:
@@ -74,13 +60,7 @@ def unwrap_states(state: Any) -> Any:
 
 
 def expand(state: Any) -> Any:
-    """Return a state in which each object is replaced by what its ``state_dict()`` returns.
-
-    Raises
-    ------
-    UnsupportedLeafError
-        If it is nested too deeply.
-    """
+    """Return a state in which each object is replaced by its ``state_dict()``; raise as `wrap_objects`."""
     return unwrap_states(wrap_objects(state))
 
 

@@ -6,14 +6,12 @@ destination is written. `Rates.seconds` predicts the duration of both saves, and
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tensorkeep.checkpoint.forking import reset_in_child
 from tensorkeep.checkpoint.save.trial import Rates, measure, nearest_folder
 from tensorkeep.errors import StoreError
 from tensorkeep.formats.base import StoredLeaf, WriteSettings
@@ -35,22 +33,9 @@ FRESH = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The chosen compression, and why.
+    """The chosen compression, the reason in words, and if rates were measured, these and the predicted seconds.
 
-    Attributes
-    ----------
-    compression : str
-        ``"none"`` or ``"lossless"``.
-    reason : str
-        A sentence with the predictions.
-    rates : Rates or None
-        The measured rates; None if nothing was measured.
-    seconds : dict of str to float, or None
-        The predicted seconds by compression; None if nothing was measured.
-    again : bool
-        Whether the rates are those of an earlier save of this process.
-    measuring_seconds : float
-        How long the decision took.
+    ``again`` is set if the rates are those of an earlier save of this process.
     """
 
     compression: str
@@ -59,10 +44,6 @@ class Decision:
     seconds: dict[str, float] | None = None
     again: bool = False
     measuring_seconds: float = 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the decision as plain values."""
-        return asdict(self)
 
 
 Measure = Callable[[Flat[Source], Path, WriteSettings], Rates]
@@ -76,30 +57,10 @@ def decide(
     measure: Measure = measure,
     clock: Callable[[], float] = time.monotonic,
 ) -> Decision:
-    """Decide between ``"none"`` and ``"lossless"``.
+    """Decide between ``"none"`` and ``"lossless"``; a temporary file beside the destination is written and removed.
 
-    Parameters
-    ----------
-    flat : Flat
-        The state.
-    destination : Path
-        Where it will be saved; a temporary file beside it is written and removed.
-    settings : WriteSettings
-        The settings of the save; its option ``direct_io`` is used.
-    measure : callable
-        Returns the rates.
-    clock : callable
-        Returns seconds, to know how old a measurement is.
-
-    Returns
-    -------
-    Decision
-        ``"none"`` for small states, and if the destination cannot be written: the save then raises the error.
-
-    Raises
-    ------
-    DestinationExistsError
-        As the save itself would.
+    The result is ``"none"`` for small states, and if the destination cannot be written: the save then raises the error.
+    If something is there already, DestinationExistsError is raised as by the save.
     """
     if isinstance(settings.options, NativeOptions) and settings.options.delta:
         return Decision("lossless", "differences are stored compressed")
@@ -108,16 +69,20 @@ def decide(
         return Decision("none", f"nothing is measured below {format_bytes(SMALLEST)}")
     begin = clock()
     key = _kind(flat, destination, settings)
-    rates = _known.get(key, begin)
-    again = rates is not None
-    if rates is None:
+    measured, rates = _known.get(key, (0.0, None)) if key is not None else (0.0, None)
+    again = rates is not None and begin - measured < FRESH
+    if rates is None or not again:
         try:
             rates = measure(flat, destination, settings)
         except StoreError as error:
             return Decision(
                 "none", f"the disk could not be measured: {error.message}", measuring_seconds=clock() - begin
             )
-        _known.put(key, rates, clock())
+        if key is not None:
+            _known.pop(key, None)
+            _known[key] = clock(), rates
+            for oldest in list(_known)[:-_MOST_KNOWN]:
+                _known.pop(oldest, None)
     seconds = rates.seconds(nbytes)
     taken, other = sorted(seconds, key=lambda name: (seconds[name], name != "none"))
     reason = f"{taken} is predicted to take {seconds[taken]:.3f} s, {other} {seconds[other]:.3f} s"
@@ -134,7 +99,7 @@ def resolve(
     if settings.compression != "auto" or format not in FORMATS:
         return settings, None
     decision = decide(flat, destination, settings, measure=measure)
-    return replace(settings, compression=decision.compression), decision.as_dict()
+    return replace(settings, compression=decision.compression), asdict(decision)
 
 
 _Key = tuple[object, ...]
@@ -155,33 +120,9 @@ def _kind(flat: Flat[Source], destination: Path, settings: WriteSettings) -> _Ke
     return device, direct, threads, stored, len(flat.leaves), tuple(sorted(sizes.items()))
 
 
-class _KnownRates:
-    """The rates that this process has measured: a training run saves the same state again and again."""
+_MOST_KNOWN = 64
+_known: dict[_Key, tuple[float, Rates]] = {}
+"""The rates that this process has measured, and when: a training run saves the same state again and again.
 
-    _MOST = 64
-
-    def __init__(self) -> None:
-        self.forget()
-        # A child that is forked while another thread holds the lock would deadlock.
-        reset_in_child(self, _KnownRates.forget)
-
-    def forget(self) -> None:
-        self._lock = threading.Lock()
-        self._rates: dict[_Key, tuple[float, Rates]] = {}
-
-    def get(self, key: _Key | None, now: float) -> Rates | None:
-        with self._lock:
-            measured, rates = self._rates.get(key, (0.0, None)) if key is not None else (0.0, None)
-        return rates if rates is not None and now - measured < FRESH else None
-
-    def put(self, key: _Key | None, rates: Rates, now: float) -> None:
-        if key is None:
-            return
-        with self._lock:
-            self._rates.pop(key, None)
-            self._rates[key] = (now, rates)
-            while len(self._rates) > self._MOST:
-                del self._rates[next(iter(self._rates))]
-
-
-_known = _KnownRates()
+Its operations are atomic, so that no lock is needed, which another thread might hold when the process is forked.
+"""

@@ -35,18 +35,8 @@ _BY_SUFFIX = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch"}
 class SaveRequest:
     """The checked arguments of one save, with the settings file applied.
 
-    Attributes
-    ----------
-    path : path-like
-    format : str
-    write : WriteSettings
-        Its pool is set by `begin_save`; its compression may still be ``"auto"``.
-    memory_budget : int, str or None
-        None for the default of this kind of save.
-    settings_from : str or None
-        The settings file, if at least one of its values is used.
-    started : float
-        ``time.perf_counter()`` at the caller's call.
+    ``write`` lacks its pool, and its compression may still be ``"auto"``. ``started`` is ``time.perf_counter()`` at the
+    caller's call.
     """
 
     path: PathLike
@@ -60,69 +50,49 @@ class SaveRequest:
 def check_request(
     path: PathLike,
     *,
-    format: str | None,
-    compression: str | None,
-    overwrite: bool,
-    metadata: dict[str, Any] | None,
-    progress: Progress | None,
-    threads: int | None,
-    memory_budget: MemorySize | None,
-    settings: SettingsSource | None,
     options: Mapping[str, Any],
+    format: str | None = None,
+    compression: str | None = None,
+    overwrite: bool = False,
+    metadata: dict[str, Any] | None = None,
+    progress: Progress | None = None,
+    threads: int | None = None,
+    memory_budget: MemorySize | None = None,
+    settings: SettingsSource | None = None,
     step: StepRecord | None = None,
     copy: bool = False,
     started: float | None = None,
 ) -> SaveRequest:
     """Check the arguments of a save, and take what they leave open from the settings; see `tensorkeep.save`.
 
-    Parameters
-    ----------
-    step : StepRecord, optional
-        The step of a training run that is saved.
-    copy : bool
-        Whether the state is copied first. The memory budget of the settings is then not used: it was measured for
-        the buffers of a save without a copy.
-    started : float, optional
-        ``time.perf_counter()`` at the caller's call; now by default.
-
-    Raises
-    ------
-    UsageError
-        If an argument or a setting is wrong.
-    StoreError
-        If the settings file cannot be read.
+    With ``copy`` the state is copied first. The memory budget of the settings is then not used: it was measured for the
+    buffers of a save without a copy.
     """
     started = time.perf_counter() if started is None else started
     checked_path(path)
     format = format or _BY_SUFFIX.get(Path(path).suffix.lower(), "native")
-    given = {"compression": compression, "threads": threads, "memory_budget": memory_budget}
-    given["direct_io"] = options.get("direct_io")
+    given = {**options, "compression": compression, "threads": threads, "memory_budget": memory_budget}
     table = read_settings(settings)
-    used = {key: value for key, value in table.values_for(format).items() if given[key] is None}
+    used = {key: value for key, value in table.values_for(format).items() if given.get(key) is None}
     if copy:
         used.pop("memory_budget", None)
     taken = {**given, **used}
-    given_options = {**options, **({"direct_io": used["direct_io"]} if "direct_io" in used else {})}
+    if "direct_io" in used:
+        options = {**options, "direct_io": used["direct_io"]}
     write = WriteSettings(
         overwrite=overwrite,
         metadata=_checked_metadata(metadata or {}),
         compression=taken["compression"] or "none",
         threads=thread_count(taken["threads"]),
         progress=progress,
-        options=get_format(format).parse_options(given_options),
+        options=get_format(format).parse_options(options),
         step=step,
     )
     return SaveRequest(path, format, write, taken["memory_budget"], table.path if used else None, started)
 
 
 def flat_state(state: object) -> Flat[Leaf]:
-    """Return a state taken apart into leaves that other threads may read now.
-
-    Raises
-    ------
-    UnsupportedLeafError
-        If a value cannot be saved.
-    """
+    """Return a state taken apart into leaves that other threads may read now; raise as `flatten`."""
     flat = flatten(state)
     cuda.wait_for_caller(flat.leaves.values())
     return flat
@@ -138,21 +108,9 @@ def begin_save(
 ) -> SaveJob:
     """Return a save that is ready to run; nothing is copied or written yet.
 
-    Parameters
-    ----------
-    flat : Flat
-        The state: from `flat_state`, or of another checkpoint.
-    memory : SaveMemory
-        What the buffers come from; it must stay open until the save is over.
-    copy : bool
-        Whether the state will be copied, so that the caller need not wait for the writing.
-    on_durable : callable, optional
-        Called when the checkpoint is durable, by the thread that writes; its error becomes that of the save.
-
-    Raises
-    ------
-    DestinationExistsError, UnsupportedError, UsageError
-        As `tensorkeep.save`.
+    ``memory`` must stay open until the save is over. With ``copy`` the state will be copied, so that the caller need
+    not wait for the writing. ``on_durable`` is called when the checkpoint is durable, by the thread that writes; its
+    error becomes that of the save.
     """
     path, settings = Path(request.path), request.write
     if not settings.overwrite and os.path.lexists(path):

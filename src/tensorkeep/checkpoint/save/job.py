@@ -27,30 +27,8 @@ class SaveJob:
     """A save whose arguments are checked; made by `begin_save`.
 
     Either `run` is called, in the caller's thread. Or `copy` is, in the caller's thread, and `write` and `finish`, in
-    another one, after it or at the same time.
-
-    Parameters
-    ----------
-    path : str
-    write : StagedWrite
-        The format's half of the work.
-    make_report : callable
-    memory : SaveMemory
-    started : float
-        ``time.perf_counter()`` at the caller's call.
-    copied : bool
-        Whether `copy` is never called, because the caller waits for the writing.
-    fits : bool
-        Whether the buffers can hold the whole state; otherwise it is copied while it is written.
-    on_durable : callable, optional
-        Called when the checkpoint is durable; its error becomes that of the save.
-
-    Attributes
-    ----------
-    thread : threading.Thread or None
-        The thread that writes.
-    process : int
-        The process that began it; a forked child cannot wait for it.
+    another one, after it or at the same time. If ``fits`` is False, the buffers cannot hold the whole state, and it is
+    copied while it is written. A forked child cannot wait for the save: ``process`` is the one that began it.
     """
 
     def __init__(

@@ -20,11 +20,8 @@ _SLIGHTLY_LARGER = 1.25
 class SaveMemory:
     """Two pools of buffers, kept from one save to the next: memory that was touched before is filled much faster.
 
-    Parameters
-    ----------
-    budget : int, optional
-        Limit in bytes for both together. By default what a state needs, but at most half of the memory that is
-        available at the first save.
+    ``budget`` limits both together. Without it they have what a state needs, but at most half of the memory that is
+    available at the first save.
     """
 
     def __init__(self, budget: int | None = None) -> None:
@@ -96,22 +93,10 @@ def pool_budget(budget: MemorySize | None) -> int | None:
 def checked_budget(
     budget: MemorySize | None, *, copies: int = 1, delta: bool = False, background: bool = True
 ) -> int | None:
-    """Return a memory budget in bytes, or None.
+    """Return a memory budget in bytes, or None; UsageError if it is too small for one writing thread.
 
-    Parameters
-    ----------
-    budget : int or str, optional
-    copies : int
-        How many copies of a state share it.
-    delta : bool
-        Whether differences may be computed.
-    background : bool
-        Whether the state is copied first.
-
-    Raises
-    ------
-    UsageError
-        If it is too small for one writing thread.
+    ``copies`` of a state share it. ``delta`` means that differences may be computed, ``background`` that it is copied
+    first.
     """
     parsed = pool_budget(budget)
     if parsed is None:

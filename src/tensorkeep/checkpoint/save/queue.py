@@ -28,17 +28,10 @@ Prepare = Callable[[SaveMemory], SaveJob]
 class SaveQueue:
     """The saves of one manager, or the only one of `tensorkeep.save_async`, and their memory.
 
-    Saves are added by one thread at a time: see `one_at_a_time`.
-
-    Parameters
-    ----------
-    when_busy : str
-        ``"wait"``: a save waits until the one before is over. ``"replace"``: it is copied and queued, in place of the
-        one that is queued already; if memory cannot hold a second copy, it waits.
-    budget : int, optional
-        Bytes; with ``"replace"`` each of the two copies has half of it.
-    keep_buffers : bool
-        Whether the next save uses the same buffers; otherwise they are freed after each.
+    Saves are added by one thread at a time: see `one_at_a_time`. With ``"wait"`` a save waits until the one before is
+    over. With ``"replace"`` it is copied and queued, in place of the one that is queued already; if memory cannot hold
+    a second copy, it waits. Each copy then has half of the budget. Without ``keep_buffers`` they are freed after each
+    save.
     """
 
     def __init__(self, when_busy: WhenBusy, budget: int | None, *, keep_buffers: bool = True) -> None:
@@ -193,13 +186,7 @@ class SaveQueue:
 
 
 def copies_of(when_busy: str) -> int:
-    """Return how many copies of a state there can be at once.
-
-    Raises
-    ------
-    UsageError
-        If ``when_busy`` is neither ``"wait"`` nor ``"replace"``.
-    """
+    """Return how many copies of a state there can be at once; UsageError for an unknown ``when_busy``."""
     copies = {"wait": 1, "replace": 2}
     if when_busy not in copies:
         raise UsageError(f"when_busy is {when_busy!r}", remedy='give "wait" or "replace"')

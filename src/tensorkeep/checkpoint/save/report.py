@@ -14,36 +14,27 @@ class SaveReport(WriteResult):
 
     Attributes
     ----------
-    path : str
-        Where the checkpoint is.
-    format, compression : str
+    path, format, compression : str
         As written, also where they were inferred or chosen by measuring.
-    state_bytes : int
-        Raw bytes of the tensors; shared storage counts once.
-    stored_bytes : int
-        Bytes on disk of all files of the checkpoint.
-    seconds : float
+    state_bytes, tensors : int
+        Raw bytes of the tensors, where shared storage counts once, and how many were stored.
+    stored_bytes, new_bytes : int
+        Bytes on disk of all files of the checkpoint, and of those those that this save wrote; the rest is shared with
+        earlier checkpoints.
+    seconds, durable_seconds : float
         From the call until the checkpoint was durable and visible.
     stall_seconds : float
         How long the caller was blocked: all of it, except for `tensorkeep.save_async`.
-    durable_seconds : float
-        The same as ``seconds``, under the name that the benchmark uses.
     peak_buffer_bytes : int
         The peak of host buffer memory of this save.
     direct_io : bool
         Whether the page cache was bypassed (``O_DIRECT``); some file systems refuse that.
-    tensors : int
-        How many tensors were stored.
     auto : dict or None
         For ``compression="auto"``: the measured rates, the predictions, and the reason for the choice.
     settings_from : str or None
         The settings file, if at least one of its values was used.
-    new_bytes : int
-        Bytes written by this save; the rest of ``stored_bytes`` is shared with earlier checkpoints.
-    base : str or None
-        The earlier checkpoint that unchanged blocks were taken from.
-    base_refused : str or None
-        Why some or all blocks of it could not be used.
+    base, base_refused : str or None
+        The earlier checkpoint that unchanged blocks were taken from, and why some or all of its blocks were not.
     """
 
     path: str

@@ -136,30 +136,14 @@ def save_async(
     Parameters
     ----------
     state : nested dict, list, tuple of tensors, arrays and plain values
-        As `tensorkeep.save` takes it.
     path : path-like
         The path of the new checkpoint; missing parent folders are created.
-    compression : str, optional
-        ``"none"`` (the default), ``"lossless"``, ``"auto"``, or the name of a codec.
-    format : str, optional
-        The name of a format; by default the path's suffix decides.
-    overwrite : bool
-        Replace an existing checkpoint of the same format. It stays intact until the new one is durable.
-    metadata : dict, optional
-        JSON values of your own, stored beside the state.
-    progress : callable, optional
-        Called with (bytes done, bytes in all), from the writing threads, one call at a time.
-    threads : int, optional
-        Writing threads; twice the cores, between 2 and 8, by default.
     memory_budget : int or str, optional
         Limit in bytes for the copy and all other buffers together, at least 128 MiB. For a larger state the caller
         waits until the last of it is copied; formats other than ``"native"`` refuse it. By default what the state
-        needs, but at most half of the available memory.
-    settings : path-like or mapping, optional
-        A settings file with a table ``[save]``, or the content of that table; see `tensorkeep.save`. Its
-        ``memory_budget`` is not used.
-    **options
-        Options of the format; see `tensorkeep.save`.
+        needs, but at most half of the available memory. That of ``settings`` is not used.
+    compression, format, overwrite, metadata, progress, threads, settings, **options : optional
+        The same as those of `tensorkeep.save`.
 
     Returns
     -------
@@ -198,7 +182,6 @@ def save_async(
         metadata=metadata,
         progress=progress,
         threads=threads,
-        memory_budget=None,
         settings=settings,
         options=options,
         copy=True,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -44,16 +44,8 @@ Clock = Callable[[], float]
 class Rates:
     """Measured rates, in bytes per second of all threads together.
 
-    Attributes
-    ----------
-    gather : float
-        Raw bytes copied and hashed.
-    code : float
-        Raw bytes coded and hashed.
-    share : float
-        Stored bytes per raw byte, if coded.
-    disk : float
-        Bytes written to the destination.
+    ``gather`` counts raw bytes copied and hashed, ``code`` raw bytes coded and hashed, ``disk`` bytes written to the
+    destination. ``share`` is the stored bytes per raw byte, if coded.
     """
 
     gather: float
@@ -76,27 +68,17 @@ class Rates:
 def measure(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Rates:
     """Measure blocks spread over a state, and writing to a temporary file beside the destination, which is removed.
 
-    Parameters
-    ----------
-    flat : Flat
-        With at least one byte.
-    destination : Path
-    settings : WriteSettings
-
-    Raises
-    ------
-    DestinationExistsError, StoreError
-        As a save to this destination would.
+    Raises DestinationExistsError and StoreError as a save to this destination would.
     """
-    pieces = _sample(flat)
+    tasks = _sample(flat)
     # As many as the writer will use with this budget.
     threads = settings.pool.threads(settings.threads, thread_bytes(BLOCK_BYTES, buffers=3))
     # The same temporary as that of a save: the same errors, and the next save removes it if this process is killed.
     with Commit(destination, directory=False, overwrite=settings.overwrite, replaceable=lambda _: True) as commit:
-        disk = _disk_rate(commit.path, pieces, settings, threads)
-    gather = _BlockTrial(pieces, partial(_gather, settings.pool)).rate(threads)
-    coding = _BlockTrial(pieces, partial(_code, settings.pool))
-    return Rates(gather, coding.rate(threads), coding.stored_bytes / coding.raw_bytes, disk)
+        disk = _disk_rate(commit.path, tasks, settings, threads)
+    gather = _run_trial([[partial(_gather, settings.pool, block) for block in task] for task in tasks], threads)
+    code = _run_trial([[partial(_code, settings.pool, block) for block in task] for task in tasks], threads)
+    return Rates(gather.rate, code.rate, code.stored_bytes / code.nbytes, disk)
 
 
 def nearest_folder(destination: Path) -> Path:
@@ -115,55 +97,51 @@ def _sample(flat: Flat[Source]) -> list[list[Block]]:
     return [tasks[place] for place in np.linspace(0, len(tasks) - 1, count).astype(int)]
 
 
-class _BlockTrial:
-    """Work on blocks with many threads until all are done or the time is up.
+@dataclass(slots=True)
+class _Trial:
+    """How much work was done in some seconds."""
 
-    Parameters
-    ----------
-    pieces : sequence of list of Block
-    work : callable
-        Takes a block, and returns the number of bytes that it is stored in.
+    nbytes: int = 0
+    stored_bytes: int = 0
+    seconds: float = 0.0
 
-    Attributes
-    ----------
-    raw_bytes, stored_bytes : int
-        Totals of the blocks that were worked on.
-    """
+    @property
+    def rate(self) -> float:
+        """Bytes per second of all threads together."""
+        return self.nbytes / max(self.seconds, 1e-9)
 
-    def __init__(
-        self, pieces: Sequence[list[Block]], work: Callable[[Block], int], clock: Clock = time.perf_counter
-    ) -> None:
-        self.raw_bytes = self.stored_bytes = 0
-        self._pieces = pieces
-        self._work = work
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._end = 0.0
 
-    def rate(self, threads: int) -> float:
-        """Return raw bytes per second of all threads together; the first block is always done."""
-        begin = self._clock()
-        self._end = begin + PATIENCE
-        parallel.run([partial(self._piece, piece) for piece in self._pieces], threads)
-        return self.raw_bytes / max(self._clock() - begin, 1e-9)
+_Work = Callable[[], tuple[int, int]]
+"""Works on some bytes, and returns how many these are, and how many are stored for them."""
 
-    def _piece(self, piece: list[Block]) -> None:
-        for block in piece:
-            if self.raw_bytes and self._clock() > self._end:
+
+def _run_trial(groups: Iterable[Iterable[_Work]], threads: int, clock: Clock = time.perf_counter) -> _Trial:
+    """Work with many threads until all is done or the time is up; the first work is always done."""
+    trial = _Trial()
+    lock = threading.Lock()
+    begin = clock()
+
+    def run(group: Iterable[_Work]) -> None:
+        for work in group:
+            if trial.nbytes and clock() > begin + PATIENCE:
                 return
-            stored = self._work(block)
-            with self._lock:
-                self.raw_bytes += block.nbytes
-                self.stored_bytes += stored
+            nbytes, stored = work()
+            with lock:
+                trial.nbytes += nbytes
+                trial.stored_bytes += stored
+
+    parallel.run([partial(run, group) for group in groups], threads)
+    trial.seconds = clock() - begin
+    return trial
 
 
-def _gather(pool: BufferPool, block: Block) -> int:
+def _gather(pool: BufferPool, block: Block) -> tuple[int, int]:
     with pool.acquire(block.nbytes) as buffer:
         copy_and_hash(block, buffer[: block.nbytes], new_hasher(wide=False))
-        return block.nbytes
+    return block.nbytes, block.nbytes
 
 
-def _code(pool: BufferPool, block: Block) -> int:
+def _code(pool: BufferPool, block: Block) -> tuple[int, int]:
     coded_bytes = round_up(probe.bound(block.nbytes))
     staging = 0 if block.leaf.source.host_bytes() is not None else block.nbytes
     with pool.acquire(coded_bytes + staging) as buffer:
@@ -171,10 +149,10 @@ def _code(pool: BufferPool, block: Block) -> int:
         length = probe.encode(raw, block.leaf.source.dtype, buffer[:coded_bytes])[1]
         digest(raw)
         digest(buffer[:length])
-    return length
+    return block.nbytes, length
 
 
-def _disk_rate(path: Path, pieces: Sequence[list[Block]], settings: WriteSettings, threads: int) -> float:
+def _disk_rate(path: Path, tasks: Sequence[list[Block]], settings: WriteSettings, threads: int) -> float:
     """Return the bytes per second at which that many threads write a new file."""
     file = DirectFile(path, direct=settings.options_as(BlockFileOptions).direct_io)
     try:
@@ -182,53 +160,39 @@ def _disk_rate(path: Path, pieces: Sequence[list[Block]], settings: WriteSetting
             # Of the size that coding needs, so that the memory is touched before coding is measured.
             size = round_up(probe.bound(BLOCK_BYTES))
             lent = [stack.enter_context(settings.pool.acquire(size)) for _ in range(threads)]
-            contents = [_filled(buffer, pieces[place % len(pieces)]) for place, buffer in enumerate(lent)]
-            return _WriteTrial(file, contents).rate(threads)
+            contents = [_filled(buffer, tasks[place % len(tasks)]) for place, buffer in enumerate(lent)]
+            return _write_rate(file, contents)
     finally:
         file.close()
 
 
-class _WriteTrial:
-    """Write blocks with many threads until a fixed number is written or the time is up."""
+def _write_rate(file: DirectFile, contents: list[Bytes], clock: Clock = time.perf_counter) -> float:
+    """Write blocks with one thread for each content until a fixed number is written or the time is up."""
+    size = _MOST * BLOCK_BYTES
+    free = contents.copy()
 
-    def __init__(self, file: DirectFile, contents: list[Bytes], clock: Clock = time.perf_counter) -> None:
-        self._file = file
-        self._free = contents
-        self._lock = threading.Lock()
-        self._clock = clock
-        self._written = 0
-        self._end = 0.0
-
-    def rate(self, threads: int) -> float:
-        """Return bytes per second; the first block is always written."""
-        size = _MOST * BLOCK_BYTES
-        self._file.preallocate(size)
-        begin = self._clock()
-        self._end = begin + PATIENCE
-        parallel.run([partial(self._write, offset) for offset in range(0, size, _WRITE)], threads)
-        seconds = self._clock() - begin
-        self._file.finish(size)
-        # Data in the page cache is not written yet. The flush after direct writes takes both saves equally long.
-        if not self._file.direct:
-            seconds = self._clock() - begin
-        return self._written / max(seconds, 1e-9)
-
-    def _write(self, offset: int) -> None:
-        if self._written and self._clock() > self._end:
-            return
-        content = self._free.pop()  # there are as many as threads
+    def write(offset: int) -> tuple[int, int]:
+        content = free.pop()  # there are as many as threads
         start = offset % len(content)
-        self._file.write(offset, content[start : start + _WRITE])
-        self._free.append(content)
-        with self._lock:
-            self._written += _WRITE
+        file.write(offset, content[start : start + _WRITE])
+        free.append(content)
+        return _WRITE, _WRITE
+
+    file.preallocate(size)
+    begin = clock()
+    trial = _run_trial([[partial(write, offset)] for offset in range(0, size, _WRITE)], len(contents), clock)
+    file.finish(size)
+    # Data in the page cache is not written yet. The flush after direct writes takes both saves equally long.
+    if not file.direct:
+        trial.seconds = clock() - begin
+    return trial.rate
 
 
-def _filled(buffer: Bytes, piece: list[Block]) -> Bytes:
-    """Fill a buffer with the bytes of a piece, repeatedly: the device may compress what it stores."""
+def _filled(buffer: Bytes, task: list[Block]) -> Bytes:
+    """Fill a buffer with the blocks of a task, repeatedly: the device may compress what it stores."""
     content = buffer[:BLOCK_BYTES]
     used = 0
-    for block in piece:
+    for block in task:
         copy_and_hash(block, content[used : used + block.nbytes], new_hasher(wide=False))
         used += block.nbytes
     for at in range(used, BLOCK_BYTES, used):
