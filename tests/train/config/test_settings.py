@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from pathlib import Path
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 
 from tensorkeep.errors import UsageError
 from tensorkeep.train.config.arguments import given_settings, read_words
-from tensorkeep.train.config.bounds import check_bounds
 from tensorkeep.train.config.config import Config, differences, flat, setting_names
 from tensorkeep.train.config.recipes import RECIPES, get_recipe
 from tensorkeep.train.config.sections import OptimConfig, ScheduleConfig
@@ -88,14 +86,6 @@ NUMBERS = [name for name, value in flat(BASE.as_dict()).items() if isinstance(va
 def test_every_number_is_finite(name: str, value: str) -> None:
     with pytest.raises(UsageError, match=f"{name} is '{value}'"):
         BASE.changed({name: value})
-
-
-def test_bounds_hold_for_the_largest_whole_numbers() -> None:
-    check_bounds("x", 10**400, least=1)
-    with pytest.raises(UsageError, match=r"(?s)x is 1000.*5 or less"):
-        check_bounds("x", 10**400, most=5)
-    with pytest.raises(UsageError, match=r"give a finite number$"):
-        check_bounds("x", math.inf)
 
 
 @pytest.mark.parametrize(

@@ -146,10 +146,6 @@ class Block:
 class Pool:
     """Blocks of CPU memory that are reused for tensors of the same size in bytes.
 
-    Parameters
-    ----------
-    pinned : bool
-
     Attributes
     ----------
     made, taken : int
@@ -215,7 +211,6 @@ class Swapper:
 
     Attributes
     ----------
-    pool : Pool
     out_bytes, back_bytes : int
         Bytes moved so far.
     """

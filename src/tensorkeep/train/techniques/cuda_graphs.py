@@ -101,7 +101,6 @@ class LossGraphs:
 
     Parameters
     ----------
-    loss : callable
     parameters : list of Parameter
         Their gradients are accumulated in buffers, which become their ``grad``.
     inputs, targets : Tensor

@@ -142,7 +142,6 @@ def window_losses(model: GPT, inputs: Tensor, targets: Tensor) -> Tensor:
 
     Parameters
     ----------
-    model : GPT
     inputs, targets : Tensor
         int64, of shape [rows, context length].
     """

@@ -100,7 +100,6 @@ class HostOptimizer(torch.optim.Optimizer):
     ----------
     optimizer : torch.optim.Optimizer
         A new one, for the weights on the device.
-    bucket_bytes : int
 
     Attributes
     ----------

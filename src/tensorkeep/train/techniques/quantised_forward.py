@@ -183,7 +183,6 @@ def to_float8(blocks: nn.Module, *, emulate: bool = False) -> None:
 
     Parameters
     ----------
-    blocks : Module
     emulate : bool
         Compute the matmuls in float32, for chips without float8.
     """

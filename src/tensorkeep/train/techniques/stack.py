@@ -37,10 +37,6 @@ def expanded(names: Iterable[str]) -> list[str]:
 class Stack:
     """Techniques that are on together, in the order in which they are applied.
 
-    Parameters
-    ----------
-    techniques : sequence of Technique
-
     Attributes
     ----------
     proofs : dict of str to Proof
@@ -62,24 +58,15 @@ class Stack:
         settings : mapping
             The settings of each technique, by its name.
 
-        Raises
-        ------
-        UnsupportedError
-            If a name is unknown; the remedy names the nearest one.
-        UsageError
-            If a setting is unknown or out of range, or two techniques conflict.
+        Raises UnsupportedError if a name is unknown; the remedy names the nearest one; UsageError if a setting is
+        unknown or out of range, or two techniques conflict.
         """
         return cls([_build(name, given) for name, given in settings.items()])
 
     def check(self, machine: Machine) -> None:
         """Check that every technique can run on a machine.
 
-        Raises
-        ------
-        MissingExtraError
-            If a package is missing.
-        UnsupportedError
-            If the machine lacks something else.
+        Raises MissingExtraError if a package is missing; UnsupportedError if the machine lacks something else.
         """
         for each in self.techniques:
             lack = each.lacks(machine)
@@ -112,10 +99,7 @@ class Stack:
 
         That is the first step, and later ones for techniques that need an update of the weights.
 
-        Raises
-        ------
-        TechniqueNotActiveError
-            If a technique was not active, or could not be proved in 40 steps.
+        Raises TechniqueNotActiveError if a technique was not active, or could not be proved in 40 steps.
         """
         unproved = [each for each in self.techniques if each.name not in self.proofs]
         if not unproved:

@@ -37,10 +37,7 @@ def shard_batches(run: Run) -> None:
 
     ``loop.batch_size`` is that of all processes together: they compute what one process would.
 
-    Raises
-    ------
-    UsageError
-        If the batch size is not a multiple of the number of processes.
+    Raises UsageError if the batch size is not a multiple of the number of processes.
     """
     world, loop = run.world, run.config.loop
     if loop.batch_size % world.size:

@@ -54,7 +54,6 @@ class ShardLayout:
 
     Parameters
     ----------
-    world : World
     rows : mapping of str to Tensor
         For parameters whose rows are not sharded in their order: int64, the numbers of the rows in the order in which
         the processes have them.
@@ -88,7 +87,6 @@ def use_sharded_parameters(run: Run, before: Mapping[str, nn.Parameter], layout:
         A run whose model has DTensors as parameters.
     before : mapping of str to Parameter
         The parameters that the model was built with, by name.
-    layout : ShardLayout
     """
     now = dict(run.model.named_parameters())
     new = {id(old): now[name] for name, old in before.items()}

@@ -21,11 +21,6 @@ from tensorkeep.train.run.world import World
 class Stages:
     """The blocks of a model, split among the processes of a run; the last process also has the head.
 
-    Parameters
-    ----------
-    model : GPT
-    world : World
-
     Attributes
     ----------
     blocks : range
@@ -123,12 +118,7 @@ class Stages:
 
 
 class StageModule(nn.Module):
-    """The computation of this process in a step, as a module for torch's schedules.
-
-    Parameters
-    ----------
-    stages : Stages
-    """
+    """The computation of this process in a step, as a module for torch's schedules."""
 
     def __init__(self, stages: Stages) -> None:
         super().__init__()
