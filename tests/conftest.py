@@ -1,9 +1,15 @@
-"""Print the number of fault cases of each file at the end of a run."""
+"""The profile of property tests, and the number of fault cases of each file at the end of a run."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import Any
+
+from hypothesis import HealthCheck, settings
+
+# A shared machine is sometimes slow; tests assert nothing about time.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

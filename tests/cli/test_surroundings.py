@@ -107,7 +107,7 @@ class TestPaths:
         before = sorted(first.iterdir())
         for source in (first, tmp_path / "link"):
             assert main(["convert", str(source), str(first / inside), "--to", "native"]) == 2
-            assert "lies inside the source" in capsys.readouterr().err
+            assert "is inside the source" in capsys.readouterr().err
         assert sorted(first.iterdir()) == before
 
     def test_a_file_where_a_folder_is_needed(

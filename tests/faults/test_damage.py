@@ -150,7 +150,7 @@ def test_a_folder_without_a_manifest_is_not_a_native_checkpoint(checkpoint: Path
 @pytest.mark.parametrize("name", ["missing", "missing/deep"])
 def test_a_missing_path_raises_not_found(tmp_path: Path, name: str) -> None:
     for act in (tensorkeep.load, tensorkeep.open, tensorkeep.verify, tensorkeep.info):
-        with pytest.raises(tensorkeep.NotACheckpointError, match="nothing here"):
+        with pytest.raises(tensorkeep.NotACheckpointError, match="does not exist"):
             act(tmp_path / name)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from tensorkeep import CheckpointManager
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plain_loop.py"
-STEPS = 200
+STEPS = 120
 
 
 def start(out: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -269,5 +269,5 @@ def test_special_files_are_refused(tmp_path: Path) -> None:
     for spec in (tmp_path, tmp_path / "pipe.txt", "/dev/null"):
         with pytest.raises(UsageError, match="is not a regular file"):
             read(spec)
-    with pytest.raises(UsageError, match="it holds a NUL"):
+    with pytest.raises(UsageError, match="it contains a NUL"):
         read("a\0b")

@@ -66,7 +66,7 @@ class SaveJob:
         seconds = time.perf_counter() - self._started
         self._copied.wait()
         stall_seconds = seconds if self._stall_seconds is None else self._stall_seconds
-        written = replace(written, peak_buffer_bytes=self.memory.peak_bytes)
+        written = replace(written, peak_buffer_bytes=max(written.peak_buffer_bytes, self.memory.peak_bytes))
         report = self._make_report(written, seconds, stall_seconds)
         if self._on_durable is not None:
             self._on_durable()
