@@ -34,20 +34,20 @@ SECTIONS = {
 
 _HEAD = """# What was measured
 
-One machine, a 2-core virtual one whose host is shared; what it is exactly stands in each result file.
+All figures are of one machine with 2 virtual cores on a shared host; each result file describes it in full.
 `tensorkeep bench checkpoint` and [`benchmarks/measure.sh`](../benchmarks/measure.sh) measure the same on yours. This
 page is made from the files in [`benchmarks/results/`](../benchmarks/results) by `python benchmarks/page.py`.
 
 Every arm runs in a process of its own, in randomised blocks; every load is compared with what was saved, bit for bit;
-*durable* means on the disk when the clock stops, for all alike; *cold* was proved with `mincore`. A gain is how many
-times better than the baseline an arm is, with its 95% interval; rates are medians in bytes of the state. *Helps* and
-*hurts* are said only of differences that are beyond what the baseline differs from itself by (the arm "again") and that
-hold after Holm's correction for their number; with few blocks on a noisy machine that leaves much "within noise".
+*durable* means that the files are on the disk when the clock stops, for every tool; *cold* was verified with `mincore`.
+A gain is the factor by which an arm is better than the baseline, with its 95% interval; rates are medians in bytes of
+the state. A verdict of *helps* or *hurts* needs a difference larger than that of the baseline from itself (the arm
+"again"), significant after Holm's correction; with few blocks on a noisy machine many differences are "within noise".
 """
 
 
 def page() -> str:
-    """Return the page, of the results that are there."""
+    """Return the page, made of the results that exist."""
     parts = [_HEAD]
     for name, title in SECTIONS.items():
         if (RESULTS / f"{name}.json").exists():
@@ -123,7 +123,7 @@ def _by_hand() -> Iterator[str]:
     found: dict[str, Any] = json.loads((RESULTS / "by-hand.json").read_text())
     yield (
         f"`{found['command']}`: the same save, timed by the bench (twice) and by a script of a dozen lines that shares "
-        "no code with it. The harness adds nothing to what it times if the second ratio contains 1, or lies within the "
+        "no code with it. The harness adds no measurable time if the second interval contains 1, or lies within the "
         "first.\n"
     )
     rows = []

@@ -33,15 +33,15 @@ _UNSETTLED = ("within noise", "too few runs")
 
 _HEAD = """# Techniques
 
-Each is a switch of `tensorkeep train` (`--technique NAME`, or a setting of it: `--techniques.NAME.SETTING VALUE`),
-which proves in the first step that it is at work, or ends the run. *Systems*: the losses must not move by more
-than what is stated. *Algorithmic*: they may. `tensorkeep train --list-techniques` says which of them can run
-on your machine, and [`tensorkeep bench training`](../how-to/bench-training.md) what they do there. This
-page is made from the classes and from [`benchmarks/results/`](../../benchmarks/results) by
-`python benchmarks/techniques_page.py`.
+Each technique is a switch of `tensorkeep train` (`--technique NAME`, or a setting: `--techniques.NAME.SETTING VALUE`).
+The first step verifies that the technique is active; otherwise the run ends with an error. A *systems* technique
+changes the losses by no more than its stated tolerance; an *algorithmic* one may change them.
+`tensorkeep train --list-techniques` shows which of them can run on your machine, and
+[`tensorkeep bench training`](../how-to/bench-training.md) measures them there. This page is made from the classes and
+from [`benchmarks/results/`](../../benchmarks/results) by `python benchmarks/techniques_page.py`.
 
-A figure is how many times better than the plain loop, with its 95% interval: more tokens in a second, less memory, a
-lower loss. What is within the noise of the machine says so.
+Each figure is a ratio to the plain loop with its 95% interval; above 1 is better: more tokens per second, less memory,
+a lower loss. Differences within the noise of the machine are marked.
 """
 
 
@@ -82,7 +82,7 @@ def _overview(techniques: list[type[Technique]], measured: list[Results]) -> str
 
 
 def _effects(results: Results, name: str) -> str:
-    """Return what each arm that has this technique alone was seen to do."""
+    """Return the measured effects of the arms that have only this technique."""
     texts = [_effect(results, arm) for arm in results.arms if arm.role == "arm" and _techniques(arm) == {name}]
     return "<br>".join(texts) or "not measured"
 
@@ -120,12 +120,12 @@ def _section(technique: type[Technique], others: list[type[Technique]]) -> str:
 
 
 def _lines(technique: type[Technique], others: list[type[Technique]]) -> Iterator[str]:
-    yield f"It {technique.summary}. To expect: {technique.effect}."
+    yield f"It {technique.summary}. Expected effect: {technique.effect}."
     if technique.kind == "systems":
-        allowed = f"by up to {technique.tolerance:.2%}" if technique.tolerance else "not by a bit"
-        yield f"*Systems*: losses may move {allowed}. Follows {technique.reference}."
+        losses = f"change by at most {technique.tolerance:.2%}" if technique.tolerance else "are bit-identical"
+        yield f"*Systems*: losses {losses}. Follows {technique.reference}."
     else:
-        yield f"*Algorithmic*: losses may move. Follows {technique.reference}."
+        yield f"*Algorithmic*: losses may change. Follows {technique.reference}."
     settings = msgspec.to_builtins(technique.Settings())
     if settings:
         yield "Settings: " + ", ".join(f"`{name} = {_shown(value)}`" for name, value in settings.items()) + "."
@@ -134,9 +134,7 @@ def _lines(technique: type[Technique], others: list[type[Technique]]) -> Iterato
         if technique.name in other.conflicts:
             conflicts.setdefault(other.name, other.conflicts[technique.name])
     if conflicts:
-        yield (
-            "Not together with " + "; ".join(f"`{name}`: {reason}" for name, reason in sorted(conflicts.items())) + "."
-        )
+        yield ("Conflicts with " + "; ".join(f"`{name}`: {reason}" for name, reason in sorted(conflicts.items())) + ".")
 
 
 def _shown(value: object) -> str:

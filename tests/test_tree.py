@@ -1,4 +1,4 @@
-"""The house rules that a reader of the tree relies on."""
+"""Rules of the source tree: import layers, docstrings, public names, error kinds and file names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tensorkeep import errors
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "tensorkeep"
 
-# Who may import whom: a layer imports those before it. `codecs` and `io` are blind to each other.
+# A package may import those with a lower number. `codecs` and `io` must not import each other.
 LAYERS = {
     "errors": 0,
     "units": 0,
@@ -43,12 +43,12 @@ def modules() -> list[Path]:
     return sorted(path for path in SOURCE.rglob("*.py"))
 
 
-def room(path: Path) -> str:
+def package_of(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
-def imported_rooms(path: Path) -> set[str]:
-    """Return the rooms that a module imports, anywhere in it, type checking included."""
+def imported_packages(path: Path) -> set[str]:
+    """Return the packages that a module imports, anywhere in it, type checking included."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -65,19 +65,19 @@ def imported_rooms(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
 def test_imports_point_one_way(path: Path) -> None:
-    own = room(path)
+    own = package_of(path)
     if own in ("__init__", "__main__"):
         return
-    for other in imported_rooms(path) - {own, "__version__"}:
+    for other in imported_packages(path) - {own, "__version__"}:
         assert LAYERS[other] <= LAYERS[own], f"{own} must not import {other}"
-        assert LAYERS[other] < LAYERS[own] or LAYERS[own] == 0, f"{own} and {other} lie side by side"
+        assert LAYERS[other] < LAYERS[own] or LAYERS[own] == 0, f"{own} and {other} are in the same layer"
         assert (own, other) not in BLIND
 
 
 def test_the_import_rule_can_fail(tmp_path: Path) -> None:
     bad = tmp_path / "bad.py"
     bad.write_text("from tensorkeep.checkpoint.save.save import save\nimport tensorkeep.cli.main\n")
-    assert imported_rooms(bad) == {"checkpoint", "cli"}
+    assert imported_packages(bad) == {"checkpoint", "cli"}
 
 
 def test_the_annotated_tree_is_the_tree() -> None:
@@ -95,11 +95,11 @@ def test_the_annotated_tree_is_the_tree() -> None:
         if not name.endswith("/"):
             listed.add("/".join(stack))
     actual = {str(path.relative_to(ROOT)) for path in modules()}
-    assert listed - actual == set(), "listed, but not there"
-    assert actual - listed == set(), "there, but not listed"
+    assert listed - actual == set(), "listed, but missing"
+    assert actual - listed == set(), "not listed"
 
 
-def test_every_module_says_what_it_is_for() -> None:
+def test_every_module_has_a_docstring() -> None:
     for path in modules():
         assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
 
@@ -190,6 +190,6 @@ def test_importing_tensorkeep_imports_neither_torch_nor_numpy() -> None:
     assert out.stdout.strip() == "[]"
 
 
-def test_no_room_is_a_junk_drawer() -> None:
+def test_no_module_is_called_utils_or_helpers() -> None:
     for path in modules():
         assert not {"utils", "helpers", "common", "misc"} & {part.removesuffix(".py") for part in path.parts}

@@ -15,10 +15,10 @@ exception that it resembles as a second base, so that ``except FileNotFoundError
     ├── NotACheckpointError (ValueError)            5  something else is at the path
     │   └── NotFoundError (FileNotFoundError)       5  nothing is at the path
     ├── DestinationExistsError (FileExistsError)    6  choose another path, or ``overwrite=True``
-    └── UnsupportedError (NotImplementedError)      7  cannot be saved or read here; the message says what can be done
+    └── UnsupportedError (NotImplementedError)      7  cannot be saved or read here; the message names a remedy
         ├── UnsupportedLeafError (TypeError)        7  one value of the state cannot be saved
         ├── TechniqueNotActiveError                 7  a training technique was requested and is not active
-        └── MissingExtraError (ImportError)         7  a ``pip install`` away
+        └── MissingExtraError (ImportError)         7  an optional package is not installed
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``save_file`` and ``load_file`` of ``safetensors.torch``: durable, atomic and parallel, for the same files."""
+"""``save_file`` and ``load_file`` of ``safetensors.torch``: durable, atomic and parallel."""
 
 from __future__ import annotations
 

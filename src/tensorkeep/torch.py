@@ -1,4 +1,4 @@
-"""``torch.save`` and ``torch.load`` with torch's signatures: ``import tensorkeep.torch`` and change one line.
+"""``save`` and ``load`` with the signatures of ``torch.save`` and ``torch.load``.
 
 ``torch.load`` opens what `save` writes, which is durable on return and replaces an existing file atomically. `load`
 unpickles no more than ``weights_only=True`` allows, opens every format that Tensorkeep knows, and checks what the

@@ -82,8 +82,8 @@ def _of(*keys: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (_of("experiment", "baseline", value="nobody"), "its baseline 'nobody' is not an arm"),
-        (_of("cells", 0, "arm", value="nobody"), "belongs to 'nobody'"),
+        (_of("experiment", "baseline", value="absent"), "its baseline 'absent' is not an arm"),
+        (_of("cells", 0, "arm", value="absent"), "belongs to 'absent'"),
         (_of("cells", 0, "status", value="fine"), "status"),
         (_of("cells", 0, "figures", value={"save": "fast"}), "figures"),
         (_of("cells", 0, "block", value=-1), "block"),
@@ -93,7 +93,7 @@ def _of(*keys: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
         (_of("arms", 1, "name", value=""), "length >= 1"),
         (_of("arms", 1, "name", value="x" * 201), "length <= 200"),
         (_of("arms", 1, "role", value="baseline"), "two arms have the role"),
-        (_of("arms", 1, "role", value="placebo"), "role"),
+        (_of("arms", 1, "role", value="spare"), "role"),
         (_of("arms", 1, "places", value=[{"kind": "point", "levels": 3}]), "levels"),
         (_of("arms", value=[]), "length >= 1"),
         (_of("arms", value=[{"name": str(number)} for number in range(2001)]), "length <= 2000"),

@@ -62,7 +62,7 @@ class TestStreams:
 
 
 class TestFlagsBeforeTheCommand:
-    def test_they_have_the_same_effect(self, first: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_global_flags_before_the_command_take_effect(self, first: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["--json", "info", str(first)]) == 0
         assert json.loads(capsys.readouterr().out)["format"] == "native"
         assert main(["-q", "ls", str(first)]) == 0
@@ -71,7 +71,7 @@ class TestFlagsBeforeTheCommand:
         assert json.loads(capsys.readouterr().out)["error"]["kind"] == "not-found"
 
     @pytest.mark.parametrize("form", ["-C {}", "--config {}", "--config={}"])
-    def test_the_configuration(self, form: str, first: Path, tmp_path: Path, run_json: Run) -> None:
+    def test_settings_file_is_read(self, form: str, first: Path, tmp_path: Path, run_json: Run) -> None:
         (tmp_path / "few.toml").write_text("[info]\nlargest = 2\n")
         code, document = run_json(*form.format(tmp_path / "few.toml").split(), "info", first)
         assert (code, len(document["largest"])) == (0, 2)
@@ -84,7 +84,9 @@ class TestFlagsBeforeTheCommand:
             (["-C", "x"], "error: no command is given"),
         ],
     )
-    def test_wrong_ones_are_errors(self, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_invalid_flags_are_refused(
+        self, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         assert main(arguments) == 2
         assert capsys.readouterr().err.splitlines()[0] == said
 
@@ -117,7 +119,7 @@ class TestPaths:
         assert main(["convert", str(first), str(tmp_path / "file" / "x"), "--to", "native"]) == 3
         assert "Not a directory" in capsys.readouterr().err
 
-    def test_a_path_that_is_not_text(self, first: Path, tmp_path: Path) -> None:
+    def test_undecodable_path_is_accepted(self, first: Path, tmp_path: Path) -> None:
         strange = tmp_path / os.fsdecode(b"out\xff")
         assert main(["convert", str(first), str(strange), "--to", "native"]) == 0
         assert main(["verify", str(strange)]) == 0

@@ -334,7 +334,7 @@ def test_a_closing_terminal_lets_the_run_save(tmp_path: Path, text: Path) -> Non
     while not (run / "log.jsonl").exists() or len(losses(run)) < 5:
         assert process.poll() is None
         with suppress(BlockingIOError):
-            os.read(ours, 1 << 16)  # what nobody reads would hold the run
+            os.read(ours, 1 << 16)  # a full pipe would block the run
         time.sleep(0.02)
     os.close(ours)
     assert process.wait(timeout=60) == 130

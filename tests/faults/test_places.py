@@ -35,7 +35,7 @@ def test_a_full_disk_is_reported_and_loses_nothing(small_disk: Path, compression
     assert same(tensorkeep.load(small_disk / "ckpt"), STATE)
 
 
-def test_a_read_only_folder(small_disk: Path) -> None:
+def test_a_read_only_folder_is_reported(small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with pytest.raises(tensorkeep.StoreError, match="Read-only file system"):
         tensorkeep.save(STATE, small_disk / "ckpt")
@@ -117,7 +117,7 @@ def test_only_temporaries_of_dead_writers_are_removed(tmp_path: Path) -> None:
     assert names(tmp_path) == ["ckpt"]
 
 
-def test_a_file_where_a_folder_should_be(tmp_path: Path) -> None:
+def test_a_file_in_place_of_a_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(tensorkeep.StoreError):
         tensorkeep.save(STATE, tmp_path / "file" / "ckpt")

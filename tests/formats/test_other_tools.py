@@ -38,14 +38,14 @@ def test_safe_open_reads_every_dtype(tmp_path: Path, model: dict[str, torch.Tens
             assert same(file.get_tensor(name), tensor), name
 
 
-def test_each_part_is_a_set_of_weights_of_its_own(tmp_path: Path, model: dict[str, torch.Tensor]) -> None:
+def test_each_part_is_a_complete_weights_file(tmp_path: Path, model: dict[str, torch.Tensor]) -> None:
     tensorkeep.save({"model": model, "ema": {"w": torch.ones(3)}, "step": 1}, tmp_path / "ckpt")
     assert same(load_file(tmp_path / "ckpt" / "ema.safetensors"), {"w": torch.ones(3)})
     found = load_file(tmp_path / "ckpt" / "model.safetensors")
     assert same({name: found[name] for name in model}, model)
 
 
-def test_a_sharded_index_as_transformers_reads_it(tmp_path: Path, model: dict[str, torch.Tensor]) -> None:
+def test_transformers_reads_the_sharded_index(tmp_path: Path, model: dict[str, torch.Tensor]) -> None:
     tensorkeep.save({"model": model}, tmp_path / "ckpt", shard_bytes=200)
     index = json.loads((tmp_path / "ckpt" / "model.safetensors.index.json").read_text())
     shards = sorted(set(index["weight_map"].values()))
@@ -61,7 +61,7 @@ def test_a_sharded_index_as_transformers_reads_it(tmp_path: Path, model: dict[st
     assert len(found) == len(model)
 
 
-def test_a_compressed_file_is_still_a_safetensors_file(tmp_path: Path) -> None:
+def test_compressed_file_is_a_valid_safetensors_file(tmp_path: Path) -> None:
     weights = torch.randn(300, 200, generator=torch.Generator().manual_seed(0)).bfloat16()
     tensorkeep.save(
         {"w": weights, "noise": torch.randint(0, 255, (999,), dtype=torch.uint8)},
@@ -78,7 +78,7 @@ def test_a_compressed_file_is_still_a_safetensors_file(tmp_path: Path) -> None:
     assert torch.equal(tensorkeep.load(tmp_path / "c" / "model.safetensors")["w"], weights)
 
 
-def test_dtypes_that_safetensors_lacks(tmp_path: Path) -> None:
+def test_dtypes_that_safetensors_lacks_are_stored_as_bytes(tmp_path: Path) -> None:
     state = {"c": torch.randn(3, dtype=torch.complex128), "w": torch.ones(2)}
     tensorkeep.save(state, tmp_path / "ckpt")
     assert same(tensorkeep.load(tmp_path / "ckpt"), state)

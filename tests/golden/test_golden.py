@@ -26,12 +26,12 @@ WHOLE = {"raw", "lossless", "sharded", "zstd", "gzip"}
 CHANGES = {"raw-first", "raw-later", "delta-first", "delta-later"}
 
 
-def test_there_are_golden_checkpoints() -> None:
+def test_golden_checkpoints_exist() -> None:
     assert {path.name for path in GOLDEN} == WHOLE | CHANGES
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_golden(path: Path) -> None:
+def test_golden_checkpoint_loads(path: Path) -> None:
     assert tensorkeep.verify(path).ok
     found = tensorkeep.load(path)
     expected = states.later() if path.name.endswith("-later") else states.state()
@@ -119,7 +119,7 @@ def test_a_written_checkpoint_is_read_without_tensorkeep(tmp_path: Path) -> None
     assert body["skeleton"] == {"dict": {"w": {"tensor": "w"}, "n": 5}}
 
 
-def test_views_of_the_first_manifests_have_keys_of_their_own(tmp_path: Path) -> None:
+def test_views_of_early_manifests_have_separate_keys(tmp_path: Path) -> None:
     """The first manifests did not store the key of a view."""
     tensor = torch.arange(6.0)
     tensorkeep.save({"m": {"m.b": tensor, "b": tensor, "c": tensor[:2]}}, tmp_path / "ckpt")

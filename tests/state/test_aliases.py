@@ -68,7 +68,7 @@ def test_a_tied_module_loads_from_its_state_dict() -> None:
     ],
 )
 @pytest.mark.parametrize("first", [True, False])
-def test_views_inside_a_leaf_are_shared_again(view: Any, first: bool) -> None:
+def test_views_inside_a_leaf_share_memory_after_loading(view: Any, first: bool) -> None:
     base = torch.arange(24.0).reshape(4, 6)
     state = {"base": base, "view": view(base)} if first else {"view": view(base), "base": base}
     flat = flatten(state)
@@ -81,7 +81,7 @@ def test_views_inside_a_leaf_are_shared_again(view: Any, first: bool) -> None:
     assert back["view"].stride() == state["view"].stride()
 
 
-def test_numpy_views_are_shared_again() -> None:
+def test_numpy_views_share_memory_after_loading() -> None:
     base = np.arange(12.0).reshape(3, 4)
     state = {"base": base, "reversed": base[::-1, ::-2], "row": base[1], "column": base[:, 2]}
     flat = flatten(state)

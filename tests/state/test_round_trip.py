@@ -53,7 +53,7 @@ def test_every_state_round_trips(state: Any) -> None:
 
 @slow_data
 @given(strategies.leaves, st.data())
-def test_shared_views_are_shared_again(value: Any, data: st.DataObject) -> None:
+def test_shared_views_share_memory_after_loading(value: Any, data: st.DataObject) -> None:
     twice = [value, value]
     shrink = data.draw(st.booleans())
     if shrink and value.ndim and value.shape[0] and not isinstance(value, np.generic):

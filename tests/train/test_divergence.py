@@ -36,7 +36,7 @@ def test_run_that_skips_too_many_updates_in_a_row_ends_with_an_error(tmp_path: P
 
 
 def test_error_names_the_last_checkpoint_before_the_skipped_updates(tmp_path: Path, data: Path) -> None:
-    config = SKIPPING.changed({"eval.every": 4})  # later losses are no better, so that nothing else is saved
+    config = SKIPPING.changed({"eval.every": 4})  # later losses do not improve, so no other step is saved
     with pytest.raises(DivergedError, match="since step 5") as raised:
         run(config, tmp_path / "my run", data, arrange=partial(poison, steps=range(5, 60)))
     assert (raised.value.remedy or "").endswith(

@@ -1,1 +1,1 @@
-"""The bench: what each way of doing a thing costs on this machine, measured honestly."""
+"""The bench: measures tools and techniques on this machine."""

@@ -1,4 +1,4 @@
-"""The schema of a results file: what the bench writes, the analysis computes and the report reads.
+"""The schema of a results file.
 
 `tensorkeep.bench.results_file` validates every field against these structs. ``docs/reference/results.md`` explains them
 at length. All times of day are UTC, ISO 8601; all sizes are bytes.

@@ -1,4 +1,4 @@
-"""``tensorkeep env``: versions, hardware and file system, for a bug report or before a benchmark."""
+"""``tensorkeep env``: versions, hardware and file system."""
 
 from __future__ import annotations
 

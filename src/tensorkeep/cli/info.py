@@ -1,4 +1,4 @@
-"""``tensorkeep info`` and ``tensorkeep ls``: what a checkpoint contains, without reading a tensor."""
+"""``tensorkeep info`` and ``tensorkeep ls``: the contents of a checkpoint, without its data."""
 
 from __future__ import annotations
 

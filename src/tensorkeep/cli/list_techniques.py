@@ -1,4 +1,4 @@
-"""``tensorkeep train --list-techniques``: the techniques, and whether they can run on this machine."""
+"""``tensorkeep train --list-techniques``: the techniques and their support on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options from the environment and from a TOML file, and the option types that commands share.
+"""Options from the environment and a TOML file, and the option types of all commands.
 
 A flag wins over the environment (``TENSORKEEP_MEMORY_BUDGET=1GiB``), which wins over the TOML file of ``-C``
 (``[convert]`` / ``memory-budget = "1GiB"``), which wins over the default.

@@ -1,4 +1,4 @@
-"""The signals on which a training run saves and ends: Ctrl-C, SIGTERM, and SIGHUP of a closing terminal."""
+"""The signals on which a training run saves and ends: Ctrl-C, SIGTERM and SIGHUP."""
 
 from __future__ import annotations
 

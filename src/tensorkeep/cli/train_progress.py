@@ -1,4 +1,4 @@
-"""What ``tensorkeep train`` shows: lines or a progress bar during training, and a summary at the end."""
+"""The output of ``tensorkeep train``: lines or a progress bar, and a summary."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _SECONDS_BETWEEN = 5.0
-"""Seconds between two lines about training steps when there is no progress bar, so that a log file stays short."""
+"""Seconds between two lines about training steps without a progress bar, so that a log file stays short."""
 
 
 def print_start(run: Run, output: Output) -> None:

@@ -1,6 +1,7 @@
-"""Elements to byte planes and back: plane ``k`` holds byte ``k`` (0 = least significant) of every element.
+"""Splitting elements into byte planes and merging them; plane 0 holds the lowest bytes.
 
-Two layouts, with the number that the ``planes`` codec stores:
+Plane ``k`` holds byte ``k`` (0 = least significant) of every element. There are two layouts, with the number that the
+``planes`` codec stores:
 
 ``BYTES`` (0)
     The bytes as they are.

@@ -1,4 +1,4 @@
-"""The bytes as they are."""
+"""The codec ``raw``: the bytes, unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One standard Zstandard frame (RFC 8878), for blocks with repetitions: equal rows, runs of zeros, counters."""
+"""One standard Zstandard frame (RFC 8878), for blocks with repetitions."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Formats: how checkpoints are laid out on disk. One package for each; `base` is the contract."""
+"""Formats of checkpoints on disk: one package for each; `base` is their contract."""

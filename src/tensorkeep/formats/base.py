@@ -1,4 +1,4 @@
-"""The contract of a format: how a checkpoint is laid out on disk, how it is read and written.
+"""The contract of a format: its layout on disk, its reader and its writer.
 
 A format is one object with a name, registered under the entry point ``tensorkeep.formats``. It recognises its own
 files, opens them as a `Reader`, and writes a flattened state. Loading, slicing, verifying, comparing and converting

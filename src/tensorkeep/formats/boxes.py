@@ -1,4 +1,4 @@
-"""Boxes of an array, one slice per dimension: grids, intersections, and the ranges of its C-order stream."""
+"""Boxes of an array, one slice per dimension: grids, intersections, ranges in C order."""
 
 from __future__ import annotations
 

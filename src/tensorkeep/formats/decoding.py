@@ -1,4 +1,4 @@
-"""One way to report errors of code that parses untrusted bytes: with the file, the tensor and the right class."""
+"""Errors of code that parses untrusted bytes: raised with file, tensor and error class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Looking at files and folders whose format is unknown; a refusal of the system is an error, not an absence."""
+"""Probing files and folders of an unknown format; an unreadable path is an error.
+
+If the operating system refuses to read a path, that is an error; the path does not count as missing.
+"""
 
 from __future__ import annotations
 

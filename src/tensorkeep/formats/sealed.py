@@ -1,4 +1,4 @@
-"""JSON files that carry a checksum of themselves: the manifest, sidecars, and the files of data sets and runs.
+"""JSON files with a checksum of their contents: manifests, sidecars, files of data and runs.
 
 Such a file is ``{"xxh3_64":"<16 hex digits>","body":{...}}``. The checksum covers every byte after the digits, from
 their closing quote to the end.

@@ -1,4 +1,4 @@
-"""``tensorkeep.json``: what Tensorkeep stores beside the files of a format that is not its own.
+"""``tensorkeep.json``: Tensorkeep's metadata beside the files of another format.
 
 The formats of other libraries store tensors, but not nested states, tensors that share storage, the user's metadata, or
 checksums of their own bookkeeping. This JSON file has all of these; other tools do not look at it. It carries a

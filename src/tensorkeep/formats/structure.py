@@ -1,4 +1,4 @@
-"""How a stored state is described in JSON, and the rules that such a description must keep, in every format."""
+"""The stored description of a state in JSON, and the rules that it must keep."""
 
 from __future__ import annotations
 

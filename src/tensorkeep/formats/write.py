@@ -1,4 +1,4 @@
-"""The writing half of a format's contract: settings, options, results, and writes in two stages."""
+"""The writing half of a format's contract: settings, options, results, two-stage writes."""
 
 from __future__ import annotations
 

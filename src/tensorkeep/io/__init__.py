@@ -1,1 +1,1 @@
-"""Moving bytes: aligned buffers under one budget, parallel direct file access, and the commit."""
+"""Input and output: aligned buffers under one budget, parallel direct I/O, and the commit."""

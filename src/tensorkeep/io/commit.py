@@ -153,8 +153,8 @@ class Commit:
         """Make the checkpoint at `path`, whose files are durable already, visible at the destination, durably.
 
         Raises DestinationExistsError if something else has appeared there; StoreError if the operating system refuses.
-        If only the new name could not be made durable, the message says that it is visible; the old checkpoint is then
-        kept until the next save.
+        If only the sync of the new name failed, the error states that the checkpoint is visible; the old checkpoint
+        is then kept until the next save.
         """
         with store_errors(self.destination, "make the checkpoint visible"):
             if self.overwrite:

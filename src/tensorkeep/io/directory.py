@@ -1,4 +1,4 @@
-"""A directory that is read through a descriptor, so that all its files belong to one checkpoint.
+"""A directory read through one descriptor, so that all its files are of one checkpoint.
 
 A save exchanges the old checkpoint for the new one and removes the old. Files opened by their paths could be of
 different checkpoints: the manifest of the old one and data of the new one. Files opened in an open directory cannot.
@@ -28,7 +28,7 @@ T = TypeVar("T")
 class Directory:
     """An open directory; a context manager.
 
-    Raises NotFoundError if there is no directory at the path; StoreError if the operating system refuses to open it.
+    Raises NotFoundError if the path does not exist; StoreError if the operating system refuses to open it.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Parallel positional writes of one new file, around the page cache if the file system allows it.
+"""Parallel positional writes of one new file, with direct I/O where supported.
 
 A buffered write of a checkpoint costs a copy, and then a flush that ``fsync`` waits for. So files are written with
 O_DIRECT. Where it is refused (tmpfs, some network file systems), the same calls go through the page cache.

@@ -1,4 +1,4 @@
-"""One writer for a folder: a lock that the kernel releases with the process, so that it is never stale.
+"""The lock of a folder, for one writer; the kernel releases it with the process.
 
 The lock (``flock``) is on the folder itself, so that no lock file is left behind. It holds on one host: file systems
 that hosts share do not pass on locks of folders, so a writer on another host is not seen.

@@ -1,4 +1,4 @@
-"""Running tasks on a few threads, in order, until all are done, one fails, or Ctrl-C is pressed."""
+"""Running tasks on a few threads, in order, until done, a failure or Ctrl-C."""
 
 from __future__ import annotations
 

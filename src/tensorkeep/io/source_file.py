@@ -47,7 +47,7 @@ class SourceFile:
     size : int
         Bytes of the file when it was opened.
 
-    Raises NotFoundError if there is no such file; CorruptCheckpointError if it is not a regular file, or a symbolic
+    Raises NotFoundError if the file does not exist; CorruptCheckpointError if it is not a regular file, or a symbolic
     link that is not followed; StoreError if the operating system refuses to open it.
     """
 

@@ -1,4 +1,4 @@
-"""The temporaries in which checkpoints are written: their names, their locks, and the removal of abandoned ones.
+"""Temporaries of checkpoints: names, locks, and the removal of abandoned ones.
 
 Each temporary is a directory beside its destination that its writer locks (``flock``). The kernel releases the lock
 when the writer dies, so a temporary without a lock is abandoned.
@@ -34,7 +34,7 @@ def new_name(destination: Path) -> Path:
 
 def prefix(destination: Path) -> str:
     """Return the start of the names of a destination's temporaries."""
-    # The hash tells `a.b` from `a`, and keeps long names within the limit of a file name.
+    # The hash distinguishes `a.b` from `a`, and keeps long names within the limit of a file name.
     name = os.fsencode(destination.name)
     return f".{name[:80].decode(errors='ignore')}.{xxhash.xxh3_64_hexdigest(name)[:8]}."
 

@@ -1,1 +1,1 @@
-"""Reports of a bench run, made from its results file alone: tables, plots, CSV files and one page of HTML."""
+"""Reports of a results file: tables, plots, CSV files and one page of HTML."""

@@ -1,6 +1,7 @@
-"""The comparison of all arms in the form of the guides that the bench grew out of: means, sizes, improvements.
+"""The comparison table of all arms: means, sizes and improvements.
 
-Two things are corrected: their GB are GiB, and headings name cold and warm loads.
+The layout is that of the optimisation guides, with two corrections: sizes are in GiB, which the guides label as GB, and
+headings name cold and warm loads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tables of a design: its steps, effects and interactions, and the published claims that it checks."""
+"""The tables of designs (steps, effects, interactions) and of published claims."""
 
 from __future__ import annotations
 

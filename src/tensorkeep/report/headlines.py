@@ -1,4 +1,4 @@
-"""The sentences of a report: what was measured, the verdict in each measure, the noise, and what is incomplete."""
+"""The sentences of a report: subject, verdicts, noise, and missing results."""
 
 from __future__ import annotations
 

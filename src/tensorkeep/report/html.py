@@ -1,4 +1,4 @@
-"""The report as one page of HTML: it opens offline, requests nothing, and treats every name as text, not markup."""
+"""The report as one offline page of HTML, in which every name is escaped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which arms and measures a report compares, and in which units it shows them.
+"""The arms and measures that a report compares, and their units.
 
 Arms that worked on a smaller subject have smaller figures. Where amounts differ, figures are therefore divided by the
 raw bytes that their cell worked on.

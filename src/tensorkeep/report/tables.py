@@ -1,4 +1,4 @@
-"""The tables of a report: the verdict on every arm in every measure, what was observed, and why arms did not run."""
+"""The tables of a report: verdicts, observations, and why arms did not run."""
 
 from __future__ import annotations
 

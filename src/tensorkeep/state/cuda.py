@@ -1,4 +1,4 @@
-"""CUDA: the order of copies in other threads after the caller's kernels, and page-locked host memory.
+"""CUDA streams of copies in other threads, and page-locked host memory.
 
 The current stream is a setting of each thread. Inside ``with torch.cuda.stream(s)`` the caller's kernels run on ``s``,
 while the threads that gather and scatter leaves copy on the default stream, which does not wait for ``s``.

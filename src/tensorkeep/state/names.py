@@ -1,4 +1,4 @@
-"""Names: the dotted path of each leaf, the part of the checkpoint that it belongs to, and selection by glob.
+"""Dotted names of leaves, the part that each leaf belongs to, and selection by glob.
 
 Keys are joined by dots, so that a plain ``state_dict`` keeps the names that other tools expect. Only a path whose name
 would be ambiguous (``{"a": {"b": t}, "a.b": u}``, ``{1: t, "1": u}``), reserved, or has an empty key is escaped: within

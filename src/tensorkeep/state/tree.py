@@ -65,7 +65,7 @@ class Flat(Generic[S_co]):
 def flatten(state: object) -> Flat[Leaf]:
     """Split a nested state into its skeleton and its leaves; no tensor is copied.
 
-    Raises UnsupportedLeafError for the first value that cannot be saved; it names the key and says what to do.
+    Raises UnsupportedLeafError for the first value that cannot be saved; the error names the key and a remedy.
 
     Examples
     --------

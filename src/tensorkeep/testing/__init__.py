@@ -1,1 +1,4 @@
-"""Conformance suites for authors of codecs, formats and techniques; nothing else in the package imports them."""
+"""Conformance suites for authors of codecs, formats and techniques.
+
+No other module of the package imports them.
+"""

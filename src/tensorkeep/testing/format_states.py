@@ -1,4 +1,4 @@
-"""The states of the conformance suite of formats, and loading them through the contract of `Reader` alone."""
+"""The states of the conformance suite of formats, and loading them through `Reader`."""
 
 from __future__ import annotations
 

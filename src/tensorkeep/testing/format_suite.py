@@ -138,7 +138,7 @@ class FormatSuite:
             else:
                 assert difference(state, self.read(path)) is None
 
-    def test_shared_storage_is_shared_again(self, saved: Path) -> None:
+    def test_shared_storage_is_restored(self, saved: Path) -> None:
         model = self.read(saved)["model"]
         assert model["embed"] is model["head"]
         assert model["half"].untyped_storage().data_ptr() == model["embed"].untyped_storage().data_ptr()
@@ -157,7 +157,7 @@ class FormatSuite:
                     assert (entry.dtype, entry.shape, entry.nbytes) == (source.dtype, source.shape, source.nbytes)
             assert reader.format == self.format.name
 
-    def test_it_recognises_its_own_checkpoints_only(self, saved: Path, tmp_path: Path) -> None:
+    def test_only_checkpoints_of_the_format_are_recognised(self, saved: Path, tmp_path: Path) -> None:
         assert self.format.recognises(saved)
         (tmp_path / "empty").mkdir()
         (tmp_path / "text.txt").write_text("hello")

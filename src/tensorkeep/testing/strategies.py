@@ -1,4 +1,4 @@
-"""Hypothesis strategies for plug-in authors: dtypes, shapes, awkward tensors and arrays, nested states."""
+"""Hypothesis strategies: dtypes, shapes, unusual tensors and arrays, nested states."""
 
 from __future__ import annotations
 

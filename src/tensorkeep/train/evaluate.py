@@ -1,4 +1,4 @@
-"""The validation loss of a model, over the whole split or over the same batches of it each time."""
+"""The validation loss of a model, over the full split or a fixed sample of batches."""
 
 from __future__ import annotations
 

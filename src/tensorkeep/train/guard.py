@@ -1,4 +1,4 @@
-"""The divergence guard: an update whose loss or gradient norm is not finite is never applied to the weights."""
+"""The divergence guard: updates with a non-finite loss or gradient norm are not applied."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ def _update_range_test(run: Run, listener: Listener, record: dict[str, float]) -
 
 
 def _end_reason(run: Run) -> str | None:
-    """Return why there is no further step, or None if there is one."""
+    """Return the reason why training has ended, or None if it continues."""
     progress, patience = run.progress, run.config.eval.patience
     if progress.range_test.over or (patience is not None and progress.waited >= patience):
         return "early stop"

@@ -98,7 +98,7 @@ def test_the_order_of_cells_does_not_matter(draw: Random) -> None:
 
 @given(st.floats(0.01, 100), st.floats(0.01, 100))
 @settings(deadline=None, max_examples=10)
-def test_neither_the_unit_nor_the_amount_matters(seconds: float, amount: float) -> None:
+def test_gains_do_not_depend_on_unit_or_size(seconds: float, amount: float) -> None:
     made = document(ARMS, runs=3)
     scaled = copy.deepcopy(made)
     for cell in scaled["cells"]:

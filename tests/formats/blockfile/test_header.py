@@ -1,4 +1,4 @@
-"""The header of a safetensors file: what is built, and every way in which one can lie."""
+"""The header of a safetensors file: built, read back, and refused where it is malformed or contradictory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def entry(dtype: str = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
 
 
-def test_what_is_built_is_read_by_us_and_by_the_official_library(tmp_path: Path) -> None:
+def test_built_header_is_read_back_here_and_by_safetensors(tmp_path: Path) -> None:
     records = [TensorRecord("b", "F32", (2,), 0, 8), TensorRecord("a", "U8", (3, 1), 8, 11)]
     text = header.build([records[1], records[0]], {"format": "pt"})
     assert len(text) == 4096
@@ -44,16 +44,16 @@ def test_what_is_built_is_read_by_us_and_by_the_official_library(tmp_path: Path)
         assert file.get_slice("a").get_shape() == [3, 1]
 
 
-def test_a_header_that_readers_would_refuse_is_not_built() -> None:
+def test_header_over_the_size_limit_is_not_built() -> None:
     with pytest.raises(UnsupportedError):
         header.build([], {"key": "x" * 100_000_001})
 
 
-def test_no_tensors(tmp_path: Path) -> None:
+def test_header_without_tensors_is_read(tmp_path: Path) -> None:
     assert read(write(tmp_path / "x", {})).records == {}
 
 
-def test_elements_of_less_than_a_byte(tmp_path: Path) -> None:
+def test_elements_smaller_than_a_byte_must_fill_full_bytes(tmp_path: Path) -> None:
     tensors = {"four": entry("F4", (3, 4), (0, 6)), "six": entry("F6_E2M3", (4,), (6, 9))}
     assert read(write(tmp_path / "x", tensors, bytes(9))).records["six"].tag == "F6_E2M3"
     with pytest.raises(CorruptCheckpointError, match="do not fit"):
@@ -61,13 +61,13 @@ def test_elements_of_less_than_a_byte(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [2**63, 2**64 - 1, 100_000_001, 100, 3, 1])
-def test_a_false_header_length(tmp_path: Path, length: int) -> None:
+def test_wrong_header_length_is_refused(tmp_path: Path, length: int) -> None:
     with pytest.raises(CorruptCheckpointError):
         read(write(tmp_path / "x", {"a": entry()}, bytes(8), length=length))
 
 
 @pytest.mark.parametrize("content", [b"", b"\2", bytes(8), bytes(9), b"\2" + bytes(7) + b"{"])
-def test_a_file_too_short(tmp_path: Path, content: bytes) -> None:
+def test_file_too_short_for_a_header_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x").write_bytes(content)
     with pytest.raises(CorruptCheckpointError):
         read(tmp_path / "x")
@@ -94,13 +94,13 @@ def test_a_file_too_short(tmp_path: Path, content: bytes) -> None:
     ],
     ids=lambda text: text[:24].decode("latin-1"),
 )
-def test_text_that_is_no_header(tmp_path: Path, text: bytes) -> None:
+def test_malformed_header_is_refused(tmp_path: Path, text: bytes) -> None:
     with pytest.raises(CorruptCheckpointError):
         read(write(tmp_path / "x", text))
 
 
 @pytest.mark.parametrize("metadata", [[], "text", None, {"a": 1}, {"a": None}, {"a": {"b": "c"}}])
-def test_metadata_that_is_not_strings(tmp_path: Path, metadata: Any) -> None:
+def test_metadata_other_than_strings_is_refused(tmp_path: Path, metadata: Any) -> None:
     with pytest.raises(CorruptCheckpointError, match="__metadata__"):
         read(write(tmp_path / "x", {"__metadata__": metadata}))
 
@@ -134,13 +134,13 @@ def test_metadata_that_is_not_strings(tmp_path: Path, metadata: Any) -> None:
     ],
     ids=str,
 )
-def test_an_entry_that_lies(tmp_path: Path, bad: Any) -> None:
+def test_invalid_entry_is_refused_by_name(tmp_path: Path, bad: Any) -> None:
     with pytest.raises(CorruptCheckpointError) as caught:
         read(write(tmp_path / "x", {"weight": bad}, bytes(8)))
     assert caught.value.name == "weight"
 
 
-def test_an_unknown_dtype_is_unsupported(tmp_path: Path) -> None:
+def test_unknown_dtype_is_unsupported(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="F128"):
         read(write(tmp_path / "x", {"weight": entry("F128")}, bytes(8)))
 
@@ -159,7 +159,9 @@ def test_an_unknown_dtype_is_unsupported(tmp_path: Path) -> None:
         ([(0, 8), (8, 10**4000 * 8)], 16),
     ],
 )
-def test_ranges_that_do_not_tile_the_data(tmp_path: Path, ranges: list[tuple[int, int]], data_bytes: int) -> None:
+def test_ranges_with_gaps_or_overlaps_are_refused(
+    tmp_path: Path, ranges: list[tuple[int, int]], data_bytes: int
+) -> None:
     tensors = {
         f"t{number}": entry(shape=((stop - start) // 4,), offsets=(start, stop))
         for number, (start, stop) in enumerate(ranges)

@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
-    # Torch warns that there is no process group, and that its loader executes pickles.
+    # Torch warns about the missing process group, and that its loader executes pickles.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         warnings.filterwarnings("ignore", category=FutureWarning)

@@ -41,7 +41,7 @@ def codecs(path: Path) -> str:
 def flip(file: Path, at: int) -> None:
     content = bytearray(file.read_bytes())
     content[at] ^= 1
-    with file.open("r+b") as target:  # the same file, whoever has a link to it
+    with file.open("r+b") as target:  # changes every hard link to the file
         target.write(content)
 
 
@@ -69,7 +69,7 @@ def test_the_version_refuses_readers_without_differences(tmp_path: Path) -> None
     tensorkeep.save(state, tmp_path / "a", incremental=True, **LOSSLESS)
     tensorkeep.save(trained(state), tmp_path / "b", base=tmp_path / "a", **DELTA)
     assert "delta" in codecs(tmp_path / "b")
-    # All that such a reader looks for is there, so only the version keeps it from taking it for the weights.
+    # Such a reader finds every field that it needs, so only the version stops it from loading differences as weights.
     found = notes(tmp_path / "b" / "changes-model.safetensors")
     assert found.tensors["w0"].blocks
     assert found.version == 2
@@ -77,7 +77,7 @@ def test_the_version_refuses_readers_without_differences(tmp_path: Path) -> None
         tensorkeep.load(tmp_path / "b" / "changes-model.safetensors")
 
 
-def test_tensors_that_are_whole_are_read_from_a_file_of_changes_by_any_reader(tmp_path: Path) -> None:
+def test_fully_stored_tensors_of_an_incremental_file_are_read_by_any_reader(tmp_path: Path) -> None:
     state = weights(2)
     tensorkeep.save(state, tmp_path / "a", incremental=True, **LOSSLESS)
     state["w1"] = weights(2, seed=9)["w1"]
@@ -102,13 +102,13 @@ def test_a_bad_sector_in_an_earlier_step_does_not_stop_a_save(tmp_path: Path, mo
     monkeypatch.setattr(os, "preadv", preadv)
     state = trained(state)
     report = tensorkeep.save(state, tmp_path / "b", base=tmp_path / "a", threads=1, **DELTA)
-    assert len(failures) == 1  # a failing disk may take seconds over each
+    assert len(failures) == 1  # a failing disk may take seconds for each read
     assert os.strerror(errno.EIO) in (report.base_refused or "")
     assert same(tensorkeep.load(tmp_path / "b"), state)
 
 
 @pytest.mark.parametrize("options", [LOSSLESS, DELTA], ids=["whole", "delta"])
-def test_blocks_in_a_codec_that_is_not_installed_are_not_taken(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_blocks_of_a_codec_that_is_not_installed_are_not_reused(tmp_path: Path, options: dict[str, Any]) -> None:
     state = weights(2)
     tensorkeep.save(state, tmp_path / "a", incremental=True, **LOSSLESS)
     body = body_of(tmp_path / "a")
@@ -145,7 +145,7 @@ def test_damage_in_a_base_names_the_damaged_file(tmp_path: Path) -> None:
     assert caught.value.path == str(tmp_path / "b" / "from-a-model.safetensors")
 
 
-def test_chains_of_several_differences_are_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chains_of_several_differences_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(previous, "DEEPEST", 3)
     state = weights(1)
     tensorkeep.save(state, tmp_path / "0", incremental=True)
@@ -180,7 +180,7 @@ BLOCKS = {
 
 @pytest.mark.parametrize("pair", BLOCKS.values(), ids=BLOCKS)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
-def test_a_difference_is_never_stored_at_a_loss(
+def test_difference_is_stored_only_if_it_is_smaller(
     tmp_path: Path, pair: tuple[np.ndarray, np.ndarray], dtype: torch.dtype
 ) -> None:
     base, block = (torch.from_numpy(array.copy()).view(dtype) for array in pair)
@@ -191,7 +191,7 @@ def test_a_difference_is_never_stored_at_a_loss(
     assert same(tensorkeep.load(tmp_path / "b"), {"w": block})
 
 
-def test_many_small_tensors_take_no_more_than_in_a_whole_checkpoint(tmp_path: Path) -> None:
+def test_many_small_tensors_take_no_more_space_than_in_a_full_checkpoint(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     state = {f"layers.{n}.bias": torch.randn(24, generator=generator) for n in range(300)}
     tensorkeep.save(state, tmp_path / "a", incremental=True, **LOSSLESS)

@@ -1,4 +1,4 @@
-"""What steps that share files occupy, and what is new in each."""
+"""The disk usage of steps that share files by hard links, and the new bytes of each step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tensorkeep.formats.native.space import freed_bytes
 
 @pytest.fixture
 def reports(tmp_path: Path) -> list[SaveReport]:
-    """Three steps, of which most is shared."""
+    """Return the reports of three steps that share most of their bytes."""
     with CheckpointManager(tmp_path / "run", incremental=True) as manager:
         return [
             manager.save(n, {"frozen": torch.arange(60_000.0), "w": torch.full((9000,), n)}).wait() for n in (1, 2, 3)
@@ -24,7 +24,7 @@ def reports(tmp_path: Path) -> list[SaveReport]:
 
 
 def occupied(*folders: Path) -> int:
-    """Return the bytes of disk of all files below some folders, each once, as ``du`` does."""
+    """Return the bytes on disk of all files below some folders; hard links count once, as in ``du``."""
     found = {}
     for folder in folders:
         for path in folder.rglob("*"):
@@ -33,7 +33,7 @@ def occupied(*folders: Path) -> int:
     return sum(found.values())
 
 
-def test_info_tells_what_a_step_occupies(reports: list[SaveReport]) -> None:
+def test_info_reports_the_disk_usage_of_a_step(reports: list[SaveReport]) -> None:
     path = Path(reports[-1].path)
     space = tensorkeep.info(path).details["space"]
     shared = path / "from-step-000001-model.safetensors"
@@ -45,7 +45,7 @@ def test_info_tells_what_a_step_occupies(reports: list[SaveReport]) -> None:
     assert (space["own_bytes"], space["shared_bytes"]) == (occupied(path), 0)
 
 
-def test_the_report_and_info_count_the_same_bytes_as_new(reports: list[SaveReport]) -> None:
+def test_save_report_and_info_agree_on_the_new_bytes(reports: list[SaveReport]) -> None:
     for report in reports:
         new = [entry.stat().st_size for entry in Path(report.path).iterdir() if not entry.name.startswith("from-")]
         assert report.new_bytes == sum(new)
@@ -53,7 +53,7 @@ def test_the_report_and_info_count_the_same_bytes_as_new(reports: list[SaveRepor
         assert tensorkeep.info(report.path).details["history"]["new_bytes"] == report.new_bytes
 
 
-def test_what_removing_a_step_frees_is_told(reports: list[SaveReport]) -> None:
+def test_own_bytes_of_a_step_are_freed_by_its_deletion(reports: list[SaveReport]) -> None:
     run = Path(reports[0].path).parent
     with CheckpointManager(run) as manager:
         own = {step.number: step.own_bytes for step in manager.steps()}
@@ -63,7 +63,7 @@ def test_what_removing_a_step_frees_is_told(reports: list[SaveReport]) -> None:
 
 
 @pytest.mark.parametrize("gone", [[0], [0, 1], [2], [0, 1, 2]])
-def test_what_removing_several_steps_frees_is_told(reports: list[SaveReport], gone: list[int]) -> None:
+def test_bytes_freed_by_deleting_several_steps_are_predicted(reports: list[SaveReport], gone: list[int]) -> None:
     paths = [Path(reports[index].path) for index in gone]
     predicted, before = freed_bytes(paths), occupied(paths[0].parent)
     for path in paths:
@@ -71,13 +71,13 @@ def test_what_removing_several_steps_frees_is_told(reports: list[SaveReport], go
     assert predicted == before - occupied(paths[0].parent)
 
 
-def test_a_folder_that_is_gone_is_an_error_of_ours(tmp_path: Path) -> None:
+def test_missing_folder_is_a_store_error(tmp_path: Path) -> None:
     with pytest.raises(tensorkeep.StoreError) as caught:
         freed_bytes([tmp_path / "gone"])
     assert caught.value.path == os.fspath(tmp_path / "gone")
 
 
-def test_a_converted_step_is_the_same_step(tmp_path: Path) -> None:
+def test_converted_step_keeps_number_time_and_metrics(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "run", incremental=True) as manager:
         for number in (1, 2):
             manager.save(number, {"w": torch.full((9000,), number)}, metrics={"loss": 1 / number}).wait()

@@ -1,4 +1,4 @@
-"""Safetensors files: as the official library reads and writes them, sharded, nested, coded, and hostile."""
+"""Safetensors files: exchanged with the official library, sharded, nested, coded and malformed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def raw(path: Path, header: dict[str, Any], data: bytes = b"") -> Path:
 
 
 class TestOfficialLibrary:
-    def test_it_reads_what_we_write(self, tmp_path: Path) -> None:
+    def test_safetensors_reads_saved_files(self, tmp_path: Path) -> None:
         state = plain_state()
         save(state, tmp_path / "x.safetensors", metadata={"run": "7"})
         with safe_open(tmp_path / "x.safetensors", "pt") as file:
@@ -66,7 +66,7 @@ class TestOfficialLibrary:
         loaded = safetensors.torch.load_file(tmp_path / "x.safetensors")
         assert all(leaf_bytes(loaded[name]) == leaf_bytes(tensor) for name, tensor in state.items())
 
-    def test_we_read_what_it_writes(self, tmp_path: Path) -> None:
+    def test_files_written_by_safetensors_load_exactly(self, tmp_path: Path) -> None:
         state = plain_state()
         safetensors.torch.save_file(state, tmp_path / "x.safetensors", metadata={"run": "7"})
         found = read(tmp_path / "x.safetensors")
@@ -76,14 +76,14 @@ class TestOfficialLibrary:
             assert reader.metadata == {"run": "7"}
             assert reader.verifiable is None
 
-    def test_four_bit_floats_come_in_pairs(self, tmp_path: Path) -> None:
+    def test_four_bit_floats_load_as_pairs(self, tmp_path: Path) -> None:
         data = bytes(range(6))
         path = raw(tmp_path / "x.safetensors", {"w": {"dtype": "F4", "shape": [3, 4], "data_offsets": [0, 6]}}, data)
         found = read(path)["w"]
         assert (found.dtype, tuple(found.shape)) == (torch.float4_e2m1fn_x2, (3, 2))
         assert found.view(torch.uint8).flatten().tolist() == list(data)
 
-    def test_other_narrow_floats_come_as_bytes(self, tmp_path: Path) -> None:
+    def test_other_narrow_floats_load_as_bytes(self, tmp_path: Path) -> None:
         header = {
             "w": {"dtype": "F6_E2M3", "shape": [2, 4], "data_offsets": [0, 6]},
             "odd": {"dtype": "F4", "shape": [2, 3], "data_offsets": [6, 9]},
@@ -93,7 +93,7 @@ class TestOfficialLibrary:
         assert found["odd"].tolist() == [6, 7, 8]
         assert found["w"].dtype == torch.uint8
 
-    def test_every_tensor_of_a_nested_state_is_seen(self, tmp_path: Path) -> None:
+    def test_safetensors_reads_every_tensor_of_a_nested_state(self, tmp_path: Path) -> None:
         save(training_state(), tmp_path / "x.safetensors")
         loaded = safetensors.torch.load_file(tmp_path / "x.safetensors")
         assert {"model.embed", "optimizer.state.0.exp_avg", "parameter"} <= loaded.keys()
@@ -101,20 +101,20 @@ class TestOfficialLibrary:
 
 
 class TestNames:
-    def test_names_that_a_state_would_not_have(self, tmp_path: Path) -> None:
+    def test_unusual_names_are_loaded(self, tmp_path: Path) -> None:
         names = ["", "\0", "a.b", "__metadata", "☃"]
         header = {name: {"dtype": "U8", "shape": [1], "data_offsets": [i, i + 1]} for i, name in enumerate(names)}
         found = read(raw(tmp_path / "x.safetensors", header, bytes(range(5))))
         assert {name: int(tensor) for name, tensor in found.items()} == dict(zip(names, range(5), strict=True))
 
-    def test_the_order_of_a_flat_dict_is_kept(self, tmp_path: Path) -> None:
+    def test_order_of_a_flat_dict_is_preserved(self, tmp_path: Path) -> None:
         state = {"z": noise("uint8", 3), "a": noise("float64", 2), "m": noise("bfloat16", 9)}
         save(state, tmp_path / "x.safetensors")
         save(state, tmp_path / "shards", options=BlockFileOptions(shard_bytes=16))
         assert difference(state, read(tmp_path / "x.safetensors")) is None
         assert difference(state, read(tmp_path / "shards")) is None
 
-    def test_an_ordered_dict_stays_one(self, tmp_path: Path) -> None:
+    def test_ordered_dict_is_restored_as_ordered_dict(self, tmp_path: Path) -> None:
         state = torch.nn.Linear(3, 2).state_dict()
         assert type(state) is OrderedDict
         save(state, tmp_path / "x.safetensors")
@@ -122,7 +122,7 @@ class TestNames:
 
 
 class TestShards:
-    def test_names_and_index_are_hugging_faces(self, tmp_path: Path) -> None:
+    def test_shards_and_index_have_the_names_of_hugging_face(self, tmp_path: Path) -> None:
         state = {f"w{number}": noise("float32", 10, seed=number) for number in range(5)}
         save(state, tmp_path / "model", options=BlockFileOptions(shard_bytes="80"))
         names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
@@ -139,7 +139,7 @@ class TestShards:
         assert [path.name for path in (tmp_path / "model").iterdir()] == ["model.safetensors"]
         assert difference({"w": noise("int8", 3)}, read(tmp_path / "model")) is None
 
-    def test_a_cache_of_links(self, tmp_path: Path) -> None:
+    def test_hugging_face_cache_of_links_is_read(self, tmp_path: Path) -> None:
         """The Hugging Face cache: a snapshot of symbolic links to files named by their hashes."""
         save(plain_state(), tmp_path / "model", options=BlockFileOptions(shard_bytes=100))
         (tmp_path / "blobs").mkdir()
@@ -178,7 +178,7 @@ class TestShards:
             None,
         ],
     )
-    def test_files_outside_the_directory(self, shards: Path, name: Any) -> None:
+    def test_index_with_a_file_outside_the_directory_is_refused(self, shards: Path, name: Any) -> None:
         index = json.loads((shards / "model.safetensors.index.json").read_text())
         index["weight_map"]["w1"] = name
         (shards / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -192,12 +192,12 @@ class TestShards:
         + ['{"weight_map": {"w0": "a.safetensors", "w0": "b.safetensors"}}'],
         ids=lambda text: text[:20],
     )
-    def test_an_index_that_is_none(self, shards: Path, text: str) -> None:
+    def test_malformed_index_is_refused(self, shards: Path, text: str) -> None:
         (shards / "model.safetensors.index.json").write_text(text)
         with pytest.raises(CorruptCheckpointError):
             read(shards)
 
-    def test_a_missing_shard_names_file_and_tensor(self, shards: Path) -> None:
+    def test_missing_shard_is_reported_with_file_and_tensor(self, shards: Path) -> None:
         (shards / "model-00002-of-00002.safetensors").unlink()
         with pytest.raises(CorruptCheckpointError, match="missing") as caught:
             read(shards)
@@ -205,7 +205,7 @@ class TestShards:
         assert caught.value.path is not None and caught.value.path.endswith("model-00002-of-00002.safetensors")
 
     @pytest.mark.parametrize("change", ["elsewhere", "unlisted", "absent"])
-    def test_an_index_that_contradicts_the_files(self, shards: Path, change: str) -> None:
+    def test_index_that_contradicts_the_files_is_refused(self, shards: Path, change: str) -> None:
         index = json.loads((shards / "model.safetensors.index.json").read_text())
         if change == "elsewhere":
             index["weight_map"]["w2"] = index["weight_map"]["w0"]
@@ -219,19 +219,19 @@ class TestShards:
             read(shards)
         assert caught.value.name in {"elsewhere": {"w2", "w3"}, "unlisted": {"w1"}, "absent": {"w9"}}[change]
 
-    def test_two_shards_with_one_tensor(self, shards: Path) -> None:
+    def test_tensor_in_two_shards_is_refused(self, shards: Path) -> None:
         first, second = sorted(shards.glob("*.safetensors"))
         second.write_bytes(first.read_bytes())
         with pytest.raises(CorruptCheckpointError):
             read(shards)
 
-    def test_a_directory_of_several_files_without_an_index_is_not_guessed_at(self, shards: Path) -> None:
+    def test_directory_of_several_files_without_an_index_is_not_a_checkpoint(self, shards: Path) -> None:
         (shards / "model.safetensors.index.json").unlink()
         assert not FORMAT.recognises(shards)
         with pytest.raises(NotACheckpointError):
             read(shards)
 
-    def test_a_repository_with_other_files_is_not_replaced(self, shards: Path) -> None:
+    def test_directory_with_other_files_is_not_replaced(self, shards: Path) -> None:
         (shards / "tokenizer.json").write_text("{}")
         with pytest.raises(DestinationExistsError):
             save({"w": noise("int8", 3)}, shards, overwrite=True)
@@ -239,24 +239,24 @@ class TestShards:
 
 
 class TestSettings:
-    def test_one_file_has_no_shards(self, tmp_path: Path) -> None:
+    def test_shard_size_is_refused_for_a_single_file(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="directory"):
             save({}, tmp_path / "x.safetensors", options=BlockFileOptions(shard_bytes=100))
 
     @pytest.mark.parametrize("size", [0, -1, "many"])
-    def test_impossible_shards(self, tmp_path: Path, size: Any) -> None:
+    def test_invalid_shard_size_is_refused(self, tmp_path: Path, size: Any) -> None:
         with pytest.raises(UsageError):
             save({}, tmp_path / "x", options=BlockFileOptions(shard_bytes=size))
 
     @pytest.mark.parametrize("metadata", [{"a": 1}, {"a": {"b": "c"}}, {"a": None}, {"tensorkeep": "x"}])
-    def test_metadata_is_strings(self, tmp_path: Path, metadata: dict[str, Any]) -> None:
+    def test_metadata_other_than_strings_is_refused(self, tmp_path: Path, metadata: dict[str, Any]) -> None:
         with pytest.raises(UnsupportedError):
             save({}, tmp_path / "x.safetensors", metadata=metadata)
         assert list(tmp_path.iterdir()) == []
 
 
 class TestCoded:
-    def test_a_data_file_of_the_native_format_opens_alone(self, tmp_path: Path) -> None:
+    def test_data_file_of_the_native_format_opens_alone(self, tmp_path: Path) -> None:
         weights = (torch.randn(300, 200) * 0.02).to(torch.bfloat16)
         state = {"model": {"w": weights, "c": noise("complex128", 3)}, "step": 1}
         native.FORMAT.write(flatten(state), tmp_path / "step", WriteSettings(compression="lossless"))
@@ -267,7 +267,7 @@ class TestCoded:
             assert reader.entries["w"].stored_bytes < weights.nbytes
             assert "planes" in reader.entries["w"].codec
 
-    def test_a_dtype_that_safetensors_lacks(self, tmp_path: Path) -> None:
+    def test_dtype_that_safetensors_lacks_is_stored_as_bytes(self, tmp_path: Path) -> None:
         save({"c": noise("complex128", 3, 2)}, tmp_path / "x.safetensors")
         assert safetensors.torch.load_file(tmp_path / "x.safetensors")["c"].dtype == torch.uint8
         assert same(read(tmp_path / "x.safetensors")["c"], noise("complex128", 3, 2))

@@ -1,4 +1,4 @@
-"""What our own entry of a safetensors file's metadata may claim, and every way in which it can lie."""
+"""The `tensorkeep` entry in the metadata of a safetensors file: valid notes are read, invalid ones refused."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def changed(base: dict[str, Any], *path: Any, to: Any) -> dict[str, Any]:
     return copy
 
 
-class TestHostileNotes:
+class TestUntrustedNotes:
     def write(self, path: Path, note: Any, tag: str = "U8", shape: Any = (24,)) -> Path:
         text = note if isinstance(note, str) else json.dumps(note)
         header = {"__metadata__": {"tensorkeep": text}, "w": {"dtype": tag, "shape": shape, "data_offsets": [0, 24]}}
         return raw(path / "x.safetensors", header, bytes(range(24)))
 
-    def test_the_honest_ones_are_read(self, tmp_path: Path) -> None:
+    def test_valid_notes_are_read(self, tmp_path: Path) -> None:
         assert leaf_bytes(read(self.write(tmp_path, NOTE))["w"]) == bytes(range(24))
         note = {**NOTE, "structure": STRUCTURE}
         found = read(self.write(tmp_path, note))
@@ -95,11 +95,11 @@ class TestHostileNotes:
         ],
         ids=lambda note: str(note)[:100],
     )
-    def test_notes_that_lie(self, tmp_path: Path, note: Any) -> None:
+    def test_invalid_notes_are_refused(self, tmp_path: Path, note: Any) -> None:
         with pytest.raises(CorruptCheckpointError):
             read(self.write(tmp_path, note))
 
-    def test_a_note_on_what_is_no_byte_vector(self, tmp_path: Path) -> None:
+    def test_note_about_a_tensor_other_than_a_byte_vector_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(CorruptCheckpointError):
             read(self.write(tmp_path, NOTE, tag="F32", shape=(6,)))
 
@@ -112,7 +112,7 @@ class TestHostileNotes:
         ],
         ids=["version", "dtype", "codec"],
     )
-    def test_notes_from_the_future(self, tmp_path: Path, note: Any) -> None:
+    def test_notes_of_later_versions_are_unsupported(self, tmp_path: Path, note: Any) -> None:
         with pytest.raises(UnsupportedError):
             read(self.write(tmp_path, note))
 
@@ -150,11 +150,11 @@ class TestHostileNotes:
         ],
         ids=lambda structure: str(structure)[-100:],
     )
-    def test_structures_that_lie(self, tmp_path: Path, structure: Any) -> None:
+    def test_invalid_structures_are_refused(self, tmp_path: Path, structure: Any) -> None:
         with pytest.raises(CorruptCheckpointError):
             read(self.write(tmp_path, {**NOTE, "structure": structure}))
 
-    def test_two_structures(self, tmp_path: Path) -> None:
+    def test_structure_in_a_second_file_is_refused(self, tmp_path: Path) -> None:
         save(
             {"a": {"x": noise("float32", 10), "y": noise("float32", 10)}},
             tmp_path / "m",
@@ -170,13 +170,13 @@ class TestHostileNotes:
 
 
 @pytest.mark.parametrize("shape", [[2**63, 0], [2**40, 2**40, 0]])
-def test_an_empty_tensor_that_no_library_can_make(tmp_path: Path, shape: list[int]) -> None:
+def test_empty_tensor_of_an_impossible_shape_is_refused(tmp_path: Path, shape: list[int]) -> None:
     entry = {"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}
     with pytest.raises(CorruptCheckpointError, match="impossible shape"):
         read(raw(tmp_path / "x.safetensors", entry))
 
 
-def test_random_bytes_raise_nothing_but_our_errors(tmp_path: Path) -> None:
+def test_random_damage_raises_only_tensorkeep_errors(tmp_path: Path) -> None:
     random = np.random.default_rng(1)
     save(training_state(), tmp_path / "x.safetensors", compression="lossless")
     whole = (tmp_path / "x.safetensors").read_bytes()
@@ -192,5 +192,5 @@ def test_random_bytes_raise_nothing_but_our_errors(tmp_path: Path) -> None:
             read(tmp_path / "x.safetensors")
         except TensorkeepError:
             refused += 1
-    # Most damage is met, so that this walks through the checks and not past them.
+    # Most of the damage is detected, which shows that the checks were reached.
     assert refused > 150

@@ -1,4 +1,4 @@
-"""Files of torch.save: read without running anything, checked as torch does not, written so that torch reads them."""
+"""Files of torch.save: never executed, verified by CRC-32, and loadable by torch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def with_pickle(path: Path, pickled: bytes) -> Path:
 
 
 class RunsOnLoad:
-    """Pickles as a call of os.system, as an attacker's file would hold it."""
+    """An object whose pickle calls os.system, as in a malicious file."""
 
     def __init__(self, command: str) -> None:
         self.command = command
@@ -66,24 +66,24 @@ class RunsOnLoad:
 
 
 class TestTorch:
-    def test_it_reads_what_we_write(self, tmp_path: Path) -> None:
+    def test_torch_loads_saved_files(self, tmp_path: Path) -> None:
         save(training_state(), tmp_path / "x.pt")
         for mapped in (False, True):
             found = torch.load(tmp_path / "x.pt", weights_only=True, mmap=mapped)
             assert difference(training_state(), found) is None
             assert found["model"]["embed"] is found["model"]["head"]
 
-    def test_we_read_what_it_writes(self, tmp_path: Path) -> None:
+    def test_files_written_by_torch_load_exactly(self, tmp_path: Path) -> None:
         state = {**training_state(), "view": torch.arange(100)[10:20], "sizes": torch.Size([1, 2])}
         torch.save(state, tmp_path / "x.pt")
         assert difference(state, read(tmp_path / "x.pt")) is None
         assert tensorkeep.load(tmp_path / "x.pt")["step"] == 2**70
 
-    def test_a_row_does_not_take_its_matrix_along(self, tmp_path: Path) -> None:
+    def test_row_of_a_matrix_is_saved_without_the_matrix(self, tmp_path: Path) -> None:
         save({"row": torch.zeros(1000, 1000)[3]}, tmp_path / "x.pt")
         assert (tmp_path / "x.pt").stat().st_size < 10_000
 
-    def test_one_memory_as_two_dtypes(self, tmp_path: Path) -> None:
+    def test_views_of_one_memory_with_two_dtypes_round_trip(self, tmp_path: Path) -> None:
         floats = noise("float32", 8)
         state = {"floats": floats, "bits": floats.view(torch.int32)}
         save(state, tmp_path / "x.pt")
@@ -101,27 +101,27 @@ class TestRefusedOnWriting:
     @pytest.mark.parametrize(
         "value", [range(3), frozenset([1]), collections.namedtuple("Pair", "a b")(1, 2)], ids=["range", "set", "tuple"]
     )
-    def test_what_torch_would_not_read_back(self, tmp_path: Path, value: Any) -> None:
+    def test_values_that_torch_cannot_load_safely_are_refused(self, tmp_path: Path, value: Any) -> None:
         with pytest.raises(UnsupportedError, match="without running code"):
             save({"value": value}, tmp_path / "x.pt")
         assert list(tmp_path.iterdir()) == []
 
     @pytest.mark.parametrize("value", [np.zeros(3), np.float32(1)], ids=["array", "scalar"])
-    def test_numpy(self, tmp_path: Path, value: Any) -> None:
+    def test_numpy_values_are_refused_by_name(self, tmp_path: Path, value: Any) -> None:
         with pytest.raises(UnsupportedLeafError, match="numpy") as caught:
             save({"a": {"b": value}}, tmp_path / "x.pt")
         assert caught.value.name == "a.b"
 
-    def test_compression_and_metadata(self, tmp_path: Path) -> None:
+    def test_compression_and_metadata_are_refused(self, tmp_path: Path) -> None:
         with pytest.raises(UnsupportedError, match="compress"):
             save({}, tmp_path / "x.pt", compression="lossless")
         with pytest.raises(UnsupportedError, match="metadata"):
             save({}, tmp_path / "x.pt", metadata={"a": 1})
 
 
-class TestNeverRun:
+class TestNeverExecuted:
     @pytest.mark.parametrize("mapped", ["zip", "legacy", "bare"])
-    def test_a_pickle_that_calls_the_shell(self, tmp_path: Path, mapped: str) -> None:
+    def test_pickle_that_calls_the_shell_is_refused_and_not_executed(self, tmp_path: Path, mapped: str) -> None:
         path, witness = tmp_path / "evil.pth", tmp_path / "witness"
         evil = {"w": torch.zeros(3), "x": RunsOnLoad(f"touch {witness}")}
         if mapped == "bare":
@@ -139,18 +139,18 @@ class TestNeverRun:
             tensorkeep.load(path)
         assert not witness.exists()
 
-    def test_a_class_of_the_users(self, tmp_path: Path) -> None:
+    def test_class_outside_of_torch_is_refused_by_name(self, tmp_path: Path) -> None:
         torch.save({"when": datetime.timedelta(1)}, tmp_path / "x.pt")
         with pytest.raises(UnsupportedError, match=r"datetime\.timedelta"):
             read(tmp_path / "x.pt")
 
-    def test_torchscript(self, tmp_path: Path) -> None:
+    def test_torchscript_is_refused(self, tmp_path: Path) -> None:
         torch.save({}, tmp_path / "x.pt")
         rezip(tmp_path / "x.pt", lambda records: [*records, (f"{records[0][0].split('/')[0]}/constants.pkl", b"")])
         with pytest.raises(UnsupportedError, match="TorchScript"):
             read(tmp_path / "x.pt")
 
-    def test_values_that_cannot_be_kept(self, tmp_path: Path) -> None:
+    def test_sparse_tensor_is_refused_by_name(self, tmp_path: Path) -> None:
         torch.save({"a": {"b": torch.eye(3).to_sparse()}}, tmp_path / "x.pt")
         with pytest.raises(UnsupportedError, match="sparse") as caught:
             read(tmp_path / "x.pt")
@@ -163,7 +163,7 @@ class TestChecksums:
         data[data.index(content)] ^= 1
         path.write_bytes(data)
 
-    def test_torch_does_not_notice_and_we_do(self, tmp_path: Path) -> None:
+    def test_flipped_bit_that_torch_ignores_is_detected(self, tmp_path: Path) -> None:
         state = {"good": noise("uint8", 500, seed=1), "bad": noise("uint8", 500, seed=2)}
         save(state, tmp_path / "x.pt")
         self.flip(tmp_path / "x.pt", bytes(state["bad"].tolist()))
@@ -178,13 +178,13 @@ class TestChecksums:
                 assert caught.value.name == "bad"
         assert read(tmp_path / "x.pt", verify=False)["bad"][0] == state["bad"][0] ^ 1
 
-    def test_the_pickle_is_checked_before_it_is_read(self, tmp_path: Path) -> None:
+    def test_checksum_of_the_pickle_is_checked_before_unpickling(self, tmp_path: Path) -> None:
         save({"a_key_of_the_state": 1}, tmp_path / "x.pt")
         self.flip(tmp_path / "x.pt", b"a_key_of_the_state")
         with pytest.raises(CorruptCheckpointError, match=r"data\.pkl"):
             read(tmp_path / "x.pt", verify=False)
 
-    def test_files_without_checksums_are_read_and_say_so(self, tmp_path: Path) -> None:
+    def test_files_without_checksums_are_read_and_reported_as_unverifiable(self, tmp_path: Path) -> None:
         state = {"w": noise("uint8", 500)}
         torch.serialization.set_crc32_options(False)
         try:
@@ -199,19 +199,19 @@ class TestChecksums:
 
 class TestDamage:
     @pytest.mark.parametrize("content", [b"", b"PK", b"PK\3\4", b"PK\3\4" + bytes(100), b"hello world" * 10])
-    def test_what_is_no_zip(self, tmp_path: Path, content: bytes) -> None:
+    def test_file_other_than_a_zip_is_refused(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / "x.pt").write_bytes(content)
         assert not FORMAT.recognises(tmp_path / "x.pt")
         with pytest.raises(CorruptCheckpointError):
             read(tmp_path / "x.pt")
 
-    def test_nothing_and_a_directory(self, tmp_path: Path) -> None:
+    def test_missing_path_and_directory_are_not_checkpoints(self, tmp_path: Path) -> None:
         for path in (tmp_path / "missing.pt", tmp_path):
             assert not FORMAT.recognises(path)
             with pytest.raises(NotACheckpointError):
                 read(path)
 
-    def test_another_zip_is_not_ours(self, tmp_path: Path) -> None:
+    def test_zip_without_a_pickle_is_refused(self, tmp_path: Path) -> None:
         with zipfile.ZipFile(tmp_path / "x.zip", "w") as file:
             file.writestr("readme.txt", "hello")
         assert not FORMAT.recognises(tmp_path / "x.zip")
@@ -219,13 +219,13 @@ class TestDamage:
             read(tmp_path / "x.zip")
 
     @pytest.mark.filterwarnings("ignore:Duplicate name")
-    def test_a_record_that_stands_twice(self, tmp_path: Path) -> None:
+    def test_duplicate_record_is_refused(self, tmp_path: Path) -> None:
         save({"w": noise("uint8", 50)}, tmp_path / "x.pt")
         rezip(tmp_path / "x.pt", lambda records: [*records, *(r for r in records if r[0].endswith("/0"))])
         with pytest.raises(CorruptCheckpointError, match="twice"):
             read(tmp_path / "x.pt")
 
-    def test_a_compressed_record(self, tmp_path: Path) -> None:
+    def test_compressed_record_is_refused(self, tmp_path: Path) -> None:
         """A zip bomb is refused before anything is inflated."""
         save({"w": torch.zeros(1000)}, tmp_path / "x.pt")
         with zipfile.ZipFile(tmp_path / "x.pt") as old, zipfile.ZipFile(tmp_path / "y.pt", "w") as new:
@@ -234,7 +234,7 @@ class TestDamage:
         with pytest.raises(CorruptCheckpointError, match="compressed"):
             read(tmp_path / "y.pt")
 
-    def test_a_record_that_claims_more_than_the_file(self, tmp_path: Path) -> None:
+    def test_record_larger_than_the_file_is_refused(self, tmp_path: Path) -> None:
         save({"w": noise("uint8", 500)}, tmp_path / "x.pt")
         rezip(tmp_path / "x.pt", lambda records: records)
         data = (tmp_path / "x.pt").read_bytes()
@@ -244,13 +244,13 @@ class TestDamage:
         with pytest.raises(CorruptCheckpointError, match="claim"):
             read(tmp_path / "x.pt")
 
-    def test_a_missing_storage(self, tmp_path: Path) -> None:
+    def test_missing_storage_is_refused(self, tmp_path: Path) -> None:
         save({"w": noise("uint8", 500)}, tmp_path / "x.pt")
         rezip(tmp_path / "x.pt", lambda records: [r for r in records if not r[0].endswith("data/0")])
         with pytest.raises(CorruptCheckpointError):
             read(tmp_path / "x.pt")
 
-    def test_a_storage_that_is_too_short(self, tmp_path: Path) -> None:
+    def test_truncated_storage_is_refused(self, tmp_path: Path) -> None:
         save({"w": noise("uint8", 500), "v": noise("uint8", 500, seed=1)}, tmp_path / "x.pt")
         rezip(tmp_path / "x.pt", lambda records: [(n, c[:100] if n.endswith("data/0") else c) for n, c in records])
         with pytest.raises(CorruptCheckpointError):
@@ -261,14 +261,14 @@ class TestDamage:
         [b"", b".", b"\x80\x02", b"\x80\x02}", b"\x80\x04\x95", b"\x80\x02(.", b"N.", b"\x80\x02K\x01Q."]
         + [b"\x80\x02X\xff\xff\xff\x7fa.", b"\x80\x02" + b"]" * 5000 + b"a" * 4999 + b"."],
     )
-    def test_pickles_that_are_none(self, tmp_path: Path, pickled: bytes) -> None:
+    def test_malformed_pickles_are_refused(self, tmp_path: Path, pickled: bytes) -> None:
         path = with_pickle(tmp_path / "x.pt", pickled)
         try:
             assert read(path) is None  # b"N." is a pickle of None
         except TensorkeepError as error:
             assert error.path == str(path)
 
-    def test_a_pickle_that_unfolds_without_end(self, tmp_path: Path) -> None:
+    def test_pickle_that_expands_exponentially_is_refused(self, tmp_path: Path) -> None:
         state: Any = ["x"] * 10
         for _ in range(30):
             state = [state] * 10
@@ -277,31 +277,31 @@ class TestDamage:
         with pytest.raises(UnsupportedError, match="expands to more than"):
             read(with_pickle(tmp_path / "x.pt", pickled.getvalue()))
 
-    def test_a_container_that_holds_itself(self, tmp_path: Path) -> None:
+    def test_container_that_contains_itself_is_refused(self, tmp_path: Path) -> None:
         state: list[Any] = []
         state.append(state)
         with pytest.raises(UnsupportedError):
             read(with_pickle(tmp_path / "x.pt", pickle.dumps(state, protocol=2)))
 
-    def test_random_pickles_raise_nothing_but_our_errors(self, tmp_path: Path) -> None:
+    def test_randomly_damaged_pickles_raise_only_tensorkeep_errors(self, tmp_path: Path) -> None:
         random = np.random.default_rng(1)
         torch.save(training_state(), tmp_path / "x.pt")
         with zipfile.ZipFile(tmp_path / "x.pt") as file:
-            honest = next(file.read(name) for name in file.namelist() if name.endswith("/data.pkl"))
+            original = next(file.read(name) for name in file.namelist() if name.endswith("/data.pkl"))
         refused = 0
         for _ in range(200):
-            pickled = bytearray(honest)
+            pickled = bytearray(original)
             for place in random.integers(0, len(pickled), random.integers(1, 4)):
                 pickled[place] = random.integers(256)
             try:
                 read(with_pickle(tmp_path / "y.pt", bytes(pickled)))
             except TensorkeepError:
                 refused += 1
-        # Most damage is met, so that this walks through the checks and not past them.
+        # Most of the damage is detected, which shows that the checks were reached.
         assert refused > 100
 
 
-def test_what_torch_itself_could_not_load_is_refused(tmp_path):
+def test_tensor_that_torch_load_cannot_restore_is_refused(tmp_path: Path) -> None:
     tracked = torch.tensor(30.0).to(torch.float8_e4m3fn).requires_grad_()
     with pytest.raises(UnsupportedError, match=r"torch.load would fail .*in-place operation"):
         tensorkeep.save({"a": tracked}, tmp_path / "a.pt")

@@ -1,4 +1,4 @@
-"""Opening files of torch.save: replaced files, damage and refusals, hostile sizes."""
+"""Opening files of torch.save: files replaced meanwhile, damaged files, and tensors larger than their storage."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tensorkeep.testing.equality import same
 from tensorkeep.testing.format_states import load, noise
 
 
-def test_a_file_that_is_replaced_meanwhile_is_read_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_replaced_while_it_is_opened_is_read_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, rival = tmp_path / "x.pt", tmp_path / "rival.pt"
     torch.save({"w": torch.zeros(100)}, path)
     torch.save({"w": torch.ones(100)}, rival)
-    honest = unpickle.restricted_load
+    original = unpickle.restricted_load
 
     def replace_first(*arguments: Any) -> Any:
         rival.replace(path)
-        return honest(*arguments)
+        return original(*arguments)
 
     monkeypatch.setattr(unpickle, "restricted_load", replace_first)
     with FORMAT.open(path, OpenSettings()) as reader:
@@ -41,7 +41,7 @@ def open_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
+def test_descriptors_are_closed_after_opening(tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(100)}, tmp_path / "x.pt")
     (tmp_path / "y.pt").write_bytes((tmp_path / "x.pt").read_bytes()[:-100])
     before = open_descriptors()
@@ -53,7 +53,7 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", [1, 7, 500, 4096])
-def test_lost_bytes_are_damage(tmp_path: Path, lost: int) -> None:
+def test_missing_bytes_are_reported_as_damage(tmp_path: Path, lost: int) -> None:
     path = tmp_path / "x.pt"
     torch.save({"w": noise("float32", 5000)}, path)
     content = path.read_bytes()
@@ -65,7 +65,7 @@ def test_lost_bytes_are_damage(tmp_path: Path, lost: int) -> None:
         assert not tensorkeep.verify(path, format="torch").ok
 
 
-def test_a_read_that_fails_is_no_damage(tmp_path: Path) -> None:
+def test_failed_read_is_a_store_error(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({"w": torch.zeros(100)}, path)
     with zip_file.open_file(path) as file:
@@ -76,15 +76,15 @@ def test_a_read_that_fails_is_no_damage(tmp_path: Path) -> None:
             zip_file.TorchZip(file, path.stat().st_size, path)
 
 
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_named_pipe_is_refused_without_blocking(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.pt")
     assert not FORMAT.recognises(tmp_path / "x.pt")
     with pytest.raises(NotACheckpointError):
         FORMAT.open(tmp_path / "x.pt", OpenSettings())
 
 
-class TestExpanded:
-    def test_what_a_tiny_file_unfolds_to_is_never_read(self, tmp_path: Path) -> None:
+class TestSharedStorage:
+    def test_expanded_tensor_is_verified_once_and_not_allocated(self, tmp_path: Path) -> None:
         path = tmp_path / "x.pt"
         torch.save({"huge": torch.zeros(1).expand(2**50), "w": torch.ones(5)}, path)
         info = tensorkeep.info(path)
@@ -95,7 +95,7 @@ class TestExpanded:
             tensorkeep.load(path)
         assert tensorkeep.load(path, select="w")["w"].sum() == 5
 
-    def test_its_storage_is_checked(self, tmp_path: Path) -> None:
+    def test_checksum_of_an_expanded_tensor_is_checked(self, tmp_path: Path) -> None:
         path = tmp_path / "x.pt"
         pattern = noise("uint8", 1000)
         torch.save({"w": pattern.expand(2**40, 1000)}, path)
@@ -105,7 +105,7 @@ class TestExpanded:
         [problem] = tensorkeep.verify(path).problems
         assert (problem.name, problem.message) == ("w", "the CRC-32 of its storage is wrong")
 
-    def test_a_storage_counts_once(self, tmp_path: Path) -> None:
+    def test_shared_storage_is_counted_once(self, tmp_path: Path) -> None:
         path = tmp_path / "x.pt"
         whole = noise("float32", 1000)
         state = {"head": whole[:600], "tail": whole[400:], "none": whole[:0]}
@@ -114,8 +114,8 @@ class TestExpanded:
         assert tensorkeep.verify(path).ok
         assert same(tensorkeep.load(path)["tail"], whole[400:])
 
-    def test_storages_that_overlap_are_refused(self, tmp_path: Path) -> None:
-        """Each of many records claims the length of the largest, so that checking them would take for ever."""
+    def test_overlapping_storages_are_refused(self, tmp_path: Path) -> None:
+        """Each of many records claims the length of the largest, so that checking them would take very long."""
         path = tmp_path / "x.pt"
         torch.save({"a": torch.zeros(4000, dtype=torch.uint8), "b": torch.ones(8000, dtype=torch.uint8)}, path)
         with zipfile.ZipFile(path) as old:
@@ -127,7 +127,7 @@ class TestExpanded:
             FORMAT.open(path, OpenSettings())
 
 
-def test_a_counter_of_a_schedulers_milestones(tmp_path: Path) -> None:
+def test_counter_of_a_scheduler_round_trips(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     state = {"scheduler": torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2, 2]).state_dict()}
     torch.save(state, tmp_path / "x.pt")

@@ -164,7 +164,7 @@ def test_unknown_setting_of_a_file_names_the_file(tmp_path: Path) -> None:
         given_settings(file=tmp_path / "x.toml", environment={})
 
 
-def test_a_file_that_is_not_toml(tmp_path: Path) -> None:
+def test_file_that_is_not_toml_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.toml").write_text("[train")
     with pytest.raises(UsageError, match="is not TOML"):
         given_settings(file=tmp_path / "x.toml", environment={})
@@ -252,7 +252,7 @@ def test_average_follows_the_weights_and_is_put_into_the_model() -> None:
     assert WeightAverage(model, 0.0).state_dict() == {}
 
 
-def test_the_clock_adds_up() -> None:
+def test_clock_sums_the_seconds_of_each_activity() -> None:
     times = iter([0.0, 1.0, 5.0, 7.0, 7.0, 8.0])
     clock = Clock(lambda: next(times))
     for what in ("train", "evaluate", "train"):

@@ -89,7 +89,7 @@ def test_damage_is_found(text: Path) -> None:
         data.prepare(str(text), out=out, vocab_size=100)
 
 
-def test_the_options_are_these() -> None:
+def test_the_options_are_those_documented() -> None:
     app = App()
     app.command(data.prepare, name="prepare")
     app.command(data.info, name="info")

@@ -303,7 +303,7 @@ def test_disk_error_leaves_nothing(tmp_path: Path, number: int) -> None:
             except StoreError as error:
                 met.add(broken.seen[index])
                 assert os.strerror(number) in error.message
-        # Only the durability of the name itself is not known to be lost: the data is there, and the caller is told.
+        # If only the sync of the new name failed, the error was raised and the prepared data is complete.
         if names(folder):
             assert names(folder) == ["data"]
             assert "".join(texts(folder / "data")) == TEXT

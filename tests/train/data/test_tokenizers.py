@@ -146,7 +146,7 @@ def test_byte_pairs_are_learned(pairs: Tokenizer) -> None:
     assert learned("bpe", [CORPUS], vocab_size=290).digest != pairs.digest
 
 
-def test_byte_pairs_as_hugging_face_reads_them(pairs: Tokenizer) -> None:
+def test_hugging_face_reads_the_byte_pairs(pairs: Tokenizer) -> None:
     library = pytest.importorskip("tokenizers")
     text = pairs.hugging_face_json()
     assert text is not None

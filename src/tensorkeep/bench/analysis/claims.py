@@ -1,4 +1,4 @@
-"""Checking published claims: does this machine show the same, and do the arms that isolate the cause agree?
+"""Published claims checked against this machine's results, with arms isolating the causes.
 
 The rules, for each figure of a claim:
 

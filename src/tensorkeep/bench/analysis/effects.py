@@ -1,4 +1,4 @@
-"""What a design was made for: steps to the full stack, effects of factors, interactions of combinations.
+"""Results of designs: steps to the full stack, effects of factors, interactions.
 
 Everything is computed within each block, on a log scale, and summarised over the blocks like every other ratio.
 """

@@ -1,4 +1,4 @@
-"""What to use on this machine, in sentences computed from the figures.
+"""Recommendations for this machine, computed from the results.
 
 Only an arm with the verdict *helps* is recommended; never the A/A control, an arm that does not sync what it wrote, or
 an arm that failed its gate even once. Where no arm helps, the sentence names that.

@@ -1,4 +1,4 @@
-"""Statistics of ratios: interval, test, adjustment for many tests, and the smallest gain that so few blocks can show.
+"""Statistics of ratios: interval, test, adjustment for many tests, smallest detectable gain.
 
 All ratios are taken within a block, on a log scale: what slows a block down slows both sides of its ratio.
 

@@ -1,4 +1,4 @@
-"""The summary of a results file, computed from its cells alone: the same cells give the same summary anywhere."""
+"""The summary of a results file, computed from its cells alone."""
 
 from __future__ import annotations
 

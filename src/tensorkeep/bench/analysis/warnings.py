@@ -1,4 +1,4 @@
-"""What a reader must know before believing the results, each with the next step.
+"""Warnings about the results, each with a remedy.
 
 Every function looks for one problem and yields a `Caution` for each time it finds it.
 """

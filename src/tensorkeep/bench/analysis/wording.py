@@ -1,4 +1,4 @@
-"""How figures are written in sentences, tables and plots: numbers, gains, intervals, percentages, lists."""
+"""Formatting of numbers, gains, intervals, percentages and lists in texts, tables and plots."""
 
 from __future__ import annotations
 

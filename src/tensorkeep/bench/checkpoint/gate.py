@@ -1,4 +1,4 @@
-"""The gate of every load: it counts only if it returned what was saved, bit for bit."""
+"""The gate of loads: a load counts only if it returned the saved state, bit for bit."""
 
 from __future__ import annotations
 

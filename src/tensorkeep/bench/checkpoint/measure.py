@@ -1,4 +1,4 @@
-"""Measure one tool on one state: a durable save, then cold and warm loads, each compared with what was saved.
+"""Measurement of one tool on one state: a durable save, then cold and warm loads.
 
 Every call runs twice: a warm-up that is not measured, then the measured call. A training run saves many times, and only
 its first save writes from memory that was never touched. On a virtual machine, which gets memory from its host on first

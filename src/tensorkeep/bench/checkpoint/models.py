@@ -1,4 +1,4 @@
-"""Models to measure with: the tensors of a known model, by name and shape, with random weights.
+"""Models to measure: the tensors of a known model by name and shape, with random weights.
 
 A *spec* names a model and changes to it: ``openllama-3b``, ``openllama-3b:first-100``,
 ``openllama-3b:scale=0.1:float16``. Random weights cost the time and the space of trained ones: a codec sees the same

@@ -1,4 +1,7 @@
-"""The checkpoint workload: a tool saves a state and loads it, cold and warm, and every load is compared bit for bit."""
+"""The checkpoint workload: a tool saves a state and loads it, cold and warm.
+
+Every load is compared with the saved state, bit for bit.
+"""
 
 from __future__ import annotations
 

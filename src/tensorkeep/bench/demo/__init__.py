@@ -1,1 +1,1 @@
-"""What ``tensorkeep demo`` runs."""
+"""The workloads of ``tensorkeep demo``."""

@@ -1,4 +1,4 @@
-"""``tensorkeep demo``: compare the common tools, verify a checkpoint, and flip a bit in a copy of it."""
+"""``tensorkeep demo``: compare tools, verify a checkpoint, flip a bit in a copy of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tensorkeep demo --training``: train a small GPT, kill it, resume it, and compare the losses computed twice."""
+"""``tensorkeep demo --training``: train a small GPT, kill it, resume it, compare the losses."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What is compared: experiments, designs, and the files that describe them."""
+"""Experiments: their designs, and the files that describe them."""

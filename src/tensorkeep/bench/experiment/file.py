@@ -1,4 +1,4 @@
-"""The file of an experiment: JSON that lists arms, or a base and the changes from which a design makes arms.
+"""The file of an experiment: JSON with arms, or with a base and changes for a design.
 
 The design ``arms`` has ``arms``. All other designs have a ``base``, and either ``changes`` or ``factors``: each factor
 is the list of values that the setting of its name takes, or an object of levels by name. The structs below and those

@@ -1,4 +1,4 @@
-"""Fractional two-level designs for 6 to 15 factors, and the effects that each of them cannot separate.
+"""Fractional two-level designs for 6 to 15 factors, and their aliased effects.
 
 Some *basic* factors take every combination of their levels. Each other factor takes the parity of some of them, its
 *generator*. All designs have resolution IV: a main effect is never aliased with another main effect or with an

@@ -1,4 +1,4 @@
-"""Find and read experiments: those that ship with Tensorkeep, by name, and JSON files, by path."""
+"""Experiments by name (those that ship with Tensorkeep) or by path (JSON files)."""
 
 from __future__ import annotations
 

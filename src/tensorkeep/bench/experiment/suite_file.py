@@ -1,4 +1,4 @@
-"""The configuration file of an isolated-optimisation suite, which runs unchanged; the structs are its schema.
+"""The configuration file of an isolated-optimisation suite; the structs are its schema.
 
 Every configuration is an arm that writes one zarr 2 directory per parameter in float32, one after the other. Chunks of
 64 elements are at most 64 along each dimension, as in such suites. Any other number is the elements of a chunk, reached

@@ -1,4 +1,4 @@
-"""Convert JSON to typed structs with msgspec; an invalid value is one UsageError that names file, field and remedy."""
+"""Conversion of JSON to typed structs; an error names file, field and remedy."""
 
 from __future__ import annotations
 

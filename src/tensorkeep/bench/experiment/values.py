@@ -1,4 +1,4 @@
-"""What designs are made of: a base and the changes to its settings, as an experiment's file has them."""
+"""The input of designs: a base and the changes to its settings."""
 
 from __future__ import annotations
 

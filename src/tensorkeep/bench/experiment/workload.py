@@ -1,4 +1,4 @@
-"""The contract of a workload: the typed settings of an experiment and of an arm, and how one cell is measured.
+"""The contract of a workload: typed settings of experiments and arms, and measuring a cell.
 
 A workload is one module, ``tensorkeep.bench.NAME.workload``, with an instance of `Workload` called ``WORKLOAD``. The
 engine handles settings as JSON objects; only the workload gives them types:

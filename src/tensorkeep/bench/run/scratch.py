@@ -1,4 +1,4 @@
-"""The folder that a run works in: on the disk that is measured, used by one run at a time, and removed after it."""
+"""The scratch folder of a run: on the measured disk, locked by the run, removed after it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The process of one cell: ``python -m tensorkeep.bench.run.worker TASK`` prints its outcome as the last line.
+"""The process of one cell: ``python -m tensorkeep.bench.run.worker TASK``.
 
-The task is a `tensorkeep.bench.experiment.workload.Task` in JSON; `run_cell` starts the process.
+The last line of its output is the outcome. The task is a `tensorkeep.bench.experiment.workload.Task` in JSON;
+`run_cell` starts the process.
 """
 
 from __future__ import annotations

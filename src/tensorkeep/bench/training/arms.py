@@ -1,4 +1,4 @@
-"""The arms of a comparison of training: changes to a recipe, techniques among them, and the losses they must keep."""
+"""The arms of a training comparison: changes to a recipe, and the losses they must keep."""
 
 from __future__ import annotations
 

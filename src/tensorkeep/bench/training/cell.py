@@ -1,4 +1,4 @@
-"""One cell of a comparison of training: build a run, train it, record its speed, memory and losses, and gate them."""
+"""One cell of a training comparison: trains a run, records figures, gates the losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gate of training: losses must match those of the same run without its systems techniques.
+"""The gate of training: losses must match the same run without systems techniques.
 
 ``python -m tensorkeep.bench.training.reference_losses TASK`` trains the first steps in a process of its own, and prints
 their losses.

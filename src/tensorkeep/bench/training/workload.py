@@ -1,4 +1,4 @@
-"""The training workload: a recipe, with techniques and other changes, for the same steps on the same data."""
+"""The training workload: a recipe with techniques and other changes, on the same data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tensorkeep tune checkpoint``: measure which settings save fastest on this disk with these cores.
+"""``tensorkeep tune checkpoint``: measures which settings save fastest on this machine.
 
 Two stages in interleaved rounds: first raw and lossless, each with direct I/O and through the page cache; then, with
 the winner, the number of threads.

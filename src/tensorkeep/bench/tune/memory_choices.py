@@ -1,4 +1,4 @@
-"""Ways to fit training into less memory: techniques and smaller batches, ordered by the expected time of a step."""
+"""Techniques and smaller batches that reduce training memory, ordered by expected step time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One stage of tuning: settings that were measured in the same rounds, and which of them saves fastest.
+"""One stage of tuning: settings measured in the same rounds, and the choice among them.
 
 The first setting is kept unless another one is faster by the bench's statistics: a paired test of the log-ratios,
 adjusted for all settings of the stage, its 95% interval, and at least 5% gain.

@@ -1,4 +1,4 @@
-"""``tensorkeep tune training``: the cheapest techniques that are predicted to fit into some memory, and their trial."""
+"""``tensorkeep tune training``: the cheapest techniques that fit into a memory limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write the table ``[save]`` into a ``tensorkeep.toml`` and keep everything else that a user wrote there.
+"""Writing the table ``[save]`` of a ``tensorkeep.toml``; the rest of the file is preserved.
 
 In an existing table ``[save]``, the lines of its keys and the comments that begin with ``#:`` are replaced. Everything
 else in the file is kept byte by byte. The new text is parsed before it is written, and refused if it means something

@@ -1,1 +1,1 @@
-"""Safetensors files written and read in blocks: the engine of the native format and the safetensors format."""
+"""Safetensors files written and read in blocks, for the native and the safetensors format."""

@@ -1,4 +1,4 @@
-"""A data file that many threads write at once: from its first task to the header, made durable last.
+"""A data file that many threads write at once.
 
 A task reads its blocks from the state, or from a copy that was staged before, so that the state may change meanwhile.
 """

@@ -1,4 +1,4 @@
-"""How coded tensors, and dtypes that safetensors lacks, are described in the data file itself.
+"""Metadata of data files: coded tensors, and dtypes that safetensors lacks.
 
 Such a tensor is a ``U8`` vector in the file. The entry ``tensorkeep`` of the file's ``__metadata__`` is JSON that
 describes the tensor, so that it can be decoded without the manifest::

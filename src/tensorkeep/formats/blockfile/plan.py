@@ -1,4 +1,4 @@
-"""Which tensor goes where: parts into files, tensors into a file's byte stream, blocks into tasks.
+"""The layout of data files: parts into files, tensors into byte streams, blocks into tasks.
 
 A data file is one stream of bytes. A task is a run of whole blocks, together at most the size of one block. It owns a
 run of whole pages of the file, so that tasks can be written in any order, with O_DIRECT, without sharing pages.

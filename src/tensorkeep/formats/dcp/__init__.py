@@ -1,4 +1,4 @@
-"""The format ``dcp``: checkpoints of ``torch.distributed.checkpoint``, a directory with ``.metadata`` and data files.
+"""The format ``dcp``: checkpoints of ``torch.distributed.checkpoint``.
 
 Written in one process; read without DCP's own reader and without a process group, from any number of ranks.
 """

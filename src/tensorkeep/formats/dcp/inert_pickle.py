@@ -1,4 +1,4 @@
-"""Decode a pickle without executing it: classes and calls are recorded by name, never imported or called.
+"""Decoding of pickles without execution: classes and calls are only recorded by name.
 
 The metadata of a distributed checkpoint is a pickle, and each of its tensors begins with one. Both name a few classes
 only; any other name is refused. `pickletools` splits the bytes into opcodes and bounds every read by the bytes that

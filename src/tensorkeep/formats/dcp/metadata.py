@@ -1,4 +1,4 @@
-"""Parse DCP's ``.metadata``: names, dtypes and shapes of tensors, and the location of each of their chunks.
+"""Parser of DCP's ``.metadata``: names, dtypes and shapes of tensors, locations of chunks.
 
 The file is a pickle of the dataclasses of ``torch.distributed.checkpoint.metadata``. It is decoded without executing
 it (see ``inert_pickle.py``), and every field is checked.

@@ -1,4 +1,4 @@
-"""Rebuild the nested state of a distributed checkpoint that has no sidecar, from the paths in its metadata."""
+"""Rebuilding the nested state of a distributed checkpoint without a sidecar."""
 
 from __future__ import annotations
 

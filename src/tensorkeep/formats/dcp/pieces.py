@@ -1,4 +1,4 @@
-"""Pieces of a distributed checkpoint: each is a complete ``torch.save`` file inside a larger, memory-mapped file.
+"""Pieces of a distributed checkpoint: ``torch.save`` files inside a memory-mapped file.
 
 A piece that is a tensor is never unpickled: its small pickle is decoded without executing it, and the tensor becomes a
 numpy array over the mapped memory, in the layout that was saved. Torch writes the CRC-32 of that memory and does not

@@ -1,4 +1,4 @@
-"""Read a distributed checkpoint without a process group: every chunk is mapped and checked, nothing is trusted."""
+"""Reader of distributed checkpoints: untrusted, memory-mapped, without a process group."""
 
 from __future__ import annotations
 

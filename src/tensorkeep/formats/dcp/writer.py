@@ -1,4 +1,4 @@
-"""Write a distributed checkpoint in the layout of DCP, in one process and without a process group.
+"""Writer of distributed checkpoints in DCP's layout, in one process.
 
 Each data file ``__0_{n}.distcp`` is a concatenation of ``torch.save`` files, one for each tensor or plain value, and is
 written by one thread. ``.metadata`` is a pickle of DCP's own dataclasses. One rename publishes all of it.

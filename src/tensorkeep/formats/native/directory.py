@@ -1,4 +1,4 @@
-"""The directory of a native checkpoint: recognising it, summing it up, finding foreign files."""
+"""The directory of a native checkpoint: detection, summary and foreign files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data files of incremental saves: only the blocks that have changed since an earlier checkpoint."""
+"""Data files of incremental saves: only blocks that changed since an earlier checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hard links to the files of an earlier checkpoint, in the directory of one that is being written.
+"""Hard links from a new checkpoint to the files of an earlier one.
 
 A link is made by name. The name may stand for another file than the one that was opened, if that was replaced
 meanwhile, and the file may not be durable yet, if it was copied there a moment ago: both are checked.

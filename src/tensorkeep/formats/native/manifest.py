@@ -1,4 +1,4 @@
-"""Reading ``manifest.json``, which is untrusted: every rule that it must keep.
+"""Reading and validating ``manifest.json``, which is untrusted.
 
 The manifest carries a checksum of itself (see ``formats/sealed.py``). It is written last: a checkpoint exists if and
 only if it has a valid manifest. The format is specified in ``docs/reference/native-format.md``.

@@ -1,4 +1,4 @@
-"""The base of an incremental save: an earlier checkpoint whose unchanged blocks are used again.
+"""The base of an incremental save: an earlier checkpoint whose unchanged blocks are reused.
 
 The files that hold such blocks are hard-linked into the new checkpoint's directory, so that each checkpoint is complete
 in itself: the file system counts the links, and removing one checkpoint never breaks another. A block that has changed

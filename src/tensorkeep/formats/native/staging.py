@@ -1,4 +1,4 @@
-"""Copies of a state's blocks: made while the caller waits, written later while the state changes."""
+"""Copies of a state's blocks, made before the caller continues and written later."""
 
 from __future__ import annotations
 

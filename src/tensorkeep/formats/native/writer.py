@@ -1,4 +1,4 @@
-"""Writing a native checkpoint: data files from many threads, then the indexes, then the manifest, then one rename."""
+"""Writer of native checkpoints: data files, indexes, manifest, then one rename."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Safetensors files: one file, or a directory of shards with the index that Hugging Face tools read.
+"""Safetensors files: one file, or a directory of shards with Hugging Face's index.
 
 They are read in parallel by our own reader. Symbolic links are followed, because the Hugging Face cache consists of
 them. A flat dict of tensors is written as any safetensors file. The structure of every other state is stored in the

@@ -1,4 +1,4 @@
-"""The format ``t5x``: a directory with one msgpack file, ``checkpoint``, and a zarr v2 array for each parameter.
+"""The format ``t5x``: one msgpack file and a zarr v2 array for each parameter.
 
 Arrays are written and read by TensorStore, which comes with ``pip install 'tensorkeep[tensorstore]'``.
 """

@@ -1,9 +1,9 @@
-"""Flax's msgpack, which T5X's ``checkpoint`` file is: plain values, and those of numpy in three extension types.
+"""Flax's msgpack, the encoding of T5X's ``checkpoint`` file.
 
-Type 1 is an array: msgpack of its shape, the name of its dtype, and its bytes in C order. Type 2 is a complex number,
-type 3 a numpy scalar (an array without dimensions). An array of more than 2**30 bytes is split: a dict with the key
-``__msgpack_chunked_array__``, its shape, and flat arrays under ``chunks``; lists are dicts with keys "0", "1"...
-The format is that of ``flax/serialization.py``.
+It stores plain values, and those of numpy in three extension types. Type 1 is an array: msgpack of its shape, the name
+of its dtype, and its bytes in C order. Type 2 is a complex number, type 3 a numpy scalar (an array without dimensions).
+An array of more than 2**30 bytes is split: a dict with the key ``__msgpack_chunked_array__``, its shape, and flat
+arrays under ``chunks``; lists are dicts with keys "0", "1"... The format is that of ``flax/serialization.py``.
 """
 
 from __future__ import annotations

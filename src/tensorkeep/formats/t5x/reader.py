@@ -1,4 +1,4 @@
-"""Read T5X checkpoints, of Tensorkeep and of T5X; nothing in them is trusted."""
+"""Reader of T5X checkpoints, written by Tensorkeep or T5X; untrusted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tree in T5X's ``checkpoint`` file: parameters by the keys that lead to them, each a value or an array's spec.
+"""The tree in T5X's ``checkpoint`` file: parameters by key, each a value or an array's spec.
 
 A spec is a dict with TensorStore's ``driver``, ``kvstore`` and ``metadata``. Only the name of the array's directory is
 used; dtype, shape, chunks and compressor are those in the directory's ``.zarray``.

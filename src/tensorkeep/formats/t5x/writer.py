@@ -1,4 +1,4 @@
-"""Write a T5X checkpoint: the arrays, the msgpack file with their specs, the sidecar, then one rename."""
+"""Writer of T5X checkpoints: arrays, msgpack file, sidecar, then one rename."""
 
 from __future__ import annotations
 

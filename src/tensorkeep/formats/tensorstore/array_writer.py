@@ -1,4 +1,4 @@
-"""Write many arrays into one directory, with one limit on the memory of all regions in flight.
+"""Writing many arrays into one directory, within one memory budget.
 
 An array is written in regions of full chunks, so that TensorStore never reads a chunk back. A thread waits until the
 budget admits a region and hands it to TensorStore, which releases the bytes when the region is written. If the memory

@@ -1,4 +1,4 @@
-"""Open arrays, and read ranges of their bytes so that each chunk is decoded once, as far as memory allows.
+"""Opening arrays, and reading byte ranges with each chunk decoded once where memory allows.
 
 Reading is cheapest in full rows of chunks. If such a row is too large to be read at once, smaller ranges are read
 through a cache that holds it, so that a sequential load still decodes each chunk once.

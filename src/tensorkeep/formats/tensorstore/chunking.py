@@ -1,4 +1,4 @@
-"""The shape of an array's chunks: a limit on their size, and two algorithms that find a shape within it.
+"""The chunk shape of an array: a limit on its size, and two algorithms that choose it.
 
 ``halving`` halves the largest dimension until a chunk is small enough, whether or not the result divides the array;
 chunks at the edges are then padded. ``divisors``, as in T5X, takes the next smaller divisor of the dimension instead,

@@ -1,4 +1,4 @@
-"""The compressors of zarr v2 and v3 that TensorStore supports: options, metadata, and what each checks."""
+"""TensorStore's compressors for zarr v2 and v3: options, metadata, checksums."""
 
 from __future__ import annotations
 

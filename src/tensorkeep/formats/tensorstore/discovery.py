@@ -1,4 +1,4 @@
-"""Recognise directories of TensorStore arrays, and find the arrays in them without opening any.
+"""Detecting directories of TensorStore arrays, and listing the arrays without opening any.
 
 Directories of arrays that belong to another format (Orbax, T5X) are left to that format.
 """

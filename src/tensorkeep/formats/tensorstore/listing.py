@@ -1,4 +1,4 @@
-"""List the files of a checkpoint; links are refused, and a folder that cannot be listed is an error."""
+"""Listing the files of a checkpoint; links and unreadable folders are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read directories of TensorStore arrays, of Tensorkeep and of other programs; nothing in them is trusted."""
+"""Reader of directories of TensorStore arrays, written by Tensorkeep or not; untrusted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write a state as TensorStore arrays: the arrays, then the sidecar that describes the state, then one rename."""
+"""Writer of states as TensorStore arrays: arrays, sidecar, then one rename."""
 
 from __future__ import annotations
 

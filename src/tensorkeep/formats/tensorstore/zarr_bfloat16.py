@@ -1,10 +1,11 @@
-"""Registers bfloat16 with zarr-python, which lacks it; arrays then have the dtype of ``ml_dtypes``.
+"""Registration of bfloat16 with zarr-python, as the dtype of ``ml_dtypes``.
 
 >>> from tensorkeep.formats.tensorstore import zarr_bfloat16
 >>> zarr_bfloat16.register()  # doctest: +SKIP
 >>> zarr.open_group("checkpoint", mode="r")["model.weight"][:]  # doctest: +SKIP
 
-For ``"bfloat16"`` in zarr v2 and v3 metadata, as TensorStore writes it. Written for zarr-python 3.1.
+zarr-python itself lacks this dtype. For ``"bfloat16"`` in zarr v2 and v3 metadata, as TensorStore writes it. Written
+for zarr-python 3.1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The files of ``torch.save``: read through torch's restricted unpickler, written by torch itself."""
+"""Files of ``torch.save``: read by torch's restricted unpickler, written by torch."""
 
 from __future__ import annotations
 

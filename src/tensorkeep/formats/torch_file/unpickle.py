@@ -1,4 +1,4 @@
-"""Load what ``torch.save`` wrote through torch's restricted unpickler, and bound what a small pickle expands to."""
+"""Loading through torch's restricted unpickler, with a limit on the expanded size."""
 
 from __future__ import annotations
 

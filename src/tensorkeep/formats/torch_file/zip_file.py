@@ -1,4 +1,4 @@
-"""The container of a ``torch.save`` file: the zip's directory and checksums, and loading the pickle in it."""
+"""The zip container of a ``torch.save`` file: directory, checksums, and loading its pickle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bars of means with their spread and every run: the three-way, four-panel and six-panel plots of the guides."""
+"""Bar plots of means with their spread and every run: three-way, four-panel, six-panel."""
 
 from __future__ import annotations
 

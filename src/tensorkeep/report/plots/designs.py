@@ -1,4 +1,4 @@
-"""The plots of designs: a waterfall of steps, effects of factors with their heat map, and interactions."""
+"""Plots of designs: a waterfall of steps, effects of factors, a heat map of interactions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trade-offs: saving against size and against loading, and the arms that no other arm beats (the Pareto front)."""
+"""Scatter plots of trade-offs, with the Pareto front."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def read_words(words: Sequence[str], options: Collection[str] = ()) -> tuple[str
     Returns
     -------
     tuple of (str or None, dict of str to str)
-        The recipe, None if there is none, and the settings by dotted name.
+        The recipe, or None if no recipe is given, and the settings by dotted name.
 
     Raises
     ------

@@ -1,4 +1,7 @@
-"""Recipes: functions that return a complete configuration. A variant calls another recipe and changes settings."""
+"""Recipes: functions that return a complete configuration.
+
+A variant calls another recipe and changes settings.
+"""
 
 from __future__ import annotations
 

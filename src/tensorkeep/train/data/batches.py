@@ -1,4 +1,4 @@
-"""Batches of windows of text: an endless, seeded sequence for training, and one pass for evaluation.
+"""Batches of windows of text: an endless seeded sequence, and one pass for evaluation.
 
 Random numbers are drawn from Philox (Salmon et al., 2011, https://doi.org/10.1145/2063384.2063405), a generator whose
 state is a counter: any batch can be computed from the seed and its number, without the batches before it.

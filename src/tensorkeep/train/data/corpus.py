@@ -1,4 +1,4 @@
-"""Finding the text files of a corpus: a file, a folder, a pattern, standard input, or Python's standard library."""
+"""The text files of a corpus: a file, folder, glob, standard input or standard library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading a corpus: documents as streams of decoded text, each assigned to a split, in small pieces."""
+"""Documents of a corpus: streams of decoded text, each assigned to a split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preparing data: a corpus is read twice, and becomes a folder of tokens for training and validation.
+"""Preparation of data: a corpus becomes a folder of tokens for training and validation.
 
 The first pass checks that all of it is text, counts it, and learns the tokenizer. The second pass encodes and writes.
 """

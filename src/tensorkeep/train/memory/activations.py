@@ -1,4 +1,4 @@
-"""The activations that the forward pass keeps for the backward pass, in bytes, computed from the shapes of a model."""
+"""The predicted bytes of activations kept for the backward pass, from a model's shapes."""
 
 from __future__ import annotations
 

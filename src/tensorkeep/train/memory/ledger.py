@@ -1,4 +1,4 @@
-"""The memory ledger: the predicted memory of parameters, gradients, optimizer states, activations and logits.
+"""The memory ledger: predicted bytes of parameters, gradients, states, activations, logits.
 
 Every figure is computed from shapes. The peak is either at the start of the backward pass, when all activations exist,
 or in the step of the optimizers, when all gradients exist.

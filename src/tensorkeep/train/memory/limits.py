@@ -1,4 +1,4 @@
-"""The peak memory of training, as measured."""
+"""The measured peak memory of training."""
 
 from __future__ import annotations
 

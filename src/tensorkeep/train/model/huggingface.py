@@ -1,4 +1,4 @@
-"""Models in Hugging Face transformers: the class, its configuration, and its names for our tensors."""
+"""Models of Hugging Face transformers: class, configuration, and mapping of tensor names."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def architecture_of(config: ModelConfig) -> Architecture:
     Raises
     ------
     UnsupportedError
-        If there is none; the message names the settings that prevent it.
+        If transformers has no such model; the message names the settings that prevent it.
     """
     candidates = [(architecture, architecture.obstacles(config)) for architecture in _ARCHITECTURES]
     for architecture, obstacles in candidates:

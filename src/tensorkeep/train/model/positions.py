@@ -1,4 +1,4 @@
-"""Positions: a learned embedding of each, or rotary positions (a rotation of queries and keys)."""
+"""Positions: learned embeddings, or rotations of queries and keys (RoPE)."""
 
 from __future__ import annotations
 

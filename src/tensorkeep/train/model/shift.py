@@ -1,4 +1,4 @@
-"""Token shift: a learned fraction of the previous token's embedding is added to each embedding."""
+"""Token shift: adds a learned fraction of the previous token's embedding to each embedding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""An exponential moving average of the weights, which often has a lower loss than the weights themselves."""
+"""An exponential moving average of the weights.
+
+The average often has a lower loss than the weights themselves.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The data of a run: opened if it is prepared, else prepared for the run; a resumed run finds its own data again."""
+"""The data of a run: opened if prepared, else prepared; a resumed run finds it again."""
 
 from __future__ import annotations
 

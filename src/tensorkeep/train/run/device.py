@@ -1,4 +1,4 @@
-"""The device of a run, and the machine properties that its results depend on down to the last bit."""
+"""The device of a run, and the machine properties that its exact results depend on."""
 
 from __future__ import annotations
 

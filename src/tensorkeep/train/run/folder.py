@@ -1,4 +1,4 @@
-"""The folder of a run: the record of how it started, the tokenizer, the log, the checkpoints, the data."""
+"""The folder of a run: record of its start, tokenizer, log, checkpoints and data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The log of a run: one JSON object per line; a resumed run continues it without repeated steps."""
+"""The log of a run: one JSON object per line, without repeated steps after a resume."""
 
 from __future__ import annotations
 

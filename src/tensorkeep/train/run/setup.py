@@ -1,4 +1,4 @@
-"""Setting up a run: from a configuration, a folder and data to a `Run` that is ready for its next step.
+"""Setting up a `Run`, ready for its next step, from a configuration, a folder and data.
 
 `open_run` is the only way in, for new and resumed runs. It joins the ranks, refuses what would fail later, opens the
 data, builds the model and what belongs to it, applies the techniques, and restores the last checkpoint.

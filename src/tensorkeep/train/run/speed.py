@@ -1,4 +1,4 @@
-"""Where the time of a run goes, and its speed: tokens per second, and MFU against a measured peak.
+"""Seconds by activity, and speed: tokens per second, and MFU against a measured peak.
 
 MFU (model FLOP utilisation; Chowdhery et al., arXiv 2204.02311) is the rate of the model's floating-point operations as
 a fraction of the fastest rate that the machine reaches.
@@ -120,7 +120,7 @@ class Speedometer:
         return self._rates(int(tokens), int(flops), seconds)
 
     def total(self) -> dict[str, float]:
-        """Return ``tokens_per_second`` and ``mfu`` of all counted steps; an empty dict if there are none."""
+        """Return ``tokens_per_second`` and ``mfu`` of all counted steps; empty without counted steps."""
         return self._rates(self.tokens, self.flops, self.seconds)
 
     def _rates(self, tokens: int, flops: int, seconds: float) -> dict[str, float]:

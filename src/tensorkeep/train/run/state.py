@@ -1,4 +1,4 @@
-"""The state of a run: what a step of training reads and changes, and what a checkpoint holds.
+"""The state of a run: what a training step changes and a checkpoint contains.
 
 `Run` is what techniques and the divergence guard work on. It does not know them: `tensorkeep.train.run.setup` builds a
 run, applies its techniques and adds them to what is saved.

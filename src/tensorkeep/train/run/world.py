@@ -1,4 +1,4 @@
-"""The ranks of a run: the process group that torchrun started, and the collectives that the trainer needs."""
+"""The ranks of a run: torchrun's process group, and the collectives of the trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools that store one array per tensor: TensorStore with every setting, T5X's layout of it, and Orbax."""
+"""Tools that store one array per tensor: TensorStore, T5X's layout and Orbax."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools that store torch tensors as they are: ``torch.save``, safetensors and ``torch.distributed.checkpoint``."""
+"""Tools that store torch tensors: ``torch.save``, safetensors and DCP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Load TensorStore arrays as most programs do: open each array and read it by one call, for comparison.
+"""Loading TensorStore arrays with one read call per array, for comparison.
 
 `tensorkeep.load` reads ranges straight into the memory of the tensors instead.
 """

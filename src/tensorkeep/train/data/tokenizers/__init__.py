@@ -1,1 +1,1 @@
-"""Ways to turn text into tokens and back: characters, bytes, and byte pairs trained here or published by others."""
+"""Tokenizers: characters, bytes, and byte pairs, trained here or published by others."""

@@ -148,7 +148,7 @@ def at_line_ends(texts: Iterator[str]) -> Iterator[str]:
 
 
 def _last_line_start(text: str) -> int:
-    """Return the start of the last line that may be cut off; 0 if there is none."""
+    """Return the start of the last line that may be cut off, or 0 if no line may be."""
     end = len(text) - 1
     while (newline := text.rfind("\n", 1, max(end, 1))) > 0:
         before, after = text[newline - 1], text[newline + 1]

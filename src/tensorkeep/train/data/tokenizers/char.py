@@ -1,4 +1,4 @@
-"""One token per character: the vocabulary is the sorted set of the characters of the corpus, as in nanoGPT."""
+"""One token per character: the vocabulary is the sorted set of characters, as in nanoGPT."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vocabularies of OpenAI's ``tiktoken``, if they are on this machine: nothing is downloaded.
+"""The vocabularies of OpenAI's ``tiktoken``, from its local cache; never downloaded.
 
 ``tiktoken`` caches its downloads in ``TIKTOKEN_CACHE_DIR``, ``DATA_GYM_CACHE_DIR``, or ``data-gym-cache`` in the folder
 for temporary files. A vocabulary that is not in the cache is an error here. Prepared data holds the vocabulary itself,
