@@ -1,5 +1,7 @@
 """``tensorkeep bench checkpoint``: runs, reports, interrupts, resumes, and invalid arguments."""
 
+from __future__ import annotations
+
 import json
 import re
 import signal
@@ -21,7 +23,8 @@ RUN = ["bench", "checkpoint", "--model", SMALL, "--arms", "safetensors", "--arms
 
 
 def results(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "results.json").read_text())
+    found: dict[str, Any] = json.loads((folder / "results.json").read_text())
+    return found
 
 
 @pytest.mark.usefixtures("cells_in_process")
@@ -68,14 +71,15 @@ def test_own_checkpoint_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert tensorkeep.verify(own).ok
 
 
+@pytest.mark.usefixtures("cells_in_process")
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_interrupted_run_keeps_its_figures_and_resumes(number: int, tmp_path: Path) -> None:
+def test_interrupted_run_keeps_its_results_and_resumes(number: int, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [sys.executable, "-m", "tensorkeep", *RUN, "--runs", "40", "--out", str(out)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 120
-        while not (out / "results.json").exists() or done(out) < 2:
+        while not (out / "results.json").exists() or measured_cells(out) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.1)
         process.send_signal(number)
@@ -86,7 +90,7 @@ def test_interrupted_run_keeps_its_figures_and_resumes(number: int, tmp_path: Pa
     assert "interrupted" in err
     assert "--resume" in err
     assert "wrote" in said
-    kept = done(out)
+    kept = measured_cells(out)
     assert 2 <= kept < 10
     assert not (out / NAME).exists()
     found = results(out)
@@ -95,11 +99,12 @@ def test_interrupted_run_keeps_its_figures_and_resumes(number: int, tmp_path: Pa
     assert main(["bench", "checkpoint", "--resume", "--out", str(out), "--runs", "3"]) == 2
     assert main(["bench", "checkpoint", "--resume", "--out", str(out), "--dir", str(tmp_path)]) == 2
     assert main(["bench", "checkpoint", "--resume", "--out", str(out), "-q"]) == 0
-    assert done(out) == kept + 1
+    assert measured_cells(out) == kept + 1
     assert results(out)["complete"]
 
 
-def done(folder: Path) -> int:
+def measured_cells(folder: Path) -> int:
+    """Return the number of cells with a result."""
     return sum(cell["status"] == "ok" for cell in results(folder)["cells"])
 
 
@@ -128,41 +133,41 @@ def test_configuration_of_an_isolated_suite_runs_unchanged(tmp_path: Path, capsy
     assert re.search(r"^baseline +\d+\.\d+( ± |  )", capsys.readouterr().out, re.MULTILINE)
 
 
-def written(folder: Path, content: object) -> str:
+def write_experiment(folder: Path, content: object) -> str:
     path = folder / "mine.json"
     path.write_text(json.dumps(content))
     return str(path)
 
 
-def suite(**changes: object) -> dict[str, Any]:
+def isolated_suite(**changes: object) -> dict[str, Any]:
     one = {"name": "baseline", "chunk_size_elements": 64, "concurrency_limit": 1, "compression": None}
     return {"testing": {"num_runs": 1}, "test_configurations": [{**one, **changes}]}
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
-        (suite(chunk_size=3), "has no field 'chunk_size'"),
-        (suite(chunk_size_elements=-1), "chunk_size_elements: expected `int` >= 1"),
-        (suite(compression="gzipp"), "gzipp"),
+        (isolated_suite(chunk_size=3), "has no field 'chunk_size'"),
+        (isolated_suite(chunk_size_elements=-1), "chunk_size_elements: expected `int` >= 1"),
+        (isolated_suite(compression="gzipp"), "gzipp"),
         ({"arms": [{"name": "a", "settings": {"tool": "tosch"}}]}, "arm 'a': the tool 'tosch' does not exist"),
         ({"arms": [{"name": "a", "settings": {"tool": "torch"}}], "run": 3}, "has no field 'run'"),
     ],
 )
 def test_invalid_file_is_one_clear_line(
-    content: object, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: object, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "checkpoint", "--experiment", written(tmp_path, content)]) == 2
+    assert main(["bench", "checkpoint", "--experiment", write_experiment(tmp_path, content)]) == 2
     out, err = capsys.readouterr()
     lines = err.splitlines()
     assert out == ""
-    assert said in lines[0]
+    assert message in lines[0]
     assert "mine.json" in lines[0]
     assert len(lines) == 2
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (["--experiment", "sixway"], 2, "six-way"),
         (["--model", "openllama-4b"], 2, "is not a known model"),
@@ -179,7 +184,7 @@ def test_invalid_file_is_one_clear_line(
 def test_invalid_arguments_are_refused_at_once(
     arguments: list[str],
     code: int,
-    said: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -188,7 +193,7 @@ def test_invalid_arguments_are_refused_at_once(
     assert main(["bench", "checkpoint", "--out", "out", *arguments]) == code
     out, err = capsys.readouterr()
     assert out == ""
-    assert said in err
+    assert message in err
     assert len(err.splitlines()) <= 2
     assert not (tmp_path / "out" / NAME).exists()
 

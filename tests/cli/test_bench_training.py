@@ -104,9 +104,9 @@ def test_list_shows_the_experiments_of_training_only(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
-        (["training", "--experiment", "peers"], "the experiment 'peers' is one of the workload 'checkpoint'"),
+        (["training", "--experiment", "peers"], "the experiment 'peers' measures the workload 'checkpoint'"),
         (["checkpoint", "--experiment", "techniques"], "tensorkeep bench training --experiment techniques"),
         (["training", "--experiment", "techniqes"], "did you mean 'techniques'?"),
         (["training", "--recipe", "gpt2"], "there is no recipe 'gpt2'"),
@@ -115,10 +115,10 @@ def test_list_shows_the_experiments_of_training_only(capsys: pytest.CaptureFixtu
     ],
 )
 def test_invalid_arguments_are_refused_before_the_run(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", *words, "--out", str(tmp_path / "out")]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -1,4 +1,4 @@
-"""``tensorkeep tune checkpoint``: what it measures, what it concludes, and what it leaves of a file that is there."""
+"""``tensorkeep tune checkpoint``: measurements, conclusions, and the file of settings with its other content."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ A, B, C = DEFAULT, Setting("lossless", DEFAULT.threads, True), Setting("none", D
 
 
 def stage(seconds: Mapping[Setting, list[float]]) -> Stage:
-    """Return a stage in which each setting took so many seconds, round by round."""
+    """Return a stage with the seconds of each setting, round by round."""
     cells = [
         Cell(setting.name, block, "ok", figures={"save": value, "stored": 500.0})
         for setting, row in seconds.items()
@@ -61,7 +61,7 @@ def run(*arguments: str | Path) -> int:
         ([1.0] * 10, [0.5] * 9 + [1.1], "faster"),
         ([1.0] * 10, [0.5] * 6 + [1.1, 1.2, 1.2, 1.9], "within noise"),
         ([1.0] * 6, [1.2] * 6, "slower"),
-        # A drift that affects both alike is not a difference.
+        # A drift that affects both settings equally is not a difference.
         ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [1.01, 1.98, 3.03, 3.96, 5.05, 5.94], "within noise"),
     ],
 )
@@ -116,7 +116,7 @@ def test_only_differences_from_the_default_are_written() -> None:
         "direct_io": False,
         "memory_budget": many.memory_budget,
     }
-    # The budget lets all these threads work.
+    # The memory budget is enough for all these threads.
     text = with_table("", many.table(), [], Path("tensorkeep.toml"))
     assert settings.parse(tomllib.loads(text), Path("tensorkeep.toml")).memory_budget == many.memory_budget
 
@@ -261,7 +261,7 @@ def test_checkpoint_of_the_user(tmp_path: Path, quick: list[tuple[Setting, int]]
         (lambda folder: (folder / "tensorkeep.toml").write_text("[save]\nthread = 1"), "usage"),
         (lambda folder: (folder / "tensorkeep.toml").mkdir(), "usage"),
     ],
-    ids=["no folder", "a wrong file", "no file"],
+    ids=["missing folder", "invalid file", "folder instead of a file"],
 )
 def test_unusable_folder_or_file_is_refused_before_measuring(
     tmp_path: Path, quick: list[Any], prepare: Callable[[Path], object], kind: str
@@ -289,7 +289,7 @@ def test_file_that_cannot_be_written_is_refused_before_measuring(
     if reason == "read-only":
         honest = os.open
 
-        # Permissions do not hold root back.
+        # Permissions do not stop root, so the error is injected.
         def refuse(path: Any, flags: int, *rest: Any, **more: Any) -> int:
             if flags & os.O_CREAT and Path(path).parent == out.parent:
                 raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
@@ -346,7 +346,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_loading_does_not_count_as_measuring(tmp_path: Path, slow: Clock) -> None:
     begin = slow.now
     first, second = tune(tmp_path, seconds=10.0, source=tmp_path / "own").stages
-    # Half the time each, and in each the first of the rounds is off the record.
+    # Each stage gets half the time, and its first round is not recorded.
     assert len(first.settings) == 4
     assert first.rounds.count == 9
     assert second.rounds.count == int(5.0 / (0.125 * len(second.settings))) - 1

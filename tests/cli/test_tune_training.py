@@ -1,4 +1,4 @@
-"""``tensorkeep tune training``: the ledger, the cheapest choice that fits, and the batch that was seen to fit."""
+"""``tensorkeep tune training``: predicted memory, the cheapest choice that fits, and the largest batch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the steps of so small a model need more memory than its evaluation."""
+    """Evaluate few tokens at once, so that the steps of the small model need more memory than an evaluation."""
     monkeypatch.setattr("tensorkeep.train.evaluate._LARGEST_TOKENS", 64)
 
 
@@ -57,19 +57,20 @@ def test_nothing_changes_where_memory_suffices() -> None:
 @pytest.mark.usefixtures("small_evaluations")
 def test_cheapest_choice_that_fits_is_chosen() -> None:
     previous = chosen_for(4000 * MB).chosen
+    candidates = list(choices(config()))
     for memory in range(previous.ledger.peak, 0, -MB):
         tuned = chosen_for(memory)
         chosen = tuned.chosen
         if not tuned.fits:
-            assert all(each.ledger.peak >= chosen.ledger.peak > memory for each in choices(config()))
+            assert all(each.ledger.peak >= chosen.ledger.peak > memory for each in candidates)
             break
         assert chosen.ledger.peak <= memory
         assert chosen.cost >= previous.cost
-        cheaper = [each for each in choices(config()) if each.cost < chosen.cost]
+        cheaper = [each for each in candidates if each.cost < chosen.cost]
         assert all(each.ledger.peak > memory for each in cheaper)
         previous = chosen
     else:
-        pytest.fail("a choice fits into no memory")
+        pytest.fail("a choice was found that needs no memory")
     assert previous.cost > 1.1
 
 
@@ -93,7 +94,7 @@ def test_largest_batch_is_found_among_the_divisors(limit: int, largest: int | No
     def attempt(tried: Config) -> Outcome:
         assert tried.loop.batch_size * tried.loop.accumulate == 12
         if tried.loop.batch_size > 10:
-            # The process is ended where it takes far too much.
+            # A process that uses far too much memory is ended.
             return Outcome("memory" if limit < 12 else "ok", None, 1.0, {MEMORY: 12.0})
         return Outcome("ok", None, 1.0, {MEMORY: float(tried.loop.batch_size)})
 
@@ -121,7 +122,7 @@ def test_choice_whose_trial_fits_replaces_one_that_only_the_prediction_fits(monk
 
 
 def test_evaluation_that_does_not_fit_is_reported_without_a_trial() -> None:
-    """No technique makes it smaller."""
+    """No technique reduces the memory of an evaluation."""
     tuned = training.tune(config(), Path("nowhere"), 60 * MB)
     assert tuned.before.ledger.peak_of_steps < 60 * MB < tuned.before.ledger.evaluation
     assert not (tuned.fits or tuned.tried)
@@ -139,11 +140,11 @@ def test_ledger_is_shown_and_nothing_is_written(
     words = ["tune", "training", "shakespeare-char-cpu", "--data", str(data), "--predict-only"]
     assert main([*words, "--memory", "4GB"]) == 0
     said = capsys.readouterr().out
-    for text in ("parameters", "activations, kept", "at the worst moment", "It is predicted to fit as it is."):
+    for text in ("parameters", "activations kept", "peak", "It is predicted to fit without a change."):
         assert text in said
     assert f"tensorkeep train shakespeare-char-cpu --data {data} --loop.batch_size 12 --loop.accumulate 1" in said
     assert main([*words, "--memory", "1MB"]) == 1
-    assert "Nothing is predicted to fit." in capsys.readouterr().out
+    assert "No choice is predicted to fit." in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 
@@ -170,12 +171,12 @@ def test_trial_trains_and_evaluates_and_reports_its_peak(data: Path) -> None:
     tuned = training.tune(config().changed({"loop.threads": 1}), data, 2000 * MB)
     assert tuned.fits
     assert tuned.measured is not None
-    # The process takes more than its tensors: buffers of kernels, a heap that does not shrink.
+    # The process uses more memory than its tensors: buffers of kernels, a heap that does not shrink.
     assert 0.3 * tuned.chosen.ledger.peak < tuned.measured < 2000 * MB
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--memory", "1GB"], "neither a recipe nor a run is given"),
         (["shakespeare-char-cpu", "--memory", "much"], "is not a size"),
@@ -185,10 +186,10 @@ def test_trial_trains_and_evaluates_and_reports_its_peak(data: Path) -> None:
     ],
 )
 def test_invalid_arguments_are_refused(
-    words: list[str], said: str, data: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["tune", "training", *words, "--data", str(data)]) in (2, 7)
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_json_is_complete(data: Path, run_json: Callable[..., tuple[int, Any]]) -> None:

@@ -1,14 +1,15 @@
-"""Running an experiment from the command line: its folder, its progress, its interruption, and its report."""
+"""Options of ``tensorkeep bench``, and its runs: progress, interrupts, resumption, report."""
 
 from __future__ import annotations
 
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
@@ -18,149 +19,212 @@ from tensorkeep.bench.experiment.plan import Plan
 from tensorkeep.bench.results import Cell, Limits, Results
 from tensorkeep.bench.results_file import FILE_NAME, read_results
 from tensorkeep.bench.run.runner import ExperimentRun, Listener, plan_results
+from tensorkeep.cli.options import SIZE, Switch
 from tensorkeep.cli.output import Output
-from tensorkeep.cli.report import deliver
+from tensorkeep.cli.report import report_run
 from tensorkeep.cli.text import Table, printable
 from tensorkeep.errors import DestinationExistsError, UsageError
 from tensorkeep.units import format_seconds
 
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
 Runs = Annotated[int | None, Parameter(validator=Number(gte=1))]
 Seconds = Annotated[int | None, Parameter(validator=Number(gte=1), metavar="SECONDS")]
 
+_FLAGS = {"seconds": "--equal-time"}
+"""The flags of settings that are not named as their setting."""
 
-def chosen_experiment(name: str, workload: str) -> Plan:
-    """Return an experiment of a workload, its arms checked.
 
-    Raises UsageError if there is none of that name, it breaks a rule, or is another workload's.
+@Parameter(name="*")
+@dataclass(frozen=True)
+class RunOptions:
+    """The options that ``bench checkpoint`` and ``bench training`` share.
+
+    Attributes
+    ----------
+    experiment : str or None
+        What to compare: the name of an experiment or a JSON file; --list shows the names.
+    runs : int or None
+        Number of runs of each arm.
+    arms : list of str or None
+        Run only these arms; the baseline is always measured. The option may be repeated.
+    seed : int or None
+        Seed of the random order.
+    time_limit : int or None
+        A cell that takes longer is ended and reported.
+    memory_limit : int or None
+        A cell that uses more memory is ended and reported.
+    out : Path or None
+        The folder of results.json and report.html; bench-EXPERIMENT by default.
+    resume : bool
+        Continue an interrupted run in --out.
+    overwrite : bool
+        Replace the results in --out.
+    list_ : bool
+        Show the experiments that come with Tensorkeep.
     """
-    found = read_experiment(name)
-    if (other := found.experiment.workload) != workload:
-        raise UsageError(
-            f"the experiment {found.experiment.name!r} is one of the workload {other!r}",
-            remedy=f"tensorkeep bench {other} --experiment {shlex.quote(name)}",
-        )
-    return found
+
+    experiment: str | None = None
+    runs: Runs = None
+    arms: Annotated[list[str] | None, Parameter(negative="", metavar="ARM")] = None
+    seed: int | None = None
+    time_limit: Seconds = None
+    memory_limit: Annotated[int | None, SIZE] = None
+    out: Path | None = None
+    resume: Annotated[bool, Switch] = False
+    overwrite: Annotated[bool, Switch] = False
+    list_: Annotated[bool, Switch, Parameter(name="--list")] = False
+
+    def design(self) -> dict[str, object]:
+        """Return the options that change the design of an experiment, by field."""
+        return {name: getattr(self, name) for name in ("runs", "arms", "seed", "time_limit", "memory_limit")}
 
 
-def changed(
-    chosen: Plan,
-    runs: int | None,
-    arms: list[str] | None,
-    seed: int | None,
-    time_limit: int | None,
-    memory_limit: int | None,
-) -> Plan:
-    """Return an experiment with what was asked for instead of what stands in its file."""
-    limits = chosen.experiment.limits
-    seconds = limits.seconds if time_limit is None else time_limit
-    memory = limits.memory_bytes if memory_limit is None else memory_limit
-    chosen = chosen.with_design(runs=runs, seed=seed, limits=Limits(seconds, memory))
-    return chosen if arms is None else chosen.only(arms)
+DEFAULT_OPTIONS = RunOptions()
 
 
-def list_experiments(workload: str, output: Output) -> int:
-    """Show the experiments of a workload."""
-    found = shipped(workload)
-    rows = [(name, title) for name, title in found.items()]
-    output.show({"experiments": found}, lambda: Table(("experiment", "what it compares"), rows).show())
-    return 0
-
-
-def refuse_changes(changed: dict[str, Any]) -> None:
-    """Refuse what was asked for differently of a run that goes on."""
-    for flag, value in changed.items():
-        if value is not None:
-            raise UsageError(
-                f"{flag} cannot be changed in a run that goes on", remedy="leave it out, or give another --out"
-            )
-
-
-def measure(
-    chosen: Plan,
-    out: Path | None,
-    directory: Path | None,
-    overwrite: bool,
+def run_experiment(
+    workload: str,
+    default: str,
+    settings: Mapping[str, object],
+    options: RunOptions,
     output: Output,
+    directory: Path | None = None,
 ) -> int:
-    """Run an experiment from its beginning, and report."""
-    folder = out or Path(chosen.experiment.settings.get("save_dir") or f"bench-{chosen.experiment.name}")
-    results = folder / FILE_NAME
-    if results.exists() and not overwrite:
-        raise DestinationExistsError(
-            "there are results already",
-            path=results,
-            remedy="give another --out; --resume goes on with them, --overwrite replaces them",
-        )
-    if directory is not None:
-        chosen = chosen.with_settings(save_dir=str(directory))
-    for note in chosen.notes:
-        output.note(note)
-    return _run(plan_results(chosen, _command()), folder, output)
-
-
-def resume_run(
-    experiment: str | None, workload: str, default: str, out: Path | None, directory: Path | None, output: Output
-) -> int:
-    """Go on with a run that was interrupted, and report.
+    """List the experiments of a workload, or run or resume one; return the exit code.
 
     Parameters
     ----------
-    experiment : str or None
-        That was asked for.
-    workload, default : str
-        Those of the command: what it measures, and which experiment unless another is asked for.
+    workload : str
+        ``"checkpoint"`` or ``"training"``.
+    default : str
+        The experiment that runs if ``options`` names none.
+    settings : mapping of str to object
+        Replacements for settings of the experiment, without those that were not given.
+    options : RunOptions
+    output : Output
+    directory : Path, optional
+        A folder on the disk to measure.
     """
-    folder = out or Path(f"bench-{Path(experiment or default).stem}")
+    if options.list_:
+        return _list_experiments(workload, output)
+    if options.resume:
+        _refuse_changes({**settings, **options.design()})
+        return _resume(workload, default, options, directory, output)
+    plan = _read_plan(options.experiment or default, workload).with_settings(**settings)
+    limits = plan.experiment.limits
+    limits = Limits(
+        limits.seconds if options.time_limit is None else options.time_limit,
+        limits.memory_bytes if options.memory_limit is None else options.memory_limit,
+    )
+    plan = plan.with_design(runs=options.runs, seed=options.seed, limits=limits)
+    if options.arms is not None:
+        plan = plan.only(options.arms)
+    return _start(plan, options, directory, output)
+
+
+def _list_experiments(workload: str, output: Output) -> int:
+    experiments = shipped(workload)
+    rows = list(experiments.items())
+    output.show({"experiments": experiments}, lambda: Table(("experiment", "what it compares"), rows).show())
+    return 0
+
+
+def _read_plan(name: str, workload: str) -> Plan:
+    """Read and check an experiment; UsageError if it does not exist, is invalid, or measures another workload."""
+    plan = read_experiment(name)
+    if (other := plan.experiment.workload) != workload:
+        raise UsageError(
+            f"the experiment {plan.experiment.name!r} measures the workload {other!r}",
+            remedy=f"tensorkeep bench {other} --experiment {shlex.quote(name)}",
+        )
+    return plan
+
+
+def _refuse_changes(changes: Mapping[str, object]) -> None:
+    for name, value in changes.items():
+        if value is not None:
+            flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
+            raise UsageError(f"{flag} cannot be changed in a resumed run", remedy="omit it, or choose another --out")
+
+
+def _start(plan: Plan, options: RunOptions, directory: Path | None, output: Output) -> int:
+    folder = options.out or Path(plan.experiment.settings.get("save_dir") or f"bench-{plan.experiment.name}")
+    results = folder / FILE_NAME
+    if results.exists() and not options.overwrite:
+        raise DestinationExistsError(
+            "the results file exists already",
+            path=results,
+            remedy="choose another --out, continue the run with --resume, or replace its results with --overwrite",
+        )
+    if directory is not None:
+        plan = plan.with_settings(save_dir=str(directory))
+    for note in plan.notes:
+        output.note(note)
+    command = shlex.join(["tensorkeep", *sys.argv[1:]])
+    return _run_in(folder, plan_results(plan, command), output)
+
+
+def _resume(workload: str, default: str, options: RunOptions, directory: Path | None, output: Output) -> int:
+    asked = options.experiment
+    folder = options.out or Path(f"bench-{Path(asked or default).stem}")
     results = read_results(folder / FILE_NAME, printable=False)
-    found = results.experiment.name
-    if (other := results.experiment.workload) != workload:
-        again = f"tensorkeep bench {other} --resume --out {shlex.quote(str(folder))}"
-        raise UsageError(f"holds results of the workload {other!r}", path=folder, remedy=again)
-    if experiment is not None and not experiment.endswith(".json") and experiment != found:
-        raise UsageError(f"holds results of {found!r}, not of {experiment!r}", path=folder, remedy="give another --out")
-    measured = _place(results, folder)
+    found = results.experiment
+    if found.workload != workload:
+        raise UsageError(
+            f"holds results of the workload {found.workload!r}", path=folder, remedy=_resume_command(results, folder)
+        )
+    if asked is not None and not asked.endswith(".json") and asked != found.name:
+        remedy = "choose another --out"
+        raise UsageError(f"holds results of {found.name!r}, not of {asked!r}", path=folder, remedy=remedy)
+    measured = _measured_folder(results, folder)
     if directory is not None and directory.absolute() != measured.absolute():
-        raise UsageError(f"this run measures in {measured}", remedy="leave out --dir, or start anew with another --out")
-    return _run(results, folder, output)
+        remedy = "omit --dir, or start a new run with another --out"
+        raise UsageError(f"the interrupted run measures in {measured}", remedy=remedy)
+    return _run_in(folder, results, output)
 
 
-def _place(results: Results, folder: Path) -> Path:
+def _measured_folder(results: Results, folder: Path) -> Path:
     """Return the folder on the disk that is measured."""
     return Path(results.experiment.settings.get("save_dir") or folder)
 
 
-def _run(results: Results, folder: Path, output: Output) -> int:
-    made = not folder.exists()
+def _resume_command(results: Results, folder: Path) -> str:
+    return f"tensorkeep bench {results.experiment.workload} --resume --out {shlex.quote(str(folder))}"
+
+
+def _run_in(folder: Path, results: Results, output: Output) -> int:
+    """Run the remaining cells in a folder, which is removed again if it is new and nothing was written to it."""
+    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        return _measured(results, folder, output)
+        return _run(folder, results, output)
     finally:
-        if made:
-            # What was refused before anything came of it leaves nothing behind; a folder that holds something stays.
-            with suppress(OSError):
+        if is_new:
+            with suppress(OSError):  # A folder that is not empty is kept.
                 folder.rmdir()
 
 
-def _measured(results: Results, folder: Path, output: Output) -> int:
-    file = folder / FILE_NAME
-    run = ExperimentRun(results, file, _place(results, folder))
+def _run(folder: Path, results: Results, output: Output) -> int:
+    file, page = folder / FILE_NAME, folder / "report.html"
+    run = ExperimentRun(results, file, _measured_folder(results, folder))
     try:
-        with _ended_cleanly(), _listener(results, output) as listener:
+        with _interrupt_on_signals(), _listener(results, output) as listener:
             run.execute(listener)
     except KeyboardInterrupt:
         if any(cell.status == "ok" for cell in run.results.cells):
-            deliver(file, folder / "report.html", output)
-        again = f"tensorkeep bench {results.experiment.workload} --resume --out {shlex.quote(str(folder))}"
-        output.note(f"the figures so far are kept; to resume: {again}")
+            report_run(file, page, output)
+        output.note(f"the results so far are kept; to resume: {_resume_command(results, folder)}")
         raise
-    deliver(file, folder / "report.html", output)
+    report_run(file, page, output)
     statuses = {cell.status for cell in run.results.cells}
     return 1 if "gate" in statuses or "ok" not in statuses else 0
 
 
 @contextmanager
-def _ended_cleanly() -> Iterator[None]:
-    """Let a request to end, as `timeout` and a closed terminal send it, do what Ctrl-C does."""
+def _interrupt_on_signals() -> Iterator[None]:
+    """Handle SIGTERM and SIGHUP, which `timeout` and a closed terminal send, as Ctrl-C."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -173,13 +237,9 @@ def _ended_cleanly() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _command() -> str:
-    return shlex.join(["tensorkeep", *sys.argv[1:]])
-
-
 @contextmanager
 def _listener(results: Results, output: Output) -> Iterator[Listener]:
-    if not output.progress or output.quiet or not sys.stderr.isatty():
+    if not output.draws_progress:
         yield _Silent()
         return
     from rich.console import Console
@@ -196,7 +256,7 @@ def _listener(results: Results, output: Output) -> Iterator[Listener]:
 
 
 class _Silent:
-    """Says nothing."""
+    """A listener that prints nothing."""
 
     def preparing(self) -> None: ...
 
@@ -206,14 +266,14 @@ class _Silent:
 
 
 class _Bar:
-    """A progress bar with the arm that runs, and the time left as far as it is known."""
+    """A progress bar with the current arm, and the time left if it can be estimated."""
 
-    def __init__(self, bar: Any, total: int) -> None:
+    def __init__(self, bar: Progress, total: int) -> None:
         self._bar = bar
         self._task = bar.add_task("", total=total, left="")
 
     def preparing(self) -> None:
-        self._bar.update(self._task, description="making what is measured", refresh=True)
+        self._bar.update(self._task, description="preparing what is measured", refresh=True)
 
     def cell_started(self, cell: Cell, done: int, total: int, seconds_left: float | None) -> None:
         left = "" if seconds_left is None else f"about {format_seconds(seconds_left)} left"

@@ -29,7 +29,7 @@ _COMMANDS = {
     "env": ("env:env", "Show versions, hardware and file system, for a bug report."),
     "bench checkpoint": ("bench:checkpoint", "Compare ways to save and load a checkpoint."),
     "bench claims": ("bench:claims", "Check published claims about checkpoint formats on this machine."),
-    "bench training": ("bench_training:training", "Compare training techniques and settings of a recipe."),
+    "bench training": ("bench:training", "Compare training techniques and settings of a recipe."),
     "data prepare": ("data:prepare", "Tokenize text for a training run."),
     "data info": ("data:info", "Show what a folder of prepared data contains."),
     "train": ("train:train", "Train a model, or resume a run."),

@@ -57,10 +57,26 @@ class Output:
         if not self.quiet:
             print(printable(text), file=sys.stderr)
 
+    @property
+    def draws_progress(self) -> bool:
+        """Whether progress is drawn: stderr is a terminal, and neither --no-progress nor --quiet is given."""
+        return self.progress and not self.quiet and sys.stderr.isatty()
+
+    @contextmanager
+    def status(self, stage: str) -> Iterator[Callable[[str], None]]:
+        """Show a stage on stderr while the block runs; yield a callback that takes the text of the next stage."""
+        if not self.draws_progress:
+            yield lambda text: None
+            return
+        from rich.console import Console
+
+        with Console(stderr=True, markup=False).status(stage) as status:
+            yield lambda text: status.update(printable(text))
+
     @contextmanager
     def meter(self, doing: str) -> Iterator[Callable[[int, int], None] | None]:
         """Yield a callback that takes (bytes done, total bytes) and draws a bar, or None for no bar."""
-        if not self.progress or self.quiet or not sys.stderr.isatty():
+        if not self.draws_progress:
             yield None
             return
         from rich.console import Console

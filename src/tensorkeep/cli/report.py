@@ -1,4 +1,4 @@
-"""``tensorkeep report``: the tables, plots and the page of a run of the bench, from its results file alone."""
+"""``tensorkeep report``: the tables, page, plots and CSV files of a results file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tensorkeep.report.design_tables import aliases_lines, claims_table, design_
 from tensorkeep.report.headlines import completeness, headlines, measured_by, noise_lines
 from tensorkeep.report.tables import ReportTable, not_run_table, observed_table, verdict_table
 
-# The three-way and six-way guides printed milliseconds and improvements; the isolated suite prints mean ± std.
+# These two print milliseconds and improvements, as their original scripts did; all others print mean ± std.
 _MILLISECONDS = ("three-way", "six-way")
 
 
@@ -33,38 +33,39 @@ def report(
     """Print the tables of a results file and write its report.
 
     Without --out, everything is written beside the results: report.html, summary.csv, samples.csv, and a folder plots.
-    With --out, only what is asked for.
+    With --out, only the page and the folders given by --plots and --csv are written.
 
     Parameters
     ----------
     results
         A results.json, or the folder that holds it.
     out
-        Where to write the page, which opens offline in any browser; an earlier report there is replaced.
+        The page to write, which opens offline in any browser; an earlier report there is replaced.
     plots
         A folder for every plot, as PNG and SVG.
     csv
         A folder for summary.csv and samples.csv.
     tables_only
-        Print, and write nothing.
+        Print the tables, and write nothing.
     """
     found = read_results(results)
     if tables_only:
         output.show(_document(found, []), lambda: print_tables(found))
         return 0
     folder = results if results.is_dir() else results.parent
-    beside = out is None
-    page = folder / "report.html" if out is None else out
-    _deliver(found, page, plots or (folder / "plots" if beside else None), csv or (folder if beside else None), output)
+    if out is None:
+        _write(found, folder / "report.html", plots or folder / "plots", csv or folder, output)
+    else:
+        _write(found, out, plots, csv, output)
     return 0
 
 
-def deliver(results: Path, page: Path, output: Output) -> None:
+def report_run(results: Path, page: Path, output: Output) -> None:
     """Print the tables of a results file, and write its page with CSV files and a folder ``plots`` beside it."""
-    _deliver(read_results(results), page, page.parent / "plots", page.parent, output)
+    _write(read_results(results), page, page.parent / "plots", page.parent, output)
 
 
-def _deliver(found: Results, page: Path, plots: Path | None, csv: Path | None, output: Output) -> None:
+def _write(found: Results, page: Path, plots: Path | None, csv: Path | None, output: Output) -> None:
     from tensorkeep.report.files import check_page, write_report
 
     check_page(page)
@@ -87,7 +88,7 @@ def _document(found: Results, written: list[Path]) -> dict[str, Any]:
 
 
 def print_tables(found: Results) -> None:
-    """Print the tables of a run; the verdict comes last, where the screen still shows it."""
+    """Print the tables of a run; the verdict comes last, because the end of a long output stays on the screen."""
     print(found.experiment.title or found.experiment.name)
     print(measured_by(found))
     print()
@@ -108,7 +109,7 @@ def print_tables(found: Results) -> None:
 
 
 def _print_claims(table: ReportTable | None) -> None:
-    """Print claims one below the other: their sentences are too long for columns."""
+    """Print claims as a list, because their sentences are too long for columns."""
     if table is None:
         return
     print(f"\n{table.title}")

@@ -1,4 +1,4 @@
-"""The story of ``tensorkeep demo --training``, told stage by stage."""
+"""``tensorkeep demo --training``: train, kill, resume, compare losses, generate text."""
 
 from __future__ import annotations
 
@@ -8,48 +8,78 @@ from typing import Any
 
 from tensorkeep.bench.demo.training import KilledRun, RepeatedSteps, TrainingDemo
 from tensorkeep.checkpoint.inspect.info import info
-from tensorkeep.cli.talk import Talk, say
-from tensorkeep.cli.text import counted, printable
+from tensorkeep.cli.demo_text import DemoText
+from tensorkeep.cli.output import Output
+from tensorkeep.cli.text import counted
 from tensorkeep.train.generate import generate, prompt_ids
 from tensorkeep.train.run.trained import load_trained
 from tensorkeep.units import format_bytes
 
-STEPS = 1200
-EVERY = 100
 _PROMPT = "def "
 _TOKENS = 300
 
 
-def tell(folder: Path, talk: Talk, *, steps: int = STEPS, every: int = EVERY, source: str = "stdlib") -> dict[str, Any]:
-    """Train, kill, go on, compare, generate; return all of it as plain values."""
-    story = TrainingDemo(folder, steps=steps, every=every, source=source)
-    with talk.busy("preparing the sources of Python's standard library"):
-        prepared = story.prepare()
-    talk.say(lambda: _print_data(prepared.about))
-    with talk.busy("training") as note:
-        killed = story.train_until_killed(note)
-    talk.say(lambda: _print_killed(killed))
-    with talk.busy("going on") as note:
-        summary = story.resume(note)
-    repeated = story.repeated(killed)
-    talk.say(lambda: _print_repeated(killed, repeated, summary))
-    last = story.last_checkpoint()
-    talk.say(lambda: _print_checkpoint(last.path))
-    text = _sample(story)
-    talk.say(lambda: _print_sample(text))
-    return {
-        "ok": repeated.exact,
-        "run": str(story.folder.path),
-        "checkpoint": last.path,
-        "killed": {"step": killed.step, "saved": killed.saved.number},
-        "repeated": asdict(repeated),
-        "summary": summary,
-        "sample": text,
-    }
+def training_demo(
+    folder: Path, output: Output, *, steps: int = 1200, every: int = 100, source: str = "stdlib"
+) -> dict[str, Any]:
+    """Run the demo, which saves a checkpoint ``every`` so many steps; print and return its document."""
+    demo, text = TrainingDemo(folder, steps=steps, every=every, source=source), DemoText(output)
+    with output.status("preparing the sources of Python's standard library"):
+        splits = demo.prepare().about["splits"]
+    characters = sum(split["tokens"] for split in splits.values())
+    text.paragraph(f"1. The text: the sources of Python's standard library on this machine, {characters:,} characters.")
+    with output.status("training") as status:
+        killed = demo.train_until_killed(status)
+    text.paragraph(
+        "2. A GPT trains on it, and saves checkpoints in the background. It was killed (kill -9) at step "
+        f"{killed.step}, with a loss of {killed.losses[killed.step]:.4f}; its last complete checkpoint is that of step "
+        f"{killed.saved.number}."
+    )
+    with output.status("resuming") as status:
+        summary = demo.resume(status)
+    repeated = demo.repeated(killed)
+    _print_repeated(text, repeated, summary)
+    last = demo.last_checkpoint()
+    state = info(last.path)
+    text.paragraph(
+        f"4. The last checkpoint holds the whole state, {counted(len(state.entries), 'tensor')} of "
+        f"{format_bytes(state.total.nbytes)}: weights, optimizer, random states, position in the data."
+    )
+    text.lines(f"   tensorkeep info {last.path}")
+    sample = _sample(demo)
+    text.paragraph("5. The model generates:")
+    text.lines(*(f"   | {line}" for line in sample.splitlines()))
+    text.lines(
+        "",
+        f"Next:  tensorkeep generate {demo.folder.path} --prompt 'class '",
+        f"       tensorkeep bench checkpoint --experiment six-way --from {last.path}",
+    )
+    document = _document(demo, killed, repeated, summary) | {"checkpoint": last.path, "sample": sample}
+    output.show(document, lambda: None)
+    return document
 
 
-def _sample(story: TrainingDemo) -> str:
-    trained = load_trained(story.folder, which="best")
+def _print_repeated(text: DemoText, repeated: RepeatedSteps, summary: dict[str, Any]) -> None:
+    if repeated.exact:
+        verdict = (
+            f"3. The run resumed there and trained to step {summary['step']}. Steps {repeated.first} to "
+            f"{repeated.last} were computed twice, before the kill and after it: all {repeated.count} losses are the "
+            "same, bit for bit."
+        )
+    else:
+        different = counted(len(repeated.different), "step")
+        verdict = f"3. The run resumed, and the losses of {different} of {repeated.count} are DIFFERENT."
+    spent = summary["seconds"]
+    fraction = spent.get("checkpoint", 0.0) / sum(spent.values())
+    text.paragraph(
+        verdict,
+        f"The validation loss is {summary['loss']:.3f}, at {summary['tokens_per_second']:,.0f} tokens/s; saving "
+        f"blocked the loop for {fraction:.1%} of the time.",
+    )
+
+
+def _sample(demo: TrainingDemo) -> str:
+    trained = load_trained(demo.folder, which="best")
     prompt = prompt_ids(trained.tokenizer, _PROMPT)
     ids = generate(
         trained.model, prompt, max_new_tokens=_TOKENS, temperature=0.8, vocab_size=trained.tokenizer.vocab_size
@@ -57,51 +87,13 @@ def _sample(story: TrainingDemo) -> str:
     return trained.tokenizer.decode(ids.tolist())
 
 
-def _print_data(about: dict[str, Any]) -> None:
-    print()
-    tokens = sum(split["tokens"] for split in about["splits"].values())
-    say(f"1. The text: the sources of Python's standard library on this machine, {tokens:,} characters.")
-
-
-def _print_killed(killed: KilledRun) -> None:
-    print()
-    say(
-        f"2. A GPT trains on them, and is saved in the background as it goes. It was killed (kill -9) at step "
-        f"{killed.step}, with a loss of {killed.losses[killed.step]:.4f}; its last whole checkpoint is that of step "
-        f"{killed.saved.number}."
-    )
-
-
-def _print_repeated(killed: KilledRun, repeated: RepeatedSteps, summary: dict[str, Any]) -> None:
-    print()
-    if not repeated.exact:
-        different = counted(len(repeated.different), "step")
-        say(f"3. The run went on, and {different} of {repeated.count} came out DIFFERENT.")
-    else:
-        say(
-            f"3. It went on from there to step {summary['step']}. Steps {repeated.first} to {repeated.last} were "
-            f"computed twice, before the kill and after it: all {repeated.count} losses are the same, bit for bit."
-        )
-    spent = summary["seconds"]
-    share = spent.get("checkpoint", 0.0) / sum(spent.values())
-    say(
-        f"The validation loss is {summary['loss']:.3f}, at {summary['tokens_per_second']:,.0f} tokens/s; saving held "
-        f"the loop for {share:.1%} of the time."
-    )
-
-
-def _print_checkpoint(path: str) -> None:
-    print()
-    about = info(path)
-    say(
-        f"4. The last checkpoint holds the whole state, {counted(len(about.entries), 'tensor')} of "
-        f"{format_bytes(about.total.nbytes)}: weights, optimizer, random states, where it stood in the data."
-    )
-    print(printable(f"   tensorkeep info {path}"))
-
-
-def _print_sample(text: str) -> None:
-    print()
-    say("5. What the model makes up:")
-    for line in text.splitlines():
-        print(printable(f"   | {line}"))
+def _document(
+    demo: TrainingDemo, killed: KilledRun, repeated: RepeatedSteps, summary: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "ok": repeated.exact,
+        "run": str(demo.folder.path),
+        "killed": {"step": killed.step, "saved": killed.saved.number},
+        "repeated": asdict(repeated),
+        "summary": summary,
+    }

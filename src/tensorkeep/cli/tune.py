@@ -1,10 +1,7 @@
-"""``tensorkeep tune``: measure this machine for some seconds, and write the settings that suit it to a file."""
+"""``tensorkeep tune``: the fastest settings for saves in a folder, measured and written."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,36 +35,42 @@ def checkpoint(
 ) -> int:
     """Find the settings that save fastest in a folder.
 
-    A state is saved again and again: raw and lossless, around the page cache and through it, then with more and fewer
-    threads. What is faster beyond the noise is written to tensorkeep.toml. A save follows that file if it names it:
-    settings= in Python, -C on the command line.
+    A state is saved repeatedly: raw and lossless, with direct I/O and through the page cache, then with more and fewer
+    threads. Settings that are faster beyond the noise are written to tensorkeep.toml. A save uses that file only if it
+    is given: settings= in Python, -C on the command line.
 
     Parameters
     ----------
     directory
-        The folder that checkpoints go to; what is written there is removed, but for tensorkeep.toml.
+        The folder to measure, where checkpoints will be saved; only tensorkeep.toml is left there.
     seconds
-        About how long to measure.
+        About how long to measure, in seconds.
     size
-        How large a state to make up; a slow disk gets a smaller one.
+        The size of the generated state; a smaller one is used on a slow disk.
     source
-        A checkpoint of your own to save instead: how much lossless saves depends on the values.
+        Save the state of this checkpoint instead: the gain of lossless compression depends on the values.
     out
-        The file to write; tensorkeep.toml in the folder by default. What else stands in it stays.
+        The file to write; tensorkeep.toml in the folder by default. Its other content is kept.
     dry_run
-        Write no file, only show it.
+        Show the file, and do not write it.
     """
     if size < FEWEST_BYTES:
-        raise UsageError(f"--size {format_bytes(size)} is too small", remedy=f"at least {format_bytes(FEWEST_BYTES)}")
+        raise UsageError(
+            f"--size {format_bytes(size)} is too small", remedy=f"give at least {format_bytes(FEWEST_BYTES)}"
+        )
     if not directory.is_dir():
-        raise NotFoundError("there is no such folder", path=directory, remedy="give the folder that you save to")
+        raise NotFoundError("the folder does not exist", path=directory, remedy="give the folder that you save to")
     path = directory / FILE_NAME if out is None else out
-    # A file that cannot be changed or written is told before the measuring, not after.
+    # A file that cannot be changed or written is refused before the measurement.
     with_table(read_text(path), {"compression": "none"}, [], path)
     if not dry_run:
         check_writable(path)
-    with _busy(output) as note:
-        tuned = tune(directory, seconds=seconds, nbytes=size, source=source, progress=note)
+    with output.status("building the state") as status:
+
+        def progress(name: str) -> None:
+            status(f"measuring: {name}")
+
+        tuned = tune(directory, seconds=seconds, nbytes=size, source=source, progress=progress)
     found = {"processor": machine.processor(), "storage": machine.storage(directory)}
     table, comments = tuned.choice.table(), _comments(tuned, found)
     if dry_run:
@@ -82,28 +85,17 @@ def checkpoint(
     return 0
 
 
-@contextmanager
-def _busy(output: Output) -> Iterator[Callable[[str], None] | None]:
-    if not output.progress or output.quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-
-    with Console(stderr=True, markup=False).status("building the state") as status:
-        yield lambda name: status.update(f"measuring: {name}")
-
-
 def _machine(found: dict[str, Any]) -> str:
     cores = counted(found["processor"]["usable_cores"], "core")
     return f"{cores} of {found['processor']['model']}, {found['storage']['file_system'] or 'unknown file system'}"
 
 
 def _comments(tuned: Tuned, found: dict[str, Any]) -> list[str]:
-    """Return what the file says of where its values come from."""
+    """Return comments for the file: when, where and how its values were measured."""
     lines = [
         f"tensorkeep {__version__} tune checkpoint, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {_machine(found)}",
         f"{format_bytes(tuned.nbytes)}: {tuned.subject}",
-        "raw bytes per second until durable, median (lowest, highest):",
+        "uncompressed bytes per second until durable, median (lowest, highest):",
     ]
     for stage in tuned.stages:
         rows = [stage.row(setting) for setting in stage.settings]
@@ -127,10 +119,10 @@ def _print(tuned: Tuned, found: dict[str, Any], path: Path, text: str | None) ->
     print()
     print(tuned.sentence())
     if text is None:
-        print(printable(f"Written to {path}. Use it: tensorkeep.save(..., settings={str(path)!r}), the same for"))
-        print(printable(f"save_async and CheckpointManager; -C {path} for tensorkeep convert and train."))
+        print(printable(f"Written to {path}. To use it: tensorkeep.save(..., settings={str(path)!r}), and the same"))
+        print(printable(f"for save_async and CheckpointManager; -C {path} for tensorkeep convert and train."))
     else:
-        print(printable(f"Not written; {path} would be:"))
+        print(printable(f"Not written; {path} would contain:"))
         print()
         print("\n".join(map(printable, text.splitlines())))
 

@@ -1,4 +1,4 @@
-"""``tensorkeep tune training``: what training takes of memory, and the techniques and the batch that fit into less."""
+"""``tensorkeep tune training``: techniques and batch size for a memory limit."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from tensorkeep.units import format_bytes
 _ROWS = {
     "parameters": "parameters",
     "gradients": "gradients",
-    "optimizer": "states of the optimizer",
+    "optimizer": "optimizer states",
     "average": "average of the weights",
-    "copies": "copies of the weights in 16 bits",
-    "activations": "activations, kept for the backward pass",
-    "recomputed": "activations of the block that is computed again",
+    "copies": "16-bit copies of the weights",
+    "activations": "activations kept for the backward pass",
+    "recomputed": "activations of the recomputed block",
     "logits": "logits and their gradients",
-    "update": "what an update takes for a while",
-    "peak_of_steps": "at the worst moment of a step",
-    "evaluation": "what an evaluation takes for a while",
-    "peak": "at the worst moment",
+    "update": "temporary memory of the optimizer step",
+    "peak_of_steps": "peak of a training step",
+    "evaluation": "temporary memory of an evaluation",
+    "peak": "peak",
 }
 
 
@@ -54,31 +54,31 @@ def training(
 ) -> int:
     """Find the techniques and the batch size that fit into a memory limit.
 
-    What each part of training takes is predicted from its shapes; the cheapest set of techniques that is predicted to
-    fit is then trained for some steps and evaluated, in a process of its own. The sequences of a step stay as many:
-    what is not computed at once is accumulated. Nothing is written unless --out is given.
+    The memory of weights, gradients, optimizer states and activations is predicted from their shapes. The cheapest set
+    of techniques that is predicted to fit is then tried: a separate process trains for some steps and evaluates. The
+    number of sequences per step does not change: a smaller batch accumulates gradients. Only --out writes a file.
 
     Parameters
     ----------
     recipe
-        What is to be trained.
+        The recipe to train; tensorkeep train --list-recipes shows them.
     memory
-        What training may take: on a GPU of its memory, on a CPU beyond what the process needs in any case.
+        The limit: of the GPU's memory, or on a CPU of the memory that training adds to an idle process.
     run
-        The folder of a run whose configuration is taken instead.
+        Use the configuration of the run in this folder instead of a recipe.
     data
-        A folder of tensorkeep data prepare, or what that command takes; the recipe's by default.
+        A folder of tensorkeep data prepare, or a source that this command takes; the recipe's source by default.
     technique
-        Techniques that are to be on in any case, with commas between them.
+        Techniques that must be on: names separated by commas.
     largest
-        Find the largest batch that fits, by trying.
+        Find the largest batch that fits, with several trials.
     predict_only
-        Try nothing.
+        Predict only, without a trial.
     out
-        A TOML file for the settings that were found, for tensorkeep train -C.
+        Write the settings to this TOML file, for tensorkeep train -C.
     """
     if out is not None and out.exists():
-        raise DestinationExistsError("there is a file already", path=out, remedy="choose another --out")
+        raise DestinationExistsError("the file exists already", path=out, remedy="choose another --out")
     with tempfile.TemporaryDirectory(prefix="tensorkeep-tune-") as folder:
         given = _base(recipe, run, data, technique)
         dataset = open_data(given, RunFolder(Path(folder) / "run"), meter=output.meter)
@@ -94,7 +94,7 @@ def training(
 
 def _base(recipe: str | None, run: Path | None, data: str | None, technique: str | None) -> Config:
     if (recipe is None) == (run is None):
-        problem = "neither a recipe nor a run is given" if recipe is None else "a recipe and a run are given"
+        problem = "neither a recipe nor a run is given" if recipe is None else "both a recipe and a run are given"
         raise UsageError(problem, remedy=f"give a recipe ({', '.join(RECIPES)}) or --run FOLDER")
     config = get_recipe(recipe) if recipe is not None else RunFolder(str(run)).record().config
     settings: dict[str, object] = {} if data is None else {"data.source": data}
@@ -102,7 +102,7 @@ def _base(recipe: str | None, run: Path | None, data: str | None, technique: str
 
 
 def _command(recipe: str | None, data: str | None, technique: str | None) -> str:
-    """Return the command that trains what was asked for, but for what is found; dots where a run's settings belong."""
+    """Return the command that trains with these options, without the settings found; ``...`` instead of --run."""
     given = {"--data": data, "--technique": technique}
     words = [word for name, value in given.items() if value is not None for word in (name, shlex.quote(value))]
     return " ".join(["tensorkeep train", recipe or "...", *words])
@@ -121,9 +121,9 @@ def _print(what: str, command: str, tuned: Tuned, out: Path | None) -> None:
         for name, words in _ROWS.items()
         if before[name] or after[name]
     ]
-    Table(("memory, as predicted", ">as it is", ">as chosen"), rows).show()
+    Table(("predicted memory", ">now", ">chosen"), rows).show()
     for name in tuned.chosen.ledger.unknown:
-        print(f"What {name} takes or spares is not predicted.")
+        print(f"The effect of {name} on memory is not predicted.")
     if tuned.trials:
         print()
         rows = [(f"{one.batch_size}", "fits" if one.fits else "does not fit", one.reason) for one in tuned.trials]
@@ -139,22 +139,22 @@ def _print(what: str, command: str, tuned: Tuned, out: Path | None) -> None:
 def _verdict(tuned: Tuned) -> str:
     if not tuned.predicted_to_fit:
         return (
-            "Nothing is predicted to fit. What takes the least is shown: it needs "
-            f"{format_bytes(tuned.chosen.ledger.peak)}. Take a smaller model or a shorter context."
+            "No choice is predicted to fit. The one with the least memory is shown: it needs "
+            f"{format_bytes(tuned.chosen.ledger.peak)}. Use a smaller model or a shorter context."
         )
     if tuned.before.settings() == tuned.chosen.settings():
-        return "It is predicted to fit as it is."
+        return "It is predicted to fit without a change."
     return f"A step is expected to take {tuned.chosen.cost:.2f} times as long as it does now."
 
 
 def _measured(tuned: Tuned) -> str:
     if not tuned.tried:
         return ""
-    predicted = f"{format_bytes(tuned.chosen.ledger.peak)} were predicted"
+    predicted = f"the prediction was {format_bytes(tuned.chosen.ledger.peak)}"
     if tuned.measured is None:
-        return f"The trial was ended, or refused, beyond {format_bytes(tuned.memory)}; {predicted}."
+        return f"The trial needed more than {format_bytes(tuned.memory)} and was ended; {predicted}."
     word = "fits" if tuned.fits else "does not fit"
-    return f"It {word}: the trial took {format_bytes(tuned.measured)}; {predicted}."
+    return f"It {word}: the trial used {format_bytes(tuned.measured)}; {predicted}."
 
 
 def _settings(tuned: Tuned) -> str:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
 
 from tensorkeep.bench.analysis.statistics import Description, describe
 from tensorkeep.bench.checkpoint.measure import LOADS, SAVE, STORED
@@ -30,6 +29,7 @@ DEFAULT_ROUNDS = 3
 LONGEST_SECONDS = 75.0
 """Seconds after which no further round starts."""
 
+_SAVED = "step-1000"
 _SEED = 20_240_601
 _COPIES_ON_DISK = 2
 _OVERHEAD_BYTES = 512 * 1024**2
@@ -102,87 +102,58 @@ def flip_bit(checkpoint: Path) -> BitFlip:
     return BitFlip(file, offset, leaf.name, block, before, before ^ 1)
 
 
-@dataclass(slots=True)
-class CheckpointDemo(AbstractContextManager["CheckpointDemo"]):
-    """The stages of ``tensorkeep demo``; a context manager that removes what it wrote.
+@contextmanager
+def temporary_folder(directory: Path) -> Iterator[Path]:
+    """Make a folder in ``directory``, and remove it with its content at the end; StoreError if it cannot be made."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="tensorkeep-demo-", dir=directory))
+    except OSError as error:
+        message = f"cannot write here: {error.strerror}"
+        raise StoreError(message, path=directory, remedy="choose a folder with --dir") from error
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
 
-    Parameters
-    ----------
-    directory : Path
-        Where a temporary folder is made.
-    source : Path, optional
-        A checkpoint of the user; by default OpenLLaMA-3B at ``scale`` in bfloat16.
-    scale : float
-    rounds : int
-    seconds : float
-        After which no further round starts.
 
-    Raises
-    ------
-    UsageError
-        If a number is out of range.
-    StoreError
-        If the folder cannot be made.
-    """
+def model_spec(scale: float) -> str:
+    """Return the spec of OpenLLaMA-3B at a scale; see `tensorkeep.bench.checkpoint.models`."""
+    return f"openllama-3b:scale={scale:.10f}"
 
-    directory: Path
-    source: Path | None = None
-    scale: float = DEFAULT_SCALE
-    rounds: int = DEFAULT_ROUNDS
-    seconds: float = LONGEST_SECONDS
-    _folder: Path = field(init=False)
-    _states: StatePair = field(init=False)
 
-    def __enter__(self) -> Self:
-        if self.rounds < 1:
-            raise UsageError(f"{self.rounds} rounds measure nothing", remedy="give 1 or more")
-        parse(self.spec)
-        try:
-            self._folder = Path(tempfile.mkdtemp(prefix="tensorkeep-demo-", dir=self.directory))
-        except OSError as error:
-            message = f"cannot write here: {error.strerror}"
-            raise StoreError(message, path=self.directory, remedy="choose a folder with --dir") from error
-        return self
+def build_states(folder: Path, source: Path | str) -> StatePair:
+    """Load a checkpoint, or build the model of a spec; StoreError if memory or the disk of ``folder`` is too small."""
+    nbytes = parse(source).nbytes if isinstance(source, str) else info(source).total.nbytes
+    check_capacity(
+        folder,
+        disk=_COPIES_ON_DISK * nbytes + _OVERHEAD_BYTES // 8,
+        memory=COPIES_IN_MEMORY * nbytes + _OVERHEAD_BYTES,
+    )
+    return StatePair(build(source, seed=_SEED) if isinstance(source, str) else load(source))
 
-    def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self._folder)
 
-    @property
-    def spec(self) -> str:
-        """The spec of the model; see `tensorkeep.bench.checkpoint.models`."""
-        return f"openllama-3b:scale={self.scale:.10f}"
+def compare_tools(
+    folder: Path, states: StatePair, rounds: int, seconds: float, progress: Callable[[int, str], None]
+) -> Rounds:
+    """Measure every tool in interleaved rounds for some seconds; GateError if one does not load what it saved."""
+    arms = tool_measurements(COMMON_TOOLS, states, folder)
+    return run_rounds(arms, rounds, seed=_SEED, seconds=seconds, progress=progress)
 
-    def build(self) -> StatePair:
-        """Build or load the state; StoreError if memory or disk do not suffice."""
-        nbytes = parse(self.spec).nbytes if self.source is None else info(self.source).total.nbytes
-        check_capacity(
-            self._folder,
-            disk=_COPIES_ON_DISK * nbytes + _OVERHEAD_BYTES // 8,
-            memory=COPIES_IN_MEMORY * nbytes + _OVERHEAD_BYTES,
-        )
-        state: Any = build(self.spec, seed=_SEED) if self.source is None else load(self.source)
-        self._states = StatePair(state)
-        return self._states
 
-    def compare(self, progress: Callable[[int, str], None] | None = None) -> Rounds:
-        """Measure every tool in interleaved rounds; GateError if one does not load what it saved."""
-        arms = tool_measurements(COMMON_TOOLS, self._states, self._folder)
-        return run_rounds(arms, self.rounds, seed=_SEED, seconds=self.seconds, progress=progress)
+def save_and_verify(folder: Path, states: StatePair) -> VerifyReport:
+    """Save the state compressed, and verify it."""
+    save(states.source, folder / _SAVED, compression="lossless")
+    return verify(folder / _SAVED)
 
-    def verify(self) -> VerifyReport:
-        """Save the state compressed, and verify it."""
-        path = self._folder / "step-1000"
-        save(self._states.source, path, compression="lossless")
-        return verify(path)
 
-    def damage(self) -> DamageReport:
-        """Flip a bit in a copy of what `verify` saved; verify and load the copy."""
-        path = self._folder / "step-1000-damaged"
-        shutil.copytree(self._folder / "step-1000", path)
-        flip = flip_bit(path)
-        report = verify(path)
-        try:
-            load(path, select=[flip.name])
-        except CorruptCheckpointError as error:
-            return DamageReport(flip, report, error.message)
-        raise AssertionError("a damaged block was loaded")  # pragma: no cover
+def damage_and_verify(folder: Path) -> DamageReport:
+    """Flip a bit in a copy of what `save_and_verify` saved; verify and load the copy."""
+    path = folder / f"{_SAVED}-damaged"
+    shutil.copytree(folder / _SAVED, path)
+    flip = flip_bit(path)
+    report = verify(path)
+    try:
+        load(path, select=[flip.name])
+    except CorruptCheckpointError as error:
+        return DamageReport(flip, report, error.message)
+    raise AssertionError("a damaged block was loaded")  # pragma: no cover

@@ -36,16 +36,7 @@ class KilledRun:
 
 @dataclass(frozen=True, slots=True)
 class RepeatedSteps:
-    """The steps that were computed before the kill and again after the resume.
-
-    Attributes
-    ----------
-    first, last : int
-    count : int
-        The number of losses that were compared.
-    different : tuple of int
-        The steps whose losses differ in any bit.
-    """
+    """The steps computed before the kill and again after it: how many losses were compared, and which differ."""
 
     first: int
     last: int
@@ -59,18 +50,7 @@ class RepeatedSteps:
 
 
 class TrainingDemo:
-    """The stages of ``tensorkeep demo --training``; the run is trained by processes of its own.
-
-    Parameters
-    ----------
-    folder : path-like
-        Where the run goes; it must not exist.
-    steps : int
-    every : int
-        Steps between checkpoints.
-    source : str
-        What to train on.
-    """
+    """A run in a new ``folder``, trained by separate processes that save ``every`` so many of its ``steps``."""
 
     def __init__(self, folder: PathLike, *, steps: int, every: int, source: str = "stdlib") -> None:
         self.folder = RunFolder(folder)
@@ -128,8 +108,8 @@ class TrainingDemo:
         output, _ = process.communicate()
         if process.returncode:
             raise _failed(process)
-        found: dict[str, Any] = json.loads(output)
-        return found
+        summary: dict[str, Any] = json.loads(output)
+        return summary
 
     def repeated(self, killed: KilledRun) -> RepeatedSteps:
         """Compare the losses that were computed twice."""
@@ -166,15 +146,15 @@ class TrainingDemo:
             lines = self.folder.log.read_text().splitlines()
         except FileNotFoundError:
             return {}
-        found = {}
+        losses = {}
         for line in lines:
             try:
                 entry = json.loads(line)
             except ValueError:
                 continue  # The last line is being written.
             if entry["kind"] == "train":
-                found[entry["step"]] = entry["loss"]
-        return found
+                losses[entry["step"]] = entry["loss"]
+        return losses
 
 
 def _check_running(process: subprocess.Popen[str]) -> None:
@@ -182,6 +162,6 @@ def _check_running(process: subprocess.Popen[str]) -> None:
         raise _failed(process)
 
 
-def _failed(process: subprocess.Popen[str]) -> TensorkeepError:
+def _failed(process: subprocess.Popen[str]) -> StoreError:
     message = f"the training process ended with exit code {process.returncode}"
     return StoreError(message, remedy="see errors.txt in the run's folder")
