@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from tensorkeep.checkpoint.manager.steps import Step
     from tensorkeep.checkpoint.manager.triggers import EverySteps, EveryTime, OnSignal, SaveWhen
     from tensorkeep.checkpoint.restore.stateful import RandomState
+    from tensorkeep.checkpoint.save.job import SaveReport
     from tensorkeep.checkpoint.save.pending import PendingSave
-    from tensorkeep.checkpoint.save.report import SaveReport
     from tensorkeep.checkpoint.save.save import save, save_async
     from tensorkeep.errors import (
         BusyError,
@@ -57,8 +57,8 @@ _EXPORTS = {
     "checkpoint.manager.steps": ("Step",),
     "checkpoint.manager.triggers": ("EverySteps", "EveryTime", "OnSignal", "SaveWhen"),
     "checkpoint.restore.stateful": ("RandomState",),
+    "checkpoint.save.job": ("SaveReport",),
     "checkpoint.save.pending": ("PendingSave",),
-    "checkpoint.save.report": ("SaveReport",),
     "checkpoint.save.save": ("save", "save_async"),
     "state.registry": ("register",),
 }

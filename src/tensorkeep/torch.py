@@ -16,14 +16,14 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from tensorkeep.checkpoint.finding import find_format
 from tensorkeep.checkpoint.load.load import load as _load
 from tensorkeep.checkpoint.load.verify import verify
 from tensorkeep.checkpoint.save.save import save as _save
 from tensorkeep.errors import CorruptCheckpointError, PathLike, UnsupportedError, UsageError
-from tensorkeep.io.files import store_error
+from tensorkeep.io.files import store_errors
 
 if TYPE_CHECKING:
     import torch
@@ -50,25 +50,19 @@ def save(
     obj : nested dict, list, tuple of tensors, arrays and plain values
     f : path-like or binary file
         A file object is written from a temporary file, and is neither durable nor atomic.
-    pickle_module : module, optional
-        Python's `pickle`; others are refused.
-    pickle_protocol : int
-        Ignored: it is torch's default, which ``weights_only=True`` reads.
-    _use_new_zipfile_serialization : bool
-        False is refused: the old format cannot be read without running code.
-    _disable_byteorder_record : bool
-        Ignored: the byte order is always recorded.
+    pickle_module, _use_new_zipfile_serialization : optional
+        Pickles other than Python's are refused, and so is False: the old format cannot be read without running code.
+    pickle_protocol, _disable_byteorder_record : optional
+        Ignored: the protocol is the one that ``weights_only=True`` reads, and the byte order is always recorded.
 
     Raises
     ------
     UnsupportedLeafError, UnsupportedError
         If ``torch.load(weights_only=True)`` would refuse a value, or an argument asks for that.
-    DestinationExistsError
-        If something other than a torch file is at the path.
+    DestinationExistsError, BusyError, StoreError
+        If something other than a torch file is at the path, another process is writing to it, or the disk failed.
     UsageError
         If ``f`` is neither a path nor a binary file.
-    BusyError, StoreError
-        If another process is writing to the path, or the disk failed.
 
     Examples
     --------
@@ -90,9 +84,8 @@ def save(
         return
     file = _binary_file(f, "write")
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "state.pt")
-        _save(obj, path, format="torch")
-        with path.open("rb") as saved:
+        _save(obj, Path(folder, "state.pt"), format="torch")
+        with Path(folder, "state.pt").open("rb") as saved:
             shutil.copyfileobj(saved, file)
 
 
@@ -114,29 +107,18 @@ def load(
     map_location : torch.device, str, dict or callable, optional
         The device of all tensors; the CPU by default, not the device that they were saved from. A dict from device to
         device, or a function of a storage and its device, is supported for torch files only.
-    pickle_module : module, optional
-        Python's `pickle`; others are refused.
-    weights_only : bool, optional
-        False is refused: it would run code from the file.
-    mmap : bool, optional
-        Ignored: the file is read directly and in parallel.
-    **pickle_load_args
-        ``encoding`` and the like are ignored, as torch does with ``weights_only=True``.
-
-    Returns
-    -------
-    state
+    pickle_module, weights_only : optional
+        Pickles other than Python's are refused, and so is False: it would run code from the file.
+    mmap, **pickle_load_args : optional
+        Ignored: the file is read directly and in parallel, and torch ignores ``encoding`` and the like as well.
 
     Raises
     ------
-    NotFoundError, NotACheckpointError
-        If nothing is at the path, or not a checkpoint.
-    CorruptCheckpointError
-        If the file is damaged.
-    UsageError
-        If an argument is wrong, ``weights_only`` is False, or a device does not exist.
-    UnsupportedError, StoreError
-        If the file holds what ``weights_only=True`` does not allow, or the disk failed.
+    NotFoundError, NotACheckpointError, CorruptCheckpointError
+        If nothing is at the path, or not a checkpoint, or a damaged one.
+    UsageError, UnsupportedError, StoreError
+        If an argument is wrong or a device does not exist, the file holds what ``weights_only=True`` does not allow, or
+        the disk failed.
 
     Examples
     --------
@@ -202,11 +184,8 @@ def _on_disk(f: PathLike | IO[bytes]) -> Iterator[PathLike]:
     file = _binary_file(f, "read")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "state.pt")
-        try:
-            with path.open("wb") as copy:
-                shutil.copyfileobj(file, copy)
-        except OSError as error:
-            raise store_error(error, path, "copy the file object to a temporary file") from error
+        with store_errors(path, "copy the file object to a temporary file"), path.open("wb") as copy:
+            shutil.copyfileobj(file, copy)
         yield path
 
 
@@ -215,5 +194,4 @@ def _binary_file(f: Any, method: str) -> IO[bytes]:
         raise UsageError("a text file cannot hold tensors", remedy="open it in binary mode")
     if not hasattr(f, method):
         raise UsageError(f"a {type(f).__name__} is neither a path nor a binary file", remedy="give the path of a file")
-    file: IO[bytes] = f
-    return file
+    return cast("IO[bytes]", f)

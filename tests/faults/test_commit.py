@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tensorkeep
-from tensorkeep.checkpoint.finding import get_format
+from tensorkeep.formats.base import FORMATS
 from tensorkeep.io import commit as commit_module
 from tensorkeep.io import temporaries
 from tensorkeep.io.commit import Commit
@@ -185,7 +185,7 @@ def test_a_destination_that_changed_meanwhile_is_checked_again(tmp_path: Path) -
     tensorkeep.save(STATE, place)
     with (
         pytest.raises(tensorkeep.DestinationExistsError, match="not replaced"),
-        Commit(place, directory=True, overwrite=True, replaceable=get_format("native").recognises) as commit,
+        Commit(place, directory=True, overwrite=True, replaceable=FORMATS.get("native").recognises) as commit,
     ):
         place.rename(tmp_path / "aside")
         place.mkdir()

@@ -15,11 +15,6 @@ _MOST_LOOKED_AT = 1000
 _MOST_NAMED = 3
 
 
-def get_format(name: str) -> Format:
-    """Return the format of a name; UnsupportedError, with the nearest name, if it does not exist."""
-    return FORMATS.get(name)
-
-
 def find_format(path: PathLike) -> Format:
     """Return the format of the checkpoint at a path.
 
@@ -30,20 +25,17 @@ def find_format(path: PathLike) -> Format:
     found = _recognised(place)
     if found is not None:
         return found
-    inside = _checkpoints_in(place) if stat.S_ISDIR(file_mode(place)) else []
+    listed = names_in(place)[:_MOST_LOOKED_AT] if stat.S_ISDIR(file_mode(place)) else []
+    inside = [name for name in listed if _is_checkpoint(place / name)]
     if inside:
         raise _a_folder_of(inside, path)
-    known = ", ".join(FORMATS.names())
-    raise NotACheckpointError(
-        "is not a checkpoint of any known format",
-        path=path,
-        remedy=f"known formats: {known}",
-    )
+    remedy = f"known formats: {', '.join(FORMATS.names())}"
+    raise NotACheckpointError("is not a checkpoint of any known format", path=path, remedy=remedy)
 
 
 def open_reader(path: PathLike, settings: OpenSettings, format: str | None = None) -> Reader:
     """Return a reader of the checkpoint at a path, of the format found there unless one is given."""
-    chosen = find_format(path) if format is None else get_format(format)
+    chosen = find_format(path) if format is None else FORMATS.get(format)
     return chosen.open(_existing(path), settings)
 
 
@@ -58,12 +50,7 @@ def _existing(path: PathLike) -> Path:
 
 
 def _recognised(place: Path) -> Format | None:
-    return next((found for found in map(get_format, FORMATS.names()) if found.recognises(place)), None)
-
-
-def _checkpoints_in(folder: Path) -> list[str]:
-    names = names_in(folder)[:_MOST_LOOKED_AT]
-    return [name for name in names if _is_checkpoint(folder / name)]
+    return next((found for found in map(FORMATS.get, FORMATS.names()) if found.recognises(place)), None)
 
 
 def _is_checkpoint(place: Path) -> bool:

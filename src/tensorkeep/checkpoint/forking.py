@@ -13,12 +13,12 @@ _resets: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKey
 
 
 def reset_in_child(instance: T, reset: Callable[[T], None]) -> None:
-    """Call ``reset(instance)`` in every child that is forked while the instance exists."""
+    """Call ``reset(instance)`` in every child that is forked while the instance exists; for the newest one first."""
     _resets[instance] = reset
 
 
 def _reset_all() -> None:
-    for instance, reset in list(_resets.items()):
+    for instance, reset in reversed(list(_resets.items())):
         reset(instance)
 
 

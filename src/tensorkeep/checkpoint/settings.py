@@ -19,7 +19,7 @@ from typing import Any
 from tensorkeep.codecs.base import CODECS
 from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.io.buffers import MINIMUM_BUDGET
-from tensorkeep.io.files import store_error
+from tensorkeep.io.files import store_errors
 from tensorkeep.units import format_bytes, parse_bytes
 
 FILE_NAME = "tensorkeep.toml"
@@ -68,7 +68,18 @@ def read_settings(settings: SettingsSource | None) -> SaveTable:
 
 def read(path: Path) -> SaveTable:
     """Return the table ``[save]`` of a settings file; raise as `read_settings`."""
-    content = _content(path)
+    with store_errors(path, "read the settings"):
+        # Without O_NONBLOCK, opening a pipe waits for a writer.
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            regular = stat.S_ISREG(os.fstat(fd).st_mode)
+            content = os.read(fd, _MOST_BYTES + 1) if regular else b""
+        finally:
+            os.close(fd)
+    if not regular:
+        raise UsageError("is not a regular file", path=path, remedy="give the path of a settings file")
+    if len(content) > _MOST_BYTES:
+        raise UsageError(f"is larger than {format_bytes(_MOST_BYTES)}", path=path, remedy="check the file")
     try:
         tables = tomllib.loads(content.decode())
     # The parser recurses at each bracket, and `int` refuses very long numbers.
@@ -97,24 +108,6 @@ def parse(tables: Mapping[str, Any], path: Path | None) -> SaveTable:
     budget = given.get("memory_budget")
     checked = {**given, "memory_budget": None if budget is None else parse_bytes(budget)}
     return SaveTable(**checked, path=None if path is None else os.fspath(path))
-
-
-def _content(path: Path) -> bytes:
-    try:
-        # Without O_NONBLOCK, opening a pipe waits for a writer.
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            regular = stat.S_ISREG(os.fstat(fd).st_mode)
-            content = os.read(fd, _MOST_BYTES + 1) if regular else b""
-        finally:
-            os.close(fd)
-    except OSError as error:
-        raise store_error(error, path, "read the settings") from error
-    if not regular:
-        raise UsageError("is not a regular file", path=path, remedy="give the path of a settings file")
-    if len(content) > _MOST_BYTES:
-        raise UsageError(f"is larger than {format_bytes(_MOST_BYTES)}", path=path, remedy="check the file")
-    return content
 
 
 def _expected(key: str, value: object) -> str | None:

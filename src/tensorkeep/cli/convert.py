@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from tensorkeep.checkpoint.inspect.convert import convert as write_converted
-from tensorkeep.checkpoint.save.report import SaveReport
+from tensorkeep.checkpoint.save.job import SaveReport
 from tensorkeep.cli.options import SIZE, Globs, Switch, Threads
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import counted, printable, ratio

@@ -11,8 +11,8 @@ from typing import Any
 from tensorkeep.checkpoint.arguments import MemorySize, checked_path
 from tensorkeep.checkpoint.finding import open_reader
 from tensorkeep.checkpoint.save.begin import begin_save, check_request
-from tensorkeep.checkpoint.save.memory import SaveMemory, pool_budget
-from tensorkeep.checkpoint.save.report import SaveReport
+from tensorkeep.checkpoint.save.job import SaveReport
+from tensorkeep.checkpoint.save.memory import SaveMemory
 from tensorkeep.checkpoint.settings import SettingsSource
 from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings, Reader, thread_bytes
@@ -66,10 +66,6 @@ def convert(
     compression, overwrite, progress, threads, settings, **options : optional
         For the new checkpoint, the same as those of `tensorkeep.save`.
 
-    Returns
-    -------
-    SaveReport
-
     Raises
     ------
     NotFoundError, NotACheckpointError
@@ -80,10 +76,8 @@ def convert(
         If the format ``to`` cannot store this state, its dtypes or its metadata.
     UsageError
         If an argument is wrong, a pattern matches nothing, or ``dst`` is inside of ``src``.
-    DestinationExistsError
-        If something is at ``dst`` and ``overwrite`` is not set.
-    BusyError, StoreError
-        If another process is writing to ``dst``, or the disk failed.
+    DestinationExistsError, BusyError, StoreError
+        If something is at ``dst`` and ``overwrite`` is not set, another process writes there, or the disk failed.
 
     Examples
     --------
@@ -106,10 +100,15 @@ def convert(
         options=options,
     )
     with (
-        SaveMemory(pool_budget(request.memory_budget)) as memory,
+        SaveMemory(request.memory_budget) as memory,
         open_reader(checked_path(src), OpenSettings(verify=verify, pool=memory.whole()), format) as reader,
     ):
-        _refuse_inside(src, dst)
+        if Path(os.path.realpath(src)) in Path(os.path.realpath(dst)).parents:
+            raise UsageError(
+                "the destination is inside the source, which is never changed",
+                path=dst,
+                remedy="choose a path outside of the source",
+            )
         write = replace(
             request.write,
             metadata={} if drop_metadata else reader.metadata,
@@ -117,15 +116,6 @@ def convert(
             step=reader.step,
         )
         return begin_save(_selected(reader, select), replace(request, write=write), memory).run()
-
-
-def _refuse_inside(src: PathLike, dst: PathLike) -> None:
-    if Path(os.path.realpath(src)) in Path(os.path.realpath(dst)).parents:
-        raise UsageError(
-            "the destination is inside the source, which is never changed",
-            path=dst,
-            remedy="choose a path outside of the source",
-        )
 
 
 def _threads(reader: Reader, wanted: int, pool: BufferPool) -> int:

@@ -43,10 +43,8 @@ class DiffReport:
         Tensors that only ``b``, or only ``a``, has.
     reshaped, retyped : list of Mismatch
         Tensors of another shape, or of the same shape and another dtype.
-    changed : list of TensorDiff
-        Tensors with other values, most changed first.
-    identical : int
-        How many tensors are the same, within the tolerance.
+    changed, identical : list of TensorDiff, int
+        Tensors with other values, most changed first, and how many are the same, within the tolerance.
     values : list of Mismatch
         Plain values that differ in type or in a bit; None if a checkpoint does not have it. For containers or tensors
         of different kinds (a list and a tuple, a tensor and an array), their kinds. An OrderedDict counts as a dict, a
@@ -102,20 +100,12 @@ def diff(
         Limit in bytes for all buffers together, also as ``"256MiB"``. For a view that is not contiguous, such as a
         transposed tensor, the full stored tensor is loaded in addition, unless both checkpoints have the same view.
 
-    Returns
-    -------
-    DiffReport
-
     Raises
     ------
-    NotFoundError, NotACheckpointError
-        If nothing is at a path, or not a checkpoint.
-    CorruptCheckpointError
-        If a block that is read is damaged.
-    UsageError
-        If a tolerance is negative or not finite, or a pattern matches nothing.
-    UnsupportedError, StoreError
-        If a checkpoint cannot be read by this installation, or the disk failed.
+    NotFoundError, NotACheckpointError, UsageError
+        If nothing is at a path, or not a checkpoint; if a tolerance is not valid, or a pattern matches nothing.
+    CorruptCheckpointError, UnsupportedError, StoreError
+        If a block that is read is damaged, a checkpoint cannot be read by this installation, or the disk failed.
 
     Examples
     --------
@@ -138,8 +128,9 @@ def diff(
         open_reader(checked_path(a), settings) as left,
         open_reader(checked_path(b), settings) as right,
     ):
-        first, second = _chosen(left, right, select)
-        common = [name for name in first if name in right.entries and name in second]
+        both = dict.fromkeys([*left.entries, *right.entries])
+        chosen = both.keys() if select is None else set(names.select(both, select))
+        common = [name for name in left.entries if name in right.entries and name in chosen]
         shapes = {n: (left.entries[n].shape, right.entries[n].shape) for n in common}
         reshaped = [Mismatch(n, list(one), list(other)) for n, (one, other) in shapes.items() if one != other]
         common = [n for n, (one, other) in shapes.items() if one == other]
@@ -149,8 +140,8 @@ def diff(
         found = compare(left, right, common, tolerance, count, pool, progress)
         changed = sorted((d for d in found if d.different), key=lambda d: (-d.share, d.name))
         values = _values(left, right) if select is None else []
-        added = [name for name in second if name not in left.entries]
-        removed = [name for name in first if name not in right.entries]
+        added = [name for name in right.entries if name in chosen and name not in left.entries]
+        removed = [name for name in left.entries if name in chosen and name not in right.entries]
         return DiffReport(
             a=os.fspath(a),
             b=os.fspath(b),
@@ -163,14 +154,6 @@ def diff(
             identical=len(found) - len(changed),
             values=values,
         )
-
-
-def _chosen(left: Reader, right: Reader, select: str | Iterable[str] | None) -> tuple[dict[str, None], dict[str, None]]:
-    if select is None:
-        return dict.fromkeys(left.entries), dict.fromkeys(right.entries)
-    wanted = set(names.select([*left.entries, *right.entries], select))
-    first, second = (dict.fromkeys(n for n in reader.entries if n in wanted) for reader in (left, right))
-    return first, second
 
 
 def _values(left: Reader, right: Reader) -> list[Mismatch]:

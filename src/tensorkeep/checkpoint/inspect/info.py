@@ -35,12 +35,10 @@ class InfoReport:
         Tensors that share the storage of another one are counted in ``by_codec`` as ``alias``, with no bytes.
     entries : list of Entry
         Every tensor, in the state's order.
-    metadata : dict
-        The metadata that was given when it was saved.
-    details : dict
-        What the format adds: version, writer, files... For a native checkpoint also the ``space`` that it takes on
-        the disk; for an incremental one its ``history``: the bytes that its save wrote, and those of the files that it
-        shares with earlier ones.
+    metadata, details : dict
+        What was given when it was saved, and what the format adds: version, writer, files... For a native checkpoint
+        also the ``space`` that it takes on the disk; for an incremental one its ``history``: the bytes that its save
+        wrote, and those of the files that it shares with earlier ones.
     """
 
     path: str
@@ -79,20 +77,13 @@ def info(path: PathLike, *, format: str | None = None) -> InfoReport:
     format : str, optional
         The name of the format, instead of looking at the files.
 
-    Returns
-    -------
-    InfoReport
-
     Raises
     ------
     NotFoundError, NotACheckpointError
         If nothing is at the path, or not a checkpoint.
-    CorruptCheckpointError
-        If its description of the tensors is damaged.
-    UnsupportedError
-        If it was written by a later version, or has a dtype or codec that this installation does not know.
-    StoreError
-        If the disk failed.
+    CorruptCheckpointError, UnsupportedError, StoreError
+        If its description is damaged, or has a version, dtype or codec that this installation does not know, or the
+        disk failed.
 
     Examples
     --------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, checked_path
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 def open(
     path: PathLike, *, verify: bool = True, format: str | None = None, memory_budget: MemorySize = DEFAULT_BUDGET
 ) -> Checkpoint:
-    """Open a checkpoint of any format without reading a tensor.
+    """Open a checkpoint of any format without reading a tensor; a context manager, and a mapping of lazy tensors.
 
     Parameters
     ----------
@@ -39,21 +38,13 @@ def open(
     memory_budget : int or str
         Limit in bytes for the buffers of reading, also as ``"256MiB"``.
 
-    Returns
-    -------
-    Checkpoint
-        A context manager, and a mapping from name to lazy tensor.
-
     Raises
     ------
     NotFoundError, NotACheckpointError
         If nothing is at the path, or not a checkpoint.
-    CorruptCheckpointError
-        If the description of the checkpoint is damaged.
-    UnsupportedError
-        If it was written by a later version, or has a dtype or codec that this installation does not know.
-    StoreError
-        If the disk failed.
+    CorruptCheckpointError, UnsupportedError, StoreError
+        If its description is damaged, or has a version, dtype or codec that this installation does not know, or the
+        disk failed.
 
     Examples
     --------
@@ -73,12 +64,7 @@ def open(
 class Checkpoint(Mapping[str, "LazyTensor"]):
     """An open checkpoint: a mapping from name to lazy tensor, in the state's order; returned by `tensorkeep.open`.
 
-    Attributes
-    ----------
-    path : Path
-    format : str
-    metadata : dict
-        The metadata that was given when it was saved.
+    It has a ``path``, a ``format``, and ``metadata``, which was given when it was saved.
     """
 
     def __init__(self, reader: Reader, settings: OpenSettings) -> None:
@@ -109,10 +95,7 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
     def verify(self, *, progress: Progress | None = None, threads: int | None = None) -> VerifyReport:
         """Read everything and check it, in the files that are open; see `tensorkeep.verify`.
 
-        Raises
-        ------
-        UsageError
-            If the checkpoint was opened with ``verify=False``, or is closed.
+        UsageError is raised if the checkpoint was opened with ``verify=False``, or is closed.
         """
         if not self._settings.verify:
             raise UsageError(
@@ -153,19 +136,14 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
 class LazyTensor:
     """A tensor of an open checkpoint; indexing it reads the blocks that hold the selected rows.
 
-    Attributes
-    ----------
-    name : str
-    shape : tuple of int
-    nbytes : int
-        Raw bytes.
+    It has a ``name``, a ``shape``, and ``nbytes``, its raw bytes.
     """
 
     def __init__(self, checkpoint: Checkpoint, name: str) -> None:
@@ -203,12 +181,8 @@ class LazyTensor:
 
         Raises
         ------
-        CorruptCheckpointError
-            If a block that is read is damaged.
-        IndexError
-            If the index is out of range.
-        UsageError
-            If the checkpoint is closed.
+        CorruptCheckpointError, IndexError, UsageError
+            If a block that is read is damaged, the index is out of range, or the checkpoint is closed.
         """
         places = index if isinstance(index, tuple) else (index,)
         reader, pool = self._checkpoint._open()
@@ -239,19 +213,13 @@ class LazyTensor:
         return row % count, row % count + 1, (0,)
 
     def load(self, *, out: Array = None) -> Array:
-        """Return the full tensor.
-
-        Parameters
-        ----------
-        out : torch.Tensor or numpy.ndarray, optional
-            Filled and returned; of the same dtype and shape.
+        """Return the full tensor, in ``out`` if it is given: a tensor or array of the same dtype and shape, which is
+        filled.
 
         Raises
         ------
-        UsageError
-            If ``out`` has another dtype or shape or is not writable, or the checkpoint is closed.
-        CorruptCheckpointError
-            If a block is damaged.
+        UsageError, CorruptCheckpointError
+            If ``out`` does not fit or is not writable, or the checkpoint is closed; if a block is damaged.
         """
         if out is None:
             return self[...]

@@ -90,12 +90,9 @@ def load(
         If ``into`` does not fit; nothing was touched.
     UsageError
         If a pattern matches nothing, the device does not exist, or arguments exclude each other.
-    UnsupportedError
-        If the checkpoint has a dtype, class, codec or version that this installation does not know.
-    OutOfMemoryError
-        If the tensors are larger than the memory of this machine.
-    StoreError
-        If the disk failed.
+    UnsupportedError, OutOfMemoryError, StoreError
+        If the checkpoint has a dtype, class, codec or version that this installation does not know, the tensors are
+        larger than the memory of this machine, or the disk failed.
 
     Examples
     --------

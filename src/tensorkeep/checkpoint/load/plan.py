@@ -33,49 +33,39 @@ class LoadPlan:
         self, reader: Reader, chosen: list[str], given: Mapping[str, Target], device: torch.device | str | None
     ) -> None:
         self._reader = reader
-        self._device = device
         self._chosen = chosen
         self._given = given
-        new = [name for name in chosen if name not in given]
-        _check_memory(reader, new, device)
         self._memory = {name: target.leaf for name, target in given.items() if target.fills}
-        self._allocate(new)
-        self._stored: dict[str, Leaf] = {}
+        self._allocate([name for name in chosen if name not in given], device)
+        # One leaf for each stored tensor; other views of it are filled afterwards.
+        flat = reader.flat
+        self._stored = {name: leaf for name, leaf in self._memory.items() if name in flat.leaves}
         self._views: list[Leaf] = []
-        self._assign()
+        for name, leaf in self._memory.items():
+            alias = flat.aliases.get(name)
+            if alias is not None:
+                full = alias.is_full(flat.leaves[alias.of].shape)
+                if not full or self._stored.setdefault(alias.of, leaf) is not leaf:
+                    self._views.append(leaf)
 
-    def _allocate(self, names: list[str]) -> None:
+    def _allocate(self, names: list[str], device: torch.device | str | None) -> None:
         """Allocate stored tensors; a single view of one that is not wanted gets memory for itself only."""
-        flat = self._reader.flat
+        flat, entries = self._reader.flat, self._reader.entries
+        _check_memory(self._reader, names, device)
         wanted = set(self._chosen)
         views = Counter(flat.aliases[n].of for n in names if n in flat.aliases)
         for name in names:
-            alias = flat.aliases.get(name)
-            if alias is None:
-                self._memory[name] = self._new(name, name)
-            elif alias.of not in wanted:
-                alone = views[alias.of] == 1 and self._reader.entries[name].nbytes <= flat.leaves[alias.of].nbytes
-                stored = name if alone else alias.of
-                if stored not in self._memory:
-                    self._memory[stored] = self._new(stored, name)
-
-    def _new(self, stored: str, name: str) -> Leaf:
-        kind = self._reader.leaf_specs[name].kind
-        entry = self._reader.entries[stored]
-        device = self._device if kind in ("tensor", "parameter") else None
-        return Leaf(stored, kind, entry.dtype, allocate(kind, entry.dtype, entry.shape, device=device))
-
-    def _assign(self) -> None:
-        """Choose one leaf for each stored tensor; other views of it are filled afterwards."""
-        flat = self._reader.flat
-        self._stored = {name: leaf for name, leaf in self._memory.items() if name in flat.leaves}
-        for name, leaf in self._memory.items():
-            alias = flat.aliases.get(name)
-            if alias is None:
+            base = entries[name].alias_of
+            if base in wanted:
                 continue
-            full = alias.is_full(flat.leaves[alias.of].shape)
-            if not full or self._stored.setdefault(alias.of, leaf) is not leaf:
-                self._views.append(leaf)
+            stored = name
+            if base is not None and (views[base] > 1 or entries[name].nbytes > flat.leaves[base].nbytes):
+                stored = base
+            if stored not in self._memory:
+                kind, entry = self._reader.leaf_specs[name].kind, entries[stored]
+                where = device if kind in ("tensor", "parameter") else None
+                array = allocate(kind, entry.dtype, entry.shape, device=where)
+                self._memory[stored] = Leaf(stored, kind, entry.dtype, array)
 
     @property
     def nbytes(self) -> int:
@@ -111,8 +101,7 @@ class LoadPlan:
 
 def _check_memory(reader: Reader, chosen: Iterable[str], device: torch.device | str | None) -> None:
     """Refuse sizes that this machine can never hold: a hostile file may claim any."""
-    aliases = reader.flat.aliases
-    stored = {aliases[name].of if name in aliases else name for name in chosen}
+    stored = {reader.entries[name].alias_of or name for name in chosen}
     needed = sum(reader.flat.leaves[name].nbytes for name in stored)
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if device is None and needed > physical:

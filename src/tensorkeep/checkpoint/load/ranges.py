@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from tensorkeep.errors import CorruptCheckpointError
@@ -62,7 +62,7 @@ def read_all(
     # A block's stored bytes, and its raw bytes if they cannot be decoded in place.
     block_bytes = max(map(reader.block_bytes, destinations), default=BLOCK_BYTES)
     usable = pool.threads(threads, thread_bytes(block_bytes, buffers=reader.buffers))
-    parallel.run((partial(task, group) for group in _grouped(_ranges(reader, sizes))), usable)
+    parallel.run((partial(task, group) for group in _grouped(reader, sizes)), usable)
 
 
 def grid(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
@@ -73,32 +73,23 @@ def grid(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
         start = end
 
 
-def _ranges(reader: Reader, sizes: Mapping[str, int]) -> Iterator[Range]:
-    for name, nbytes in sizes.items():
-        for start, stop in grid(0, nbytes, reader.block_bytes(name)):
-            yield name, start, stop
-
-
-def _grouped(ranges: Iterable[Range]) -> Iterator[list[Range]]:
-    """Group small ranges: a thread should not be woken for a few bytes."""
+def _grouped(reader: Reader, sizes: Mapping[str, int]) -> Iterator[list[Range]]:
+    """Cut tensors into ranges, and group small ones: a thread should not be woken for a few bytes."""
     group: list[Range] = []
     size = 0
-    for found in ranges:
-        nbytes = found[2] - found[1]
-        if group and size + nbytes > BLOCK_BYTES:
-            yield group
-            group, size = [], 0
-        group.append(found)
-        size += nbytes
+    for name, nbytes in sizes.items():
+        for start, stop in grid(0, nbytes, reader.block_bytes(name)):
+            if group and size + stop - start > BLOCK_BYTES:
+                yield group
+                group, size = [], 0
+            group.append((name, start, stop))
+            size += stop - start
     if group:
         yield group
 
 
 def contiguous_in(reader: Reader, name: str) -> tuple[str, int] | None:
-    """Return the stored tensor that a tensor lies in and the byte at which it begins there.
-
-    None for a view that is not contiguous: a transposed tensor, a column, an expanded row.
-    """
+    """Return the stored tensor in which a tensor is contiguous, and the byte where it begins; None for other views."""
     alias = reader.flat.aliases.get(name)
     if alias is None:
         return name, 0

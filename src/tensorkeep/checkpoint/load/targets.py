@@ -33,7 +33,7 @@ class Differences:
     """Names of tensors by how the given state does not fit a checkpoint.
 
     They are only in the state (``missing``), only in the checkpoint (``extra``), or in both, but ``different`` in
-    dtype, shape or library, which is said in words, or not writable in place.
+    dtype, shape or library, as the text describes, or not writable in place.
     """
 
     missing: list[str] = field(default_factory=list)

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, checked_path, thread_count
-from tensorkeep.checkpoint.finding import find_format, get_format
+from tensorkeep.checkpoint.finding import find_format
 from tensorkeep.checkpoint.load.ranges import read_all
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, PathLike
-from tensorkeep.formats.base import OpenSettings, Problem, Reader
+from tensorkeep.formats.base import FORMATS, OpenSettings, Problem, Reader
 from tensorkeep.io.buffers import DEFAULT_BUDGET, BufferPool
 from tensorkeep.io.parallel import Progress
 
@@ -26,13 +26,12 @@ class VerifyReport:
     ----------
     path, format : str
     ok : bool
-        Whether `problems` is empty.
+        Whether there are no `problems`.
     checked : str or None
         What was checked ("xxh3-64 of every block"); None if the format stores no checksums, so that only the structure
         was.
-    tensors : int
-    nbytes : int
-        Raw bytes of the tensors that were read.
+    tensors, nbytes : int
+        The number of tensors, and their raw bytes that were read.
     problems : list of Problem
     """
 
@@ -57,7 +56,8 @@ def verify(
     threads: int | None = None,
     memory_budget: MemorySize = DEFAULT_BUDGET,
 ) -> VerifyReport:
-    """Read a checkpoint to the end and check everything that its format allows.
+    """Read a checkpoint to the end and check everything that its format allows; report every problem, not only the
+    first.
 
     Parameters
     ----------
@@ -71,21 +71,13 @@ def verify(
     memory_budget : int or str
         Limit in bytes for all buffers together, also as ``"256MiB"``.
 
-    Returns
-    -------
-    VerifyReport
-        With every problem, not only the first.
-
     Raises
     ------
     NotFoundError, NotACheckpointError
         If nothing is at the path, or not a checkpoint. Damage is reported, not raised.
-    UnsupportedError
-        If it was written by a later version, or has a dtype or codec that this installation does not know.
-    StoreError
-        If the disk failed.
-    UsageError
-        If an argument is wrong.
+    UnsupportedError, UsageError, StoreError
+        If it has a version, dtype or codec that this installation does not know, an argument is wrong, or the disk
+        failed.
 
     Examples
     --------
@@ -101,7 +93,7 @@ def verify(
     >>> folder.cleanup()
     """
     count = thread_count(threads)
-    chosen = get_format(format) if format else find_format(checked_path(path))
+    chosen = FORMATS.get(format) if format else find_format(checked_path(path))
     with budget_pool(memory_budget) as pool, ExitStack() as stack:
         try:
             reader = stack.enter_context(chosen.open(Path(checked_path(path)), OpenSettings(verify=True, pool=pool)))
@@ -114,19 +106,6 @@ def verify_open(
     reader: Reader, pool: BufferPool, *, threads: int | None = None, progress: Progress | None = None
 ) -> VerifyReport:
     """Verify an open checkpoint that was opened with ``verify=True``; see `verify`."""
-    problems = _check(reader, thread_count(threads), pool, progress)
-    return VerifyReport(
-        path=os.fspath(reader.path),
-        format=reader.format,
-        ok=not problems,
-        checked=reader.verifiable,
-        tensors=len(reader.entries),
-        nbytes=sum(map(reader.bytes_to_check, reader.flat.leaves)),
-        problems=problems,
-    )
-
-
-def _check(reader: Reader, threads: int, pool: BufferPool, progress: Progress | None) -> list[Problem]:
     lock = threading.Lock()
     found: list[Problem] = []
 
@@ -144,7 +123,7 @@ def _check(reader: Reader, threads: int, pool: BufferPool, progress: Progress | 
     read_all(
         reader,
         dict.fromkeys(names),
-        threads=threads,
+        threads=thread_count(threads),
         pool=pool,
         progress=progress,
         on_error=note,
@@ -152,8 +131,17 @@ def _check(reader: Reader, threads: int, pool: BufferPool, progress: Progress | 
     )
     # In the order of the state: threads find problems in any order.
     order = {name: place for place, name in enumerate(names)}
-    return sorted(
+    problems = sorted(
         dict.fromkeys(found), key=lambda p: (order.get(p.name or "", -1), p.block if p.block is not None else -1)
+    )
+    return VerifyReport(
+        path=os.fspath(reader.path),
+        format=reader.format,
+        ok=not problems,
+        checked=reader.verifiable,
+        tensors=len(reader.entries),
+        nbytes=sum(map(reader.bytes_to_check, names)),
+        problems=problems,
     )
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tensorkeep.checkpoint.arguments import MemorySize, checked_path
@@ -117,7 +116,6 @@ class CheckpointManager:
         self.keep = keep_rule(keep_last, keep_every, keep_best, keep)
         self.save_when = save_when
         self._best_rule = keep_best if isinstance(keep_best, KeepBest) else KeepBest()
-        self._incremental = incremental
         self._asynchronous = asynchronous
         copies = copies_of(when_busy)
         self._budget = checked_budget(memory_budget, copies=copies, delta=delta, background=asynchronous)
@@ -129,6 +127,7 @@ class CheckpointManager:
             threads=threads,
             progress=progress,
             settings=read_settings(settings),
+            options={"incremental": True, "base": self._find_base, "delta": delta} if incremental else {},
             copy=True,
         )
         self._base: Path | None = None  # the step that the next incremental save builds on
@@ -143,7 +142,7 @@ class CheckpointManager:
     def save(
         self, step: int, state: object, metrics: Mapping[str, float] | None = None, *, overwrite: bool = False
     ) -> PendingSave:
-        """Save a step; by default the caller is blocked only while the state is copied.
+        """Save a step; by default the caller is blocked only while the state is copied, otherwise until it is durable.
 
         Parameters
         ----------
@@ -157,11 +156,6 @@ class CheckpointManager:
         overwrite : bool
             Replace a step of that number. A damaged one is always replaced, so that a run that resumed from an
             earlier step can save it again.
-
-        Returns
-        -------
-        PendingSave
-            Over already if the manager is not asynchronous.
 
         Raises
         ------
@@ -184,9 +178,7 @@ class CheckpointManager:
             self._folder.warn_of_undeleted(stacklevel=2)
             overwrite = overwrite or (os.path.lexists(path) and (path in self._damaged or is_damaged(path)))
             self._folder.check_free(step, overwrite=overwrite, stacklevel=2)
-            options = {"incremental": True, "base": self._find_base, "delta": self._incremental == "delta"}
-            options = options if self._incremental else {}
-            request = self._request(path, overwrite=overwrite, options=options, step=record, started=started)
+            request = self._request(path, overwrite=overwrite, step=record, started=started)
             flat = flat_state(expand(state))
             on_durable = partial(self._note_saved, path, step)
             prepare = partial(begin_save, flat, request, copy=self._asynchronous, on_durable=on_durable)
@@ -246,7 +238,7 @@ class CheckpointManager:
         threads: int | None = None,
         progress: Progress | None = None,
     ) -> Any:
-        """Load a step, by default the last one that is complete and undamaged.
+        """Load a step, by default the last one that is complete and undamaged; return the state as it was saved.
 
         Parameters
         ----------
@@ -255,16 +247,13 @@ class CheckpointManager:
             loaded.
         into : nested state, optional
             Tensors and arrays to fill in place, and objects with a ``load_state_dict()``. What is missing, extra or of
-            another shape is named before anything is changed.
+            another shape is named before anything is changed. An object with a ``check_state_dict()`` is asked then.
+            The returned state contains them.
         select : str or list of str, optional
-            Names, or globs, of what is restored; with ``into`` all else is left as it is.
+            Names, or globs, of what is restored; with ``into`` all else is left as it is. Of objects other
+            than modules, all tensors or none are selected.
         device, threads, progress : optional
-            As for `tensorkeep.load`.
-
-        Returns
-        -------
-        state
-            The saved state; with ``into``, containing the objects, tensors and arrays that were given.
+            The same as those of `tensorkeep.load`.
 
         Raises
         ------
@@ -307,10 +296,9 @@ class CheckpointManager:
 
         Raises
         ------
-        NotFoundError, NotACheckpointError, UsageError
-            If the step does not exist, has lost its manifest, or holds files that do not belong to it.
-        BusyError, StoreError
-            If another process writes in the folder, or the disk failed.
+        NotFoundError, NotACheckpointError, UsageError, BusyError, StoreError
+            If the step does not exist, has lost its manifest, or holds files that do not belong to it; if another
+            process writes in the folder, or the disk failed.
         """
         self._folder.delete(step)
 
@@ -343,7 +331,7 @@ class CheckpointManager:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             self.close()
         except Exception as failure:

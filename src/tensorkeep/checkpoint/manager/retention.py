@@ -34,17 +34,7 @@ class Keep(ABC):
 
     @abstractmethod
     def wanted(self, steps: Sequence[Step]) -> set[int]:
-        """Return the numbers of the steps to keep.
-
-        Parameters
-        ----------
-        steps : sequence of Step
-            All complete steps, by number.
-
-        Returns
-        -------
-        set of int
-        """
+        """Return the numbers of the steps to keep, given all complete steps by number."""
 
     def check(self, metrics: Mapping[str, object]) -> None:
         """Check the metrics of a step before it is saved; UsageError if the rule needs other ones."""
@@ -129,15 +119,8 @@ class KeepEvery(Keep):
 class KeepBest(Keep):
     """Keeps the ``count`` best steps by a metric; of equally good steps the later ones.
 
-    A step without the metric, or with NaN, is not among the best.
-
-    Parameters
-    ----------
-    count : int
-    metric : str, optional
-        Its name; may be left out if the steps have one metric only.
-    mode : {"min", "max"}
-        Which values are best.
+    The best values are the smallest, or with ``mode="max"`` the largest; a step without the metric, or with NaN, is not
+    among the best. The name of the metric may be left out if the steps have only one.
 
     Raises
     ------
@@ -180,22 +163,16 @@ class KeepBest(Keep):
 class KeepThinned(Keep):
     """Keeps fewer steps the older they are, by the time that the run has taken since.
 
-    Parameters
-    ----------
-    rungs : tuple of (str or float, str or float)
-        Pairs of an age and a distance, the youngest first: steps up to that age are kept at least that far apart.
-        ``(("1h", 0), ("1d", "1h"), ("30d", "1d"))`` keeps all steps of the last hour, one an hour of the last day, one
-        a day of the last month, and none beyond. Texts such as ``"90s"``, ``"10min"``, ``"2h"``, ``"1d"``, or seconds.
+    Each of the ``rungs`` is a pair of an age and a distance, the youngest first: steps up to that age are kept at least
+    that far apart. ``(("1h", 0), ("1d", "1h"), ("30d", "1d"))`` keeps all steps of the last hour, one an hour of the
+    last day, one a day of the last month, and none beyond. Durations are texts such as ``"90s"``, ``"10min"``,
+    ``"2h"``, ``"1d"``, or seconds. Ages are in the run's own time, see `run_times`: a run that was stopped for a month
+    loses no step when it resumes, and neither does one whose clock was changed.
 
     Raises
     ------
     UsageError
         If an age or a distance is negative, or the ages are not in ascending order.
-
-    Notes
-    -----
-    Ages are in the run's own time, see `run_times`: a run that was stopped for a month loses no step when it resumes,
-    and neither does one whose clock was changed.
 
     Examples
     --------
@@ -221,30 +198,26 @@ class KeepThinned(Keep):
         last: float | None = None
         # From the oldest to the newest, so that a step that was kept once is kept until it leaves its rung.
         for step, time in zip(steps, times, strict=True):
-            distance = self._distance(times[-1] - time)
+            age = times[-1] - time
+            distance = next((distance for most, distance in self._seconds() if age <= most), None)
             if distance is not None and (last is None or time - last >= distance):
                 kept.add(step.number)
                 last = time
         return kept
-
-    def _distance(self, age: float) -> float | None:
-        return next((distance for most, distance in self._seconds() if age <= most), None)
 
 
 def keep_rule(
     keep_last: int | None, keep_every: int | None, keep_best: int | KeepBest | None, keep: Keep | None
 ) -> Keep:
     """Return the rule for the arguments of `CheckpointManager`; all steps are kept if none is given."""
-    rules: list[Keep] = []
-    if keep_last is not None:
-        rules.append(KeepLast(keep_last))
-    if keep_every is not None:
-        rules.append(KeepEvery(keep_every))
-    if keep_best is not None:
-        rules.append(keep_best if isinstance(keep_best, KeepBest) else KeepBest(keep_best))
-    if keep is not None:
-        rules.append(keep)
-    return KeepAny(tuple(rules)) if rules else KeepAll()
+    arguments = [
+        None if keep_last is None else KeepLast(keep_last),
+        None if keep_every is None else KeepEvery(keep_every),
+        keep_best if keep_best is None or isinstance(keep_best, KeepBest) else KeepBest(keep_best),
+        keep,
+    ]
+    rules = tuple(rule for rule in arguments if rule is not None)
+    return KeepAny(rules) if rules else KeepAll()
 
 
 def unwanted(rule: Keep, steps: Sequence[Step], protect: Collection[int] = ()) -> list[Step]:

@@ -18,14 +18,13 @@ from tensorkeep.errors import (
     NotACheckpointError,
     NotFoundError,
     PathLike,
-    StoreError,
     TensorkeepError,
     UsageError,
 )
 from tensorkeep.formats.native.directory import foreign_names, is_native, summarise
 from tensorkeep.formats.probe import names_in
 from tensorkeep.io.commit import remove_checkpoint
-from tensorkeep.io.files import store_error
+from tensorkeep.io.files import store_errors
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +43,8 @@ class Step:
     saved_at : float
         Seconds since 1970 (UTC), by the clock of the machine that saved it.
     metrics : mapping of str to float
-    nbytes : int
-        Bytes of its files, including those that it shares with other steps.
-    own_bytes : int
-        Bytes of files that no other step shares: what deleting it would free.
+    nbytes, own_bytes : int
+        Bytes of its files, and of those that no other step shares, which deleting it would free.
     """
 
     number: int
@@ -95,18 +92,13 @@ def read_step(root: PathLike, number: int) -> Step:
     """Return a step by its manifest, having checked that its files exist and have the right sizes."""
     path = step_path(root, number)
     record, nbytes, own = summarise(path)
-    saved_at = record.saved_at if record else _modified_at(path)
+    with store_errors(path, "look at the step"):
+        try:
+            saved_at = record.saved_at if record else path.stat().st_mtime
+        except FileNotFoundError as error:
+            raise NotFoundError("this step does not exist", path=path) from error
     metrics = MappingProxyType({name: float(value) for name, value in record.metrics.items()} if record else {})
     return Step(number, os.fspath(path), saved_at, metrics, nbytes, own)
-
-
-def _modified_at(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError as error:
-        raise NotFoundError("this step does not exist", path=path) from error
-    except OSError as error:
-        raise store_error(error, path, "look at the step") from error
 
 
 def is_damaged(path: Path) -> bool:
@@ -158,7 +150,7 @@ def check_removable(path: Path) -> None:
     Raises UsageError if it holds files that do not belong to the step; NotACheckpointError if it is not a step: another
     file or folder of that name, a link, or a step that has lost its manifest.
     """
-    try:
+    with store_errors(path, "look at the step"):
         if path.is_symlink() or not is_native(path):
             raise NotACheckpointError(
                 "is not a checkpoint of Tensorkeep, or has lost its manifest, so it is not deleted",
@@ -166,10 +158,6 @@ def check_removable(path: Path) -> None:
                 remedy="if it is not needed, remove it yourself",
             )
         foreign = foreign_names(path)
-    except TensorkeepError:
-        raise
-    except OSError as error:
-        raise store_error(error, path, "look at the step") from error
     if foreign:
         raise UsageError(
             f"holds {foreign[0]!r}, which does not belong to the step, so it is not deleted",
@@ -183,12 +171,9 @@ def remove_step(path: Path) -> None:
     if not os.path.lexists(path):
         return
     check_removable(path)
-    try:
-        remove_checkpoint(path)
-    except FileNotFoundError:
-        return
-    except StoreError:
-        raise
-    except OSError as error:
-        raise store_error(error, path, "delete the step") from error
+    with store_errors(path, "delete the step"):
+        try:
+            remove_checkpoint(path)
+        except FileNotFoundError:
+            return
     logger.info("deleted %s", path)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 from tensorkeep.checkpoint.arguments import check_count
+from tensorkeep.checkpoint.forking import reset_in_child
 from tensorkeep.errors import UsageError
 from tensorkeep.units import parse_seconds
 
@@ -86,12 +86,7 @@ class EverySteps(SaveWhen):
 class EveryTime(SaveWhen):
     """Saves when this much time has passed since the last save, or since the rule was made.
 
-    Parameters
-    ----------
-    interval : str or float
-        Such as ``"10min"``, or seconds.
-    clock : callable
-        Returns seconds; monotonic.
+    The interval is a text such as ``"10min"``, or seconds; ``clock`` returns monotonic seconds.
 
     Raises
     ------
@@ -120,20 +115,11 @@ class EveryTime(SaveWhen):
 class OnSignal(SaveWhen):
     """Saves after the step during which a signal arrived, such as the ``SIGTERM`` or ``SIGUSR1`` of a batch system.
 
-    A context manager, made in the main thread. The handler only notes the signal. After each step the training loop
-    saves if `due` returns True or `came` is set, and ends if `came` is set. A second signal of the same kind goes to
-    the previous handler: a second ``SIGTERM`` ends the process as usual. Only ``SIGUSR1`` and ``SIGUSR2`` are noted
-    again after a save. `close` restores the previous handlers; forked children do so at once.
-
-    Parameters
-    ----------
-    *signals : int
-        By default ``SIGTERM`` and ``SIGUSR1``.
-
-    Attributes
-    ----------
-    came : bool
-        Whether a signal has arrived since it was made.
+    A context manager, made in the main thread; without arguments it is for these two signals. The handler only notes
+    the signal. After each step the training loop saves if `due` returns True or ``came`` is set, and ends if ``came``
+    is set. A second signal of the same kind goes to the previous handler: a second ``SIGTERM`` ends the process as
+    usual. Only ``SIGUSR1`` and ``SIGUSR2`` are noted again after a save. `close` restores the previous handlers; forked
+    children do so at once.
 
     Raises
     ------
@@ -158,7 +144,8 @@ class OnSignal(SaveWhen):
         self._closed = False
         self._noted: set[int] = set()
         self._before: dict[int, Any] = {}
-        _open.append(self)
+        # A child has no training loop: a signal to end it, from multiprocessing for example, would only be noted.
+        reset_in_child(self, OnSignal.close)
         try:
             for number in signals or (signal.SIGTERM, signal.SIGUSR1):
                 self._before.setdefault(number, signal.getsignal(number))
@@ -194,7 +181,6 @@ class OnSignal(SaveWhen):
         if self._closed:
             return
         self._closed = True
-        _open.remove(self)
         for number, before in self._before.items():
             # A handler that was set later is kept; if it calls this one, the signal is passed on.
             if signal.getsignal(number) == self._note:
@@ -204,17 +190,5 @@ class OnSignal(SaveWhen):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
-
-
-_open: list[OnSignal] = []
-
-
-def _close_in_child() -> None:
-    # A child has no training loop: a signal to end it, from multiprocessing for example, would only be noted.
-    for rule in reversed(_open.copy()):
-        rule.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)

@@ -9,7 +9,7 @@ from typing import Any
 from tensorkeep.checkpoint.load.load import rebuild
 from tensorkeep.checkpoint.load.targets import Target, compare, difference_of, match_targets, sharing_conflict_of
 from tensorkeep.checkpoint.restore.containers import is_below, items, paths_to
-from tensorkeep.checkpoint.restore.keys import compare_keys
+from tensorkeep.checkpoint.restore.keys import KeyComparison
 from tensorkeep.checkpoint.restore.object_checks import SavedTensor, has_check, is_module, refusals
 from tensorkeep.checkpoint.restore.stateful import StatefulObject, unwrap_states
 from tensorkeep.errors import UsageError
@@ -43,15 +43,8 @@ class StateMatch:
     checks that itself. Numpy scalars are values and come back as they were saved. With ``select`` the state may have
     other keys than the checkpoint.
 
-    Attributes
-    ----------
-    chosen : list of str
-        The names of the wanted tensors.
-    saved_tensors : dict of str to SavedTensor
-    new : set of str
-        The wanted tensors that are loaded into new memory.
-    unselected : set of Path
-        The objects of which nothing is wanted.
+    ``chosen`` are the names of the wanted tensors, ``new`` those that are loaded into new memory, and ``unselected``
+    the objects of which nothing is wanted.
     """
 
     def __init__(self, reader: Reader, state: Any, select: str | Iterable[str] | None) -> None:
@@ -66,7 +59,7 @@ class StateMatch:
         saved = rebuild(reader, reader.flat.skeleton, self.saved_tensors, as_given=True)
         paths = {tensor.name: path for path, tensor in paths_to(saved, SavedTensor)}
         self._saved_paths = {name: paths.get(name, ()) for name in reader.entries}
-        self._keys = compare_keys(state, saved)
+        self._keys = KeyComparison(state, saved)
         self._objects = {path: _MatchedObject(*found) for path, found in self._keys.objects.items()}
         self._different: dict[str, str] = {}
         self._replaced: set[str] = set()  # given tensors that are not filled
@@ -112,26 +105,23 @@ class StateMatch:
                 given = {name for name in found.given if _is_extra_state(self._given_paths[name], path)}
                 self._choose_memory(wanted, given)
                 continue
-            if not has_check(value):
-                self._compare_shapes(found.wanted & found.given)
+            for name in () if has_check(value) else sorted(found.wanted & found.given):
+                leaf = self._given[name].leaf
+                # An empty tensor is a placeholder.
+                if leaf.nbytes and leaf.shape != self._reader.entries[name].shape:
+                    self._different[name] = difference_of(leaf, self._reader, name) or ""
             self._choose_memory(found.wanted, found.given)
-
-    def _compare_shapes(self, names: set[str]) -> None:
-        for name in sorted(names):
-            leaf = self._given[name].leaf
-            # An empty tensor is a placeholder.
-            if leaf.nbytes and leaf.shape != self._reader.entries[name].shape:
-                self._different[name] = difference_of(leaf, self._reader, name) or ""
 
     def _choose_memory(self, wanted: set[str], given: set[str]) -> None:
         """Fill the tensors of an object in place if all of them can be, else load all of them into new memory."""
-        if wanted != given or not all(map(self._can_fill, wanted)):
+
+        def can_fill(name: str) -> bool:
+            leaf = self._given[name].leaf
+            return leaf.writable and difference_of(leaf, self._reader, name) is None
+
+        if wanted != given or not all(map(can_fill, wanted)):
             self.new |= wanted
             self._replaced |= given
-
-    def _can_fill(self, name: str) -> bool:
-        leaf = self._given[name].leaf
-        return leaf.writable and difference_of(leaf, self._reader, name) is None
 
     def targets(self) -> dict[str, Target]:
         """Return what is filled in place; StateMismatchError names up to five misfits of each kind."""

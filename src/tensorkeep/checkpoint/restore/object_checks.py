@@ -86,10 +86,16 @@ def _by_optimizer(optimizer: torch.optim.Optimizer, saved: Any) -> Iterator[tupl
     if counts != saved_counts:
         yield (), f"groups of {counts} parameters in the state, of {saved_counts} saved"
         return
-    if f"{type(optimizer).__module__}.".startswith("torch.optim."):
-        parameters = [parameter for group in groups for parameter in group["params"]]
-        for index, parameter in enumerate(parameters):
-            yield from _shape_mismatches(saved.get("state"), index, tuple(parameter.shape))
+    if not f"{type(optimizer).__module__}.".startswith("torch.optim."):
+        return
+    states = saved.get("state")
+    for index, parameter in enumerate(parameter for group in groups for parameter in group["params"]):
+        found = states.get(index) if isinstance(states, dict) else None
+        state, shape = found if isinstance(found, dict) else {}, tuple(parameter.shape)
+        for key in _SHAPED_LIKE_THE_PARAMETER:
+            value = state.get(key)
+            if isinstance(value, SavedTensor) and value.entry.shape != shape:
+                yield ("state", index, key), f"{list(value.entry.shape)} saved, for a parameter of {list(shape)}"
 
 
 def _counts(groups: Any) -> list[int] | None:
@@ -97,12 +103,3 @@ def _counts(groups: Any) -> list[int] | None:
         return [len(group["params"]) for group in groups]
     except (TypeError, LookupError):
         return None
-
-
-def _shape_mismatches(states: Any, index: int, shape: tuple[int, ...]) -> Iterator[tuple[Path, str]]:
-    state = states.get(index) if isinstance(states, dict) else None
-    found = state if isinstance(state, dict) else {}
-    for key in _SHAPED_LIKE_THE_PARAMETER:
-        value = found.get(key)
-        if isinstance(value, SavedTensor) and value.entry.shape != shape:
-            yield ("state", index, key), f"{list(value.entry.shape)} saved, for a parameter of {list(shape)}"

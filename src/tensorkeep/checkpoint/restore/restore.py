@@ -32,7 +32,7 @@ def restore_state(path: Path, request: LoadRequest, *, memory_budget: int | None
     scalers, a new optimizer) are loaded; if one refuses, all of them get their previous states back. Only then are the
     tensors of modules and of the other objects overwritten.
 
-    Raises StateMismatchError if ``into`` does not fit; its message says whether tensors are overwritten already.
+    Raises StateMismatchError if ``into`` does not fit; its message tells if tensors are overwritten already.
     """
     budget = DEFAULT_BUDGET if memory_budget is None else memory_budget
     if request.into is None:
@@ -56,6 +56,7 @@ class _Restoring:
         targets = self._match.targets()
         self._first = self._match.loaded_first()
         self._done = set(self._match.unselected)  # objects that are loaded already, or not at all
+        self._tensors_read = False
         first_names = set[str]().union(*self._first.values())
         chosen = self._match.chosen
         self._first_plan = LoadPlan(reader, [name for name in chosen if name in first_names], {}, request.device)
@@ -67,11 +68,12 @@ class _Restoring:
         self._first_plan.read(threads, pool, _offset_progress(progress, 0, total))
         values = self._values(self._first_plan)
         self._load_first(self._rebuild(skeleton, {**self._match.saved_tensors, **values}))
+        self._tensors_read = True
         self._plan.read(threads, pool, _offset_progress(progress, self._first_plan.nbytes, total))
         values |= self._values(self._plan)
         if self._partial:
             skeleton = prune(skeleton, values.keys())
-        return load_objects(self._state, self._rebuild(skeleton, values), self._load_after)
+        return load_objects(self._state, self._rebuild(skeleton, values), self._load)
 
     def _values(self, plan: LoadPlan) -> dict[str, Any]:
         """Return what was read, with numpy scalars as such."""
@@ -88,7 +90,7 @@ class _Restoring:
             for path in self._first:
                 stateful = self._match.object_at(path)
                 previous.append((path, stateful, _copied_state(stateful)))
-                load_objects(stateful, value_at(loaded, path), self._load_before, path)
+                load_objects(stateful, value_at(loaded, path), self._load, path)
         except BaseException:
             for path, stateful, state in previous:
                 with suppress(Exception):
@@ -96,14 +98,10 @@ class _Restoring:
             raise
         self._done |= set(self._first)
 
-    def _load_before(self, path: names.Path, stateful: StatefulObject, state: Any) -> None:
-        self._load(path, stateful, state, "nothing was touched")
-
-    def _load_after(self, path: names.Path, stateful: StatefulObject, state: Any) -> None:
-        if not is_below(path, self._done):
-            self._load(path, stateful, state, "the tensors of the state are overwritten already")
-
-    def _load(self, path: names.Path, stateful: StatefulObject, state: Any, consequence: str) -> None:
+    def _load(self, path: names.Path, stateful: StatefulObject, state: Any) -> None:
+        """Load the state of one object, unless that was done."""
+        if is_below(path, self._done):
+            return
         value = stateful.value
         try:
             if self._partial and is_module(value):
@@ -115,7 +113,7 @@ class _Restoring:
         except REFUSALS as error:
             raise StateMismatchError(
                 f"the {type(value).__name__} at {names.display(path)!r} does not accept its saved state: {error}; "
-                + consequence,
+                + ("the tensors of the state are overwritten already" if self._tensors_read else "nothing was touched"),
                 path=self._reader.path,
                 remedy="restore into an object that was made in the same way",
                 different=(names.display(path),),

@@ -115,13 +115,7 @@ class RandomState:
         return found
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Check that the states fit this machine.
-
-        Raises
-        ------
-        UnsupportedError
-            If there are CUDA states of another number of devices.
-        """
+        """Raise UnsupportedError if there are CUDA states of another number of devices than this machine has."""
         saved = len(state.get("cuda", []))
         torch = sys.modules.get("torch")
         here = torch.cuda.device_count() if torch is not None else 0

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from tensorkeep.checkpoint.save.trial import Rates, measure, nearest_folder
+from tensorkeep.checkpoint.save.trial import Rates, measure
 from tensorkeep.errors import StoreError
 from tensorkeep.formats.base import StoredLeaf, WriteSettings
 from tensorkeep.formats.blockfile.plan import BlockFileOptions
@@ -33,10 +32,7 @@ FRESH = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The chosen compression, the reason in words, and if rates were measured, these and the predicted seconds.
-
-    ``again`` is set if the rates are those of an earlier save of this process.
-    """
+    """The chosen compression and why, with the rates and predictions; ``again`` if an earlier save measured them."""
 
     compression: str
     reason: str
@@ -46,15 +42,12 @@ class Decision:
     measuring_seconds: float = 0.0
 
 
-Measure = Callable[[Flat[Source], Path, WriteSettings], Rates]
-
-
 def decide(
     flat: Flat[Source],
     destination: Path,
     settings: WriteSettings,
     *,
-    measure: Measure = measure,
+    measure: Callable[[Flat[Source], Path, WriteSettings], Rates] = measure,
     clock: Callable[[], float] = time.monotonic,
 ) -> Decision:
     """Decide between ``"none"`` and ``"lossless"``; a temporary file beside the destination is written and removed.
@@ -89,26 +82,13 @@ def decide(
     return Decision(taken, reason, rates, seconds, again, clock() - begin)
 
 
-def resolve(
-    flat: Flat[Source], destination: Path, format: str, settings: WriteSettings, *, measure: Measure
-) -> tuple[WriteSettings, dict[str, Any] | None]:
-    """Return the settings with ``"auto"`` replaced by the chosen compression, and the decision as plain values.
-
-    Other settings, and those of formats without ``"auto"``, are returned unchanged.
-    """
-    if settings.compression != "auto" or format not in FORMATS:
-        return settings, None
-    decision = decide(flat, destination, settings, measure=measure)
-    return replace(settings, compression=decision.compression), asdict(decision)
-
-
 _Key = tuple[object, ...]
 
 
 def _kind(flat: Flat[Source], destination: Path, settings: WriteSettings) -> _Key | None:
     """Return what rates depend on: file system, settings, and bytes by dtype; None if the folder cannot be read."""
     try:
-        device = nearest_folder(destination).stat().st_dev
+        device = next(folder for folder in destination.absolute().parents if folder.exists()).stat().st_dev
     except OSError:
         return None
     sizes: dict[str, int] = {}

@@ -13,20 +13,19 @@ from typing import Any
 import msgspec
 
 from tensorkeep.checkpoint.arguments import MemorySize, checked_path, thread_count
-from tensorkeep.checkpoint.finding import get_format
 from tensorkeep.checkpoint.save import auto
-from tensorkeep.checkpoint.save.job import SaveJob
+from tensorkeep.checkpoint.save.job import SaveJob, SaveReport
 from tensorkeep.checkpoint.save.memory import SaveMemory
-from tensorkeep.checkpoint.save.report import SaveReport
 from tensorkeep.checkpoint.save.trial import Rates, measure
 from tensorkeep.checkpoint.settings import SettingsSource, read_settings
 from tensorkeep.errors import DestinationExistsError, PathLike, UsageError
-from tensorkeep.formats.base import StepRecord, WriteResult, WriteSettings
+from tensorkeep.formats.base import FORMATS, StepRecord, WriteSettings
 from tensorkeep.formats.native.writer import NativeOptions
 from tensorkeep.io.parallel import Progress
 from tensorkeep.state import cuda
 from tensorkeep.state.leaf import Leaf, Source
 from tensorkeep.state.tree import Flat, flatten
+from tensorkeep.units import parse_bytes
 
 _BY_SUFFIX = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch"}
 
@@ -42,7 +41,7 @@ class SaveRequest:
     path: PathLike
     format: str
     write: WriteSettings
-    memory_budget: MemorySize | None
+    memory_budget: int | None
     settings_from: str | None
     started: float
 
@@ -85,10 +84,11 @@ def check_request(
         compression=taken["compression"] or "none",
         threads=thread_count(taken["threads"]),
         progress=progress,
-        options=get_format(format).parse_options(options),
+        options=FORMATS.get(format).parse_options(options),
         step=step,
     )
-    return SaveRequest(path, format, write, taken["memory_budget"], table.path if used else None, started)
+    budget = None if taken["memory_budget"] is None else parse_bytes(taken["memory_budget"])
+    return SaveRequest(path, format, write, budget, table.path if used else None, started)
 
 
 def flat_state(state: object) -> Flat[Leaf]:
@@ -119,11 +119,14 @@ def begin_save(
         )
     if not copy:
         settings = replace(settings, pool=memory.whole())
-    settings, decision = auto.resolve(flat, path, request.format, settings, measure=partial(_measure, memory))
+    decision = None
+    if settings.compression == "auto" and request.format in auto.FORMATS:
+        decision = auto.decide(flat, path, settings, measure=partial(_measure, memory))
+        settings = replace(settings, compression=decision.compression)
     if copy:
         delta = isinstance(settings.options, NativeOptions) and settings.options.delta
         settings = replace(settings, pool=memory.working(settings.threads, delta=delta))
-    write = get_format(request.format).begin(flat, path, settings)
+    write = FORMATS.get(request.format).begin(flat, path, settings)
     fits = True
     if copy:
         needed = write.staging_bytes()
@@ -131,13 +134,13 @@ def begin_save(
         write.prepare(staging)
         fits = needed <= staging.budget
     make_report = partial(
-        _report,
+        SaveReport,
         path=os.fspath(request.path),
         format=request.format,
         compression=settings.compression,
         state_bytes=sum(leaf.nbytes for leaf in flat.leaves.values()),
         tensors=len(flat.leaves),
-        auto=decision,
+        auto=None if decision is None else asdict(decision),
         settings_from=request.settings_from,
     )
     return SaveJob(
@@ -157,12 +160,6 @@ def _measure(memory: SaveMemory, flat: Flat[Source], destination: Path, settings
     memory.close()
     with memory.whole() as pool:
         return measure(flat, destination, replace(settings, pool=pool))
-
-
-def _report(written: WriteResult, seconds: float, stall_seconds: float, **about: Any) -> SaveReport:
-    """Return the report of a save that took ``seconds`` to be durable."""
-    about |= {"seconds": seconds, "durable_seconds": seconds, "stall_seconds": stall_seconds}
-    return SaveReport(**asdict(written), **about)
 
 
 def _checked_metadata(metadata: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One save while it is copied, written and waited for: what `SaveQueue` runs and `PendingSave` shows."""
+"""One save while it is copied, written and waited for, and its report: what `SaveQueue` runs."""
 
 from __future__ import annotations
 
@@ -9,18 +9,60 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from tensorkeep.checkpoint.save.memory import SaveMemory
-from tensorkeep.checkpoint.save.report import SaveReport
 from tensorkeep.errors import BusyError
 from tensorkeep.formats.base import StagedWrite, WriteResult
 from tensorkeep.io.parallel import Cancelled, default_threads
 
 logger = logging.getLogger(__name__)
 
-MakeReport = Callable[[WriteResult, float, float], SaveReport]
-"""Makes the report from what was written, the seconds until it was durable, and those that the caller waited."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport(WriteResult):
+    """What a save wrote and what it cost.
+
+    Attributes
+    ----------
+    path, format, compression : str
+        As written, also where they were inferred or chosen by measuring.
+    state_bytes, tensors : int
+        Raw bytes of the tensors, where shared storage counts once, and how many were stored.
+    stored_bytes, new_bytes : int
+        Bytes on disk of all files of the checkpoint, and of those that this save wrote; the rest is shared with
+        earlier checkpoints.
+    seconds, durable_seconds : float
+        From the call until the checkpoint was durable and visible.
+    stall_seconds : float
+        How long the caller was blocked: all of it, except for `tensorkeep.save_async`.
+    peak_buffer_bytes : int
+        The peak of host buffer memory of this save.
+    direct_io : bool
+        Whether the page cache was bypassed (``O_DIRECT``); some file systems refuse that.
+    auto : dict or None
+        For ``compression="auto"``: the measured rates, the predictions, and the reason for the choice.
+    settings_from : str or None
+        The settings file, if at least one of its values was used.
+    base, base_refused : str or None
+        The earlier checkpoint that unchanged blocks were taken from, and why some or all of its blocks were not.
+    """
+
+    path: str
+    format: str
+    compression: str
+    state_bytes: int
+    tensors: int
+    seconds: float
+    stall_seconds: float
+    durable_seconds: float
+    auto: dict[str, Any] | None = None
+    settings_from: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain values, as ``--json`` prints it."""
+        return asdict(self)
 
 
 class SaveJob:
@@ -35,7 +77,7 @@ class SaveJob:
         self,
         path: str,
         write: StagedWrite,
-        make_report: MakeReport,
+        make_report: Callable[..., SaveReport],
         memory: SaveMemory,
         *,
         started: float,
@@ -67,7 +109,9 @@ class SaveJob:
         self._copied.wait()
         stall_seconds = seconds if self._stall_seconds is None else self._stall_seconds
         written = replace(written, peak_buffer_bytes=max(written.peak_buffer_bytes, self.memory.peak_bytes))
-        report = self._make_report(written, seconds, stall_seconds)
+        report = self._make_report(
+            **asdict(written), seconds=seconds, durable_seconds=seconds, stall_seconds=stall_seconds
+        )
         if self._on_durable is not None:
             self._on_durable()
         return report

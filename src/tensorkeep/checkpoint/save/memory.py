@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Self
 
 from tensorkeep.checkpoint.arguments import MemorySize
@@ -81,13 +80,8 @@ class SaveMemory:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def pool_budget(budget: MemorySize | None) -> int | None:
-    """Return a memory budget for one pool in bytes; UsageError if it is not a size."""
-    return None if budget is None else parse_bytes(budget)
 
 
 def checked_budget(
@@ -98,9 +92,9 @@ def checked_budget(
     ``copies`` of a state share it. ``delta`` means that differences may be computed, ``background`` that it is copied
     first.
     """
-    parsed = pool_budget(budget)
-    if parsed is None:
+    if budget is None:
         return None
+    parsed = parse_bytes(budget)
     work = max(MINIMUM_BUDGET, thread_bytes(BLOCK_BYTES, buffers=buffers_per_thread(staged=background, delta=delta)))
     least = copies * (work + MINIMUM_BUDGET if background else work)
     if parsed < least:

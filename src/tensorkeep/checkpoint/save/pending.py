@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 
-from tensorkeep.checkpoint.save.job import SaveJob
-from tensorkeep.checkpoint.save.report import SaveReport
+from tensorkeep.checkpoint.save.job import SaveJob, SaveReport
 from tensorkeep.errors import UsageError
 
 
@@ -48,16 +47,7 @@ class PendingSave:
         return self._job.is_over()
 
     def wait(self, timeout: float | None = None) -> SaveReport:
-        """Wait until the checkpoint is durable and visible.
-
-        Parameters
-        ----------
-        timeout : float, optional
-            Seconds; no limit by default.
-
-        Returns
-        -------
-        SaveReport
+        """Wait until the checkpoint is durable and visible, at most for ``timeout`` seconds; return the report.
 
         Raises
         ------
@@ -65,10 +55,8 @@ class PendingSave:
             If the save is still running after that time.
         BusyError
             If another process writes to the path, or a later save took the place of this one in a manager's queue.
-        DestinationExistsError
-            If something appeared at the path after the call.
-        StoreError
-            If the disk failed. What was at the path before is still there.
+        DestinationExistsError, StoreError
+            If something appeared at the path after the call, or the disk failed. What was there before is intact.
         UsageError
             If another process began the save; a forked child cannot wait for it.
         """

@@ -6,10 +6,10 @@ from typing import Any
 
 from tensorkeep.checkpoint.arguments import MemorySize
 from tensorkeep.checkpoint.save.begin import begin_save, check_request, flat_state
-from tensorkeep.checkpoint.save.memory import SaveMemory, checked_budget, pool_budget
+from tensorkeep.checkpoint.save.job import SaveReport
+from tensorkeep.checkpoint.save.memory import SaveMemory, checked_budget
 from tensorkeep.checkpoint.save.pending import PendingSave
 from tensorkeep.checkpoint.save.queue import SaveQueue
-from tensorkeep.checkpoint.save.report import SaveReport
 from tensorkeep.checkpoint.settings import SettingsSource
 from tensorkeep.errors import PathLike
 from tensorkeep.io.parallel import Progress
@@ -66,24 +66,16 @@ def save(
         on this one; ``base=PATH``, to build on that checkpoint and write only the blocks that have changed; and
         ``delta=True``, to store these as differences where that is smaller (``compression="lossless"`` only).
 
-    Returns
-    -------
-    SaveReport
-
     Raises
     ------
-    UnsupportedLeafError
-        If a value of the state cannot be saved; it names the key. Nothing is written.
-    UsageError
-        If an argument, an option or a setting is wrong. Nothing is written.
+    UnsupportedLeafError, UsageError
+        If a value of the state cannot be saved, whose key is named; if an argument, an option or a setting is wrong.
     UnsupportedError
         If the format is unknown, or cannot store this state.
     DestinationExistsError
         If something is at ``path`` and ``overwrite`` is not set, or it is not a checkpoint of this format.
-    BusyError
-        If another process is writing to ``path``.
-    StoreError
-        If the disk failed or is full. What was at ``path`` before is still there.
+    BusyError, StoreError
+        If another process is writing to ``path``, or the disk failed or is full. What was there before is intact.
 
     Examples
     --------
@@ -109,7 +101,7 @@ def save(
         settings=settings,
         options=options,
     )
-    with SaveMemory(pool_budget(request.memory_budget)) as memory:
+    with SaveMemory(request.memory_budget) as memory:
         return begin_save(flat_state(state), request, memory).run()
 
 
@@ -130,7 +122,8 @@ def save_async(
     """Save a nested state in the background; it may change as soon as this returns.
 
     The caller waits while the state is copied to host memory. The checkpoint becomes visible later, completely or not
-    at all; an interpreter that exits waits for it. Each call allocates new memory for the copy;
+    at all; ``wait()`` of the result returns the report, or raises the error of the save, and an interpreter that exits
+    waits for it. Each call allocates new memory for the copy;
     `tensorkeep.CheckpointManager` reuses it, which makes the copying several times faster.
 
     Parameters
@@ -145,17 +138,11 @@ def save_async(
     compression, format, overwrite, metadata, progress, threads, settings, **options : optional
         The same as those of `tensorkeep.save`.
 
-    Returns
-    -------
-    PendingSave
-        ``wait()`` returns the report, or raises the error of the save.
-
     Raises
     ------
-    UnsupportedLeafError
-        If a value of the state cannot be saved; it names the key.
-    UsageError
-        If an argument, an option or a setting is wrong, or the budget is too small for this format.
+    UnsupportedLeafError, UsageError
+        If a value of the state cannot be saved, whose key is named; if an argument, an option or a setting is wrong, or
+        the budget is too small for this format.
     UnsupportedError
         If the format is unknown, or cannot store this state.
     DestinationExistsError

@@ -37,8 +37,6 @@ _FEWEST, _MOST = 4, 8
 _WRITE = 4 * 1024**2
 _RAW_BYTES_PER_BLOCK = 256 * 1024**2
 
-Clock = Callable[[], float]
-
 
 @dataclass(frozen=True, slots=True)
 class Rates:
@@ -81,14 +79,6 @@ def measure(flat: Flat[Source], destination: Path, settings: WriteSettings) -> R
     return Rates(gather.rate, code.rate, code.stored_bytes / code.nbytes, disk)
 
 
-def nearest_folder(destination: Path) -> Path:
-    """Return the deepest existing folder above a destination."""
-    folder = destination.absolute().parent
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return folder
-
-
 def _sample(flat: Flat[Source]) -> list[list[Block]]:
     """Return a few evenly spread tasks of the save."""
     tasks = [task for plan in plan_files(flat) for task in tasks_of(plan)]
@@ -111,18 +101,19 @@ class _Trial:
         return self.nbytes / max(self.seconds, 1e-9)
 
 
+Clock = Callable[[], float]
 _Work = Callable[[], tuple[int, int]]
 """Works on some bytes, and returns how many these are, and how many are stored for them."""
 
 
-def _run_trial(groups: Iterable[Iterable[_Work]], threads: int, clock: Clock = time.perf_counter) -> _Trial:
+def _run_trial(tasks: Iterable[Iterable[_Work]], threads: int, clock: Clock = time.perf_counter) -> _Trial:
     """Work with many threads until all is done or the time is up; the first work is always done."""
     trial = _Trial()
     lock = threading.Lock()
     begin = clock()
 
-    def run(group: Iterable[_Work]) -> None:
-        for work in group:
+    def run(task: Iterable[_Work]) -> None:
+        for work in task:
             if trial.nbytes and clock() > begin + PATIENCE:
                 return
             nbytes, stored = work()
@@ -130,7 +121,7 @@ def _run_trial(groups: Iterable[Iterable[_Work]], threads: int, clock: Clock = t
                 trial.nbytes += nbytes
                 trial.stored_bytes += stored
 
-    parallel.run([partial(run, group) for group in groups], threads)
+    parallel.run([partial(run, task) for task in tasks], threads)
     trial.seconds = clock() - begin
     return trial
 
