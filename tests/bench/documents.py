@@ -148,6 +148,6 @@ def results(made: Mapping[str, Any]) -> Results:
 
 
 def summarise(made: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the summary of a document, as its file has it."""
+    """Return the summary of a document in the form in which its file stores it."""
     found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(summary.summarise(results(made))))
     return found

@@ -34,7 +34,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def second(first: Path) -> Path:
-    """The first with one changed element, one tensor more and another learning rate."""
+    """The first checkpoint with one changed element, one more tensor and another learning rate."""
     state = tensorkeep.load(first)
     state["model"]["bias"][3] = 0.5
     state["model"]["extra"] = torch.ones(2)

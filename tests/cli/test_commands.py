@@ -1,4 +1,4 @@
-"""What each command prints, for people and as JSON."""
+"""The output of each command, as text and as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What scripts rely on: commands, flags, exit codes, one JSON document, errors of at most two lines."""
+"""The contract with scripts: commands, flags, exit codes, one JSON document, errors of at most two lines."""
 
 from __future__ import annotations
 

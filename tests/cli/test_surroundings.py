@@ -163,7 +163,7 @@ class TestFolders:
 
 @contextmanager
 def without_privileges() -> Iterator[None]:
-    """Drop the rights of root, which can read every file."""
+    """Run as another user, because root can read every file."""
     if os.geteuid() != 0:
         yield
         return

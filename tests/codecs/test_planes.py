@@ -66,7 +66,7 @@ def test_a_block_spelled_out_by_hand_decodes() -> None:
         (19, 0x80, "decodes to"),
         (20, 2, "neither raw nor coded"),
         (20, 1, "do not agree"),
-        (22, 0x0A, "something other than zeros follows"),
+        (22, 0x0A, "bytes other than zeros follow"),
         (22, 0x0C, "are stored where the frames need"),
         (25, 0xFF, "are stored where the frames need"),
         (26, 0x5A, "raw planes are not at the place"),
@@ -109,7 +109,7 @@ def test_a_frame_that_needs_a_dictionary_is_refused() -> None:
 
 
 def test_a_frame_that_needs_a_large_window_is_refused() -> None:
-    # No single segment: a window of 2**30 bytes, and two bytes of content declared in four.
+    # Without the single-segment flag: a window of 2**30 bytes, and a content size of two in a field of four bytes.
     frame = bytes.fromhex("28b52ffd 80 a0 02000000 110000 7f80")
     with pytest.raises(CodecError, match="window"):
         CODEC.decode(with_frame(frame), BF16, np.empty(4, np.uint8))

@@ -60,7 +60,7 @@ def test_arbitrary_bytes_raise_nothing_but_codec_errors(codec: Codec, stored: by
 def test_damage_raises_nothing_but_codec_errors(codec: Codec, block: Bytes, dtype: DType, data: st.DataObject) -> None:
     stored = encode(codec, block, dtype).copy()
     for _ in range(data.draw(st.integers(1, 4)) if stored.size else 0):
-        # Half of the hits go to the front, where the structure is.
+        # Half of the damage is at the front, where the structure is.
         reach = min(stored.size, data.draw(st.sampled_from([48, stored.size])))
         stored[data.draw(st.integers(0, reach - 1))] = data.draw(st.integers(0, 255))
     cut = data.draw(st.integers(0, stored.size)) if data.draw(st.booleans()) else stored.size

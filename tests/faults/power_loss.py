@@ -1,4 +1,4 @@
-"""Losing power on purpose: what was written and not yet synced may be there, or not, or half.
+"""Simulated power loss: unsynced writes may be complete, partial or missing afterwards.
 
 `recorded` notes every write, sync and change of a name below a folder. `Recording.crashes` then yields, for every
 prefix of what happened, trees that the disk may legally hold after power was lost there:
@@ -29,7 +29,7 @@ _SECTOR = 512
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happened.
+    """One recorded operation.
 
     Attributes
     ----------
@@ -71,7 +71,7 @@ class _Tree:
                 (folder / name).write_bytes(self.contents.get(node, b""))
 
     def change(self, event: Event) -> None:
-        """Change names, as far as what they are about is there."""
+        """Apply the changes of names whose files exist."""
         directory, name = event.places[0]
         names = self.names.setdefault(directory, {})
         if event.kind in ("make", "name"):
@@ -103,7 +103,7 @@ class _Tree:
 
 
 class Recording:
-    """What happened below a folder.
+    """The recorded operations below a folder.
 
     Attributes
     ----------
@@ -119,7 +119,7 @@ class Recording:
         self._take(folder, 1)
 
     def _take(self, folder: Path, directory: int) -> None:
-        """Note what is there already, all of it durable."""
+        """Record the existing files, all of them as durable."""
         self._nodes[_identity(folder.stat())] = directory
         for path in sorted(folder.iterdir()):
             identity = _identity(path.lstat())
@@ -212,7 +212,7 @@ class _Recorder:
         return self._recording._nodes.get(_identity(os.fstat(fd)))
 
     def _place(self, path: Any, dir_fd: int | None = None) -> tuple[int, str] | None:
-        """Return the directory and the name that a path means, if it lies below the folder."""
+        """Return the directory and the name of a path, if it is below the folder."""
         text = os.fsdecode(path)
         if dir_fd is not None:
             text = os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), text)
@@ -317,7 +317,7 @@ _RENAMEAT2 = commit._rename
 
 @contextmanager
 def recorded(folder: Path) -> Iterator[Recording]:
-    """Record what happens below a folder; what is there already counts as durable."""
+    """Record the operations below a folder; existing files count as durable."""
     recording = Recording(folder)
     recorder = _Recorder(recording)
     with ExitStack() as stack:

@@ -55,6 +55,6 @@ def test_a_wrong_clock_deletes_no_step_that_a_correct_clock_keeps(
     found = save_all(tmp_path / "wrong", wrong, monkeypatch)
     assert len(right[-1]) < STEPS  # the rule does delete
     assert [sorted(set(kept) - set(there)) for kept, there in zip(right, found, strict=True)] == [[]] * STEPS
-    # Nor does everything stay for ever.
+    # Old steps are deleted as well.
     assert found[-1] == right[-1]
     record_property("cases", STEPS)

@@ -145,7 +145,7 @@ def test_a_forked_child_neither_keeps_the_lock_nor_removes_anything(tmp_path: Pa
         os.read(ready[0], 1)
         assert commit.path.exists()
         left = commit.path.rename(commit.path.with_name(commit.path.name.replace(SUFFIX, "0" + SUFFIX)))
-    # The writer is gone, its child is not.
+    # The writer has ended, its child is still running.
     assert left.exists()
     tensorkeep.save(STATE, tmp_path / "ckpt")
     os.write(go[1], b"x")

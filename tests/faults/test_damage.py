@@ -36,7 +36,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def load_is_right_or_refused(path: Path) -> bool:
-    """Load and return whether it was refused. Anything but the right state or a TensorkeepError fails the test."""
+    """Load and return whether it was refused; a wrong state or another error fails the test."""
     try:
         # With one thread, thousands of small loads take half as long.
         found = tensorkeep.load(path, threads=1)
@@ -59,7 +59,7 @@ def test_a_flipped_bit_in_any_byte_is_found(checkpoint: Path, exhaustive: bool, 
         content = file.read_bytes()
         for position in positions(len(content), exhaustive):
             cases += 1
-            # Another bit at each position, so that all eight are flipped throughout the file.
+            # A different bit at each position, so that all eight are flipped throughout the file.
             flipped = content[position] ^ (1 << position % 8)
             with file.open("r+b") as target:
                 target.seek(position)

@@ -88,7 +88,7 @@ def test_pruning_frees_space_on_a_disk_without_a_free_byte(small_disk: Path, rec
     with CheckpointManager(root, keep_last=1) as manager:
         with pytest.raises(tensorkeep.StoreError, match="No space left"):
             manager.save(4, state(4)).wait()
-        # What the rule does not want goes only after its successor is there.
+        # A step that no rule keeps is deleted only after its successor exists.
         assert names_in(root) == step_names([1, 2, 3])
         assert [step.number for step in manager.prune()] == [1, 2]
         assert names_in(root) == step_names([3])

@@ -260,7 +260,7 @@ json_values = st.recursive(
 
 
 def places(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return the path of every value in some JSON."""
+    """Return the path of every value in a JSON document."""
     found = [path] if path else []
     pairs = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for key, child in pairs:
@@ -279,7 +279,7 @@ def test_fuzzed_manifests_raise_a_tensorkeep_error_or_load_correctly(checkpoint:
     seal(body, checkpoint)
     try:
         loaded = tensorkeep.load(checkpoint)
-        # Whoever can write the manifest can rename and reshape; the bytes are still those that were saved.
+        # An edited manifest can rename and reshape tensors; their bytes are still the saved ones.
         saved = [leaf_bytes(tensor) for tensor in STATE["model"].values()]
         assert all(leaf_bytes(tensor) in saved for tensor in tensors_in(loaded))
     except tensorkeep.TensorkeepError:

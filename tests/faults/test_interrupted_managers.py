@@ -21,7 +21,7 @@ from tensorkeep.testing.equality import same
 
 
 def state(number: int) -> dict[str, Any]:
-    """Return a state of which most is the same for each number."""
+    """Return a state that is mostly equal for all numbers."""
     return {
         "frozen": torch.arange(4000.0),
         "slow": torch.arange(3000.0) * (1 + number * 2.0**-18),

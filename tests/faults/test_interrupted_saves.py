@@ -98,7 +98,7 @@ def names(folder: Path) -> list[str]:
 
 
 def holds(path: Path) -> str:
-    """Verify what is at a path and return which state it holds: nothing, old or new. Anything else fails."""
+    """Verify the checkpoint at a path and return its state (none, old or new); others fail the test."""
     if not os.path.lexists(path):
         return "nothing"
     assert tensorkeep.verify(path).ok
@@ -141,7 +141,7 @@ def test_killed_at_any_operation(
 
         assert faults.in_child(work) == signal.SIGKILL
         met.add(holds(folder / name))
-        # The next save in that place works and leaves nothing but itself.
+        # The next save at that path succeeds and leaves no other files.
         save(folder / name, NEW)
         assert holds(folder / name) == "new"
         assert names(folder) == [name]
@@ -162,7 +162,7 @@ def test_killed_at_any_operation(
 def test_killed_at_any_operation_beside_threads(
     tmp_path: Path, kind: str, chosen: str, replace: bool, record_property: Any
 ) -> None:
-    # In a process that imports TensorStore and uses it in its children only.
+    # In a process that imports TensorStore and uses it only in its children.
     arguments = f"{kind!r}, {replace}, {str(tmp_path)!r}, {chosen!r}"
     code = f"from faults.test_interrupted_saves import kill_everywhere; kill_everywhere({arguments})"
     done = subprocess.run(
@@ -230,10 +230,10 @@ def test_an_error_at_any_operation_is_raised(
                 assert os.strerror(number) in error.message
                 assert error.path is not None and error.path.startswith(str(folder))
                 assert error.remedy
-                # An error after the rename (syncing the folder) comes with the new one in place.
+                # If syncing the folder fails after the rename, the new checkpoint is visible.
                 assert holds(folder / name) in (("old", "new") if replace else ("nothing", "new"))
             else:
-                # Only removing what was replaced may fail without an error: the checkpoint is there.
+                # Only the removal of the replaced checkpoint may fail without an error, because the new one is durable.
                 assert holds(folder / name) == "new"
         save(folder / name, NEW)
         assert names(folder) == [name]

@@ -165,7 +165,7 @@ def _at_the_log(action: faults.Action) -> None:
 
 
 class Death(NamedTuple):
-    """How a run is killed, and the step of the last complete checkpoint that it leaves."""
+    """The way a run is killed, and the step of its last complete checkpoint."""
 
     arrange: Callable[[Run], None]
     saved: int

@@ -111,7 +111,7 @@ def test_only_temporaries_of_dead_writers_are_removed(tmp_path: Path) -> None:
             commit.path.name.replace(commit.path.name[-len(SUFFIX) - 8 : -len(SUFFIX)], "0" * 8)
         )
         commit.path.rename(left)
-    # The lock went with the writer; what it left goes with the next save.
+    # The lock ended with the writer's process; the next save removes its temporaries.
     assert left.exists()
     tensorkeep.save(STATE, tmp_path / "ckpt")
     assert names(tmp_path) == ["ckpt"]

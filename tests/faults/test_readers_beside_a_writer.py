@@ -24,7 +24,7 @@ def state(number: int) -> dict[str, Any]:
 
 
 def looking(meanwhile: Callable[[], object]) -> Any:
-    """Call a function between the reading of a manifest and the opening of the files that it lists."""
+    """Call a function after a manifest is read and before its files are opened."""
     real = reader.manifests.read
     once = [meanwhile]
 

@@ -19,7 +19,7 @@ KNOWN = [tag for tag in BY_SAFETENSORS if tag != "F8_E8M0"]
 
 
 def tensor_of(tag: str) -> torch.Tensor:
-    """Return 48 bytes of a dtype, every byte another."""
+    """Return 48 bytes of a dtype, all of them different."""
     return torch.arange(48, dtype=torch.uint8).mul(5).view(BY_SAFETENSORS[tag].torch).reshape(2, -1)
 
 

@@ -57,7 +57,7 @@ def state() -> dict[str, Any]:
 
 
 def later() -> dict[str, Any]:
-    """Return the state some steps on: a few tensors have changed, one a little, one has come, one has gone."""
+    """Return the state some steps later: some tensors changed, one slightly, one was added, one removed."""
     found = state()
     found["model"]["f16"] = bits("003c 0080 027e".replace(" ", ""), torch.float16, 3)
     found["model"]["new"] = torch.tensor([1, 2, 3], dtype=torch.int16)

@@ -1,4 +1,4 @@
-"""Golden checkpoints: what an earlier version wrote must load for ever."""
+"""Golden checkpoints: checkpoints written by earlier versions must load in every later version."""
 
 from __future__ import annotations
 

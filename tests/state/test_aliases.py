@@ -1,4 +1,4 @@
-"""Shared storage is stored once and shared again; hostile views are refused."""
+"""Shared storage is stored once and restored as shared; hostile views are refused."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def test_optimizer_states_round_trip_and_load(make: Any) -> None:
 
 
 def test_the_json_of_a_skeleton() -> None:
-    """The on-disk form, which must stay readable for ever."""
+    """The on-disk form, which every later version must read."""
     weight = torch.nn.Parameter(torch.ones(1))
     state = {
         "model": OrderedDict(w=weight, b=torch.zeros(1)),

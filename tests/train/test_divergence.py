@@ -1,4 +1,4 @@
-"""The divergence guard where updates are skipped: how many, what is said at the end, and that it resumes exactly."""
+"""The divergence guard with skipped updates: the limit, the error at the end, and exact resumption."""
 
 from __future__ import annotations
 

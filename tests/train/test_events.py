@@ -130,7 +130,7 @@ def test_step_with_an_evaluation_and_a_save_is_saved_once(tmp_path: Path, data: 
 
 
 def ended(config: Any, folder: Path, data: Path, *, resume: bool = False) -> tuple[dict[str, Any], Summary, str]:
-    """Return how a run ends: as JSON, as it is, and as it is shown."""
+    """Return the end of a run: as JSON, as an object, and as printed."""
     with open_run(config, RunFolder(folder), Dataset.open(data), resume=resume) as opened:
         summary = train(opened, Witness())
         shown = io.StringIO()

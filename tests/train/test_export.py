@@ -68,7 +68,7 @@ def build(**parts: Any) -> GPT:
 
 @pytest.fixture(scope="module")
 def transformers() -> Iterator[Any]:
-    """Transformers, without a network and without its messages; what it warns of is not ours to fix."""
+    """Import transformers without network access and without its warnings."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.setenv("HF_HUB_OFFLINE", "1")

@@ -1,4 +1,4 @@
-"""Generation: what is drawn, what may be drawn, and what is left alone."""
+"""Generation: which tokens are drawn, and which global state stays unchanged."""
 
 from __future__ import annotations
 

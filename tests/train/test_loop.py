@@ -85,7 +85,7 @@ def run(
 
 
 def trace(folder: Path) -> list[dict[str, Any]]:
-    """Return the log without what depends on the machine."""
+    """Return the log without fields that depend on the machine."""
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     timed = {"tokens_per_second", "mfu", "path", "peak_memory_bytes"}
     return [{key: value for key, value in line.items() if key not in timed} for line in lines if line["kind"] != "save"]

@@ -87,7 +87,7 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class Statistics(msgspec.Struct, frozen=True):
-    """What the samples of one arm show in one measure; the verdict is None for measures that are not primary."""
+    """The statistics of one arm in one measure; the verdict is None for measures that are not primary."""
 
     n: int = 0
     mean: float | None = None
@@ -157,14 +157,14 @@ class Interaction(msgspec.Struct, frozen=True):
 
 
 class Caution(msgspec.Struct, frozen=True):
-    """What a reader must know before believing the figures, and the next step."""
+    """A warning about the figures, with a remedy."""
 
     text: str
     remedy: str = ""
 
 
 class Recommendation(msgspec.Struct, frozen=True, rename={"purpose": "for"}):
-    """What to use on this machine; ``arm`` is None where nothing is better than the baseline."""
+    """A recommendation for this machine; ``arm`` is None if no arm is better than the baseline."""
 
     purpose: str
     text: str
@@ -173,7 +173,7 @@ class Recommendation(msgspec.Struct, frozen=True, rename={"purpose": "for"}):
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """A published claim beside what was measured here."""
+    """A published claim and the result measured here."""
 
     id: str
     claim: str

@@ -85,7 +85,7 @@ def write_results(results: Results, path: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file under a temporary name, sync and rename it: neither a reader nor a full disk meets half a file.
+    """Write a file under a temporary name, sync it and rename it, so that readers never see a partial file.
 
     Raises
     ------

@@ -78,7 +78,7 @@ def prepare(
 
 
 def info(directory: Path, /, *, verify: Annotated[bool, Switch] = False, output: Output = DEFAULT) -> int:
-    """Show what a folder of prepared data contains.
+    """Show the contents of a folder of prepared data.
 
     Parameters
     ----------

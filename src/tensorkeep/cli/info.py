@@ -110,7 +110,7 @@ def _headline(report: InfoReport) -> list[str]:
 
 
 def _history(details: dict[str, Any]) -> Iterator[str]:
-    """Yield the step, what it stores itself, and what it occupies on disk if other steps share its files."""
+    """Yield the step, its own bytes, and its bytes on disk if other steps share its files."""
     step, history, space = details.get("step"), details.get("history"), details.get("space")
     if step:
         moment = datetime.fromtimestamp(step["saved_at"], UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

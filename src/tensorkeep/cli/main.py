@@ -31,7 +31,7 @@ _COMMANDS = {
     "bench claims": ("bench:claims", "Check published claims about checkpoint formats on this machine."),
     "bench training": ("bench:training", "Compare training techniques and settings of a recipe."),
     "data prepare": ("data:prepare", "Tokenize text for a training run."),
-    "data info": ("data:info", "Show what a folder of prepared data contains."),
+    "data info": ("data:info", "Show the contents of a folder of prepared data."),
     "train": ("train:train", "Train a model, or resume a run."),
     "generate": ("generate:generate", "Continue a text with the model of a run."),
     "export": ("export:export", "Export the model of a run for Hugging Face transformers."),

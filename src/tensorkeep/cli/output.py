@@ -112,7 +112,7 @@ class _LogLine(logging.Handler):
 
 @contextmanager
 def logging_to_stderr(output: Output) -> Iterator[None]:
-    """Print what the library logs: warnings, with ``-v`` also INFO, with ``-q`` errors only."""
+    """Print the log records of the library: warnings, with ``-v`` also INFO, with ``-q`` errors only."""
     log, handler = logging.getLogger("tensorkeep"), _LogLine()
     level = log.level
     log.setLevel(logging.INFO if output.verbose else logging.ERROR if output.quiet else logging.WARNING)
@@ -125,7 +125,7 @@ def logging_to_stderr(output: Output) -> Iterator[None]:
 
 
 def make_streams_safe() -> None:
-    """Make printing possible when streams are closed, and escape what their encoding does not have."""
+    """Make printing possible when streams are closed, and escape characters outside of their encoding."""
     for name in ("stdin", "stdout", "stderr"):
         # A stream that the caller closed: its file descriptor would go to the next file that is opened.
         if getattr(sys, name) is None:

@@ -32,7 +32,7 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
 
 
 class _Hangup:
-    """Records SIGHUP, and from then on discards what is printed to the terminal, which would fail."""
+    """Records SIGHUP, and from then on discards output to the terminal, which would fail."""
 
     def __init__(self) -> None:
         self.came = False

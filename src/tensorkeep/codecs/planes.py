@@ -150,7 +150,7 @@ class _Contexts(threading.local):
 
 
 class _Header:
-    """The header of a block, and the places of what follows it."""
+    """The header of a block, and the offsets of its planes."""
 
     def __init__(self, layout: int, nbytes: int, modes: tuple[int, ...]) -> None:
         self.layout = layout

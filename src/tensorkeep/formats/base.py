@@ -90,7 +90,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that `verify` found: the file, the tensor and block if known, and what is wrong."""
+    """A problem that `verify` found: the file, the tensor and block if known, and what is wrong."""
 
     message: str
     file: str | None = None
@@ -153,7 +153,7 @@ class Reader(ABC):
         return BLOCK_BYTES
 
     def bytes_to_check(self, name: str) -> int:
-        """Return how many bytes of a tensor, from its start, `verify` must read to check all that is stored of it.
+        """Return the number of bytes of a tensor that `verify` must read, from its start, to check all stored bytes.
 
         Less than all of them where a read checks more than it returns.
         """

@@ -17,7 +17,7 @@ from tensorkeep.errors import (
 
 @contextmanager
 def decoding(path: PathLike | None = None, name: str | None = None, *, what: str = "is malformed") -> Iterator[None]:
-    """Complete the errors of a block that decodes what a file holds.
+    """Complete the errors of a block of code that decodes a file.
 
     Parameters
     ----------

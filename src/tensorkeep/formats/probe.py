@@ -65,4 +65,4 @@ def first_bytes(path: Path, count: int) -> bytes | None:
 def _refused(error: OSError, path: Path) -> StoreError:
     denied = error.errno in (errno.EACCES, errno.EPERM)
     remedy = "check its permissions, and those of the folders that it lies in" if denied else None
-    return StoreError(f"cannot look at it: {error.strerror or error}", path=path, remedy=remedy)
+    return StoreError(f"cannot inspect it: {error.strerror or error}", path=path, remedy=remedy)

@@ -40,7 +40,7 @@ _REWRITTEN = "if another tool wrote here since, remove tensorkeep.json; otherwis
 
 
 class TensorNote(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a stored tensor is in the state, and how the format stores it.
+    """A stored tensor: its type in the state, and its encoding in the format.
 
     Attributes
     ----------

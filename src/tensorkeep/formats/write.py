@@ -195,7 +195,7 @@ class StagedWrite(ABC):
 
     @abstractmethod
     def cancel(self) -> None:
-        """Make `run` stop as soon as it can; it removes what it has written."""
+        """Make `run` stop as soon as it can; it removes its files."""
 
     @abstractmethod
     def abandon(self) -> None:

@@ -167,7 +167,7 @@ class Commit:
                     self._publish_file()
             except FileExistsError as error:
                 raise DestinationExistsError(
-                    "something appeared here while it was being saved", path=self.destination, remedy=_CHOOSE
+                    "another file was created here during the save", path=self.destination, remedy=_CHOOSE
                 ) from error
         self._sync_name()
 

@@ -44,7 +44,7 @@ def noise_lines(results: Results) -> list[str]:
 
 
 def purpose(recommendation: Recommendation) -> str:
-    """Return what a recommendation is for, as a heading."""
+    """Return the heading of a recommendation."""
     return "All round" if recommendation.purpose == "all" else capitalised(recommendation.purpose)
 
 

@@ -115,7 +115,7 @@ def not_run_table(results: Results) -> ReportTable:
 
 
 def observed_table(results: Results) -> ReportTable:
-    """Return what the first training step showed of each technique, from the first cell of each arm."""
+    """Return the proof of each technique in the first training step, from the first cell of each arm."""
     rows = []
     for arm in _all_arms(results):
         cell = next((cell for cell in results.cells_by_arm[arm.name] if cell.observed), None)

@@ -189,7 +189,7 @@ class PlainValue(NamedTuple):
 
 
 def plain_values(skeleton: object) -> dict[tuple[str, ...], PlainValue]:
-    """Return what is in each place of a state with a valid skeleton, by the keys that lead there.
+    """Return the value at each path of keys of a state with a valid skeleton.
 
     The keys are in JSON, so that ``1``, ``True`` and ``"1"`` differ, and a key with a dot is not a path.
     """

@@ -46,6 +46,6 @@ def evaluate(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
 
 
 def evaluation_batch_size(model: ModelConfig) -> int:
-    """Return how many sequences to evaluate at once: few enough that the logits stay small for any vocabulary."""
+    """Return the batch size of evaluations, which keeps the logits small for any vocabulary."""
     tokens = min(_LARGEST_TOKENS, _LARGEST_LOGITS // model.vocab_size)
     return max(1, tokens // model.context_length)

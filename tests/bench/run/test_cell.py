@@ -1,4 +1,4 @@
-"""A cell runs in a process of its own; its outcome is known however it ends, and none of its files are left."""
+"""A cell runs in its own process: every end is reported as an outcome, and all its files are removed."""
 
 from __future__ import annotations
 
@@ -115,7 +115,11 @@ def caused(error: Exception, cause: Exception) -> Exception:
 @pytest.mark.parametrize(
     ("error", "status", "reason"),
     [
-        (GateError("torch loaded other bits than it saved", name="w"), "gate", "w: torch loaded other bits"),
+        (
+            GateError("torch loaded values that differ from the saved ones", name="w"),
+            "gate",
+            "w: torch loaded values that differ",
+        ),
         (OSError(28, "No space left on device"), "disk", "OSError: [Errno 28]"),
         (caused(StoreError("cannot write"), OSError(28, "x")), "disk", "cannot write"),
         (RuntimeError("write failed: No space left on device [x]"), "disk", "RuntimeError: write failed"),

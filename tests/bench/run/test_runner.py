@@ -1,4 +1,4 @@
-"""A run keeps what it measured at every moment, ends cleanly, and resumes where it stopped."""
+"""A run stores results after every cell, ends cleanly, and resumes with the next cell."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_failed_arm_is_not_repeated(status: Status, planned: Results, tmp_path: 
 
 
 def test_second_run_in_the_same_folder_is_refused(planned: Results, tmp_path: Path) -> None:
-    with scratch_folder(tmp_path), pytest.raises(BusyError, match="another bench runs here"):
+    with scratch_folder(tmp_path), pytest.raises(BusyError, match="another bench is running in this folder"):
         execute(planned, tmp_path)
 
 

@@ -158,7 +158,7 @@ def test_piece_that_differs_from_the_metadata_is_refused(tmp_path: Path) -> None
     def swapped(metadata: real.Metadata) -> None:
         infos(metadata)[0].relative_path, infos(metadata)[5].relative_path = "__5_0.distcp", "__0_0.distcp"
 
-    assert "the metadata says" in str(hostile(tmp_path / "dtype", dtype))
+    assert "the metadata declares" in str(hostile(tmp_path / "dtype", dtype))
 
     def huge(metadata: real.Metadata) -> None:
         entry = metadata.state_dict_metadata["w"]

@@ -1,4 +1,4 @@
-"""Writing checkpoints that DCP reads, and how a save ends that fails."""
+"""Writing checkpoints that DCP reads, and the cleanup after failed saves."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def flip(file: Path, at: int) -> None:
 
 
 class OldNote(msgspec.Struct):
-    """The manifest as readers without differences knew it."""
+    """The manifest as readers without support for differences parse it."""
 
     dtype: str
     shape: tuple[int, ...]

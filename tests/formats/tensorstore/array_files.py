@@ -60,7 +60,7 @@ def linked(place: Path, tmp_path: Path) -> None:
 
 
 def forbid_listing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Make folders of a name impossible to list; permissions would not stop a superuser."""
+    """Make folders of a name unreadable for every user; root ignores permissions."""
     original = os.scandir
 
     def scandir(path: Any = ".") -> Any:

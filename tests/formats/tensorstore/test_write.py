@@ -1,4 +1,4 @@
-"""What each option of the format writes, and how a save ends that fails."""
+"""The effect of each option of the format, and the cleanup after failed saves."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_memory_stays_within_the_budget_except_for_a_larger_chunk(
     report = save(state, tmp_path / "c", kvstore=kvstore, in_flight=in_flight, chunk="10kB")
     assert 0 < report.peak_buffer_bytes <= 100_000
     assert difference(state, tensorkeep.load(tmp_path / "c")) is None
-    # A chunk that is larger goes alone.
+    # A larger chunk is written alone.
     report = save(state, tmp_path / "whole", kvstore=kvstore, in_flight=in_flight, chunk=None)
     assert report.peak_buffer_bytes == 2 * 360_000
     assert difference(state, tensorkeep.load(tmp_path / "whole")) is None

@@ -1,4 +1,4 @@
-"""Batches: functions of the seed and a number, whatever was drawn before."""
+"""Batches: each is a function of the seed and its number only."""
 
 from __future__ import annotations
 

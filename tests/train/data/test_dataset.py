@@ -1,4 +1,4 @@
-"""Opening prepared data: what it gives, and what is refused when it is damaged or made up."""
+"""Opening prepared data: its attributes, and the errors for damaged and hostile files."""
 
 from __future__ import annotations
 

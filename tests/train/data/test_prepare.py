@@ -1,4 +1,4 @@
-"""Preparing: how a corpus is divided, what is refused, what is left when it fails, and how little memory it takes."""
+"""Preparing data: splits, refused input, cleanup after failures, and memory use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources: what is found, how it is read, and what is refused, with the file and the place."""
+"""Sources: which files are found, how they are read, and errors with file and position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers: text and tokens are each other's image, in one piece and in many, and what was stored is what it was."""
+"""Tokenizers: encoding and decoding round-trip, in one piece and in many, and stored tokenizers are restored."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class ParallelSuite(TechniqueSuite):
         assert not self._differences(folder / "from-one", trained(EXACT, data))
 
     def _differences(self, first: Path, second: Path) -> list[str]:
-        """Return the respects in which the ends of two runs differ."""
+        """Return the differences between the final states of two runs."""
         found, expected = last_state(first), last_state(second)
         same = {
             "losses": [each[2] for each in losses(first)] == pytest.approx([e[2] for e in losses(second)], rel=1e-4),

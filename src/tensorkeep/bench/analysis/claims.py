@@ -87,7 +87,7 @@ def published_claims() -> PublishedClaims:
 
 
 def check_claims(samples: Samples) -> Iterator[Claim]:
-    """Yield what the results show of each claim, if the experiment checks claims.
+    """Yield the result for each claim, if the experiment checks claims.
 
     It does if it is called ``claims`` or has all arms that the claims need. Claims that lack an arm are ``not run``.
     """
@@ -158,7 +158,7 @@ def _other_differences(one: Arm, other: Arm, changed: frozenset[str] | None) -> 
 
 
 def _reading(found: Comparison | None, claim: PublishedClaim) -> str:
-    """Return what a comparison shows of a claim: `_SAME`, or how it differs."""
+    """Compare the measured gain with a claim: `_SAME`, or the difference in words."""
     if found is None or found.low is None or found.high is None:
         raise ValueError("a comparison without an interval cannot be judged")
     if _claims_no_change(claim):

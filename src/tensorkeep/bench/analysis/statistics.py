@@ -111,7 +111,7 @@ def describe(samples: Sequence[float]) -> Description:
     values = np.asarray(samples, dtype=np.float64)
     std = float(values.std(ddof=1)) if len(values) > 1 else None
     low, high = float(values.min()), float(values.max())
-    # Summing rounds: the mean of equal samples must not lie outside them.
+    # Sums are rounded; clamp the mean of equal samples to their range.
     mean = min(max(float(values.mean()), low), high)
     return Description(len(values), mean, std, float(np.median(values)), low, high)
 
@@ -177,7 +177,7 @@ def detectable_gain(std: float, n: int, tests: int = 1) -> float | None:
 
 @lru_cache(maxsize=1024)
 def blocks_needed(std: float, gain: float, tests: int = 1, most: int = 1000) -> int | None:
-    """Return how many blocks would show this gain with probability 0.8; None if not even ``most`` would.
+    """Return the number of blocks that show this gain with probability 0.8; None if above ``most``.
 
     Parameters
     ----------
@@ -228,5 +228,5 @@ def _std(values: NDArray[np.float64]) -> float:
 
 
 def _exp(log: float) -> float:
-    """Return the ratio, kept within what a file can hold: an interval of two wild blocks may reach further."""
+    """Return the ratio, clipped to finite values: an interval of two very different blocks may overflow."""
     return math.exp(min(max(log, -_LARGEST_LOG), _LARGEST_LOG))

@@ -11,7 +11,7 @@ NEAR, FAR = 0.01, 100.0
 
 
 def gate_words(workload: str) -> str:
-    """Return what the failed gate of a workload means."""
+    """Return the meaning of a failed gate of a workload."""
     if workload == "training":
         return "the technique was not active, or changed what is computed"
     return "the loaded state differs from the saved one"
@@ -39,7 +39,7 @@ def spread(mean: float, std: float | None) -> str:
 
 
 def gain(value: float | None) -> str:
-    """Return how many times better, such as ``2.31x``."""
+    """Return a gain as text, such as ``2.31x``."""
     return NOTHING if value is None else f"{number(value)}x"
 
 

@@ -25,10 +25,10 @@ def check_equal(loaded: Any, saved: Any, arm: str) -> None:
     """
     found, expected = flatten(loaded), flatten(saved)
     if found.skeleton != expected.skeleton or found.leaves.keys() != expected.leaves.keys():
-        raise GateError(f"{arm} loaded another structure than it saved")
+        raise GateError(f"{arm} loaded a structure that differs from the saved one")
     for name, leaf in expected.leaves.items():
         if not _equal_bits(found.leaves[name], leaf):
-            raise GateError(f"{arm} loaded other bits than it saved", name=name)
+            raise GateError(f"{arm} loaded values that differ from the saved ones", name=name)
 
 
 def touch_pages(loaded: Any) -> None:

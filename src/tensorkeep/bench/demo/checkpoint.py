@@ -65,7 +65,7 @@ class Figure:
 
 
 def figures(rounds: Rounds) -> dict[str, dict[str, Figure]]:
-    """Return what was measured by measure and arm, without measures that no arm has."""
+    """Return the figures by measure and arm, without measures that no arm has."""
     found: dict[str, dict[str, Figure]] = {}
     for measure in (SAVE, *LOADS, STORED):
         for arm in COMMON_TOOLS:
@@ -135,7 +135,7 @@ def build_states(folder: Path, source: Path | str) -> StatePair:
 def compare_tools(
     folder: Path, states: StatePair, rounds: int, seconds: float, progress: Callable[[int, str], None]
 ) -> Rounds:
-    """Measure every tool in interleaved rounds for some seconds; GateError if one does not load what it saved."""
+    """Measure every tool in interleaved rounds for some seconds; GateError if a loaded state differs."""
     arms = tool_measurements(COMMON_TOOLS, states, folder)
     return run_rounds(arms, rounds, seed=_SEED, seconds=seconds, progress=progress)
 

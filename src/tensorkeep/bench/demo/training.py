@@ -91,7 +91,7 @@ class TrainingDemo:
         return killed
 
     def _state_if_killed(self, least: int) -> KilledRun | None:
-        """Return what a kill would leave now; None before step ``least`` or right after a checkpoint."""
+        """Return the state of the run if it were killed now; None before ``least`` or right after a checkpoint."""
         losses, saved = self._losses(), self._last_saved()
         step = max(losses, default=0)
         # Right after a checkpoint there would be no steps to repeat, and nothing to compare.

@@ -35,11 +35,11 @@ class GateError(TensorkeepError):
 
 
 class DoesNotApplyError(TensorkeepError):
-    """An arm cannot run on this machine, or with what it works on."""
+    """An arm cannot run on this machine, or with its subject."""
 
 
 class Task(msgspec.Struct, frozen=True):
-    """What the process of a cell needs to know; it gets it as JSON.
+    """The task of a cell's process, sent as JSON.
 
     Attributes
     ----------
@@ -66,7 +66,7 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct):
-    """How a cell ended, and what it measured; ``docs/reference/results.md`` describes each field.
+    """The outcome of a cell and its figures; ``docs/reference/results.md`` describes each field.
 
     Attributes
     ----------
@@ -163,7 +163,7 @@ class Workload(ABC, Generic[SettingsT, ArmT]):
 
     @abstractmethod
     def prepare(self, settings: SettingsT, arms: Collection[ArmT], scratch: Path) -> Prepared:
-        """Make what the cells work on, once for all of them.
+        """Create the subject of the cells, once for all of them.
 
         Parameters
         ----------

@@ -32,7 +32,7 @@ def command_of(task: Task) -> tuple[str, ...]:
 
 
 def run_cell(task: Task, limits: Limits) -> Outcome:
-    """Run a task in a new interpreter, and remove what it wrote.
+    """Run a task in a new interpreter, and remove its files.
 
     Returns
     -------

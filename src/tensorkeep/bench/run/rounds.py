@@ -97,7 +97,7 @@ def run_rounds(
 
 
 def tool_measurements(tools: Mapping[str, Tool], states: StatePair, folder: Path) -> dict[str, Measurement]:
-    """Return what measures each of some tools on a state, by name, in ``folder``."""
+    """Return a function per tool, by name, that measures it on a state in ``folder``."""
     return {name: partial(_measure, tool, name, states, folder) for name, tool in tools.items()}
 
 

@@ -35,7 +35,7 @@ class Listener(Protocol):
     """Receives the progress of a run."""
 
     def preparing(self) -> None:
-        """Report that what the cells work on is being made."""
+        """Report that the subject of the cells is being created."""
 
     def cell_started(self, cell: Cell, done: int, total: int, seconds_left: float | None) -> None:
         """Report that a cell starts; ``seconds_left`` is None while it cannot be estimated."""

@@ -16,7 +16,7 @@ NAME = ".tensorkeep-bench"
 
 @contextmanager
 def scratch_folder(directory: Path) -> Iterator[Path]:
-    """Yield an empty folder below ``directory``, without what a killed run left there; remove it at the end.
+    """Yield an empty folder below ``directory``; remove it at the end, and first those of killed runs.
 
     Raises
     ------
@@ -34,9 +34,11 @@ def scratch_folder(directory: Path) -> Iterator[Path]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _clear(path)
         except BlockingIOError as error:
-            raise BusyError("another bench runs here", path=path, remedy="wait for it, or give --dir") from error
+            raise BusyError(
+                "another bench is running in this folder", path=path, remedy="wait for it, or give --dir"
+            ) from error
         except OSError as error:
-            raise StoreError(f"cannot work here: {error.strerror}", path=path, remedy="give --dir") from error
+            raise StoreError(f"cannot use this folder: {error.strerror}", path=path, remedy="give --dir") from error
         try:
             yield path
         finally:

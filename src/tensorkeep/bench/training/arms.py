@@ -98,7 +98,7 @@ def check_arm(arm: Mapping[str, Any]) -> None:
 
 
 def missing_for(arm: Mapping[str, Any]) -> str | None:
-    """Return what this machine lacks for the techniques of an arm, or None."""
+    """Return the missing requirement of an arm's techniques on this machine, or None."""
     machine = Machine(chosen_device(arm.get("loop.device", "auto")))
     for technique in _techniques(arm).techniques:
         lack = technique.lacks(machine)

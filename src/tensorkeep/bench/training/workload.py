@@ -212,7 +212,7 @@ def _gate(config: Config, data: Path, given: TrainingInput, folder: Path) -> Los
 
 
 def _describe(config: Config, given: TrainingInput, data: Dataset) -> Subject:
-    """Describe what the first arm, the baseline, trains, and on what: a CPU's speed depends on its threads."""
+    """Describe the recipe of the baseline and the device, with threads, which a CPU's speed depends on."""
     size = max(config.model.vocab_size, data.vocab_size)
     model = GPT(config.changed({"model.vocab_size": size}).model, device="meta")
     shapes = [each.numel() for each in model.parameters()]

@@ -108,7 +108,7 @@ def tune(
     source: Path | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Tuned:
-    """Measure how a state is saved fastest in a folder. Everything that is written there is removed.
+    """Measure which settings save a state fastest in a folder. All files written there are removed.
 
     Parameters
     ----------

@@ -45,7 +45,7 @@ _COST_OF_HALVING = 1.01
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A configuration and what it is predicted to need.
+    """A configuration and its predicted memory and time.
 
     Attributes
     ----------

@@ -44,7 +44,7 @@ class Setting:
 
     @classmethod
     def default(cls) -> Setting:
-        """Return what `save` does by default; the default memory budget limits its threads."""
+        """Return the default settings of `save`; the default memory budget limits its threads."""
         return cls("none", min(default_threads(), DEFAULT_BUDGET // _PER_THREAD), direct_io=True)
 
     @property
@@ -59,7 +59,7 @@ class Setting:
         return f"{self.compression}, {threads}, {'direct' if self.direct_io else 'page cache'}"
 
     def table(self) -> Settings:
-        """Return the table ``[save]`` of ``tensorkeep.toml``: the compression, and what differs from the default."""
+        """Return the table ``[save]`` of ``tensorkeep.toml``: the compression, and settings other than the default."""
         table: Settings = {"compression": self.compression}
         if self.threads != Setting.default().threads:
             table["threads"] = self.threads
@@ -114,7 +114,7 @@ class Stage:
         return max(faster, key=lambda setting: self.comparisons[setting].gain, default=self.settings[0])
 
     def seconds_needed(self) -> float:
-        """Return about how long `FEWEST_ROUNDS` take, with the warm-up round before them."""
+        """Estimate the seconds of `FEWEST_ROUNDS` rounds and the warm-up round before them."""
         seconds = [self.rounds.figures(setting.name, SAVE).values() for setting in self.settings]
         return sum(describe(list(each)).median for each in seconds if each) * (FEWEST_ROUNDS + 1)
 

@@ -222,7 +222,7 @@ def fits(outcome: Outcome, memory: int) -> bool:
 
 
 def trial_runner(data: Path, memory: int, overhead: int) -> RunTrial:
-    """Return what trains a configuration for a few steps, and evaluates, in a process of its own.
+    """Return a function that trains a configuration for a few steps and evaluates it, in its own process.
 
     Parameters
     ----------

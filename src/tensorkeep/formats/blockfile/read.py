@@ -214,7 +214,7 @@ class BlockReader:
             path=error.path or tensor.blocks[index].file.path,
             name=tensor.name,
             block=index,
-            remedy="the bytes on disk are not what was saved: take another checkpoint or copy",
+            remedy="the stored bytes have changed since the save: take another checkpoint or copy",
         )
 
 

@@ -55,7 +55,7 @@ class PersistentId(NamedTuple):
 
 
 def decode(content: bytes, allowed: Container[tuple[str, str]], what: str) -> Any:
-    """Return what a pickle holds: Python's plain values and containers, `Call`, `Global` and `PersistentId`.
+    """Return the value of a pickle: Python's plain values and containers, `Call`, `Global` and `PersistentId`.
 
     Parameters
     ----------

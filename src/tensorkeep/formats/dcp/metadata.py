@@ -88,7 +88,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What the metadata describes.
+    """The contents of ``.metadata``.
 
     Attributes
     ----------
@@ -117,7 +117,7 @@ class Contents:
 
 
 def parse(content: bytes, path: Path) -> Contents:
-    """Return what a ``.metadata`` file describes.
+    """Parse a ``.metadata`` file.
 
     Raises CorruptCheckpointError if it is damaged or inconsistent; UnsupportedError if it names a class that DCP's
     metadata does not need, a dtype that this torch lacks, or a transform.

@@ -72,7 +72,7 @@ class _Node:
         return self.children.setdefault(key, default)
 
     def gaps(self) -> int:
-        """Return how many list items below no entry fills, besides three for each that one fills."""
+        """Return the sum over all lists of the items in excess of four times the number of entries."""
         own = max(0, max(map(int, self.children)) + 1 - 4 * len(self.children)) if self.is_list else 0
         return own + sum(child.gaps() for child in self.children.values() if isinstance(child, _Node))
 

@@ -29,7 +29,7 @@ from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import Bytes
 from tensorkeep.state.dtypes import BY_NAME
 
-_DAMAGED = "the bytes on disk are not what was saved: take another checkpoint or copy"
+_DAMAGED = "the stored bytes have changed since the save: take another checkpoint or copy"
 _LOCAL_HEADER_BYTES = 30
 
 
@@ -210,7 +210,9 @@ class TensorPiece:
         found = _decode_tensor(decode(archive.record(PICKLE).tobytes(), _ALLOWED, "one of its pieces"))
         dtype, shape = self._tensor.dtype, box_shape(self.chunk.box)
         if found.dtype != dtype.name or found.shape != shape:
-            raise ValueError(f"it is {found.dtype} of {list(found.shape)}, the metadata says {dtype} of {list(shape)}")
+            raise ValueError(
+                f"it is {found.dtype} of {list(found.shape)}, the metadata declares {dtype} of {list(shape)}"
+            )
         record = f"data/{found.key}"
         storage = archive.record(record)
         if storage.size != found.storage_bytes:

@@ -120,7 +120,7 @@ class DcpReader(Reader):
             at += prod(shape) * size
 
     def audit(self) -> Iterator[Problem]:
-        """Check what no tensor of the state is read from: plain values, and tensors that are stored twice."""
+        """Check the chunks that no tensor of the state uses: plain values, and tensors stored twice."""
         used = set(self._keys.values())
         locations = list(self._contents.values.items())
         for key, pieces in self._pieces.items():
@@ -170,7 +170,7 @@ def _metadata_bytes(directory: Directory) -> bytes:
 
 
 def _map_files(directory: Directory, contents: Contents) -> dict[str, MappedFile]:
-    """Map all files; check that they hold what the metadata claims, before memory is allocated for it."""
+    """Map all files, and check their sizes against the metadata before memory is allocated."""
     files: dict[str, MappedFile] = {}
     claimed = 0
     for name, location, nbytes in contents.locations():

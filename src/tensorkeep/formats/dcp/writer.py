@@ -111,7 +111,7 @@ def _metadata(items: Sequence[Item], tensors: _Tensors, locations: dict[str, _St
 
 
 def _write_sidecar(flat: Flat[Source], directory: Path, settings: WriteSettings) -> int:
-    """Write what DCP has no place for; return the bytes of all files."""
+    """Write the sidecar, for values that DCP cannot store; return the bytes of all files."""
     files = {path.name: sidecar.note_file(path, hashed=path.name == FILE_NAME) for path in sorted(directory.iterdir())}
     notes = Sidecar(
         format="dcp",

@@ -157,7 +157,7 @@ class PreviousCheckpoint:
         return found
 
     def base_of(self, block: Block) -> DifferenceBase | None:
-        """Return what a block that has changed may be stored as the difference from, if anything."""
+        """Return the blocks that a changed block may be stored as the difference from, or None."""
         found = self._earlier(block) if self._delta and block.nbytes >= SMALLEST_DIFFERENCE else None
         if found is None or found.place.age >= MOST_DIFFERENCES:
             return None

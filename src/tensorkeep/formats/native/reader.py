@@ -74,7 +74,7 @@ class NativeReader(Reader):
 
 
 def _details(manifest: Manifest, statuses: list[os.stat_result]) -> dict[str, Any]:
-    """Return what `info` shows besides the tensors, as plain values.
+    """Return further details for `info`, as plain values.
 
     Parameters
     ----------

@@ -113,7 +113,7 @@ class Contents:
 
 
 def read_contents(directory: Directory) -> Contents:
-    """Return what the msgpack file and the sidecar describe, after checking the files of the arrays.
+    """Parse the msgpack file and the sidecar, after checking the files of the arrays.
 
     Raises
     ------

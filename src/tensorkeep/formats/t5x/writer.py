@@ -87,7 +87,7 @@ def _by_width(
 def _tree_leaves(
     flat: Flat[Source], keys: Mapping[str, str], written: Mapping[str, WrittenArray], options: TensorStoreOptions
 ) -> dict[str, Any]:
-    """Return what the tree holds for each tensor: the spec of an array, or the value."""
+    """Return the entry of each tensor in the tree: the spec of an array, or the value."""
     parsed = parse_compressor(options.compressor, 2)
     compressor = parsed.zarr2() if isinstance(parsed, Compressor) else None
     leaves = {

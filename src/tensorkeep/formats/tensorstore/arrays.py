@@ -30,7 +30,7 @@ _LARGE_CHUNK = 256 * 1024**2
 
 @dataclass(frozen=True, slots=True)
 class KnownArray:
-    """What is known of an array before it is opened.
+    """The expected properties of an array, known before it is opened.
 
     Attributes
     ----------
@@ -181,7 +181,7 @@ def start_open(directory: ArrayDirectory, known: KnownArray, context: Any, *, fi
 
 
 def check_array(name: str, known: KnownArray, store: Any, directory: ArrayDirectory) -> OpenArray:
-    """Return an array that TensorStore has opened, after comparing it with what is known of it.
+    """Return an array that TensorStore has opened, after comparing it with its expected properties.
 
     Raises CorruptCheckpointError if its dtype or shape differs; UnsupportedError if it holds no numbers, does not start
     at index 0, or its chunks are too large to decode.
@@ -194,7 +194,7 @@ def check_array(name: str, known: KnownArray, store: Any, directory: ArrayDirect
     types = known.types or stored_type(dtype)
     if types.stored is not dtype or shape != (known.shape if known.shape is not None else shape):
         raise CorruptCheckpointError(
-            f"the array is {dtype} of shape {list(shape)}, which is not what was saved", path=path, name=name
+            f"the array is {dtype} of shape {list(shape)}, which differs from what was saved", path=path, name=name
         )
     if any(store.domain.origin):
         raise UnsupportedError("the array does not start at index 0", path=path, name=name)

@@ -124,7 +124,7 @@ class ArrayDirectory:
         if text.startswith("UNIMPLEMENTED") or "is not registered" in text or "not one of the supported" in text:
             remedy = "a later TensorStore may: pip install --upgrade tensorstore"
             return UnsupportedError(f"TensorStore cannot read it: {message}", path=path, name=name, remedy=remedy)
-        remedy = "the bytes on disk are not what was saved: take another checkpoint or copy"
+        remedy = "the stored bytes have changed since the save: take another checkpoint or copy"
         return CorruptCheckpointError(f"TensorStore cannot read it: {message}", path=path, name=name, remedy=remedy)
 
     def write_error(self, error: BaseException, name: str | None = None) -> BaseException:

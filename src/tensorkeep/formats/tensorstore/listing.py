@@ -18,7 +18,7 @@ _METADATA_FILES = frozenset(METADATA_FILE.values())
 
 
 class Tree(NamedTuple):
-    """What is below a directory.
+    """The files and folders below a directory.
 
     Attributes
     ----------

@@ -58,7 +58,7 @@ class ArraysReader(Reader):
 
     @abstractmethod
     def _open(self, directory: Directory) -> None:
-        """Read what the directory describes, and call `_open_arrays` and `_set_state`."""
+        """Read the metadata of the directory, and call `_open_arrays` and `_set_state`."""
 
     def _open_arrays(
         self, held: Directory, directory: ArrayDirectory, known: Mapping[str, KnownArray], *, fill_missing: bool
@@ -175,7 +175,7 @@ def _check_metadata(notes: TensorStoreSidecar, directory: ArrayDirectory, keys: 
         if result.state == "missing":
             raise CorruptCheckpointError("the array's metadata is missing", path=path, name=name)
         if sealed.digest(result.value) != notes.tensors[name].xxh3_64:
-            raise CorruptCheckpointError("the array's metadata is not what was written", path=path, name=name)
+            raise CorruptCheckpointError("the array's metadata has changed since the save", path=path, name=name)
 
 
 def read_foreign(directory: Directory) -> tuple[ArrayDirectory, dict[str, KnownArray]]:

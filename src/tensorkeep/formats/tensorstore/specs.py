@@ -120,7 +120,7 @@ class StoredType:
 
 
 def stored_type(dtype: DType, option: str = "keep") -> StoredType:
-    """Return how a dtype is stored; ``option`` is ``"keep"`` or ``"float32"``."""
+    """Return the stored form of a dtype; ``option`` is ``"keep"`` or ``"float32"``."""
     if option == "float32" and dtype.kind == "float" and dtype.has_numpy:
         return StoredType(dtype, BY_NAME["float32"])
     if dtype.name in UNSUPPORTED_DTYPES:
@@ -139,7 +139,7 @@ class Layout:
 
 
 def layout_of(dtype: DType, shape: Sequence[int], options: TensorStoreOptions) -> Layout:
-    """Return how an array of a stored dtype is cut into chunks and shards."""
+    """Return the chunks and shards of an array of a stored dtype."""
     chunk = shard = chunk_shape(shape, dtype.itemsize, options.chunk, options.chunking)
     if options.shard_limit is not None:
         shard = grow(shape, chunk, options.shard_limit // dtype.itemsize)

@@ -120,7 +120,7 @@ class _Storage:
                 "the CRC-32 of its storage is wrong",
                 path=self._path,
                 name=self._leaf.name,
-                remedy="the bytes on disk are not what was saved: take another checkpoint or copy",
+                remedy="the stored bytes have changed since the save: take another checkpoint or copy",
             )
 
     def _has_known_checksum(self) -> bool:

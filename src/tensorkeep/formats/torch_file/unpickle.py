@@ -32,7 +32,7 @@ def restricted_load(file: str | io.BytesIO) -> Any:
 
 
 def load_untrusted(file: str | io.BytesIO, archive: TorchZip, path: Path) -> Any:
-    """Return what `restricted_load` does, and raise its errors as Tensorkeep's.
+    """Call `restricted_load`, and raise its errors as Tensorkeep's.
 
     Parameters
     ----------

@@ -151,7 +151,7 @@ class TorchZip:
         raise CorruptCheckpointError(f"holds no {PICKLE}, so torch did not save it", path=self._path)
 
     def _check_directory(self, infos: list[zipfile.ZipInfo], size: int) -> None:
-        """Refuse what torch never writes: two records of one name, compression, more bytes than the file has."""
+        """Refuse zip files that torch never writes: duplicate names, compression, more bytes than the file has."""
         seen: set[str] = set()
         for info in infos:
             if info.filename in seen:

@@ -61,7 +61,7 @@ def effects(results: Results) -> Figure:
 
 
 def interactions(results: Results) -> Figure:
-    """Return, per measure, what combinations gain over the product of their single changes."""
+    """Return, per measure, the gain of combinations over the product of their single changes."""
     found = results.summary.interactions
     measures = _measures(results, (one.measure for one in found))
     by_measure = [[one for one in found if one.measure == measure.name][: d.MOST_ARMS] for measure in measures]

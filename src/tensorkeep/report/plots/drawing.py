@@ -224,7 +224,7 @@ def needs_log(values: Sequence[float]) -> bool:
 
 
 def log_words(values: Sequence[float]) -> str:
-    """Return what an axis label says about a logarithmic scale, if the values need one."""
+    """Return the suffix of an axis label for a logarithmic scale, if the values need one."""
     return ", log scale" if needs_log(values) else ""
 
 

@@ -29,7 +29,7 @@ TECHNIQUES = "techniques."
 
 
 class Config(Section, frozen=True):
-    """Everything that decides what a training run does.
+    """The configuration of a training run.
 
     Attributes
     ----------

@@ -29,7 +29,7 @@ _WORDS_PER_COUNT = 4
 
 
 class BatchSource(Protocol):
-    """Where a run takes its training batches from: `Batches`, or what a technique puts around them.
+    """Where a run takes its training batches from: `Batches`, or a technique's wrapper around them.
 
     Attributes
     ----------
@@ -48,7 +48,7 @@ class BatchSource(Protocol):
     def __next__(self) -> Batch: ...
 
     def state_dict(self) -> dict[str, int]:
-        """Return what a checkpoint must hold to continue with the next batch."""
+        """Return the position that a checkpoint stores, to continue with the next batch."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was called."""
@@ -124,7 +124,7 @@ class Batches:
         return batch
 
     def state_dict(self) -> dict[str, int]:
-        """Return what a checkpoint must hold to continue with the next batch."""
+        """Return the position that a checkpoint stores, to continue with the next batch."""
         return {"position": self.position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -67,7 +67,7 @@ class TextFile:
 
 @dataclass(frozen=True)
 class Source:
-    """The files of a corpus, found but not read; a context manager that closes what it opened.
+    """The files of a corpus, found but not read; a context manager that closes its files.
 
     Attributes
     ----------

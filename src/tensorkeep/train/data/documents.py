@@ -47,7 +47,7 @@ class _Record(msgspec.Struct):
 
 
 class Reading:
-    """One pass over a source, which computes a checksum of what it reads.
+    """One pass over a source, which computes a checksum of the bytes read.
 
     Parameters
     ----------
@@ -175,7 +175,7 @@ class SplitRule:
         return VALIDATION if drawn < self.validation else TRAIN
 
     def train_characters(self, characters: int) -> int:
-        """Return how many characters of a stream are for training, as nanoGPT counts: ``data[: int(n * 0.9)]``."""
+        """Return the number of characters of a stream for training, as nanoGPT counts: ``data[: int(n * 0.9)]``."""
         return int(characters * (1 - self.validation))
 
     def split(self, reading: Reading, characters: int) -> Iterator[tuple[str, Iterator[str]]]:

@@ -49,7 +49,7 @@ class Activations:
         return kernel == "math" or (self.model.dropout > 0 and not self.on_cuda)
 
     def kept(self) -> int:
-        """Return what is kept from the forward to the backward pass, without the logits."""
+        """Return the bytes kept from the forward to the backward pass, without the logits."""
         model = self.model
         # Token ids, the final norm with its output, and the dropout of the embeddings.
         ends = _INDEX * self.tokens + self._norm() + self.width * self.tokens * model.d_model + self._dropout(_FLOAT)
@@ -62,11 +62,11 @@ class Activations:
         return ends + checkpointed * self._checkpointed_block() + (model.n_layers - checkpointed) * self.block()
 
     def recomputed(self) -> int:
-        """Return what exists in addition while activation checkpointing recomputes a block."""
+        """Return the additional bytes while activation checkpointing recomputes a block."""
         return self.block() if self._checkpointed_every() is not None else 0
 
     def block(self) -> int:
-        """Return what one block keeps."""
+        """Return the bytes that one block keeps."""
         model = self.model
         hidden = (4 if model.gated else 2) * self.width * self.tokens * model.mlp_width
         # The outputs of the norms; the projection of a gate makes another 16-bit copy.
@@ -96,7 +96,7 @@ class Activations:
         return (1 if self.on_cuda else width) * self.tokens * self.model.d_model
 
     def _attention(self) -> int:
-        """Return what attention keeps, with its output, which enters the projection back."""
+        """Return the bytes that attention keeps, with its output, the input of the output projection."""
         model, tokens = self.model, self.tokens
         output = self.width * tokens * model.d_model
         if self._keeps_scores:
@@ -112,7 +112,7 @@ class Activations:
         return None if settings is None else int(settings.get("every", 1))
 
     def _checkpointed_block(self) -> int:
-        """Return what a block keeps that is recomputed: its input, and with ``keep="products"`` its matmuls."""
+        """Return the bytes that a recomputed block keeps: its input, and with ``keep="products"`` its matmuls."""
         model = self.model
         kept = _FLOAT * self.tokens * model.d_model
         if self.techniques["activation-checkpointing"].get("keep") != "products":

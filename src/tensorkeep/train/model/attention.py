@@ -57,7 +57,7 @@ class Attention(nn.Module):
         self.kernel: Kernel = functional.scaled_dot_product_attention
 
     def forward(self, x: Tensor, rotation: Rotation | None = None, past: LayerCache | None = None) -> Tensor:
-        """Return what attention adds to each position, [batch, positions, d_model] like x.
+        """Return the output of attention, added to each position, [batch, positions, d_model] like x.
 
         Parameters
         ----------

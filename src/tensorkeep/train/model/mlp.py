@@ -43,7 +43,7 @@ class MLP(nn.Module):
         self.activation = _ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the MLP adds to each position, of the shape of x."""
+        """Return the output of the MLP, of the shape of x."""
         up: Tensor = self.up(x)
         hidden = self.activation(up) if self.gate is None else self.activation(self.gate(x)) * up
         added: Tensor = self.dropout(self.down(hidden))

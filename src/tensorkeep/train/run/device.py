@@ -34,7 +34,7 @@ def chosen_device(name: str) -> torch.device:
 
 
 def surroundings(device: torch.device) -> dict[str, Any]:
-    """Return what decides the bits of a run besides its configuration and data: torch, the device, CPU threads."""
+    """Return the properties that exact results depend on besides configuration and data: torch, device, threads."""
     model = torch.cuda.get_device_name(device) if device.type == "cuda" else machine.processor()["model"]
     return {
         "torch": str(torch.__version__),

@@ -65,7 +65,7 @@ class GitState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Resumption(msgspec.Struct, frozen=True, kw_only=True):
-    """One time that a run was resumed: after which step, when, and what differed from its start."""
+    """One resume of a run: after which step, when, and the differences from its start."""
 
     step: int
     time: str
@@ -74,7 +74,7 @@ class Resumption(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``run.json`` holds: how a run started, and each time that it was resumed.
+    """The contents of ``run.json``: the start of a run, and each resume.
 
     Attributes
     ----------
@@ -198,7 +198,7 @@ class RunFolder:
         self._write_record(record)
 
     def add_resumption(self, step: int, settings: Changes, surroundings: Changes) -> None:
-        """Add to the record that the run resumes after a step, and what differs from its start.
+        """Add to the record that the run resumes after a step, and the differences from its start.
 
         Raises
         ------

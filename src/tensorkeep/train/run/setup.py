@@ -51,7 +51,7 @@ _MAY_CHANGE = (
     *("log.", "sample.", "checkpoint.", "loop.on_divergence", "loop.device", "loop.threads", "data.source"),
     *(f"{TECHNIQUES}{name}" for name in TOGETHER),
 )
-"""What the names of settings begin with that a resumed run may change: they do not decide what it computes, except for
+"""Prefixes of the settings that a resumed run may change: they do not affect its results, except for
 rounding on another machine."""
 
 
@@ -161,7 +161,7 @@ def joined(config: Config) -> Iterator[World]:
 
 
 def check_settings(config: Config, folder: RunFolder) -> tuple[torch.device, CheckpointManager, RunLog]:
-    """Refuse what would end a run later, as far as it can be known without data. Nothing is written.
+    """Refuse settings that would end the run later, as far as known without data. No file is written.
 
     Returns
     -------

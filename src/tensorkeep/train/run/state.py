@@ -71,7 +71,7 @@ class Progress:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the result of `state_dict`."""
         vars(self).update({**state, "range_test": RangeTest(**state["range_test"])})
 
 

@@ -119,7 +119,7 @@ class World:
 
 
 def launched_ranks() -> int:
-    """Return how many ranks torchrun started; 0 if it did not start this process."""
+    """Return the number of ranks that torchrun started; 0 if it did not start this process."""
     return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in _TORCHRUN_VARIABLES) else 0
 
 

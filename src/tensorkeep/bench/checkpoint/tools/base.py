@@ -60,11 +60,11 @@ class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t
 
     @abstractmethod
     def save(self, state: Any, path: Path) -> None:
-        """Write what `view` returned; ``path`` does not exist yet."""
+        """Write the result of `view` to ``path``, which does not exist yet."""
 
     @abstractmethod
     def load(self, path: Path) -> Any:
-        """Return what was saved, in new memory."""
+        """Return the saved state, in new memory."""
 
     def load_into(self, path: Path, state: Any) -> None:
         """Fill the tensors of ``state``, which `view` returned for a state of the same structure."""

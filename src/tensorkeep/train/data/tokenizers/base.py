@@ -1,4 +1,4 @@
-"""The contract of a tokenizer, and what all tokenizers share."""
+"""The contract of a tokenizer, and code that all tokenizers share."""
 
 from __future__ import annotations
 
