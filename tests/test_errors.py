@@ -57,3 +57,29 @@ def test_a_corrupt_block_is_named() -> None:
 def test_a_state_mismatch_lists_the_names() -> None:
     error = errors.StateMismatchError("does not fit", missing=("a",), extra=("b",), different=("c",))
     assert (error.missing, error.extra, error.different) == (("a",), ("b",), ("c",))
+
+
+def test_error_kinds_and_exit_codes() -> None:
+    kinds = {
+        error.kind: error.exit_code
+        for error in vars(errors).values()
+        if isinstance(error, type) and issubclass(error, errors.TensorkeepError)
+    }
+    assert kinds == {
+        "error": 1,
+        "diverged": 1,
+        "usage": 2,
+        "state-mismatch": 2,
+        "store": 3,
+        "out-of-memory": 3,
+        "ranks-disagree": 3,
+        "busy": 3,
+        "corrupt": 4,
+        "not-a-checkpoint": 5,
+        "not-found": 5,
+        "destination-exists": 6,
+        "unsupported": 7,
+        "technique-not-active": 7,
+        "unsupported-leaf": 7,
+        "missing-extra": 7,
+    }

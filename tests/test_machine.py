@@ -48,6 +48,12 @@ def test_a_version_1_group_limits_memory(tmp_path: Path) -> None:
     assert available_bytes(**kernel(tmp_path, cgroup, files)) == 1000
 
 
+def test_a_version_1_group_without_a_limit(tmp_path: Path) -> None:
+    files = {"memory/x/memory.limit_in_bytes": "9223372036854771712\n", "memory/x/memory.usage_in_bytes": "4000\n"}
+    places = kernel(tmp_path, "4:memory:/x\n", files)
+    assert list(machine._group_limits(**places)) == []
+
+
 def test_a_group_that_is_mounted_as_the_root_limits_memory(tmp_path: Path) -> None:
     files = {"memory.max": "7000\n", "memory.current": "8000\n"}
     assert available_bytes(**kernel(tmp_path, "0::/not/visible/here\n", files)) == 0

@@ -216,6 +216,9 @@ def written_bytes() -> int:
     raise UnsupportedError("the kernel does not count what is written", path=_PROC / "self" / "io")
 
 
+_NO_LIMIT = 2**60
+"""Version 1 of control groups reports a number just below 2**63 for no limit."""
+
 # Control groups version 2, then version 1: the limit, what is used, and how much of that is page cache to be dropped.
 _GROUP_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
@@ -228,7 +231,7 @@ def _group_limits(proc: Path, groups: Path) -> Iterator[tuple[int, int]]:
     for folder in _group_folders(proc, groups):
         for limit_file, usage_file, cache_name in _GROUP_FILES:
             limit, usage = (next(iter(_lines(folder / name)), "") for name in (limit_file, usage_file))
-            if limit.isdigit() and usage.isdigit():
+            if limit.isdigit() and usage.isdigit() and int(limit) < _NO_LIMIT:
                 statistics = dict(line.split(maxsplit=1) for line in _lines(folder / "memory.stat"))
                 yield int(limit), int(usage) - int(statistics.get(cache_name, 0))
 

@@ -37,18 +37,9 @@ def read_results(path: str | os.PathLike[str], *, printable: bool = True) -> Res
         Replace every character that is not printable. Without it, texts are as the file has them: only for a run that
         is resumed, whose settings may name odd paths.
 
-    Raises
-    ------
-    NotFoundError
-        If nothing is there.
-    UsageError
-        If it is a file of another kind.
-    UnsupportedError
-        If a later version wrote it, or it is too large.
-    CorruptCheckpointError
-        If it breaks the schema.
-    StoreError
-        If the operating system refuses.
+    Raises NotFoundError if nothing is there; UsageError if it is a file of another kind; UnsupportedError if a later
+    version wrote it, or it is too large; CorruptCheckpointError if it breaks the schema; StoreError if the operating
+    system refuses.
     """
     file = Path(path)
     file = file / FILE_NAME if file.is_dir() else file
@@ -76,10 +67,7 @@ def read_results(path: str | os.PathLike[str], *, printable: bool = True) -> Res
 def write_results(results: Results, path: Path) -> None:
     """Replace the file atomically and durably; numbers that are not finite become null.
 
-    Raises
-    ------
-    StoreError
-        If the file cannot be written.
+    Raises StoreError if the file cannot be written.
     """
     replace_file(path, msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
 
@@ -87,10 +75,7 @@ def write_results(results: Results, path: Path) -> None:
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file under a temporary name, sync it and rename it, so that readers never see a partial file.
 
-    Raises
-    ------
-    StoreError
-        If the file cannot be written; an earlier one remains.
+    Raises StoreError if the file cannot be written; an earlier one remains.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:

@@ -46,11 +46,6 @@ def write_report(
 
     Raises UsageError if ``out`` does not end in ``.html``; DestinationExistsError if ``out`` is a file other than a
     report; MissingExtraError if matplotlib or jinja2 is not installed; StoreError if the operating system refuses.
-
-    Examples
-    --------
-    >>> write_report("bench-six-way", "six-way.html", csv="tables")  # doctest: +SKIP
-    [PosixPath('six-way.html'), PosixPath('tables/summary.csv'), PosixPath('tables/samples.csv')]
     """
     page = Path(out)
     check_page(page)

@@ -18,10 +18,7 @@ _PIECE_BYTES = 4 * 1024**2
 def check_equal(loaded: Any, saved: Any, arm: str) -> None:
     """Compare two states: structure, plain values, dtypes, shapes and every bit.
 
-    Raises
-    ------
-    GateError
-        If they differ. It names the arm and the first tensor that differs.
+    Raises GateError if they differ. It names the arm and the first tensor that differs.
     """
     found, expected = flatten(loaded), flatten(saved)
     if found.skeleton != expected.skeleton or found.leaves.keys() != expected.leaves.keys():

@@ -86,10 +86,8 @@ class Spec:
 
     Attributes
     ----------
-    model : str
     shapes : dict of str to tuple of int
         The parameters, in order.
-    dtype : str
     """
 
     model: str
@@ -110,10 +108,7 @@ class Spec:
 def parse(text: str) -> Spec:
     """Parse a spec such as ``openllama-3b:first-100:float16``.
 
-    Raises
-    ------
-    UsageError
-        If the model or an option is unknown, or an option is given twice or is out of range.
+    Raises UsageError if the model or an option is unknown, or an option is given twice or is out of range.
 
     Examples
     --------
@@ -183,10 +178,7 @@ def build(spec: str, *, seed: int = 0) -> dict[str, torch.Tensor]:
     dict of str to torch.Tensor
         On the CPU, in the model's order.
 
-    Raises
-    ------
-    UsageError
-        If the spec is not valid.
+    Raises UsageError if the spec is not valid.
     """
     import torch
 

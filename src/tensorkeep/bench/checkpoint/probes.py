@@ -87,10 +87,7 @@ def warm(path: Path) -> None:
 def cached_fraction(path: Path) -> float:
     """Return the fraction of a checkpoint's pages that are in the page cache, 0 to 1, by ``mincore(2)``.
 
-    Raises
-    ------
-    UnsupportedError
-        If the kernel refuses to report it.
+    Raises UnsupportedError if the kernel refuses to report it.
     """
     resident = pages = 0
     for file in files_of(path):
@@ -154,10 +151,7 @@ def check_capacity(directory: Path, *, disk: int, memory: int) -> None:
     disk, memory : int
         Bytes that it needs.
 
-    Raises
-    ------
-    StoreError
-        If disk or memory do not suffice.
+    Raises StoreError if disk or memory do not suffice.
     """
     status = os.statvfs(directory)
     free = status.f_bavail * status.f_frsize

@@ -33,10 +33,7 @@ class StatePair:
     nbytes : int
         Bytes of its tensors.
 
-    Raises
-    ------
-    UsageError
-        If the state holds no tensor.
+    Raises UsageError if the state holds no tensor.
     """
 
     def __init__(self, source: Any) -> None:

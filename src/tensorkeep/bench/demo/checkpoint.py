@@ -81,10 +81,7 @@ def figures(rounds: Rounds) -> dict[str, dict[str, Figure]]:
 def flip_bit(checkpoint: Path) -> BitFlip:
     """Flip one bit of a native checkpoint: in the middle of the middle block of its largest tensor.
 
-    Raises
-    ------
-    UsageError
-        If it holds no tensor with data.
+    Raises UsageError if it holds no tensor with data.
     """
     with Directory(checkpoint) as directory:
         found = manifest.read(directory)

@@ -125,10 +125,7 @@ def combinations(base: Base, changes: Sequence[Change], combined: Sequence[Combi
 def factorial(base: Base, factors: Mapping[str, Sequence[Change]]) -> Expansion:
     """Return every combination of the levels of some factors; the first level of each is the base's.
 
-    Raises
-    ------
-    UsageError
-        If there are more than five factors.
+    Raises UsageError if there are more than five factors.
     """
     if len(factors) > MOST_FACTORS_IN_FULL:
         raise UsageError(
@@ -141,10 +138,7 @@ def factorial(base: Base, factors: Mapping[str, Sequence[Change]]) -> Expansion:
 def fractional(base: Base, factors: Mapping[str, Sequence[Change]]) -> Expansion:
     """Return a fraction of the combinations of two levels each, from which main effects can be estimated.
 
-    Raises
-    ------
-    UsageError
-        If there are fewer than 6 factors, more than 15, or one that does not have exactly two levels.
+    Raises UsageError if there are fewer than 6 factors, more than 15, or one that does not have exactly two levels.
     """
     if not _FEWEST_FACTORS_IN_FRACTION <= len(factors) <= MOST_FACTORS:
         few = len(factors) < _FEWEST_FACTORS_IN_FRACTION

@@ -146,10 +146,7 @@ _FILES: dict[str, type[ExperimentFile]] = {
 def read(value: object, path: Path) -> Plan:
     """Return the plan that the JSON of an experiment's file describes.
 
-    Raises
-    ------
-    UsageError
-        If it is not valid; the message names the file, the place in it and the field.
+    Raises UsageError if it is not valid; the message names the file, the place in it and the field.
     """
     where = str(path)
     kind = value.get("design", "arms") if isinstance(value, dict) else "arms"

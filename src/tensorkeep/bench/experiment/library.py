@@ -39,10 +39,8 @@ def read_experiment(name_or_path: str | os.PathLike[str], *, check_arms: bool = 
     check_arms : bool, optional
         Whether the workload validates the settings of every arm, which imports the workload.
 
-    Raises
-    ------
-    UsageError
-        If the experiment does not exist or is not valid; the message names the file, the place and the field.
+    Raises UsageError if the experiment does not exist or is not valid; the message names the file, the place and the
+    field.
     """
     path = _find(name_or_path)
     value = read_json(path)
@@ -77,10 +75,7 @@ def _shipped_files() -> list[Path]:
 def read_json(path: Path) -> object:
     """Return the content of a JSON file, which may have ``//`` comments.
 
-    Raises
-    ------
-    UsageError
-        If the file cannot be read, is too large, is not JSON, or gives a key twice.
+    Raises UsageError if the file cannot be read, is too large, is not JSON, or gives a key twice.
     """
     try:
         with path.open("rb") as opened:

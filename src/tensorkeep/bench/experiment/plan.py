@@ -25,7 +25,6 @@ class Plan(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
-    experiment : Experiment
     arms : tuple of Arm
         The baseline first, then the A/A control if there is one.
     notes : tuple of str
@@ -39,10 +38,7 @@ class Plan(msgspec.Struct, frozen=True):
     def arm(self, name: str) -> Arm:
         """Return the arm of that name.
 
-        Raises
-        ------
-        UsageError
-            If it does not exist; the remedy names the nearest one.
+        Raises UsageError if it does not exist; the remedy names the nearest one.
         """
         for arm in self.arms:
             if arm.name == name:
@@ -54,10 +50,7 @@ class Plan(msgspec.Struct, frozen=True):
     def with_design(self, *, runs: int | None = None, seed: int | None = None, limits: Limits | None = None) -> Plan:
         """Return the plan with another number of blocks, another order, or other limits of a cell; None keeps each.
 
-        Raises
-        ------
-        UsageError
-            If the number of blocks is out of range.
+        Raises UsageError if the number of blocks is out of range.
         """
         if runs is not None and not 1 <= runs <= MOST_RUNS:
             raise UsageError(f"an experiment runs 1 to {MOST_RUNS} times, not {runs}", remedy="give, for example, 5")
@@ -68,10 +61,7 @@ class Plan(msgspec.Struct, frozen=True):
     def with_settings(self, **settings: Any) -> Plan:
         """Return the plan with some of the workload's settings replaced.
 
-        Raises
-        ------
-        UsageError
-            If a setting is unknown or invalid.
+        Raises UsageError if a setting is unknown or invalid.
         """
         workload = get_workload(self.experiment.workload)
         checked = workload.parse_settings({**self.experiment.settings, **settings})
@@ -80,10 +70,7 @@ class Plan(msgspec.Struct, frozen=True):
     def only(self, names: Collection[str]) -> Plan:
         """Return the plan with some of its arms, compared one by one; the baseline and its control are kept.
 
-        Raises
-        ------
-        UsageError
-            If an arm does not exist.
+        Raises UsageError if an arm does not exist.
         """
         wanted = {self.arm(name).name for name in names}
         kept = tuple(arm for arm in self.arms if arm.name in wanted or arm.role != "arm")
@@ -99,10 +86,7 @@ class Plan(msgspec.Struct, frozen=True):
 def make_plan(experiment: Experiment, arms: Sequence[Arm], path: str, notes: tuple[str, ...] = ()) -> Plan:
     """Return a plan of an experiment: the arms get their roles, and the baseline its A/A control if it is wanted.
 
-    Raises
-    ------
-    UsageError
-        If a name is not valid or not unique, there are too many arms, or the baseline is not an arm.
+    Raises UsageError if a name is not valid or not unique, there are too many arms, or the baseline is not an arm.
     """
     names = [arm.name for arm in arms]
     if len(names) > MOST_ARMS:

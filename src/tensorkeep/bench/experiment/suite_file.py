@@ -73,10 +73,7 @@ def recognises(value: object) -> bool:
 def read(value: object, path: Path) -> Plan:
     """Return the plan of such a file. The state is always on the CPU; if ``use_gpu`` is true, the plan has a note.
 
-    Raises
-    ------
-    UsageError
-        If it is not valid; the message names the file, the place in it and the field.
+    Raises UsageError if it is not valid; the message names the file, the place in it and the field.
     """
     where = str(path)
     suite = convert(value, Suite, what="the configuration", path=where)

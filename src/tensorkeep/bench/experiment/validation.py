@@ -33,10 +33,7 @@ def convert(value: object, kind: type[T], *, what: str, path: str | None = None)
     path : str, optional
         The file that the value comes from.
 
-    Raises
-    ------
-    UsageError
-        If the value does not have that type. The message names the place of the error and the field.
+    Raises UsageError if the value does not have that type. The message names the place of the error and the field.
 
     Examples
     --------

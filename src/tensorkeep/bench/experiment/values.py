@@ -21,7 +21,6 @@ class Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     ----------
     settings : dict
         The workload's own.
-    name : str
     about : str
         One sentence, or empty.
     slow : bool
@@ -45,7 +44,6 @@ class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"s
 
     Attributes
     ----------
-    name : str
     sets : dict
         Settings that are added or replaced.
     unsets : tuple of str

@@ -67,8 +67,6 @@ def run_rounds(
 
     Parameters
     ----------
-    arms : mapping of str to callable
-    rounds : int
     seed : int
         Of the order.
     seconds : float

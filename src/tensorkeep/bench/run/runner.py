@@ -49,7 +49,6 @@ def plan_results(plan: Plan, command: str) -> Results:
 
     Parameters
     ----------
-    plan : Plan
     command : str
         The command line.
     """
@@ -115,14 +114,8 @@ class ExperimentRun:
     def execute(self, listener: Listener) -> None:
         """Run the cells that have no outcome yet, and write the results after each.
 
-        Raises
-        ------
-        StoreError
-            If the disk is full. What the cell wrote is removed, earlier figures are kept.
-        BusyError
-            If another run uses the folder.
-        UsageError
-            If the results were measured on another machine.
+        Raises StoreError if the disk is full. What the cell wrote is removed, earlier figures are kept; BusyError if
+        another run uses the folder; UsageError if the results were measured on another machine.
         """
         workload = get_workload(self.results.experiment.workload)
         settings = workload.parse_settings(self.results.experiment.settings)

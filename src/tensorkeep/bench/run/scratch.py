@@ -18,12 +18,7 @@ NAME = ".tensorkeep-bench"
 def scratch_folder(directory: Path) -> Iterator[Path]:
     """Yield an empty folder below ``directory``; remove it at the end, and first those of killed runs.
 
-    Raises
-    ------
-    BusyError
-        If another run uses it.
-    StoreError
-        If it cannot be written to.
+    Raises BusyError if another run uses it; StoreError if it cannot be written to.
     """
     path = directory / NAME
     descriptor = -1

@@ -46,7 +46,6 @@ def run_task(task: Task, started: float) -> Outcome:
 
     Parameters
     ----------
-    task : Task
     started : float
         The `time.perf_counter` at the start of the process.
     """

@@ -37,7 +37,6 @@ def arm_config(
 
     Parameters
     ----------
-    recipe : str
     arm : mapping
         Changes to the recipe by dotted name: ``{"techniques.compile": "on", "optim.lr": 1e-3}``.
     steps : int
@@ -47,10 +46,7 @@ def arm_config(
     block : int
         Each block gets its own seed.
 
-    Raises
-    ------
-    UsageError
-        If the recipe or a setting is unknown, or a value is not valid.
+    Raises UsageError if the recipe or a setting is unknown, or a value is not valid.
     """
     base = get_recipe(recipe)
     own = {"loop.seed": base.loop.seed + block, "eval.every": 0}
@@ -64,8 +60,6 @@ def measured_config(
 
     Parameters
     ----------
-    config : Config
-    steps : int
     evaluated : int, optional
         The number of batches of the validation loss.
     changes : mapping, optional
@@ -77,10 +71,7 @@ def measured_config(
 def check_arm(arm: Mapping[str, Any]) -> None:
     """Check the names of an arm's settings and its techniques. Their values are checked with the recipe.
 
-    Raises
-    ------
-    UsageError
-        If a setting is unknown or belongs to the experiment, or techniques cannot be combined.
+    Raises UsageError if a setting is unknown or belongs to the experiment, or techniques cannot be combined.
     """
     known = setting_names()
     for name in arm:

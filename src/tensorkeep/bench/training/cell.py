@@ -59,12 +59,8 @@ class Protocol:
 def run_training(config: Config, data: Path, folder: Path, protocol: Protocol, gate: LossGate) -> Outcome:
     """Train a run to its end, and return its figures.
 
-    Raises
-    ------
-    GateError
-        If a technique was not active, or the losses do not match the reference.
-    DoesNotApplyError
-        If the configuration is not valid on this machine.
+    Raises GateError if a technique was not active, or the losses do not match the reference; DoesNotApplyError if the
+    configuration is not valid on this machine.
     """
     begin = time.perf_counter()
     try:

@@ -35,17 +35,12 @@ def reference_losses(config: Config, data: Path, steps: int, cache: Path) -> lis
 
     Parameters
     ----------
-    config : Config
     data : Path
         Prepared.
-    steps : int
     cache : Path
         A folder for the losses; created if it does not exist.
 
-    Raises
-    ------
-    TensorkeepError
-        If the run fails.
+    Raises TensorkeepError if the run fails.
     """
     task = msgspec.json.encode(_Task(config.as_dict(), str(data), steps)).decode()
     path = cache / f"{hashlib.sha256(task.encode()).hexdigest()[:16]}.json"
@@ -77,10 +72,7 @@ class LossGate:
     def check(self, step: int, loss: float) -> None:
         """Check the loss of a step, counted from 1.
 
-        Raises
-        ------
-        GateError
-            If it differs by more than the tolerance.
+        Raises GateError if it differs by more than the tolerance.
         """
         if step > len(self._expected):
             return

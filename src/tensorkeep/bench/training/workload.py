@@ -59,10 +59,8 @@ class TrainingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     Attributes
     ----------
-    recipe : str
     data : str or None
         A source or a prepared folder; the recipe's source if None.
-    steps : int
     warmup : int
         Steps after the first one that are not timed.
     gate_steps : int
@@ -90,7 +88,6 @@ class TrainingInput(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes
     ----------
-    recipe : str
     source : str
         What the data is prepared from.
     data : str or None

@@ -51,7 +51,6 @@ class Tuned:
         Description of the state.
     nbytes : int
         Its bytes.
-    stages : tuple of Stage
     """
 
     subject: str
@@ -123,14 +122,8 @@ def tune(
     progress : callable, optional
         Called with the name of the setting that is measured next.
 
-    Raises
-    ------
-    UsageError
-        If the state holds no tensor.
-    StoreError
-        If memory or disk do not suffice, or nothing can be written.
-    MissingExtraError
-        If scipy is not installed.
+    Raises UsageError if the state holds no tensor; StoreError if memory or disk do not suffice, or nothing can be
+    written; MissingExtraError if scipy is not installed.
     """
     require_scipy()
     with scratch_folder(directory) as scratch:

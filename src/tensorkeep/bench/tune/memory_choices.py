@@ -49,7 +49,6 @@ class Choice:
 
     Attributes
     ----------
-    config : Config
     ledger : Ledger
         Its memory.
     cost : float
@@ -115,10 +114,7 @@ def _halved(size: int) -> Iterator[int]:
 def with_batch_size(config: Config, batch_size: int) -> Config:
     """Return a configuration with another micro-batch and as many sequences in a step as before.
 
-    Raises
-    ------
-    UsageError
-        If the sequences of a step are not divisible by it.
+    Raises UsageError if the sequences of a step are not divisible by it.
     """
     sequences = config.loop.batch_size * config.loop.accumulate
     if sequences % batch_size:

@@ -78,7 +78,6 @@ class Stage:
     ----------
     settings : sequence of Setting
         The others are compared with the first.
-    rounds : Rounds
     nbytes : int
         Bytes of the state.
     """

@@ -56,7 +56,6 @@ class Tuned:
         The given configuration.
     chosen : Choice
         The cheapest that fits; if none is predicted to fit, the one that needs the least memory.
-    predicted_to_fit : bool
     measured : int or None
         The peak of the trial in bytes; None without one, or where it exceeded the limit.
     tried : bool
@@ -113,12 +112,8 @@ def tune(config: Config, data: Path, memory: int, *, run_trials: bool = True, la
     largest : bool
         Whether to search the largest batch that fits, by trials.
 
-    Raises
-    ------
-    UsageError
-        If a trial fails for another reason than memory, or techniques cannot be combined.
-    UnsupportedError
-        If a technique is unknown, or this machine lacks what it needs.
+    Raises UsageError if a trial fails for another reason than memory, or techniques cannot be combined;
+    UnsupportedError if a technique is unknown, or this machine lacks what it needs.
     """
     device = chosen_device(config.loop.device)
     Stack.of(config.techniques).check(Machine(device))
@@ -172,10 +167,8 @@ def largest_batch(config: Config, memory: int, run_trial: RunTrial) -> tuple[Bat
 
     Parameters
     ----------
-    config : Config
     memory : int
         Bytes that a trial may use.
-    run_trial : callable
 
     Returns
     -------
@@ -183,10 +176,7 @@ def largest_batch(config: Config, memory: int, run_trial: RunTrial) -> tuple[Bat
         None if not even the smallest batch fits.
     list of Trial
 
-    Raises
-    ------
-    UsageError
-        If a trial fails for another reason than memory.
+    Raises UsageError if a trial fails for another reason than memory.
     """
     sequences = config.loop.batch_size * config.loop.accumulate
     sizes = [size for size in range(1, sequences + 1) if sequences % size == 0]
@@ -209,10 +199,7 @@ def largest_batch(config: Config, memory: int, run_trial: RunTrial) -> tuple[Bat
 def fits(outcome: Outcome, memory: int) -> bool:
     """Return whether a trial used no more than so many bytes.
 
-    Raises
-    ------
-    UsageError
-        If it failed for another reason.
+    Raises UsageError if it failed for another reason.
     """
     if outcome.status == "memory":
         return False

@@ -33,18 +33,13 @@ def write_tuned(path: Path, values: Mapping[str, object], comments: Sequence[str
 
     Parameters
     ----------
-    path : Path
     values : mapping of str to str, int or bool
         The new table ``[save]``.
     comments : sequence of str
         Lines above the values.
 
-    Raises
-    ------
-    UsageError
-        If the existing file cannot be parsed, or cannot be changed without loss.
-    StoreError
-        If it cannot be read or written.
+    Raises UsageError if the existing file cannot be parsed, or cannot be changed without loss; StoreError if it cannot
+    be read or written.
     """
     text = with_table(read_text(path), values, comments, path)
     # A link may lead to another file system, and a rename works within one only.
@@ -68,12 +63,7 @@ def write_tuned(path: Path, values: Mapping[str, object], comments: Sequence[str
 def check_writable(path: Path) -> None:
     """Check that a ``tensorkeep.toml`` can be written, by creating and removing a file in its folder.
 
-    Raises
-    ------
-    UsageError
-        If the folder does not exist.
-    StoreError
-        If no file can be created in it.
+    Raises UsageError if the folder does not exist; StoreError if no file can be created in it.
     """
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
@@ -94,12 +84,7 @@ def _temporary_for(target: Path) -> Path:
 def read_text(path: Path) -> str:
     """Return the text of a file, or an empty one if it does not exist.
 
-    Raises
-    ------
-    UsageError
-        If it is not a text file.
-    StoreError
-        If it cannot be read.
+    Raises UsageError if it is not a text file; StoreError if it cannot be read.
     """
     try:
         if not path.exists():
@@ -116,10 +101,7 @@ def read_text(path: Path) -> str:
 def with_table(text: str, values: Mapping[str, object], comments: Sequence[str], path: Path) -> str:
     """Return the text of a file with a table ``[save]`` that holds these values and no others.
 
-    Raises
-    ------
-    UsageError
-        If the text cannot be parsed, or the table cannot be replaced line by line.
+    Raises UsageError if the text cannot be parsed, or the table cannot be replaced line by line.
     """
     before = _parse_toml(text, path)
     parse(before, path)  # Refuses unknown keys, as a save does.

@@ -24,7 +24,6 @@ class VerifyReport:
 
     Attributes
     ----------
-    path, format : str
     ok : bool
         Whether there are no `problems`.
     checked : str or None
@@ -32,7 +31,6 @@ class VerifyReport:
         was.
     tensors, nbytes : int
         The number of tensors, and their raw bytes that were read.
-    problems : list of Problem
     """
 
     path: str
@@ -61,7 +59,6 @@ def verify(
 
     Parameters
     ----------
-    path : path-like
     format : str, optional
         The name of the format, instead of looking at the files.
     progress : callable, optional
@@ -71,13 +68,9 @@ def verify(
     memory_budget : int or str
         Limit in bytes for all buffers together, also as ``"256MiB"``.
 
-    Raises
-    ------
-    NotFoundError, NotACheckpointError
-        If nothing is at the path, or not a checkpoint. Damage is reported, not raised.
-    UnsupportedError, UsageError, StoreError
-        If it has a version, dtype or codec that this installation does not know, an argument is wrong, or the disk
-        failed.
+    Raises NotFoundError, NotACheckpointError if nothing is at the path, or not a checkpoint. Damage is reported, not
+    raised; UnsupportedError, UsageError, StoreError if it has a version, dtype or codec that this installation does not
+    know, an argument is wrong, or the disk failed.
 
     Examples
     --------

@@ -40,10 +40,7 @@ def parse_tool(settings: Mapping[str, object]) -> Tool:
     settings : mapping
         ``tool`` and the settings of that tool: ``{"tool": "dcp", "threads": 2}``.
 
-    Raises
-    ------
-    UsageError
-        If the tool is unknown, or a setting is unknown, of another type, or out of range.
+    Raises UsageError if the tool is unknown, or a setting is unknown, of another type, or out of range.
 
     Examples
     --------

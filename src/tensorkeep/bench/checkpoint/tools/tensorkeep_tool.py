@@ -19,7 +19,6 @@ class TensorkeepTool(Tool, frozen=True, tag="tensorkeep"):
 
     Attributes
     ----------
-    compression : str
     direct_io : bool
         Bypass the page cache when writing, where the file system supports it.
     threads : int or None

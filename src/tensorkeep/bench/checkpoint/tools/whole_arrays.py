@@ -39,7 +39,6 @@ def load_tensorstore(
 
     Parameters
     ----------
-    path : Path
     concurrency : int, optional
         TensorStore's limit on concurrent file operations; its default if not given.
     in_flight : str

@@ -1,0 +1,34 @@
+"""The examples in docstrings run, and what users import has examples."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+
+import tensorkeep
+
+SOURCE = Path(tensorkeep.__file__).parent
+WITH_EXAMPLES = [path for path in sorted(SOURCE.rglob("*.py")) if "    >>> " in path.read_text()]
+# Users do not construct these: functions return them.
+RETURNED = {"Checkpoint", "DiffReport", "InfoReport", "LazyTensor", "SaveReport", "Step", "VerifyReport"}
+PUBLIC = [name for name in tensorkeep.__all__ if not name.startswith("__") and not name.endswith("Error")]
+
+
+@pytest.mark.parametrize("path", WITH_EXAMPLES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_examples_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    parts = ("tensorkeep", *path.relative_to(SOURCE).with_suffix("").parts)
+    module = importlib.import_module(".".join(part for part in parts if part != "__init__"))
+    failed, tried = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    assert tried
+    assert not failed
+
+
+@pytest.mark.parametrize("name", sorted(set(PUBLIC) - RETURNED))
+def test_public_functions_and_classes_have_examples(name: str) -> None:
+    documentation = inspect.getdoc(getattr(tensorkeep, name)) or ""
+    assert "Examples\n--------" in documentation, f"{name} has no section Examples"

@@ -1,0 +1,70 @@
+"""The public names, and the cost of importing them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import tensorkeep
+
+
+def test_public_names() -> None:
+    assert sorted(tensorkeep.__all__) == [
+        "BusyError",
+        "Checkpoint",
+        "CheckpointManager",
+        "CorruptCheckpointError",
+        "DestinationExistsError",
+        "DiffReport",
+        "DivergedError",
+        "EverySteps",
+        "EveryTime",
+        "InfoReport",
+        "Keep",
+        "KeepBest",
+        "KeepEvery",
+        "KeepLast",
+        "KeepThinned",
+        "LazyTensor",
+        "MissingExtraError",
+        "NotACheckpointError",
+        "NotFoundError",
+        "OnSignal",
+        "OutOfMemoryError",
+        "PendingSave",
+        "RandomState",
+        "RanksDisagreeError",
+        "SaveReport",
+        "SaveWhen",
+        "StateMismatchError",
+        "Step",
+        "StoreError",
+        "TechniqueNotActiveError",
+        "TensorkeepError",
+        "UnsupportedError",
+        "UnsupportedLeafError",
+        "UsageError",
+        "VerifyReport",
+        "__version__",
+        "convert",
+        "diff",
+        "info",
+        "load",
+        "open",
+        "register",
+        "save",
+        "save_async",
+        "verify",
+    ]
+    for name in tensorkeep.__all__:
+        assert getattr(tensorkeep, name) is not None
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        tensorkeep.nothing_like_it
+
+
+def test_importing_tensorkeep_imports_neither_torch_nor_numpy() -> None:
+    code = "import tensorkeep, sys; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
