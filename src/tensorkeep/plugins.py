@@ -6,7 +6,7 @@ The built-in ones are listed in this package's own ``pyproject.toml`` exactly as
     mine = "my_package.my_format:FORMAT"
 
 Each kind has one `Registry`, beside the contract that its plug-ins fulfil: ``codecs.base.CODECS``,
-``formats.base.FORMATS`` and ``train.techniques.base.TECHNIQUES``.
+``formats.base.FORMATS`` and ``train.techniques.base.TECHNIQUE_CLASSES``.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ def evaluate(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
 
     Parameters
     ----------
-    model : GPT
     batches : iterable of (Tensor, Tensor)
         Inputs and targets, int64, of shape [batch, positions].
 

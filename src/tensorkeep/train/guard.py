@@ -24,15 +24,11 @@ def check_finite(run: Run, loss: Tensor, norm: Tensor) -> bool:
 
     Parameters
     ----------
-    run : Run
     loss, norm : Tensor
         Scalars: the loss of the step, and the norm of its gradient.
 
-    Raises
-    ------
-    DivergedError
-        If one of them is not finite, and ``loop.on_divergence`` is ``"stop"`` or `MOST_SKIPPED` updates in a row were
-        skipped.
+    Raises DivergedError if one of them is not finite, and ``loop.on_divergence`` is ``"stop"`` or `MOST_SKIPPED`
+    updates in a row were skipped.
     """
     progress = run.progress
     if bool((loss + norm).isfinite()):

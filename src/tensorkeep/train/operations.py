@@ -47,8 +47,6 @@ def default_operations(
 
     Parameters
     ----------
-    model : GPT
-    optimizers : dict of str to Optimizer
     clip : float
         The largest norm of the gradient; 0 for no limit.
     accepts : callable

@@ -32,7 +32,7 @@ def restore_state(path: Path, request: LoadRequest, *, memory_budget: int | None
     scalers, a new optimizer) are loaded; if one refuses, all of them get their previous states back. Only then are the
     tensors of modules and of the other objects overwritten.
 
-    Raises StateMismatchError if ``into`` does not fit; its message tells if tensors are overwritten already.
+    Raises StateMismatchError if ``into`` does not fit; its message states whether tensors are overwritten already.
     """
     budget = DEFAULT_BUDGET if memory_budget is None else memory_budget
     if request.into is None:

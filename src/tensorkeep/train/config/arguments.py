@@ -29,10 +29,7 @@ def read_words(words: Sequence[str], options: Collection[str] = ()) -> tuple[str
     tuple of (str or None, dict of str to str)
         The recipe, or None if no recipe is given, and the settings by dotted name.
 
-    Raises
-    ------
-    UsageError
-        If a setting is unknown or has no value, or there is a second recipe.
+    Raises UsageError if a setting is unknown or has no value, or there is a second recipe.
     """
     recipe: str | None = None
     settings: dict[str, str] = {}
@@ -82,10 +79,7 @@ def given_settings(
     environment : mapping of str to str, optional
         Variables such as ``TENSORKEEP_OPTIM_LR``; by default those of the process.
 
-    Raises
-    ------
-    UsageError
-        If the file cannot be read, or has an unknown setting.
+    Raises UsageError if the file cannot be read, or has an unknown setting.
     """
     variables = os.environ if environment is None else environment
     found: dict[str, object] = {} if file is None else _from_file(file)

@@ -32,10 +32,7 @@ S = TypeVar("S", bound="Section")
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A table of settings: immutable, with a type, bounds and a default for each.
 
-    Raises
-    ------
-    UsageError
-        If a value is of the wrong type or out of bounds.
+    Raises UsageError if a value is of the wrong type or out of bounds.
     """
 
     def __post_init__(self) -> None:
@@ -57,11 +54,8 @@ def read_settings(values: Mapping[str, Any], kind: type[S]) -> S:
     kind : type
         The class of the section.
 
-    Raises
-    ------
-    UsageError
-        If a value is missing, unknown, of the wrong type or out of bounds; the message names it, such as
-        ``"optim.lr"``.
+    Raises UsageError if a value is missing, unknown, of the wrong type or out of bounds; the message names it, such as
+    ``"optim.lr"``.
     """
     try:
         return msgspec.convert(values, kind, strict=False)

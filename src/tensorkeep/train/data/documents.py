@@ -51,7 +51,6 @@ class Reading:
 
     Parameters
     ----------
-    source : Source
     meter : Meter
         Receives the number of bytes read.
 
@@ -76,12 +75,8 @@ class Reading:
     def documents(self) -> Iterator[Document]:
         """Yield the documents in order.
 
-        Raises
-        ------
-        UsageError
-            If something is not text; the message names the file and the byte.
-        StoreError
-            If the operating system refuses.
+        Raises UsageError if something is not text; the message names the file and the byte; StoreError if the operating
+        system refuses.
         """
         for file in self.source.files:
             self._hasher.update(os.fsencode(file.name) + b"\0")
@@ -154,10 +149,7 @@ class SplitRule:
     seed : int
         Decides which documents that is; a stream is always cut at its end.
 
-    Raises
-    ------
-    UsageError
-        If one of them is out of range.
+    Raises UsageError if one of them is out of range.
     """
 
     validation: float

@@ -19,10 +19,8 @@ class Activations:
 
     Attributes
     ----------
-    model : ModelConfig
     rows : int
         Sequences in the micro-batch.
-    on_cuda : bool
     techniques : mapping
         The settings of the techniques that are on, by name.
     """

@@ -103,10 +103,7 @@ def predict(config: Config, *, device: str) -> Ledger:
     device : str
         ``"cpu"`` or ``"cuda"``, whose kernels keep different activations.
 
-    Raises
-    ------
-    UsageError, UnsupportedError
-        If a technique does not exist, or techniques cannot be combined.
+    Raises UsageError, UnsupportedError if a technique does not exist, or techniques cannot be combined.
 
     Examples
     --------

@@ -61,7 +61,6 @@ class Attention(nn.Module):
 
         Parameters
         ----------
-        x : Tensor
         rotation : Rotation, optional
             Of these positions, if the model has rotary positions.
         past : LayerCache, optional

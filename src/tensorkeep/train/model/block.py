@@ -25,8 +25,6 @@ class Block(nn.Module):
     ----------
     norm1, norm2 : nn.Module
         Before the attention and before the MLP.
-    attention : Attention
-    mlp : MLP
     """
 
     def __init__(self, config: ModelConfig) -> None:

@@ -43,7 +43,6 @@ class Cache:
 
     Parameters
     ----------
-    config : ModelConfig
     batch_size : int
         Number of sequences.
     device, dtype
@@ -51,7 +50,6 @@ class Cache:
 
     Attributes
     ----------
-    layers : list of LayerCache
     embedded : Tensor or None
         The embedding of the last token of each sequence, [batch, 1, d_model], if the model has a token shift.
     """

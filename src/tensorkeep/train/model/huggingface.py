@@ -64,10 +64,7 @@ class Architecture:
 def architecture_of(config: ModelConfig) -> Architecture:
     """Return the class in transformers that computes the same model.
 
-    Raises
-    ------
-    UnsupportedError
-        If transformers has no such model; the message names the settings that prevent it.
+    Raises UnsupportedError if transformers has no such model; the message names the settings that prevent it.
     """
     candidates = [(architecture, architecture.obstacles(config)) for architecture in _ARCHITECTURES]
     for architecture, obstacles in candidates:

@@ -31,7 +31,6 @@ class MLP(nn.Module):
     ----------
     up, down : nn.Linear
         From d_model to the hidden width, and back.
-    gate : nn.Linear or None
     """
 
     def __init__(self, config: ModelConfig) -> None:

@@ -29,7 +29,6 @@ class TokenShift(nn.Module):
 
         Parameters
         ----------
-        x : Tensor
         cache : Cache, optional
             Holds the embedding of the token before these; updated to that of the last of these.
         """

@@ -19,7 +19,6 @@ class WeightAverage:
 
     Parameters
     ----------
-    model : Module
     decay : float
         The fraction of the average that is kept in a step; with 0 nothing is averaged.
     """

@@ -29,7 +29,6 @@ def build_optimizers(model: nn.Module, config: OptimConfig) -> Optimizers:
     ----------
     model : Module
         Its ``blocks`` are the hidden layers.
-    config : OptimConfig
     """
     parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
     hidden = {name: each for name, each in parameters.items() if name.startswith("blocks.") and each.ndim == 2}

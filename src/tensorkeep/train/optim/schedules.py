@@ -17,7 +17,6 @@ def learning_rate_factor(config: ScheduleConfig, step: int, steps: int) -> float
 
     Parameters
     ----------
-    config : ScheduleConfig
     step : int
         Counted from 1.
     steps : int

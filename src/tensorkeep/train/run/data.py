@@ -82,9 +82,6 @@ def with_data(config: Config, folder: RunFolder, dataset: Dataset, *, resume: bo
 
     Parameters
     ----------
-    config : Config
-    folder : RunFolder
-    dataset : Dataset
     resume : bool
         Whether the run in the folder is resumed. Its data is then described as it was at its start.
     """

@@ -13,10 +13,7 @@ from tensorkeep.errors import UsageError
 def chosen_device(name: str) -> torch.device:
     """Return the device of a name; ``"auto"`` is the GPU if there is one, else the CPU.
 
-    Raises
-    ------
-    UsageError
-        If torch cannot compute on such a device here.
+    Raises UsageError if torch cannot compute on such a device here.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

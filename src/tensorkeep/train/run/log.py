@@ -24,12 +24,8 @@ class RunLog:
     ----------
     path : Path
         The file.
-    tensorboard : bool
 
-    Raises
-    ------
-    MissingExtraError
-        If TensorBoard is requested and not installed.
+    Raises MissingExtraError if TensorBoard is requested and not installed.
     """
 
     def __init__(self, path: Path, *, tensorboard: bool = False) -> None:
@@ -46,10 +42,7 @@ class RunLog:
         last_step : int
             The last step that the run has done; 0 for a new run.
 
-        Raises
-        ------
-        StoreError
-            If the operating system refuses.
+        Raises StoreError if the operating system refuses.
         """
         kept = [line for line in _lines(self._path) if line["step"] <= last_step]
         # Replaced atomically, so that no crash loses the lines that are kept.
@@ -65,10 +58,7 @@ class RunLog:
     def write(self, step: int, kind: str, **values: Any) -> None:
         """Write an event of a step. Numbers that are not finite become null, because JSON cannot represent them.
 
-        Raises
-        ------
-        StoreError
-            If the operating system refuses.
+        Raises StoreError if the operating system refuses.
         """
         line = {"step": step, "kind": kind} | {name: _finite(value) for name, value in values.items()}
         with _store_errors(self._path):

@@ -26,7 +26,6 @@ def measured_peak(device: torch.device, dtype: torch.dtype = torch.float32) -> f
 
     Parameters
     ----------
-    device : torch.device
     dtype : torch.dtype
         Of the two matrices.
     """

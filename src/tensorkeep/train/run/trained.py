@@ -32,18 +32,13 @@ def load_trained(folder: RunFolder, *, which: Which = "last", device: str = "aut
 
     Parameters
     ----------
-    folder : RunFolder
     which : str
         ``"last"``, or ``"best"`` by the validation loss.
     device : str
         See `chosen_device`.
 
-    Raises
-    ------
-    NotACheckpointError
-        If there is no run, or it has no checkpoint.
-    CorruptCheckpointError
-        If the checkpoint is damaged.
+    Raises NotACheckpointError if there is no run, or it has no checkpoint; CorruptCheckpointError if the checkpoint is
+    damaged.
     """
     config = folder.record().config
     tokenizer = folder.tokenizer()

@@ -137,12 +137,7 @@ def join(device: str) -> Iterator[World]:
     device : str
         The setting ``loop.device``. On ``"auto"`` and ``"cuda"`` each rank of a machine takes its own GPU.
 
-    Raises
-    ------
-    UsageError
-        If there is no GPU for each rank.
-    RanksDisagreeError
-        If another rank ended or does not answer.
+    Raises UsageError if there is no GPU for each rank; RanksDisagreeError if another rank ended or does not answer.
     """
     with _lost_ranks_reported(), _process_group(device):
         yield World(dist.get_rank(), dist.get_world_size())

@@ -57,9 +57,6 @@ class Stack:
         ----------
         settings : mapping
             The settings of each technique, by its name.
-
-        Raises UnsupportedError if a name is unknown; the remedy names the nearest one; UsageError if a setting is
-        unknown or out of range, or two techniques conflict.
         """
         return cls([_build(name, given) for name, given in settings.items()])
 

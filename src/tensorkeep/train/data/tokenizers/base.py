@@ -61,10 +61,7 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> Tokens:
         """Return the tokens of a text.
 
-        Raises
-        ------
-        UsageError
-            If the text has a character that is not in the vocabulary, or is not valid Unicode.
+        Raises UsageError if the text has a character that is not in the vocabulary, or is not valid Unicode.
         """
         try:
             text.encode()
@@ -87,10 +84,7 @@ class Tokenizer(ABC):
         ids : array-like of int
             Of any shape, in order.
 
-        Raises
-        ------
-        UsageError
-            If an id is not in the vocabulary.
+        Raises UsageError if an id is not in the vocabulary.
         """
         flat = np.asarray(ids).astype(np.int64).ravel()
         outside = flat[(flat < 0) | (flat >= self.vocab_size)]

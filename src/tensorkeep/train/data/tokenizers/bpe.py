@@ -36,12 +36,8 @@ class BpeTokenizer(Tokenizer):
     documents : bool
         Whether there is one more token, the last one, which ends a document.
 
-    Raises
-    ------
-    ValueError
-        If the vocabulary and the merges do not match.
-    MissingExtraError
-        If ``tokenizers`` is not installed.
+    Raises ValueError if the vocabulary and the merges do not match; MissingExtraError if ``tokenizers`` is not
+    installed.
     """
 
     name = "bpe"
@@ -131,10 +127,7 @@ class _Stored(msgspec.Struct):
 def hugging_face() -> Any:
     """Return the module ``tokenizers``.
 
-    Raises
-    ------
-    MissingExtraError
-        If it is not installed.
+    Raises MissingExtraError if it is not installed.
     """
     try:
         import tokenizers as module

@@ -23,10 +23,7 @@ class CharTokenizer(Tokenizer):
     documents : bool
         Whether there is one more token, the last one, which ends a document.
 
-    Raises
-    ------
-    ValueError
-        If the characters are not in order.
+    Raises ValueError if the characters are not in order.
     """
 
     name = "char"

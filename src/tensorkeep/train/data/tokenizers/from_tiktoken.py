@@ -32,10 +32,7 @@ class TiktokenTokenizer(Tokenizer):
     encoding : tiktoken.Encoding
         With the special token ``<|endoftext|>``, which ends a document.
 
-    Raises
-    ------
-    ValueError
-        If it has no such token.
+    Raises ValueError if it has no such token.
     """
 
     def __init__(self, encoding: Any) -> None:
@@ -50,14 +47,8 @@ class TiktokenTokenizer(Tokenizer):
     def named(cls, name: str) -> Self:
         """Return the encoding of a name, such as ``"gpt2"``, from tiktoken's cache.
 
-        Raises
-        ------
-        MissingExtraError
-            If ``tiktoken`` is not installed.
-        UsageError
-            If it has no such encoding.
-        UnsupportedError
-            If the vocabulary is not on this machine.
+        Raises MissingExtraError if ``tiktoken`` is not installed; UsageError if it has no such encoding;
+        UnsupportedError if the vocabulary is not on this machine.
         """
         library = _tiktoken()
         known = library.list_encoding_names()

@@ -42,14 +42,8 @@ def learner(choice: str, vocab_size: int | None = None) -> Learn:
     vocab_size : int, optional
         For ``"bpe"``: the largest number of tokens, by default 4096.
 
-    Raises
-    ------
-    UsageError
-        If there is no such tokenizer, or the vocabulary size is not possible.
-    MissingExtraError
-        If it needs a package that is not installed.
-    UnsupportedError
-        If it needs a vocabulary that is not on this machine.
+    Raises UsageError if there is no such tokenizer, or the vocabulary size is not possible; MissingExtraError if it
+    needs a package that is not installed; UnsupportedError if it needs a vocabulary that is not on this machine.
     """
     kind, colon, name = choice.partition(":")
     if vocab_size is not None and kind != "bpe":
@@ -85,12 +79,8 @@ def _checked(vocab_size: int | None) -> int:
 def tokenizer_from_dict(stored: dict[str, Any]) -> Tokenizer:
     """Return the tokenizer that `Tokenizer.as_dict` described.
 
-    Raises
-    ------
-    CorruptCheckpointError
-        If the description is malformed.
-    MissingExtraError
-        If the tokenizer needs a package that is not installed.
+    Raises CorruptCheckpointError if the description is malformed; MissingExtraError if the tokenizer needs a package
+    that is not installed.
     """
     kind = stored.get("kind")
     read = _FROM_DICT.get(kind) if isinstance(kind, str) else None
