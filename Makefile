@@ -41,7 +41,7 @@ bench: $(STAMP)  ## the speed that README states, as ratios against peers measur
 	done; exit $$missed
 
 torture: $(STAMP)  ## the exhaustive tests: every operation killed, every byte flipped (tens of minutes)
-	$(PYTEST) -m slow
+	$(PYTEST) -m slow --timeout 900
 
 clean:  ## remove the environment and what the tools left
 	rm -rf $(VENV) demo-run bench-demo .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -86,7 +86,7 @@ def test_only_a_checkpoint_is_ever_replaced(tmp_path: Path) -> None:
 def test_a_destination_that_appears_during_the_save_is_not_replaced(tmp_path: Path) -> None:
     place = tmp_path / "ckpt"
     with (
-        pytest.raises(tensorkeep.DestinationExistsError, match="appeared"),
+        pytest.raises(tensorkeep.DestinationExistsError, match="created here during the save"),
         Commit(place, directory=True, overwrite=False, replaceable=lambda path: True) as commit,
     ):
         place.mkdir()

@@ -85,8 +85,8 @@ def test_json_is_one_document(run: Path, plain: Path, capsys: pytest.CaptureFixt
     assert document["headlines"][0].startswith("Durable save: no arm")
 
 
-def test_deliver_writes_beside_the_page(plain: Path) -> None:
-    command.deliver(plain / "results.json", plain / "report.html", Output(quiet=True))
+def test_report_of_a_run_is_written_beside_its_results(plain: Path) -> None:
+    command.report_run(plain / "results.json", plain / "report.html", Output(quiet=True))
     assert names(plain) == ["report.html", "results.json", "samples.csv", "summary.csv"]
 
 

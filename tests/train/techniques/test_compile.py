@@ -47,6 +47,7 @@ def test_traced_loss_is_bit_identical(tmp_path: Path, data: Path) -> None:
     assert losses(tmp_path / "traced") == losses(tmp_path / "plain")
 
 
+@pytest.mark.slow
 def test_inductor_keeps_the_losses_with_dropout(tmp_path: Path, data: Path) -> None:
     config = TINY.changed({"model.n_layers": 1, "model.d_model": 16, "eval.every": 0})
     train_run(config, tmp_path / "plain", data, stop_after=2)
