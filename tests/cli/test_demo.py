@@ -131,6 +131,7 @@ def test_interrupt_cleans_up(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_training_demo_repeats_its_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text.txt"
     text.write_text("def add(first, second):\n    return first + second\n" * 200)

@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tensorkeep import CheckpointManager
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plain_loop.py"
@@ -26,6 +28,7 @@ def finish(process: subprocess.Popen[str]) -> list[str]:
     return output.splitlines()
 
 
+@pytest.mark.slow
 def test_the_example_saves_on_sigterm_and_resumes(tmp_path: Path, record_property: Any) -> None:
     whole = finish(start(tmp_path / "whole"))
     assert whole[-1].startswith(f"step {STEPS}:")
