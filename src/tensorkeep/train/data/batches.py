@@ -6,6 +6,7 @@ state is a counter: any batch can be computed from the seed and its number, with
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Protocol, Self
 
@@ -135,7 +136,7 @@ class Batches:
         self.position = position
 
 
-class _EndlessOffsets:
+class _EndlessOffsets(ABC):
     """An endless sequence of offsets, of which a block is computed at once and kept.
 
     Subclasses set ``block_size`` and compute a block from its number alone.
@@ -147,9 +148,9 @@ class _EndlessOffsets:
         self._number = -1
         self._block: npt.NDArray[Any] = np.empty(0, np.int64)
 
+    @abstractmethod
     def draw(self, number: int) -> npt.NDArray[Any]:
         """Return block ``number``."""
-        raise NotImplementedError
 
     def resolve(self, drawn: npt.NDArray[Any]) -> Offsets:
         """Return the offsets of a part of the current block."""
