@@ -6,8 +6,6 @@ over bench, and bench over bench, which is what two measurements of the same thi
 has to contain 1, or to lie within the second.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """How fast one core codes and decodes the blocks of a state."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

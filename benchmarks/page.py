@@ -3,8 +3,6 @@
 Every figure on the page comes from a file in ``benchmarks/results/``; a test holds that the page is up to date.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ The state is one tensor of several times the memory budget, so that whatever is 
 ``python -m peak_memory none contiguous 67108864 268435456 DIRECTORY`` prints one JSON object.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -85,7 +83,7 @@ def _measure(compression: str, layout: str, budget: int, state_bytes: int, direc
     return PeakMemory(compression, layout, budget, tensor.nbytes, saved, loaded - tensor.nbytes, filled)
 
 
-def _cycle(tensor: torch.Tensor, compression: str, budget: int, path: Path) -> tuple[int, int, int]:
+def _cycle(tensor: "torch.Tensor", compression: str, budget: int, path: Path) -> tuple[int, int, int]:
     state = {"weight": tensor}
     saved = _extra(lambda: save(state, path, compression=compression, memory_budget=budget))
     loaded = _extra(lambda: load(path, memory_budget=budget))
@@ -101,7 +99,7 @@ def _extra(call: Callable[[], object]) -> int:
     return peak_resident_bytes() - before
 
 
-def _tensor(layout: str, columns: int) -> torch.Tensor:
+def _tensor(layout: str, columns: int) -> "torch.Tensor":
     import torch
 
     # Drawing all of it would take most of the time; a block of 16 MiB sees nothing come again.

@@ -14,8 +14,6 @@ than a save costs, what the steps beside a save take over those in which nothing
 of the whole.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

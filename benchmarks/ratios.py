@@ -4,8 +4,6 @@ Prints one line per figure with PASS or MISS, and writes every raw sample with i
 code is 1 if a figure misses its bound.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -10,8 +10,6 @@ Printed are the loss over the whole validation split, the seconds of training (w
 first step, which compiles and is given by itself), and both against the reference from the same seed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """How long a process takes to start: ``tensorkeep --help`` and ``import tensorkeep``, in fresh interpreters."""
 
-from __future__ import annotations
-
 import re
 import statistics
 import subprocess

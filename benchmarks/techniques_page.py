@@ -4,8 +4,6 @@ What a technique is comes from its class, what it did from each ``benchmarks/res
 ``tensorkeep bench training`` wrote; a test holds that the page is up to date.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -9,8 +9,6 @@ Each figure that must be reached is one line with PASS or MISS; raw samples and 
 * How much host memory a save and a load take besides the state, at three sizes.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

@@ -3,8 +3,6 @@
 It shares no code with the library's writer, so that both cannot have the same defect.
 """
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os

@@ -4,8 +4,6 @@
 checkpoint, and where in an epoch a run resumes, is decided by Lightning, which does not save random states.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 from pathlib import Path

@@ -4,8 +4,6 @@ Run it, kill it, run it again: the weights at the end are those of a run that wa
 SIGTERM, which batch systems send, it saves after the current step and ends.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import time

@@ -4,8 +4,6 @@
 it: the weights at the end are those of a run that was never interrupted.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

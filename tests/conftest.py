@@ -1,7 +1,5 @@
 """The profile of property tests, and the number of fault cases of each file at the end of a run."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

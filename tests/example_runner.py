@@ -1,7 +1,5 @@
 """Runs an example in a process that is forked from one in which the libraries are imported already."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

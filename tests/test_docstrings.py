@@ -1,7 +1,5 @@
 """The examples in docstrings run, and what users import has examples."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Every Python block of the documentation runs, page by page, in an empty folder."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

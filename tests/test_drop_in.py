@@ -1,7 +1,5 @@
 """``tensorkeep.torch`` and ``tensorkeep.safetensors`` stand in for the functions of those libraries."""
 
-from __future__ import annotations
-
 import errno
 import inspect
 import io

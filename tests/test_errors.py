@@ -1,7 +1,5 @@
 """Errors: their built-in bases, their texts, and that they survive pickling between processes."""
 
-from __future__ import annotations
-
 import errno
 import pickle
 

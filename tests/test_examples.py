@@ -1,7 +1,5 @@
 """The examples run, and a killed run that is resumed ends exactly where an uninterrupted one ends."""
 
-from __future__ import annotations
-
 import importlib.util
 import multiprocessing
 import time

@@ -1,7 +1,5 @@
 """Memory, control groups and processors are read from the kernel's files; each test lays out files of its own."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

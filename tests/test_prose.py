@@ -1,7 +1,5 @@
 """Plain English: code, tests and pages do not use the words of a former private vocabulary."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The structure of the source: who imports whom, sizes of files and folders, the annotated tree in the docs."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

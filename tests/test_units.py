@@ -1,7 +1,5 @@
 """Formatting and parsing of bytes and durations."""
 
-from __future__ import annotations
-
 import pytest
 
 from tensorkeep.errors import UsageError

@@ -21,8 +21,6 @@ exception that it resembles as a second base, so that ``except FileNotFoundError
         └── MissingExtraError (ImportError)         7  an optional package is not installed
 """
 
-from __future__ import annotations
-
 import errno as codes
 import os
 from typing import ClassVar, TypedDict, Unpack

@@ -3,8 +3,6 @@
 The only module that asks the kernel about them. Every function reads afresh, because limits and free memory change.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import mmap

@@ -9,8 +9,6 @@ Each kind has one `Registry`, beside the contract that its plug-ins fulfil: ``co
 ``formats.base.FORMATS`` and ``train.techniques.base.TECHNIQUE_CLASSES``.
 """
 
-from __future__ import annotations
-
 import difflib
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points

@@ -1,7 +1,5 @@
 """``save_file`` and ``load_file`` of ``safetensors.torch``: durable, atomic and parallel."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from functools import partial
@@ -24,7 +22,7 @@ __all__ = ["load_file", "save_file"]
 
 
 def save_file(
-    tensors: Mapping[str, torch.Tensor], filename: PathLike, metadata: Mapping[str, str] | None = None
+    tensors: "Mapping[str, torch.Tensor]", filename: PathLike, metadata: Mapping[str, str] | None = None
 ) -> None:
     """Save tensors as one safetensors file of any name; an existing safetensors file is replaced.
 
@@ -59,7 +57,7 @@ def save_file(
         commit.publish()
 
 
-def load_file(filename: PathLike, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+def load_file(filename: PathLike, device: "torch.device | str" = "cpu") -> "dict[str, torch.Tensor]":
     """Load the tensors of a safetensors file, or of a directory of shards with an index; see `save_file`.
 
     Raises

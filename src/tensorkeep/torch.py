@@ -6,8 +6,6 @@ format lets it check. Arguments without a meaning here are ignored, as documente
 are refused.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import pickle
@@ -91,7 +89,7 @@ def save(
 
 def load(
     f: PathLike | IO[bytes],
-    map_location: MapLocation = None,
+    map_location: "MapLocation" = None,
     pickle_module: Any = None,
     *,
     weights_only: bool | None = None,

@@ -1,7 +1,5 @@
 """Bytes and durations: parsing and formatting."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Results files as plain values, made from known true gains; docs/reference/results.md describes the schema."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Reading results files: what is refused, and with which message."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

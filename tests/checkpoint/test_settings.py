@@ -1,7 +1,5 @@
 """Settings files: they are read where a call names them, the call wins over them, and mistakes are errors."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Two small checkpoints that differ, and a way to call the command line in this process."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``tensorkeep bench checkpoint``: runs, reports, interrupts, resumes, and invalid arguments."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """``tensorkeep bench training``: runs, reports, resumes, and invalid arguments."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The output of each command, as text and as JSON."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

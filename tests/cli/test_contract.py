@@ -1,7 +1,5 @@
 """The contract with scripts: commands, flags, exit codes, one JSON document, errors of at most two lines."""
 
-from __future__ import annotations
-
 import _thread
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """``tensorkeep demo`` and ``tensorkeep demo --training``: text, JSON, damage, interrupts, and the losses compared."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

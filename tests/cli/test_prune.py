@@ -1,7 +1,5 @@
 """``tensorkeep prune`` deletes damaged steps and steps that no rule keeps, and nothing else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

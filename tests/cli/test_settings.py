@@ -1,7 +1,5 @@
 """Precedence of options: flag, environment, TOML file, default."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``tensorkeep info`` of steps that share files."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The command line in unusual conditions: stdout closed, full or ASCII; flags before the command; odd paths."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

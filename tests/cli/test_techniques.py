@@ -1,7 +1,5 @@
 """Techniques on the command line: the list, and the errors for wrong ones before anything is written."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``tensorkeep data``, ``train``, ``generate`` and ``export`` on the command line."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

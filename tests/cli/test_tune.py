@@ -1,7 +1,5 @@
 """``tensorkeep tune checkpoint``: measurements, conclusions, and the file of settings with its other content."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

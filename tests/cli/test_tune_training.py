@@ -1,7 +1,5 @@
 """``tensorkeep tune training``: predicted memory, the cheapest choice that fits, and the largest batch."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Callable

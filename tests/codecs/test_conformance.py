@@ -1,7 +1,5 @@
 """Every built-in codec passes the conformance suite for codecs."""
 
-from __future__ import annotations
-
 from tensorkeep.codecs import gzip, planes, raw, zstd
 from tensorkeep.testing.codec_suite import CodecSuite
 

@@ -1,7 +1,5 @@
 """The planes codec: its layout on disk as literal bytes, and the damage that it refuses."""
 
-from __future__ import annotations
-
 import io
 import struct
 

@@ -1,7 +1,5 @@
 """The codec that the probe chooses for each kind of tensor."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

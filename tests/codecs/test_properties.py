@@ -1,7 +1,5 @@
 """Codecs with generated blocks and damaged bytes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """zstd and gzip blocks are standard streams."""
 
-from __future__ import annotations
-
 import gzip as standard_gzip
 
 import numpy as np

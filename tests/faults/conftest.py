@@ -1,7 +1,5 @@
 """Fixtures of the fault tests: which of many places to break, and a real file system that is small enough to fill."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

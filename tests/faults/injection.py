@@ -9,8 +9,6 @@ save can be interrupted::
             ...
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

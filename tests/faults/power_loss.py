@@ -11,8 +11,6 @@ prefix of what happened, trees that the disk may legally hold after power was lo
 That is what POSIX and the Linux manual pages promise, and less than what journaling file systems keep.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Wrong clocks: retention deletes no step that it would keep with a correct clock."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The commit: what becomes durable, what may be replaced, and concurrent writers."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

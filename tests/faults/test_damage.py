@@ -1,7 +1,5 @@
 """Flipped bits, truncations and missing files are found, and damaged data is never loaded."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

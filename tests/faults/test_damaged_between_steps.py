@@ -1,7 +1,5 @@
 """A data file is deleted or truncated between two steps of an incremental run: reported, and the run continues."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A manager on a full disk: saved steps stay intact, and pruning frees space."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Hostile manifests: the checksum is correct and the contents are false."""
 
-from __future__ import annotations
-
 import copy
 import json
 import resource

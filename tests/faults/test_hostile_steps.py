@@ -1,7 +1,5 @@
 """Hostile manifests of incremental steps: correct checksum, false file offsets and bases."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

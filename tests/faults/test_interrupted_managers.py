@@ -1,7 +1,5 @@
 """A manager is interrupted at each file-system operation: every durable step is there, complete, and no other."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

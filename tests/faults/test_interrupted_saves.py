@@ -1,7 +1,5 @@
 """A save is interrupted at each of its file-system operations: the old or the new checkpoint is there, complete."""
 
-from __future__ import annotations
-
 import errno
 import importlib
 import os

@@ -4,8 +4,6 @@ Each run is a process of its own. Importing torch takes seconds, so that all are
 imported torch and computed nothing: this file, run as a script.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Destinations that refuse a save: full, read-only, occupied, busy, without O_DIRECT."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Power is lost at any instant: durable checkpoints are complete, and nothing incomplete is visible."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

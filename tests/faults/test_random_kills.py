@@ -1,7 +1,5 @@
 """Two hundred kills at random times in one folder: overwriting, incremental, with retention."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

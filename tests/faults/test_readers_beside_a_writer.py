@@ -1,7 +1,5 @@
 """Steps are replaced and deleted while others read them; readers never report that as damage."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """A checkpoint that is replaced during a read is read as the old or the new one, never as a mix."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Iterator
 from pathlib import Path

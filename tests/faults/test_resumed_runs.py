@@ -1,7 +1,5 @@
 """A run that is killed repeatedly ends like an uninterrupted run, bit for bit."""
 
-from __future__ import annotations
-
 import random
 import signal
 import subprocess

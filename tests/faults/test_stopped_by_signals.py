@@ -1,7 +1,5 @@
 """On SIGTERM a run saves and ends; resumed, it ends like an uninterrupted run."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Temporaries of dead writers are removed; those of live writers are not."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Iterator

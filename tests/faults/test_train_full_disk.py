@@ -1,7 +1,5 @@
 """A training run on a full disk ends with an error and resumes exactly once space is free."""
 
-from __future__ import annotations
-
 import threading
 from functools import partial
 from pathlib import Path

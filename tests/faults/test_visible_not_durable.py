@@ -1,7 +1,5 @@
 """The final sync of a save fails: the error states that the checkpoint is visible and may not be durable."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Grids, intersections and ranges of boxes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

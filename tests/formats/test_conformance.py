@@ -1,7 +1,5 @@
 """The conformance suite on native, safetensors and torch files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tensorkeep.formats import native, safetensors, torch_file

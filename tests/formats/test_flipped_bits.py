@@ -1,7 +1,5 @@
 """The thorough run of the conformance suite's flipped bits: 250 bytes of every file, for every format."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

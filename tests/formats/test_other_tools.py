@@ -1,7 +1,5 @@
 """Raw checkpoints are files that other tools open, bit for bit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Usage: python tests/golden/make.py native-2 [changes]
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The state that the golden checkpoints hold, spelled out in bits."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Golden checkpoints: checkpoints written by earlier versions must load in every later version."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import struct

@@ -1,7 +1,5 @@
 """Buffer pools: the byte budget, reuse, and page-locking."""
 
-from __future__ import annotations
-
 import gc
 import mmap
 import threading

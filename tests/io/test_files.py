@@ -1,7 +1,5 @@
 """Direct writes by many threads, and errors of the operating system."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

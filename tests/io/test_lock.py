@@ -1,7 +1,5 @@
 """One writer for a folder: a lock is released with its object, and a lost one is noticed."""
 
-from __future__ import annotations
-
 import fcntl
 import gc
 import os

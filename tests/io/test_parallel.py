@@ -1,7 +1,5 @@
 """Tasks on threads: failures, interrupts, and threads that cannot start."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Parallel reads of a file, from the page cache and around it."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

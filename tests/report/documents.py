@@ -1,7 +1,5 @@
 """Results files for tests of the report, with made-up figures; ``docs/reference/results.md`` describes the schema."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Writing a report, from Python and from the command line."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The report's page in a real browser: layout, sorting, contrast in both colour schemes, and no requests."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator
@@ -56,7 +54,7 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser() -> "Iterator[Browser]":
     program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if program is None:
         reason = "no Chromium on this machine (chromium, chromium-browser or google-chrome)"
@@ -72,12 +70,12 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def visit(browser: Browser, page_file: Path) -> Iterator[Any]:
+def visit(browser: "Browser", page_file: Path) -> Iterator[Any]:
     """Open the page with a width and a colour scheme; no error and no request may occur."""
     pages: list[Page] = []
     said: list[str] = []
 
-    def call(width: int = 1400, scheme: Any = "light", file: Path = page_file) -> Page:
+    def call(width: int = 1400, scheme: Any = "light", file: Path = page_file) -> "Page":
         page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
         pages.append(page)
         own = file.as_uri()
@@ -95,7 +93,7 @@ def visit(browser: Browser, page_file: Path) -> Iterator[Any]:
     assert said == []
 
 
-def column(page: Page, table: str, place: int) -> list[str]:
+def column(page: "Page", table: str, place: int) -> list[str]:
     rows = page.locator(f"table:has(caption:text-is('{table}')) tbody tr")
     return [row.locator("th, td").nth(place).inner_text() for row in rows.all()]
 
@@ -115,7 +113,7 @@ def test_the_page_fits_and_is_legible(visit: Any, width: int, scheme: str) -> No
 
 
 def test_dark_mode_is_dark_and_print_is_not(visit: Any) -> None:
-    def colours(page: Page) -> tuple[str, set[str]]:
+    def colours(page: "Page") -> tuple[str, set[str]]:
         fills = "[...document.querySelectorAll('#gains .plot svg text')].map((text) => getComputedStyle(text).fill)"
         return page.evaluate("getComputedStyle(document.body).backgroundColor"), set(page.evaluate(fills))
 

@@ -1,7 +1,5 @@
 """The figures: which ones a run gets, the names and numbers in them, and hostile names."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

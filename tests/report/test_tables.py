@@ -1,7 +1,5 @@
 """The tables of the report: the guides' form exactly, verdicts, noise, designs, CSV, and arms that did not run."""
 
-from __future__ import annotations
-
 import csv
 import io
 import statistics

@@ -1,7 +1,5 @@
 """Results of training: verdicts, their order, the plots, and the page of techniques."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from typing import Any

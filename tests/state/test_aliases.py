@@ -1,7 +1,5 @@
 """Shared storage is stored once and restored as shared; hostile views are refused."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The bytes of a leaf: every dtype, layout and range, without a copy of the tensor."""
 
-from __future__ import annotations
-
 import tracemalloc
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """Names of leaves, parts and files, and selection by glob."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Properties of every state, layout and skeleton."""
 
-from __future__ import annotations
-
 import copy
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """Loading into tensors that share memory, from checkpoints whose tensors share storage."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Flattening and rebuilding states: every kind of value, every refusal, hostile skeletons."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import json

@@ -1,7 +1,5 @@
 """The model, written as plainly as it can be: one position and one head at a time, to compare `GPT` with."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """The divergence guard with skipped updates: the limit, the error at the end, and exact resumption."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Events of a run in logs and on a terminal: saves, the best step, memory, suggested learning rates."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """Export: the folder that is written, what transformers makes of it, and what is refused."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Generation: which tokens are drawn, and which global state stays unchanged."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

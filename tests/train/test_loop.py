@@ -1,7 +1,5 @@
 """The training loop, and exact resumption of stopped and killed runs."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Training runs that take a fraction of a second, and readers of their results."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Collection

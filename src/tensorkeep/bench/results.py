@@ -4,8 +4,6 @@
 at length. All times of day are UTC, ISO 8601; all sizes are bytes.
 """
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import Annotated, Any, Literal
 

@@ -4,8 +4,6 @@ A results file may come from a stranger: its size and depth are limited, every f
 unprintable characters, which could drive a terminal, are replaced.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Checks of arguments that several calls have."""
 
-from __future__ import annotations
-
 import os
 from typing import TYPE_CHECKING
 
@@ -44,7 +42,7 @@ def check_count(what: str, count: object) -> None:
         raise UsageError(f"{what} is {count!r}", remedy="give an int of 1 or more")
 
 
-def check_device(device: torch.device | str | None) -> None:
+def check_device(device: "torch.device | str | None") -> None:
     """Raise UsageError if tensors cannot be allocated on a device, before anything is read."""
     if device is None:
         return

@@ -1,7 +1,5 @@
 """Finding the format of a checkpoint by looking at its files."""
 
-from __future__ import annotations
-
 import os
 import re
 import stat

@@ -1,7 +1,5 @@
 """Resetting objects in forked children, which have neither the threads nor the locks of their parents."""
 
-from __future__ import annotations
-
 import os
 import weakref
 from collections.abc import Callable

@@ -5,8 +5,6 @@
 A value that cannot be followed is an error that names the file and the key. Other tables belong to the command line.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import stat

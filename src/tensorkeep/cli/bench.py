@@ -1,7 +1,5 @@
 """``tensorkeep bench``: compare checkpoint tools or training techniques on this machine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

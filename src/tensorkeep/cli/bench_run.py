@@ -1,7 +1,5 @@
 """Options of ``tensorkeep bench``, and its runs: progress, interrupts, resumption, report."""
 
-from __future__ import annotations
-
 import shlex
 import signal
 import sys
@@ -268,7 +266,7 @@ class _Silent:
 class _Bar:
     """A progress bar with the current arm, and the time left if it can be estimated."""
 
-    def __init__(self, bar: Progress, total: int) -> None:
+    def __init__(self, bar: "Progress", total: int) -> None:
         self._bar = bar
         self._task = bar.add_task("", total=total, left="")
 

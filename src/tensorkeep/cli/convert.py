@@ -1,7 +1,5 @@
 """``tensorkeep convert``: write a checkpoint in another format or with another compression."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from tensorkeep.checkpoint.inspect.convert import convert as write_converted

@@ -1,7 +1,5 @@
 """``tensorkeep data``: tokenize text for a training run, and show prepared data."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """``tensorkeep demo``: a checkpoint saved, loaded, verified and damaged, beside other tools."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict
 from pathlib import Path

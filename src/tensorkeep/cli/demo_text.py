@@ -1,7 +1,5 @@
 """The text of ``tensorkeep demo``, printed stage by stage."""
 
-from __future__ import annotations
-
 import textwrap
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """``tensorkeep diff``: how two checkpoints differ."""
 
-from __future__ import annotations
-
 import json
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """``tensorkeep env``: versions, hardware and file system."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tensorkeep.cli.output import DEFAULT, Output

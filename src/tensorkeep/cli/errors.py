@@ -17,8 +17,6 @@ code  meaning
 ====  ==========================================================================================
 """
 
-from __future__ import annotations
-
 import difflib
 import errno
 import json

@@ -1,7 +1,5 @@
 """``tensorkeep export``: write the model of a run as a folder for Hugging Face transformers."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal

@@ -1,7 +1,5 @@
 """``tensorkeep generate``: continue a text with the model of a run."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

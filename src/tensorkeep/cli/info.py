@@ -1,7 +1,5 @@
 """``tensorkeep info`` and ``tensorkeep ls``: the contents of a checkpoint, without its data."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """``tensorkeep train --list-techniques``: the techniques and their support on this machine."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import textwrap

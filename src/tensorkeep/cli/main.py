@@ -4,8 +4,6 @@ The exit codes are listed in `tensorkeep.cli.errors`. Commands are imported when
 imports neither torch nor numpy.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A flag wins over the environment (``TENSORKEEP_MEMORY_BUDGET=1GiB``), which wins
 (``[convert]`` / ``memory-budget = "1GiB"``), which wins over the default.
 """
 
-from __future__ import annotations
-
 import difflib
 import tomllib
 from collections.abc import Collection, Sequence

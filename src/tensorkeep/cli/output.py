@@ -1,7 +1,5 @@
 """The options that every command takes; JSON, text, progress and log messages follow them."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """``tensorkeep prune``: delete the steps of a run that no retention rule keeps."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from cyclopts import Parameter

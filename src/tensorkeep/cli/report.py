@@ -1,7 +1,5 @@
 """``tensorkeep report``: the tables, page, plots and CSV files of a results file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 

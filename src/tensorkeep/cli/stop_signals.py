@@ -1,7 +1,5 @@
 """The signals on which a training run saves and ends: Ctrl-C, SIGTERM and SIGHUP."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

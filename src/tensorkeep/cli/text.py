@@ -1,7 +1,5 @@
 """Text and tables: fitted to a terminal, aligned and complete in a pipe."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """``tensorkeep train``: train a model, or resume a run."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The output of ``tensorkeep train``: lines or a progress bar, and a summary."""
 
-from __future__ import annotations
-
 import math
 import shlex
 import sys
@@ -145,7 +143,7 @@ def listener(run: Run, output: Output) -> Iterator[Listener]:
 
 
 @contextmanager
-def bar(console: Console, steps: int, *, done: int = 0) -> Iterator[Bar]:
+def bar(console: "Console", steps: int, *, done: int = 0) -> Iterator[Bar]:
     """Draw a progress bar, which is removed at the end."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -1,7 +1,5 @@
 """``tensorkeep demo --training``: train, kill, resume, compare losses, generate text."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any

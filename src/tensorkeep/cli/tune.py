@@ -1,7 +1,5 @@
 """``tensorkeep tune``: the fastest settings for saves in a folder, measured and written."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any

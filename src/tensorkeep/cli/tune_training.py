@@ -1,7 +1,5 @@
 """``tensorkeep tune training``: techniques and batch size for a memory limit."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import tempfile

@@ -1,7 +1,5 @@
 """``tensorkeep verify``: check every checksum of checkpoints."""
 
-from __future__ import annotations
-
 import sys
 import time
 from typing import Annotated, Any

@@ -4,8 +4,6 @@ A codec encodes one block (at most 64 MiB of one tensor's raw bytes) and is call
 implementation by subclassing ``tensorkeep.testing.codec_suite.CodecSuite``.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -50,7 +48,7 @@ class Codec(Protocol):
     def bound(self, nbytes: int) -> int:
         """Return the maximum bytes that ``encode`` writes for a block of that many raw bytes."""
 
-    def encode(self, raw: Bytes, dtype: DType, out: Bytes) -> int:
+    def encode(self, raw: Bytes, dtype: "DType", out: Bytes) -> int:
         """Write the coded block to the front of ``out`` and return its length.
 
         Parameters
@@ -63,7 +61,7 @@ class Codec(Protocol):
             Scratch that the caller owns.
         """
 
-    def decode(self, stored: Bytes, dtype: DType, out: Bytes) -> None:
+    def decode(self, stored: Bytes, dtype: "DType", out: Bytes) -> None:
         """Fill ``out``, which has exactly the raw length, from a coded block.
 
         ``stored`` may be longer than the length that ``encode`` returned: zeros may follow.

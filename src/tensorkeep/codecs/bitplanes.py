@@ -18,8 +18,6 @@ Plane ``k`` holds byte ``k`` (0 = least significant) of every element. There are
 Everything is vectorised over runs that fit in the cache; only the scratch is allocated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One standard gzip member (RFC 1952), for readers that have only zlib."""
 
-from __future__ import annotations
-
 import zlib
 
 from tensorkeep.codecs.base import Bytes, Codec, CodecError, append, check_padding

@@ -29,8 +29,6 @@ content size, use no dictionary and a window of at most 256 KiB. Zeros MAY follo
 anything else.
 """
 
-from __future__ import annotations
-
 import struct
 import threading
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ masks, zeros) may shrink more with ``zstd``: if a few windows contain repeated w
 A block that neither shrinks is stored ``raw``.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from tensorkeep.codecs import planes, raw, zstd

@@ -1,7 +1,5 @@
 """The codec ``raw``: the bytes, unchanged."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tensorkeep.codecs.base import Bytes, Codec, CodecError, check_padding

@@ -1,7 +1,5 @@
 """One standard Zstandard frame (RFC 8878), for blocks with repetitions."""
 
-from __future__ import annotations
-
 import threading
 
 import zstandard

@@ -6,8 +6,6 @@ use `Reader.read` alone, so they work with every format. ``tensorkeep.testing.fo
 conformance suite. The writing half of the contract is defined in ``formats/write.py``; all of it can be imported here.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -129,7 +127,7 @@ class Reader(ABC):
 
     path: Path
     format: str
-    flat: Flat[StoredLeaf]
+    flat: "Flat[StoredLeaf]"
     leaf_specs: dict[str, LeafSpec]
     entries: dict[str, Entry]
     metadata: dict[str, Any]
@@ -167,7 +165,7 @@ class Reader(ABC):
     def close(self) -> None:
         """Close the files; a second call does nothing."""
 
-    def _set_state(self, flat: Flat[StoredLeaf], source: Path, leaf_specs: dict[str, LeafSpec] | None = None) -> None:
+    def _set_state(self, flat: "Flat[StoredLeaf]", source: Path, leaf_specs: dict[str, LeafSpec] | None = None) -> None:
         """Check that a state can be rebuilt from its description, and set `flat`, `leaf_specs` and `entries`.
 
         Parameters

@@ -1,7 +1,5 @@
 """Boxes of an array, one slice per dimension: grids, intersections, ranges in C order."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from math import prod

@@ -1,7 +1,5 @@
 """Errors of code that parses untrusted bytes: raised with file, tensor and error class."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A state as a list of tensors and plain values under paths of keys, for DCP and T5X."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod

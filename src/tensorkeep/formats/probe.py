@@ -3,8 +3,6 @@
 If the operating system refuses to read a path, that is an error; the path does not count as missing.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

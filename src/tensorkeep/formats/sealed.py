@@ -4,8 +4,6 @@ Such a file is ``{"xxh3_64":"<16 hex digits>","body":{...}}``. The checksum cove
 their closing quote to the end.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Protocol
 

@@ -8,8 +8,6 @@ There is one schema, `Sidecar`. A format that stores more of itself there subcla
 `read`, which decodes and validates the file with msgspec and checks it against the files that it lists.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The stored description of a state in JSON, and the rules that it must keep."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any, Protocol, TypeVar
@@ -35,7 +33,7 @@ class AliasRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     key: str = ""
 
     @classmethod
-    def of_alias(cls, alias: Alias, part: str, key: str = "") -> AliasRecord:
+    def of_alias(cls, alias: Alias, part: str, key: str = "") -> "AliasRecord":
         """Return the record of an alias."""
         return cls(alias.of, alias.offset_elements, alias.shape, alias.strides, part, key)
 
@@ -52,7 +50,7 @@ class Structure(msgspec.Struct, frozen=True):
     parts: dict[str, PartKey]
 
     @classmethod
-    def of_state(cls, flat: Flat[Source]) -> Structure:
+    def of_state(cls, flat: Flat[Source]) -> "Structure":
         """Return the structure of a flattened state."""
         aliases = {name: AliasRecord.of_alias(alias, flat.parts[name][0]) for name, alias in flat.aliases.items()}
         return cls(flat.skeleton, aliases, flat.parts)

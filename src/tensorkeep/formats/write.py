@@ -1,7 +1,5 @@
 """The writing half of a format's contract: settings, options, results, two-stage writes."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from abc import ABC, abstractmethod

@@ -5,8 +5,6 @@ not one for each tensor. A task acquires all that it needs in one call: two task
 another could deadlock.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import threading
@@ -66,7 +64,7 @@ class Buffer:
         Page-aligned; the contents are undefined.
     """
 
-    def __init__(self, pool: BufferPool, memory: mmap.mmap) -> None:
+    def __init__(self, pool: "BufferPool", memory: mmap.mmap) -> None:
         self.array: npt.NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
         self._pool = pool
         self._memory: mmap.mmap | None = memory

@@ -8,8 +8,6 @@ A temporary is locked (``flock``) by its writer. The next save to the same desti
 writers; if a writer is alive, it raises `BusyError`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os
@@ -33,7 +31,7 @@ _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
 
-_active: set[Commit] = set()
+_active: "set[Commit]" = set()
 
 
 class Commit:

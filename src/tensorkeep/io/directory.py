@@ -4,8 +4,6 @@ A save exchanges the old checkpoint for the new one and removes the old. Files o
 different checkpoints: the manifest of the old one and data of the new one. Files opened in an open directory cannot.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable

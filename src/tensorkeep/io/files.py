@@ -4,8 +4,6 @@ A buffered write of a checkpoint costs a copy, and then a flush that ``fsync`` w
 O_DIRECT. Where it is refused (tmpfs, some network file systems), the same calls go through the page cache.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -4,8 +4,6 @@ The lock (``flock``) is on the folder itself, so that no lock file is left behin
 that hosts share do not pass on locks of folders, so a writer on another host is not seen.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import weakref
@@ -17,7 +15,7 @@ from tensorkeep.io.commit import make_directory
 from tensorkeep.io.files import store_error, store_errors
 
 # Weak, so that a lock without references releases its folder.
-_held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+_held: "weakref.WeakSet[FolderLock]" = weakref.WeakSet()
 
 
 class FolderLock:

@@ -1,7 +1,5 @@
 """Running tasks on a few threads, in order, until done, a failure or Ctrl-C."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

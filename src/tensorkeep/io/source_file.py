@@ -1,7 +1,5 @@
 """Parallel positional reads of one file, from the page cache or around it."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import logging

@@ -4,8 +4,6 @@ Each temporary is a directory beside its destination that its writer locks (``fl
 when the writer dies, so a temporary without a lock is abandoned.
 """
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os

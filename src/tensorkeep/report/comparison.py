@@ -4,8 +4,6 @@ The layout is that of the optimisation guides, with two corrections: sizes are i
 headings name cold and warm loads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from tensorkeep.bench.analysis.statistics import Description

@@ -1,7 +1,5 @@
 """The tables of designs (steps, effects, interactions) and of published claims."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from tensorkeep.bench.analysis.wording import NOTHING, gain, interval

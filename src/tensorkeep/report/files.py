@@ -1,7 +1,5 @@
 """Writing a report: the page of HTML, the plots as PNG and SVG, and the figures as CSV."""
 
-from __future__ import annotations
-
 import csv
 import io
 import os

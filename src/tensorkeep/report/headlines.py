@@ -1,7 +1,5 @@
 """The sentences of a report: subject, verdicts, noise, and missing results."""
 
-from __future__ import annotations
-
 from tensorkeep.bench.analysis.warnings import too_noisy
 from tensorkeep.bench.analysis.wording import capitalised, counted, difference, gain, interval
 from tensorkeep.bench.results import Measure, Recommendation, Results, Statistics

@@ -1,7 +1,5 @@
 """The report as one offline page of HTML, in which every name is escaped."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

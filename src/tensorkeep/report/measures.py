@@ -4,8 +4,6 @@ Arms that worked on a smaller subject have smaller figures. Where amounts differ
 raw bytes that their cell worked on.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from tensorkeep.bench.analysis.statistics import Description, describe

@@ -1,7 +1,5 @@
 """The tables of a report: verdicts, observations, and why arms did not run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median

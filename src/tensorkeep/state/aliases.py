@@ -6,8 +6,6 @@ stored once, too. Stored separately, and no longer shared after a load, are leav
 that holds both, lazily conjugated or negated tensors, and a tensor and a numpy array of the same memory.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

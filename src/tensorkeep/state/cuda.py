@@ -4,8 +4,6 @@ The current stream is a setting of each thread. Inside ``with torch.cuda.stream(
 while the threads that gather and scatter leaves copy on the default stream, which does not wait for ``s``.
 """
 
-from __future__ import annotations
-
 import logging
 import mmap
 import os
@@ -75,7 +73,7 @@ class _SideStreams(threading.local):
 _side_streams = _SideStreams()
 
 
-def _cuda_devices(leaves: Iterable[Leaf]) -> set[torch.device]:
+def _cuda_devices(leaves: Iterable[Leaf]) -> "set[torch.device]":
     return {leaf.array.device for leaf in leaves if leaf.is_torch and leaf.array.is_cuda}
 
 

@@ -4,8 +4,6 @@ Names are torch's where torch has the dtype, ml_dtypes' otherwise. ``torch`` is 
 reading headers and printing tables does not wait for it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -53,7 +51,7 @@ class DType:
         return self.name
 
     @property
-    def torch(self) -> torch.dtype:
+    def torch(self) -> "torch.dtype":
         """The torch dtype.
 
         Raises UnsupportedError if torch does not have it.
@@ -150,7 +148,7 @@ def check_numpy(name: str, dtype: np.dtype[Any]) -> DType:
     raise UnsupportedLeafError(f"numpy dtype {dtype} cannot be saved", name=name, remedy=remedy)
 
 
-def check_torch(name: str, dtype: torch.dtype) -> DType:
+def check_torch(name: str, dtype: "torch.dtype") -> DType:
     """Return the entry of a tensor's dtype.
 
     Raises UnsupportedLeafError if it has none (quantised, sub-byte); ``name`` is the tensor's.

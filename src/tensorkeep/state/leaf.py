@@ -5,8 +5,6 @@ a GPU, lazily conjugated. If the memory is that stream already, `Leaf.host_bytes
 range of the stream is gathered, with extra memory of the range's size only.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 import mmap
@@ -108,7 +106,7 @@ class Leaf:
         self.nbytes = math.prod(self.shape) * self.dtype.itemsize
 
     @classmethod
-    def of(cls, name: str, value: object) -> Leaf | None:
+    def of(cls, name: str, value: object) -> "Leaf | None":
         """Return the leaf of a tensor, parameter, numpy array or numpy scalar; None for any other value.
 
         Raises UnsupportedLeafError if the value is a tensor or array that cannot be stored: sparse, quantised, nested,
@@ -243,7 +241,7 @@ class Leaf:
             begin = end
 
 
-def _check_plain(name: str, tensor: torch.Tensor) -> None:
+def _check_plain(name: str, tensor: "torch.Tensor") -> None:
     """Raise UnsupportedLeafError for a tensor that is not plain strided memory."""
     import torch
     from torch.nn.parameter import is_lazy
@@ -267,7 +265,9 @@ def _check_plain(name: str, tensor: torch.Tensor) -> None:
     raise UnsupportedLeafError(f"{problem} cannot be saved", name=name, remedy=remedy)
 
 
-def allocate(kind: LeafKind, dtype: DType, shape: Sequence[int], *, device: torch.device | str | None = None) -> Array:
+def allocate(
+    kind: LeafKind, dtype: DType, shape: Sequence[int], *, device: "torch.device | str | None" = None
+) -> Array:
     """Return uninitialised memory for a leaf.
 
     Parameters

@@ -7,8 +7,6 @@ become ``%i1``, ``%True``, ``%None``, ``%r1%2E5``. Names are never parsed back, 
 depend only on the set of paths, not on its order.
 """
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import re

@@ -4,8 +4,6 @@ A file has only the name of a class. Only a class that this process has register
 no file can make the process import or run anything.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 from typing import Any, TypeVar

@@ -4,8 +4,6 @@ JSON numbers represent integers below 2**53 only, since programs in other langua
 decoders take untrusted input and raise only `ValueError`.
 """
 
-from __future__ import annotations
-
 import base64
 import math
 import re

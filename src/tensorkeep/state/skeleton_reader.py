@@ -4,8 +4,6 @@ Skeletons come from untrusted files. A malformed one raises `ValueError` and not
 is not registered in this process raises `UnsupportedError`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 from collections import Counter, OrderedDict, namedtuple

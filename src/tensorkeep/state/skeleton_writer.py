@@ -37,8 +37,6 @@ A tensor that tracks gradients has ``"requires_grad": true`` beside its name, a 
 dtype, shape and place of a leaf are in the manifest's table of leaves.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import sys

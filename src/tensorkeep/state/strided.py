@@ -4,8 +4,6 @@ A range is split by recursion over the leading dimension (the end of a row, whol
 gathering it needs extra memory of the range's size, not of the array's.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -54,19 +52,19 @@ def slices(array: Array, first: int, last: int) -> Iterator[Array]:
         yield from slices(array[end], 0, last - end * row)
 
 
-def is_lazy(tensor: torch.Tensor) -> bool:
+def is_lazy(tensor: "torch.Tensor") -> bool:
     """Return whether the tensor is conjugated or negated on reading, so that its memory has other values."""
     return tensor.is_conj() or tensor.is_neg()
 
 
-def integer_dtype(itemsize: int) -> torch.dtype | None:
+def integer_dtype(itemsize: int) -> "torch.dtype | None":
     """Return torch's integer dtype of that many bytes; None for 16."""
     import torch
 
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(itemsize)
 
 
-def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+def as_integers(tensor: "torch.Tensor") -> "torch.Tensor":
     """Return a view as integers, which is copied bit for bit in every layout, on every device; complex128 as it is."""
     carrier = integer_dtype(tensor.element_size())
     return tensor if carrier is None else tensor.view(carrier)
@@ -77,7 +75,7 @@ def as_unsigned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return array.view(f"u{array.itemsize}") if array.itemsize <= 8 else array
 
 
-def gather_tensor(piece: torch.Tensor, out: Bytes) -> None:
+def gather_tensor(piece: "torch.Tensor", out: Bytes) -> None:
     """Copy a tensor of any layout into its bytes."""
     import torch
 
@@ -89,7 +87,7 @@ def gather_tensor(piece: torch.Tensor, out: Bytes) -> None:
         target.view(piece.dtype).reshape(piece.shape).copy_(piece)
 
 
-def scatter_tensor(piece: torch.Tensor, data: Bytes) -> None:
+def scatter_tensor(piece: "torch.Tensor", data: Bytes) -> None:
     """Copy bytes into a tensor of any layout."""
     import torch
 

@@ -5,8 +5,6 @@ list or object that is in two places of a state is two objects after a load; ten
 (``aliases.py``).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -183,7 +181,7 @@ class PlainValue(NamedTuple):
     node: Any  # of a plain value; the kind of everything else
     is_content: bool  # a plain value or an empty container: its absence elsewhere is a difference
 
-    def equals(self, other: PlainValue) -> bool:
+    def equals(self, other: "PlainValue") -> bool:
         """Return whether two values are the same in type and in every bit."""
         return self.kind == other.kind and json.dumps(self.node) == json.dumps(other.node)
 

@@ -6,8 +6,6 @@ Subclass it in your tests and name the codec::
         codec = my_package.my_codec.CODEC
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress

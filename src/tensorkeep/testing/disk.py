@@ -1,7 +1,5 @@
 """Listing files, and a system call that runs out of space."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 ``==`` cannot do that: NaN differs from itself, 0.0 equals -0.0, ``1 == True``, and tensors have no truth value.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import struct
 from collections import OrderedDict

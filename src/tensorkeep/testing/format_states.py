@@ -1,7 +1,5 @@
 """The states of the conformance suite of formats, and loading them through `Reader`."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any

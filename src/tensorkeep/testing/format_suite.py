@@ -7,8 +7,6 @@ Subclass it in your tests, with the format and its capabilities; pytest then run
         keeps_metadata = False
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Hypothesis strategies: dtypes, shapes, unusual tensors and arrays, nested states."""
 
-from __future__ import annotations
-
 import math
 import struct
 from collections import OrderedDict, namedtuple

@@ -9,8 +9,6 @@ Subclass it in your tests, name the technique, and break a run on purpose: the t
             run.model.blocks[0].forward = type(run.model.blocks[0]).forward.__get__(run.model.blocks[0])
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The validation loss of a model, over the full split or a fixed sample of batches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -1,7 +1,5 @@
 """Exporting a trained model as a folder that Hugging Face transformers opens."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

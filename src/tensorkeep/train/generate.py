@@ -1,7 +1,5 @@
 """Text generation: token by token, with temperature, top-k, top-p and a key-value cache."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The divergence guard: updates with a non-finite loss or gradient norm are not applied."""
 
-from __future__ import annotations
-
 import logging
 import shlex
 

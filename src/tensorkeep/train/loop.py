@@ -9,8 +9,6 @@ builds from a configuration, a folder and data::
 What a step does can be changed by techniques, which replace the functions of `tensorkeep.train.operations.Operations`.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Iterator

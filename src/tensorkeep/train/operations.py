@@ -1,7 +1,5 @@
 """The operations that a training step consists of; techniques wrap or replace them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 

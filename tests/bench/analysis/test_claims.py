@@ -1,7 +1,5 @@
 """Published claims, checked on documents that were made from known true gains."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from importlib import resources

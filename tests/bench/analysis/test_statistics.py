@@ -1,7 +1,5 @@
 """The bench's statistics, against scipy.stats, against simulation, and against what must hold for any data."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable

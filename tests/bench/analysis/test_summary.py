@@ -1,7 +1,5 @@
 """The summary of documents that were made from known true gains."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Verdicts: a difference counts only if the test, the interval and the A/A control agree."""
 
-from __future__ import annotations
-
 import math
 import random
 

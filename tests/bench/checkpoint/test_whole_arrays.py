@@ -1,7 +1,5 @@
 """Loading TensorStore arrays and T5X checkpoints array by array, as the bench measures it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Designs, and the order of the cells."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from pathlib import Path

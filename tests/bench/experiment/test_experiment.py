@@ -1,7 +1,5 @@
 """Experiments: those that ship, files of users, the configuration of a suite, and the errors of each."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """A cell runs in its own process: every end is reported as an outcome, and all its files are removed."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

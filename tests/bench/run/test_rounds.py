@@ -1,7 +1,5 @@
 """Interleaved rounds: their order, the ratios within a round, and arms that cannot run."""
 
-from __future__ import annotations
-
 import math
 
 from tensorkeep.bench.experiment.workload import Outcome

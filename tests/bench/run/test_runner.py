@@ -1,7 +1,5 @@
 """A run stores results after every cell, ends cleanly, and resumes with the next cell."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

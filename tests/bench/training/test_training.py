@@ -1,7 +1,5 @@
 """The training workload: the settings of an arm, its gate, and what a cell measures."""
 
-from __future__ import annotations
-
 import math
 import os
 import time

@@ -1,7 +1,5 @@
 """Comparing checkpoints."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Open checkpoints: indexing a lazy tensor equals indexing the full tensor."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Loading into new memory and into existing tensors, all or some."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

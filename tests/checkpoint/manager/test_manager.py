@@ -1,7 +1,5 @@
 """The checkpoint manager."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Rules for what to keep and when to save."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

@@ -1,7 +1,5 @@
 """The steps of a folder: their numbers, and removing one and nothing else."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The states of all optimizers are restored, and those of other parameters are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Restoring training states: mismatches are named before anything is touched."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training states: objects with a ``state_dict()``, random numbers, and mismatches."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``compression="auto"``: the decision from injected rates, its cost, and failing disks."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Saving in the background."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

@@ -1,7 +1,5 @@
 """Saving in the background from CUDA devices."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Concurrent saves: queued, replaced, refused, interrupted, failed, forked; none hangs, and no error is lost."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

@@ -1,7 +1,5 @@
 """What `save` refuses, reports and guarantees."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a signal does while an `OnSignal` is open, and afterwards."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

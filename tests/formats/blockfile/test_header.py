@@ -1,7 +1,5 @@
 """The header of a safetensors file: built, read back, and refused where it is malformed or contradictory."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Distributed checkpoints that tests use: written by DCP, and with DCP's own classes as many ranks write them."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Silences torch where it saves and loads without a process group."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 

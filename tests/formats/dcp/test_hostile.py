@@ -1,7 +1,5 @@
 """Hostile and damaged checkpoints: each is refused, and no code of theirs runs."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

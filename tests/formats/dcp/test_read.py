@@ -1,7 +1,5 @@
 """Reading checkpoints that DCP wrote, with one rank or many."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

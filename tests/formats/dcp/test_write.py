@@ -1,7 +1,5 @@
 """Writing checkpoints that DCP reads, and the cleanup after failed saves."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

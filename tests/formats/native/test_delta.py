@@ -1,7 +1,5 @@
 """Blocks stored as differences: only from undamaged bases, only where smaller, and decoded by their readers."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Incremental saves: unchanged blocks are linked, changed blocks are written or stored as differences."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

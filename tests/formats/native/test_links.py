@@ -1,7 +1,5 @@
 """The hard links of an incremental save: to the opened files, under valid names, durable."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

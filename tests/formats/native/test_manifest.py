@@ -1,7 +1,5 @@
 """Manifests that are read more than once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """The disk usage of steps that share files by hard links, and the new bytes of each step."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Safetensors files: exchanged with the official library, sharded, nested, coded and malformed."""
 
-from __future__ import annotations
-
 import json
 from collections import OrderedDict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The `tensorkeep` entry in the metadata of a safetensors file: valid notes are read, invalid ones refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

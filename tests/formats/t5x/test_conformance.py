@@ -1,7 +1,5 @@
 """The conformance suite of formats, for ``t5x``."""
 
-from __future__ import annotations
-
 from tensorkeep.formats import t5x
 from tensorkeep.testing.format_suite import FormatSuite
 

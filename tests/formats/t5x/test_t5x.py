@@ -1,7 +1,5 @@
 """T5X checkpoints: made by hand as T5X writes them, written by Tensorkeep, and hostile ones."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

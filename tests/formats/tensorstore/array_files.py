@@ -1,7 +1,5 @@
 """Arrays that tests of the format write: ours, those of other programs, and hostile ones."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

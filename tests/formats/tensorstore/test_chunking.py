@@ -1,7 +1,5 @@
 """Chunk shapes, and the budget of bytes in flight."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

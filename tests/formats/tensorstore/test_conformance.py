@@ -1,7 +1,5 @@
 """The conformance suite of formats, for the ways of writing arrays that differ most."""
 
-from __future__ import annotations
-
 import pytest
 
 from tensorkeep.formats import tensorstore

@@ -1,7 +1,5 @@
 """Reading arrays of other programs, and hostile ones."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Reading our arrays: every kind of damage is found, and nothing outside of the checkpoint is read."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The effect of each option of the format, and the cleanup after failed saves."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

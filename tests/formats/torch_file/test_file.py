@@ -1,7 +1,5 @@
 """Files of torch.save: never executed, verified by CRC-32, and loadable by torch."""
 
-from __future__ import annotations
-
 import collections
 import datetime
 import io

@@ -1,7 +1,5 @@
 """Opening files of torch.save: files replaced meanwhile, damaged files, and tensors larger than their storage."""
 
-from __future__ import annotations
-
 import collections
 import errno
 import os

@@ -1,7 +1,5 @@
 """Configurations, recipes, schedules, optimizers, averages and clocks."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Batches: each is a function of the seed and its number only."""
 
-from __future__ import annotations
-
 from itertools import islice
 from typing import Any
 

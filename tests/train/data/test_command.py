@@ -1,7 +1,5 @@
 """``tensorkeep data``: its output for people and programs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

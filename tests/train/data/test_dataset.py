@@ -1,7 +1,5 @@
 """Opening prepared data: its attributes, and the errors for damaged and hostile files."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

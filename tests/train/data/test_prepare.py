@@ -1,7 +1,5 @@
 """Preparing data: splits, refused input, cleanup after failures, and memory use."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

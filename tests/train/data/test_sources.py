@@ -1,7 +1,5 @@
 """Sources: which files are found, how they are read, and errors with file and position."""
 
-from __future__ import annotations
-
 import codecs
 import io
 import json

@@ -1,7 +1,5 @@
 """Tokenizers: encoding and decoding round-trip, in one piece and in many, and stored tokenizers are restored."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

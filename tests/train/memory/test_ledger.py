@@ -1,7 +1,5 @@
 """The ledger against measured memory: states byte for byte, activations within a tenth."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The ledger against what the CUDA allocator counts: the peak, and what checkpointing and 8-bit states spare of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

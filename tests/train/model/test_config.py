@@ -1,7 +1,5 @@
 """The configuration of the model: what it refuses, and the numbers that follow from it."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The model: against a plain one, its gradients, its initial weights, its cache."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from typing import Any

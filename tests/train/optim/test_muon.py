@@ -1,7 +1,5 @@
 """Muon on matrices together: the updates and states of torch's, which takes one after another."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

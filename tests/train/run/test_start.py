@@ -1,7 +1,5 @@
 """Opening and resuming runs: early refusals, the data that is used, and the record."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

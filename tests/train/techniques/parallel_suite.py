@@ -1,7 +1,5 @@
 """Conformance suite of a technique for several processes: that of any technique, and runs of two processes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar

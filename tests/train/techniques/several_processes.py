@@ -3,8 +3,6 @@
 A process reads tasks as lines of JSON from its standard input, and writes the result of each to its standard output.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

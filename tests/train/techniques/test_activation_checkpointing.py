@@ -1,7 +1,5 @@
 """Activation checkpointing: bit-identical gradients with less memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """Activation functions of the MLPs: which one runs, at equal size of the model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

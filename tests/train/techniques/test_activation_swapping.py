@@ -1,7 +1,5 @@
 """Activation swapping: bit-identical gradients, and no memory that is reused too early."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """Activation swapping on a GPU: conformance suite, memory, and slow streams."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Settings of the CUDA allocator: the environment that is needed, and the snapshot that proves it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 

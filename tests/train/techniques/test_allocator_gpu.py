@@ -1,7 +1,5 @@
 """Settings of the CUDA allocator on a GPU: set before the process starts, and set too late."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Attention kernels: conformance suites, and cases in which torch uses another kernel."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Conformance suites of attention kernels on a GPU, in 16 and in 32 bits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional

@@ -1,7 +1,5 @@
 """Compilation: conformance suite, and the cases in which torch silently falls back to Python."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Conformance suite of compilation on a GPU, in all modes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

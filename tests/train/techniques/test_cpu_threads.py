@@ -1,7 +1,5 @@
 """CPU threads: conformance suite, and how processors are chosen, bound and released."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """CUDA graphs on the CPU, with a recorder that calls the recorded function again instead of replaying kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Conformance suite of CUDA graphs on a GPU, alone and with other techniques."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Distributed data parallel, by one process and by two."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

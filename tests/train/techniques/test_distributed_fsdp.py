@@ -1,7 +1,5 @@
 """Fully sharded data parallel, by one process and by two."""
 
-from __future__ import annotations
-
 import pytest
 
 from tensorkeep.errors import UsageError

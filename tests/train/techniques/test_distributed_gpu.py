@@ -1,7 +1,5 @@
 """Techniques for several processes on GPUs: with one process, and with two where there are two GPUs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

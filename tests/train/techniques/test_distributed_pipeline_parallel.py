@@ -1,7 +1,5 @@
 """Pipeline parallelism, by one process and by two."""
 
-from __future__ import annotations
-
 import pytest
 
 from tensorkeep.errors import UsageError

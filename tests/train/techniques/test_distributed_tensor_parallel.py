@@ -1,7 +1,5 @@
 """Tensor parallelism, by one process and by two."""
 
-from __future__ import annotations
-
 import pytest
 
 from tensorkeep.errors import UsageError

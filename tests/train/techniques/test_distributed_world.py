@@ -1,7 +1,5 @@
 """Runs of several processes: how they start, what only rank 0 does, and how they end together."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

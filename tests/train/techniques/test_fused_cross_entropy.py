@@ -1,7 +1,5 @@
 """Fused cross-entropy: loss and gradients of the plain loss, without the logits of a batch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

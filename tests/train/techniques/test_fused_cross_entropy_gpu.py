@@ -1,7 +1,5 @@
 """Fused cross-entropy on a GPU: conformance suite, and the memory that it saves."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Fused AdamW: its kernel updates every weight of AdamW."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Fused AdamW on a GPU: conformance suite, also with float16, whose first update is skipped."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

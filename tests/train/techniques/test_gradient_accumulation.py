@@ -1,7 +1,5 @@
 """Gradient accumulation: micro-batches make the step of the whole batch, without an update between them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Curriculum by length: the documents that windows come from, stage by stage."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

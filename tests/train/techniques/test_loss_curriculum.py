@@ -1,7 +1,5 @@
 """Curriculum by loss: which windows are chosen, without a change of the run's state."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """AdamW with states of 8 and 4 bits: which ones are quantised, and how they are saved."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Conformance suite of the low-bit AdamW on a GPU, compiled."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The plateau schedule as a technique: the learning rates of the optimizers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

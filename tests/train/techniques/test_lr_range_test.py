@@ -1,7 +1,5 @@
 """The range test as a technique: the learning rates of the optimizers, and its conflicts."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """Mixed precision: 16-bit matmuls, 32-bit weights and losses; in float16, a scaler that is saved."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Optimizer offload, with the weights on the CPU too: the arithmetic is the same."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Optimizer offload on a GPU: conformance suite, and the device of the states."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

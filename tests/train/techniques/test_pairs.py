@@ -1,7 +1,5 @@
 """Every pair of techniques without a conflict: both are proved, and the run resumes exactly."""
 
-from __future__ import annotations
-
 import json
 from itertools import combinations
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Progressive length: the lengths of the windows, and that no token is lost."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """When techniques are verified: in the first step, or in the first step that makes an update."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Proofs of other techniques in runs with sharded weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

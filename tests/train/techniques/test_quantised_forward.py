@@ -1,7 +1,5 @@
 """Quantised forward: rounding, straight-through gradients, and that every layer is quantised."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Quantised forward in float8, which only some GPUs support."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

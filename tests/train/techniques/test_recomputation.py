@@ -1,7 +1,5 @@
 """Activation checkpointing recomputes the same bits, together with each other technique."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Sparse attention: which keys are visible, and that a cache chooses the same."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The stack of techniques: unknown names, conflicts, order, and missing requirements."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import pytest

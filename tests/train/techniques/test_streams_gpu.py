@@ -1,7 +1,5 @@
 """Saving and loading inside a CUDA stream of the caller."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

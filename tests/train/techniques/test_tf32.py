@@ -1,7 +1,5 @@
 """TF32, on a simulated chip where this one does not round."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Conformance suite of TF32 on a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Triton kernels in Triton's interpreter: values and gradients of torch's activations."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Triton kernels on a GPU: conformance suite, values and gradients in each dtype."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

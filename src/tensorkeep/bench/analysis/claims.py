@@ -15,8 +15,6 @@ The rules, for each figure of a claim:
 Seconds are never compared: they depend on the hardware.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import resources

@@ -3,8 +3,6 @@
 Everything is computed within each block, on a log scale, and summarised over the blocks like every other ratio.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import defaultdict

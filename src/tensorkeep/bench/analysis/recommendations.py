@@ -4,8 +4,6 @@ Only an arm with the verdict *helps* is recommended; never the A/A control, an a
 an arm that failed its gate even once. Where no arm helps, the sentence names that.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 

@@ -4,8 +4,6 @@ A figure counts only if its cell is ``ok``. Two figures are compared within one 
 that worked on a smaller subject compares fairly. A rate (``better: higher``) is already relative and is not divided.
 """
 
-from __future__ import annotations
-
 import math
 
 from tensorkeep.bench.analysis.statistics import Comparison, compare

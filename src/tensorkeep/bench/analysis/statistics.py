@@ -13,8 +13,6 @@ Student's t distribution, central and noncentral, comes from ``scipy.special``, 
 is imported at its first use; ``scipy.stats``, which has more, takes seconds to import.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The summary of a results file, computed from its cells alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict
 

@@ -5,8 +5,6 @@ must lie on one side of 1; and the A/A control, the baseline measured again unde
 noise. Differences below 0.1% never count: sizes have no noise, and a few bytes of header are not worth a verdict.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 Every function looks for one problem and yields a `Caution` for each time it finds it.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

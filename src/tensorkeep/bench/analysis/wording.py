@@ -1,7 +1,5 @@
 """Formatting of numbers, gains, intervals, percentages and lists in texts, tables and plots."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 NOTHING = "-"

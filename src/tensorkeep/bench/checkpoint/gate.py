@@ -1,7 +1,5 @@
 """The gate of loads: a load counts only if it returned the saved state, bit for bit."""
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Iterator
 from typing import Any

@@ -5,8 +5,6 @@ its first save writes from memory that was never touched. On a virtual machine, 
 touch, that first save can take several times as long.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import time

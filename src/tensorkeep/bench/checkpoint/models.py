@@ -5,8 +5,6 @@ A *spec* names a model and changes to it: ``openllama-3b``, ``openllama-3b:first
 narrow range of exponents, and mantissas that are noise.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -61,7 +59,7 @@ class Llama:
             "post_attention_layernorm": (self.width,),
         }
 
-    def scaled(self, scale: float) -> Llama:
+    def scaled(self, scale: float) -> "Llama":
         """Return a model of the same depth with about ``scale`` times the weights.
 
         The size of every matrix is the product of two of width, MLP and vocabulary. So each of them is multiplied by
@@ -160,7 +158,7 @@ def spec_of_size(nbytes: int, model: str = "openllama-3b", dtype: str = DEFAULT_
     return f"{model}:layers={layers}:{dtype}" if layers >= 1 else f"{model}:scale={nbytes / whole.nbytes:.4f}:{dtype}"
 
 
-def build(spec: str, *, seed: int = 0) -> dict[str, torch.Tensor]:
+def build(spec: str, *, seed: int = 0) -> "dict[str, torch.Tensor]":
     """Return the tensors of a spec: weights drawn N(0, 0.02), norms 1.
 
     A tensor's values depend only on the seed, its position and its shape, so the weights of ``first-100`` are the first
@@ -185,7 +183,7 @@ def build(spec: str, *, seed: int = 0) -> dict[str, torch.Tensor]:
     parsed = parse(spec)
     dtype = getattr(torch, parsed.dtype)
 
-    def fill(place: int, shape: tuple[int, ...]) -> torch.Tensor:
+    def fill(place: int, shape: tuple[int, ...]) -> "torch.Tensor":
         if len(shape) == 1:
             return torch.ones(shape, dtype=dtype)
         return _normal(shape, dtype, torch.Generator().manual_seed(seed * 1_000_003 + place))
@@ -196,7 +194,7 @@ def build(spec: str, *, seed: int = 0) -> dict[str, torch.Tensor]:
         return dict(zip(parsed.shapes, tensors, strict=True))
 
 
-def _normal(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+def _normal(shape: tuple[int, ...], dtype: "torch.dtype", generator: "torch.Generator") -> "torch.Tensor":
     """Draw in float32, chunk by chunk, because a float32 copy of the tensor would double the memory."""
     import torch
 
@@ -209,7 +207,7 @@ def _normal(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generat
     return tensor
 
 
-def add_adamw_state(tensors: dict[str, torch.Tensor], *, seed: int = 0) -> dict[str, Any]:
+def add_adamw_state(tensors: "dict[str, torch.Tensor]", *, seed: int = 0) -> dict[str, Any]:
     """Return ``{"model": tensors, "optimizer": state_dict, "step": 1}`` after one AdamW step.
 
     The gradients are random, N(0, 0.001). The moments have the dtype of the weights, as in torch's AdamW, and

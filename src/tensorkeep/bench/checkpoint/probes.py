@@ -5,8 +5,6 @@ A save ends when its files and their directory entries are on the disk, so the c
 page cache, and *warm* if all of it was read just before.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

@@ -1,7 +1,5 @@
 """A state to save, and memory of the same structure to load into."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import Any
 

@@ -3,8 +3,6 @@
 Every load is compared with the saved state, bit for bit.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``tensorkeep demo``: compare tools, verify a checkpoint, flip a bit in a copy of it."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator

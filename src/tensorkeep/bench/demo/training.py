@@ -1,7 +1,5 @@
 """``tensorkeep demo --training``: train a small GPT, kill it, resume it, compare the losses."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -5,8 +5,6 @@ in `Arm.places`: step 1 of a stack is also its first change alone, and the last 
 another one that it needs is omitted, with the reason.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence

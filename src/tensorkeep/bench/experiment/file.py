@@ -5,8 +5,6 @@ is the list of values that the setting of its name takes, or an object of levels
 of ``values.py`` are the schema.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal

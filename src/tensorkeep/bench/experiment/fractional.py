@@ -7,8 +7,6 @@ factors have minimum aberration (Montgomery, *Design and Analysis of Experiments
 are words of odd length, which give resolution IV by themselves.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Experiments by name (those that ship with Tensorkeep) or by path (JSON files)."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

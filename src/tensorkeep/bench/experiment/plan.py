@@ -1,7 +1,5 @@
 """A plan: an experiment and its arms, with their roles, ready to be run."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -47,7 +45,7 @@ class Plan(msgspec.Struct, frozen=True):
         message = f"experiment {self.experiment.name!r} has no arm {name!r}"
         raise UsageError(message, remedy=did_you_mean(name, known, "its arms"))
 
-    def with_design(self, *, runs: int | None = None, seed: int | None = None, limits: Limits | None = None) -> Plan:
+    def with_design(self, *, runs: int | None = None, seed: int | None = None, limits: Limits | None = None) -> "Plan":
         """Return the plan with another number of blocks, another order, or other limits of a cell; None keeps each.
 
         Raises UsageError if the number of blocks is out of range.
@@ -58,7 +56,7 @@ class Plan(msgspec.Struct, frozen=True):
         changed = {name: value for name, value in given.items() if value is not None}
         return replace(self, experiment=replace(self.experiment, **changed))
 
-    def with_settings(self, **settings: Any) -> Plan:
+    def with_settings(self, **settings: Any) -> "Plan":
         """Return the plan with some of the workload's settings replaced.
 
         Raises UsageError if a setting is unknown or invalid.
@@ -67,7 +65,7 @@ class Plan(msgspec.Struct, frozen=True):
         checked = workload.parse_settings({**self.experiment.settings, **settings})
         return replace(self, experiment=replace(self.experiment, settings=msgspec.to_builtins(checked)))
 
-    def only(self, names: Collection[str]) -> Plan:
+    def only(self, names: Collection[str]) -> "Plan":
         """Return the plan with some of its arms, compared one by one; the baseline and its control are kept.
 
         Raises UsageError if an arm does not exist.

@@ -6,8 +6,6 @@ by halving the largest dimension. ``compression: null`` stores raw bytes; withou
 Blosc.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Conversion of JSON to typed structs; an error names file, field and remedy."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Collection

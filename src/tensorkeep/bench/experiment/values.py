@@ -1,7 +1,5 @@
 """The input of designs: a base and the changes to its settings."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import msgspec

@@ -7,8 +7,6 @@ engine handles settings as JSON objects; only the workload gives them types:
 * ``ArmT``: the settings of one arm.
 """
 
-from __future__ import annotations
-
 import importlib
 import time
 from abc import ABC, abstractmethod

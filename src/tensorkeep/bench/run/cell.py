@@ -1,7 +1,5 @@
 """Run one cell in a process of its own, with limits on time and memory."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

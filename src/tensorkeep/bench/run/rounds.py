@@ -4,8 +4,6 @@ Used where a fresh process for each measurement would take too long. Machines dr
 differ, so two arms are compared round by round.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import time

@@ -3,8 +3,6 @@
 The results are written after each cell, so that an interrupted run can resume.
 """
 
-from __future__ import annotations
-
 import random
 import statistics
 from collections.abc import Callable

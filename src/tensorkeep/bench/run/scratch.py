@@ -1,7 +1,5 @@
 """The scratch folder of a run: on the measured disk, locked by the run, removed after it."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 from collections.abc import Iterator

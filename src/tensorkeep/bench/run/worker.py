@@ -4,8 +4,6 @@ The last line of its output is the outcome. The task is a `tensorkeep.bench.expe
 `run_cell` starts the process.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import shutil

@@ -1,7 +1,5 @@
 """The arms of a training comparison: changes to a recipe, and the losses they must keep."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One cell of a training comparison: trains a run, records figures, gates the losses."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@
 their losses.
 """
 
-from __future__ import annotations
-
 import hashlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The training workload: a recipe with techniques and other changes, on the same data."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Two stages in interleaved rounds: first raw and lossless, each with direct I/O a
 the winner, the number of threads.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Techniques and smaller batches that reduce training memory, ordered by expected step time."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ The first setting is kept unless another one is faster by the bench's statistics
 adjusted for all settings of the stage, its 95% interval, and at least 5% gain.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -43,7 +41,7 @@ class Setting:
     direct_io: bool
 
     @classmethod
-    def default(cls) -> Setting:
+    def default(cls) -> "Setting":
         """Return the default settings of `save`; the default memory budget limits its threads."""
         return cls("none", min(default_threads(), DEFAULT_BUDGET // _PER_THREAD), direct_io=True)
 

@@ -1,7 +1,5 @@
 """``tensorkeep tune training``: the cheapest techniques that fit into a memory limit."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ else in the file is kept byte by byte. The new text is parsed before it is writt
 else than intended.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Comparing the tensors of two checkpoints in parallel: how many elements differ, and by how much at most."""
 
-from __future__ import annotations
-
 import functools
 import math
 import threading

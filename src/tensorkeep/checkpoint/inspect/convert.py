@@ -1,7 +1,5 @@
 """`tensorkeep.convert`: write a checkpoint again, in another format, without loading all of it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`tensorkeep.diff`: compare two checkpoints of any formats, tensor by tensor."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass

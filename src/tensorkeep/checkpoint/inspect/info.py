@@ -1,7 +1,5 @@
 """`tensorkeep.info`: what a checkpoint contains, without reading a tensor."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """`tensorkeep.open`: a mapping of lazy tensors; indexing one reads only the blocks that hold the selected rows."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 
 def open(
     path: PathLike, *, verify: bool = True, format: str | None = None, memory_budget: MemorySize = DEFAULT_BUDGET
-) -> Checkpoint:
+) -> "Checkpoint":
     """Open a checkpoint of any format without reading a tensor; a context manager, and a mapping of lazy tensors.
 
     Parameters
@@ -80,7 +78,7 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
         """Raw bytes of all tensors; shared storage counts once."""
         return sum(leaf.nbytes for leaf in self._reader.flat.leaves.values())
 
-    def __getitem__(self, name: str) -> LazyTensor:
+    def __getitem__(self, name: str) -> "LazyTensor":
         return LazyTensor(self, name)
 
     def __iter__(self) -> Iterator[str]:
@@ -111,7 +109,7 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
         *,
         into: Any = None,
         select: str | Iterable[str] | None = None,
-        device: torch.device | str | None = None,
+        device: "torch.device | str | None" = None,
         progress: Progress | None = None,
         threads: int | None = None,
     ) -> Any:
@@ -156,7 +154,7 @@ class LazyTensor:
         self._checkpoint = checkpoint
 
     @property
-    def dtype(self) -> torch.dtype | np.dtype[Any]:
+    def dtype(self) -> "torch.dtype | np.dtype[Any]":
         """The torch dtype; the numpy dtype if it was saved as a numpy array."""
         return self._dtype.numpy if self._kind in ("ndarray", "npscalar") else self._dtype.torch
 

@@ -1,7 +1,5 @@
 """`tensorkeep.load`: a state, or some of its tensors, into new memory or into tensors that exist."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,7 +25,7 @@ class LoadRequest:
 
     into: Any = None
     select: str | Iterable[str] | None = None
-    device: torch.device | str | None = None
+    device: "torch.device | str | None" = None
     progress: Progress | None = None
     threads: int | None = None
 
@@ -37,7 +35,7 @@ def load(
     *,
     into: Any = None,
     select: str | Iterable[str] | None = None,
-    device: torch.device | str | None = None,
+    device: "torch.device | str | None" = None,
     verify: bool = True,
     page_cache: bool = False,
     format: str | None = None,

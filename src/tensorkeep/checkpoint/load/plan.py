@@ -1,7 +1,5 @@
 """Where the tensors of a checkpoint are loaded: given tensors are filled in place, others get new memory."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -30,7 +28,7 @@ class LoadPlan:
     """
 
     def __init__(
-        self, reader: Reader, chosen: list[str], given: Mapping[str, Target], device: torch.device | str | None
+        self, reader: Reader, chosen: list[str], given: Mapping[str, Target], device: "torch.device | str | None"
     ) -> None:
         self._reader = reader
         self._chosen = chosen
@@ -48,7 +46,7 @@ class LoadPlan:
                 if not full or self._stored.setdefault(alias.of, leaf) is not leaf:
                     self._views.append(leaf)
 
-    def _allocate(self, names: list[str], device: torch.device | str | None) -> None:
+    def _allocate(self, names: list[str], device: "torch.device | str | None") -> None:
         """Allocate stored tensors; a single view of one that is not wanted gets memory for itself only."""
         flat, entries = self._reader.flat, self._reader.entries
         _check_memory(self._reader, names, device)
@@ -99,7 +97,7 @@ class LoadPlan:
         return values
 
 
-def _check_memory(reader: Reader, chosen: Iterable[str], device: torch.device | str | None) -> None:
+def _check_memory(reader: Reader, chosen: Iterable[str], device: "torch.device | str | None") -> None:
     """Refuse sizes that this machine can never hold: a hostile file may claim any."""
     stored = {reader.entries[name].alias_of or name for name in chosen}
     needed = sum(reader.flat.leaves[name].nbytes for name in stored)

@@ -1,7 +1,5 @@
 """Reading tensors in ranges: many in parallel, or one, stored itself or a view of a stored tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Comparing the state given to ``into=`` with a checkpoint, before anything is overwritten."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`tensorkeep.verify`: read a checkpoint to the end and check everything that its format allows."""
 
-from __future__ import annotations
-
 import os
 import threading
 from contextlib import ExitStack

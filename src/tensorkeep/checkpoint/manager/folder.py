@@ -1,7 +1,5 @@
 """The folder of a training run: its lock, its complete steps, and deleting those that no rule keeps."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -1,7 +1,5 @@
 """`tensorkeep.CheckpointManager`: saves the steps of a training run, deletes old ones, restores the last good one."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time
@@ -234,7 +232,7 @@ class CheckpointManager:
         into: Any = None,
         *,
         select: str | Iterable[str] | None = None,
-        device: torch.device | str | None = None,
+        device: "torch.device | str | None" = None,
         threads: int | None = None,
         progress: Progress | None = None,
     ) -> Any:

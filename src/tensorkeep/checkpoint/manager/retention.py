@@ -4,8 +4,6 @@ A rule never deletes anything. The manager deletes what no rule keeps, after a l
 never deleted.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -40,7 +38,7 @@ class Keep(ABC):
         """Check the metrics of a step before it is saved; UsageError if the rule needs other ones."""
         return
 
-    def __or__(self, other: Keep) -> Keep:
+    def __or__(self, other: "Keep") -> "Keep":
         return KeepAny((self, other))
 
 

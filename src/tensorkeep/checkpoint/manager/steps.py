@@ -1,7 +1,5 @@
 """The steps of a training run: checkpoints ``step-000100``, ``step-000200``, ... in one folder."""
 
-from __future__ import annotations
-
 import logging
 import math
 import operator

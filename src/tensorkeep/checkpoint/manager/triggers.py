@@ -1,7 +1,5 @@
 """When to save: rules that are asked after each training step, and combinations of them."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time
@@ -38,7 +36,7 @@ class SaveWhen(ABC):
         """Note that this step was saved, for whatever reason; called by the manager."""
         return
 
-    def __or__(self, other: SaveWhen) -> SaveWhen:
+    def __or__(self, other: "SaveWhen") -> "SaveWhen":
         return AnyOf((self, other))
 
 

@@ -1,7 +1,5 @@
 """The containers of a state: their items, and a copy of a container with other items."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping

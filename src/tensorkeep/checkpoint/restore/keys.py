@@ -1,7 +1,5 @@
 """Comparing the keys of a training state with those of a checkpoint."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Matching a training state with a checkpoint: what does not fit, and which tensors are filled in place."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

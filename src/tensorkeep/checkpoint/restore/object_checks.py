@@ -1,7 +1,5 @@
 """Asking an object whether it accepts its saved state, before any of it is loaded."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -77,7 +75,7 @@ def _without_data(saved: Any) -> Any:
     return saved if found is None else with_items(saved, {key: _without_data(item) for key, item in found})
 
 
-def _by_optimizer(optimizer: torch.optim.Optimizer, saved: Any) -> Iterator[tuple[Path, str]]:
+def _by_optimizer(optimizer: "torch.optim.Optimizer", saved: Any) -> Iterator[tuple[Path, str]]:
     groups = optimizer.param_groups
     counts, saved_counts = _counts(groups), _counts(saved.get("param_groups") if isinstance(saved, dict) else None)
     if saved_counts is None:

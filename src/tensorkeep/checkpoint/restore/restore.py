@@ -1,7 +1,5 @@
 """Restoring a training state: tensors in place, objects by ``load_state_dict``, everything checked first."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from contextlib import suppress

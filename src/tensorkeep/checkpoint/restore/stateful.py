@@ -1,7 +1,5 @@
 """Objects with a ``state_dict()``: replacing them by their states, and loading these back; `RandomState`."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable

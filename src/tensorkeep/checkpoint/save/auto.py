@@ -4,8 +4,6 @@
 destination is written. `Rates.seconds` predicts the duration of both saves, and the faster one is chosen.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The one path of every save: check the arguments, choose the compression, plan the writing, return a job."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """One save while it is copied, written and waited for, and its report: what `SaveQueue` runs."""
 
-from __future__ import annotations
-
 import atexit
 import logging
 import os

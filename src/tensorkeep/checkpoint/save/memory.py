@@ -1,7 +1,5 @@
 """The buffers of saves: one memory budget for the copy of the state and the writing of it."""
 
-from __future__ import annotations
-
 from typing import Self
 
 from tensorkeep.checkpoint.arguments import MemorySize

@@ -1,7 +1,5 @@
 """What the caller of a background save holds: whether it is over, and its report or error."""
 
-from __future__ import annotations
-
 import os
 
 from tensorkeep.checkpoint.save.job import SaveJob, SaveReport

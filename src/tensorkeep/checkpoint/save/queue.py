@@ -5,8 +5,6 @@ The whole path of a background save is here. `SaveQueue.add` runs in the caller'
 meanwhile, and ends.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """`tensorkeep.save` and `tensorkeep.save_async`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tensorkeep.checkpoint.arguments import MemorySize

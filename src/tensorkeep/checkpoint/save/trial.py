@@ -3,8 +3,6 @@
 Each of the three is measured for at most about a tenth of a second, with the code and the threads of the save itself.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time

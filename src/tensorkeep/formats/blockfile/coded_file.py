@@ -4,8 +4,6 @@ Each task takes its offset when the task before it has taken its own. Space for 
 the header is written last.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 A task reads its blocks from the state, or from a copy that was staged before, so that the state may change meanwhile.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 from abc import ABC, abstractmethod

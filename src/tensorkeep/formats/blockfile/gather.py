@@ -1,7 +1,5 @@
 """Copying and hashing the raw bytes of a task's blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -4,8 +4,6 @@ A file is ``u64 N | N bytes of JSON | data``. The JSON maps each name to its dty
 the ranges cover the data without holes or overlaps. Source: the format section of the safetensors README.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass

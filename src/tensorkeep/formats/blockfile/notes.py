@@ -13,8 +13,6 @@ A file of changes may hold some blocks of a tensor only, or blocks that are diff
 version is 2, so that a reader of version 1 refuses it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 from math import prod
 from pathlib import Path

@@ -4,8 +4,6 @@ A data file is one stream of bytes. A task is a run of whole blocks, together at
 run of whole pages of the file, so that tasks can be written in any order, with O_DIRECT, without sharing pages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -96,7 +94,7 @@ class Block:
         return self.stop - self.start
 
     @property
-    def key(self) -> BlockKey:
+    def key(self) -> "BlockKey":
         return self.leaf.key, self.index
 
 

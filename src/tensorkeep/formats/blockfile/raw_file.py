@@ -1,7 +1,5 @@
 """Data files of raw tensors: every offset is known before anything is written."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Reading tensors stored as blocks, raw or coded, with or without checksums."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -47,7 +45,7 @@ class StoredBlock:
     length: int
     raw: str = ""
     stored: str = ""
-    bases: tuple[StoredBlock, ...] = ()
+    bases: "tuple[StoredBlock, ...]" = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,6 @@
 Written in one process; read without DCP's own reader and without a process group, from any number of ranks.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import ClassVar

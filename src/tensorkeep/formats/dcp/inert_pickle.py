@@ -5,8 +5,6 @@ only; any other name is refused. `pickletools` splits the bytes into opcodes and
 exist, so a length in the file never causes an allocation.
 """
 
-from __future__ import annotations
-
 import pickletools
 from collections.abc import Callable, Container
 from typing import Any, NamedTuple

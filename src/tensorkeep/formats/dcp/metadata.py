@@ -4,8 +4,6 @@ The file is a pickle of the dataclasses of ``torch.distributed.checkpoint.metada
 it (see ``inert_pickle.py``), and every field is checked.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod

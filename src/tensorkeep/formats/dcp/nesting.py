@@ -1,7 +1,5 @@
 """Rebuilding the nested state of a distributed checkpoint without a sidecar."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The options of the format ``dcp``."""
 
-from __future__ import annotations
-
 from tensorkeep.errors import UsageError
 from tensorkeep.formats.base import FormatOptions
 

@@ -5,8 +5,6 @@ numpy array over the mapped memory, in the layout that was saved. Torch writes t
 check it; here it is checked before the first byte is returned.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import threading

@@ -1,7 +1,5 @@
 """Reader of distributed checkpoints: untrusted, memory-mapped, without a process group."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from math import prod

@@ -1,7 +1,5 @@
 """Check that the chunks of a sharded tensor cover it, each element once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import prod
 

@@ -4,8 +4,6 @@ Each data file ``__0_{n}.distcp`` is a concatenation of ``torch.save`` files, on
 written by one thread. ``.metadata`` is a pickle of DCP's own dataclasses. One rename publishes all of it.
 """
 
-from __future__ import annotations
-
 import functools
 import pickle
 import threading
@@ -78,7 +76,7 @@ def write(
     return WriteResult(stored_bytes=size, new_bytes=size, peak_buffer_bytes=tensors.peak_bytes)
 
 
-def _assign(items: Sequence[Item], tensors: _Tensors, count: int) -> list[list[Item]]:
+def _assign(items: Sequence[Item], tensors: "_Tensors", count: int) -> list[list[Item]]:
     """Distribute items over files as DCP does: values in turn; tensors to the smallest file, the largest first."""
     files: list[list[Item]] = [[] for _ in range(min(count, len(items)))]
     for number, item in enumerate(item for item in items if not item.leaf):
@@ -91,7 +89,7 @@ def _assign(items: Sequence[Item], tensors: _Tensors, count: int) -> list[list[I
     return [chosen for chosen in files if chosen]
 
 
-def _metadata(items: Sequence[Item], tensors: _Tensors, locations: dict[str, _StorageInfo]) -> Metadata:
+def _metadata(items: Sequence[Item], tensors: "_Tensors", locations: dict[str, _StorageInfo]) -> Metadata:
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for item in items:
@@ -132,7 +130,7 @@ class _Writer:
         Where each entry was written.
     """
 
-    def __init__(self, tensors: _Tensors, meter: parallel.Meter) -> None:
+    def __init__(self, tensors: "_Tensors", meter: parallel.Meter) -> None:
         self.locations: dict[str, _StorageInfo] = {}
         self.cancellation = parallel.Cancellation()
         self._tensors = tensors

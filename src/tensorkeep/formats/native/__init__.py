@@ -3,8 +3,6 @@
 Specified in ``docs/reference/native-format.md``.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tensorkeep.formats.base import Format, OpenSettings, Reader, StagedWrite, WriteResult, WriteSettings

@@ -1,7 +1,5 @@
 """The directory of a native checkpoint: detection, summary and foreign files."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import NamedTuple

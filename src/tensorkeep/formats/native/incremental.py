@@ -1,7 +1,5 @@
 """Data files of incremental saves: only blocks that changed since an earlier checkpoint."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass

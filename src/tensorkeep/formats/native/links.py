@@ -4,8 +4,6 @@ A link is made by name. The name may stand for another file than the one that wa
 meanwhile, and the file may not be durable yet, if it was copied there a moment ago: both are checked.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Container

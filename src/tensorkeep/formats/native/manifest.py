@@ -4,8 +4,6 @@ The manifest carries a checksum of itself (see ``formats/sealed.py``). It is wri
 only if it has a valid manifest. The format is specified in ``docs/reference/native-format.md``.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ in itself: the file system counts the links, and removing one checkpoint never b
 may be stored as the difference from the earlier one.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections import defaultdict

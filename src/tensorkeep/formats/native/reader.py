@@ -1,7 +1,5 @@
 """Reading a native checkpoint, without trusting anything in it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import asdict

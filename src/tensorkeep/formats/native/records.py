@@ -4,8 +4,6 @@ msgspec decodes them and checks their types and ranges; ``manifest.py`` checks t
 ``docs/reference/native-format.md`` specifies the format.
 """
 
-from __future__ import annotations
-
 from itertools import accumulate
 from math import prod
 from typing import Annotated, Any

@@ -4,8 +4,6 @@ Bytes are those of the blocks that the file system has allocated for a file, as 
 counts in full, and a file system that compresses or leaves out zeros allocates fewer.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass

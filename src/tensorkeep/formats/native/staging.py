@@ -1,7 +1,5 @@
 """Copies of a state's blocks, made before the caller continues and written later."""
 
-from __future__ import annotations
-
 import functools
 import threading
 

@@ -1,7 +1,5 @@
 """Writer of native checkpoints: data files, indexes, manifest, then one rename."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Iterator, Sequence

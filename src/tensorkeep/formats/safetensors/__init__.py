@@ -6,8 +6,6 @@ entry ``tensorkeep`` of the file's ``__metadata__`` (see ``blockfile/notes.py``)
 their dotted names and `tensorkeep.load` returns the nested state.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tensorkeep.formats.base import Format, OpenSettings, Reader, WriteResult, WriteSettings

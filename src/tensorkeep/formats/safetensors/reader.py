@@ -1,7 +1,5 @@
 """Reading safetensors files and sharded directories, without trusting anything in them."""
 
-from __future__ import annotations
-
 import re
 import stat
 from collections.abc import Mapping

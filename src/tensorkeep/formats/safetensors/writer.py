@@ -1,7 +1,5 @@
 """Writing safetensors: one file, or a directory of shards with an index."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Arrays are written and read by TensorStore, which comes with ``pip install 'tensorkeep[tensorstore]'``.
 """
 
-from __future__ import annotations
-
 import stat
 from pathlib import Path
 from typing import ClassVar

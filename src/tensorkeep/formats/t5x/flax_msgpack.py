@@ -6,8 +6,6 @@ An array of more than 2**30 bytes is split: a dict with the key ``__msgpack_chun
 arrays under ``chunks``; lists are dicts with keys "0", "1"... The format is that of ``flax/serialization.py``.
 """
 
-from __future__ import annotations
-
 from math import prod
 from typing import Any
 

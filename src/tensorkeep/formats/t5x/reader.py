@@ -1,7 +1,5 @@
 """Reader of T5X checkpoints, written by Tensorkeep or T5X; untrusted."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from math import prod

@@ -4,8 +4,6 @@ A spec is a dict with TensorStore's ``driver``, ``kvstore`` and ``metadata``. On
 used; dtype, shape, chunks and compressor are those in the directory's ``.zarray``.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

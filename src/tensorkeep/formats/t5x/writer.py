@@ -1,7 +1,5 @@
 """Writer of T5X checkpoints: arrays, msgpack file, sidecar, then one rename."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

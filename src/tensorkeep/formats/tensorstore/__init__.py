@@ -4,8 +4,6 @@ One array per tensor, and beside them ``tensorkeep.json``, which describes the n
 are read, too. The package ``tensorstore`` is imported on first use: ``pip install 'tensorkeep[tensorstore]'``.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import ClassVar
 

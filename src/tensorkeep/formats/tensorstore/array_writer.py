@@ -5,8 +5,6 @@ budget admits a region and hands it to TensorStore, which releases the bytes whe
 of the state already has the stored form, TensorStore reads it without a copy.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections import deque

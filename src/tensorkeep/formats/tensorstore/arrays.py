@@ -4,8 +4,6 @@ Reading is cheapest in full rows of chunks. If such a row is too large to be rea
 through a cache that holds it, so that a sequential load still decodes each chunk once.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ chunks at the edges are then padded. ``divisors``, as in T5X, takes the next sma
 so that no chunk is padded; a dimension of prime length goes from full to 1 in one step.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left
 from collections import Counter

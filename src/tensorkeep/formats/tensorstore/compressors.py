@@ -1,7 +1,5 @@
 """TensorStore's compressors for zarr v2 and v3: options, metadata, checksums."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 Directories of arrays that belong to another format (Orbax, T5X) are left to that format.
 """
 
-from __future__ import annotations
-
 import json
 import stat
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The package ``tensorstore``: imported on first use, and its errors raised as Tensorkeep's."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Listing the files of a checkpoint; links and unreadable folders are refused."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import NamedTuple

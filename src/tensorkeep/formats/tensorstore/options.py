@@ -1,7 +1,5 @@
 """The options of the formats ``tensorstore`` and ``t5x``: how arrays are written."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 import msgspec

@@ -1,7 +1,5 @@
 """Reader of directories of TensorStore arrays, written by Tensorkeep or not; untrusted."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path

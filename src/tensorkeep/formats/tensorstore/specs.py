@@ -1,7 +1,5 @@
 """How arrays are stored: their keys, their dtypes, and the specs that open and create them."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Writer of states as TensorStore arrays: arrays, sidecar, then one rename."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

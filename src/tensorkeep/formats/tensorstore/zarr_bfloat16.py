@@ -8,8 +8,6 @@ zarr-python itself lacks this dtype. For ``"bfloat16"`` in zarr v2 and v3 metada
 for zarr-python 3.1.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from typing import Any, ClassVar, Self

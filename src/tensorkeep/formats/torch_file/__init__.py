@@ -1,7 +1,5 @@
 """Files of ``torch.save``: read by torch's restricted unpickler, written by torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tensorkeep.formats.base import Format, OpenSettings, Reader, WriteResult, WriteSettings

@@ -4,8 +4,6 @@ Nothing is ever unpickled without ``weights_only=True``. Tensors are mapped, and
 writes a CRC-32 of every storage and never checks it; here it is checked before the first byte of a storage is returned.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path
@@ -83,7 +81,7 @@ class TorchReader(Reader):
         self._storages = {}
 
 
-def _storages(leaves: dict[str, Leaf], archive: TorchZip, size: int, path: Path) -> dict[str, _Storage]:
+def _storages(leaves: dict[str, Leaf], archive: TorchZip, size: int, path: Path) -> "dict[str, _Storage]":
     """Return the storage of each leaf, by its name."""
     found: dict[tuple[int, int], _Storage] = {}
     storages = {}

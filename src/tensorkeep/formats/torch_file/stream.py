@@ -1,7 +1,5 @@
 """The files that ``torch.save`` writes to, and the checksum that it stores in them."""
 
-from __future__ import annotations
-
 import zlib
 from pathlib import Path
 from typing import Any, Self

@@ -1,7 +1,5 @@
 """Loading through torch's restricted unpickler, with a limit on the expanded size."""
 
-from __future__ import annotations
-
 import io
 import re
 import warnings

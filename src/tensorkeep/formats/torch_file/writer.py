@@ -1,7 +1,5 @@
 """Writing a ``torch.save`` file: torch serialises it, a rename makes it visible."""
 
-from __future__ import annotations
-
 import functools
 import io
 import re

@@ -1,7 +1,5 @@
 """The zip container of a ``torch.save`` file: directory, checksums, and loading its pickle."""
 
-from __future__ import annotations
-
 import io
 import os
 import stat

@@ -1,7 +1,5 @@
 """The figures of a report: which ones the results call for, each as SVG and PNG."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -33,7 +31,7 @@ def draw_plots(results: Results) -> list[Plot]:
     return [drawn(name, title, draw, results) for name, title, draw in wanted(results)]
 
 
-def wanted(results: Results) -> Iterator[tuple[str, str, Callable[[Results], Figure]]]:
+def wanted(results: Results) -> "Iterator[tuple[str, str, Callable[[Results], Figure]]]":
     """Yield name, title and drawing function of every figure that the results call for."""
     from tensorkeep.report.plots import bars, designs, forest, pareto
 

@@ -1,7 +1,5 @@
 """Bar plots of means with their spread and every run: three-way, four-panel, six-panel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -26,12 +24,12 @@ Panel = Callable[["Axes", Results, list[Arm]], None]
 """Draws one panel, whose rows are the arms."""
 
 
-def three_way(results: Results) -> Figure:
+def three_way(results: Results) -> "Figure":
     """Return one row of panels: saving, loading, size."""
     return _figure(results, [[_amounts(measure) for measure in compared_measures(results).all()]])
 
 
-def four_panels(results: Results) -> Figure:
+def four_panels(results: Results) -> "Figure":
     """Return two by two panels: saving, loading, size, and the improvement over the baseline in percent."""
     chosen = compared_measures(results)
     first, second, third = [*map(_amounts, chosen.all()), None, None][:3]
@@ -39,7 +37,7 @@ def four_panels(results: Results) -> Figure:
     return _figure(results, [[first, second], [third, improvements]], 0.34)
 
 
-def six_panels(results: Results) -> Figure:
+def six_panels(results: Results) -> "Figure":
     """Return three by two panels: saving, loading, size; both improvements in percent, and a heat map of all."""
     chosen = compared_measures(results)
     above = [_amounts(measure) if measure else None for measure in (chosen.save, chosen.load, chosen.size)]
@@ -47,7 +45,7 @@ def six_panels(results: Results) -> Figure:
     return _figure(results, [above, [*below, impact_panel]])
 
 
-def _figure(results: Results, rows: Sequence[Sequence[Panel | None]], row_height: float = 0.27) -> Figure:
+def _figure(results: Results, rows: Sequence[Sequence[Panel | None]], row_height: float = 0.27) -> "Figure":
     """Return rows of panels that share their arms; only the left ones have names, and None is an empty panel."""
     arms = d.shown_arms(results)
     figure = d.new_figure(len(rows) * (max(1.1, row_height * len(arms)) + 0.75) + 0.85)
@@ -77,7 +75,7 @@ def _improvements(*measures: Measure) -> Panel:
     return lambda axes, results, arms: _draw_improvements(axes, results, arms, measures)
 
 
-def _draw_amounts(axes: Axes, results: Results, arms: list[Arm], measure: Measure) -> None:
+def _draw_amounts(axes: "Axes", results: Results, arms: list[Arm], measure: Measure) -> None:
     """Draw the mean, the spread and the runs of every arm."""
     scale = scale_of(results, measure)
     values = [scale.values(results, arm.name) for arm in arms]
@@ -107,7 +105,7 @@ def _end(runs: list[float]) -> float:
     return max(found.mean + (found.std or 0.0), found.high)
 
 
-def _amount(axes: Axes, row: int, runs: list[float], colour: str, *, log: bool) -> None:
+def _amount(axes: "Axes", row: int, runs: list[float], colour: str, *, log: bool) -> None:
     found, count = describe(runs), len(runs)
     mean, std = found.mean, found.std or 0.0
     if log:
@@ -125,7 +123,7 @@ def _amount(axes: Axes, row: int, runs: list[float], colour: str, *, log: bool) 
     d.write(axes, number(mean), _end(runs), row)
 
 
-def _draw_improvements(axes: Axes, results: Results, arms: list[Arm], measures: Sequence[Measure]) -> None:
+def _draw_improvements(axes: "Axes", results: Results, arms: list[Arm], measures: Sequence[Measure]) -> None:
     """Draw the change in percent; a bar far below zero is cut off, and its label gives the value."""
     changes = {
         (row, i): change
@@ -169,13 +167,13 @@ def _colour(results: Results, arm: Arm, measure: Measure) -> str:
     return _COLOURS.get(results.statistics(arm.name, measure.name).verdict or "", d.NEUTRAL)
 
 
-def _few_ticks() -> Locator:
+def _few_ticks() -> "Locator":
     from matplotlib.ticker import MaxNLocator
 
     return MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10])
 
 
-def _legend(figure: Figure, results: Results) -> None:
+def _legend(figure: "Figure", results: Results) -> None:
     from matplotlib.patches import Patch
 
     words = {d.BASE: "baseline", d.GOOD: "better", d.BAD: "worse", d.NEUTRAL: "within noise, or no verdict"}

@@ -1,7 +1,5 @@
 """Plots of designs: a waterfall of steps, effects of factors, a heat map of interactions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -21,7 +19,7 @@ _Row = tuple[str, float | None, float | None, float | None]
 """Name, gain, and the ends of its interval."""
 
 
-def waterfall(results: Results) -> Figure:
+def waterfall(results: Results) -> "Figure":
     """Return one panel per measure; each bar starts where the previous change ended."""
     steps = results.summary.steps
     measures = _measures(results, (step.measure for step in steps))
@@ -40,7 +38,7 @@ def waterfall(results: Results) -> Figure:
     return figure
 
 
-def effects(results: Results) -> Figure:
+def effects(results: Results) -> "Figure":
     """Return, per measure, the effects with intervals on the left and factor against factor on the right."""
     found = results.summary.effects
     measures = _measures(results, (effect.measure for effect in found))
@@ -60,7 +58,7 @@ def effects(results: Results) -> Figure:
     return figure
 
 
-def interactions(results: Results) -> Figure:
+def interactions(results: Results) -> "Figure":
     """Return, per measure, the gain of combinations over the product of their single changes."""
     found = results.summary.interactions
     measures = _measures(results, (one.measure for one in found))
@@ -82,7 +80,7 @@ def _measures(results: Results, used: Iterable[str]) -> list[Measure]:
     return [measure for measure in results.measures if measure.name in names][:_MOST_PANELS]
 
 
-def _waterfall_panel(axes: Axes, changes: list[str], steps: dict[str, Step]) -> None:
+def _waterfall_panel(axes: "Axes", changes: list[str], steps: dict[str, Step]) -> None:
     totals = [step.gain_from_base for step in steps.values() if step.gain_from_base and step.gain_from_base > 0]
     low, high = min([*totals, 1.0]), max([*totals, 1.1])
     d.log_axis(axes, low / (high / low) ** 0.04, high * (high / low) ** 0.42, suffix="x")
@@ -113,7 +111,7 @@ def _settled(low: float | None, high: float | None) -> bool | None:
     return None if low is None or high is None else not low <= 1 <= high
 
 
-def _intervals(axes: Axes, rows: Sequence[_Row]) -> None:
+def _intervals(axes: "Axes", rows: Sequence[_Row]) -> None:
     ends = [value for row in rows for value in row[1:] if value is not None and value > 0]
     low, high = min([*ends, 0.9]), max([*ends, 1.12])
     margin = (high / low) ** 0.06
@@ -129,7 +127,7 @@ def _intervals(axes: Axes, rows: Sequence[_Row]) -> None:
     d.label_rows(axes, [row[0] for row in rows], bold=None)
 
 
-def _factor_map(axes: Axes, rows: list[Effect], factors: list[str]) -> None:
+def _factor_map(axes: "Axes", rows: list[Effect], factors: list[str]) -> None:
     """Draw main effects on the diagonal and interactions beside it; unknown ones stay empty."""
     for effect in rows:
         if effect.gain is None or not set(effect.factors) <= set(factors):

@@ -4,8 +4,6 @@ The colours are those of Okabe and Ito (2008), which people with any colour visi
 every colour that a figure may use, so that the page can replace them in dark mode.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import re
@@ -95,7 +93,7 @@ class Plot:
     name: str
     title: str
     svg: str
-    figure: Figure = field(repr=False)
+    figure: "Figure" = field(repr=False)
 
     def file_svg(self) -> str:
         """Return the SVG for a file, on a white background."""
@@ -110,7 +108,7 @@ class Plot:
         return content.getvalue()
 
 
-def drawn(name: str, title: str, draw: Callable[[Results], Figure], results: Results) -> Plot:
+def drawn(name: str, title: str, draw: "Callable[[Results], Figure]", results: Results) -> Plot:
     """Return a drawn figure."""
     content = io.StringIO()
     with _applied(name):
@@ -134,7 +132,7 @@ def _applied(name: str) -> Iterator[None]:
         yield
 
 
-def new_figure(height: float, width: float = WIDTH) -> Figure:
+def new_figure(height: float, width: float = WIDTH) -> "Figure":
     """Return an empty figure (inches) that lays itself out."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -167,7 +165,7 @@ def left_out(results: Results) -> str:
     return "" if count <= MOST_ARMS else f" {MOST_ARMS} of {count} arms are shown; the tables have all."
 
 
-def label_rows(axes: Axes, names: Sequence[str], *, bold: int | None = 0) -> None:
+def label_rows(axes: "Axes", names: Sequence[str], *, bold: int | None = 0) -> None:
     """Write a name at each row, the first at the top, one of them (the baseline) in bold."""
     axes.set_yticks(range(len(names)), [clipped(name, NAME_LENGTH) for name in names])
     axes.set_ylim(len(names) - 0.45, -0.55)
@@ -184,7 +182,7 @@ def why_missing(results: Results, arm: str) -> str:
     return "not run" if status in ("not run", "-") else f"not run ({status})"
 
 
-def missing(axes: Axes, row: float, text: str, *, at: float | None = None) -> None:
+def missing(axes: "Axes", row: float, text: str, *, at: float | None = None) -> None:
     """Write why a row is empty: at the left edge, or at an x in data coordinates."""
     axes.annotate(
         text,
@@ -200,7 +198,7 @@ def missing(axes: Axes, row: float, text: str, *, at: float | None = None) -> No
     )
 
 
-def write(axes: Axes, text: str, x: float, row: float, *, size: float = 8.5, edge: bool = False) -> None:
+def write(axes: "Axes", text: str, x: float, row: float, *, size: float = 8.5, edge: bool = False) -> None:
     """Write a figure to the right of a point, or to the right of the axes."""
     axes.annotate(
         text,
@@ -213,7 +211,7 @@ def write(axes: Axes, text: str, x: float, row: float, *, size: float = 8.5, edg
     )
 
 
-def footnote(figure: Figure, text: str) -> None:
+def footnote(figure: "Figure", text: str) -> None:
     """Write a sentence below all panels."""
     figure.supxlabel(text, fontsize=8.5, color=FAINT, x=0.01, ha="left")
 
@@ -228,7 +226,7 @@ def log_words(values: Sequence[float]) -> str:
     return ", log scale" if needs_log(values) else ""
 
 
-def log_axis(axes: Axes, low: float, high: float, *, suffix: str = "", which: str = "x", most: int = 5) -> None:
+def log_axis(axes: "Axes", low: float, high: float, *, suffix: str = "", which: str = "x", most: int = 5) -> None:
     """Make an axis logarithmic, with ticks at round numbers."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 

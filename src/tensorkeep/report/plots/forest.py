@@ -1,7 +1,5 @@
 """The forest plot: the gain of every arm with its 95% interval, over the band of noise."""
 
-from __future__ import annotations
-
 import math
 from typing import TYPE_CHECKING
 
@@ -25,7 +23,7 @@ def arms_with_gains(results: Results) -> list[Arm]:
     return arms if any(results.statistics(arm.name, one.name).gain for arm in arms for one in measures) else []
 
 
-def gains(results: Results) -> Figure:
+def gains(results: Results) -> "Figure":
     """Return one panel per primary measure, the arms as rows."""
     arms, measures = arms_with_gains(results), results.primary()[:_MOST_PANELS]
     figure = d.new_figure(max(1.3, 0.27 * len(arms)) + 1.45)
@@ -57,7 +55,7 @@ def _within(value: float) -> float:
     return min(max(value, NEAR), FAR)
 
 
-def _panel(axes: Axes, results: Results, arms: list[Arm], measure: Measure) -> None:
+def _panel(axes: "Axes", results: Results, arms: list[Arm], measure: Measure) -> None:
     noise = results.summary.noise.get(measure.name)
     ends = _ends(results, arms, measure)
     low, high = _within(min([*ends, 0.9])), _within(max([*ends, 1.12]))
@@ -78,7 +76,7 @@ def _panel(axes: Axes, results: Results, arms: list[Arm], measure: Measure) -> N
             draw_gain(axes, row, one.gain, one.gain_low, one.gain_high, _mark(one))
 
 
-def draw_gain(axes: Axes, row: float, value: float, low: float | None, high: float | None, mark: d.Mark) -> None:
+def draw_gain(axes: "Axes", row: float, value: float, low: float | None, high: float | None, mark: d.Mark) -> None:
     """Draw a gain with its interval and write it at the right edge; an arrow replaces what lies beyond the axis."""
     left, right = axes.get_xlim()
     inset = (right / left) ** 0.02
@@ -98,7 +96,7 @@ def draw_gain(axes: Axes, row: float, value: float, low: float | None, high: flo
     d.write(axes, gain(value), 0, row, edge=True)
 
 
-def _thin_ticks(figure: Figure) -> None:
+def _thin_ticks(figure: "Figure") -> None:
     """Drop the tick labels that would overlap, from 1x outwards."""
     figure.draw_without_rendering()
     for axes in figure.axes:
@@ -118,7 +116,7 @@ def _mark(one: Statistics) -> d.Mark:
     return _MARKS.get(one.verdict or "", d.UNSETTLED)
 
 
-def _legend(figure: Figure, results: Results, *, arrows: bool) -> None:
+def _legend(figure: "Figure", results: Results, *, arrows: bool) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

@@ -1,7 +1,5 @@
 """Heat maps: a colour for how much better or worse, and the figure, in every field."""
 
-from __future__ import annotations
-
 import math
 from typing import TYPE_CHECKING
 
@@ -21,7 +19,7 @@ _PALE = (0.955, 0.96, 0.965)
 _GREY = (0.86, 0.875, 0.89)
 
 
-def impact_panel(axes: Axes, results: Results, arms: list[Arm]) -> None:
+def impact_panel(axes: "Axes", results: Results, arms: list[Arm]) -> None:
     """Draw the change of every arm in every primary measure, in percent of the baseline."""
     measures = results.primary()
     axes.set_title("impact, % of the baseline")
@@ -43,7 +41,7 @@ def impact_panel(axes: Axes, results: Results, arms: list[Arm]) -> None:
     axes.spines["bottom"].set_visible(False)
 
 
-def draw_field(axes: Axes, column: float, row: float, gain: float | None, text: str) -> None:
+def draw_field(axes: "Axes", column: float, row: float, gain: float | None, text: str) -> None:
     """Draw one field of a heat map; it is grey without a gain."""
     from matplotlib.patches import Rectangle
 

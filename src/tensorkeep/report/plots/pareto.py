@@ -1,7 +1,5 @@
 """Scatter plots of trade-offs, with the Pareto front."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -38,7 +36,7 @@ class _Point:
     best: bool = False
 
 
-def trade_offs(results: Results) -> Figure:
+def trade_offs(results: Results) -> "Figure":
     """Return a panel of saving against size and one of saving against loading."""
     chosen, arms = compared_measures(results), drawn_arms(results)
     others = [measure for measure in (chosen.size, chosen.load) if measure is not None]
@@ -69,7 +67,7 @@ def drawn_arms(results: Results) -> list[Arm]:
     return [arm for arm in d.shown_arms(results) if results.ran(arm.name)]
 
 
-def _key(axes: Axes, arms: list[Arm]) -> None:
+def _key(axes: "Axes", arms: list[Arm]) -> None:
     """List the numbers and the names that they stand for."""
     axes.set_axis_off()
     axes.set_title("arms")
@@ -79,7 +77,7 @@ def _key(axes: Axes, arms: list[Arm]) -> None:
         axes.text(0.12, y, clipped(arm.name, d.NAME_LENGTH), transform=axes.transAxes, va="center", fontsize=8)
 
 
-def _panel(axes: Axes, results: Results, across: Measure, up: Measure) -> list[_Point]:
+def _panel(axes: "Axes", results: Results, across: Measure, up: Measure) -> list[_Point]:
     """Draw the points of two measures and return them, the best first."""
     points = _points(results, across, up)
     xs, ys = [point.x for point in points], [point.y for point in points]
@@ -127,7 +125,7 @@ def _better(one: float, other: float, direction: str) -> bool:
     return lower and abs(one - other) > _NEGLIGIBLE * max(abs(one), abs(other))
 
 
-def _set_limits(axes: Axes, values: list[float], which: Literal["x", "y"], measure: Measure) -> None:
+def _set_limits(axes: "Axes", values: list[float], which: Literal["x", "y"], measure: Measure) -> None:
     """Leave space for labels, most on the right. An axis of losses does not start at 0: no loss is near it."""
     right = which == "x"
     if d.needs_log(values):
@@ -141,7 +139,7 @@ def _set_limits(axes: Axes, values: list[float], which: Literal["x", "y"], measu
     (axes.set_xlim if right else axes.set_ylim)(*limits)
 
 
-def _place_labels(figure: Figure, axes: Axes, labels: dict[str, str], points: Sequence[_Point]) -> None:
+def _place_labels(figure: "Figure", axes: "Axes", labels: dict[str, str], points: Sequence[_Point]) -> None:
     """Write a label beside each point, the best first, with a line to a point that is far; omit what fits nowhere.
 
     No label covers a point, another label, or a line of the front.
@@ -160,7 +158,7 @@ def _place_labels(figure: Figure, axes: Axes, labels: dict[str, str], points: Se
             taken.append(box)
 
 
-def _place_label(axes: Axes, name: str, spot: Spot, frame: Bbox, taken: list[Bbox]) -> Bbox | None:
+def _place_label(axes: "Axes", name: str, spot: Spot, frame: "Bbox", taken: "list[Bbox]") -> "Bbox | None":
     """Write one label at the nearest free place; return the place, or None."""
     from matplotlib.transforms import Bbox
 

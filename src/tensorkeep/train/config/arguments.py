@@ -1,7 +1,5 @@
 """Reading settings from the command line, the environment and a TOML file."""
 
-from __future__ import annotations
-
 import os
 import tomllib
 from collections.abc import Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The configuration of a training run: frozen, validated, changed by dotted setting names."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Self

@@ -3,8 +3,6 @@
 A variant calls another recipe and changes settings.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable
 

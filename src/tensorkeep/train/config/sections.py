@@ -4,8 +4,6 @@ Types and bounds stand in the annotations (`msgspec.Meta`). `Section` checks the
 or from a file.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Mapping
 from functools import cache

@@ -4,8 +4,6 @@ Random numbers are drawn from Philox (Salmon et al., 2011, https://doi.org/10.11
 state is a counter: any batch can be computed from the seed and its number, without the batches before it.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Protocol, Self

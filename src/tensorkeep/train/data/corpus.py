@@ -1,7 +1,5 @@
 """The text files of a corpus: a file, folder, glob, standard input or standard library."""
 
-from __future__ import annotations
-
 import codecs
 import os
 import stat

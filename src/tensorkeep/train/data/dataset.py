@@ -5,8 +5,6 @@ little-endian), and ``data.json``, which describes them and carries a checksum o
 `tensorkeep.formats.sealed`); its body is a `Layout`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -166,8 +164,8 @@ class Dataset:
         *,
         verify: bool = False,
         progress: Progress | None = None,
-        check: Callable[[Dataset], None] | None = None,
-    ) -> Dataset:
+        check: "Callable[[Dataset], None] | None" = None,
+    ) -> "Dataset":
         """Open a folder that `tensorkeep.train.data.prepare.prepare` made.
 
         Parameters

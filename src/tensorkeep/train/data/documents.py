@@ -1,7 +1,5 @@
 """Documents of a corpus: streams of decoded text, each assigned to a split."""
 
-from __future__ import annotations
-
 import codecs
 import os
 from collections.abc import Callable, Iterator

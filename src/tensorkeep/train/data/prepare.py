@@ -3,8 +3,6 @@
 The first pass checks that all of it is text, counts it, and learns the tokenizer. The second pass encodes and writes.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack

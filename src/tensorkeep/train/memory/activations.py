@@ -1,7 +1,5 @@
 """The predicted bytes of activations kept for the backward pass, from a model's shapes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

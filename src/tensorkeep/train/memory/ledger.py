@@ -4,8 +4,6 @@ Every figure is computed from shapes. The peak is either at the start of the bac
 or in the step of the optimizers, when all gradients exist.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any

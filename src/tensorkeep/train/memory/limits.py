@@ -1,7 +1,5 @@
 """The measured peak memory of training."""
 
-from __future__ import annotations
-
 import torch
 
 from tensorkeep.machine import peak_resident_bytes

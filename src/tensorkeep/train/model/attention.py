@@ -1,7 +1,5 @@
 """Causal self-attention with a replaceable kernel."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

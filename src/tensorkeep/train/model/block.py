@@ -1,7 +1,5 @@
 """One block of the transformer: attention and an MLP, each added to the residual stream."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from tensorkeep.train.model.attention import Attention

@@ -1,7 +1,5 @@
 """The key-value cache of generation: keys and values of earlier tokens are computed once."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The configuration of a model, and what follows from it: parameters and FLOPs."""
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """The model: token embedding, blocks, final norm and head."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Models of Hugging Face transformers: class, configuration, and mapping of tensor names."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

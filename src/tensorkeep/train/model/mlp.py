@@ -1,7 +1,5 @@
 """The multi-layer perceptron (MLP) of a block, with or without a gate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Positions: learned embeddings, or rotations of queries and keys (RoPE)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Token shift: adds a learned fraction of the previous token's embedding to each embedding."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

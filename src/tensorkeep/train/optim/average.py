@@ -3,8 +3,6 @@
 The average often has a lower loss than the weights themselves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

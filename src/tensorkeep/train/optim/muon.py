@@ -1,7 +1,5 @@
 """Muon that orthogonalises all matrices of one shape in one batch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

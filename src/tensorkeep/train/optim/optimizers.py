@@ -1,7 +1,5 @@
 """Optimizers: which parameters each updates, with which learning rate and weight decay."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The learning-rate range test: suggests a rate from the losses of a run whose rate rises."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Learning-rate schedules: the learning rate of each step, as a factor of its peak."""
 
-from __future__ import annotations
-
 import math
 
 from tensorkeep.train.config.sections import ScheduleConfig

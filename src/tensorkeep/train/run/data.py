@@ -1,7 +1,5 @@
 """The data of a run: opened if prepared, else prepared; a resumed run finds it again."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext

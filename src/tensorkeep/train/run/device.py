@@ -1,7 +1,5 @@
 """The device of a run, and the machine properties that its exact results depend on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The folder of a run: record of its start, tokenizer, log, checkpoints and data."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """The log of a run: one JSON object per line, without repeated steps after a resume."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator

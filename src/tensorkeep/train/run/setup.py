@@ -4,8 +4,6 @@
 data, builds the model and what belongs to it, applies the techniques, and restores the last checkpoint.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ MFU (model FLOP utilisation; Chowdhery et al., arXiv 2204.02311) is the rate of 
 a fraction of the fastest rate that the machine reaches.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

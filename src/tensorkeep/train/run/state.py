@@ -4,8 +4,6 @@
 run, applies its techniques and adds them to what is saved.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field

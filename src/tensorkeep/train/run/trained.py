@@ -1,7 +1,5 @@
 """Loading the trained model of a run from its last or its best checkpoint."""
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 import torch

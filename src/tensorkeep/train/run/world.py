@@ -1,7 +1,5 @@
 """The ranks of a run: torchrun's process group, and the collectives of the trainer."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

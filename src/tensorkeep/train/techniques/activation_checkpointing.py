@@ -1,7 +1,5 @@
 """Activation checkpointing: the activations of blocks are recomputed in the backward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, Literal, cast

@@ -7,8 +7,6 @@ Two streams, ``out`` and ``back``, copy beside the stream that computes. These r
 - A block of CPU memory is overwritten only after it was read; without this rule gradients are silently wrong.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import defaultdict
 from collections.abc import Collection
@@ -65,7 +63,7 @@ class ActivationSwapping(Technique):
     }
     settings: ActivationSwappingSettings
 
-    _mover: Swapper | _SaveOnCPU
+    _mover: "Swapper | _SaveOnCPU"
 
     def lacks(self, machine: Machine) -> str | None:
         """Return that CUDA is missing."""
@@ -174,7 +172,7 @@ class Pool:
 class Swapped:
     """A tensor that was moved out; its block returns to the pool when autograd has released the tensor."""
 
-    def __init__(self, tensor: Tensor, pool: Pool, order: list[weakref.ref[Swapped]]) -> None:
+    def __init__(self, tensor: Tensor, pool: Pool, order: "list[weakref.ref[Swapped]]") -> None:
         self.device, self.dtype, self.size = tensor.device, tensor.dtype, tensor.size()
         # The strides of a copy: the tensor's own, if its elements fill its memory.
         self.strides = torch.empty_like(tensor, device="meta").stride()

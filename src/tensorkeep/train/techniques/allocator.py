@@ -1,7 +1,5 @@
 """Settings of the CUDA allocator, which torch reads from the environment once, when it starts."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping

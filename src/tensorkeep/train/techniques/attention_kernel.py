@@ -1,7 +1,5 @@
 """Attention kernel: training uses one chosen kernel of torch; without the technique torch chooses."""
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from collections.abc import Iterator

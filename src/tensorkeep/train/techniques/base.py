@@ -8,8 +8,6 @@ until the run is closed), `Technique.apply`, `Technique.warm_up`, `Technique.ver
 is not active is an error, never a silent fallback.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """Compilation of the loss and its gradient by `torch.compile`, with every fallback to Python an error."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -2,8 +2,6 @@
 schedule and the activation.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ The settings are implemented where the configuration is read: in `tensorkeep.tra
 `tensorkeep.train.optim.schedules` and `tensorkeep.train.model.mlp`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
@@ -94,7 +92,7 @@ class PlateauSettings(Section, frozen=True):
     factor: Fraction = 0.5
 
 
-def _plateau_schedule(technique: PlateauTechnique, config: Config) -> dict[str, object]:
+def _plateau_schedule(technique: "PlateauTechnique", config: Config) -> dict[str, object]:
     settings = technique.settings
     return {
         "schedule.name": "plateau",
@@ -138,7 +136,7 @@ class RangeTestSettings(Section, frozen=True):
             raise UsageError(f"highest is {self.highest}", remedy=f"give a number above lowest, {self.lowest}")
 
 
-def _range_schedule(technique: RangeTestTechnique, config: Config) -> dict[str, object]:
+def _range_schedule(technique: "RangeTestTechnique", config: Config) -> dict[str, object]:
     if config.optim.name == "muon":
         raise UsageError(
             "lr-range-test finds one learning rate, and muon has two: its own and AdamW's",
@@ -192,7 +190,7 @@ class ActivationSettings(Section, frozen=True):
     activation: Literal["gelu", "relu2", "swiglu", "geglu"] = "swiglu"
 
 
-def _activation_and_width(technique: ActivationFunction, config: Config) -> dict[str, object]:
+def _activation_and_width(technique: "ActivationFunction", config: Config) -> dict[str, object]:
     model = config.model
     by_default = model.d_ff == msgspec.structs.replace(model, d_ff=None).mlp_width
     d_ff = None if by_default else model.d_ff

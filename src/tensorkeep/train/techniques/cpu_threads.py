@@ -1,7 +1,5 @@
 """CPU threads: one thread for each physical core, and the process bound to those cores."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet

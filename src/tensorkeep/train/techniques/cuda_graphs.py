@@ -1,7 +1,5 @@
 """CUDA graphs: the kernels of the loss and of its gradient are recorded once, and replayed together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -38,7 +36,7 @@ class CudaGraphs(Technique):
     }
     after: ClassVar = ("compile",)
 
-    _graphs: LossGraphs | None = None
+    _graphs: "LossGraphs | None" = None
     _observed = False
 
     def lacks(self, machine: Machine) -> str | None:

@@ -5,8 +5,6 @@ accumulates the head's gradient in it, so that in 16 bits losses have two to thr
 Here both are float32.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, ClassVar
 
 import torch

@@ -1,7 +1,5 @@
 """Gradient accumulation: a batch is computed in micro-batches, whose gradients add up to that of the batch."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar

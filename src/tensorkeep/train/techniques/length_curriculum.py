@@ -1,7 +1,5 @@
 """Curriculum by length: training starts with short documents, and adds longer ones stage by stage."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar

@@ -1,7 +1,5 @@
 """Curriculum by loss: more windows are drawn than trained, and those at a rising quantile of the loss are chosen."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar

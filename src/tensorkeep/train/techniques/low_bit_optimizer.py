@@ -1,7 +1,5 @@
 """Low-bit optimizer: AdamW with a momentum and variance of 8 or 4 bits instead of 32."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """Mixed precision: matmuls in bfloat16 or float16, weights and sums in float32."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any, ClassVar, Literal
 

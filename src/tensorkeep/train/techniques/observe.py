@@ -3,8 +3,6 @@
 The hooks on modules ignore what runs without gradients, such as an evaluation.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """Optimizer offload: AdamW's states are kept in CPU memory, and the CPU updates the weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Progressive length: training starts with short windows, many at once, and ends with full ones."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable

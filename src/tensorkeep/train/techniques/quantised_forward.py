@@ -1,7 +1,5 @@
 """Quantised forward: the matmuls of the blocks have 8-bit factors; the weights themselves are not changed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial

@@ -1,7 +1,5 @@
 """What techniques may need of a machine: a CUDA device, a package, a compiler."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Dynamic sparse attention: each position attends to its own block and to the best earlier blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar

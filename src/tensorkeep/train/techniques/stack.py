@@ -1,7 +1,5 @@
 """The techniques of a run: looked up by name, checked, ordered, applied, verified and saved."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, get_args, get_origin
@@ -50,7 +48,7 @@ class Stack:
         self._observed = 0
 
     @classmethod
-    def of(cls, settings: Mapping[str, Mapping[str, Any]]) -> Stack:
+    def of(cls, settings: Mapping[str, Mapping[str, Any]]) -> "Stack":
         """Return the stack of a configuration.
 
         Parameters

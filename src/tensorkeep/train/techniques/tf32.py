@@ -1,7 +1,5 @@
 """TF32: float32 matmuls whose factors are rounded to fewer bits by the chip."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, Literal

@@ -4,8 +4,6 @@ This module imports Triton, so only the technique that is on imports it. Everyth
 once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Triton kernel: the activation of each MLP in one pass over memory, forward and backward."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from functools import partial

@@ -5,8 +5,6 @@ technique that compiles or records does so in a warm-up, while no hooks are inst
 it also computes each batch once in plain Python, so that the hooks of other techniques run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 

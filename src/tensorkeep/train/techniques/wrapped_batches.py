@@ -1,7 +1,5 @@
 """Base class of batch sources that techniques put around the batches of a run."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Self

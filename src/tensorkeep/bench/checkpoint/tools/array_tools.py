@@ -1,7 +1,5 @@
 """Tools that store one array per tensor: TensorStore, T5X's layout and Orbax."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -102,7 +100,7 @@ class OrbaxTool(Tool, frozen=True, tag="orbax"):
         return to_tensors(ocp.PyTreeCheckpointer().restore(path.absolute()))
 
 
-def to_arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, npt.NDArray[Any]]:
+def to_arrays(tensors: "Mapping[str, torch.Tensor]") -> dict[str, npt.NDArray[Any]]:
     """Return CPU tensors as numpy arrays of the same dtype that share their memory; bfloat16 is ``ml_dtypes``'."""
     import ml_dtypes
     import torch
@@ -115,7 +113,7 @@ def to_arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, npt.NDArray[Any]
     }
 
 
-def to_tensors(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, torch.Tensor]:
+def to_tensors(arrays: Mapping[str, npt.NDArray[Any]]) -> "dict[str, torch.Tensor]":
     """Return numpy arrays as tensors that share their memory: the inverse of `to_arrays`."""
     import torch
 

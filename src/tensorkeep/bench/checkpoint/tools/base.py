@@ -4,8 +4,6 @@ A tool does what its users would write. Where it cannot load into existing tenso
 copies them. Only Tensorkeep verifies checksums while it loads.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from importlib.util import find_spec
 from pathlib import Path
@@ -76,7 +74,7 @@ class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t
                 np.copyto(targets[name].array, leaf.array)
 
 
-def _tensors(state: Any) -> dict[str, torch.Tensor]:
+def _tensors(state: Any) -> "dict[str, torch.Tensor]":
     import torch
 
     # A state that is a single tensor has an empty name, which not every tool accepts as a key.

@@ -1,7 +1,5 @@
 """The tools by name, and the tool that an arm's settings describe."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from tensorkeep.bench.checkpoint.tools.array_tools import OrbaxTool, T5xTool, TensorstoreTool

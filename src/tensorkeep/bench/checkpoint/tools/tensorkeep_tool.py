@@ -1,7 +1,5 @@
 """Tensorkeep's own format."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Tools that store torch tensors: ``torch.save``, safetensors and DCP."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 `tensorkeep.load` reads ranges straight into the memory of the tensors instead.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,7 +32,7 @@ InFlight = Literal["one", "all"]
 
 def load_tensorstore(
     path: Path, *, concurrency: int | None = None, in_flight: InFlight = "all"
-) -> dict[str, torch.Tensor]:
+) -> "dict[str, torch.Tensor]":
     """Read every array of a TensorStore checkpoint.
 
     Parameters
@@ -61,7 +59,7 @@ def load_tensorstore(
     return tensors | {name: make_view(tensors[alias.of], alias) for name, alias in aliases.items()}
 
 
-def load_t5x(path: Path, *, concurrency: int | None = None, in_flight: InFlight = "all") -> dict[str, torch.Tensor]:
+def load_t5x(path: Path, *, concurrency: int | None = None, in_flight: InFlight = "all") -> "dict[str, torch.Tensor]":
     """Read every array of a T5X checkpoint; parameters and result are those of `load_tensorstore`."""
     import torch
 
@@ -80,7 +78,7 @@ class _Loader:
     known: Mapping[str, KnownArray]
     concurrency: int | None
 
-    def load(self, in_flight: InFlight) -> dict[str, torch.Tensor]:
+    def load(self, in_flight: InFlight) -> "dict[str, torch.Tensor]":
         self._context = context(concurrency=self.concurrency)
         if in_flight == "one":
             return {name: self._finish(*self._start(name, self._open(name))) for name in self.known}
@@ -105,7 +103,7 @@ class _Loader:
             array = check_array(name, self.known[name], future.result(), self.directory)
             return name, array.store.read(order="C"), array.types
 
-    def _finish(self, name: str, future: Any, types: StoredType) -> torch.Tensor:
+    def _finish(self, name: str, future: Any, types: StoredType) -> "torch.Tensor":
         import torch
 
         with self.directory.reading(name):

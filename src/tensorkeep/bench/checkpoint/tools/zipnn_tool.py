@@ -1,7 +1,5 @@
 """zipnn, a codec for tensors: each tensor compressed in turn, all in one file."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

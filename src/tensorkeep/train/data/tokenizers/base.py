@@ -1,7 +1,5 @@
 """The contract of a tokenizer, and code that all tokenizers share."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cached_property

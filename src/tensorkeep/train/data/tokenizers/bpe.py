@@ -4,8 +4,6 @@ The scheme is GPT-2's: text is split into words by a pattern, and the bytes of e
 order in which the pairs were learned (Sennrich et al., 2016, https://arxiv.org/abs/1508.07909; Radford et al., 2019).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any, Self

@@ -1,7 +1,5 @@
 """One token per UTF-8 byte: 256 tokens, which can encode every text."""
 
-from __future__ import annotations
-
 from typing import Any, Self
 
 import msgspec

@@ -1,7 +1,5 @@
 """One token per character: the vocabulary is the sorted set of characters, as in nanoGPT."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any, Self
 

@@ -5,8 +5,6 @@ for temporary files. A vocabulary that is not in the cache is an error here. Pre
 so reading it needs no cache.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import difflib

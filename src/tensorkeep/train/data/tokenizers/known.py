@@ -1,7 +1,5 @@
 """The registry of tokenizers: made by name for a corpus, or read from prepared data."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable
 from functools import partial

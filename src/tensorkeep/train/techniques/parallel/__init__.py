@@ -1,7 +1,5 @@
 """Techniques with which several processes train one run together: their base class, and how torchrun starts them."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from tensorkeep.train.run.world import can_join

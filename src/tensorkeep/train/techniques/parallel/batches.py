@@ -1,7 +1,5 @@
 """Data parallelism: each process trains its own rows of every batch."""
 
-from __future__ import annotations
-
 import msgspec
 import torch
 

@@ -1,7 +1,5 @@
 """Distributed data parallel: each process has the full model, and gradients are averaged while they are computed."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any, ClassVar
 

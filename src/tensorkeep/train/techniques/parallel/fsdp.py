@@ -1,7 +1,5 @@
 """Fully sharded data parallel: each process keeps a shard of every tensor, and gathers a block to compute it."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from torch.distributed.device_mesh import init_device_mesh

@@ -1,7 +1,5 @@
 """Pipeline parallelism: each process has some of the blocks, and micro-batches pass through them."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar, Literal
 
 import msgspec

@@ -5,8 +5,6 @@ Checkpoints hold full tensors, laid out as those of one process, so any number o
 to create them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

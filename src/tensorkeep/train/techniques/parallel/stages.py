@@ -1,7 +1,5 @@
 """Stages of a pipeline: which process has which blocks of a model, and checkpoints of all stages."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Tensor parallelism: each process has some heads of every attention, and some hidden units of every MLP."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import msgspec
