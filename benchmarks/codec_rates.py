@@ -11,7 +11,8 @@ from tensorkeep.codecs.base import CODECS
 from tensorkeep.errors import UsageError
 from tensorkeep.formats.base import BLOCK_BYTES
 from tensorkeep.state.dtypes import DType
-from tensorkeep.state.leaf import Bytes, Leaf
+from tensorkeep.state.leaf import Leaf
+from tensorkeep.state.strided import Bytes
 from tensorkeep.state.tree import Flat
 
 MOST_BLOCKS = 12

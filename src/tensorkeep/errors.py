@@ -69,6 +69,11 @@ class TensorkeepError(Exception):
     kind: ClassVar[str] = "error"
     exit_code: ClassVar[int] = 1
 
+    def __init_subclass__(cls, *, kind: str | None = None, exit_code: int | None = None) -> None:
+        super().__init_subclass__()
+        cls.kind = kind or cls.kind
+        cls.exit_code = exit_code or cls.exit_code
+
     def __init__(self, message: str, **context: Unpack[Context]) -> None:
         # First: the constructors of OSError and ImportError reset attributes of their own, among them `name`.
         super().__init__(message)
@@ -98,20 +103,15 @@ class TensorkeepError(Exception):
         }
 
 
-class DivergedError(TensorkeepError, ArithmeticError):
+class DivergedError(TensorkeepError, ArithmeticError, kind="diverged"):
     """A loss or a gradient of a training run is not finite."""
 
-    kind = "diverged"
 
-
-class UsageError(TensorkeepError, ValueError):
+class UsageError(TensorkeepError, ValueError, kind="usage", exit_code=2):
     """The call itself is wrong: an unknown option, a value out of range."""
 
-    kind = "usage"
-    exit_code = 2
 
-
-class StateMismatchError(UsageError):
+class StateMismatchError(UsageError, kind="state-mismatch"):
     """The state given to ``into=`` does not fit the checkpoint; it was not changed.
 
     Attributes
@@ -119,8 +119,6 @@ class StateMismatchError(UsageError):
     missing, extra, different : tuple of str
         Names that only the state has, that only the checkpoint has, and that differ in shape or dtype.
     """
-
-    kind = "state-mismatch"
 
     def __init__(
         self,
@@ -137,7 +135,7 @@ class StateMismatchError(UsageError):
         self.different = different
 
 
-class StoreError(TensorkeepError, OSError):
+class StoreError(TensorkeepError, OSError, kind="store", exit_code=3):
     """The disk or the network failed: no space, no permission, an I/O error.
 
     Attributes
@@ -146,8 +144,6 @@ class StoreError(TensorkeepError, OSError):
         The error number of the operating system, if it refused a call.
     """
 
-    kind = "store"
-    exit_code = 3
     errno: int | None = None  # Shadows the slot of OSError, which pickle would lose.
 
     def __init__(self, message: str, *, errno: int | None = None, **context: Unpack[Context]) -> None:
@@ -156,28 +152,21 @@ class StoreError(TensorkeepError, OSError):
             self.errno = errno
 
 
-class BusyError(StoreError, BlockingIOError):
+class BusyError(StoreError, BlockingIOError, kind="busy"):
     """Another live process is writing to this path."""
 
-    kind = "busy"
     errno = codes.EAGAIN
 
 
-class OutOfMemoryError(TensorkeepError, MemoryError):
+class OutOfMemoryError(TensorkeepError, MemoryError, kind="out-of-memory", exit_code=3):
     """An allocation failed, or a memory budget is too small for the request."""
 
-    kind = "out-of-memory"
-    exit_code = 3
 
-
-class RanksDisagreeError(TensorkeepError, RuntimeError):
+class RanksDisagreeError(TensorkeepError, RuntimeError, kind="ranks-disagree", exit_code=3):
     """The ranks of one job passed different arguments, or another rank failed."""
 
-    kind = "ranks-disagree"
-    exit_code = 3
 
-
-class CorruptCheckpointError(TensorkeepError, ValueError):
+class CorruptCheckpointError(TensorkeepError, ValueError, kind="corrupt", exit_code=4):
     """The checkpoint's bytes have changed since they were written, or violate the format.
 
     Attributes
@@ -185,9 +174,6 @@ class CorruptCheckpointError(TensorkeepError, ValueError):
     block : int or None
         Index of the bad block within the tensor.
     """
-
-    kind = "corrupt"
-    exit_code = 4
 
     def __init__(self, message: str, *, block: int | None = None, **context: Unpack[Context]) -> None:
         super().__init__(message, **context)
@@ -201,54 +187,39 @@ class CorruptCheckpointError(TensorkeepError, ValueError):
         return {**super().as_dict(), "block": self.block}
 
 
-class NotACheckpointError(TensorkeepError, ValueError):
+class NotACheckpointError(TensorkeepError, ValueError, kind="not-a-checkpoint", exit_code=5):
     """The path has something that is not a checkpoint in any known format."""
 
-    kind = "not-a-checkpoint"
-    exit_code = 5
 
-
-class NotFoundError(NotACheckpointError, FileNotFoundError):
+class NotFoundError(NotACheckpointError, FileNotFoundError, kind="not-found"):
     """Nothing is at the path."""
 
-    kind = "not-found"
     errno = codes.ENOENT
 
 
-class DestinationExistsError(TensorkeepError, FileExistsError):
+class DestinationExistsError(TensorkeepError, FileExistsError, kind="destination-exists", exit_code=6):
     """Something is at the destination and ``overwrite`` is not set."""
 
-    kind = "destination-exists"
-    exit_code = 6
     errno = codes.EEXIST
 
 
-class UnsupportedError(TensorkeepError, NotImplementedError):
+class UnsupportedError(TensorkeepError, NotImplementedError, kind="unsupported", exit_code=7):
     """A dtype, codec, format or file that this installation cannot handle."""
 
-    kind = "unsupported"
-    exit_code = 7
 
-
-class UnsupportedLeafError(UnsupportedError, TypeError):
+class UnsupportedLeafError(UnsupportedError, TypeError, kind="unsupported-leaf"):
     """One value of the state cannot be saved; raised before a byte is written."""
-
-    kind = "unsupported-leaf"
 
     def _subject(self) -> str | None:
         return None if self.name is None else f"key {self.name!r}"
 
 
-class TechniqueNotActiveError(UnsupportedError):
+class TechniqueNotActiveError(UnsupportedError, kind="technique-not-active"):
     """A training technique was requested and is not active in the first step."""
 
-    kind = "technique-not-active"
 
-
-class MissingExtraError(UnsupportedError, ImportError):
+class MissingExtraError(UnsupportedError, ImportError, kind="missing-extra"):
     """An optional dependency is not installed; the remedy is the ``pip install`` line."""
-
-    kind = "missing-extra"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib import metadata
 from pathlib import Path, PurePosixPath
-from typing import TypedDict
+from typing import Any
 
 from tensorkeep.errors import NotFoundError, UnsupportedError
 
@@ -27,59 +27,10 @@ _PACKAGES = ("tensorkeep", "torch", "numpy", "ml_dtypes", "safetensors", "zstand
 _PEERS = ("tensorstore", "orbax-checkpoint", "jax", "zipnn")
 
 
-class Processor(TypedDict):
-    """The CPU: its model, its logical cores, and how many of them this process may use."""
+def describe(path: Path) -> dict[str, Any]:
+    """Return all that is known of this machine, for a bug report or a results file; raise as `storage`.
 
-    model: str
-    cores: int | None
-    usable_cores: int
-
-
-class Memory(TypedDict):
-    """Bytes of memory; ``limit_bytes`` is the smallest limit of the process's control groups, None without one."""
-
-    total_bytes: int | None
-    available_bytes: int
-    limit_bytes: int | None
-    transparent_huge_pages: str | None
-
-
-class Device(TypedDict):
-    """A CUDA device."""
-
-    name: str
-    total_bytes: int
-
-
-class Storage(TypedDict):
-    """The file system of a folder; ``direct_io`` is None, and ``problem`` the reason, if nothing can be written."""
-
-    path: str
-    file_system: str | None
-    mount_point: str | None
-    total_bytes: int
-    free_bytes: int
-    direct_io: bool | None
-    problem: str | None
-
-
-class Description(TypedDict):
-    """All of the above, for a bug report or a results file."""
-
-    versions: dict[str, str | None]
-    processor: Processor
-    memory: Memory
-    devices: list[Device]
-    storage: Storage
-
-
-def describe(path: Path) -> Description:
-    """Return all that is known of this machine; ``path`` is a folder, in which a small file is written and removed.
-
-    Raises
-    ------
-    NotFoundError
-        If there is no such folder.
+    ``path`` is a folder, in which a small file is written and removed.
     """
     return {
         "versions": versions(),
@@ -104,8 +55,8 @@ def versions() -> dict[str, str | None]:
 # Processors
 
 
-def processor() -> Processor:
-    """Return the model of the CPU and its cores."""
+def processor() -> dict[str, Any]:
+    """Return the model of the CPU, its logical cores, and how many of them this process may use."""
     names = (line.partition(":")[2].strip() for line in _lines(_PROC / "cpuinfo") if line.startswith("model name"))
     return {
         "model": next(names, platform.machine()),
@@ -136,8 +87,11 @@ def thread_ids() -> list[int]:
 # Memory
 
 
-def memory() -> Memory:
-    """Return the memory of the machine, and what this process may use of it."""
+def memory() -> dict[str, Any]:
+    """Return the memory of the machine, and what this process may use of it.
+
+    ``limit_bytes`` is the smallest limit of the process's control groups, None without one.
+    """
     huge_pages = next(iter(_lines(_HUGE_PAGES)), "")
     return {
         "total_bytes": _sizes(_PROC / "meminfo").get("MemTotal"),
@@ -159,13 +113,7 @@ def available_bytes(*, proc: Path = _PROC, groups: Path = _GROUPS) -> int:
 
 
 def resident_bytes() -> int:
-    """Return this process's resident memory (``VmRSS``).
-
-    Raises
-    ------
-    UnsupportedError
-        If the kernel does not report it.
-    """
+    """Return this process's resident memory (``VmRSS``); UnsupportedError if the kernel does not report it."""
     sizes = _sizes(_PROC / "self" / "status")
     if "VmRSS" not in sizes:
         raise UnsupportedError("the kernel does not report VmRSS", path=_PROC / "self" / "status")
@@ -180,13 +128,7 @@ def peak_resident_bytes(*, proc: Path = _PROC) -> int:
 
 
 def reset_peak_resident() -> None:
-    """Let `peak_resident_bytes` start again from the present resident memory.
-
-    Raises
-    ------
-    UnsupportedError
-        If the kernel refuses.
-    """
+    """Let `peak_resident_bytes` start again from the present resident memory; UnsupportedError if refused."""
     try:
         (_PROC / "self" / "clear_refs").write_text("5")
     except OSError as error:
@@ -200,13 +142,7 @@ def private_bytes(process: int) -> int:
 
 
 def written_bytes() -> int:
-    """Return the bytes that this process has caused to be written to disks.
-
-    Raises
-    ------
-    UnsupportedError
-        If the kernel does not count them.
-    """
+    """Return the bytes that this process has caused to be written to disks; UnsupportedError if not counted."""
     for line in _lines(_PROC / "self" / "io"):
         name, _, count = line.partition(": ")
         if name == "write_bytes":
@@ -249,7 +185,7 @@ def _group_folders(proc: Path, groups: Path) -> Iterator[Path]:
 # GPUs and file systems
 
 
-def devices() -> list[Device]:
+def devices() -> list[dict[str, Any]]:
     """Return the name and the memory of each CUDA device."""
     import torch
 
@@ -259,13 +195,10 @@ def devices() -> list[Device]:
     return [{"name": device.name, "total_bytes": device.total_memory} for device in found]
 
 
-def storage(path: Path) -> Storage:
-    """Return a folder's file system, its free bytes, and whether it accepts direct I/O.
+def storage(path: Path) -> dict[str, Any]:
+    """Return a folder's file system, its free bytes, and whether it accepts direct I/O; NotFoundError without it.
 
-    Raises
-    ------
-    NotFoundError
-        If there is no such folder.
+    If nothing can be written, ``direct_io`` is None and ``problem`` is the reason.
     """
     if not path.is_dir():
         raise NotFoundError("there is no such folder", path=path, remedy="give an existing folder with --path")

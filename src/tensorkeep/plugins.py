@@ -54,23 +54,13 @@ class Registry(Generic[P]):
         return sorted(self._entries)
 
     def get(self, name: str) -> P:
-        """Return a plug-in.
-
-        Raises
-        ------
-        UnsupportedError
-            If no plug-in has this name; the remedy gives the nearest name.
-        """
-        if name not in self._loaded:
-            self._loaded[name] = self._load(name)
-        return self._loaded[name]
-
-    def _load(self, name: str) -> P:
+        """Return a plug-in; the remedy of the UnsupportedError for an unknown name gives the nearest one."""
+        if name in self._loaded:
+            return self._loaded[name]
         if name not in self._entries:
             near = difflib.get_close_matches(name, self._entries, n=1)
             known = ", ".join(self.names()) or "none: reinstall tensorkeep"
             remedy = f"did you mean {near[0]!r}?" if near else f"known: {known}"
             raise UnsupportedError(f"there is no {self._kind} named {name!r}", remedy=remedy)
         # What an entry point names is not typed: the conformance suite of the kind checks it.
-        plugin: P = self._entries[name].load()
-        return plugin
+        return self._loaded.setdefault(name, self._entries[name].load())

@@ -23,36 +23,18 @@ _SECONDS = {
 
 
 def format_bytes(count: float) -> str:
-    """Return a byte count in decimal units with three significant digits.
-
-    Examples
-    --------
-    >>> format_bytes(2_930_000_000)
-    '2.93 GB'
-    """
+    """Return a byte count in decimal units with three significant digits, such as ``2.93 GB``."""
     if abs(count) < 999.5:
         return f"{count:.0f} B"
-    value = float(count)
-    for unit in ("kB", "MB", "GB", "TB"):
-        value /= 1000
-        if abs(value) < 999.5:
-            return f"{_three_digits(value)} {unit}"
-    return f"{_three_digits(value / 1000)} PB"
+    for unit in ("kB", "MB", "GB", "TB", "PB"):
+        count /= 1000
+        if abs(count) < 999.5 or unit == "PB":
+            break
+    return f"{_three_digits(count)} {unit}"
 
 
 def parse_bytes(text: str | int) -> int:
-    """Return the bytes that a text such as ``256MiB``, ``4 GB`` or ``1024`` stands for.
-
-    Raises
-    ------
-    UsageError
-        If the text is not a byte count.
-
-    Examples
-    --------
-    >>> parse_bytes("256MiB")
-    268435456
-    """
+    """Return the bytes that a text such as ``256MiB`` or ``1024`` stands for; UsageError for another one."""
     return int(_parse(str(text), _BYTES, "a size", "256MiB or 4GB"))
 
 
@@ -76,18 +58,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def parse_seconds(text: str | float) -> float:
-    """Return the seconds that a text such as ``90s``, ``10min``, ``2 hours``, ``1d`` or a number stands for.
-
-    Raises
-    ------
-    UsageError
-        If the text is not a duration.
-
-    Examples
-    --------
-    >>> parse_seconds("10min")
-    600.0
-    """
+    """Return the seconds that a text such as ``90s`` or ``2 hours`` stands for; UsageError for another one."""
     return _parse(str(text), _SECONDS, "a duration", "90s or 10min")
 
 

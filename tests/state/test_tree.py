@@ -17,7 +17,8 @@ import torch
 from tensorkeep.errors import UnsupportedError, UnsupportedLeafError, UsageError
 from tensorkeep.state import registry
 from tensorkeep.state.registry import register
-from tensorkeep.state.tree import MAX_DEPTH, LeafSpec, flatten, leaf_specs, prune, unflatten
+from tensorkeep.state.skeleton_reader import MAX_DEPTH, LeafSpec
+from tensorkeep.state.tree import flatten, leaf_specs, prune, unflatten
 from tensorkeep.testing.equality import difference
 
 

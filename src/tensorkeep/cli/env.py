@@ -1,10 +1,11 @@
 """``tensorkeep env``: versions, hardware and file system."""
 
 from pathlib import Path
+from typing import Any
 
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import printable
-from tensorkeep.machine import Description, Memory, Processor, Storage, describe
+from tensorkeep.machine import describe
 from tensorkeep.units import format_bytes
 
 
@@ -21,7 +22,7 @@ def env(*, path: Path = Path(), output: Output = DEFAULT) -> int:
     return 0
 
 
-def _print_environment(document: Description) -> None:
+def _print_environment(document: dict[str, Any]) -> None:
     lines = [(name, version or "not installed") for name, version in document["versions"].items()]
     lines += [
         ("cpu", _processor(document["processor"])),
@@ -37,11 +38,11 @@ def _print_environment(document: Description) -> None:
         print(f"{label.ljust(width)}  {printable(text)}")
 
 
-def _processor(found: Processor) -> str:
+def _processor(found: dict[str, Any]) -> str:
     return f"{found['model']}, {found['usable_cores']} of {found['cores']} cores usable"
 
 
-def _memory(found: Memory) -> str:
+def _memory(found: dict[str, Any]) -> str:
     sizes = {
         "in all": found["total_bytes"],
         "available": found["available_bytes"],
@@ -50,7 +51,7 @@ def _memory(found: Memory) -> str:
     return ", ".join(f"{format_bytes(size)} {meaning}" for meaning, size in sizes.items() if size is not None)
 
 
-def _storage(found: Storage) -> list[tuple[str, str]]:
+def _storage(found: dict[str, Any]) -> list[tuple[str, str]]:
     if found["direct_io"] is None:
         direct = f"unknown: {found['problem']}"
     else:

@@ -32,7 +32,8 @@ from tensorkeep.io.files import Bytes
 from tensorkeep.plugins import Registry
 from tensorkeep.state.dtypes import DType
 from tensorkeep.state.leaf import Source
-from tensorkeep.state.tree import Flat, LeafSpec
+from tensorkeep.state.skeleton_reader import LeafSpec
+from tensorkeep.state.tree import Flat
 
 __all__ = [
     "BLOCK_BYTES",

@@ -25,7 +25,8 @@ from tensorkeep.io.files import write_small
 from tensorkeep.state.aliases import Alias
 from tensorkeep.state.dtypes import BY_NAME, DType
 from tensorkeep.state.leaf import Source
-from tensorkeep.state.tree import Flat, LeafSpec
+from tensorkeep.state.skeleton_reader import LeafSpec
+from tensorkeep.state.tree import Flat
 from tensorkeep.version import __version__
 
 FILE_NAME = "tensorkeep.json"

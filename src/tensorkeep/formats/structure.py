@@ -9,7 +9,8 @@ import msgspec
 from tensorkeep.state.aliases import Alias
 from tensorkeep.state.dtypes import DType
 from tensorkeep.state.leaf import Source
-from tensorkeep.state.tree import Flat, LeafSpec, leaf_specs
+from tensorkeep.state.skeleton_reader import LeafSpec
+from tensorkeep.state.tree import Flat, leaf_specs
 
 _MOST = 2**63
 

@@ -23,39 +23,15 @@ _MAX_SEARCH_STEPS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A view of another leaf.
+    """A view of another leaf, which is stored: ``Alias("w", 0, (3, 2), (1, 3))`` is the transpose of a 2 x 3 matrix."""
 
-    Attributes
-    ----------
-    of : str
-        Name of the leaf that is stored; never itself an alias.
-    offset_elements : int
-        Where the view's first element lies among the stored leaf's, in C order.
-    shape : tuple of int
-        Lengths of the view's dimensions.
-    strides : tuple of int
-        Steps of the view's dimensions, in elements; negative ones for numpy arrays only.
-
-    Examples
-    --------
-    The transpose of a stored 2 x 3 matrix:
-
-    >>> Alias("weight", 0, (3, 2), (1, 3)).is_full((2, 3))
-    False
-    """
-
-    of: str
-    offset_elements: int
+    of: str  # never itself an alias
+    offset_elements: int  # of the view's first element among the stored leaf's, in C order
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    strides: tuple[int, ...]  # in elements; negative ones for numpy arrays only
 
     def validate(self, base_shape: Sequence[int]) -> None:
-        """Check a view that comes from a file.
-
-        Parameters
-        ----------
-        base_shape : sequence of int
-            The shape of the stored leaf.
+        """Check a view that comes from a file, of a stored leaf of shape ``base_shape``.
 
         Raises ValueError if a field has the wrong type or an element would lie outside the stored leaf.
         """
@@ -68,9 +44,7 @@ class Alias:
             raise ValueError("the view of another tensor is too large")
         if 0 in self.shape:
             raise ValueError("an empty tensor cannot be a view of another")
-        spans = [(length - 1) * stride for length, stride in zip(self.shape, self.strides, strict=True)]
-        low = self.offset_elements + sum(span for span in spans if span < 0)
-        high = self.offset_elements + sum(span for span in spans if span > 0)
+        low, high = (self.offset_elements + distance for distance in _reach(self.shape, self.strides))
         if low < 0 or high >= math.prod(base_shape):
             raise ValueError(f"the view reaches elements {low} to {high} of a tensor of {math.prod(base_shape)}")
 
@@ -101,14 +75,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 def make_view(base: Array, alias: Alias) -> Array:
     """Return the view of a loaded leaf that an alias describes; the leaf itself if the alias is all of it.
 
-    Parameters
-    ----------
-    base : torch.Tensor or numpy.ndarray
-        The leaf that ``alias.of`` names, in C order unless the alias is all of it.
-    alias : Alias
-        Checked here, too.
-
-    Raises ValueError if the view does not lie within the leaf.
+    Otherwise the leaf is in C order. Raises ValueError if the view does not lie within the leaf.
     """
     alias.validate(base.shape)
     if alias.is_full(base.shape):
@@ -153,10 +120,14 @@ def extent_of(leaf: Leaf) -> Extent:
         strides = tuple(stride * size for stride in leaf.array.stride())
     else:
         device, origin, strides = "cpu", leaf.array.ctypes.data, tuple(leaf.array.strides)
-    spans = [(length - 1) * stride for length, stride in zip(leaf.shape, strides, strict=True)]
-    low = origin + sum(span for span in spans if span < 0)
-    high = origin + sum(span for span in spans if span > 0) + size
-    return Extent(device, low, high, origin, leaf.shape, strides, size)
+    low, high = _reach(leaf.shape, strides)
+    return Extent(device, origin + low, origin + high + size, origin, leaf.shape, strides, size)
+
+
+def _reach(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int]:
+    """Return the distances of the lowest and the highest element of a layout from its first one."""
+    spans = [(length - 1) * stride for length, stride in zip(shape, strides, strict=True)]
+    return sum(span for span in spans if span < 0), sum(span for span in spans if span > 0)
 
 
 # Saving: which leaves are views of others

@@ -21,41 +21,22 @@ Kind = Literal["float", "int", "uint", "bool", "complex"]
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """One element type.
-
-    Attributes
-    ----------
-    name : str
-        The name used in manifests and on the command line.
-    itemsize : int
-        Bytes of one element.
-    kind : str
-        ``"float"``, ``"int"``, ``"uint"``, ``"bool"`` or ``"complex"``.
-    safetensors : str or None
-        The tag in a safetensors header; None if that format lacks the dtype, which is then stored as ``U8``.
-    exponent_bits : int
-        Exponent bits of a float, or of each half of a complex number; 0 for the others.
-    has_torch, has_numpy : bool
-        Whether torch has the dtype, and whether numpy or ml_dtypes has it.
-    """
+    """One element type; its ``name`` is used in manifests and on the command line."""
 
     name: str
-    itemsize: int
+    itemsize: int  # bytes
     kind: Kind
-    safetensors: str | None
-    exponent_bits: int = 0
+    safetensors: str | None  # the tag in a header; without one the dtype is stored there as ``U8``
+    exponent_bits: int = 0  # of a float, or of each half of a complex number
     has_torch: bool = True
-    has_numpy: bool = True
+    has_numpy: bool = True  # numpy itself or ml_dtypes
 
     def __str__(self) -> str:
         return self.name
 
     @property
     def torch(self) -> "torch.dtype":
-        """The torch dtype.
-
-        Raises UnsupportedError if torch does not have it.
-        """
+        """The torch dtype; UnsupportedError if torch does not have it."""
         import torch
 
         found = getattr(torch, self.name, None) if self.has_torch else None
@@ -66,10 +47,7 @@ class DType:
 
     @property
     def numpy(self) -> np.dtype[Any]:
-        """The numpy dtype, from ml_dtypes if numpy itself lacks it.
-
-        Raises UnsupportedError if neither has it.
-        """
+        """The numpy dtype, from ml_dtypes if numpy itself lacks it; UnsupportedError if neither has it."""
         if not self.has_numpy:
             raise UnsupportedError(f"numpy has no dtype {self.name}", remedy="read it as a torch tensor instead")
         return np.dtype(getattr(ml_dtypes, self.name, None) or self.name)
@@ -128,10 +106,7 @@ def _numpy_table() -> dict[np.dtype[Any], DType]:
 
 
 def check_numpy(name: str, dtype: np.dtype[Any]) -> DType:
-    """Return the entry of an array's dtype.
-
-    Raises UnsupportedLeafError if it has none; ``name`` is the array's.
-    """
+    """Return the entry of an array's dtype; UnsupportedLeafError, with the array's ``name``, if it has none."""
     found = of_numpy(dtype)
     if found is not None:
         return found
@@ -149,10 +124,7 @@ def check_numpy(name: str, dtype: np.dtype[Any]) -> DType:
 
 
 def check_torch(name: str, dtype: "torch.dtype") -> DType:
-    """Return the entry of a tensor's dtype.
-
-    Raises UnsupportedLeafError if it has none (quantised, sub-byte); ``name`` is the tensor's.
-    """
+    """Return the entry of a tensor's dtype; UnsupportedLeafError if it has none (quantised, sub-byte)."""
     found = BY_NAME.get(str(dtype).removeprefix("torch."))
     if found is not None and found.has_torch:
         return found

@@ -35,8 +35,6 @@ from tensorkeep.units import format_bytes
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LEAF_KINDS", "Array", "Bytes", "Leaf", "LeafKind", "Source", "allocate"]
-
 LeafKind = Literal["tensor", "parameter", "ndarray", "npscalar"]
 LEAF_KINDS: tuple[LeafKind, ...] = ("tensor", "parameter", "ndarray", "npscalar")
 
@@ -74,22 +72,8 @@ class Source(Protocol):
 class Leaf:
     """One tensor or array of a state in memory; a `Source` that can also be overwritten.
 
-    Attributes
-    ----------
-    name : str
-        Its dotted path, unique in the state.
-    kind : str
-        ``"tensor"``, ``"parameter"``, ``"ndarray"`` or ``"npscalar"``: what the value is in the state.
-    dtype : DType
-        The element type.
-    array : torch.Tensor or numpy.ndarray
-        The data, detached from autograd, sharing the value's memory (a numpy scalar's is a copy).
-    requires_grad : bool
-        Whether the value tracks gradients.
-    shape : tuple of int
-        The lengths of its dimensions.
-    nbytes : int
-        The bytes of its stream: the number of elements times the item size.
+    ``name`` is its dotted path, ``kind`` what the value is in the state. ``array`` is the data, detached from autograd,
+    sharing the value's memory (a numpy scalar's is a copy).
     """
 
     name: str
@@ -145,13 +129,10 @@ class Leaf:
         return not may_overlap(self.shape, strides, 1 if self.is_torch else self.dtype.itemsize)
 
     def host_bytes(self) -> Bytes | None:
-        """Return the stream as a view of the value's memory, without a copy.
+        """Return the stream as a view of the value's memory, a uint8 array of shape (nbytes,), without a copy.
 
-        Returns
-        -------
-        uint8 array, shape (nbytes,), or None
-            None if the memory is not the stream: on another device, elements out of C order or with gaps, a lazily
-            conjugated or negated tensor.
+        None is returned if the memory is not the stream: on another device, elements out of C order or with gaps, a
+        lazily conjugated or negated tensor.
         """
         if self.nbytes == 0:
             return np.empty(0, np.uint8)
@@ -169,14 +150,9 @@ class Leaf:
         return view
 
     def read(self, start: int, stop: int, out: Bytes) -> None:
-        """Copy the bytes [start, stop) of the stream to ``out``; extra memory is at most the size of the range.
+        """Copy the bytes [start, stop) of the stream, multiples of the item size, to ``out``.
 
-        Parameters
-        ----------
-        start, stop : int
-            Byte offsets, multiples of the item size.
-        out : uint8 array, shape (stop - start,), C-contiguous
-            Overwritten.
+        ``out`` is a C-contiguous uint8 array of shape (stop - start,). Extra memory is at most the size of the range.
         """
         self._check_range(start, stop, out)
         host = self.host_bytes()
@@ -190,16 +166,9 @@ class Leaf:
                 part.view(piece.dtype).reshape(piece.shape)[...] = piece
 
     def write(self, start: int, stop: int, data: Bytes) -> None:
-        """Overwrite the bytes [start, stop) of the stream, in the value's own memory.
+        """Overwrite the bytes [start, stop) of the stream, multiples of the item size, in the value's own memory.
 
-        Parameters
-        ----------
-        start, stop : int
-            Byte offsets, multiples of the item size.
-        data : uint8 array, shape (stop - start,), C-contiguous
-            Not changed.
-
-        Raises UsageError if the value is not writable.
+        ``data`` is a C-contiguous uint8 array of shape (stop - start,). Raises UsageError if the value is not writable.
         """
         self._check_range(start, stop, data)
         if not self.writable:
@@ -268,21 +237,10 @@ def _check_plain(name: str, tensor: "torch.Tensor") -> None:
 def allocate(
     kind: LeafKind, dtype: DType, shape: Sequence[int], *, device: "torch.device | str | None" = None
 ) -> Array:
-    """Return uninitialised memory for a leaf.
+    """Return uninitialised memory for a leaf: a plain tensor for a parameter, a 0-d array for a numpy scalar.
 
-    Parameters
-    ----------
-    kind : str
-        A leaf kind. Parameters get a plain tensor, which ``unflatten`` wraps; numpy scalars a 0-d array.
-    dtype : DType
-        Element type.
-    shape : sequence of int
-        Lengths of the dimensions.
-    device : torch.device or str, optional
-        The device of a tensor; numpy arrays are always in host memory.
-
-    Raises UnsupportedError if torch (numpy, for its kinds) does not have the dtype; OutOfMemoryError if the allocation
-    fails.
+    ``device`` is that of a tensor; numpy arrays are always in host memory. Raises UnsupportedError if torch (numpy, for
+    its kinds) does not have the dtype; OutOfMemoryError if the allocation fails.
     """
     target = dtype.numpy if kind in ("ndarray", "npscalar") else dtype.torch
     try:

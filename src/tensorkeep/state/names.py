@@ -46,18 +46,9 @@ def display(path: Path) -> str:
 
 
 def assign_names(paths: Sequence[Path]) -> list[str]:
-    """Return a unique name for each path.
+    """Return a unique name for each path of keys from a state to a leaf; the paths are all different.
 
-    Parameters
-    ----------
-    paths : sequence of tuple
-        The keys from the state to each leaf; all different.
-
-    Returns
-    -------
-    list of str
-        In the same order; without NUL, never empty or ``__metadata__``. Names that share their first key are unique
-        without it, too.
+    No name has a NUL, is empty or ``__metadata__``. Names that share their first key are unique without it, too.
 
     Examples
     --------
@@ -81,22 +72,10 @@ def assign_names(paths: Sequence[Path]) -> list[str]:
 
 
 def assign_parts(paths: Sequence[Path], names: Sequence[str], *, is_dict: bool) -> dict[str, tuple[str, str]]:
-    """Return each leaf's part and its name relative to the part.
+    """Return each leaf's part and its name relative to the part, by its name from `assign_names`.
 
     Each container at the top of the state is a part, named by its key. Tensors directly at the top form the part
     ``model``, or ``top`` if there is a container ``model``. A state that is not a dict is one part, ``model``.
-
-    Parameters
-    ----------
-    paths, names : sequence
-        The argument and the result of `assign_names`.
-    is_dict : bool
-        Whether the state is a dict.
-
-    Returns
-    -------
-    dict
-        Name to (part, relative name).
     """
     if not is_dict:
         return {name: (DEFAULT_PART, name) for name in names}
@@ -135,16 +114,9 @@ def part_file_stems(parts: Iterable[str]) -> dict[str, str]:
 
 
 def select(names: Iterable[str], patterns: str | Iterable[str]) -> list[str]:
-    """Return the names that match at least one pattern, in their order.
+    """Return the names that match at least one pattern, in their order; UsageError if a pattern matches nothing.
 
-    Parameters
-    ----------
-    names : iterable of str
-        The names to choose from.
-    patterns : str or iterable of str
-        Exact names, or globs on the whole name, case-sensitive; ``*`` matches dots, too.
-
-    Raises UsageError if a pattern matches nothing.
+    Patterns are exact names, or globs on the whole name, case-sensitive; ``*`` matches dots, too.
 
     Examples
     --------

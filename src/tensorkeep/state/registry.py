@@ -78,13 +78,7 @@ def registered_name(cls: type) -> str | None:
 
 
 def registered_class(name: str) -> type[Any]:
-    """Return the class of that name.
-
-    Raises
-    ------
-    UnsupportedError
-        If this process has not registered one.
-    """
+    """Return the class of that name; UnsupportedError if this process has not registered one."""
     if name not in _CLASSES:
         module, _, qualified = name.partition(":")
         raise UnsupportedError(

@@ -43,19 +43,10 @@ class LeafSpec(NamedTuple):
 
 
 class SkeletonReader:
-    """Decodes one skeleton.
+    """Decodes one skeleton; ``leaf_specs`` has the leaves decoded so far, in order.
 
-    Parameters
-    ----------
-    values : mapping of str to array, or None
-        The leaves' data. None only checks the skeleton: leaves and registered objects decode to None.
-    as_is : bool
-        Use every value unchanged, whatever kind the skeleton records.
-
-    Attributes
-    ----------
-    leaf_specs : dict of str to LeafSpec
-        The leaves decoded so far, in order.
+    Without ``values`` the skeleton is only checked: leaves and registered objects decode to None. With ``as_is`` every
+    value is used unchanged, whatever kind the skeleton records.
     """
 
     def __init__(self, values: Mapping[str, Array] | None, *, as_is: bool = False) -> None:
@@ -108,9 +99,6 @@ class SkeletonReader:
             # The value is kept, so that no later one can have its id.
             self._finished[identity] = value, _finish(value, name, spec)
         return self._finished[identity][1]
-
-    def _tuple(self, body: object, depth: int) -> tuple[Any, ...]:
-        return tuple(self.decode(child, depth + 1) for child in _expect(list, body))
 
     def _dict(self, body: object, depth: int) -> dict[str, Any]:
         return {check_text(key): self.decode(child, depth + 1) for key, child in _expect(dict, body).items()}
@@ -212,11 +200,6 @@ def _pair(body: object) -> tuple[Any, Any]:
     return items[0], items[1]
 
 
-def _complex(body: object) -> complex:
-    real, imaginary = _pair(body)
-    return complex(decode_float(real), decode_float(imaginary))
-
-
 def _range(body: object) -> range:
     numbers = [decode_int(node) for node in _expect(list, body)]
     if len(numbers) != 3:
@@ -261,7 +244,7 @@ def _device(body: object) -> Any:
 _DECODERS: dict[str, Callable[[SkeletonReader, Any, int], Any]] = {
     "int": lambda reader, body, depth: decode_long_int(body),
     "float": lambda reader, body, depth: decode_float(body),
-    "complex": lambda reader, body, depth: _complex(body),
+    "complex": lambda reader, body, depth: complex(*map(decode_float, _pair(body))),
     "bytes": lambda reader, body, depth: decode_bytes(body),
     "bytearray": lambda reader, body, depth: bytearray(decode_bytes(body)),
     "range": lambda reader, body, depth: _range(body),
@@ -271,7 +254,7 @@ _DECODERS: dict[str, Callable[[SkeletonReader, Any, int], Any]] = {
     "dtype": lambda reader, body, depth: _dtype(body),
     "device": lambda reader, body, depth: _device(body),
     "enum": SkeletonReader._enum,
-    "tuple": SkeletonReader._tuple,
+    "tuple": lambda reader, body, depth: tuple(reader.decode(_expect(list, body), depth)),
     "dict": SkeletonReader._dict,
     "items": SkeletonReader._items,
     "counter": lambda reader, body, depth: Counter(reader._items(body, depth)),

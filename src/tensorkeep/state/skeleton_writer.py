@@ -64,13 +64,7 @@ class StateLeaf(NamedTuple):
 
 
 class SkeletonWriter:
-    """Encodes one state; the names of its leaves are assigned afterwards.
-
-    Attributes
-    ----------
-    leaves : list of StateLeaf
-        The leaves encoded so far, in traversal order.
-    """
+    """Encodes one state; ``leaves`` has those encoded so far, in traversal order, whose names are assigned later."""
 
     def __init__(self) -> None:
         self.leaves: list[StateLeaf] = []

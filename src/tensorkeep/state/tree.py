@@ -14,50 +14,21 @@ from tensorkeep.errors import PathLike, UnsupportedError
 from tensorkeep.state import names
 from tensorkeep.state.aliases import Alias, find_aliases
 from tensorkeep.state.leaf import LEAF_KINDS, Leaf, Source
-from tensorkeep.state.skeleton_reader import MAX_DEPTH, LeafSpec, SkeletonReader
+from tensorkeep.state.skeleton_reader import LeafSpec, SkeletonReader
 from tensorkeep.state.skeleton_writer import SkeletonWriter, StateLeaf
 from tensorkeep.state.strided import Array
-
-__all__ = [
-    "MAX_DEPTH",
-    "Flat",
-    "LeafSpec",
-    "PlainValue",
-    "StateLeaf",
-    "child_nodes",
-    "flatten",
-    "leaf_specs",
-    "node_key_text",
-    "node_tag",
-    "plain_values",
-    "prune",
-    "state_leaves",
-    "unflatten",
-]
 
 S_co = TypeVar("S_co", bound=Source, covariant=True)
 
 
 @dataclass(frozen=True)
 class Flat(Generic[S_co]):
-    """A flattened state.
+    """A flattened state."""
 
-    Attributes
-    ----------
-    skeleton : object
-        The state's structure and plain values, as JSON.
-    leaves : mapping of str to Source
-        The leaves to store, in traversal order.
-    aliases : dict of str to Alias
-        The leaves that are views of stored ones.
-    parts : dict of str to (str, str)
-        For each leaf, aliases included, its part and its name relative to the part.
-    """
-
-    skeleton: object
-    leaves: Mapping[str, S_co]
-    aliases: dict[str, Alias]
-    parts: dict[str, tuple[str, str]]
+    skeleton: object  # the structure and the plain values, as JSON
+    leaves: Mapping[str, S_co]  # to store, in traversal order
+    aliases: dict[str, Alias]  # the leaves that are views of stored ones
+    parts: dict[str, tuple[str, str]]  # of each leaf, aliases included: its part and its name relative to the part
 
 
 def flatten(state: object) -> Flat[Leaf]:
@@ -103,20 +74,12 @@ def _encode(state: object) -> tuple[object, list[StateLeaf]]:
 def unflatten(
     skeleton: object, values: Mapping[str, Array], *, as_is: bool = False, path: PathLike | None = None
 ) -> Any:
-    """Rebuild a state.
+    """Rebuild a state from a skeleton, which may come from a file, and the data of each leaf that it names.
 
-    Parameters
-    ----------
-    skeleton : object
-        From `flatten`, or from a file.
-    values : mapping of str to torch.Tensor or numpy.ndarray
-        The data of each leaf that the skeleton names, of the leaf's kind as ``leaf.allocate`` returns it. If two names
-        have the same object, so has the state: a tied parameter is one parameter again. A `torch.nn.Parameter`, or a
-        tensor that tracks gradients as the leaf did, is used without a wrapper.
-    as_is : bool
-        Put every value into the state unchanged, whatever kind the skeleton records.
-    path : path-like, optional
-        The checkpoint, for error messages.
+    The data is of the leaf's kind, as ``leaf.allocate`` returns it. If two names have the same object, so has the
+    state: a tied parameter is one parameter again. A `torch.nn.Parameter`, or a tensor that tracks gradients as the
+    leaf did, is used without a wrapper. With ``as_is`` every value is used unchanged, whatever kind the skeleton
+    records. ``path`` is the checkpoint, for error messages.
 
     Raises ValueError if the skeleton is malformed, or names a leaf that ``values`` lacks; UnsupportedError if it holds
     an object of a class that is not registered in this process, or has other fields now.

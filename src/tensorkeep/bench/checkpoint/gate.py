@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from tensorkeep.bench.experiment.workload import GateError
-from tensorkeep.state.leaf import Bytes, Leaf
+from tensorkeep.state.leaf import Leaf
+from tensorkeep.state.strided import Bytes
 from tensorkeep.state.tree import flatten
 
 _PIECE_BYTES = 4 * 1024**2

@@ -5,7 +5,8 @@ from typing import Any
 
 from tensorkeep.errors import UsageError
 from tensorkeep.state.aliases import make_view
-from tensorkeep.state.leaf import Array, allocate
+from tensorkeep.state.leaf import allocate
+from tensorkeep.state.strided import Array
 from tensorkeep.state.tree import flatten, unflatten
 
 COPIES_IN_MEMORY = 4

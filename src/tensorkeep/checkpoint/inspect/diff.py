@@ -15,8 +15,6 @@ from tensorkeep.io.parallel import Progress
 from tensorkeep.state import names
 from tensorkeep.state.tree import plain_values
 
-__all__ = ["DiffReport", "Mismatch", "TensorDiff", "diff"]
-
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:

@@ -14,7 +14,8 @@ from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.formats.base import OpenSettings, Reader
 from tensorkeep.io.buffers import DEFAULT_BUDGET, BufferPool
 from tensorkeep.io.parallel import Progress
-from tensorkeep.state.leaf import Array, Leaf, allocate
+from tensorkeep.state.leaf import Leaf, allocate
+from tensorkeep.state.strided import Array
 
 if TYPE_CHECKING:
     import numpy as np

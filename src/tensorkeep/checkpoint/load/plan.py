@@ -13,7 +13,8 @@ from tensorkeep.io.buffers import BufferPool
 from tensorkeep.io.parallel import Progress
 from tensorkeep.state import cuda
 from tensorkeep.state.aliases import make_view
-from tensorkeep.state.leaf import Array, Leaf, allocate
+from tensorkeep.state.leaf import Leaf, allocate
+from tensorkeep.state.strided import Array
 from tensorkeep.units import format_bytes
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from tensorkeep.errors import StateMismatchError
 from tensorkeep.formats.base import Reader
 from tensorkeep.state.aliases import find_aliases, full_view, sharing_conflict
 from tensorkeep.state.leaf import Leaf
-from tensorkeep.state.tree import StateLeaf
+from tensorkeep.state.skeleton_writer import StateLeaf
 
 _MOST_NAMED = 5
 _REMEDY = "load without `into`, or `select` the tensors that both have"

@@ -14,7 +14,8 @@ from tensorkeep.errors import UsageError
 from tensorkeep.formats.base import Reader
 from tensorkeep.state import names
 from tensorkeep.state.names import Path, display
-from tensorkeep.state.tree import StateLeaf, state_leaves
+from tensorkeep.state.skeleton_writer import StateLeaf
+from tensorkeep.state.tree import state_leaves
 
 _EXTRA_STATE = "_extra_state"
 _REMEDY = (

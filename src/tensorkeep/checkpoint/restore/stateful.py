@@ -11,7 +11,7 @@ import numpy as np
 from tensorkeep.checkpoint.restore.containers import items, with_items
 from tensorkeep.errors import UnsupportedError, UnsupportedLeafError
 from tensorkeep.state.names import Path, display
-from tensorkeep.state.tree import MAX_DEPTH
+from tensorkeep.state.skeleton_reader import MAX_DEPTH
 
 
 @dataclass(frozen=True, slots=True)

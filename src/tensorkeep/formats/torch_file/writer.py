@@ -16,8 +16,9 @@ from tensorkeep.io import parallel
 from tensorkeep.io.commit import Commit
 from tensorkeep.state.aliases import make_view
 from tensorkeep.state.leaf import Leaf, Source, allocate
+from tensorkeep.state.skeleton_reader import LeafSpec
 from tensorkeep.state.strided import Array, is_lazy
-from tensorkeep.state.tree import Flat, LeafSpec, leaf_specs, unflatten
+from tensorkeep.state.tree import Flat, leaf_specs, unflatten
 
 
 def write(
