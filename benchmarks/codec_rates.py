@@ -9,7 +9,7 @@ from tensorkeep.bench.checkpoint.probes import seconds_of
 from tensorkeep.codecs import probe
 from tensorkeep.codecs.base import CODECS
 from tensorkeep.errors import UsageError
-from tensorkeep.formats.base import BLOCK_BYTES
+from tensorkeep.formats.write import BLOCK_BYTES
 from tensorkeep.state.dtypes import DType
 from tensorkeep.state.leaf import Leaf
 from tensorkeep.state.strided import Bytes

@@ -10,7 +10,7 @@ from tensorkeep.checkpoint.manager.steps import Step, check_removable, step_path
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import counted, printable
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, TensorkeepError, UsageError
-from tensorkeep.formats.native.space import freed_bytes
+from tensorkeep.formats.native.directory import freed_bytes
 from tensorkeep.units import format_bytes
 
 

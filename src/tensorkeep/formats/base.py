@@ -3,7 +3,7 @@
 A format is one object with a name, registered under the entry point ``tensorkeep.formats``. It recognises its own
 files, opens them as a `Reader`, and writes a flattened state. Loading, slicing, verifying, comparing and converting
 use `Reader.read` alone, so they work with every format. ``tensorkeep.testing.format_suite.FormatSuite`` is the
-conformance suite. The writing half of the contract is defined in ``formats/write.py``; all of it can be imported here.
+conformance suite. ``formats/write.py`` is the writing half of the contract: settings, options and results.
 """
 
 from abc import ABC, abstractmethod
@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin
 
-from tensorkeep.errors import CorruptCheckpointError
+import msgspec
+
+from tensorkeep.errors import CorruptCheckpointError, UsageError
 from tensorkeep.formats.structure import check_structure
 from tensorkeep.formats.write import (
     BLOCK_BYTES,
@@ -24,8 +26,6 @@ from tensorkeep.formats.write import (
     StepRecord,
     WriteResult,
     WriteSettings,
-    options_from,
-    thread_bytes,
 )
 from tensorkeep.io.buffers import BufferPool
 from tensorkeep.io.files import Bytes
@@ -34,24 +34,6 @@ from tensorkeep.state.dtypes import DType
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.skeleton_reader import LeafSpec
 from tensorkeep.state.tree import Flat
-
-__all__ = [
-    "BLOCK_BYTES",
-    "FORMATS",
-    "Entry",
-    "Format",
-    "FormatOptions",
-    "FullCopyWrite",
-    "OpenSettings",
-    "Problem",
-    "Reader",
-    "StagedWrite",
-    "StepRecord",
-    "StoredLeaf",
-    "WriteResult",
-    "WriteSettings",
-    "thread_bytes",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,19 +151,10 @@ class Reader(ABC):
     def _set_state(self, flat: "Flat[StoredLeaf]", source: Path, leaf_specs: dict[str, LeafSpec] | None = None) -> None:
         """Check that a state can be rebuilt from its description, and set `flat`, `leaf_specs` and `entries`.
 
-        Parameters
-        ----------
-        flat : Flat of StoredLeaf
-            With the stored tensors in any order.
-        source : Path
-            The file that describes the state, for errors.
-        leaf_specs : dict of str to LeafSpec, optional
-            The result of `check_structure`, if it was called already.
+        The stored tensors may be in any order. ``source`` is the file that describes the state, for errors;
+        ``leaf_specs`` is the result of `check_structure`, if it was called already.
 
-        Raises
-        ------
-        CorruptCheckpointError
-            If skeleton, tensors, aliases and parts contradict each other.
+        Raises CorruptCheckpointError if skeleton, tensors, aliases and parts contradict each other.
         """
         try:
             self.leaf_specs = leaf_specs or check_structure(flat.skeleton, flat.leaves, flat.aliases, flat.parts)
@@ -330,7 +303,7 @@ class Format(ABC):
         return FullCopyWrite(self.name, self.write, flat, destination, settings)
 
     def parse_options(self, given: Mapping[str, object]) -> FormatOptions:
-        """Return the options that keyword arguments of `tensorkeep.save` stand for.
+        """Return the options that keyword arguments of `tensorkeep.save` stand for; their types are checked.
 
         Raises
         ------
@@ -342,7 +315,25 @@ class Format(ABC):
         >>> FORMATS.get("native").parse_options({"direct_io": False})
         NativeOptions(shard_bytes=None, direct_io=False, incremental=None, base=None, delta=False)
         """
-        return options_from(given, self.options, self.name)
+        types = {field.name: field.type for field in msgspec.structs.fields(self.options)}
+        values: dict[str, object] = {}
+        for option, value in given.items():
+            if option not in types:
+                remedy = f"known options: {', '.join(sorted(types))}" if types else "it takes no options"
+                raise UsageError(f"format {self.name!r} has no option {option!r}", remedy=remedy)
+            try:
+                values[option] = msgspec.convert(value, types[option])
+            except (msgspec.ValidationError, TypeError, RecursionError) as error:
+                remedy = _choices(types[option]) or str(error)
+                raise UsageError(f"the option {option} is {value!r:.80}", remedy=remedy) from error
+        # Not by msgspec.convert: it would wrap the UsageError of a `__post_init__`.
+        return self.options(**values)
+
+
+def _choices(kind: object) -> str | None:
+    """Return the valid values of a `Literal` type, or None if it is not one."""
+    inner = kind if get_origin(kind) is Literal else next((a for a in get_args(kind) if get_origin(a) is Literal), None)
+    return None if inner is None else f"choose one of: {', '.join(map(repr, get_args(inner)))}"
 
 
 FORMATS: Registry[Format] = Registry("format")

@@ -3,10 +3,10 @@
 import functools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -62,29 +62,6 @@ class FormatOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 OptionsT = TypeVar("OptionsT", bound=FormatOptions)
 
 
-def options_from(given: Mapping[str, object], options: type[OptionsT], format: str) -> OptionsT:
-    """Return the options of a format from keyword arguments; see `tensorkeep.formats.base.Format.parse_options`."""
-    types = {field.name: field.type for field in msgspec.structs.fields(options)}
-    values: dict[str, object] = {}
-    for option, value in given.items():
-        if option not in types:
-            remedy = f"known options: {', '.join(sorted(types))}" if types else "it takes no options"
-            raise UsageError(f"format {format!r} has no option {option!r}", remedy=remedy)
-        try:
-            values[option] = msgspec.convert(value, types[option])
-        except (msgspec.ValidationError, TypeError, RecursionError) as error:
-            remedy = _choices(types[option]) or str(error)
-            raise UsageError(f"the option {option} is {value!r:.80}", remedy=remedy) from error
-    # Not by msgspec.convert: it would wrap the UsageError of a `__post_init__`.
-    return options(**values)
-
-
-def _choices(kind: object) -> str | None:
-    """Return the valid values of a `Literal` type, or None if it is not one."""
-    inner = kind if get_origin(kind) is Literal else next((a for a in get_args(kind) if get_origin(a) is Literal), None)
-    return None if inner is None else f"choose one of: {', '.join(map(repr, get_args(inner)))}"
-
-
 @dataclass(frozen=True)
 class WriteSettings:
     """How to write; the same for every format.
@@ -117,10 +94,7 @@ class WriteSettings:
     step: StepRecord | None = None
 
     def options_as(self, kind: type[OptionsT]) -> OptionsT:
-        """Return the options as an instance of a format's own class, with its defaults if none were given.
-
-        Raises UsageError if they are the options of another format.
-        """
+        """Return the options, or a format's defaults; raises UsageError if they are those of another format."""
         if self.options is None:
             return kind()
         if not isinstance(self.options, kind):
@@ -166,6 +140,12 @@ class StagedWrite(ABC):
     at the same time or afterwards.
     """
 
+    def __init__(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> None:
+        self._flat = flat
+        self._destination = destination
+        self._settings = settings
+        self._cancellation = Cancellation()
+
     @abstractmethod
     def staging_bytes(self) -> int:
         """Return the buffer bytes that hold a copy of the whole state, so that `stage` never waits for `run`."""
@@ -184,50 +164,49 @@ class StagedWrite(ABC):
         Raises Cancelled if `run` has failed.
         """
 
-    @abstractmethod
     def run(self) -> WriteResult:
         """Write the copy or, if `prepare` was never called, the state itself; see `Format.write`.
 
         Raises Cancelled if the writing was cancelled.
         """
+        try:
+            return self._write()
+        except BaseException:
+            self.cancel()
+            raise
+        finally:
+            self.abandon()
 
     @abstractmethod
+    def _write(self) -> WriteResult:
+        """Write the checkpoint; `run` handles failures."""
+
     def cancel(self) -> None:
         """Make `run` stop as soon as it can; it removes its files."""
+        self._cancellation.cancel()
 
     @abstractmethod
     def abandon(self) -> None:
         """Release the copy when `run` will never be called."""
 
 
-WriteFunction = Callable[[Flat[Source], Path, WriteSettings], WriteResult]
-
-
 class FullCopyWrite(StagedWrite):
-    """A staged write for formats that do not write block by block: the whole state is copied before it is written.
-
-    Parameters
-    ----------
-    format_name : str
-        For error messages.
-    write : callable
-        `Format.write` of the format.
-    flat, destination, settings
-        Its arguments.
-    """
+    """A staged write for formats that do not write block by block: the whole state is copied before it is written."""
 
     def __init__(
-        self, format_name: str, write: WriteFunction, flat: Flat[Source], destination: Path, settings: WriteSettings
+        self,
+        format_name: str,
+        write: Callable[[Flat[Source], Path, WriteSettings], WriteResult],
+        flat: Flat[Source],
+        destination: Path,
+        settings: WriteSettings,
     ) -> None:
+        super().__init__(flat, destination, settings)
         self._format_name = format_name
-        self._write = write
-        self._flat = flat
-        self._destination = destination
-        self._settings = settings
+        self._write_format = write
         self._pool: BufferPool | None = None
         self._copies: dict[str, _HostCopy] = {}
         self._copied = threading.Event()
-        self._cancellation = Cancellation()
 
     def staging_bytes(self) -> int:
         return sum(buffer_bytes(leaf.nbytes) for leaf in self._flat.leaves.values())
@@ -246,65 +225,46 @@ class FullCopyWrite(StagedWrite):
     def stage(self, threads: int) -> None:
         if self._pool is None:
             raise AssertionError("prepare comes before stage")
+        tasks: list[Callable[[], None]] = []
         for name, leaf in self._flat.leaves.items():
-            self._copies[name] = _HostCopy(leaf, self._pool.acquire(leaf.nbytes, self._cancellation))
-        parallel.run(self._tasks(), threads, self._cancellation)
+            buffer = self._pool.acquire(leaf.nbytes, self._cancellation)
+            self._copies[name] = _HostCopy(leaf.name, leaf.dtype, leaf.shape, leaf.nbytes, buffer)
+            for start in range(0, leaf.nbytes, BLOCK_BYTES):
+                stop = min(start + BLOCK_BYTES, leaf.nbytes)
+                tasks.append(functools.partial(_copy, leaf, start, stop, buffer.array[start:stop]))
+        parallel.run(tasks, threads, self._cancellation)
         self._cancellation.check()
-        for copy in self._copies.values():
-            copy.forget_source()
+        # Without the leaves, so that the caller can free their memory.
         self._flat = replace(self._flat, leaves=self._copies)
         self._copied.set()
 
-    def _tasks(self) -> list[Callable[[], None]]:
-        return [
-            functools.partial(copy.copy, start, min(start + BLOCK_BYTES, copy.nbytes))
-            for copy in self._copies.values()
-            for start in range(0, copy.nbytes, BLOCK_BYTES)
-        ]
-
-    def run(self) -> WriteResult:
-        try:
-            while self._pool is not None and not self._copied.wait(POLL_SECONDS):
-                self._cancellation.check()
-            return self._write(self._flat, self._destination, self._settings)
-        finally:
-            self._cancellation.cancel()
-            self.abandon()
-
-    def cancel(self) -> None:
-        self._cancellation.cancel()
+    def _write(self) -> WriteResult:
+        while self._pool is not None and not self._copied.wait(POLL_SECONDS):
+            self._cancellation.check()
+        return self._write_format(self._flat, self._destination, self._settings)
 
     def abandon(self) -> None:
         for copy in self._copies.values():
-            copy.release()
+            copy.buffer.release()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _HostCopy:
     """A leaf's bytes in a buffer; a `tensorkeep.state.leaf.Source`."""
 
-    def __init__(self, source: Source, buffer: Buffer) -> None:
-        self.name: str = source.name
-        self.dtype: DType = source.dtype
-        self.shape: tuple[int, ...] = source.shape
-        self.nbytes: int = source.nbytes
-        self._source: Source | None = source
-        self._buffer = buffer
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    nbytes: int
+    buffer: Buffer
 
     def host_bytes(self) -> Bytes | None:
-        return self._buffer.array[: self.nbytes]
+        return self.buffer.array[: self.nbytes]
 
     def read(self, start: int, stop: int, out: Bytes) -> None:
-        out[:] = self._buffer.array[start:stop]
+        out[:] = self.buffer.array[start:stop]
 
-    def copy(self, start: int, stop: int) -> None:
-        """Copy a range of the leaf into the buffer."""
-        if self._source is not None:
-            with side_stream(self._source):
-                self._source.read(start, stop, self._buffer.array[start:stop])
 
-    def forget_source(self) -> None:
-        """Drop the reference to the leaf, so that the caller can free its memory."""
-        self._source = None
-
-    def release(self) -> None:
-        self._buffer.release()
+def _copy(source: Source, start: int, stop: int, out: Bytes) -> None:
+    with side_stream(source):
+        source.read(start, stop, out)

@@ -20,7 +20,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from tensorkeep.errors import DestinationExistsError, StoreError, TensorkeepError, UnsupportedError, UsageError
-from tensorkeep.formats.base import FORMATS, Format, OpenSettings, Problem, WriteResult, WriteSettings
+from tensorkeep.formats.base import FORMATS, Format, OpenSettings, Problem
+from tensorkeep.formats.write import WriteResult, WriteSettings
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.state.tree import flatten, leaf_specs
 from tensorkeep.testing import strategies

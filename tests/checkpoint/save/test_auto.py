@@ -14,8 +14,8 @@ import tensorkeep
 from tensorkeep.checkpoint.save import auto, begin, trial
 from tensorkeep.checkpoint.save.trial import Rates
 from tensorkeep.errors import StoreError
-from tensorkeep.formats.base import BLOCK_BYTES, WriteSettings
 from tensorkeep.formats.blockfile.plan import BlockFileOptions, plan_files, tasks_of
+from tensorkeep.formats.write import BLOCK_BYTES, WriteSettings
 from tensorkeep.io.buffers import BufferPool
 from tensorkeep.state.tree import flatten
 from tensorkeep.testing.disk import FailingDisk, names_in

@@ -15,7 +15,7 @@ import torch
 
 import tensorkeep
 from faults import injection as faults
-from tensorkeep.formats.base import BLOCK_BYTES
+from tensorkeep.formats.write import BLOCK_BYTES
 from tensorkeep.testing.equality import same
 from tensorkeep.testing.format_states import training_state
 

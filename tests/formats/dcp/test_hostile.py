@@ -23,7 +23,7 @@ from tensorkeep.errors import (
 from tensorkeep.formats import sidecar
 from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.dcp import FORMAT, inert_pickle
-from tensorkeep.formats.dcp.tiling import check_tiling
+from tensorkeep.formats.dcp.metadata import check_tiling
 from tensorkeep.formats.structure import Structure
 from tensorkeep.state.tree import flatten
 from tensorkeep.testing.equality import difference

@@ -22,8 +22,8 @@ from tensorkeep.errors import (
     StoreError,
     UsageError,
 )
-from tensorkeep.formats.base import WriteSettings
 from tensorkeep.formats.dcp import FORMAT, writer
+from tensorkeep.formats.write import WriteSettings
 from tensorkeep.state.tree import flatten
 from tensorkeep.testing.equality import difference
 from tensorkeep.testing.format_states import noise, training_state

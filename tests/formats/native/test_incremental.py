@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 
 import tensorkeep
-from tensorkeep.formats.base import BLOCK_BYTES
 from tensorkeep.formats.native import previous
+from tensorkeep.formats.write import BLOCK_BYTES
 from tensorkeep.testing.equality import same
 
 MB = 1024**2

@@ -9,7 +9,7 @@ import torch
 
 import tensorkeep
 from tensorkeep import CheckpointManager, SaveReport
-from tensorkeep.formats.native.space import freed_bytes
+from tensorkeep.formats.native.directory import freed_bytes
 
 
 @pytest.fixture

@@ -18,9 +18,10 @@ from tensorkeep.errors import (
     UsageError,
 )
 from tensorkeep.formats import native
-from tensorkeep.formats.base import OpenSettings, WriteSettings
+from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.blockfile.plan import BlockFileOptions
 from tensorkeep.formats.safetensors import FORMAT
+from tensorkeep.formats.write import WriteSettings
 from tensorkeep.state.dtypes import BY_SAFETENSORS
 from tensorkeep.state.tree import flatten
 from tensorkeep.testing.equality import difference, leaf_bytes, same

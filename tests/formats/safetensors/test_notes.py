@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from tensorkeep.errors import CorruptCheckpointError, TensorkeepError, UnsupportedError
-from tensorkeep.formats.base import OpenSettings, WriteSettings
+from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.blockfile.plan import BlockFileOptions
 from tensorkeep.formats.safetensors import FORMAT
+from tensorkeep.formats.write import WriteSettings
 from tensorkeep.io.source_file import SourceFile
 from tensorkeep.state.tree import flatten
 from tensorkeep.testing.equality import leaf_bytes

@@ -24,8 +24,9 @@ from tensorkeep.errors import (
     UsageError,
 )
 from tensorkeep.formats import sidecar
-from tensorkeep.formats.base import OpenSettings, WriteSettings
+from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.t5x import FORMAT, flax_msgpack
+from tensorkeep.formats.write import WriteSettings
 from tensorkeep.io.buffers import BufferPool
 from tensorkeep.io.directory import Directory
 from tensorkeep.io.source_file import SourceFile

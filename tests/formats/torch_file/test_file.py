@@ -22,8 +22,9 @@ from tensorkeep.errors import (
     UnsupportedError,
     UnsupportedLeafError,
 )
-from tensorkeep.formats.base import OpenSettings, WriteSettings
+from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.torch_file import FORMAT
+from tensorkeep.formats.write import WriteSettings
 from tensorkeep.state.tree import flatten
 from tensorkeep.testing.equality import difference, same
 from tensorkeep.testing.format_states import load, noise, training_state

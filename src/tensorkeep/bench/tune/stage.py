@@ -14,7 +14,7 @@ from tensorkeep.bench.analysis.statistics import Comparison, compare, describe, 
 from tensorkeep.bench.analysis.verdicts import judge
 from tensorkeep.bench.results import Settings
 from tensorkeep.bench.run.rounds import Rounds
-from tensorkeep.formats.base import BLOCK_BYTES, thread_bytes
+from tensorkeep.formats.write import BLOCK_BYTES, thread_bytes
 from tensorkeep.io.buffers import DEFAULT_BUDGET
 from tensorkeep.io.parallel import default_threads
 

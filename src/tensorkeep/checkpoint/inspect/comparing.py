@@ -11,7 +11,8 @@ import numpy as np
 
 from tensorkeep.checkpoint.load.ranges import contiguous_in, grid, strided_view
 from tensorkeep.errors import UsageError
-from tensorkeep.formats.base import BLOCK_BYTES, Reader, thread_bytes
+from tensorkeep.formats.base import Reader
+from tensorkeep.formats.write import BLOCK_BYTES, thread_bytes
 from tensorkeep.io import parallel
 from tensorkeep.io.buffers import ALIGNMENT, BufferPool
 from tensorkeep.io.files import Bytes

@@ -13,7 +13,8 @@ from tensorkeep.checkpoint.save.job import SaveReport
 from tensorkeep.checkpoint.save.memory import SaveMemory
 from tensorkeep.checkpoint.settings import SettingsSource
 from tensorkeep.errors import PathLike, UsageError
-from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings, Reader, thread_bytes
+from tensorkeep.formats.base import OpenSettings, Reader
+from tensorkeep.formats.write import BLOCK_BYTES, thread_bytes
 from tensorkeep.io.buffers import BufferPool
 from tensorkeep.io.parallel import Progress
 from tensorkeep.state import names

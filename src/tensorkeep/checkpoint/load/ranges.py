@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from tensorkeep.errors import CorruptCheckpointError
-from tensorkeep.formats.base import BLOCK_BYTES, Reader, thread_bytes
+from tensorkeep.formats.base import Reader
+from tensorkeep.formats.write import BLOCK_BYTES, thread_bytes
 from tensorkeep.io import parallel
 from tensorkeep.io.buffers import BufferPool
 from tensorkeep.io.parallel import Meter, Progress

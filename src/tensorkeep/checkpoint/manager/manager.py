@@ -24,7 +24,7 @@ from tensorkeep.checkpoint.save.pending import PendingSave
 from tensorkeep.checkpoint.save.queue import SaveQueue, WhenBusy, copies_of
 from tensorkeep.checkpoint.settings import SettingsSource, read_settings
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, PathLike, UsageError
-from tensorkeep.formats.base import StepRecord
+from tensorkeep.formats.write import StepRecord
 from tensorkeep.io.parallel import Progress
 
 if TYPE_CHECKING:

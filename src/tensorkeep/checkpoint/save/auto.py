@@ -11,9 +11,10 @@ from pathlib import Path
 
 from tensorkeep.checkpoint.save.trial import Rates, measure
 from tensorkeep.errors import StoreError
-from tensorkeep.formats.base import StoredLeaf, WriteSettings
+from tensorkeep.formats.base import StoredLeaf
 from tensorkeep.formats.blockfile.plan import BlockFileOptions
 from tensorkeep.formats.native.writer import NativeOptions
+from tensorkeep.formats.write import WriteSettings
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 from tensorkeep.units import format_bytes

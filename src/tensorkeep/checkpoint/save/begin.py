@@ -17,8 +17,9 @@ from tensorkeep.checkpoint.save.memory import SaveMemory
 from tensorkeep.checkpoint.save.trial import Rates, measure
 from tensorkeep.checkpoint.settings import SettingsSource, read_settings
 from tensorkeep.errors import DestinationExistsError, PathLike, UsageError
-from tensorkeep.formats.base import FORMATS, StepRecord, WriteSettings
+from tensorkeep.formats.base import FORMATS
 from tensorkeep.formats.native.writer import NativeOptions
+from tensorkeep.formats.write import StepRecord, WriteSettings
 from tensorkeep.io.parallel import Progress
 from tensorkeep.state import cuda
 from tensorkeep.state.leaf import Leaf, Source

@@ -12,7 +12,7 @@ from typing import Any
 
 from tensorkeep.checkpoint.save.memory import SaveMemory
 from tensorkeep.errors import BusyError
-from tensorkeep.formats.base import StagedWrite, WriteResult
+from tensorkeep.formats.write import StagedWrite, WriteResult
 from tensorkeep.io.parallel import Cancelled, default_threads
 
 logger = logging.getLogger(__name__)

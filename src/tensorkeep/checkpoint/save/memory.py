@@ -4,8 +4,8 @@ from typing import Self
 
 from tensorkeep.checkpoint.arguments import MemorySize
 from tensorkeep.errors import UsageError
-from tensorkeep.formats.base import BLOCK_BYTES, thread_bytes
 from tensorkeep.formats.blockfile.data_file import buffers_per_thread
+from tensorkeep.formats.write import BLOCK_BYTES, thread_bytes
 from tensorkeep.io.buffers import DEFAULT_BUDGET, MINIMUM_BUDGET, BufferPool, PageLock
 from tensorkeep.machine import available_bytes
 from tensorkeep.state.cuda import CudaPageLock

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from tensorkeep.codecs import probe
-from tensorkeep.formats.base import BLOCK_BYTES, WriteSettings, thread_bytes
 from tensorkeep.formats.blockfile.gather import copy_and_hash, raw_bytes
 from tensorkeep.formats.blockfile.plan import Block, BlockFileOptions, plan_files, tasks_of
 from tensorkeep.formats.sealed import digest, new_hasher
+from tensorkeep.formats.write import BLOCK_BYTES, WriteSettings, thread_bytes
 from tensorkeep.io import parallel
 from tensorkeep.io.buffers import BufferPool, round_up
 from tensorkeep.io.commit import Commit

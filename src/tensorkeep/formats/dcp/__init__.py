@@ -5,19 +5,35 @@ Written in one process; read without DCP's own reader and without a process grou
 
 import re
 from pathlib import Path
-from typing import ClassVar
 
+from tensorkeep.errors import UsageError
 from tensorkeep.formats import sidecar
-from tensorkeep.formats.base import Format, FormatOptions, OpenSettings, Reader, WriteResult, WriteSettings
+from tensorkeep.formats.base import Format, OpenSettings, Reader
 from tensorkeep.formats.dcp.metadata import FILE_NAME
-from tensorkeep.formats.dcp.options import DcpOptions
 from tensorkeep.formats.dcp.reader import DcpReader
 from tensorkeep.formats.probe import first_bytes, names_in
 from tensorkeep.formats.torch_file.zip_file import begins_like_old_pickle
+from tensorkeep.formats.write import FormatOptions, WriteResult, WriteSettings
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 
-__all__ = ["FORMAT", "DcpFormat"]
+_MAX_THREADS = 256
+
+
+class DcpOptions(FormatOptions, frozen=True):
+    """Options of ``tensorkeep.save(..., format="dcp")``.
+
+    Attributes
+    ----------
+    thread_count : int or None
+        Number of data files, each written by one thread: 1 to 256. By default as many as the save has threads.
+    """
+
+    thread_count: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.thread_count is not None and not 1 <= self.thread_count <= _MAX_THREADS:
+            raise UsageError(f"thread_count is {self.thread_count}", remedy=f"give a number from 1 to {_MAX_THREADS}")
 
 
 class DcpFormat(Format):
@@ -28,8 +44,8 @@ class DcpFormat(Format):
     conversion from another checkpoint holds one tensor for each thread in memory.
     """
 
-    name: ClassVar[str] = "dcp"
-    options: ClassVar[type[FormatOptions]] = DcpOptions
+    name = "dcp"
+    options = DcpOptions
 
     def recognises(self, path: Path) -> bool:
         start = first_bytes(path / FILE_NAME, 2)
@@ -42,7 +58,8 @@ class DcpFormat(Format):
         # Here, because it imports torch.distributed.
         from tensorkeep.formats.dcp.writer import write
 
-        return write(flat, destination, settings, replaceable=self._is_replaceable)
+        threads = settings.options_as(DcpOptions).thread_count or min(settings.threads, _MAX_THREADS)
+        return write(flat, destination, settings, threads, replaceable=self._is_replaceable)
 
     def _is_replaceable(self, path: Path) -> bool:
         known = re.compile(rf"__\d+_\d+\.distcp|{re.escape(FILE_NAME)}|{re.escape(sidecar.FILE_NAME)}")

@@ -28,14 +28,7 @@ class Global(NamedTuple):
 class Call:
     """Stand-in for a call (opcodes REDUCE and NEWOBJ); recorded, never executed.
 
-    Attributes
-    ----------
-    function : Global
-        The class or function to call.
-    args : tuple
-        Its arguments.
-    state : object
-        What the opcode BUILD would set the attributes of the result from; None without one.
+    ``state`` is what the opcode BUILD would set the attributes of the result from; None without one.
     """
 
     __slots__ = ("args", "function", "state")
@@ -55,22 +48,10 @@ class PersistentId(NamedTuple):
 def decode(content: bytes, allowed: Container[tuple[str, str]], what: str) -> Any:
     """Return the value of a pickle: Python's plain values and containers, `Call`, `Global` and `PersistentId`.
 
-    Parameters
-    ----------
-    allowed : container of (str, str)
-        Modules and names of the classes and functions that it may name.
-    what : str
-        Subject of error messages.
+    ``allowed`` are modules and names of the classes and functions that it may name; ``what`` is the subject of errors.
 
     Raises ValueError if it is not a well-formed pickle, or larger than 1 GiB; UnsupportedError if it names another
     class or function.
-
-    Examples
-    --------
-    >>> import pickle
-    >>> call = decode(pickle.dumps(complex(1, 2)), {("builtins", "complex")}, "the example")
-    >>> str(call.function), call.args
-    ('builtins.complex', (1.0, 2.0))
     """
     if len(content) > _MAX_BYTES:
         raise ValueError(f"a pickle of {len(content):,} bytes")

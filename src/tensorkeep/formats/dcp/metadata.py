@@ -4,16 +4,17 @@ The file is a pickle of the dataclasses of ``torch.distributed.checkpoint.metada
 it (see ``inert_pickle.py``), and every field is checked.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
 from tensorkeep.formats.boxes import Box, box_shape
 from tensorkeep.formats.dcp.inert_pickle import Call, Global, decode
-from tensorkeep.formats.dcp.tiling import check_tiling
 from tensorkeep.formats.decoding import decoding
 from tensorkeep.state.dtypes import BY_NAME, DType
 
@@ -25,6 +26,8 @@ MARK = "tensorkeep"
 _MAX_DIMENSIONS = 64
 _MAX_FIELDS = 64
 _MAX = 2**63
+_MAX_CHUNKS = 8192
+"""Of a tensor that is sharded in several dimensions: every pair of chunks is compared."""
 
 _CHUNK_BYTES, _KEY_BYTES = 16, 1
 """Least bytes of the file for each chunk and for each key of a path, unless it refers to one object many times."""
@@ -51,15 +54,7 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a chunk or a plain value is stored.
-
-    Attributes
-    ----------
-    file : str
-        Name of a file beside ``.metadata``.
-    offset, length : int
-        The bytes of the file that are a ``torch.save`` file of their own.
-    """
+    """Where a chunk or a plain value is stored: bytes of a file beside ``.metadata`` that are a ``torch.save`` file."""
 
     file: str
     offset: int
@@ -88,16 +83,8 @@ class TensorEntry:
 class Contents:
     """The contents of ``.metadata``.
 
-    Attributes
-    ----------
-    values : dict of str to Location
-        Pickled plain values.
-    paths : dict of str to tuple
-        The keys that lead to each entry in the nested state: text for dicts, numbers for lists.
-    version : str or None
-        The version of DCP's format.
-    has_mark : bool
-        Whether Tensorkeep wrote it.
+    ``values`` are pickled plain values. ``paths`` are the keys that lead to each entry in the nested state: text for
+    dicts, numbers for lists. ``has_mark`` is set if Tensorkeep wrote it.
     """
 
     tensors: dict[str, TensorEntry]
@@ -154,7 +141,7 @@ def _contents(root: Any, nbytes: int) -> Contents:
 
 
 def _check_count(count: int, limit: int, what: str) -> None:
-    """Refuse more chunks or keys than a file of its length describes: a pickle can refer to one object many times."""
+    # A pickle can refer to one object many times, and so describe more than a file of its length.
     if count > limit:
         raise ValueError(f"it refers to the same {what} many times")
 
@@ -271,3 +258,40 @@ def _paths(planner_data: Any, limit: int) -> Iterator[tuple[str, KeyPath]]:
         # Other planners than torch's default may keep anything here.
         if type(path) is tuple and path and all(type(key) in (str, int) for key in path) and type(path[0]) is str:
             yield name, path
+
+
+def check_tiling(shape: Sequence[int], boxes: Sequence[Box]) -> None:
+    """Check that the chunks of a tensor cover it, each element once.
+
+    Raises ValueError if they do not, or if more than 8192 chunks are cut in several dimensions.
+    """
+    for box in boxes:
+        if len(box) != len(shape):
+            raise ValueError("a chunk has another number of dimensions")
+        if any(side.stop > length for side, length in zip(box, shape, strict=True)):
+            start = [side.start for side in box]
+            raise ValueError(f"a chunk of shape {list(box_shape(box))} at {start} reaches beyond {list(shape)}")
+    full = [box for box in boxes if 0 not in box_shape(box)]
+    count = sum(prod(box_shape(box)) for box in full)
+    if count < prod(shape):
+        raise ValueError(f"the chunks hold {count:,} of {prod(shape):,} elements")
+    # Chunks inside the array that hold as many elements as it has cover it if and only if no two overlap.
+    if count > prod(shape) or _overlap(full):
+        raise ValueError("the chunks overlap")
+
+
+def _overlap(boxes: Sequence[Box]) -> bool:
+    if len(boxes) < 2:
+        return False
+    starts = np.array([[side.start for side in box] for box in boxes], np.int64)
+    stops = np.array([[side.stop for side in box] for box in boxes], np.int64)
+    cut = [axis for axis in range(starts.shape[1]) if (starts[:, axis] != starts[0, axis]).any()]
+    if len(cut) == 1:
+        order = np.argsort(starts[:, cut[0]])
+        return bool((stops[order[:-1], cut[0]] > starts[order[1:], cut[0]]).any())
+    if len(boxes) > _MAX_CHUNKS:
+        raise ValueError(f"{len(boxes):,} chunks in several dimensions are too many to check")
+    return any(
+        bool(((starts[i + 1 :] < stops[i]) & (starts[i] < stops[i + 1 :])).all(axis=1).any())
+        for i in range(len(boxes) - 1)
+    )

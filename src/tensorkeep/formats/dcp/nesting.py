@@ -20,10 +20,7 @@ _MAX_GAPS = 10_000
 class NestedState(NamedTuple):
     """A rebuilt state. Its tensors are stand-ins without elements, but for those pickled among plain values.
 
-    Attributes
-    ----------
-    keys : dict of str to str
-        For the name of each stand-in, the name of the tensor in the metadata.
+    ``keys`` has the name of the tensor in the metadata for the name of each stand-in.
     """
 
     flat: Flat[Leaf]
@@ -56,26 +53,25 @@ class _Conflict(Exception):
     """Two paths that exclude each other."""
 
 
-class _Node:
+class _Node(dict[str | int, Any]):
     """A dict or a list under construction; plain values that are dicts are never entered."""
 
     def __init__(self, *, is_list: bool) -> None:
         self.is_list = is_list
-        self.children: dict[str | int, Any] = {}
 
     def child(self, key: str | int, default: Any) -> Any:
         """Return the child at a key; put the default there if it has none."""
         if self.is_list != (type(key) is int) or (type(key) is int and key < 0):
             raise _Conflict
-        return self.children.setdefault(key, default)
+        return self.setdefault(key, default)
 
     def gaps(self) -> int:
         """Return the sum over all lists of the items in excess of four times the number of entries."""
-        own = max(0, max(map(int, self.children)) + 1 - 4 * len(self.children)) if self.is_list else 0
-        return own + sum(child.gaps() for child in self.children.values() if isinstance(child, _Node))
+        own = max(0, max(map(int, self)) + 1 - 4 * len(self)) if self.is_list else 0
+        return own + sum(child.gaps() for child in self.values() if isinstance(child, _Node))
 
     def build(self) -> Any:
-        built = {key: child.build() if isinstance(child, _Node) else child for key, child in self.children.items()}
+        built = {key: child.build() if isinstance(child, _Node) else child for key, child in self.items()}
         # As torch does: an item that no entry fills is None.
         return [built.get(index) for index in range(max(map(int, built)) + 1)] if self.is_list else built
 
@@ -96,12 +92,11 @@ def _nest(contents: Contents, values: Mapping[str, Any], path: Path) -> dict[str
         raise CorruptCheckpointError("is nested too deeply", path=path) from error
 
 
-def _insert(root: _Node, keys: KeyPath, value: Any) -> None:
-    node = root
+def _insert(node: Any, keys: KeyPath, value: Any) -> None:
     for key, following in pairwise(keys):
         node = node.child(key, _Node(is_list=type(following) is int))
         if not isinstance(node, _Node):
             raise _Conflict
-    if keys[-1] in node.children:
+    if keys[-1] in node:
         raise _Conflict
     node.child(keys[-1], value)

@@ -50,16 +50,7 @@ class MappedFile:
 class PieceZip:
     """The zip container of a piece; all records but the storages of tensors are checked on opening.
 
-    Attributes
-    ----------
-    content : uint8 array
-        The whole piece.
-    archive : TorchZip
-
-    Raises
-    ------
-    CorruptCheckpointError, UnsupportedError
-        As `TorchZip`.
+    Raises the errors of `TorchZip`.
     """
 
     def __init__(self, file: MappedFile, location: Location) -> None:
@@ -91,10 +82,7 @@ class PieceZip:
         return int(self.archive.records[name].CRC) if self.archive.checksummed else None
 
     def check(self) -> None:
-        """Check every record.
-
-        Raises CorruptCheckpointError if one is damaged.
-        """
+        """Check every record; raises CorruptCheckpointError if one is damaged."""
         for name in self.archive.records:
             with decoding(self._path, what="a piece is malformed"):
                 content = self.record(name)
@@ -145,16 +133,9 @@ class _MemoryFile(io.RawIOBase):
 
 
 class MappedTensor(NamedTuple):
-    """A tensor in mapped memory.
+    """A tensor in mapped memory: its elements, all bytes of its storage, and their CRC-32 if there is one.
 
-    Attributes
-    ----------
-    array : ndarray
-        Unsigned integers (complex128 for 16 bytes) with the bits of the elements.
-    storage : uint8 array
-        All memory of its storage.
-    crc : int or None
-        The stored CRC-32 of the storage, if there is one.
+    The array has unsigned integers (complex128 for 16 bytes) with the bits of the elements.
     """
 
     array: npt.NDArray[Any]
@@ -186,13 +167,7 @@ class TensorPiece:
             return self._mapped
 
     def checked(self) -> MappedTensor:
-        """Return the tensor after its CRC-32 was checked.
-
-        Raises
-        ------
-        CorruptCheckpointError, UnsupportedError
-            As `map`, and if the CRC-32 is wrong.
-        """
+        """Return the tensor after its CRC-32 was checked; raises the errors of `map`, and if the CRC-32 is wrong."""
         mapped = self.map()
         with self._lock:
             if self._is_intact is None:

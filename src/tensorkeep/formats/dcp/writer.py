@@ -29,15 +29,14 @@ from torch.distributed.checkpoint.metadata import (
 
 from tensorkeep.errors import OutOfMemoryError, UnsupportedError, is_out_of_memory
 from tensorkeep.formats import sidecar
-from tensorkeep.formats.base import BLOCK_BYTES, WriteResult, WriteSettings
 from tensorkeep.formats.dcp.metadata import FILE_NAME, MARK
-from tensorkeep.formats.dcp.options import MAX_THREADS, DcpOptions
 from tensorkeep.formats.dcp.reader import stored_form
 from tensorkeep.formats.path_items import Item, items_of
 from tensorkeep.formats.sidecar import Sidecar
 from tensorkeep.formats.structure import Structure
 from tensorkeep.formats.torch_file.stream import TorchStream
 from tensorkeep.formats.torch_file.writer import fills_its_storage
+from tensorkeep.formats.write import BLOCK_BYTES, WriteResult, WriteSettings
 from tensorkeep.io import parallel
 from tensorkeep.io.commit import Commit
 from tensorkeep.io.files import write_small
@@ -47,16 +46,15 @@ from tensorkeep.state.tree import Flat
 
 
 def write(
-    flat: Flat[Source], destination: Path, settings: WriteSettings, replaceable: Callable[[Path], bool]
+    flat: Flat[Source], destination: Path, settings: WriteSettings, threads: int, replaceable: Callable[[Path], bool]
 ) -> WriteResult:
-    """Write a state as a directory; see `tensorkeep.formats.base.Format.write`."""
+    """Write a state as a directory, with one data file for each thread; see `tensorkeep.formats.base.Format.write`."""
     if settings.compression != "none":
         raise UnsupportedError(
             f"a distributed checkpoint cannot be compressed with {settings.compression!r}",
             path=destination,
             remedy='use compression="none", or format="native"',
         )
-    threads = settings.options_as(DcpOptions).thread_count or min(settings.threads, MAX_THREADS)
     items = items_of(flat)
     tensors = _Tensors(flat)
     meter = parallel.Meter(sum(tensors.nbytes(item.name) for item in items if item.leaf), settings.progress)
@@ -122,13 +120,7 @@ def _write_sidecar(flat: Flat[Source], directory: Path, settings: WriteSettings)
 
 
 class _Writer:
-    """Writes data files, each in one thread.
-
-    Attributes
-    ----------
-    locations : dict of str to _StorageInfo
-        Where each entry was written.
-    """
+    """Writes data files, each in one thread, and records where each entry was written."""
 
     def __init__(self, tensors: "_Tensors", meter: parallel.Meter) -> None:
         self.locations: dict[str, _StorageInfo] = {}
@@ -155,10 +147,7 @@ class _Writer:
 class _Tensors:
     """The tensors to write, one at a time in each thread.
 
-    Attributes
-    ----------
-    peak_bytes : int
-        The most bytes of copies at one moment; the state's own tensors do not count.
+    ``peak_bytes`` is the most bytes of copies at one moment; the state's own tensors do not count.
     """
 
     def __init__(self, flat: Flat[Source]) -> None:

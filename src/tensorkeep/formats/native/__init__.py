@@ -5,10 +5,11 @@ Specified in ``docs/reference/native-format.md``.
 
 from pathlib import Path
 
-from tensorkeep.formats.base import Format, OpenSettings, Reader, StagedWrite, WriteResult, WriteSettings
+from tensorkeep.formats.base import Format, OpenSettings, Reader
 from tensorkeep.formats.native.directory import is_native
 from tensorkeep.formats.native.reader import NativeReader
 from tensorkeep.formats.native.writer import NativeOptions, NativeWrite
+from tensorkeep.formats.write import StagedWrite, WriteResult, WriteSettings
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 

@@ -1,6 +1,7 @@
-"""The directory of a native checkpoint: detection, summary and foreign files."""
+"""The directory of a native checkpoint: detection, summary, foreign files, and the disk space that a removal frees."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,12 +9,11 @@ from tensorkeep.errors import CorruptCheckpointError, DestinationExistsError, Un
 from tensorkeep.formats import sealed
 from tensorkeep.formats.blockfile.plan import INDEX_SUFFIX, SUFFIX
 from tensorkeep.formats.native import manifest as manifests
-from tensorkeep.formats.native.reader import missing_file, wrong_size
-from tensorkeep.formats.native.space import occupied_bytes
+from tensorkeep.formats.native.reader import missing_file, occupied_bytes, wrong_size
 from tensorkeep.formats.probe import first_bytes, names_in
 from tensorkeep.formats.write import StepRecord
 from tensorkeep.io.directory import Directory, read_directory
-from tensorkeep.io.files import store_error
+from tensorkeep.io.files import store_error, store_errors
 
 _OUR_NAMES = (manifests.FILE_NAME, SUFFIX, INDEX_SUFFIX)
 
@@ -59,17 +59,7 @@ def is_replaceable(path: Path) -> bool:
 
 
 class Summary(NamedTuple):
-    """What a checkpoint's manifest and file sizes show.
-
-    Attributes
-    ----------
-    step : StepRecord or None
-        The step of a training run that it is.
-    nbytes : int
-        Bytes of its files.
-    own_bytes : int
-        Bytes of disk of those of its files that nothing else has a link to.
-    """
+    """The step that a checkpoint is, the bytes of its files, and the disk space of those that nothing else links to."""
 
     step: StepRecord | None
     nbytes: int
@@ -79,10 +69,7 @@ class Summary(NamedTuple):
 def summarise(path: Path) -> Summary:
     """Sum up a checkpoint, and check that its files exist and have the sizes that the manifest lists.
 
-    Raises
-    ------
-    NotACheckpointError, CorruptCheckpointError, UnsupportedError, StoreError
-        As `OpenFiles`.
+    Raises the errors of `OpenFiles`.
     """
     return read_directory(path, _summarise)
 
@@ -105,3 +92,24 @@ def _summarise(directory: Directory) -> Summary:
         own_bytes += occupied_bytes(status) if status.st_nlink == 1 else 0
     directory.close()
     return Summary(manifest.step, nbytes, own_bytes)
+
+
+def freed_bytes(checkpoints: Iterable[os.PathLike[str]]) -> int:
+    """Return the bytes of disk that removing all of these checkpoints would free.
+
+    A file that several of them share is freed if they hold all of its links.
+
+    Raises StoreError if the operating system refuses access.
+    """
+    links: dict[tuple[int, int], int] = {}
+    freed = 0
+    for path in checkpoints:
+        with store_errors(path, "look at the checkpoint"), os.scandir(path) as entries:
+            files = [entry for entry in entries if not entry.is_dir(follow_symlinks=False)]
+            statuses = [file.stat(follow_symlinks=False) for file in files]
+        for status in statuses:
+            identity = status.st_dev, status.st_ino
+            links[identity] = links.get(identity, 0) + 1
+            if links[identity] == status.st_nlink:
+                freed += occupied_bytes(status)
+    return freed

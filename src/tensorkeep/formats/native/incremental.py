@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,7 @@ from tensorkeep.formats.blockfile.coded_file import CodedDataFile, encode
 from tensorkeep.formats.blockfile.data_file import WriteContext
 from tensorkeep.formats.blockfile.notes import Description, describe, describe_longest
 from tensorkeep.formats.blockfile.plan import Block, BlockKey, BlockRecord, FilePlan
+from tensorkeep.formats.blockfile.read import scratch_bytes
 from tensorkeep.formats.native.previous import DifferenceBase, PreviousCheckpoint
 from tensorkeep.formats.native.records import PlaceRecord
 from tensorkeep.formats.sealed import digest
@@ -32,15 +32,6 @@ _SAMPLED = 2 * 1024**2
 
 _GROUPS, _PIECES, _PIECE = 4, 16, 4096
 """The samples of a block: groups of pieces, of so many bytes each."""
-
-
-@dataclass(frozen=True, slots=True)
-class _CodedDifference:
-    """A coded difference, and whether it is certain to be shorter than the full block would be."""
-
-    codec: str
-    length: int
-    certain: bool
 
 
 class ChangesFile(CodedDataFile):
@@ -74,40 +65,44 @@ class ChangesFile(CodedDataFile):
         for block in blocks:
             base = self._previous.base_of(block)
             if base is not None:
-                needs.append(_coding_bytes(block) + self._previous.scratch_bytes(base, block.nbytes))
+                needs.append(_coding_bytes(block) + scratch_bytes(base.stored, block.nbytes))
         return max(needs)
 
     def _store(self, block: Block, raw: Bytes, out: Bytes, scratch: Bytes) -> tuple[str, str, int] | None:
         raw_digest = digest(raw, wide=True)
         found = self._previous.find(block, raw_digest)
         if found is not None:
-            self.found[block.key] = found.block, found.place
+            self.found[block.key] = found
             return None
         base = self._previous.base_of(block)
         difference = None if base is None else self._difference(block, raw, raw_digest, base, out, scratch)
         if base is None or difference is None:
             return raw_digest, *encode(raw, block, self._context.codec, out)
-        if not difference.certain:
+        changed_codec, changed_length, certain = difference
+        if not certain:
             # `out` holds the coded difference, and its raw bytes in `scratch` may be overwritten.
             codec, length = encode(raw, block, self._context.codec, scratch)
-            if difference.length + _RECORD_BYTES > WORTH_A_DIFFERENCE * length:
+            if changed_length + _RECORD_BYTES > WORTH_A_DIFFERENCE * length:
                 out[:length] = scratch[:length]
                 return raw_digest, codec, length
         self._previous.keep(base)
         self.bases[block.key] = base
-        return raw_digest, difference.codec, difference.length
+        return raw_digest, changed_codec, changed_length
 
     def _difference(
         self, block: Block, raw: Bytes, raw_digest: str, base: DifferenceBase, out: Bytes, scratch: Bytes
-    ) -> _CodedDifference | None:
-        """Code the difference from the base to the front of ``out``; None if samples show that it is not worth it."""
+    ) -> tuple[str, int, bool] | None:
+        """Code the difference from the base to the front of ``out``; None if samples show that it is not worth it.
+
+        Return the codec, the length, and whether it is certain to be shorter than the full block would be.
+        """
         changed = scratch[: block.nbytes]
         if not self._previous.read(base, block, changed, scratch[_coding_bytes(block) :]):
             return None
         np.bitwise_xor(changed, raw, out=changed)
         dtype = block.leaf.source.dtype
         if block.nbytes <= _SAMPLED:
-            return _CodedDifference(*probe.encode(changed, dtype, out), certain=False)
+            return *probe.encode(changed, dtype, out), False
         full = [probe.estimate(sample, dtype) for sample in _samples(raw, raw_digest)]
         fractions = [probe.estimate(sample, dtype) for sample in _samples(changed, raw_digest)]
         if sum(fractions) > WORTH_A_DIFFERENCE * sum(full):
@@ -116,7 +111,7 @@ class ChangesFile(CodedDataFile):
         # A block varies from place to place, so the smallest estimate stands for all of it; and repetitions at a
         # distance, which only zstd finds, do not show in samples.
         certain = length + _RECORD_BYTES <= WORTH_A_DIFFERENCE * min(full) * block.nbytes
-        return _CodedDifference(codec, length, certain and probe.choose(raw, dtype) is not zstd.CODEC)
+        return codec, length, certain and probe.choose(raw, dtype) is not zstd.CODEC
 
 
 def _coding_bytes(block: Block) -> int:

@@ -12,26 +12,16 @@ from pathlib import Path
 from tensorkeep.errors import CorruptCheckpointError
 from tensorkeep.formats.native.reader import OpenFiles
 from tensorkeep.formats.native.records import FILE_NAME_PATTERN, FileRecord
-from tensorkeep.io.files import store_error
+from tensorkeep.io.files import store_errors
 
 _PREFIX = "from-"
 _LONGEST_ORIGIN = 100
 
 
 class Links:
-    """Links to the files of an open checkpoint.
+    """Links in a new checkpoint's directory to the files of an open earlier one.
 
-    Parameters
-    ----------
-    opened : OpenFiles
-        The earlier checkpoint.
-    directory : Path
-        Of the new checkpoint.
-
-    Attributes
-    ----------
-    names : dict of int to str
-        The names of the linked files in the new directory, by their numbers in the earlier manifest.
+    ``names`` are their names there, by their numbers in the earlier manifest.
     """
 
     def __init__(self, opened: OpenFiles, directory: Path) -> None:
@@ -52,15 +42,14 @@ class Links:
             os.link(f"{self._opened.directory.fd_path}/{record.name}", link)
         except OSError as error:
             return f"{record.name} cannot be linked: {error.strerror}"
-        if not self._is_the_open_file(link, number):
+        opened = self._opened.statuses[number]
+        with store_errors(link, "look at the link"):
+            found = os.lstat(link)
+        if (found.st_dev, found.st_ino, found.st_size) != (opened.st_dev, opened.st_ino, opened.st_size):
             _remove(link)
             return f"{record.name} cannot be linked: it was replaced or changed meanwhile"
         self.names[number] = name
         return None
-
-    def _is_the_open_file(self, link: Path, number: int) -> bool:
-        opened, found = self._opened.statuses[number], _status(link)
-        return (found.st_dev, found.st_ino, found.st_size) == (opened.st_dev, opened.st_ino, opened.st_size)
 
     def _name(self, record: FileRecord) -> str:
         """Return a name that is unique among the links, also where the file system ignores case."""
@@ -76,17 +65,7 @@ class Links:
     def finish(self, used: Container[int], first: int) -> tuple[list[FileRecord], dict[int, int]]:
         """Remove the links that are not used, and make the other files durable.
 
-        Parameters
-        ----------
-        used : container of int
-            Numbers in the earlier manifest.
-        first : int
-            The number of the first linked file in the new manifest.
-
-        Returns
-        -------
-        tuple of (list of FileRecord, dict of int to int)
-            The records of the files, and their new numbers by the old ones.
+        Return the records of these files, and their new numbers, from ``first`` on, by those in the earlier manifest.
 
         Raises CorruptCheckpointError if a file has changed its size; StoreError if the operating system refuses access.
         """
@@ -108,30 +87,19 @@ def _origin(path: Path) -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "_", os.path.basename(os.path.abspath(path)))[:_LONGEST_ORIGIN] or "root"
 
 
-def _status(link: Path) -> os.stat_result:
-    try:
-        return os.lstat(link)
-    except OSError as error:
-        raise store_error(error, link, "look at the link") from error
-
-
 def _remove(link: Path) -> None:
-    try:
+    with store_errors(link, "remove the link"):
         os.unlink(link)
-    except OSError as error:
-        raise store_error(error, link, "remove the link") from error
 
 
 def _make_durable(link: Path, size: int) -> None:
-    try:
+    with store_errors(link, "make the linked file durable"):
         fd = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
             found = os.fstat(fd).st_size
         finally:
             os.close(fd)
-    except OSError as error:
-        raise store_error(error, link, "make the linked file durable") from error
     if found != size:
         raise CorruptCheckpointError(
             f"the file of an earlier checkpoint was changed while it was linked: it has {found:,} bytes, not {size:,}",

@@ -6,7 +6,6 @@ only if it has a valid manifest. The format is specified in ``docs/reference/nat
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, Unsup
 from tensorkeep.formats import sealed
 from tensorkeep.formats.blockfile.header import MAX_HEADER_BYTES
 from tensorkeep.formats.blockfile.plan import BlockRecord
-from tensorkeep.formats.native.records import FEATURES, PLACES, VERSION, BaseRecord, FileRecord, LeafRecord, Manifest
+from tensorkeep.formats.native.records import FEATURES, PLACES, VERSION, BaseRecord, LeafRecord, Manifest
 from tensorkeep.io.directory import Directory
 from tensorkeep.state.dtypes import BY_NAME
 
@@ -40,21 +39,7 @@ def read(directory: Directory) -> Manifest:
     except NotACheckpointError as error:
         raise NotACheckpointError("holds no manifest, so it is not a checkpoint", path=directory.path) from error
     path = directory.path / FILE_NAME
-    return parse(content, path) if len(content) > _CACHED_BYTES else _cached(_Content(content, path))
-
-
-@dataclass(frozen=True)
-class _Content:
-    """The bytes of a manifest, and its path for errors; the path does not count for the cache."""
-
-    content: bytes
-    path: Path = field(compare=False)
-
-
-@lru_cache(maxsize=8)
-def _cached(content: _Content) -> Manifest:
-    # A manager reads the manifests of the same few steps at every save, while training needs the cores.
-    return parse(content.content, content.path)
+    return _parse_cached(content, path) if len(content) <= _CACHED_BYTES else parse(content, path)
 
 
 def parse(content: bytes, path: Path) -> Manifest:
@@ -70,6 +55,10 @@ def parse(content: bytes, path: Path) -> Manifest:
         raise CorruptCheckpointError(f"is not a manifest ({error})", path=path) from error
     _Rules(manifest, path).check()
     return manifest
+
+
+# A manager reads the manifests of the same few steps at every save, while training needs the cores.
+_parse_cached = lru_cache(maxsize=8)(parse)
 
 
 def _check_version(body: dict[str, Any], path: Path) -> None:
@@ -116,7 +105,9 @@ class _Rules:
         for file in self.manifest.files:
             if file.origin and PLACES not in self.manifest.features:
                 raise self._corrupt(f"file {file.name} is of an earlier save, which needs the feature {PLACES!r}")
-            if file.head_bytes > min(file.bytes, _max_head_bytes(file)):
+            # All of an index is its head.
+            most = sealed.MAX_BYTES if file.head_bytes == file.bytes else MAX_HEADER_BYTES + 8
+            if file.head_bytes > min(file.bytes, most):
                 raise self._corrupt(f"file {file.name} cannot have a head of {file.head_bytes:,} bytes")
 
     def _check_leaf(self, leaf: LeafRecord) -> None:
@@ -173,8 +164,3 @@ class _Rules:
                 yield place.file, place.offset, block.length, leaf.name
                 for base in place.bases:
                     yield base.file, base.offset, base.length, leaf.name
-
-
-def _max_head_bytes(file: FileRecord) -> int:
-    # All of an index is its head.
-    return sealed.MAX_BYTES if file.head_bytes == file.bytes else MAX_HEADER_BYTES + 8

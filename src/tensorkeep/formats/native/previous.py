@@ -5,26 +5,22 @@ in itself: the file system counts the links, and removing one checkpoint never b
 may be stored as the difference from the earlier one.
 """
 
-import logging
-import os
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from tensorkeep.codecs.base import CODECS
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, PathLike, StoreError, UnsupportedError
-from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings
+from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.blockfile.notes import SMALLEST_DIFFERENCE
 from tensorkeep.formats.blockfile.plan import Block, BlockRecord
-from tensorkeep.formats.blockfile.read import StoredBlock, digest_as, scratch_bytes
+from tensorkeep.formats.blockfile.read import StoredBlock, digest_as
 from tensorkeep.formats.native.links import Links
 from tensorkeep.formats.native.reader import OpenFiles
 from tensorkeep.formats.native.records import WIDE_DIGESTS, BaseRecord, FileRecord, PlaceRecord
+from tensorkeep.formats.write import BLOCK_BYTES
 from tensorkeep.io.files import Bytes
-
-logger = logging.getLogger(__name__)
 
 LEAST_LIVE = 0.5
 """The fraction of a file's bytes that must still be in use for it to be linked again.
@@ -43,15 +39,6 @@ DEEPEST = 1
 
 
 @dataclass(frozen=True, slots=True)
-class FoundBlock:
-    """A block of the base: its record, its place there, and how it is read."""
-
-    block: BlockRecord
-    place: PlaceRecord
-    stored: StoredBlock
-
-
-@dataclass(frozen=True, slots=True)
 class DifferenceBase:
     """The blocks that a block may be stored as the difference from: manifest records, and how their XOR is read."""
 
@@ -61,30 +48,15 @@ class DifferenceBase:
 
 
 class PreviousCheckpoint:
-    """An open earlier checkpoint that a save takes unchanged blocks from; to be closed.
+    """An open earlier checkpoint that a save takes unchanged blocks from; a context manager.
 
-    Parameters
-    ----------
-    path : Path
-        A native checkpoint on the same file system, saved with ``incremental=True`` or itself with a base.
-    settings : OpenSettings
-    delta : bool
-        Whether blocks that have changed may be stored as differences.
+    It must be native, and saved with ``incremental=True`` or itself with a base. With ``delta``, blocks that have
+    changed may be stored as differences. ``obstacle`` is the first reason why not all of it could be used.
 
-    Attributes
-    ----------
-    path : Path
-    obstacle : str or None
-        The first reason why not all of it could be used.
-
-    Raises
-    ------
-    NotACheckpointError, CorruptCheckpointError, UnsupportedError, StoreError
-        As `OpenFiles`.
+    Raises the errors of `OpenFiles`.
     """
 
     def __init__(self, path: Path, settings: OpenSettings, *, delta: bool) -> None:
-        self.path = path
         self.obstacle: str | None = None
         self._opened = OpenFiles(path, settings)
         self._delta = delta
@@ -102,15 +74,7 @@ class PreviousCheckpoint:
     def link_into(self, directory: Path, own_files: int) -> bool:
         """Hard-link the files whose blocks are worth keeping into a new checkpoint's directory.
 
-        Parameters
-        ----------
-        own_files : int
-            How many data files the new checkpoint writes itself.
-
-        Returns
-        -------
-        bool
-            Whether any file was linked.
+        ``own_files`` is how many data files the new checkpoint writes itself. Return whether any file was linked.
         """
         if self.obstacle is not None:
             return False
@@ -138,6 +102,7 @@ class PreviousCheckpoint:
         return {block.codec for block, _ in located} | {base.codec for _, place in located for base in place.bases}
 
     def _live_bytes(self) -> dict[int, int]:
+        """Return the bytes in use of each file, by its number."""
         live: dict[int, int] = defaultdict(int)
         for _, located in self._leaves.values():
             for block, place in located:
@@ -146,36 +111,36 @@ class PreviousCheckpoint:
                     live[base.file] += base.length
         return live
 
-    def find(self, block: Block, wide_digest: str) -> FoundBlock | None:
+    def find(self, block: Block, wide_digest: str) -> tuple[BlockRecord, PlaceRecord] | None:
         """Return the earlier block of the same tensor and index, if it has this digest and can be used again."""
         found = self._earlier(block)
-        if found is None or found.block.raw != wide_digest:
+        if found is None or found[0].raw != wide_digest:
             return None
-        self._used_files.update(found.place.files)
+        self._used_files.update(found[1].files)
         return found
 
     def base_of(self, block: Block) -> DifferenceBase | None:
         """Return the blocks that a changed block may be stored as the difference from, or None."""
         found = self._earlier(block) if self._delta and block.nbytes >= SMALLEST_DIFFERENCE else None
-        if found is None or found.place.age >= MOST_DIFFERENCES:
+        if found is None or found[1].age >= MOST_DIFFERENCES:
             return None
-        record, place = found.block, found.place
+        record, place = found
         own = BaseRecord(record.codec, record.length, record.raw, record.stored, place.file, place.offset)
         records = [own, *place.bases]
-        chain = [found.stored, *found.stored.bases]
+        stored = self._opened.block(record, place)
+        chain = [stored, *stored.bases]
         # The nearest block that does not make the chain too deep.
         first = max(0, len(records) - DEEPEST)
         top = chain[first]
         # Without the checksum of its raw bytes, which `read` compares.
-        stored = StoredBlock(top.file, top.codec, top.offset, top.length, "", top.stored, tuple(chain[first + 1 :]))
-        return DifferenceBase(records[first:], stored, place.age + 1)
-
-    def scratch_bytes(self, base: DifferenceBase, raw_bytes: int) -> int:
-        """Return the scratch memory that `read` needs."""
-        return scratch_bytes(base.stored, raw_bytes)
+        undigested = replace(top, raw="", bases=tuple(chain[first + 1 :]))
+        return DifferenceBase(records[first:], undigested, place.age + 1)
 
     def read(self, base: DifferenceBase, block: Block, out: Bytes, scratch: Bytes) -> bool:
-        """Fill ``out`` with the raw bytes of a base; return False if that fails: its files are then used no further."""
+        """Fill ``out`` with the raw bytes of a base; return False if that fails: its files are then used no further.
+
+        ``scratch`` has the `scratch_bytes` of ``base.stored``.
+        """
         expected = base.records[0].raw
         try:
             self._opened.blocks.decode(base.stored, block.leaf.source.dtype, out, scratch)
@@ -192,7 +157,7 @@ class PreviousCheckpoint:
         """Keep the files of a base, because a difference from it was stored."""
         self._used_files.update(record.file for record in base.records)
 
-    def _earlier(self, block: Block) -> FoundBlock | None:
+    def _earlier(self, block: Block) -> tuple[BlockRecord, PlaceRecord] | None:
         source = block.leaf.source
         leaf, located = self._leaves.get(source.name, (None, []))
         if leaf is None or leaf.dtype != source.dtype.name or leaf.nbytes != source.nbytes:
@@ -203,14 +168,16 @@ class PreviousCheckpoint:
             return None
         if not self._missing_codecs.isdisjoint((record.codec, *(base.codec for base in place.bases))):
             return None  # this process could not read what it saves
-        return FoundBlock(record, place, self._opened.block(record, place))
+        return record, place
 
     def finish(self, first: int) -> tuple[list[FileRecord], dict[int, int]]:
         """Remove the links that are not needed; return records and new numbers of the others, as `Links.finish`."""
         return self._links.finish(self._used_files, first) if self._links else ([], {})
 
-    def close(self) -> None:
-        """Close its files; a second call does nothing."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         self._opened.close()
 
 
@@ -223,67 +190,26 @@ def _worth_keeping(records: list[FileRecord], live: dict[int, int]) -> list[int]
     return sorted(worthy, key=lambda number: -live[number])
 
 
-@dataclass(slots=True)
-class BaseOutcome:
-    """What became of the base of a save.
-
-    Attributes
-    ----------
-    checkpoint : PreviousCheckpoint or None
-        The base, if blocks can be taken from it.
-    path : str or None
-        Its path.
-    refused : str or None
-        Why not all that is unchanged was taken from it; complete when `open_base` ends.
-    """
-
-    checkpoint: PreviousCheckpoint | None = None
-    path: str | None = None
-    refused: str | None = None
-
-
-@contextmanager
 def open_base(
-    base: PathLike | None, directory: Path, own_files: int, settings: OpenSettings, *, delta: bool, optional: bool
-) -> Iterator[BaseOutcome]:
-    """Open the base of a save and link its files into the new checkpoint's directory.
+    base: PathLike | None, settings: OpenSettings, *, delta: bool, optional: bool
+) -> tuple[PreviousCheckpoint | None, str | None]:
+    """Return the opened base of a save, or the reason why it cannot be used; neither if there is no base.
 
-    Parameters
-    ----------
-    base : path-like or None
-        None for a save without a base.
-    own_files : int
-        How many data files the save writes itself.
-    delta : bool
-        Whether changed blocks may be stored as differences.
-    optional : bool
-        Whether everything is written if the path holds no checkpoint.
+    A damaged or unreadable base is not an error: then everything is written.
 
-    Raises NotACheckpointError if the path holds no checkpoint, unless it is optional. A damaged or unreadable base is
-    not an error: then everything is written.
+    Raises NotACheckpointError if the path holds no checkpoint, unless it is ``optional``.
     """
-    outcome = BaseOutcome()
-    previous: PreviousCheckpoint | None = None
-    if base is not None:
-        try:
-            previous = PreviousCheckpoint(Path(base), settings, delta=delta)
-        except NotACheckpointError as error:
-            if not optional:
-                raise NotACheckpointError(
-                    f"cannot be the base of a save: {error.message}",
-                    path=error.path,
-                    remedy="correct base=, or leave it out",
-                ) from error
-            outcome.refused = str(error)
-        except (CorruptCheckpointError, StoreError, UnsupportedError) as error:
-            outcome.refused = str(error)
+    if base is None:
+        return None, None
     try:
-        if previous is not None and previous.link_into(directory, own_files):
-            outcome.checkpoint, outcome.path = previous, os.fspath(previous.path)
-        yield outcome
-    finally:
-        if previous is not None:
-            outcome.refused = previous.obstacle
-            previous.close()
-        if outcome.refused:
-            logger.info("not all unchanged blocks were taken from the base %s: %s", base, outcome.refused)
+        return PreviousCheckpoint(Path(base), settings, delta=delta), None
+    except NotACheckpointError as error:
+        if not optional:
+            raise NotACheckpointError(
+                f"cannot be the base of a save: {error.message}",
+                path=error.path,
+                remedy="correct base=, or leave it out",
+            ) from error
+        return None, str(error)
+    except (CorruptCheckpointError, StoreError, UnsupportedError) as error:
+        return None, str(error)

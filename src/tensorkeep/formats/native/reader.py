@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from tensorkeep.formats.blockfile.plan import BlockRecord
 from tensorkeep.formats.blockfile.read import BlockReader, StoredBlock, StoredTensor
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.records import PLACES, WIDE_DIGESTS, FileRecord, LeafRecord, Manifest, PlaceRecord
-from tensorkeep.formats.native.space import space_of
 from tensorkeep.formats.sealed import new_hasher
 from tensorkeep.io.directory import Directory, read_directory
 from tensorkeep.io.files import Bytes, store_error
@@ -72,14 +70,10 @@ class NativeReader(Reader):
 
 
 def _details(manifest: Manifest, statuses: list[os.stat_result]) -> dict[str, Any]:
-    """Return further details for `info`, as plain values.
-
-    Parameters
-    ----------
-    statuses : list of os.stat_result
-        Of its files, in their order, and of the manifest itself.
-    """
-    space = space_of(statuses)
+    """Return further details for `info`, as plain values; the status of the manifest itself is the last."""
+    occupied = sum(map(occupied_bytes, statuses))
+    # Removing the checkpoint alone frees the files that nothing else has a link to.
+    own = sum(occupied_bytes(status) for status in statuses if status.st_nlink <= 1)
     details: dict[str, Any] = {"version": manifest.version, "writer": manifest.writer}
     if manifest.step is not None:
         details["step"] = msgspec.to_builtins(manifest.step)
@@ -98,8 +92,16 @@ def _details(manifest: Manifest, statuses: list[os.stat_result]) -> dict[str, An
         "compression": manifest.compression,
         "block_bytes": manifest.block_bytes,
         "files": {file.name: file.bytes for file in manifest.files},
-        "space": {**asdict(space), "occupied_bytes": space.occupied_bytes},
+        "space": {"own_bytes": own, "shared_bytes": occupied - own, "occupied_bytes": occupied},
     }
+
+
+def occupied_bytes(status: os.stat_result) -> int:
+    """Return the bytes of disk that the file system has allocated for a file, as ``du`` counts them.
+
+    The last block counts in full, and a file system that compresses or leaves out zeros allocates fewer.
+    """
+    return status.st_blocks * 512  # the unit on every file system
 
 
 def _head_digest(file: SourceFile, count: int) -> str:

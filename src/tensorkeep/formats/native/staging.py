@@ -6,7 +6,7 @@ import threading
 from tensorkeep.formats.blockfile.gather import stage, staging_bytes
 from tensorkeep.formats.blockfile.plan import Block
 from tensorkeep.io import parallel
-from tensorkeep.io.buffers import Buffer, BufferPool, buffer_bytes
+from tensorkeep.io.buffers import Buffer, BufferPool
 from tensorkeep.io.parallel import POLL_SECONDS, Cancellation, Order
 
 
@@ -14,14 +14,8 @@ class Staging:
     """The copies of one save, in the order in which they are written.
 
     Buffers are acquired in the order of the tasks, so that a state larger than the pool's budget streams through it:
-    the copying waits for buffers that the writing releases, and never for one that a later task holds.
-
-    Parameters
-    ----------
-    groups : list of list of Block
-        The tasks of all files, in order.
-    cancellation : Cancellation
-        Shared with the writing, so that the failure of one ends the other.
+    the copying waits for buffers that the writing releases, and never for one that a later task holds. The writing
+    shares the cancellation, so that the failure of one ends the other.
     """
 
     def __init__(self, groups: list[list[Block]], pool: BufferPool, cancellation: Cancellation) -> None:
@@ -73,8 +67,3 @@ class Staging:
             for buffer in self._ready.values():
                 buffer.release()
             self._ready.clear()
-
-
-def memory_for(groups: list[list[Block]]) -> int:
-    """Return the bytes of buffers that hold a copy of all blocks at once."""
-    return sum(buffer_bytes(staging_bytes(blocks)) for blocks in groups)

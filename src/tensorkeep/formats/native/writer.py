@@ -1,15 +1,17 @@
 """Writer of native checkpoints: data files, indexes, manifest, then one rename."""
 
 import functools
+import logging
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from tensorkeep.codecs import raw
 from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.formats import sealed
-from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings, StagedWrite, WriteResult, WriteSettings, thread_bytes
+from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.blockfile.coded_file import CodedDataFile
 from tensorkeep.formats.blockfile.data_file import (
     DataFile,
@@ -19,6 +21,7 @@ from tensorkeep.formats.blockfile.data_file import (
     index_content,
     write_files,
 )
+from tensorkeep.formats.blockfile.gather import staging_bytes
 from tensorkeep.formats.blockfile.plan import (
     INDEX_SUFFIX,
     Block,
@@ -44,15 +47,18 @@ from tensorkeep.formats.native.records import (
     Manifest,
     PlaceRecord,
 )
-from tensorkeep.formats.native.staging import Staging, memory_for
+from tensorkeep.formats.native.staging import Staging
 from tensorkeep.formats.structure import AliasRecord
-from tensorkeep.io.buffers import BufferPool
+from tensorkeep.formats.write import BLOCK_BYTES, StagedWrite, WriteResult, WriteSettings, thread_bytes
+from tensorkeep.io.buffers import BufferPool, buffer_bytes
 from tensorkeep.io.commit import Commit
 from tensorkeep.io.files import write_small
-from tensorkeep.io.parallel import Cancellation, Meter
+from tensorkeep.io.parallel import Meter
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 from tensorkeep.version import __version__
+
+logger = logging.getLogger(__name__)
 
 
 class NativeOptions(BlockFileOptions, frozen=True):
@@ -91,16 +97,13 @@ class NativeOptions(BlockFileOptions, frozen=True):
 
 
 class NativeWrite(StagedWrite):
-    """The writing of a native checkpoint; see `tensorkeep.formats.base.StagedWrite`."""
+    """The writing of a native checkpoint; see `tensorkeep.formats.write.StagedWrite`."""
 
     def __init__(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> None:
-        self._flat = flat
-        self._destination = destination
-        self._settings = settings
+        super().__init__(flat, destination, settings)
         self._options = options = settings.options_as(NativeOptions)
         self._plans = plan_files(flat, options.shard_bytes)
         self._codec = find_codec(settings.compression)
-        self._cancellation = Cancellation()
         self._staging: Staging | None = None
         if options.delta and settings.compression != "lossless":
             raise UsageError(
@@ -113,7 +116,7 @@ class NativeWrite(StagedWrite):
         return [task for plan in self._plans for task in tasks_of(plan)]
 
     def staging_bytes(self) -> int:
-        return memory_for(self._tasks)
+        return sum(buffer_bytes(staging_bytes(blocks)) for blocks in self._tasks)
 
     def prepare(self, pool: BufferPool) -> None:
         self._staging = Staging(self._tasks, pool, self._cancellation)
@@ -123,46 +126,33 @@ class NativeWrite(StagedWrite):
             raise AssertionError("prepare comes before stage")
         self._staging.copy(threads)
 
-    def cancel(self) -> None:
-        self._cancellation.cancel()
-
     def abandon(self) -> None:
         if self._staging is not None:
             self._staging.close()
 
-    def run(self) -> WriteResult:
-        try:
-            return self._run()
-        except BaseException:
-            self._cancellation.cancel()
-            raise
-        finally:
-            self.abandon()
-
-    def _run(self) -> WriteResult:
+    def _write(self) -> WriteResult:
         settings, options = self._settings, self._options
         if options.delta:
             # Otherwise a too small budget would be found by the second save only: the first has no base.
             buffers = buffers_per_thread(staged=self._staging is not None, delta=True)
             settings.pool.threads(1, thread_bytes(BLOCK_BYTES, buffers=buffers))
-        with (
-            Commit(
-                self._destination, directory=True, overwrite=settings.overwrite, replaceable=is_replaceable
-            ) as commit,
-            open_base(
-                options.base_path(),
-                commit.path,
-                len(self._plans),
-                OpenSettings(pool=settings.pool),
-                delta=options.delta,
-                optional=callable(options.base),
-            ) as base,
-        ):
-            files = self._write_files(commit.path, base.checkpoint)
-            records = [_file_record(file) for file in files]
-            if base.checkpoint is None:
-                records += _write_indexes(commit.path, files)
-            linked, numbers = base.checkpoint.finish(len(records)) if base.checkpoint else ([], {})
+        with Commit(
+            self._destination, directory=True, overwrite=settings.overwrite, replaceable=is_replaceable
+        ) as commit:
+            base = options.base_path()
+            pool = OpenSettings(pool=settings.pool)
+            previous, refused = open_base(base, pool, delta=options.delta, optional=callable(options.base))
+            with previous or nullcontext():
+                used = previous if previous and previous.link_into(commit.path, len(self._plans)) else None
+                files = self._write_files(commit.path, used)
+                records = [FileRecord(file.name, file.size, file.header_size, file.header_digest) for file in files]
+                if used is None:
+                    records += _write_indexes(commit.path, files)
+                linked, numbers = used.finish(len(records)) if used else ([], {})
+            if previous:
+                refused = previous.obstacle
+            if refused:
+                logger.info("not all unchanged blocks were taken from the base %s: %s", base, refused)
             content = sealed.seal(self._manifest(files, records + linked, numbers))
             # A checkpoint that no reader would accept must not be reported as saved.
             manifests.parse(content, self._destination / manifests.FILE_NAME)
@@ -175,8 +165,8 @@ class NativeWrite(StagedWrite):
             new_bytes=new_bytes,
             peak_buffer_bytes=settings.pool.peak_bytes,
             direct_io=bool(files) and all(file.direct for file in files),
-            base=base.path,
-            base_refused=base.refused,
+            base=str(Path(base)) if used and base is not None else None,
+            base_refused=refused,
         )
 
     def _write_files(self, directory: Path, previous: PreviousCheckpoint | None) -> list[DataFile]:
@@ -201,16 +191,10 @@ class NativeWrite(StagedWrite):
         return files
 
     def _manifest(self, files: Sequence[DataFile], records: list[FileRecord], numbers: dict[int, int]) -> Manifest:
-        """Return the manifest.
+        """Return the manifest of the finished files of this save.
 
-        Parameters
-        ----------
-        files : sequence of DataFile
-            Those of this save, finished.
-        records : list of FileRecord
-            Of these files, the indexes and the linked files.
-        numbers : dict of int to int
-            The numbers of the linked files by those in the earlier manifest.
+        ``records`` are those of these files, the indexes and the linked files; ``numbers`` are the numbers of the
+        linked files by those in the earlier manifest.
         """
         flat, settings = self._flat, self._settings
         by_name = {
@@ -236,10 +220,6 @@ class NativeWrite(StagedWrite):
             metadata=settings.metadata,
             step=settings.step,
         )
-
-
-def _file_record(file: DataFile) -> FileRecord:
-    return FileRecord(file.name, file.size, file.header_size, file.header_digest)
 
 
 def _leaf_record(leaf: PlacedLeaf, number: int, file: DataFile, numbers: dict[int, int]) -> LeafRecord:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError
-from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings, Reader
+from tensorkeep.formats.base import OpenSettings, Reader
 from tensorkeep.formats.blockfile import header
 from tensorkeep.formats.blockfile.header import MAX_HEADER_BYTES, SUB_BYTE, Header, TensorRecord
 from tensorkeep.formats.blockfile.notes import FRAMEWORK_KEY, METADATA_KEY, Notes, parse
@@ -18,6 +18,7 @@ from tensorkeep.formats.blockfile.read import BlockReader, StoredTensor, lay_out
 from tensorkeep.formats.probe import file_mode, first_bytes, names_in
 from tensorkeep.formats.sealed import MANIFEST_NAME
 from tensorkeep.formats.structure import Structure
+from tensorkeep.formats.write import BLOCK_BYTES
 from tensorkeep.io.directory import Directory, read_directory
 from tensorkeep.io.files import Bytes
 from tensorkeep.io.source_file import SourceFile

@@ -6,7 +6,6 @@ from typing import Any
 
 from tensorkeep.codecs import raw
 from tensorkeep.errors import UnsupportedError, UsageError
-from tensorkeep.formats.base import WriteResult, WriteSettings
 from tensorkeep.formats.blockfile.coded_file import CodedDataFile
 from tensorkeep.formats.blockfile.data_file import DataFile, WriteContext, find_codec, index_content, write_files
 from tensorkeep.formats.blockfile.notes import FRAMEWORK_KEY, METADATA_KEY
@@ -14,6 +13,7 @@ from tensorkeep.formats.blockfile.plan import INDEX_SUFFIX, SUFFIX, BlockFileOpt
 from tensorkeep.formats.blockfile.raw_file import RawDataFile
 from tensorkeep.formats.safetensors.reader import begins_like_safetensors, locate
 from tensorkeep.formats.structure import Structure
+from tensorkeep.formats.write import WriteResult, WriteSettings
 from tensorkeep.io.commit import Commit
 from tensorkeep.io.files import write_small
 from tensorkeep.io.parallel import Cancellation, Meter

@@ -10,7 +10,7 @@ import numpy as np
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedError
 from tensorkeep.formats import sidecar
-from tensorkeep.formats.base import BLOCK_BYTES, OpenSettings, StoredLeaf
+from tensorkeep.formats.base import OpenSettings, StoredLeaf
 from tensorkeep.formats.decoding import decoding
 from tensorkeep.formats.probe import names_in
 from tensorkeep.formats.sidecar import Sidecar, TensorNote
@@ -22,6 +22,7 @@ from tensorkeep.formats.tensorstore.library import ArrayDirectory
 from tensorkeep.formats.tensorstore.listing import list_array
 from tensorkeep.formats.tensorstore.reader import ArraysReader
 from tensorkeep.formats.tensorstore.specs import StoredType
+from tensorkeep.formats.write import BLOCK_BYTES
 from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import Bytes
 from tensorkeep.state.dtypes import BY_NAME, DType, of_numpy

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorkeep.formats import sidecar
-from tensorkeep.formats.base import WriteResult, WriteSettings
 from tensorkeep.formats.path_items import Item, items_of
 from tensorkeep.formats.sidecar import Sidecar
 from tensorkeep.formats.structure import Structure
@@ -22,6 +21,7 @@ from tensorkeep.formats.tensorstore.listing import list_tree, sync_directories
 from tensorkeep.formats.tensorstore.options import T5XOptions, TensorStoreOptions
 from tensorkeep.formats.tensorstore.specs import array_keys, stored_type
 from tensorkeep.formats.tensorstore.writer import refuse_compression
+from tensorkeep.formats.write import WriteResult, WriteSettings
 from tensorkeep.io.commit import Commit
 from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import write_small

@@ -7,9 +7,10 @@ are read, too. The package ``tensorstore`` is imported on first use: ``pip insta
 from pathlib import Path
 from typing import ClassVar
 
-from tensorkeep.formats.base import Format, FormatOptions, OpenSettings, Reader, WriteResult, WriteSettings
+from tensorkeep.formats.base import Format, OpenSettings, Reader
 from tensorkeep.formats.tensorstore import discovery
 from tensorkeep.formats.tensorstore.options import TensorStoreOptions
+from tensorkeep.formats.write import FormatOptions, WriteResult, WriteSettings
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 

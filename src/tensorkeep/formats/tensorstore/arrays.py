@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
-from tensorkeep.formats.base import BLOCK_BYTES
 from tensorkeep.formats.boxes import Box, box_shape, range_to_boxes
 from tensorkeep.formats.tensorstore.chunking import Shape
 from tensorkeep.formats.tensorstore.library import ArrayDirectory, context, tensorstore
 from tensorkeep.formats.tensorstore.specs import StoredType, open_spec, stored_type
+from tensorkeep.formats.write import BLOCK_BYTES
 from tensorkeep.io.files import Bytes
 from tensorkeep.state.dtypes import BY_NAME
 

@@ -6,9 +6,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from tensorkeep.errors import UsageError
-from tensorkeep.formats.base import FormatOptions
 from tensorkeep.formats.tensorstore.chunking import Algorithm, chunk_shape
 from tensorkeep.formats.tensorstore.compressors import parse_compressor
+from tensorkeep.formats.write import FormatOptions
 from tensorkeep.units import parse_bytes
 
 Limit = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]

@@ -7,7 +7,6 @@ import numpy as np
 
 from tensorkeep.errors import DestinationExistsError, TensorkeepError, UsageError
 from tensorkeep.formats import sealed, sidecar
-from tensorkeep.formats.base import WriteResult, WriteSettings
 from tensorkeep.formats.probe import names_in
 from tensorkeep.formats.sidecar import FileNote, TensorNote, note_file
 from tensorkeep.formats.structure import Structure
@@ -17,6 +16,7 @@ from tensorkeep.formats.tensorstore.listing import list_tree, sync_directories
 from tensorkeep.formats.tensorstore.options import TensorStoreOptions
 from tensorkeep.formats.tensorstore.reader import TensorStoreSidecar
 from tensorkeep.formats.tensorstore.specs import GROUP_FILES, METADATA_FILE, array_keys
+from tensorkeep.formats.write import WriteResult, WriteSettings
 from tensorkeep.io.commit import Commit
 from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import DirectFile, write_small

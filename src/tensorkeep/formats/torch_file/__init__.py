@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from tensorkeep.formats.base import Format, OpenSettings, Reader, WriteResult, WriteSettings
+from tensorkeep.formats.base import Format, OpenSettings, Reader
 from tensorkeep.formats.torch_file.reader import TorchReader
 from tensorkeep.formats.torch_file.writer import write
 from tensorkeep.formats.torch_file.zip_file import is_old_pickle, is_torch_zip
+from tensorkeep.formats.write import WriteResult, WriteSettings
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 

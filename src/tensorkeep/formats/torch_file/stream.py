@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from tensorkeep.formats.base import BLOCK_BYTES
+from tensorkeep.formats.write import BLOCK_BYTES
 from tensorkeep.io.files import Bytes, DirectFile
 from tensorkeep.io.parallel import Cancellation, Meter
 

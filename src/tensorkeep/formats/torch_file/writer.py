@@ -9,9 +9,9 @@ from pickle import PickleError
 from typing import IO, cast
 
 from tensorkeep.errors import UnsupportedError, UnsupportedLeafError
-from tensorkeep.formats.base import BLOCK_BYTES, WriteResult, WriteSettings
 from tensorkeep.formats.torch_file.stream import TorchStream
 from tensorkeep.formats.torch_file.unpickle import restricted_load
+from tensorkeep.formats.write import BLOCK_BYTES, WriteResult, WriteSettings
 from tensorkeep.io import parallel
 from tensorkeep.io.commit import Commit
 from tensorkeep.state.aliases import make_view
