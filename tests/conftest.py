@@ -1,13 +1,45 @@
-"""The profile of property tests, and the number of fault cases of each file at the end of a run."""
+"""The profile of property tests, the order of tests, and the number of fault cases of each file at the end of a run."""
 
 from collections import Counter
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # A shared machine is sometimes slow; tests assert nothing about time.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+# These take longest. They start first, so that no worker is busy with one of them while the others have ended.
+LONGEST = (
+    "train/techniques/test_distributed_",
+    "train/techniques/test_compile.py",
+    "faults/test_interrupted_",
+    "faults/test_killed_training.py",
+    "bench/run/test_cell.py",
+    "cli/test_bench",
+    "cli/test_train.py",
+    "test_examples.py",
+    "train/test_loop.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not any(each in item.nodeid for each in LONGEST))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Run all tests of two ranks in one worker, so that the two processes start once."""
+    if config.getvalue("dist") != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "two ranks" if "/test_distributed_" in nodeid else super()._split_scope(nodeid)
+
+    return Scheduling(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

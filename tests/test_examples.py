@@ -52,7 +52,7 @@ def needs(package: str) -> pytest.MarkDecorator:
 @pytest.mark.parametrize(
     ("name", "steps"),
     [
-        ("plain_loop.py", 1000),
+        ("plain_loop.py", 400),
         pytest.param("transformers_trainer.py", 60, marks=needs("transformers")),
     ],
 )

@@ -77,7 +77,7 @@ while seen < int(sys.argv[2]):
 """
 
 
-@pytest.mark.parametrize("last", [12, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("last", [6, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("incremental", [False, "delta"])
 def test_many_readers_of_a_step_that_is_replaced_repeatedly(
     tmp_path: Path, incremental: Any, last: int, record_property: Any
