@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from tensorkeep.checkpoint.manager.steps import Step
     from tensorkeep.checkpoint.manager.triggers import EverySteps, EveryTime, OnSignal, SaveWhen
     from tensorkeep.checkpoint.restore.stateful import RandomState
-    from tensorkeep.checkpoint.save.job import SaveReport
-    from tensorkeep.checkpoint.save.pending import PendingSave
+    from tensorkeep.checkpoint.save.job import PendingSave, SaveReport
     from tensorkeep.checkpoint.save.save import save, save_async
     from tensorkeep.errors import (
         BusyError,
@@ -55,8 +54,7 @@ _EXPORTS = {
     "checkpoint.manager.steps": ("Step",),
     "checkpoint.manager.triggers": ("EverySteps", "EveryTime", "OnSignal", "SaveWhen"),
     "checkpoint.restore.stateful": ("RandomState",),
-    "checkpoint.save.job": ("SaveReport",),
-    "checkpoint.save.pending": ("PendingSave",),
+    "checkpoint.save.job": ("PendingSave", "SaveReport"),
     "checkpoint.save.save": ("save", "save_async"),
     "state.registry": ("register",),
 }

@@ -10,7 +10,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from tensorkeep.errors import PathLike, UnsupportedError
 from tensorkeep.state import names
 from tensorkeep.state.aliases import Alias, find_aliases
 from tensorkeep.state.leaf import LEAF_KINDS, Leaf, Source
@@ -71,15 +70,13 @@ def _encode(state: object) -> tuple[object, list[StateLeaf]]:
     return skeleton, writer.leaves
 
 
-def unflatten(
-    skeleton: object, values: Mapping[str, Array], *, as_is: bool = False, path: PathLike | None = None
-) -> Any:
+def unflatten(skeleton: object, values: Mapping[str, Array], *, as_is: bool = False) -> Any:
     """Rebuild a state from a skeleton, which may come from a file, and the data of each leaf that it names.
 
     The data is of the leaf's kind, as ``leaf.allocate`` returns it. If two names have the same object, so has the
     state: a tied parameter is one parameter again. A `torch.nn.Parameter`, or a tensor that tracks gradients as the
     leaf did, is used without a wrapper. With ``as_is`` every value is used unchanged, whatever kind the skeleton
-    records. ``path`` is the checkpoint, for error messages.
+    records.
 
     Raises ValueError if the skeleton is malformed, or names a leaf that ``values`` lacks; UnsupportedError if it holds
     an object of a class that is not registered in this process, or has other fields now.
@@ -89,10 +86,7 @@ def unflatten(
     >>> unflatten({"dict": {"step": 7, "shape": {"tuple": [2, 3]}}}, {})
     {'step': 7, 'shape': (2, 3)}
     """
-    try:
-        return SkeletonReader(values, as_is=as_is).decode(skeleton)
-    except UnsupportedError as error:
-        raise UnsupportedError(error.message, path=path, name=error.name, remedy=error.remedy) from None
+    return SkeletonReader(values, as_is=as_is).decode(skeleton)
 
 
 def leaf_specs(skeleton: object) -> dict[str, LeafSpec]:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tensorkeep.checkpoint.save.pending import PendingSave
+from tensorkeep.checkpoint.save.job import PendingSave
 from tensorkeep.train.data.batches import windows
 from tensorkeep.train.evaluate import evaluate, evaluation_batch_size
 from tensorkeep.train.generate import generate, prompt_ids

@@ -1,18 +1,16 @@
 """Comparing the tensors of two checkpoints in parallel: how many elements differ, and by how much at most."""
 
 import functools
-import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tensorkeep.checkpoint.load.ranges import contiguous_in, grid, strided_view
-from tensorkeep.errors import UsageError
+from tensorkeep.checkpoint.load.ranges import contiguous_in, grid, reading_threads, strided_view
 from tensorkeep.formats.base import Reader
-from tensorkeep.formats.write import BLOCK_BYTES, thread_bytes
+from tensorkeep.formats.write import BLOCK_BYTES
 from tensorkeep.io import parallel
 from tensorkeep.io.buffers import ALIGNMENT, BufferPool
 from tensorkeep.io.files import Bytes
@@ -30,22 +28,11 @@ _Reading = Callable[[int, int, Bytes], None]
 """Reads a range of a tensor's raw bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tolerance:
-    """Elements are the same when ``|a - b| <= atol + rtol * |b|``; with both 0 their bits are compared.
-
-    Raises UsageError if a number is negative or not finite.
-    """
+class Tolerance(NamedTuple):
+    """Elements are the same when ``|a - b| <= atol + rtol * |b|``; with both 0 their bits are compared."""
 
     atol: float
     rtol: float
-    exact: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        for value in (self.atol, self.rtol):
-            if not (value >= 0 and math.isfinite(value)):
-                raise UsageError(f"a tolerance of {value} is not allowed", remedy="give a finite number of 0 or more")
-        object.__setattr__(self, "exact", self.atol == 0 and self.rtol == 0)
 
 
 @dataclass(slots=True)
@@ -110,7 +97,7 @@ def compare(
         for name in full
         for start, stop in grid(0, left.entries[name].nbytes, BLOCK_BYTES)
     )
-    parallel.run(tasks, _threads(left, right, common, threads, pool))
+    parallel.run(tasks, reading_threads(threads, pool, left, right))
     for name in (name for name in differing if name not in full):
         # For a range that cuts blocks, the reader also holds the full blocks: short ranges, one at a time.
         buffer = np.empty(2 * _CUT_BYTES, np.uint8)
@@ -137,17 +124,6 @@ def _reading(reader: Reader, name: str, pool: BufferPool) -> _Reading:
     return strided_view(reader, name, kind, pool).read
 
 
-def _threads(left: Reader, right: Reader, names: list[str], wanted: int, pool: BufferPool) -> int:
-    # Both ranges, and what a reader needs in addition: a full block and its stored bytes, if its blocks are larger.
-    block_bytes = max(
-        (reader.block_bytes(reader.entries[name].alias_of or name) for reader in (left, right) for name in names),
-        default=BLOCK_BYTES,
-    )
-    more = max(left.buffers, right.buffers) - 2
-    beside = thread_bytes(block_bytes, buffers=more + (1 if block_bytes <= BLOCK_BYTES else 2))
-    return pool.threads(wanted, thread_bytes(BLOCK_BYTES, buffers=2) + beside)
-
-
 def _differences(one: Bytes, other: Bytes, dtype: DType, tolerance: Tolerance) -> tuple[int, float]:
     """Return how many elements differ, and the largest absolute difference, infinite for NaN against a number."""
     count, largest = 0, 0.0
@@ -171,7 +147,7 @@ def _of_piece(one: Bytes, other: Bytes, dtype: DType, tolerance: Tolerance) -> t
         distance, size = _of_long_integers(one.view(dtype.numpy)[places], other.view(dtype.numpy)[places])
     else:
         distance, size = _of_numbers(_numbers(one, dtype, places), _numbers(other, dtype, places))
-    if tolerance.exact:
+    if not any(tolerance):
         return len(places), float(distance.max())
     with np.errstate(all="ignore"):
         beyond = ~(distance <= tolerance.atol + tolerance.rtol * size)

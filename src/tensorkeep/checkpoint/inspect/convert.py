@@ -8,14 +8,13 @@ from typing import Any
 
 from tensorkeep.checkpoint.arguments import MemorySize, checked_path
 from tensorkeep.checkpoint.finding import open_reader
+from tensorkeep.checkpoint.load.ranges import reading_threads
 from tensorkeep.checkpoint.save.begin import begin_save, check_request
 from tensorkeep.checkpoint.save.job import SaveReport
 from tensorkeep.checkpoint.save.memory import SaveMemory
 from tensorkeep.checkpoint.settings import SettingsSource
 from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.formats.base import OpenSettings, Reader
-from tensorkeep.formats.write import BLOCK_BYTES, thread_bytes
-from tensorkeep.io.buffers import BufferPool
 from tensorkeep.io.parallel import Progress
 from tensorkeep.state import names
 from tensorkeep.state.leaf import Source
@@ -87,42 +86,28 @@ def convert(
     'safetensors'
     >>> folder.cleanup()
     """
-    request = check_request(
-        dst,
-        format=to,
-        compression=compression,
-        overwrite=overwrite,
-        progress=progress,
-        threads=threads,
-        memory_budget=memory_budget,
-        settings=settings,
-        options=options,
-    )
+    request = check_request(dst, compression, to, overwrite, None, progress, threads, memory_budget, settings, options)
     with (
         SaveMemory(request.memory_budget) as memory,
         open_reader(checked_path(src), OpenSettings(verify=verify, pool=memory.whole()), format) as reader,
     ):
-        if Path(os.path.realpath(src)) in Path(os.path.realpath(dst)).parents:
-            raise UsageError(
-                "the destination is inside the source, which is never changed",
-                path=dst,
-                remedy="choose a path outside of the source",
-            )
+        _check_outside(src, dst)
         write = replace(
             request.write,
             metadata={} if drop_metadata else reader.metadata,
-            threads=_threads(reader, request.write.threads, memory.whole()),
+            threads=reading_threads(request.write.threads, memory.whole(), reader),
             step=reader.step,
         )
         return begin_save(_selected(reader, select), replace(request, write=write), memory).run()
 
 
-def _threads(reader: Reader, wanted: int, pool: BufferPool) -> int:
-    # To read a range of a larger block, the reader also holds that whole block and its stored bytes.
-    block_bytes = max((reader.block_bytes(name) for name in reader.flat.leaves), default=BLOCK_BYTES)
-    beside = 0 if block_bytes <= BLOCK_BYTES else thread_bytes(block_bytes, buffers=2)
-    beside += thread_bytes(block_bytes, buffers=reader.buffers - 2)
-    return pool.threads(wanted, thread_bytes(BLOCK_BYTES, buffers=3) + beside)
+def _check_outside(src: PathLike, dst: PathLike) -> None:
+    if Path(os.path.realpath(src)) in Path(os.path.realpath(dst)).parents:
+        raise UsageError(
+            "the destination is inside the source, which is never changed",
+            path=dst,
+            remedy="choose a path outside of the source",
+        )
 
 
 def _selected(reader: Reader, select: str | Iterable[str] | None) -> Flat[Source]:

@@ -1,15 +1,16 @@
 """`tensorkeep.diff`: compare two checkpoints of any formats, tensor by tensor."""
 
+import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, checked_path, thread_count
 from tensorkeep.checkpoint.finding import open_reader
 from tensorkeep.checkpoint.inspect.comparing import TensorDiff, Tolerance, compare
-from tensorkeep.errors import PathLike
-from tensorkeep.formats.base import OpenSettings, Reader
+from tensorkeep.errors import PathLike, UsageError
+from tensorkeep.formats.base import Entry, OpenSettings, Reader
 from tensorkeep.io.buffers import DEFAULT_BUDGET
 from tensorkeep.io.parallel import Progress
 from tensorkeep.state import names
@@ -116,7 +117,9 @@ def diff(
     True
     >>> folder.cleanup()
     """
-    tolerance = Tolerance(atol, rtol)
+    for value in (atol, rtol):
+        if not (value >= 0 and math.isfinite(value)):
+            raise UsageError(f"a tolerance of {value} is not allowed", remedy="give a finite number of 0 or more")
     count = thread_count(threads)
     settings = OpenSettings(verify=verify, pool=budget_pool(memory_budget))
     with (
@@ -127,29 +130,25 @@ def diff(
         both = dict.fromkeys([*left.entries, *right.entries])
         chosen = both.keys() if select is None else set(names.select(both, select))
         common = [name for name in left.entries if name in right.entries and name in chosen]
-        shapes = {n: (left.entries[n].shape, right.entries[n].shape) for n in common}
-        reshaped = [Mismatch(n, list(one), list(other)) for n, (one, other) in shapes.items() if one != other]
-        common = [n for n, (one, other) in shapes.items() if one == other]
-        dtypes = {n: (left.entries[n].dtype, right.entries[n].dtype) for n in common}
-        retyped = [Mismatch(n, one.name, other.name) for n, (one, other) in dtypes.items() if one != other]
-        common = [n for n, (one, other) in dtypes.items() if one == other]
-        found = compare(left, right, common, tolerance, count, pool, progress)
+        reshaped, common = _mismatches(left, right, common, lambda entry: list(entry.shape))
+        retyped, common = _mismatches(left, right, common, lambda entry: entry.dtype.name)
+        found = compare(left, right, common, Tolerance(atol, rtol), count, pool, progress)
         changed = sorted((d for d in found if d.different), key=lambda d: (-d.share, d.name))
         values = _values(left, right) if select is None else []
         added = [name for name in right.entries if name in chosen and name not in left.entries]
         removed = [name for name in left.entries if name in chosen and name not in right.entries]
-        return DiffReport(
-            a=os.fspath(a),
-            b=os.fspath(b),
-            equal=not (added or removed or reshaped or retyped or changed or values),
-            added=added,
-            removed=removed,
-            reshaped=reshaped,
-            retyped=retyped,
-            changed=changed,
-            identical=len(found) - len(changed),
-            values=values,
-        )
+        equal = not (added or removed or reshaped or retyped or changed or values)
+        identical = len(found) - len(changed)
+        a, b = os.fspath(a), os.fspath(b)
+        return DiffReport(a, b, equal, added, removed, reshaped, retyped, changed, identical, values)
+
+
+def _mismatches(
+    left: Reader, right: Reader, common: list[str], key: Callable[[Entry], object]
+) -> tuple[list[Mismatch], list[str]]:
+    """Return the tensors whose shapes or dtypes differ, and the names of the others."""
+    found = [Mismatch(name, key(left.entries[name]), key(right.entries[name])) for name in common]
+    return [each for each in found if each.a != each.b], [each.name for each in found if each.a == each.b]
 
 
 def _values(left: Reader, right: Reader) -> list[Mismatch]:

@@ -8,7 +8,7 @@ from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, check_devic
 from tensorkeep.checkpoint.finding import open_reader
 from tensorkeep.checkpoint.load.plan import LoadPlan
 from tensorkeep.checkpoint.load.targets import match_targets
-from tensorkeep.errors import CorruptCheckpointError, PathLike, TensorkeepError, UsageError
+from tensorkeep.errors import CorruptCheckpointError, PathLike, UnsupportedError, UsageError
 from tensorkeep.formats.base import OpenSettings, Reader
 from tensorkeep.io.buffers import DEFAULT_BUDGET, BufferPool
 from tensorkeep.io.parallel import Progress
@@ -133,9 +133,9 @@ def rebuild(reader: Reader, skeleton: object, values: Mapping[str, Any], *, as_g
     Raises CorruptCheckpointError if a value of the skeleton cannot be rebuilt.
     """
     try:
-        return unflatten(skeleton, values, as_is=as_given, path=reader.path)
-    except TensorkeepError:
-        raise
+        return unflatten(skeleton, values, as_is=as_given)
+    except UnsupportedError as error:
+        raise UnsupportedError(error.message, path=reader.path, remedy=error.remedy) from None
     except (ValueError, TypeError, OverflowError) as error:
         raise CorruptCheckpointError(
             f"its structure cannot be rebuilt ({error})", path=reader.path, remedy="take another checkpoint or copy"

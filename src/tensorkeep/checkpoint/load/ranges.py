@@ -87,6 +87,16 @@ def _grouped(reader: Reader, sizes: Mapping[str, int]) -> Iterator[list[Range]]:
         yield group
 
 
+def reading_threads(wanted: int, pool: BufferPool, *readers: Reader) -> int:
+    """Return how many threads can each read a range of 16 MiB and work with it, in a budget of three such buffers."""
+    # To read a range of a larger block, the reader also holds that whole block and its stored bytes.
+    block_bytes = max((each.block_bytes(name) for each in readers for name in each.flat.leaves), default=BLOCK_BYTES)
+    beside = 0 if block_bytes <= BLOCK_BYTES else 2
+    beside += max(reader.buffers for reader in readers) - 2
+    each_thread = thread_bytes(BLOCK_BYTES, buffers=3) + thread_bytes(block_bytes, buffers=beside)
+    return pool.threads(wanted, each_thread)
+
+
 def contiguous_in(reader: Reader, name: str) -> tuple[str, int] | None:
     """Return the stored tensor in which a tensor is contiguous, and the byte where it begins; None for other views."""
     alias = reader.flat.aliases.get(name)

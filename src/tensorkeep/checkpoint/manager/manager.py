@@ -19,8 +19,8 @@ from tensorkeep.checkpoint.manager.triggers import SaveWhen
 from tensorkeep.checkpoint.restore.restore import restore_state
 from tensorkeep.checkpoint.restore.stateful import expand
 from tensorkeep.checkpoint.save.begin import begin_save, check_request, flat_state
+from tensorkeep.checkpoint.save.job import PendingSave
 from tensorkeep.checkpoint.save.memory import checked_budget
-from tensorkeep.checkpoint.save.pending import PendingSave
 from tensorkeep.checkpoint.save.queue import SaveQueue, WhenBusy, copies_of
 from tensorkeep.checkpoint.settings import SettingsSource, read_settings
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, PathLike, UsageError

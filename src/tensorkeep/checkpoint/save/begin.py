@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -47,16 +48,16 @@ class SaveRequest:
 
 def check_request(
     path: PathLike,
-    *,
-    options: Mapping[str, Any],
-    format: str | None = None,
     compression: str | None = None,
+    format: str | None = None,
     overwrite: bool = False,
     metadata: dict[str, Any] | None = None,
     progress: Progress | None = None,
     threads: int | None = None,
     memory_budget: MemorySize | None = None,
     settings: SettingsSource | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    *,
     step: StepRecord | None = None,
     copy: bool = False,
     started: float | None = None,
@@ -142,16 +143,10 @@ def begin_save(
         auto=None if decision is None else asdict(decision),
         settings_from=request.settings_from,
     )
-    return SaveJob(
-        os.fspath(request.path),
-        write,
-        make_report,
-        memory,
-        started=request.started,
-        copied=not copy,
-        fits=fits,
-        on_durable=on_durable,
-    )
+    job = SaveJob(os.fspath(request.path), write, make_report, memory, request.started, fits, on_durable)
+    if not copy:
+        job.copied.set()
+    return job
 
 
 def _measure(memory: SaveMemory, flat: Flat[Source], destination: Path, settings: WriteSettings) -> Rates:

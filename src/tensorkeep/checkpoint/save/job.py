@@ -1,4 +1,4 @@
-"""One save while it is copied, written and waited for, and its report: what `SaveQueue` runs."""
+"""One save while it is copied, written and waited for, its report, and the handle that the caller has."""
 
 import atexit
 import logging
@@ -7,11 +7,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tensorkeep.checkpoint.save.memory import SaveMemory
-from tensorkeep.errors import BusyError
+from tensorkeep.errors import BusyError, UsageError
 from tensorkeep.formats.write import StagedWrite, WriteResult
 from tensorkeep.io.parallel import Cancelled, default_threads
 
@@ -63,90 +63,76 @@ class SaveReport(WriteResult):
         return asdict(self)
 
 
+@dataclass(eq=False)
 class SaveJob:
     """A save whose arguments are checked; made by `begin_save`.
 
-    Either `run` is called, in the caller's thread. Or `copy` is, in the caller's thread, and `write` and `finish`, in
-    another one, after it or at the same time. If ``fits`` is False, the buffers cannot hold the whole state, and it is
-    copied while it is written. A forked child cannot wait for the save: ``process`` is the one that began it.
+    Either `run` is called, in the caller's thread. Or `copy` is, in the caller's thread, and `write`, in another one,
+    after it or at the same time; that thread then sets ``over``. If ``fits`` is False, the buffers cannot hold the
+    whole state, and it is copied while it is written. A forked child cannot wait for the save: ``process`` is the one
+    that began it.
     """
 
-    def __init__(
-        self,
-        path: str,
-        write: StagedWrite,
-        make_report: Callable[..., SaveReport],
-        memory: SaveMemory,
-        *,
-        started: float,
-        copied: bool,
-        fits: bool,
-        on_durable: Callable[[], None] | None,
-    ) -> None:
-        self.path = path
-        self.memory = memory
-        self.fits = fits
-        self.thread: threading.Thread | None = None
-        self.process = os.getpid()
-        self._write: StagedWrite | None = write
-        self._make_report = make_report
-        self._started = started
-        self._on_durable = on_durable
-        self._stall_seconds: float | None = None
-        self._report: SaveReport | None = None
-        self._error: BaseException | None = None
-        self._copied = threading.Event()
-        self._over = threading.Event()
-        if copied:
-            self._copied.set()
+    path: str
+    staged: StagedWrite | None  # None after the end
+    make_report: Callable[..., SaveReport]
+    memory: SaveMemory
+    started: float
+    fits: bool
+    on_durable: Callable[[], None] | None
+    process: int = field(default_factory=os.getpid)
+    copied: threading.Event = field(default_factory=threading.Event)
+    over: threading.Event = field(default_factory=threading.Event)
+    thread: threading.Thread | None = None
+    stall_seconds: float | None = None
+    report: SaveReport | None = None
+    error: BaseException | None = None
 
     def run(self) -> SaveReport:
         """Write the checkpoint; return when it is durable."""
-        written = self._unfinished().run()
-        seconds = time.perf_counter() - self._started
-        self._copied.wait()
-        stall_seconds = seconds if self._stall_seconds is None else self._stall_seconds
+        assert self.staged is not None
+        written = self.staged.run()
+        seconds = time.perf_counter() - self.started
+        self.copied.wait()
+        stall_seconds = seconds if self.stall_seconds is None else self.stall_seconds
         written = replace(written, peak_buffer_bytes=max(written.peak_buffer_bytes, self.memory.peak_bytes))
-        report = self._make_report(
+        report = self.make_report(
             **asdict(written), seconds=seconds, durable_seconds=seconds, stall_seconds=stall_seconds
         )
-        if self._on_durable is not None:
-            self._on_durable()
+        if self.on_durable is not None:
+            self.on_durable()
         return report
 
     def copy(self) -> None:
         """Copy the state, unless that was done; when this returns, the caller may change it."""
-        if self._copied.is_set():
+        if self.copied.is_set():
             return
+        assert self.staged is not None
         # If the writing fails meanwhile, it cancels the copying; its own error is raised by `result`.
         with suppress(Cancelled):
             # Copying is bound by memory bandwidth, and the caller waits: one thread a core.
-            self._unfinished().stage(max(1, default_threads() // 2))
-        self._stall_seconds = time.perf_counter() - self._started
-        self._copied.set()
+            self.staged.stage(max(1, default_threads() // 2))
+        self.stall_seconds = time.perf_counter() - self.started
+        self.copied.set()
 
     def write(self) -> None:
-        """Write the checkpoint, keeping an error for `result`; `finish` is called next."""
+        """Write the checkpoint, keeping an error for `result`."""
         try:
-            self._report = self.run()
+            self.report = self.run()
         except BaseException as error:
-            self._error = error
+            self.error = error
             _unreported.add(self)
         finally:
             # They refer to the caller's tensors, whose memory may be needed elsewhere, and to the manager.
-            self._write = self._on_durable = None
-
-    def finish(self) -> None:
-        """Wake up those who wait."""
-        self._over.set()
+            self.staged = self.on_durable = None
 
     def abandon(self, error: BaseException) -> None:
         """End a save that no thread writes; `result` raises the error. A second call completes an interrupted one."""
-        self._error = error
-        if self._write is not None:
-            self._write.abandon()
-        self._write = self._on_durable = None
-        self._over.set()
+        self.error = error
+        if self.staged is not None:
+            self.staged.abandon()
+        self.staged = self.on_durable = None
+        self.over.set()
 
     def supersede(self) -> None:
         """End a save that was copied and not written, in favour of a later one."""
@@ -156,43 +142,24 @@ class SaveJob:
 
     def cancel(self) -> None:
         """Stop the thread that writes, and wait for it; its error is dropped, because the caller has another one."""
-        write = self._write
-        if write is not None:
-            write.cancel()
-        self._copied.set()
-        self._over.wait()
+        staged = self.staged
+        if staged is not None:
+            staged.cancel()
+        self.copied.set()
+        self.over.wait()
         _unreported.discard(self)
 
-    def is_over(self) -> bool:
-        """Return whether it has succeeded or failed."""
-        return self._over.is_set()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it has succeeded or failed; return whether it has."""
-        return self._over.wait(timeout)
-
     def has_unreported_error(self) -> bool:
-        """Return whether it has failed and `result` has not raised the error yet."""
-        return self.is_over() and self in _unreported
+        """Return whether it is over, has failed, and `result` has not raised the error yet."""
+        return self in _unreported
 
     def result(self) -> SaveReport:
         """Return the report of a save that is over, or raise its error."""
-        if self._error is not None:
+        if self.error is not None:
             _unreported.discard(self)
-            raise self._error
-        if self._report is None:
-            raise AssertionError("a save ends with a report or an error")
-        return self._report
-
-    @property
-    def report(self) -> SaveReport | None:
-        """The report; None before the end, or if it failed."""
-        return self._report if self.is_over() else None
-
-    def _unfinished(self) -> StagedWrite:
-        if self._write is None:
-            raise AssertionError("the save is over")
-        return self._write
+            raise self.error
+        assert self.report is not None
+        return self.report
 
 
 _unreported: set[SaveJob] = set()
@@ -202,7 +169,66 @@ _unreported: set[SaveJob] = set()
 def _log_unreported() -> None:
     for job in list(_unreported):
         if job.process == os.getpid():
-            logger.error("NOT SAVED: %s: %s", job.path, job._error)
+            logger.error("NOT SAVED: %s: %s", job.path, job.error)
 
 
 atexit.register(_log_unreported)
+
+
+class PendingSave:
+    """A save that runs in the background; returned by `tensorkeep.save_async` and `CheckpointManager.save`.
+
+    Its error is never lost: `wait` raises it, the next save of a manager raises it, and if neither is called, it is
+    logged when the interpreter exits.
+
+    Examples
+    --------
+    >>> import tempfile, torch, tensorkeep
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> pending = tensorkeep.save_async({"w": torch.zeros(1000)}, f"{folder.name}/step-1")
+    >>> pending.wait().state_bytes
+    4000
+    >>> pending.done()
+    True
+    >>> folder.cleanup()
+    """
+
+    def __init__(self, job: SaveJob) -> None:
+        self._job = job
+
+    def __repr__(self) -> str:
+        return f"<PendingSave {self.path!r}: {'over' if self.done() else 'running'}>"
+
+    @property
+    def path(self) -> str:
+        """Where the checkpoint appears."""
+        return self._job.path
+
+    @property
+    def report(self) -> SaveReport | None:
+        """The report; None while the save runs, and if it failed."""
+        return self._job.report if self.done() else None
+
+    def done(self) -> bool:
+        """Return whether the save is over, successfully or not."""
+        return self._job.over.is_set()
+
+    def wait(self, timeout: float | None = None) -> SaveReport:
+        """Wait until the checkpoint is durable and visible, at most for ``timeout`` seconds; return the report.
+
+        Raises
+        ------
+        TimeoutError
+            If the save is still running after that time.
+        BusyError
+            If another process writes to the path, or a later save took the place of this one in a manager's queue.
+        DestinationExistsError, StoreError
+            If something appeared at the path after the call, or the disk failed. What was there before is intact.
+        UsageError
+            If another process began the save; a forked child cannot wait for it.
+        """
+        if os.getpid() != self._job.process:
+            raise UsageError("was started by another process", path=self.path, remedy="wait for it there")
+        if not self._job.over.wait(timeout):
+            raise TimeoutError(f"{self.path}: the save is still running after {timeout} s")
+        return self._job.result()

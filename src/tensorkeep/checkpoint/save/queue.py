@@ -87,7 +87,7 @@ class SaveQueue:
         self.drain()
         job = prepare(self._memories[0])
         job.write()
-        job.finish()
+        job.over.set()
         return job
 
     def _enqueue(self, job: SaveJob) -> None:
@@ -125,7 +125,7 @@ class SaveQueue:
 
     def _stop(self, job: SaveJob, error: BaseException) -> None:
         """End a save whose copying or starting has failed or was interrupted."""
-        if not job.is_over() and (job.thread is None or not _starts(job.thread)):
+        if not job.over.is_set() and (job.thread is None or not _starts(job.thread)):
             job.abandon(error)
         job.cancel()
         with self._lock:
@@ -143,13 +143,13 @@ class SaveQueue:
             if not self._keep_buffers:
                 job.memory.close()
             over, job = job, self._next_after(job)
-            over.finish()
+            over.over.set()
 
     def _next_after(self, over: SaveJob) -> SaveJob | None:
         with self._lock:
             self._ended.append(over)
             job, self._queued = self._queued, None
-            if job is not None and job.is_over():
+            if job is not None and job.over.is_set():
                 job = None  # it was superseded, and the save that took its place was interrupted
             self._running = job
             self._changed.notify_all()
@@ -164,14 +164,14 @@ class SaveQueue:
                 self._changed.wait()
             ended = list(self._ended)
         for job in ended:
-            job.wait()
+            job.over.wait()
 
     def raise_failure(self) -> None:
         """Raise the error of a failed save, if it was not raised before."""
         with self._lock:
             ended, self._ended = self._ended, []
         for position, job in enumerate(ended):
-            job.wait()
+            job.over.wait()
             if job.has_unreported_error():
                 with self._lock:
                     self._ended = ended[position + 1 :] + self._ended

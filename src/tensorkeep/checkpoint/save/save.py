@@ -4,9 +4,8 @@ from typing import Any
 
 from tensorkeep.checkpoint.arguments import MemorySize
 from tensorkeep.checkpoint.save.begin import begin_save, check_request, flat_state
-from tensorkeep.checkpoint.save.job import SaveReport
+from tensorkeep.checkpoint.save.job import PendingSave, SaveReport
 from tensorkeep.checkpoint.save.memory import SaveMemory, checked_budget
-from tensorkeep.checkpoint.save.pending import PendingSave
 from tensorkeep.checkpoint.save.queue import SaveQueue
 from tensorkeep.checkpoint.settings import SettingsSource
 from tensorkeep.errors import PathLike
@@ -88,16 +87,7 @@ def save(
     >>> folder.cleanup()
     """
     request = check_request(
-        path,
-        format=format,
-        compression=compression,
-        overwrite=overwrite,
-        metadata=metadata,
-        progress=progress,
-        threads=threads,
-        memory_budget=memory_budget,
-        settings=settings,
-        options=options,
+        path, compression, format, overwrite, metadata, progress, threads, memory_budget, settings, options
     )
     with SaveMemory(request.memory_budget) as memory:
         return begin_save(flat_state(state), request, memory).run()
@@ -160,16 +150,7 @@ def save_async(
     """
     budget = checked_budget(memory_budget, delta=bool(options.get("delta")))
     request = check_request(
-        path,
-        format=format,
-        compression=compression,
-        overwrite=overwrite,
-        metadata=metadata,
-        progress=progress,
-        threads=threads,
-        settings=settings,
-        options=options,
-        copy=True,
+        path, compression, format, overwrite, metadata, progress, threads, None, settings, options, copy=True
     )
     queue = SaveQueue("wait", budget, keep_buffers=False)
     try:
