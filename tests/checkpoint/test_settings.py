@@ -99,7 +99,7 @@ def test_convert_follows_it_too(tmp_path: Path) -> None:
 
 
 def test_other_tables_are_ignored(tmp_path: Path) -> None:
-    assert settings.read(write(tmp_path, "[convert]\nto = 'native'\n[tune.checkpoint]\nseconds = 3\n")) == SaveTable()
+    assert settings.read_settings(write(tmp_path, "[convert]\nto = 'native'\n[tune.checkpoint]\nseconds = 3\n")) == SaveTable()
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_no_file_stays_open(tmp_path: Path, kind: str) -> None:
     before = len(list(opened.iterdir()))
     for _ in range(3):
         try:
-            settings.read(path)
+            settings.read_settings(path)
         except tensorkeep.UsageError:
             assert kind != "file"
     assert len(list(opened.iterdir())) == before

@@ -177,7 +177,7 @@ def test_writing_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert path.read_text() == "[info]\nlargest = 3\n"
     assert names_in(tmp_path) == ["tensorkeep.toml"]
     write_tuned(path, {"compression": "none"}, [])
-    assert settings.read(path).compression == "none"
+    assert settings.read_settings(path).compression == "none"
     assert path.stat().st_mode & 0o777 == 0o640
 
 
@@ -195,7 +195,7 @@ def test_link_to_another_file_system_is_followed(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(os, "replace", replace)
     write_tuned(path, {"compression": "none"}, [])
     assert path.is_symlink()
-    assert settings.read(mounted / "real.toml").compression == "none"
+    assert settings.read_settings(mounted / "real.toml").compression == "none"
     assert names_in(mounted) == ["real.toml"]
     assert names_in(tmp_path) == ["mounted", "tensorkeep.toml"]
 
@@ -223,7 +223,7 @@ def test_recommendation_is_written_and_followed(tmp_path: Path, quick: Any, caps
     assert "Save with lossless" in said
     assert "2.00x" in said
     text = (tmp_path / "tensorkeep.toml").read_text()
-    assert settings.read(tmp_path / "tensorkeep.toml") == settings.SaveTable(compression="lossless")
+    assert settings.read_settings(tmp_path / "tensorkeep.toml") == settings.SaveTable(compression="lossless")
     assert "#: Save with lossless" in text
     assert all(line.startswith("#: ") for line in text.splitlines()[1:-1])
     path = tmp_path / "tensorkeep.toml"

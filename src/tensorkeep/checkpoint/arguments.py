@@ -1,15 +1,12 @@
 """Checks of arguments that several calls have."""
 
 import os
-from typing import TYPE_CHECKING
 
 from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.io.buffers import BufferPool
 from tensorkeep.io.parallel import default_threads
+from tensorkeep.state.strided import Device
 from tensorkeep.units import parse_bytes
-
-if TYPE_CHECKING:
-    import torch
 
 MemorySize = int | str
 """Bytes, as a number or as a text such as ``"256MiB"``."""
@@ -42,7 +39,7 @@ def check_count(what: str, count: object) -> None:
         raise UsageError(f"{what} is {count!r}", remedy="give an int of 1 or more")
 
 
-def check_device(device: "torch.device | str | None") -> None:
+def check_device(device: Device) -> None:
     """Raise UsageError if tensors cannot be allocated on a device, before anything is read."""
     if device is None:
         return

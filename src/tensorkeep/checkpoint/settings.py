@@ -61,11 +61,7 @@ def read_settings(settings: SettingsSource | None) -> SaveTable:
         return settings
     if isinstance(settings, Mapping):
         return parse({TABLE: dict(settings)}, None)
-    return read(Path(settings))
-
-
-def read(path: Path) -> SaveTable:
-    """Return the table ``[save]`` of a settings file; raise as `read_settings`."""
+    path = Path(settings)
     with store_errors(path, "read the settings"):
         # Without O_NONBLOCK, opening a pipe waits for a writer.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -9,7 +9,7 @@ import mmap
 import os
 import threading
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -88,7 +88,6 @@ class CudaPageLock:
 
     def __init__(self) -> None:
         self._locked: set[int] = set()
-        self._guard = threading.Lock()
         self._process = os.getpid()
 
     def lock(self, memory: mmap.mmap) -> None:
@@ -103,18 +102,15 @@ class CudaPageLock:
                 error,
             )
             return
-        with self._guard:
-            self._locked.add(address)
+        self._locked.add(address)
 
     def unlock(self, memory: mmap.mmap) -> None:
         # Memory that a forked child inherits is locked for its parent, and CUDA cannot be used in the child.
         if os.getpid() != self._process:
             return
         address = _address(memory)
-        with self._guard:
-            locked = address in self._locked
-            self._locked.discard(address)
-        if locked:
+        with suppress(KeyError):
+            self._locked.remove(address)
             _runtime().cudaHostUnregister(address)
 
 

@@ -21,6 +21,7 @@ from tensorkeep.state.dtypes import DType, check_numpy, check_torch
 from tensorkeep.state.strided import (
     Array,
     Bytes,
+    Device,
     as_integers,
     as_unsigned,
     gather_tensor,
@@ -234,9 +235,7 @@ def _check_plain(name: str, tensor: "torch.Tensor") -> None:
     raise UnsupportedLeafError(f"{problem} cannot be saved", name=name, remedy=remedy)
 
 
-def allocate(
-    kind: LeafKind, dtype: DType, shape: Sequence[int], *, device: "torch.device | str | None" = None
-) -> Array:
+def allocate(kind: LeafKind, dtype: DType, shape: Sequence[int], *, device: Device = None) -> Array:
     """Return uninitialised memory for a leaf: a plain tensor for a parameter, a 0-d array for a numpy scalar.
 
     ``device`` is that of a tensor; numpy arrays are always in host memory. Raises UnsupportedError if torch (numpy, for

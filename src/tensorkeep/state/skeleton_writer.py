@@ -92,7 +92,7 @@ class SkeletonWriter:
         return value
 
     def _list(self, value: Iterable[Any], path: Path) -> list[Any]:
-        _check_depth(path)
+        check_depth(path, len(path))
         return [self.encode(item, (*path, index)) for index, item in enumerate(value)]
 
     def _dict(self, value: dict[Any, Any], path: Path, prefix: str = "") -> dict[str, Any]:
@@ -103,13 +103,13 @@ class SkeletonWriter:
         return {f"{prefix}_items" if prefix else "items": self._items(value, path)}
 
     def _items(self, value: dict[Any, Any], path: Path) -> list[list[Any]]:
-        _check_depth(path)
+        check_depth(path, len(path))
         for key in value:
             _check_key(key, path)
         return [[encode_key(key), self.encode(item, (*path, key))] for key, item in value.items()]
 
     def _fields(self, items: Iterable[tuple[str, Any]], path: Path) -> dict[str, Any]:
-        _check_depth(path)
+        check_depth(path, len(path))
         return {field: self.encode(item, (*path, field)) for field, item in items}
 
     def _ordered(self, value: OrderedDict[Any, Any], path: Path) -> dict[str, Any]:
@@ -184,12 +184,13 @@ _ENCODERS: dict[type, Callable[[SkeletonWriter, Any, Path], Any]] = {
 }
 
 
-def _check_depth(path: Path) -> None:
-    if len(path) >= MAX_DEPTH:
+def check_depth(path: Path, depth: int) -> None:
+    """Raise UnsupportedLeafError for a container that is nested too deeply, perhaps in itself."""
+    if depth >= MAX_DEPTH:
         raise UnsupportedLeafError(
             f"the state is nested deeper than {MAX_DEPTH} levels",
             name=display(path[:4]),
-            remedy="look for a container that contains itself",
+            remedy="look for a container or an object that contains itself",
         )
 
 

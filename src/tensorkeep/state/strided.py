@@ -6,7 +6,7 @@ gathering it needs extra memory of the range's size, not of the array's.
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 Bytes = npt.NDArray[np.uint8]
 Array = Any
 """A ``torch.Tensor`` or a ``numpy.ndarray``."""
+Device: TypeAlias = "torch.device | str | None"
+"""The device of new tensors; the CPU if it is None."""
 
 
 def may_overlap(shape: Sequence[int], strides: Sequence[int], width: int) -> bool:

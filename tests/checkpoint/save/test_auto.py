@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import tensorkeep
-from tensorkeep.checkpoint.save import auto, begin, trial
-from tensorkeep.checkpoint.save.trial import Rates
+from tensorkeep.checkpoint.save import auto
+from tensorkeep.checkpoint.save.auto import Rates
 from tensorkeep.errors import StoreError
 from tensorkeep.formats.blockfile.plan import BlockFileOptions, plan_files, tasks_of
 from tensorkeep.formats.write import BLOCK_BYTES, WriteSettings
@@ -187,7 +187,7 @@ def test_an_existing_destination_is_refused_before_measuring(
     tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "ckpt").mkdir()
-    monkeypatch.setattr(trial, "_disk_rate", None)
+    monkeypatch.setattr(auto, "_disk_rate", None)
     with pytest.raises(tensorkeep.DestinationExistsError):
         tensorkeep.save({"w": torch.zeros(10)}, tmp_path / "ckpt", compression="auto")
 
@@ -197,7 +197,7 @@ def test_a_trial_measures_this_state_and_leaves_nothing(tmp_path: Path, direct: 
     state = {"zeros": torch.zeros(6 * 1024**2), "strided": torch.zeros(2, 3 * 1024**2).t()}
     with BufferPool() as pool:
         settings = WriteSettings(pool=pool, options=BlockFileOptions(direct_io=direct))
-        rates = trial.measure(flatten(state), tmp_path / "new" / "ckpt", settings)
+        rates = auto.measure(flatten(state), tmp_path / "new" / "ckpt", settings)
     assert min(rates.gather, rates.code, rates.disk) > 0
     assert rates.share < 0.01
     assert names_in(tmp_path / "new") == []
@@ -209,11 +209,11 @@ def test_a_trial_ends_when_the_time_is_up() -> None:
     clock = Clock()
 
     def work(block: Any) -> tuple[int, int]:
-        clock.now += trial.PATIENCE / 4.5
+        clock.now += auto.PATIENCE / 4.5
         return block.nbytes, 10
 
-    done = trial._run_trial([[partial(work, block) for block in task]], 1, clock)
-    assert done.rate == pytest.approx(5 * 40 / (5 * trial.PATIENCE / 4.5))
+    done = auto._run_trial([[partial(work, block) for block in task]], 1, clock)
+    assert done.rate == pytest.approx(5 * 40 / (5 * auto.PATIENCE / 4.5))
     assert (done.nbytes, done.stored_bytes) == (200, 50)
 
 
@@ -230,21 +230,21 @@ def test_a_slow_disk_is_not_written_to_for_long() -> None:
             clock.now += 100
 
         def write(self, offset: int, data: Any) -> None:
-            clock.now += trial.PATIENCE / 2.5
+            clock.now += auto.PATIENCE / 2.5
             self.written.append(len(data))
 
     file: Any = SlowFile()
     contents = [torch.zeros(BLOCK_BYTES, dtype=torch.uint8).numpy()]
-    rate = trial._write_rate(file, contents, clock)
+    rate = auto._write_rate(file, contents, clock)
     assert len(file.written) == 3
-    assert rate == pytest.approx(sum(file.written) / (3 * trial.PATIENCE / 2.5))
+    assert rate == pytest.approx(sum(file.written) / (3 * auto.PATIENCE / 2.5))
     # Through the page cache, nothing is written before the flush.
     file.direct = False
-    assert trial._write_rate(file, contents, clock) < rate / 100
+    assert auto._write_rate(file, contents, clock) < rate / 100
 
 
 def test_the_report_has_the_choice_and_the_reason(tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(begin, "measure", Measured(SLOW_DISK))
+    monkeypatch.setattr(auto, "measure", Measured(SLOW_DISK))
     report = tensorkeep.save({"w": torch.zeros(1000)}, tmp_path / "ckpt", compression="auto")
     assert report.compression == "lossless"
     assert report.auto is not None

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ def convert(
     """
     request = check_request(dst, compression, to, overwrite, None, progress, threads, memory_budget, settings, options)
     with (
-        SaveMemory(request.memory_budget) as memory,
+        closing(SaveMemory(request.memory_budget)) as memory,
         open_reader(checked_path(src), OpenSettings(verify=verify, pool=memory.whole()), format) as reader,
     ):
         _check_outside(src, dst)

@@ -15,7 +15,7 @@ from tensorkeep.formats.base import OpenSettings, Reader
 from tensorkeep.io.buffers import DEFAULT_BUDGET, BufferPool
 from tensorkeep.io.parallel import Progress
 from tensorkeep.state.leaf import Leaf, allocate
-from tensorkeep.state.strided import Array
+from tensorkeep.state.strided import Array, Device
 
 if TYPE_CHECKING:
     import numpy as np
@@ -110,7 +110,7 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
         *,
         into: Any = None,
         select: str | Iterable[str] | None = None,
-        device: "torch.device | str | None" = None,
+        device: Device = None,
         progress: Progress | None = None,
         threads: int | None = None,
     ) -> Any:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, check_device, checked_path, thread_count
 from tensorkeep.checkpoint.finding import open_reader
@@ -13,10 +13,8 @@ from tensorkeep.formats.base import OpenSettings, Reader
 from tensorkeep.io.buffers import DEFAULT_BUDGET, BufferPool
 from tensorkeep.io.parallel import Progress
 from tensorkeep.state import names
+from tensorkeep.state.strided import Device
 from tensorkeep.state.tree import prune, state_leaves, unflatten
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +23,7 @@ class LoadRequest:
 
     into: Any = None
     select: str | Iterable[str] | None = None
-    device: "torch.device | str | None" = None
+    device: Device = None
     progress: Progress | None = None
     threads: int | None = None
 
@@ -35,7 +33,7 @@ def load(
     *,
     into: Any = None,
     select: str | Iterable[str] | None = None,
-    device: "torch.device | str | None" = None,
+    device: Device = None,
     verify: bool = True,
     page_cache: bool = False,
     format: str | None = None,

@@ -3,7 +3,6 @@
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from tensorkeep.checkpoint.load.ranges import contiguous_in, copy_range, fill, read_all
 from tensorkeep.checkpoint.load.targets import Target
@@ -14,11 +13,8 @@ from tensorkeep.io.parallel import Progress
 from tensorkeep.state import cuda
 from tensorkeep.state.aliases import make_view
 from tensorkeep.state.leaf import Leaf, allocate
-from tensorkeep.state.strided import Array
+from tensorkeep.state.strided import Array, Device
 from tensorkeep.units import format_bytes
-
-if TYPE_CHECKING:
-    import torch
 
 
 class LoadPlan:
@@ -28,9 +24,7 @@ class LoadPlan:
     views with memory of their own are filled afterwards.
     """
 
-    def __init__(
-        self, reader: Reader, chosen: list[str], given: Mapping[str, Target], device: "torch.device | str | None"
-    ) -> None:
+    def __init__(self, reader: Reader, chosen: list[str], given: Mapping[str, Target], device: Device) -> None:
         self._reader = reader
         self._chosen = chosen
         self._given = given
@@ -47,7 +41,7 @@ class LoadPlan:
                 if not full or self._stored.setdefault(alias.of, leaf) is not leaf:
                     self._views.append(leaf)
 
-    def _allocate(self, names: list[str], device: "torch.device | str | None") -> None:
+    def _allocate(self, names: list[str], device: Device) -> None:
         """Allocate stored tensors; a single view of one that is not wanted gets memory for itself only."""
         flat, entries = self._reader.flat, self._reader.entries
         _check_memory(self._reader, names, device)
@@ -98,7 +92,7 @@ class LoadPlan:
         return values
 
 
-def _check_memory(reader: Reader, chosen: Iterable[str], device: "torch.device | str | None") -> None:
+def _check_memory(reader: Reader, chosen: Iterable[str], device: Device) -> None:
     """Refuse sizes that this machine can never hold: a hostile file may claim any."""
     stored = {reader.entries[name].alias_of or name for name in chosen}
     needed = sum(reader.flat.leaves[name].nbytes for name in stored)

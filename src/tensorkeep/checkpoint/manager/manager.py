@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from tensorkeep.checkpoint.arguments import MemorySize, checked_path
 from tensorkeep.checkpoint.load.load import LoadRequest
@@ -26,9 +26,7 @@ from tensorkeep.checkpoint.settings import SettingsSource, read_settings
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, PathLike, UsageError
 from tensorkeep.formats.write import StepRecord
 from tensorkeep.io.parallel import Progress
-
-if TYPE_CHECKING:
-    import torch
+from tensorkeep.state.strided import Device
 
 logger = logging.getLogger(__name__)
 
@@ -232,7 +230,7 @@ class CheckpointManager:
         into: Any = None,
         *,
         select: str | Iterable[str] | None = None,
-        device: "torch.device | str | None" = None,
+        device: Device = None,
         threads: int | None = None,
         progress: Progress | None = None,
     ) -> Any:

@@ -1,19 +1,21 @@
 """Matching a training state with a checkpoint: what does not fit, and which tensors are filled in place."""
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from tensorkeep.checkpoint.load.load import rebuild
 from tensorkeep.checkpoint.load.targets import Target, compare, difference_of, match_targets, sharing_conflict_of
-from tensorkeep.checkpoint.restore.containers import is_below, items, paths_to
-from tensorkeep.checkpoint.restore.keys import KeyComparison
+from tensorkeep.checkpoint.restore.containers import container_kind, is_below, items, paths_to, value_at
 from tensorkeep.checkpoint.restore.object_checks import SavedTensor, has_check, is_module, refusals
 from tensorkeep.checkpoint.restore.stateful import StatefulObject, unwrap_states
 from tensorkeep.errors import UsageError
 from tensorkeep.formats.base import Reader
 from tensorkeep.state import names
-from tensorkeep.state.names import Path, display
+from tensorkeep.state.names import Key, Path, display
 from tensorkeep.state.skeleton_writer import StateLeaf
 from tensorkeep.state.tree import state_leaves
 
@@ -42,8 +44,8 @@ class StateMatch:
     checks that itself. Numpy scalars are values and come back as they were saved. With ``select`` the state may have
     other keys than the checkpoint.
 
-    ``chosen`` are the names of the wanted tensors, ``new`` those that are loaded into new memory, and ``unselected``
-    the objects of which nothing is wanted.
+    ``objects`` has each object by the keys that lead to it, ``chosen`` the names of the wanted tensors, ``new`` those
+    that are loaded into new memory, and ``unselected`` the objects of which nothing is wanted.
     """
 
     def __init__(self, reader: Reader, state: Any, select: str | Iterable[str] | None) -> None:
@@ -58,8 +60,8 @@ class StateMatch:
         saved = rebuild(reader, reader.flat.skeleton, self.saved_tensors, as_given=True)
         paths = {tensor.name: path for path, tensor in paths_to(saved, SavedTensor)}
         self._saved_paths = {name: paths.get(name, ()) for name in reader.entries}
-        self._keys = KeyComparison(state, saved)
-        self._objects = {path: _MatchedObject(*found) for path, found in self._keys.objects.items()}
+        self._keys = _KeyComparison(state, saved)
+        self.objects = {path: _MatchedObject(*found) for path, found in self._keys.objects.items()}
         self._different: dict[str, str] = {}
         self._replaced: set[str] = set()  # given tensors that are not filled
         self.new: set[str] = set()
@@ -87,14 +89,14 @@ class StateMatch:
     def _owner(self, path: Path) -> _MatchedObject | None:
         """Return the innermost object that some keys lead into."""
         places = (path[:length] for length in range(len(path), -1, -1))
-        return next((self._objects[place] for place in places if place in self._objects), None)
+        return next((self.objects[place] for place in places if place in self.objects), None)
 
     def _is_scalar(self, name: str) -> bool:
         return self._given[name].leaf.kind == "npscalar"
 
     def _check_objects(self) -> None:
         """Check whether each object fits, and whether its tensors are filled in place."""
-        for path, found in self._objects.items():
+        for path, found in self.objects.items():
             if is_below(path, self.unselected):
                 continue
             value = found.stateful.value
@@ -169,19 +171,88 @@ class StateMatch:
         """
         found: dict[Path, set[str]] = {}
         aliases = self._reader.flat.aliases
-        for path in self._objects:
+        for path in self.objects:
             if is_below(path, self.unselected) or is_below(path, found):
                 continue
-            inside = [each for keys, each in self._objects.items() if keys[: len(path)] == path]
+            inside = [each for keys, each in self.objects.items() if keys[: len(path)] == path]
             names = set[str]().union(*(each.wanted for each in inside))
             shared = {aliases[name].of for name in names if name in aliases} - names
             if names <= self.new and not shared and not any(is_module(each.stateful.value) for each in inside):
                 found[path] = names
         return found
 
-    def object_at(self, path: Path) -> StatefulObject:
-        """Return the object at the end of some keys."""
-        return self._objects[path].stateful
+
+class _KeyComparison:
+    """Which keys of a state and of a checkpoint differ, and the objects that are in both.
+
+    Objects of the state are wrapped, and in the checkpoint's `SavedTensor` stands for tensors. Compared are the keys at
+    the top, and those of all containers that lead to objects, tensors or arrays in either. Containers of plain values
+    only are values: they come back as they were saved. The states of objects are not compared, except for the keys of
+    modules. ``different`` describes values of different kinds; ``objects`` has the saved state beside each object.
+    """
+
+    def __init__(self, state: Any, saved: Any) -> None:
+        self.missing: list[Path] = []
+        self.extra: list[Path] = []
+        self.different: dict[Path, str] = {}
+        self.objects: dict[Path, tuple[StatefulObject, Any]] = {}
+        ends = [path for path, tensor in paths_to(saved, SavedTensor) if tensor.kind != "npscalar"]
+        ends += [path for path, _ in paths_to(state, (StatefulObject, *_array_types()))]
+        self._leading = {path[:length] for path in ends for length in range(len(path))}
+        self._visit(state, saved, ())
+
+    def _visit(self, given: Any, saved: Any, path: Path) -> None:
+        """Compare what both have under the same keys."""
+        if isinstance(given, StatefulObject):
+            self._object(given, saved, path)
+        elif not path or path in self._leading:
+            self._containers(given, saved, path)
+        elif isinstance(saved, SavedTensor):
+            if saved.kind != "npscalar" and not isinstance(given, _array_types()):
+                self.different[path] = _kinds(given, saved)
+        elif isinstance(given, _array_types()):
+            self.different[path] = _kinds(given, saved)
+
+    def _containers(self, given: Any, saved: Any, path: Path) -> None:
+        if container_kind(given) != container_kind(saved):
+            self.different[path] = _kinds(given, saved)
+            return
+        for key, (mine, theirs) in self._keys(given, saved, path).items():
+            self._visit(mine, theirs, (*path, key))
+
+    def _keys(self, given: Any, saved: Any, path: Path) -> dict[Key, tuple[Any, Any]]:
+        """Note the keys that differ; return the items of the others."""
+        mine, theirs = dict(items(given) or []), dict(items(saved) or [])
+        self.missing += [(*path, key) for key in mine if key not in theirs]
+        self.extra += [(*path, key) for key in theirs if key not in mine]
+        return {key: (item, theirs[key]) for key, item in mine.items() if key in theirs}
+
+    def _object(self, given: StatefulObject, saved: Any, path: Path) -> None:
+        self.objects[path] = given, saved
+        if is_module(given.value):
+            self._keys(given.state, saved, path)
+        for keys, inner in paths_to(given.state, StatefulObject):
+            try:
+                inner_saved = value_at(saved, keys)
+            except KeyError:
+                self.missing.append((*path, *keys))
+            else:
+                self._visit(inner, inner_saved, (*path, *keys))
+
+
+def _array_types() -> tuple[type, ...]:
+    torch = sys.modules.get("torch")
+    return (np.ndarray,) if torch is None else (np.ndarray, torch.Tensor)
+
+
+def _kinds(given: Any, saved: Any) -> str:
+    return f"{_kind(given)} in the state, {_kind(saved)} saved"
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, (SavedTensor, *_array_types())):
+        return "tensor"
+    return container_kind(value) or type(value).__name__
 
 
 def _is_extra_state(keys: Path, path: Path) -> bool:

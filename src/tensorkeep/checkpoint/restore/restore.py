@@ -1,7 +1,6 @@
 """Restoring a training state: tensors in place, objects by ``load_state_dict``, everything checked first."""
 
 import copy
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -65,28 +64,26 @@ class _Restoring:
         skeleton, total = self._reader.flat.skeleton, self._first_plan.nbytes + self._plan.nbytes
         self._first_plan.read(threads, pool, _offset_progress(progress, 0, total))
         values = self._values(self._first_plan)
-        self._load_first(self._rebuild(skeleton, {**self._match.saved_tensors, **values}))
+        saved = {**self._match.saved_tensors, **values}
+        self._load_first(rebuild(self._reader, skeleton, saved, as_given=True))
         self._tensors_read = True
         self._plan.read(threads, pool, _offset_progress(progress, self._first_plan.nbytes, total))
         values |= self._values(self._plan)
         if self._partial:
             skeleton = prune(skeleton, values.keys())
-        return load_objects(self._state, self._rebuild(skeleton, values), self._load)
+        return load_objects(self._state, rebuild(self._reader, skeleton, values, as_given=True), self._load)
 
     def _values(self, plan: LoadPlan) -> dict[str, Any]:
         """Return what was read, with numpy scalars as such."""
         kinds = {name: self._reader.leaf_specs[name].kind for name in self._match.new}
         return {name: value[()] if kinds.get(name) == "npscalar" else value for name, value in plan.values().items()}
 
-    def _rebuild(self, skeleton: object, values: Mapping[str, Any]) -> Any:
-        return rebuild(self._reader, skeleton, values, as_given=True)
-
     def _load_first(self, loaded: Any) -> None:
         """Load the objects that come first; if one refuses, load their previous states into all of them."""
         previous: list[tuple[names.Path, StatefulObject, Any]] = []
         try:
             for path in self._first:
-                stateful = self._match.object_at(path)
+                stateful = self._match.objects[path].stateful
                 previous.append((path, stateful, _copied_state(stateful)))
                 load_objects(stateful, value_at(loaded, path), self._load, path)
         except BaseException:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from tensorkeep.checkpoint.restore.containers import items, with_items
-from tensorkeep.errors import UnsupportedError, UnsupportedLeafError
-from tensorkeep.state.names import Path, display
-from tensorkeep.state.skeleton_reader import MAX_DEPTH
+from tensorkeep.errors import UnsupportedError
+from tensorkeep.state.names import Path
+from tensorkeep.state.skeleton_writer import check_depth
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,7 @@ def wrap_objects(state: Any, path: Path = (), *, depth: int = 0) -> Any:
     found = None if stateful else items(state)
     if not stateful and found is None:
         return state
-    if depth >= MAX_DEPTH:
-        raise UnsupportedLeafError(
-            f"the state is nested deeper than {MAX_DEPTH} levels",
-            name=display(path[:4]),
-            remedy="look for a container or an object that contains itself",
-        )
+    check_depth(path, depth)
     if found is None:
         return StatefulObject(state, wrap_objects(state.state_dict(), path, depth=depth + 1))
     return with_items(state, {key: wrap_objects(item, (*path, key), depth=depth + 1) for key, item in found})

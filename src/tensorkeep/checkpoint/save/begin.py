@@ -15,7 +15,6 @@ from tensorkeep.checkpoint.arguments import MemorySize, checked_path, thread_cou
 from tensorkeep.checkpoint.save import auto
 from tensorkeep.checkpoint.save.job import SaveJob, SaveReport
 from tensorkeep.checkpoint.save.memory import SaveMemory
-from tensorkeep.checkpoint.save.trial import Rates, measure
 from tensorkeep.checkpoint.settings import SettingsSource, read_settings
 from tensorkeep.errors import DestinationExistsError, PathLike, UsageError
 from tensorkeep.formats.base import FORMATS
@@ -149,11 +148,11 @@ def begin_save(
     return job
 
 
-def _measure(memory: SaveMemory, flat: Flat[Source], destination: Path, settings: WriteSettings) -> Rates:
+def _measure(memory: SaveMemory, flat: Flat[Source], destination: Path, settings: WriteSettings) -> auto.Rates:
     """Measure with the memory that the save will have, which is freed for it."""
     memory.close()
     with memory.whole() as pool:
-        return measure(flat, destination, replace(settings, pool=pool))
+        return auto.measure(flat, destination, replace(settings, pool=pool))
 
 
 def _checked_metadata(metadata: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """The buffers of saves: one memory budget for the copy of the state and the writing of it."""
 
-from typing import Self
-
 from tensorkeep.checkpoint.arguments import MemorySize
 from tensorkeep.errors import UsageError
 from tensorkeep.formats.blockfile.data_file import buffers_per_thread
@@ -39,8 +37,7 @@ class SaveMemory:
 
         `working` is called first. Copies from CUDA devices go to page-locked buffers.
         """
-        if self._working is None:
-            raise AssertionError("working() is called before staging()")
+        assert self._working is not None
         if self._budget is not None:
             size = self._budget - self._working.budget
         elif self._staging is not None and needed <= self._staging.budget <= 2 * max(needed, MINIMUM_BUDGET):
@@ -74,12 +71,6 @@ class SaveMemory:
         for pool in (self._staging, self._working):
             if pool is not None:
                 pool.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def checked_budget(

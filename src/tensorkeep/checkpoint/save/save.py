@@ -1,5 +1,6 @@
 """`tensorkeep.save` and `tensorkeep.save_async`."""
 
+from contextlib import closing
 from typing import Any
 
 from tensorkeep.checkpoint.arguments import MemorySize
@@ -89,7 +90,7 @@ def save(
     request = check_request(
         path, compression, format, overwrite, metadata, progress, threads, memory_budget, settings, options
     )
-    with SaveMemory(request.memory_budget) as memory:
+    with closing(SaveMemory(request.memory_budget)) as memory:
         return begin_save(flat_state(state), request, memory).run()
 
 
