@@ -99,7 +99,10 @@ def test_convert_follows_it_too(tmp_path: Path) -> None:
 
 
 def test_other_tables_are_ignored(tmp_path: Path) -> None:
-    assert settings.read_settings(write(tmp_path, "[convert]\nto = 'native'\n[tune.checkpoint]\nseconds = 3\n")) == SaveTable()
+    assert (
+        settings.read_settings(write(tmp_path, "[convert]\nto = 'native'\n[tune.checkpoint]\nseconds = 3\n"))
+        == SaveTable()
+    )
 
 
 @pytest.mark.parametrize(
