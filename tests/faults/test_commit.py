@@ -126,8 +126,13 @@ def test_a_file_system_without_links(tmp_path: Path, number: int) -> None:
 def test_without_renameat2_flags_nothing_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "new").write_text("new")
     (tmp_path / "old").write_text("old")
-    with pytest.raises(FileExistsError):
-        commit_module._rename_without_flags(tmp_path / "new", tmp_path / "old", commit_module._RENAME_NOREPLACE)
+    old_kernel = mock.Mock(renameat2=mock.Mock(return_value=-1))
+    with (
+        mock.patch.object(commit_module, "libc", return_value=old_kernel),
+        mock.patch.object(commit_module.ctypes, "get_errno", return_value=errno.ENOSYS),
+        pytest.raises(FileExistsError),
+    ):
+        commit_module._rename(tmp_path / "new", tmp_path / "old", commit_module._RENAME_NOREPLACE)
     assert (tmp_path / "old").read_text() == "old"
 
 

@@ -5,30 +5,22 @@ import zlib
 from tensorkeep.codecs.base import Bytes, Codec, CodecError, append, check_padding
 from tensorkeep.state.dtypes import DType
 
+_LEVEL = 1
 _GZIP_WINDOW = 31  # 15 bits of window, and 16 for a gzip header: no name, time zero
 _INPUT_PIECE = 64 << 10
 
 
 class GzipCodec:
-    """zlib's deflate in a gzip header.
-
-    Parameters
-    ----------
-    level : int
-        zlib's level, 1 (fast) to 9.
-    """
+    """zlib's deflate in a gzip header."""
 
     name = "gzip"
-
-    def __init__(self, level: int = 1) -> None:
-        self._level = level
 
     def bound(self, nbytes: int) -> int:
         # zlib-ng's fastest level may write nine bits for an incompressible byte.
         return nbytes + nbytes // 8 + 64
 
     def encode(self, raw: Bytes, dtype: DType, out: Bytes) -> int:
-        deflate = zlib.compressobj(self._level, zlib.DEFLATED, _GZIP_WINDOW)
+        deflate = zlib.compressobj(_LEVEL, zlib.DEFLATED, _GZIP_WINDOW)
         length = append(deflate.compress(raw.data), out, 0)
         return append(deflate.flush(), out, length)
 

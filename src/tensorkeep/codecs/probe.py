@@ -50,21 +50,8 @@ def choose(block: Bytes, dtype: DType) -> Codec:
 def encode(block: Bytes, dtype: DType, out: Bytes) -> tuple[str, int]:
     """Encode a block by the chosen codec, or store it raw if that does not make it smaller.
 
-    Parameters
-    ----------
-    block : uint8 array, shape (n,)
-        Raw bytes, in C order.
-    dtype : DType
-        The type of the elements.
-    out : uint8 array, shape (m,), m >= bound(n)
-        Scratch that the caller owns.
-
-    Returns
-    -------
-    name : str
-        The codec's name.
-    length : int
-        The bytes written to the front of ``out``, at most n.
+    ``out`` is scratch of at least `bound` bytes. Return the codec's name, and the bytes written to the front of
+    ``out``, at most those of the block.
     """
     codec = choose(block, dtype)
     length = codec.encode(block, dtype, out)

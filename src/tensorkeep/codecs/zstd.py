@@ -7,6 +7,7 @@ import zstandard
 from tensorkeep.codecs.base import Bytes, Codec, CodecError, append, check_padding
 from tensorkeep.state.dtypes import DType
 
+_LEVEL = 1
 _MAX_WINDOW_LOG = 24
 # Level 1's own table (2**14) forgets a row of an embedding long before the row is repeated.
 _HASH_LOG = 17
@@ -15,25 +16,18 @@ _RLE_BLOCK, _RESERVED_BLOCK = 1, 3
 
 
 class ZstdCodec:
-    """Zstandard with a window that grows with the block, to 16 MiB.
-
-    Parameters
-    ----------
-    level : int
-        Zstandard's level, 1 (fast) to 22.
-    """
+    """Zstandard with a window that grows with the block, to 16 MiB."""
 
     name = "zstd"
 
-    def __init__(self, level: int = 1) -> None:
-        self._level = level
+    def __init__(self) -> None:
         self._contexts = _Contexts()
 
     def bound(self, nbytes: int) -> int:
         return zstd_bound(nbytes)
 
     def encode(self, raw: Bytes, dtype: DType, out: Bytes) -> int:
-        return append(self._contexts.compressor(self._level, raw.size).compress(raw.data), out, 0)
+        return append(self._contexts.compressor(raw.size).compress(raw.data), out, 0)
 
     def decode(self, stored: Bytes, dtype: DType, out: Bytes) -> None:
         check_frame(stored, out.size, window=1 << _MAX_WINDOW_LOG)
@@ -54,16 +48,16 @@ class _Contexts(threading.local):
 
     def __init__(self) -> None:
         self.decompressor = zstandard.ZstdDecompressor(max_window_size=1 << _MAX_WINDOW_LOG)
-        self._compressors: dict[tuple[int, int], zstandard.ZstdCompressor] = {}
+        self._compressors: dict[int, zstandard.ZstdCompressor] = {}
 
-    def compressor(self, level: int, nbytes: int) -> zstandard.ZstdCompressor:
+    def compressor(self, nbytes: int) -> zstandard.ZstdCompressor:
         window_log = min(max(nbytes.bit_length(), zstandard.WINDOWLOG_MIN), _MAX_WINDOW_LOG)
-        if (level, window_log) not in self._compressors:
+        if window_log not in self._compressors:
             parameters = zstandard.ZstdCompressionParameters.from_level(
-                level, window_log=window_log, hash_log=min(_HASH_LOG, window_log)
+                _LEVEL, window_log=window_log, hash_log=min(_HASH_LOG, window_log)
             )
-            self._compressors[level, window_log] = zstandard.ZstdCompressor(compression_params=parameters)
-        return self._compressors[level, window_log]
+            self._compressors[window_log] = zstandard.ZstdCompressor(compression_params=parameters)
+        return self._compressors[window_log]
 
 
 def zstd_bound(nbytes: int) -> int:

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Literal, Self, get_args, get_origin
 
 import msgspec
@@ -157,7 +156,8 @@ class Reader(ABC):
         Raises CorruptCheckpointError if skeleton, tensors, aliases and parts contradict each other.
         """
         try:
-            self.leaf_specs = leaf_specs or check_structure(flat.skeleton, flat.leaves, flat.aliases, flat.parts)
+            tensors = {name: (leaf.dtype, leaf.shape) for name, leaf in flat.leaves.items()}
+            self.leaf_specs = leaf_specs or check_structure(flat.skeleton, tensors, flat.aliases, flat.parts)
         except (ValueError, RecursionError) as error:
             raise CorruptCheckpointError(f"its description of the state is wrong: {error}", path=source) from error
         leaves = {name: flat.leaves[name] for name in self.leaf_specs if name in flat.leaves}
@@ -176,7 +176,7 @@ class Reader(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -184,19 +184,8 @@ class Reader(ABC):
 class StoredLeaf:
     """A tensor stored in a checkpoint; a `Source` for writers, so that converting never holds a whole state.
 
-    Parameters
-    ----------
-    reader : Reader
-        Reads its bytes.
-    name : str
-    dtype : DType
-    shape : tuple of int
-    stored_bytes : int
-        Bytes on disk.
-    codec : str
-        ``"raw"``, or the codecs of its blocks joined by ``+``.
-    file : str
-        The file that holds it, relative to the checkpoint.
+    ``stored_bytes`` are its bytes on disk, and ``file`` is the file that holds it, relative to the checkpoint;
+    ``codec`` is ``"raw"``, or the codecs of its blocks joined by ``+``.
     """
 
     reader: Reader

@@ -15,25 +15,11 @@ from tensorkeep.errors import (
 
 @contextmanager
 def decoding(path: PathLike | None = None, name: str | None = None, *, what: str = "is malformed") -> Iterator[None]:
-    """Complete the errors of a block of code that decodes a file.
+    """Complete the errors of a block of code that decodes a file, or a tensor of it.
 
-    Parameters
-    ----------
-    path : path-like, optional
-        The file that is decoded; None if an outer block adds it.
-    name : str, optional
-        The tensor that is decoded.
-    what : str
-        What a `ValueError` of the block means; its text follows in parentheses.
-
-    Raises
-    ------
-    CorruptCheckpointError
-        Instead of a `ValueError` or `RecursionError`.
-    UnsupportedError
-        Instead of an `UnsupportedLeafError`, which is for values that cannot be saved.
-    TensorkeepError
-        Others unchanged, with the path and the name where they had none.
+    A `ValueError` or `RecursionError` is raised as CorruptCheckpointError: ``what`` it means, and its text in
+    parentheses. An `UnsupportedLeafError`, which is for values that cannot be saved, becomes UnsupportedError. Other
+    errors of this package pass, with the path and the name where they had none.
 
     Examples
     --------

@@ -20,18 +20,9 @@ _LONGEST_INTEGER = 2**2000
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One entry of the checkpoint.
+    """One entry of the checkpoint: a tensor (``leaf``) or a plain value, by the name under which other tools find it.
 
-    Attributes
-    ----------
-    name : str
-        The name under which other tools find it.
-    path : tuple
-        As DCP stores it: the keys of dicts as text, positions in lists as numbers.
-    leaf : bool
-        Whether it is a tensor; its name in the state is then ``name``.
-    value : object
-        The plain value, if it is not a tensor.
+    Its path is as DCP stores it: the keys of dicts as text, positions in lists as numbers.
     """
 
     name: str

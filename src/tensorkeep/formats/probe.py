@@ -1,17 +1,19 @@
-"""Probing files and folders of an unknown format; an unreadable path is an error.
-
-If the operating system refuses to read a path, that is an error; the path does not count as missing.
-"""
+"""Probing files and folders of an unknown format; an unreadable path is an error and does not count as missing."""
 
 import errno
 import os
 import stat
 from pathlib import Path
 
-from tensorkeep.errors import StoreError
+from tensorkeep.io.files import store_error
 
 _ABSENT = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ENXIO))
 """Error numbers of paths without anything to read (ENXIO: a socket)."""
+
+
+def _raise_unless_absent(error: OSError, path: Path) -> None:
+    if error.errno not in _ABSENT:
+        raise store_error(error, path, "inspect it") from error
 
 
 def file_mode(path: Path, *, follow_links: bool = True) -> int:
@@ -22,9 +24,8 @@ def file_mode(path: Path, *, follow_links: bool = True) -> int:
     try:
         return os.stat(path, follow_symlinks=follow_links).st_mode
     except OSError as error:
-        if error.errno in _ABSENT:
-            return 0
-        raise _refused(error, path) from error
+        _raise_unless_absent(error, path)
+        return 0
 
 
 def names_in(directory: Path) -> list[str]:
@@ -35,9 +36,8 @@ def names_in(directory: Path) -> list[str]:
     try:
         return sorted(entry.name for entry in directory.iterdir())
     except OSError as error:
-        if error.errno in _ABSENT:
-            return []
-        raise _refused(error, directory) from error
+        _raise_unless_absent(error, directory)
+        return []
 
 
 def first_bytes(path: Path, count: int) -> bytes | None:
@@ -48,19 +48,10 @@ def first_bytes(path: Path, count: int) -> bytes | None:
     try:
         # O_NONBLOCK: opening a pipe would wait for its writer.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            return os.read(fd, count) if stat.S_ISREG(os.fstat(fd).st_mode) else None
+        finally:
+            os.close(fd)
     except OSError as error:
-        if error.errno in _ABSENT:
-            return None
-        raise _refused(error, path) from error
-    try:
-        return os.read(fd, count) if stat.S_ISREG(os.fstat(fd).st_mode) else None
-    except OSError as error:
-        raise _refused(error, path) from error
-    finally:
-        os.close(fd)
-
-
-def _refused(error: OSError, path: Path) -> StoreError:
-    denied = error.errno in (errno.EACCES, errno.EPERM)
-    remedy = "check its permissions, and those of the folders that it lies in" if denied else None
-    return StoreError(f"cannot inspect it: {error.strerror or error}", path=path, remedy=remedy)
+        _raise_unless_absent(error, path)
+        return None

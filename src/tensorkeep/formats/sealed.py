@@ -5,13 +5,16 @@ their closing quote to the end.
 """
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
+import numpy as np
 import xxhash
 
 from tensorkeep.errors import CorruptCheckpointError
+from tensorkeep.formats.decoding import decoding
 from tensorkeep.io.directory import Directory
+from tensorkeep.io.source_file import SourceFile
 
 MANIFEST_NAME = "manifest.json"
 """The manifest of a native checkpoint: a directory with one is never taken for plain safetensors files."""
@@ -22,27 +25,32 @@ OPENING = b'{"xxh3_64":"'
 MAX_BYTES = 1024**3
 
 _DIGITS = 16
+_PIECE = 1024**2
 
 
-class Hasher(Protocol):
-    """An incremental checksum."""
-
-    def update(self, data: Any, /) -> None:
-        """Add bytes."""
-
-    def hexdigest(self) -> str:
-        """Return the checksum of all bytes added, in hexadecimal digits."""
+Hasher = xxhash.xxh3_64 | xxhash.xxh3_128
+"""An incremental checksum: `update` adds bytes, `hexdigest` returns the checksum of all of them."""
 
 
 def new_hasher(*, wide: bool = False) -> Hasher:
     """Return a new hasher: xxh3-64, or xxh3-128, which is wide enough to identify blocks by it alone."""
-    hasher: Hasher = xxhash.xxh3_128() if wide else xxhash.xxh3_64()
-    return hasher
+    return xxhash.xxh3_128() if wide else xxhash.xxh3_64()
 
 
 def digest(data: Any, *, wide: bool = False) -> str:
     """Return the checksum of some bytes: 16 hexadecimal digits, or 32 if wide."""
     return xxhash.xxh3_128_hexdigest(data) if wide else xxhash.xxh3_64_hexdigest(data)
+
+
+def digest_of(file: SourceFile, count: int) -> str:
+    """Return the checksum of the first bytes of a file."""
+    hasher = xxhash.xxh3_64()
+    buffer = np.empty(min(count, _PIECE), np.uint8)
+    for at in range(0, count, _PIECE):
+        piece = buffer[: count - at]
+        file.read_into(at, piece)
+        hasher.update(piece)
+    return hasher.hexdigest()
 
 
 def is_wide(expected: str) -> bool:
@@ -81,10 +89,8 @@ def read_content(directory: Directory, name: str) -> bytes:
 
 def body_of(content: bytes, path: Path) -> dict[str, Any]:
     """Return the body in the bytes of a file; CorruptCheckpointError, with the file's path, if it has no body."""
-    try:
+    with decoding(path):
         body = msgspec.json.decode(content, type=dict[str, Any]).get("body")
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise CorruptCheckpointError(f"is malformed ({error})", path=path) from error
     if not isinstance(body, dict):
         raise CorruptCheckpointError("is malformed (it has no body)", path=path)
     return body

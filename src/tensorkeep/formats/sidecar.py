@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import xxhash
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, TensorkeepError, UnsupportedError
 from tensorkeep.formats import sealed
+from tensorkeep.formats.decoding import decoding
 from tensorkeep.formats.probe import first_bytes
 from tensorkeep.formats.structure import SourceT, Structure, check_structure
 from tensorkeep.io.directory import Directory
@@ -33,7 +33,6 @@ FILE_NAME = "tensorkeep.json"
 VERSION = 1
 
 _MOST_DIMENSIONS = 64
-_PIECE = 4 * 1024**2
 
 _REWRITTEN = "if another tool wrote here since, remove tensorkeep.json; otherwise take another checkpoint or copy"
 
@@ -41,18 +40,9 @@ _REWRITTEN = "if another tool wrote here since, remove tensorkeep.json; otherwis
 class TensorNote(msgspec.Struct, frozen=True, omit_defaults=True):
     """A stored tensor: its type in the state, and its encoding in the format.
 
-    Attributes
-    ----------
-    dtype, shape
-        In the state.
-    place : tuple of str
-        The keys that lead to the tensor, in formats that nest them or name them differently.
-    stored_dtype : str
-        The dtype in the files, if it differs.
-    stored_bytes : int
-        Bytes in the files, in formats whose reader does not find out.
-    xxh3_64 : str
-        The checksum of the tensor's own metadata file, in formats that have one.
+    ``place`` has the keys that lead to the tensor, in formats that nest them or name them differently.
+    ``stored_dtype`` is the dtype in the files, if it differs; ``stored_bytes`` the bytes in the files, in formats whose
+    reader does not find out; ``xxh3_64`` the checksum of the tensor's own metadata file, in formats that have one.
     """
 
     dtype: str
@@ -81,22 +71,10 @@ class FileNote(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Sidecar(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """The content of the file.
+    """The content of the file: what the files beside it cannot hold.
 
-    Attributes
-    ----------
-    format : str
-        The format of the files beside it.
-    structure : Structure
-        Skeleton, views of stored tensors, parts.
-    tensors : dict of str to TensorNote
-        Every stored tensor by name, in the state's order.
-    files : dict of str to FileNote
-        The files to check when the checkpoint is opened, by path relative to it.
-    metadata : dict
-        The user's JSON values.
-    version : int
-        Of this schema.
+    ``format`` is theirs; ``version`` is that of this schema. ``tensors`` are the stored ones in the state's order.
+    ``files``, by path relative to the checkpoint, are checked when it is opened.
     """
 
     format: str
@@ -113,7 +91,7 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
         Raises ValueError if the structure breaks a rule; `read` has checked that it does not.
         """
-        tensors = {name: _Typed(note.state_dtype, note.shape) for name, note in self.tensors.items()}
+        tensors = {name: (note.state_dtype, note.shape) for name, note in self.tensors.items()}
         return check_structure(self.structure.skeleton, tensors, self.aliases, self.structure.parts)
 
     @property
@@ -124,11 +102,6 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def flat(self, leaves: Mapping[str, SourceT]) -> Flat[SourceT]:
         """Return the state with these stored tensors, in the state's order."""
         return self.structure.flat({name: leaves[name] for name in self.tensors})
-
-
-class _Typed(msgspec.Struct, frozen=True):
-    dtype: DType
-    shape: tuple[int, ...]
 
 
 SidecarT = TypeVar("SidecarT", bound=Sidecar)
@@ -147,7 +120,7 @@ def note_file(path: Path, *, hashed: bool) -> FileNote:
     if not hashed:
         return FileNote(path.stat().st_size)
     content = path.read_bytes()
-    return FileNote(len(content), xxhash.xxh3_64_hexdigest(content))
+    return FileNote(len(content), sealed.digest(content))
 
 
 def write(directory: Path, sidecar: Sidecar) -> int:
@@ -163,14 +136,7 @@ def lies_in(directory: Path, format: str) -> bool:
 
 
 def read(directory: Directory, format: str, kind: type[SidecarT]) -> SidecarT:
-    """Return a directory's sidecar, checked in itself and against the files that it lists.
-
-    Parameters
-    ----------
-    format : str
-        The format that it must be of.
-    kind : type of Sidecar
-        The class to decode it to.
+    """Return a directory's sidecar as a class of sidecars, checked in itself and against the files that it lists.
 
     Raises NotACheckpointError if the file does not exist; CorruptCheckpointError if it is damaged or breaks a rule, or
     a file that it lists is missing or has changed; UnsupportedError if another version of Tensorkeep wrote it, in
@@ -186,12 +152,10 @@ def read(directory: Directory, format: str, kind: type[SidecarT]) -> SidecarT:
             path=path,
             remedy="install a later Tensorkeep",
         )
-    try:
+    with decoding(path):
         sidecar = msgspec.convert(body, kind)
         _check_tensors(sidecar)
         _ = sidecar.leaf_specs
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"is malformed ({error})", path=path) from error
     for name, note in sidecar.files.items():
         _check_file(directory, name, note)
     return sidecar
@@ -233,7 +197,4 @@ def _measure(directory: Directory, name: str, note: FileNote) -> tuple[int, str]
     with directory.open(name, follow_links=False) as file:
         if not note.xxh3_64 or file.size != note.bytes:
             return file.size, ""
-        hasher = xxhash.xxh3_64()
-        for start in range(0, file.size, _PIECE):
-            hasher.update(file.read(start, min(_PIECE, file.size - start)))
-        return file.size, hasher.hexdigest()
+        return file.size, sealed.digest_of(file, file.size)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from math import prod
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -62,45 +62,31 @@ class Structure(msgspec.Struct, frozen=True):
         return Flat(self.skeleton, leaves, aliases, self.parts)
 
 
-class Stored(Protocol):
-    """A tensor that is stored."""
-
-    @property
-    def dtype(self) -> DType:
-        """The element type."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The lengths of its dimensions."""
-
-
 def check_structure(
-    skeleton: object, tensors: Mapping[str, Stored], aliases: Mapping[str, Alias], parts: Mapping[str, PartKey]
+    skeleton: object,
+    tensors: Mapping[str, tuple[DType, tuple[int, ...]]],
+    aliases: Mapping[str, Alias],
+    parts: Mapping[str, PartKey],
 ) -> dict[str, LeafSpec]:
-    """Check that a state can be rebuilt from a skeleton, stored tensors, views and parts.
+    """Check that a state can be rebuilt from a skeleton, dtype and shape of the stored tensors, views and parts.
 
-    Returns
-    -------
-    dict of str to LeafSpec
-        The leaves that the skeleton names, in its order: the skeleton is decoded here, and nowhere else.
+    Return the leaves that the skeleton names, in its order: the skeleton is decoded here, and nowhere else.
 
-    Raises
-    ------
-    ValueError
-        Naming the rule that is broken.
+    Raises ValueError with the rule that is broken.
     """
     specs = leaf_specs(skeleton)
     known = tensors.keys() | aliases.keys()
     if specs.keys() != known:
         raise ValueError("the structure and the table of tensors do not name the same tensors")
-    for name, tensor in tensors.items():
-        _check_leaf(name, specs[name], tensor.dtype, tensor.shape)
+    for name, (dtype, shape) in tensors.items():
+        _check_leaf(name, specs[name], dtype, shape)
     for name, alias in aliases.items():
         if alias.of not in tensors or name in tensors:
             raise ValueError(f"{name!r} cannot be a view of {alias.of!r}")
-        alias.validate(tensors[alias.of].shape)
+        dtype, shape = tensors[alias.of]
+        alias.validate(shape)
         _check_alias(name, specs[name], alias, specs[alias.of])
-        _check_leaf(name, specs[name], tensors[alias.of].dtype, alias.shape)
+        _check_leaf(name, specs[name], dtype, alias.shape)
     _check_parts(known, parts)
     return specs
 

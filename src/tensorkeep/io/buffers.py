@@ -9,7 +9,6 @@ import mmap
 import os
 import threading
 import weakref
-from types import TracebackType
 from typing import Protocol, Self
 
 import numpy as np
@@ -58,10 +57,7 @@ class PageLock(Protocol):
 class Buffer:
     """A buffer of a pool, until `release` (in any thread) or the end of a ``with`` returns it.
 
-    Attributes
-    ----------
-    array : uint8 array, shape (n,)
-        Page-aligned; the contents are undefined.
+    ``array`` is page-aligned and of type uint8; its contents are undefined.
     """
 
     def __init__(self, pool: "BufferPool", memory: mmap.mmap) -> None:
@@ -78,7 +74,7 @@ class Buffer:
     def __enter__(self) -> npt.NDArray[np.uint8]:
         return self.array
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
 
@@ -88,20 +84,10 @@ class BufferPool:
     When a pool is closed, its buffers are kept for the next pool of the process: memory that was touched before is
     filled several times faster than new memory.
 
-    Parameters
-    ----------
-    budget : int
-        Maximum bytes of all buffers together, free ones included.
-    exact : bool
-        Use no buffer that is larger than `buffer_bytes` of the request, so that requests which add up to the budget can
-        all be served at once. Otherwise a free buffer of up to twice the size is used.
-    page_lock : PageLock, optional
-        Page-locks the buffers while they belong to the pool.
-
-    Attributes
-    ----------
-    peak_bytes : int
-        Maximum bytes that were allocated at one time.
+    ``budget`` limits the bytes of all buffers together, free ones included; ``peak_bytes`` is the most that was
+    allocated at one time. An ``exact`` pool uses no buffer that is larger than `buffer_bytes` of the request, so that
+    requests which add up to the budget can all be served at once; otherwise a free buffer of up to twice the size is
+    used. ``page_lock`` page-locks the buffers while they belong to the pool.
 
     Raises UsageError if the budget is below 64 MiB, which one thread needs to code and write blocks of 16 MiB.
 
@@ -149,14 +135,7 @@ class BufferPool:
         return max(1, min(wanted, self.budget // bytes_each))
 
     def acquire(self, nbytes: int, cancellation: Cancellation | None = None) -> Buffer:
-        """Return a buffer of at least ``nbytes``; waits while the budget is used up.
-
-        Parameters
-        ----------
-        nbytes : int
-            Bytes needed.
-        cancellation : Cancellation, optional
-            Ends the wait with `Cancelled`.
+        """Return a buffer of at least ``nbytes``; waits while the budget is used up, or raises `Cancelled`.
 
         Raises UsageError if the buffer alone would exceed the budget.
         """
@@ -214,7 +193,7 @@ class BufferPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

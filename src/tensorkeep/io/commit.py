@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from tensorkeep.errors import BusyError, DestinationExistsError, StoreError
@@ -37,22 +36,10 @@ _active: "set[Commit]" = set()
 class Commit:
     """A checkpoint that is being written: a context manager that removes it unless it was published.
 
-    Parameters
-    ----------
-    destination : Path
-        Where the checkpoint will be; missing parents are created. A symbolic link is never replaced.
-    directory : bool
-        Whether the checkpoint is a directory or a single file.
-    overwrite : bool
-        Whether a checkpoint that is there may be replaced.
-    replaceable : callable
-        Returns whether an existing path is a checkpoint of this format; nothing else is ever replaced. It may raise
-        `DestinationExistsError` itself, with a reason.
-
-    Attributes
-    ----------
-    path : Path
-        Where to write: an empty directory, or the name of a file that does not exist yet.
+    Missing parents of the destination are created; a symbolic link there is never replaced. ``replaceable`` returns
+    whether an existing path is a checkpoint of this format, which ``overwrite`` may replace; nothing else is ever
+    replaced. It may raise `DestinationExistsError` itself, with a reason. ``path`` is where to write: an empty
+    directory, or, for a single file, a name that does not exist yet.
 
     Raises DestinationExistsError if something is there and may not be replaced; BusyError if a live process is saving
     there; StoreError if the operating system refuses.
@@ -72,7 +59,11 @@ class Commit:
     def __init__(
         self, destination: Path, *, directory: bool, overwrite: bool, replaceable: Callable[[Path], bool]
     ) -> None:
-        self.destination = _without_links(destination)
+        # As the kernel resolves it; only the last component may be a symbolic link.
+        if destination.name in ("", ".."):
+            self.destination = Path(os.path.realpath(destination))
+        else:
+            self.destination = Path(os.path.realpath(destination.parent), destination.name)
         self.overwrite = overwrite
         self._directory = directory
         self._replaceable = replaceable
@@ -207,7 +198,7 @@ class Commit:
             ) from error
         self._temporary = temporary
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         if self not in _active:  # a forked child, whose parent is still saving
             return
         try:
@@ -229,13 +220,6 @@ def _release_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_release_in_child)
-
-
-def _without_links(destination: Path) -> Path:
-    """Return the absolute path as the kernel resolves it; only the last component may be a symbolic link."""
-    if destination.name in ("", ".."):
-        return Path(os.path.realpath(destination))
-    return Path(os.path.realpath(destination.parent), destination.name)
 
 
 def make_directory(folder: Path) -> None:
@@ -269,10 +253,7 @@ def _rename(source: Path, destination: Path, flag: int) -> None:
     number = ctypes.get_errno()
     if number not in (errno.EINVAL, errno.ENOSYS):
         raise OSError(number, os.strerror(number), str(destination))
-    _rename_without_flags(source, destination, flag)
-
-
-def _rename_without_flags(source: Path, destination: Path, flag: int) -> None:
+    # The file system, or the kernel, has no flags.
     if flag == _RENAME_EXCHANGE:
         raise StoreError(
             "this file system cannot exchange two names in one step, so a checkpoint on it is never replaced",

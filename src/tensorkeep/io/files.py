@@ -47,8 +47,7 @@ _REMEDIES = {
     errno.ENOSPC: "free some space, or save elsewhere",
     errno.EDQUOT: "free some of your quota, or save elsewhere",
     errno.EROFS: "the file system is read-only: save elsewhere",
-    errno.EACCES: "check the permissions",
-    errno.EPERM: "check the permissions",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "check its permissions, and those of the folders that it lies in"),
     errno.EIO: "the device reports an I/O error: check it (dmesg) before you trust it",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
@@ -63,17 +62,8 @@ def store_error(error: OSError, path: PathLike, action: str) -> StoreError:
 
 @contextmanager
 def store_errors(path: PathLike, action: str) -> Iterator[None]:
-    """Raise errors of the operating system as `StoreError`; errors of this package, which may be OSErrors, pass.
+    """Raise errors of the operating system as `store_error` does; errors of this package, which may be OSErrors, pass.
 
-    Parameters
-    ----------
-    path : path-like
-        The file or directory, for the message.
-    action : str
-        What is done, as in "cannot <action>".
-
-    Examples
-    --------
     >>> with store_errors("missing", "read the file"):
     ...     os.stat("missing")
     Traceback (most recent call last):
@@ -91,17 +81,7 @@ def store_errors(path: PathLike, action: str) -> Iterator[None]:
 class DirectFile:
     """A new file that many threads write at once, at offsets and from memory that are multiples of 4096 bytes.
 
-    Parameters
-    ----------
-    path : Path
-        Where nothing must be yet.
-    direct : bool
-        Whether to try to bypass the page cache.
-
-    Attributes
-    ----------
-    direct : bool
-        Whether the page cache is bypassed.
+    Nothing must be at the path yet. ``direct`` is whether the page cache is bypassed, which some file systems refuse.
 
     Raises StoreError if the file cannot be created.
     """

@@ -19,12 +19,7 @@ _held: "weakref.WeakSet[FolderLock]" = weakref.WeakSet()
 
 
 class FolderLock:
-    """The exclusive right to write in a folder; released when the object is collected.
-
-    Parameters
-    ----------
-    folder : Path
-        Created if it is missing.
+    """The exclusive right to write in a folder, created if it is missing; released when the object is collected.
 
     Raises BusyError if another process, or another lock in this one, holds the folder; StoreError if the folder cannot
     be created or opened.

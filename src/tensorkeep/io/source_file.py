@@ -7,7 +7,6 @@ import mmap
 import os
 import stat
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -29,21 +28,10 @@ class SourceFile:
     Large reads copy what is in the page cache from there and read the rest around it (O_DIRECT): from a fast disk, the
     kernel's copy and its small pages take longer than the read.
 
-    Parameters
-    ----------
-    path : Path
-        The file.
-    follow_links : bool
-        Whether the last component may be a symbolic link. A checkpoint never has one, so a link there leads out of it.
-    page_cache : bool
-        Read everything through the page cache, and so leave it there for the next reader.
-    directory : int, optional
-        Descriptor of the directory that has the file, whatever its path is now.
-
-    Attributes
-    ----------
-    size : int
-        Bytes of the file when it was opened.
+    ``follow_links`` is whether the last component may be a symbolic link: a checkpoint never has one, so a link there
+    leads out of it. With ``page_cache``, everything is read through the page cache, and so left there for the next
+    reader. ``directory`` is a descriptor of the directory that has the file, whatever its path is now. ``size`` is the
+    file's length when it was opened.
 
     Raises NotFoundError if the file does not exist; CorruptCheckpointError if it is not a regular file, or a symbolic
     link that is not followed; StoreError if the operating system refuses to open it.
@@ -117,12 +105,7 @@ class SourceFile:
     def fetch(self, offset: int, count: int, scratch: Bytes) -> Bytes:
         """Return ``count`` bytes of the file, in a slice of ``scratch``.
 
-        Parameters
-        ----------
-        offset, count : int
-            The range, in bytes.
-        scratch : uint8 array
-            Page-aligned, at least ``count`` bytes and two pages long.
+        ``scratch`` is page-aligned, at least ``count`` bytes and two pages long.
         """
         if not self.bypasses_cache(offset, count):
             self.read_into(offset, scratch[:count])
@@ -163,7 +146,7 @@ class SourceFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -55,14 +55,7 @@ def lock(temporary: Path) -> int | None:
 
 
 def remove_stale(destination: Path, *, besides: Path | None = None) -> None:
-    """Remove the abandoned temporaries of a destination.
-
-    Parameters
-    ----------
-    destination : Path
-        Where a checkpoint is about to be saved.
-    besides : Path, optional
-        The caller's own temporary.
+    """Remove the abandoned temporaries of a destination, besides the caller's own.
 
     Raises BusyError if the writer of one is alive; StoreError if the operating system does not let us see whether it
     is, or refuses to remove it.

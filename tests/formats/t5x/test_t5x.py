@@ -23,7 +23,7 @@ from tensorkeep.errors import (
     UnsupportedError,
     UsageError,
 )
-from tensorkeep.formats import sidecar
+from tensorkeep.formats import sealed, sidecar
 from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.t5x import FORMAT, flax_msgpack
 from tensorkeep.formats.write import WriteSettings
@@ -348,16 +348,16 @@ def test_metadata_of_more_than_16_mib_is_not_read(tmp_path: Path) -> None:
 def test_listed_files_are_hashed_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"a": torch.ones(3), "b": torch.zeros(2)}
     tensorkeep.save(state, tmp_path / "c", format="t5x")
-    monkeypatch.setattr(sidecar, "_PIECE", 50)
+    monkeypatch.setattr(sealed, "_PIECE", 50)
     counts: list[int] = []
-    original = SourceFile.read
+    original = SourceFile.read_into
 
-    def counted(self: SourceFile, offset: int, count: int) -> bytes:
+    def counted(self: SourceFile, offset: int, out: Any) -> None:
         if self.path.name == ".zarray":
-            counts.append(count)
-        return original(self, offset, count)
+            counts.append(len(out))
+        original(self, offset, out)
 
-    monkeypatch.setattr(SourceFile, "read", counted)
+    monkeypatch.setattr(SourceFile, "read_into", counted)
     assert difference(state, read(tmp_path / "c")) is None
     sizes = sum(file.stat().st_size for file in (tmp_path / "c").glob("*/.zarray"))
     assert max(counts) == 50 and sum(counts) == sizes

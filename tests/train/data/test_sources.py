@@ -83,7 +83,7 @@ def test_unreadable_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
         monkeypatch.setattr(Path, "open", refuse)
         reading = Reading(source, Meter(1, None))
-        with pytest.raises(StoreError, match=r"a\.txt: cannot read the file: Permission denied\ncheck the permissions"):
+        with pytest.raises(StoreError, match=r"a\.txt: cannot read the file: Permission denied\ncheck its permissions"):
             list(reading.documents())
 
 

@@ -6,7 +6,6 @@ the header is written last.
 
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -67,21 +66,19 @@ class CodedDataFile(DataFile):
 
     def _code(self, blocks: list[Block], raw_of: Iterable[Bytes], out: Bytes, scratch: Bytes, *, last: bool) -> int:
         """Code a task's blocks to the front of ``out``; return the bytes used: whole pages, except in the last task."""
-        coded: list[_CodedBlock] = []
+        coded: list[tuple[Block, str, str, int]] = []
         used = 0
         for block, raw in zip(blocks, raw_of, strict=True):
             stored = self._store(block, raw, out[used:], scratch)
             if stored is not None:
                 raw_digest, codec, length = stored
-                coded.append(_CodedBlock(block, raw_digest, codec, used, used + length))
+                coded.append((block, raw_digest, codec, used))
                 used += length
         end = used if last else round_up(used)
         out[used : round_up(used)] = 0
-        for position, found in enumerate(coded):
-            stop = end if position == len(coded) - 1 else found.stop
-            self.records[found.block.key] = BlockRecord(
-                found.codec, stop - found.start, found.raw_digest, digest(out[found.start : stop])
-            )
+        stops = [start for *_, start in coded[1:]] + [end]
+        for (block, raw_digest, codec, start), stop in zip(coded, stops, strict=False):
+            self.records[block.key] = BlockRecord(codec, stop - start, raw_digest, digest(out[start:stop]))
         return end
 
     def _store(self, block: Block, raw: Bytes, out: Bytes, scratch: Bytes) -> tuple[str, str, int] | None:
@@ -93,17 +90,6 @@ class CodedDataFile(DataFile):
         return digest(raw, wide=self._context.wide), codec, length
 
 
-@dataclass(frozen=True, slots=True)
-class _CodedBlock:
-    """A block that was coded, and its place in the buffer."""
-
-    block: Block
-    raw_digest: str
-    codec: str
-    start: int
-    stop: int
-
-
 def _slack(nbytes: int, codec: Codec | None) -> int:
     return (probe.bound(nbytes) if codec is None else codec.bound(nbytes)) - nbytes + ALIGNMENT
 
@@ -111,10 +97,7 @@ def _slack(nbytes: int, codec: Codec | None) -> int:
 def encode(raw: Bytes, block: Block, codec: Codec | None, out: Bytes) -> tuple[str, int]:
     """Code a block with a codec, or with the one that the probe chooses; store it raw if that is not longer.
 
-    Returns
-    -------
-    tuple of str and int
-        The codec's name, and the bytes used at the front of ``out``.
+    Return the codec's name, and the bytes used at the front of ``out``.
     """
     if codec is None:
         return probe.encode(raw, block.leaf.source.dtype, out)

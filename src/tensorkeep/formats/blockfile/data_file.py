@@ -32,14 +32,8 @@ StagedTask = Callable[[], Buffer]
 class WriteContext:
     """What the data files of one save share.
 
-    Attributes
-    ----------
-    direct : bool
-        Whether to bypass the page cache where the file system allows it.
-    wide : bool
-        Whether the checksums of raw bytes have 128 bits.
-    codec : Codec or None
-        The codec of every block; None lets a probe choose one for each.
+    ``direct`` bypasses the page cache where the file system allows it. The checksums of raw bytes have 128 bits if
+    ``wide``. A probe chooses the codec of each block if ``codec`` is None.
     """
 
     pool: BufferPool
@@ -55,27 +49,19 @@ class DataFile(ABC):
 
     It is open only from its first task to its last: a state may have a thousand parts.
 
-    Parameters
-    ----------
-    prefix : str
-        Precedes the plan's file name.
-
     Attributes
     ----------
+    name : str
+        The plan's file name after the prefix.
     tasks : list of list of Block
         The blocks of each task.
     records : dict of (str, int) to BlockRecord
         The blocks written so far.
     header_size : int
         Bytes of the header, a multiple of 4096.
-    header_digest : str
-        The header's xxh3-64, once the file is finished.
-    size : int
-        Bytes of the file, once it is finished.
-    offsets : dict of str to int
-        The first byte of each tensor, by key, once the file is finished.
-    direct : bool
-        Whether the page cache was bypassed, once the file is finished.
+    size, header_digest, offsets, direct
+        Once the file is finished: its bytes, the header's xxh3-64, the first byte of each tensor by key, and whether
+        the page cache was bypassed.
     """
 
     def __init__(self, directory: Path, plan: FilePlan, context: WriteContext, *, prefix: str = "") -> None:
@@ -112,11 +98,7 @@ class DataFile(ABC):
     def write_task(self, number: int, take: StagedTask | None = None) -> None:
         """Write the blocks of a task; tasks start in order and each runs once. The last one makes the file durable.
 
-        Parameters
-        ----------
-        take : callable, optional
-            Returns the copy that was staged of the task's bytes, to be written instead of the state's; it is released
-            here.
+        If ``take`` is given, the copy that it returns is written instead of the state, and released.
         """
         staged = take() if take else None
         try:
@@ -174,18 +156,10 @@ def write_files(
     take: Callable[[int], Buffer] | None = None,
     delta: bool = False,
 ) -> None:
-    """Write data files from many threads; each is durable on return.
+    """Write data files from many threads, fewer if the pool's budget is too small; each is durable on return.
 
-    Parameters
-    ----------
-    context : WriteContext
-        Of all these files.
-    threads : int
-        Fewer are used if the pool's budget is too small for all of them.
-    take : callable, optional
-        Returns the staged copy of a task, by its number among the tasks of all files.
-    delta : bool
-        Whether blocks may be stored as differences, which takes more memory.
+    If ``take`` is given, it returns the staged copy of a task, by its number among the tasks of all files. With
+    ``delta``, blocks may be stored as differences, which takes more memory.
     """
     try:
         tasks: list[Callable[[], None]] = []
@@ -213,12 +187,14 @@ def buffers_per_thread(*, staged: bool, delta: bool) -> int:
 
 
 def find_codec(compression: str) -> Codec | None:
-    """Return the codec that a save names, or None for ``"none"`` and ``"lossless"``.
+    """Return the codec that a save names; None for ``"lossless"``, which chooses one for each block.
 
     Raises UsageError if the compression is unknown.
     """
-    if compression in ("none", "lossless"):
+    if compression == "lossless":
         return None
+    if compression == "none":
+        return CODECS.get("raw")
     if compression not in CODECS.names():
         known = ", ".join(["none", "lossless", "auto", *CODECS.names()])
         raise UsageError(f"there is no compression {compression!r}", remedy=f"choose one of: {known}")
@@ -226,15 +202,7 @@ def find_codec(compression: str) -> Codec | None:
 
 
 def index_content(files: Iterable[DataFile], order: Iterable[str] | None = None) -> bytes:
-    """Return the bytes of the index that Hugging Face tools read for a set of files.
-
-    Parameters
-    ----------
-    files : iterable of DataFile
-        Finished.
-    order : iterable of str, optional
-        The keys in the order in which the index lists them; the order of the files by default.
-    """
+    """Return the bytes of the index that Hugging Face tools read for finished files, with the keys in this order."""
     homes = {key: file.name for file in files for key in file.offsets}
     total = sum(file.size - file.header_size for file in files)
     content: bytes = msgspec.json.encode(

@@ -8,13 +8,13 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
-from tensorkeep.io.buffers import ALIGNMENT, round_up
+from tensorkeep.formats.decoding import decoding
+from tensorkeep.io.buffers import round_up
 from tensorkeep.io.source_file import SourceFile
 from tensorkeep.state.dtypes import BY_SAFETENSORS
 
@@ -43,14 +43,8 @@ class TensorRecord:
 class Header:
     """A parsed header.
 
-    Attributes
-    ----------
-    nbytes : int
-        Length of the header, its eight length bytes included: the data starts there.
-    records : dict of str to TensorRecord
-        By name, in the order of the header, which may differ from that of the data.
-    metadata : dict of str to str
-        The file's ``__metadata__``.
+    The data starts at byte ``nbytes`` of the file. The order of the records may differ from that of the data.
+    ``metadata`` is the file's ``__metadata__``.
     """
 
     nbytes: int
@@ -71,7 +65,7 @@ def build(records: Iterable[TensorRecord], metadata: dict[str, str], *, size: in
             "data_offsets": (record.start, record.stop),
         }
     text = msgspec.json.encode(content)
-    total = round_up(_LENGTH_BYTES + len(text), ALIGNMENT) if size is None else size
+    total = round_up(_LENGTH_BYTES + len(text)) if size is None else size
     padded = total - _LENGTH_BYTES
     if padded > MAX_HEADER_BYTES:
         raise UnsupportedError(
@@ -95,21 +89,19 @@ def read(file: SourceFile) -> Header:
         raise CorruptCheckpointError(
             f"claims a header of {length:,} bytes, more than the file or the format allows", path=file.path
         )
-    content = _parse_json(file.read(_LENGTH_BYTES, length), file.path)
-    metadata = _checked_metadata(content.pop("__metadata__", {}), file.path)
-    nbytes = _LENGTH_BYTES + length
-    records = {name: _record(name, value, file.path) for name, value in content.items()}
-    _check_tiling(sorted(records.values(), key=lambda r: (r.start, r.stop)), file.size - nbytes, file.path)
-    return Header(nbytes, records, metadata)
-
-
-def _parse_json(text: bytes, path: Path) -> dict[str, Any]:
+    text = file.read(_LENGTH_BYTES, length)
     if not text.startswith(b"{"):
-        raise CorruptCheckpointError("the header does not begin with '{'", path=path)
-    try:
-        return decode_object(text)
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"the header is not valid JSON ({error})", path=path) from error
+        raise CorruptCheckpointError("the header does not begin with '{'", path=file.path)
+    with decoding(file.path, what="the header is not valid JSON"):
+        content = decode_object(text)
+    metadata = content.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CorruptCheckpointError("__metadata__ does not map strings to strings", path=file.path)
+    nbytes = _LENGTH_BYTES + length
+    with decoding(file.path):
+        records = {name: _record(name, value) for name, value in content.items()}
+        _check_tiling(sorted(records.values(), key=lambda r: (r.start, r.stop)), file.size - nbytes)
+    return Header(nbytes, records, metadata)
 
 
 def decode_object(text: bytes) -> dict[str, Any]:
@@ -133,52 +125,41 @@ def decode_object(text: bytes) -> dict[str, Any]:
     return content
 
 
-def _checked_metadata(value: object, path: Path) -> dict[str, str]:
-    if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
-        raise CorruptCheckpointError("__metadata__ does not map strings to strings", path=path)
-    return value
-
-
 class _RawRecord(msgspec.Struct, forbid_unknown_fields=True):
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
 
 
-def _record(name: str, value: object, path: Path) -> TensorRecord:
-    try:
+def _record(name: str, value: object) -> TensorRecord:
+    with decoding(name=name, what="bad header entry"):
         raw = msgspec.convert(value, _RawRecord)
-    except msgspec.ValidationError as error:
-        raise CorruptCheckpointError(f"bad header entry ({error})", path=path, name=name) from error
     start, stop = raw.data_offsets
     # Array libraries have fewer dimensions, and the product of millions of lengths takes hours.
     if len(raw.shape) > MAX_DIMENSIONS:
-        raise CorruptCheckpointError(f"has {len(raw.shape)} dimensions", path=path, name=name)
+        raise CorruptCheckpointError(f"has {len(raw.shape)} dimensions", name=name)
     if any(length < 0 for length in raw.shape):
-        raise CorruptCheckpointError(f"negative length in shape {raw.shape}", path=path, name=name)
+        raise CorruptCheckpointError(f"negative length in shape {raw.shape}", name=name)
     if raw.dtype not in BY_SAFETENSORS and raw.dtype not in SUB_BYTE:
-        raise UnsupportedError(f"has dtype {raw.dtype}, which this release does not know", path=path, name=name)
+        raise UnsupportedError(f"has dtype {raw.dtype}, which this release does not know", name=name)
     bits = SUB_BYTE.get(raw.dtype) or 8 * BY_SAFETENSORS[raw.dtype].itemsize
     needed, rest = divmod(prod(raw.shape) * bits, 8)
     if rest or not 0 <= start <= stop or stop - start != needed:
         raise CorruptCheckpointError(
-            f"dtype {raw.dtype} and shape {list(raw.shape)} do not fit the byte range {start:,} to {stop:,}",
-            path=path,
-            name=name,
+            f"dtype {raw.dtype} and shape {list(raw.shape)} do not fit the byte range {start:,} to {stop:,}", name=name
         )
     return TensorRecord(name, raw.dtype, raw.shape, start, stop)
 
 
-def _check_tiling(records: list[TensorRecord], data_bytes: int, path: Path) -> None:
+def _check_tiling(records: list[TensorRecord], data_bytes: int) -> None:
     end = 0
     for record in records:
         if record.start != end:
             problem = "overlaps the tensor before it" if record.start < end else "leaves a gap before it"
-            raise CorruptCheckpointError(f"its byte range {problem}", path=path, name=record.name)
+            raise CorruptCheckpointError(f"its byte range {problem}", name=record.name)
         end = record.stop
     if end != data_bytes:
         raise CorruptCheckpointError(
             f"the header describes {end:,} bytes of data, the file holds {data_bytes:,}",
-            path=path,
             remedy="the file was cut short or written over: take another copy" if end > data_bytes else None,
         )

@@ -23,6 +23,7 @@ from tensorkeep.codecs.base import CODECS
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
 from tensorkeep.formats.blockfile.header import MAX_DIMENSIONS, Header, TensorRecord
 from tensorkeep.formats.blockfile.plan import MAX_BLOCK_BYTES, BlockKey, BlockRecord, FilePlan, PlacedLeaf, blocks_of
+from tensorkeep.formats.decoding import decoding
 from tensorkeep.formats.structure import Structure
 from tensorkeep.formats.write import BLOCK_BYTES
 from tensorkeep.state.dtypes import BY_NAME
@@ -39,18 +40,10 @@ SMALLEST_DIFFERENCE = 1024
 
 
 class Note(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The tensor that a ``U8`` vector holds.
+    """The tensor that a ``U8`` vector holds: its dtype and shape, codec and stored length of each block in this file.
 
-    Attributes
-    ----------
-    dtype, shape
-        Of the tensor.
-    blocks : list of (str, int)
-        Codec and stored length of each block in this file.
-    numbers : list of int or None
-        The indices of these blocks in the tensor, if others are in files of earlier saves.
-    differences : list of int
-        Positions in ``blocks`` of those that are differences from blocks in other files.
+    ``numbers`` are the indices of these blocks in the tensor, if others are in files of earlier saves. ``differences``
+    are positions in ``blocks`` of those that are differences from blocks in other files.
     """
 
     dtype: str
@@ -84,14 +77,9 @@ Description = tuple[list[TensorRecord], Notes | None]
 def describe(
     plan: FilePlan, blocks: Mapping[BlockKey, BlockRecord], differences: Collection[BlockKey] = ()
 ) -> Description:
-    """Return the description of a file.
+    """Return the description of a file that has these blocks; ``differences`` depend on blocks in other files.
 
-    Parameters
-    ----------
-    blocks : mapping of (str, int) to BlockRecord
-        The blocks in the file. A tensor that has blocks, but none of them here, is left out.
-    differences : collection of (str, int)
-        Those that are differences from blocks in other files.
+    A tensor that has blocks, but none of them here, is left out.
     """
     records: list[TensorRecord] = []
     tensors: dict[str, Note] = {}
@@ -117,19 +105,10 @@ def describe(
     return records, _notes(tensors, plan)
 
 
-def describe_raw(plan: FilePlan) -> Description:
-    """Return the description of a file in which all blocks are stored raw."""
-    blocks = (block for leaf in plan.leaves for block in blocks_of(leaf))
-    return describe(plan, {block.key: BlockRecord("raw", block.nbytes) for block in blocks})
-
-
 def describe_longest(plan: FilePlan, *, changes: bool = False, delta: bool = False) -> Description:
     """Return a description whose header is at least as long as that of any coded form of the file.
 
-    Parameters
-    ----------
-    changes, delta : bool
-        Whether the file may hold some blocks only, and whether some of those may be differences.
+    With ``changes``, the file may hold some blocks only; with ``delta``, some of those may be differences.
     """
     codec = max(CODECS.names(), key=len)
     end = 2 * plan.raw_bytes + BLOCK_BYTES
@@ -164,36 +143,31 @@ def parse(header: Header, path: Path) -> Notes:
     text = header.metadata.get(METADATA_KEY)
     if text is None:
         return Notes(VERSION, MAX_BLOCK_BYTES, {})
-    try:
+    with decoding(path, what="the note on coded tensors is malformed"):
         notes = msgspec.json.decode(text, type=Notes)
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise CorruptCheckpointError(f"the note on coded tensors is malformed ({error})", path=path) from error
-    if notes.version not in (VERSION, CHANGES_VERSION):
-        raise UnsupportedError(
-            f"has coded tensors of version {notes.version}", path=path, remedy="install a later Tensorkeep"
-        )
-    for name, note in notes.tensors.items():
-        _check(name, note, notes.block_bytes, header, path)
+        if notes.version not in (VERSION, CHANGES_VERSION):
+            raise UnsupportedError(f"has coded tensors of version {notes.version}", remedy="install a later Tensorkeep")
+        for name, note in notes.tensors.items():
+            _check(name, note, notes.block_bytes, header)
     return notes
 
 
-def _check(name: str, note: Note, block_bytes: int, header: Header, path: Path) -> None:
+def _check(name: str, note: Note, block_bytes: int, header: Header) -> None:
     record = header.records.get(name)
     if record is None or record.tag != "U8":
-        raise CorruptCheckpointError("is noted as coded, but is not a U8 vector in the file", path=path, name=name)
+        raise CorruptCheckpointError("is noted as coded, but is not a U8 vector in the file", name=name)
     if note.dtype not in BY_NAME:
-        raise UnsupportedError(f"has dtype {note.dtype!r}, which this release does not know", path=path, name=name)
+        raise UnsupportedError(f"has dtype {note.dtype!r}, which this release does not know", name=name)
     if (
         not 1 <= block_bytes <= MAX_BLOCK_BYTES
         or block_bytes % 16
         or len(note.shape) > MAX_DIMENSIONS
         or any(length < 0 for length in note.shape)
     ):
-        raise CorruptCheckpointError("its note has impossible sizes", path=path, name=name)
+        raise CorruptCheckpointError("its note has impossible sizes", name=name)
     if not note.complete:
         raise UnsupportedError(
             "has blocks in other files: this file holds the changes of one step",
-            path=path,
             name=name,
             remedy="open the step's directory instead: its manifest lists the other files",
         )
@@ -204,4 +178,4 @@ def _check(name: str, note: Note, block_bytes: int, header: Header, path: Path) 
         or stored != record.stop - record.start
         or any(not 0 < length < block_bytes + 2 * 4096 for _, length in note.blocks)
     ):
-        raise CorruptCheckpointError("its blocks do not fit its shape", path=path, name=name)
+        raise CorruptCheckpointError("its blocks do not fit its shape", name=name)

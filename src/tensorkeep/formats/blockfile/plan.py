@@ -4,8 +4,9 @@ A data file is one stream of bytes. A task is a run of whole blocks, together at
 run of whole pages of the file, so that tasks can be written in any order, with O_DIRECT, without sharing pages.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import msgspec
 
@@ -54,18 +55,11 @@ class PlacedLeaf:
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """One data file.
+    """One data file; its leaves are in the order of the data, with raw offsets that begin at 0.
 
-    Attributes
-    ----------
-    leaves : tuple of PlacedLeaf
-        In the order of the data, with raw offsets that begin at 0.
-    header_order : tuple of str
-        The keys in the order in which the header lists them; empty for the order of the data.
-    metadata : dict of str to str
-        The header's ``__metadata__``, without the entries that Tensorkeep adds.
-    structure : Structure or None
-        The structure of the state, in checkpoints without a manifest.
+    ``header_order`` has the keys in the order in which the header lists them, if that is another one. ``metadata`` is
+    the header's ``__metadata__``, without the entries that Tensorkeep adds. ``structure`` is that of the state, in
+    checkpoints without a manifest.
     """
 
     name: str
@@ -151,14 +145,9 @@ def _shards(part: str, stem: str, leaves: list[tuple[Source, str]], shard_bytes:
         size += leaf[0].nbytes
     for number, shard in enumerate(shards, start=1):
         suffix = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-        yield FilePlan(f"{stem}{suffix}{SUFFIX}", part, tuple(_place(part, shard)))
-
-
-def _place(part: str, leaves: Sequence[tuple[Source, str]]) -> Iterator[PlacedLeaf]:
-    start = 0
-    for source, key in leaves:
-        yield PlacedLeaf(source, part, key, start)
-        start += source.nbytes
+        starts = accumulate((source.nbytes for source, _ in shard), initial=0)
+        placed = [PlacedLeaf(source, part, key, start) for (source, key), start in zip(shard, starts, strict=False)]
+        yield FilePlan(f"{stem}{suffix}{SUFFIX}", part, tuple(placed))
 
 
 def tasks_of(plan: FilePlan) -> list[list[Block]]:

@@ -7,7 +7,7 @@ import numpy as np
 
 from tensorkeep.formats.blockfile.data_file import DataFile, WriteContext
 from tensorkeep.formats.blockfile.gather import bytes_of, copy_and_hash, slices_of, staging_bytes
-from tensorkeep.formats.blockfile.notes import Description, describe_raw
+from tensorkeep.formats.blockfile.notes import Description, describe
 from tensorkeep.formats.blockfile.plan import BlockRecord, FilePlan
 from tensorkeep.formats.sealed import new_hasher
 from tensorkeep.io.buffers import ALIGNMENT, Buffer, round_down, round_up
@@ -22,7 +22,8 @@ class RawDataFile(DataFile):
         self._edges = _SharedPages(self.size)
 
     def _longest_description(self) -> Description:
-        return describe_raw(self.plan)
+        blocks = [block for task in self.tasks for block in task]
+        return describe(self.plan, {block.key: BlockRecord("raw", block.nbytes) for block in blocks})
 
     def _create(self) -> DirectFile:
         file = super()._create()

@@ -1,7 +1,7 @@
 """Reading tensors stored as blocks, raw or coded, with or without checksums."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -27,16 +27,10 @@ _NO_BYTES = np.empty(0, np.uint8)
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """One block in a file.
+    """One block: its stored bytes in a file, and the expected checksums of raw and stored bytes, empty if unknown.
 
-    Attributes
-    ----------
-    offset, length : int
-        Its stored bytes in the file.
-    raw, stored : str
-        The expected checksums of raw and stored bytes; empty if unknown.
-    bases : tuple of StoredBlock
-        If not empty, the block is a difference: its raw bytes are the XOR of what it and all of these decode to.
+    If ``bases`` is not empty, the block is a difference: its raw bytes are the XOR of what it and all of these decode
+    to.
     """
 
     file: SourceFile
@@ -105,10 +99,7 @@ class BlockReader:
     def read(self, tensor: StoredTensor, start: int, stop: int, out: Bytes) -> None:
         """Fill ``out`` with the raw bytes ``start:stop`` of a tensor.
 
-        Raises
-        ------
-        CorruptCheckpointError
-            Naming file, tensor and block.
+        Raises CorruptCheckpointError with file, tensor and block.
         """
         done = start
         while done < stop:
@@ -124,14 +115,12 @@ class BlockReader:
             else:
                 # One acquire for all buffers of the block, to avoid deadlocks: see `tensorkeep.io.buffers`.
                 aside = 0 if whole else round_up(size)
-                with self._scratch(aside + (scratch_bytes(block, size) if coded else 0)) as scratch:
+                needed = aside + (scratch_bytes(block, size) if coded else 0)
+                with self._pool.acquire(needed) if needed else nullcontext(_NO_BYTES) as scratch:
                     self._read_block(tensor, index, target if whole else scratch[:size], scratch[aside:])
                     if not whole:
                         target[:] = scratch[skip : skip + count]
             done += count
-
-    def _scratch(self, nbytes: int) -> AbstractContextManager[Bytes]:
-        return self._pool.acquire(nbytes) if nbytes else nullcontext(_NO_BYTES)
 
     def _read_block(self, tensor: StoredTensor, index: int, out: Bytes, scratch: Bytes) -> None:
         block = tensor.blocks[index]
@@ -166,15 +155,7 @@ class BlockReader:
     def decode(self, block: StoredBlock, dtype: DType, out: Bytes, scratch: Bytes) -> None:
         """Fill ``out`` with a block's raw bytes; the caller compares their checksum.
 
-        Parameters
-        ----------
-        scratch : uint8 array
-            At least `scratch_bytes` of the block.
-
-        Raises
-        ------
-        CorruptCheckpointError
-            Naming the file.
+        ``scratch`` has at least the `scratch_bytes` of the block. Raises CorruptCheckpointError with the file.
         """
         if not block.bases:
             self._decode_one(block, dtype, out, scratch)

@@ -59,16 +59,33 @@ def write(
     tensors = _Tensors(flat)
     meter = parallel.Meter(sum(tensors.nbytes(item.name) for item in items if item.leaf), settings.progress)
     with Commit(destination, directory=True, overwrite=settings.overwrite, replaceable=replaceable) as commit:
-        writer = _Writer(tensors, meter)
+        locations: dict[str, _StorageInfo] = {}
+        cancellation = parallel.Cancellation()
+
+        def write_file(path: Path, items: Sequence[Item]) -> None:
+            with TorchStream(path, cancellation=cancellation) as stream:
+                for item in items:
+                    cancellation.check()
+                    offset = stream.tell()
+                    if item.leaf:
+                        with tensors.get(item.name) as tensor:
+                            torch.save(tensor, cast(IO[bytes], stream))
+                        meter.add(tensors.nbytes(item.name))
+                    else:
+                        torch.save(item.value, cast(IO[bytes], stream))
+                    stream.raise_failure()
+                    locations[item.name] = _StorageInfo(path.name, offset, stream.tell() - offset)
+                stream.finish()
+
         files = {f"__0_{number}.distcp": chosen for number, chosen in enumerate(_assign(items, tensors, threads))}
-        tasks = [functools.partial(writer.write_file, commit.path / name, chosen) for name, chosen in files.items()]
+        tasks = [functools.partial(write_file, commit.path / name, chosen) for name, chosen in files.items()]
         try:
-            parallel.run(tasks, threads, writer.cancellation)
+            parallel.run(tasks, threads, cancellation)
         except Exception as error:
             if is_out_of_memory(error) and not isinstance(error, OutOfMemoryError):
                 raise OutOfMemoryError("there is not enough memory to write it", path=destination) from error
             raise
-        write_small(commit.path / FILE_NAME, pickle.dumps(_metadata(items, tensors, writer.locations)))
+        write_small(commit.path / FILE_NAME, pickle.dumps(_metadata(items, tensors, locations)))
         size = _write_sidecar(flat, commit.path, settings)
         commit.publish()
     return WriteResult(stored_bytes=size, new_bytes=size, peak_buffer_bytes=tensors.peak_bytes)
@@ -117,31 +134,6 @@ def _write_sidecar(flat: Flat[Source], directory: Path, settings: WriteSettings)
         metadata=settings.metadata,
     )
     return sidecar.write(directory, notes) + sum(note.bytes for note in files.values())
-
-
-class _Writer:
-    """Writes data files, each in one thread, and records where each entry was written."""
-
-    def __init__(self, tensors: "_Tensors", meter: parallel.Meter) -> None:
-        self.locations: dict[str, _StorageInfo] = {}
-        self.cancellation = parallel.Cancellation()
-        self._tensors = tensors
-        self._meter = meter
-
-    def write_file(self, path: Path, items: Sequence[Item]) -> None:
-        with TorchStream(path, cancellation=self.cancellation) as stream:
-            for item in items:
-                self.cancellation.check()
-                offset = stream.tell()
-                if item.leaf:
-                    with self._tensors.get(item.name) as tensor:
-                        torch.save(tensor, cast(IO[bytes], stream))
-                    self._meter.add(self._tensors.nbytes(item.name))
-                else:
-                    torch.save(item.value, cast(IO[bytes], stream))
-                stream.raise_failure()
-                self.locations[item.name] = _StorageInfo(path.name, offset, stream.tell() - offset)
-            stream.finish()
 
 
 class _Tensors:

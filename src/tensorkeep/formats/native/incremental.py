@@ -37,12 +37,8 @@ _GROUPS, _PIECES, _PIECE = 4, 16, 4096
 class ChangesFile(CodedDataFile):
     """A data file that holds the blocks which the earlier checkpoint does not have.
 
-    Attributes
-    ----------
-    found : dict of (str, int) to (BlockRecord, PlaceRecord)
-        The blocks that are taken from the earlier checkpoint; their places have the file numbers of its manifest.
-    bases : dict of (str, int) to DifferenceBase
-        The bases of those blocks of this file that are differences.
+    ``found`` are the blocks that are taken from the earlier checkpoint; their places have the file numbers of its
+    manifest. ``bases`` are those of the blocks of this file that are differences.
     """
 
     def __init__(

@@ -6,22 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError
+from tensorkeep.formats import sealed
 from tensorkeep.formats.base import OpenSettings, Problem, Reader
 from tensorkeep.formats.blockfile.plan import BlockRecord
 from tensorkeep.formats.blockfile.read import BlockReader, StoredBlock, StoredTensor
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.records import PLACES, WIDE_DIGESTS, FileRecord, LeafRecord, Manifest, PlaceRecord
-from tensorkeep.formats.sealed import new_hasher
 from tensorkeep.io.directory import Directory, read_directory
 from tensorkeep.io.files import Bytes, store_error
 from tensorkeep.io.source_file import SourceFile
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.state.tree import Flat
-
-_HASH_BYTES = 1024**2
 
 
 class NativeReader(Reader):
@@ -61,7 +58,7 @@ class NativeReader(Reader):
 
     def audit(self) -> Iterator[Problem]:
         for record, file in zip(self._manifest.files, self._opened.files, strict=True):
-            if _head_digest(file, record.head_bytes) != record.head:
+            if sealed.digest_of(file, record.head_bytes) != record.head:
                 whole = record.head_bytes == record.bytes
                 yield Problem(f"the checksum of its {'content' if whole else 'header'} is wrong", file=record.name)
 
@@ -102,16 +99,6 @@ def occupied_bytes(status: os.stat_result) -> int:
     The last block counts in full, and a file system that compresses or leaves out zeros allocates fewer.
     """
     return status.st_blocks * 512  # the unit on every file system
-
-
-def _head_digest(file: SourceFile, count: int) -> str:
-    hasher = new_hasher()
-    buffer = np.empty(min(count, _HASH_BYTES), np.uint8)
-    for at in range(0, count, _HASH_BYTES):
-        piece = buffer[: count - at]
-        file.read_into(at, piece)
-        hasher.update(piece)
-    return hasher.hexdigest()
 
 
 class OpenFiles:

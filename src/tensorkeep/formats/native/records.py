@@ -51,15 +51,10 @@ class BaseRecord(msgspec.Struct, array_like=True, frozen=True):
 class PlaceRecord(msgspec.Struct, array_like=True, frozen=True):
     """The place of a block that does not follow the one before it, and the blocks that it is the difference from.
 
-    Attributes
-    ----------
-    file, offset : int
-        Index into the manifest's files, and first byte there.
-    bases : list of BaseRecord
-        Empty for a block that is stored in full. Otherwise the decoded block is the bitwise XOR of the raw block and
-        that of the first base, which itself is a difference from the second, and so on; the last is stored in full.
-    age : int
-        How many times the block has been stored as a difference since it was stored in full.
+    ``file`` is an index into the manifest's files. ``bases`` is empty for a block that is stored in full. Otherwise the
+    decoded block is the bitwise XOR of the raw block and that of the first base, which itself is a difference from the
+    second, and so on; the last is stored in full. ``age`` is how many times the block has been stored as a difference
+    since it was stored in full.
     """
 
     file: Count
@@ -74,20 +69,10 @@ class PlaceRecord(msgspec.Struct, array_like=True, frozen=True):
 
 
 class LeafRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A stored tensor.
+    """A stored tensor: its name, part of the state and key within the part, and its first byte in a file.
 
-    Attributes
-    ----------
-    name, part, key : str
-        Full dotted name, part of the state, and name within the part, which is its name in the file.
-    file : int
-        Index into the manifest's files.
-    offset : int
-        First byte in the file.
-    blocks : list of BlockRecord
-        In order; each covers ``block_bytes`` raw bytes, except the last.
-    places : list of PlaceRecord
-        One for each block, if they do not simply follow one another; else empty.
+    Each of the blocks covers ``block_bytes`` raw bytes, except the last. ``places`` has one for each block, if they do
+    not simply follow one another; else it is empty.
     """
 
     name: str

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from tensorkeep.codecs import raw
 from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.formats import sealed
 from tensorkeep.formats.base import OpenSettings
@@ -171,20 +170,19 @@ class NativeWrite(StagedWrite):
 
     def _write_files(self, directory: Path, previous: PreviousCheckpoint | None) -> list[DataFile]:
         settings, options = self._settings, self._options
-        coded = settings.compression != "none"
         context = WriteContext(
             settings.pool,
             Meter(sum(plan.raw_bytes for plan in self._plans), settings.progress),
             self._cancellation,
             direct=options.direct_io,
             wide=options.wide_digests,
-            codec=self._codec if coded else raw.CODEC,
+            codec=self._codec,
         )
         files: list[DataFile]
         if previous is not None:
             files = [ChangesFile(directory, plan, context, previous, delta=options.delta) for plan in self._plans]
         else:
-            kind = CodedDataFile if coded else RawDataFile
+            kind = RawDataFile if settings.compression == "none" else CodedDataFile
             files = [kind(directory, plan, context) for plan in self._plans]
         take = self._staging.take if self._staging is not None else None
         write_files(files, context, settings.threads, take=take, delta=previous is not None and options.delta)

@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tensorkeep.codecs import raw
 from tensorkeep.errors import UnsupportedError, UsageError
 from tensorkeep.formats.blockfile.coded_file import CodedDataFile
 from tensorkeep.formats.blockfile.data_file import DataFile, WriteContext, find_codec, index_content, write_files
@@ -30,8 +29,7 @@ def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Wri
         raise UsageError(
             "shard_bytes needs a directory, and this names one file", path=destination, remedy=f"leave {SUFFIX} out"
         )
-    coded = settings.compression != "none"
-    codec = find_codec(settings.compression) if coded else raw.CODEC
+    codec = find_codec(settings.compression)
     metadata = _checked_metadata(settings.metadata, destination)
     if single:
         size = sum(leaf.nbytes for leaf in flat.leaves.values()) + 1
@@ -52,7 +50,7 @@ def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Wri
             direct=options.direct_io,
             codec=codec,
         )
-        kind = CodedDataFile if coded else RawDataFile
+        kind = RawDataFile if settings.compression == "none" else CodedDataFile
         files: list[DataFile] = [kind(directory, plan, context) for plan in plans]
         write_files(files, context, settings.threads)
         # Tensors in the order of the state.
