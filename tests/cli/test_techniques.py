@@ -32,7 +32,7 @@ TRAIN = ["train", "shakespeare-char-cpu", "--loop.device", "cpu"]
         (
             ["--technique", "fused-optimizer,low-bit-optimizer"],
             2,
-            "fused-optimizer and low-bit-optimizer cannot be combined: ",
+            "low-bit-optimizer and fused-optimizer cannot be combined: ",
         ),
         (["--technique", "C,activation-swapping"], 2, "cannot be combined: checkpointed blocks save nothing"),
         (["--technique", "cuda-graphs"], 7, "cuda-graphs needs a CUDA device; the run is on cpu"),

@@ -9,8 +9,10 @@ Subclass it in your tests, name the technique, and break a run on purpose: the t
             run.model.blocks[0].forward = type(run.model.blocks[0]).forward.__get__(run.model.blocks[0])
 """
 
+import itertools
 import json
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +25,6 @@ from tensorkeep.checkpoint.manager.manager import CheckpointManager
 from tensorkeep.errors import TechniqueNotActiveError
 from tensorkeep.testing.equality import difference
 from tensorkeep.train.config.config import Config
-from tensorkeep.train.config.sections import Section
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.loop import take_step, train
@@ -88,15 +89,9 @@ def opened(config: Config, folder: Path, data: Path) -> Iterator[OpenRun]:
 
 def train_run(config: Config, folder: Path, data: Path, *, resume: bool = False, stop_after: int | None = None) -> None:
     """Train in a folder to the end, or for a number of steps."""
-    left = [stop_after]
-
-    def stop() -> bool:
-        if left[0] is not None:
-            left[0] -= 1
-        return left[0] == 0
-
+    steps = itertools.count(1)
     with open_run(config, RunFolder(folder), Dataset.open(data), resume=resume) as run:
-        train(run, SilentListener(), stop=stop)
+        train(run, SilentListener(), stop=lambda: next(steps) == stop_after)
 
 
 def trained(config: Config, data: Path) -> Path:
@@ -129,7 +124,7 @@ def last_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-class TechniqueSuite:
+class TechniqueSuite(ABC):
     """What every technique must do, in a tiny run on the CPU."""
 
     technique: ClassVar[type[Technique]]
@@ -149,21 +144,17 @@ class TechniqueSuite:
         """Skip, with the reason, if this machine cannot run the technique."""
         machine = Machine(chosen_device(self.config.loop.device))
         for variant in self.variants:
-            lack = self.technique(self.settings(variant)).lacks(machine)
+            lack = self.technique(self.technique.Settings(**variant)).lacks(machine)
             if lack is not None:
                 pytest.skip(f"{self.technique.name} {lack}")
-
-    def settings(self, variant: Mapping[str, Any]) -> Section:
-        """Return the technique's settings."""
-        return self.technique.Settings(**variant)
 
     def on(self, variant: Mapping[str, Any]) -> Config:
         """Return the configuration with the technique on."""
         return with_techniques(self.config, {self.technique.name: variant})
 
+    @abstractmethod
     def break_on_purpose(self, run: Run) -> None:
-        """Make an applied technique silently inactive in this run; every subclass implements it."""
-        raise NotImplementedError
+        """Make an applied technique silently inactive in this run."""
 
     def test_declaration_is_complete(self) -> None:
         """It has a kind, texts for users and a reference, and is registered by its name."""
@@ -172,7 +163,7 @@ class TechniqueSuite:
         assert self.technique.changes in get_args(Changed)
         for text in (self.technique.summary, self.technique.effect, self.technique.reference):
             assert text and "\n" not in text and not text.endswith(".")
-        self.settings({})
+        self.technique.Settings()
         for other, reason in self.technique.conflicts.items():
             assert other in TECHNIQUE_CLASSES.names() and reason
 

@@ -56,7 +56,6 @@ def test_gradients_are_bit_identical_with_a_slow_stream(lagging: str) -> None:
             torch.cuda._sleep(100_000_000)
         found = gradients(model, inputs, swapper.hooks())
         assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
-    assert swapper.pool.taken == 4 * swapper.pool.made
 
 
 def test_gpu_memory_of_activations_is_freed() -> None:

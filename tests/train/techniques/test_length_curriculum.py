@@ -13,14 +13,14 @@ from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.loop import take_step
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.setup import open_run
+from tensorkeep.train.run.setup import OpenRun, open_run
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.length_curriculum import LengthCurriculum
 from tensorkeep.train.techniques.stack import Stack
 
 
-def stages_of(run: Run) -> Any:
-    return run.batches.stages  # type: ignore[attr-defined]
+def stages_of(run: OpenRun) -> Any:
+    return run.techniques.techniques[0]._stages  # type: ignore[attr-defined]
 
 
 class TestLengthCurriculum(TechniqueSuite):

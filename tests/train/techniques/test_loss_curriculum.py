@@ -31,12 +31,13 @@ class TestLossCurriculum(TechniqueSuite):
         run.batches = run.batches.inner  # type: ignore[attr-defined]
 
     def test_easiest_windows_come_first_and_hardest_last(self, tmp_path: Path, data: Path) -> None:
-        ranks = []
         with opened(self.on({}), tmp_path / "run", data) as run:
-            batches: Any = run.batches
-            batches.observer = lambda chosen: ranks.append(chosen.losses.argsort().argsort()[chosen.chosen].tolist())
+            technique: Any = run.techniques.techniques[0]
+            technique._selections = {}
             for _ in range(6):
                 take_step(run)
+        selections = technique._selections.values()
+        ranks = [losses.argsort().argsort()[chosen].tolist() for losses, chosen, _ in selections]
         assert ranks[0] == ranks[1] == [0, 1, 2, 3]
         assert ranks[-1] == [4, 5, 6, 7]
         assert [each[0] for each in ranks] == [0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 4, 4]

@@ -47,8 +47,8 @@ class TestSparseAttention(TechniqueSuite):
 
     def test_kernel_that_keeps_too_much_is_an_error(self, tmp_path: Path, data: Path) -> None:
         with opened(self.on({"block": 4, "keep": 2}), tmp_path / "run", data) as run:
-            run.model.blocks[0].attention.kernel = TopBlocks(4, 3)
-            with pytest.raises(TechniqueNotActiveError, match=r"of 4 calls of attention .*, 2 did not attend"):
+            run.model.blocks[0].attention.kernel.keep = 3
+            with pytest.raises(TechniqueNotActiveError, match="attention in 1 of 2 blocks did not attend to 2 blocks"):
                 verified_step(run)
 
     def test_proof_has_the_density(self, tmp_path: Path, data: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tensorkeep.train.config.sections import Count, Section
 from tensorkeep.train.model.block import Block
@@ -14,7 +14,7 @@ from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
 from tensorkeep.train.techniques.observe import count_calls
 
-_KEPT = {
+_KEPT = [
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
@@ -22,7 +22,7 @@ _KEPT = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-}
+]
 """The operators whose results a selective checkpoint keeps: matmuls take most of the time."""
 
 
@@ -80,7 +80,7 @@ class ActivationCheckpointing(Technique):
 def _checkpointed(forward: Callable[..., Tensor], *, keep: str) -> Callable[..., Tensor]:
     options: dict[str, Any] = {"use_reentrant": False}
     if keep == "products":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _KEPT)
 
     def checkpointed_forward(*inputs: Any) -> Tensor:
         if not torch.is_grad_enabled():
@@ -89,7 +89,3 @@ def _checkpointed(forward: Callable[..., Tensor], *, keep: str) -> Callable[...,
         return result
 
     return checkpointed_forward
-
-
-def _policy(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE

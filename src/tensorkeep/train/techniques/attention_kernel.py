@@ -70,7 +70,6 @@ class AttentionKernel(Technique):
     reference: ClassVar = "Dao, arXiv 2307.08691; torch.nn.attention"
     Settings: ClassVar = AttentionKernelSettings
     settings: AttentionKernelSettings
-    conflicts: ClassVar = {"sparse-attention": "both replace the kernel of attention"}
 
     def lacks(self, machine: Machine) -> str | None:
         """Return what device the kernel needs."""

@@ -88,6 +88,8 @@ class Technique(ABC):
         Names of the techniques that it cannot be combined with, and why. One of the two techniques declares it.
     after : tuple of str
         Names of the techniques with the same `changes` that must be applied before it.
+    needs_cuda : bool
+        Whether it can run on CUDA devices only; see `lacks` for other requirements.
     """
 
     name: ClassVar[str]
@@ -100,6 +102,7 @@ class Technique(ABC):
     Settings: ClassVar[type[Section]] = NoSettings
     conflicts: ClassVar[Mapping[str, str]] = {}
     after: ClassVar[tuple[str, ...]] = ()
+    needs_cuda: ClassVar[bool] = False
     settings: Any
     """A technique with settings annotates their type: ``settings: MySettings``."""
 
@@ -112,7 +115,7 @@ class Technique(ABC):
         The text continues a sentence that begins with the name: ``"needs a CUDA device; the run is on cpu"``. Use
         `Machine.lacks_package` for a missing package: it names the command that installs it.
         """
-        return None
+        return machine.lacks_cuda() if self.needs_cuda else None
 
     def configure(self, config: Config) -> Config:
         """Return the configuration that the run uses. Called before anything is built, and again for a resumed run.

@@ -62,7 +62,6 @@ class Compile(Technique):
     reference: ClassVar = "Ansel et al., ASPLOS 2024, doi 10.1145/3620665.3640366; torch.compile"
     Settings: ClassVar = CompileSettings
     conflicts: ClassVar = {
-        "activation-swapping": "hooks on single tensors do not see the activations of compiled code",
         "pipeline-parallel": "a stage of the pipeline has no loss that could be compiled as a whole",
     }
     settings: CompileSettings

@@ -4,8 +4,7 @@ schedule and the activation.
 
 import copy
 import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -20,7 +19,7 @@ from tensorkeep.train.model.mlp import MLP
 from tensorkeep.train.optim.schedules import learning_rate_factor
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
-from tensorkeep.train.techniques.observe import replace_operation
+from tensorkeep.train.techniques.observe import hooked, observe_inputs, observe_outputs, replace_operation
 
 _SAME_RATE = 1e-6
 """The relative error of a learning rate that is kept in float32."""
@@ -86,7 +85,9 @@ class _FusedKernelObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def prove_schedule(technique: Technique, run: Run) -> Verification:
     """Record the learning rates with which optimizers step: they must be those of the schedule."""
-    with _rates_of_steps() as stepped:
+    stepped: list[float] = []
+    # Of every optimizer that steps, including unknown ones.
+    with hooked([register_optimizer_step_pre_hook(lambda optimizer, *_: stepped.extend(_rates(optimizer)))]):
         yield
     # If the loss scaler skipped the update, look at the rates that would have been used.
     rates = stepped or [rate for optimizer in run.optimizers.values() for rate in _rates(optimizer)]
@@ -123,21 +124,6 @@ def prove_plateau(technique: Technique, run: Run) -> Verification:
     return proof
 
 
-@contextmanager
-def _rates_of_steps() -> Iterator[list[float]]:
-    """Record the learning rate of each group of every optimizer that steps, including unknown ones."""
-    rates: list[float] = []
-
-    def record(optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        rates.extend(_rates(optimizer))
-
-    handle = register_optimizer_step_pre_hook(record)
-    try:
-        yield rates
-    finally:
-        handle.remove()
-
-
 def _rates(optimizer: Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups]
 
@@ -151,16 +137,24 @@ def prove_activation(technique: Technique, run: Run) -> Verification:
     """Compare the hidden layer of each MLP with the formula, and the size of the model with a GELU model's."""
     name = technique.settings.activation
     mlps: list[MLP] = [block.mlp for block in run.model.blocks]  # type: ignore[misc]
+    by_layer: dict[nn.Module, MLP] = {mlp.down: mlp for mlp in mlps if (mlp.gate is not None) == (name in GATED)}
+    results: dict[nn.Module, Tensor] = {}
     distances: dict[MLP, Tensor] = {}
-    with ExitStack() as hooks:
-        for mlp in mlps:
-            _observe_hidden_layer(mlp, name, distances, hooks)
+
+    def keep(layer: nn.Module, output: Tensor) -> None:
+        results[layer] = output.detach().float()
+
+    def compare(layer: nn.Module, hidden: Tensor) -> None:
+        """Record the relative distance of an MLP's hidden layer from the formula of the activation."""
+        mlp, formula = by_layer[layer], _FORMULAS[name]
+        up = results.pop(mlp.up)
+        expected = formula(up) if mlp.gate is None else formula(results.pop(mlp.gate)) * up
+        distances[mlp] = (hidden.detach().float() - expected).norm() / expected.norm()
+
+    projections = [layer for mlp in mlps for layer in (mlp.up, mlp.gate) if layer is not None]
+    with observe_outputs(projections, keep), observe_inputs(by_layer, compare):
         yield
-    others = [
-        number
-        for number, mlp in enumerate(mlps)
-        if mlp not in distances or not float(distances[mlp]) < _SAME_ACTIVATION
-    ]
+    others = [number for number, mlp in enumerate(mlps) if not float(distances.get(mlp, math.inf)) < _SAME_ACTIVATION]
     if others:
         raise technique.not_active(
             f"in blocks {', '.join(map(str, others))} of {len(mlps)} the MLP did not compute {name}"
@@ -177,23 +171,3 @@ def prove_activation(technique: Technique, run: Run) -> Verification:
         parameters_more=parameters,
         flops_more=flops,
     )
-
-
-def _observe_hidden_layer(mlp: MLP, name: str, distances: dict[MLP, Tensor], hooks: ExitStack) -> None:
-    """Record the relative distance of an MLP's hidden layer from the formula of an activation."""
-    results: dict[nn.Module, Tensor] = {}
-
-    def keep(layer: nn.Module, inputs: object, output: Tensor) -> None:
-        results[layer] = output.detach().float()
-
-    def compare(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        if (mlp.gate is not None) != (name in GATED):
-            return
-        up, formula = results.pop(mlp.up), _FORMULAS[name]
-        expected = formula(up) if mlp.gate is None else formula(results.pop(mlp.gate)) * up
-        distances[mlp] = (inputs[0].detach().float() - expected).norm() / expected.norm()
-
-    for each in filter(None, (mlp.up, mlp.gate)):
-        hooks.callback(each.register_forward_hook(keep).remove)
-    # Before other hooks, which may make a DTensor of the local tensor.
-    hooks.callback(mlp.down.register_forward_pre_hook(compare, prepend=True).remove)

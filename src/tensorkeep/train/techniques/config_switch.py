@@ -1,11 +1,10 @@
-"""Techniques that only set configuration: one generic class, and the declaration of each.
+"""Techniques that only set configuration.
 
 The settings are implemented where the configuration is read: in `tensorkeep.train.optim.optimizers`,
 `tensorkeep.train.optim.schedules` and `tensorkeep.train.model.mlp`.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -13,8 +12,7 @@ from tensorkeep.errors import UsageError
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.sections import Count, Fraction, Positive, Section
 from tensorkeep.train.model.config import ModelConfig
-from tensorkeep.train.run.state import Run
-from tensorkeep.train.techniques.base import Technique, Verification
+from tensorkeep.train.techniques.base import Technique
 from tensorkeep.train.techniques.config_proofs import (
     gelu_counterpart,
     prove_activation,
@@ -27,38 +25,7 @@ _SIZE_TOLERANCE = 0.05
 """The relative difference of the MLPs' parameters up to which models count as equally large."""
 
 
-class ConfigSwitch(Technique):
-    """A technique that only sets configuration.
-
-    Attributes
-    ----------
-    sets : callable
-        (technique, config) -> the settings to change, by dotted name; raises UsageError if they make no sense.
-    proof : callable
-        (technique, run) -> `Verification`; see `Technique.verify`.
-    """
-
-    sets: ClassVar[Callable[[Any, Config], Mapping[str, object]]]
-    proof: ClassVar[Callable[[Any, Run], Verification]]
-
-    def configure(self, config: Config) -> Config:
-        """Return the configuration with the settings changed."""
-        return config.changed(self.sets(config))
-
-    def verify(self, run: Run) -> Verification:
-        """Run the declared proof."""
-        return self.proof(run)
-
-
-def _fused_adamw(technique: Technique, config: Config) -> dict[str, object]:
-    if config.optim.implementation == "foreach":
-        raise UsageError(
-            "optim.implementation is 'foreach', and fused-optimizer sets it to 'fused'", remedy="leave one of them out"
-        )
-    return {"optim.implementation": "fused"}
-
-
-class FusedOptimizer(ConfigSwitch):
+class FusedOptimizer(Technique):
     """torch's ``AdamW(fused=True)``, also for the parameters that Muon leaves to AdamW."""
 
     name: ClassVar = "fused-optimizer"
@@ -69,12 +36,16 @@ class FusedOptimizer(ConfigSwitch):
     summary: ClassVar = "updates weights, momentum and variance in one pass over memory"
     effect: ClassVar = "the update takes a fraction of its time, which is a small part of a step's"
     reference: ClassVar = "torch.optim.AdamW, fused"
-    conflicts: ClassVar = {
-        "low-bit-optimizer": "the fused kernel does not take quantised states",
-        "optimizer-offload": "the optimizer on the CPU uses the fused kernel already",
-    }
-    sets = _fused_adamw
-    proof = prove_fused_adamw
+    verify = prove_fused_adamw
+
+    def configure(self, config: Config) -> Config:
+        """Set the implementation of AdamW."""
+        if config.optim.implementation == "foreach":
+            raise UsageError(
+                "optim.implementation is 'foreach', and fused-optimizer sets it to 'fused'",
+                remedy="leave one of them out",
+            )
+        return config.changed({"optim.implementation": "fused"})
 
 
 class PlateauSettings(Section, frozen=True):
@@ -92,16 +63,7 @@ class PlateauSettings(Section, frozen=True):
     factor: Fraction = 0.5
 
 
-def _plateau_schedule(technique: "PlateauTechnique", config: Config) -> dict[str, object]:
-    settings = technique.settings
-    return {
-        "schedule.name": "plateau",
-        "schedule.patience": settings.patience,
-        "schedule.factor": settings.factor,
-    }
-
-
-class PlateauTechnique(ConfigSwitch):
+class PlateauTechnique(Technique):
     """The schedule ``"plateau"``, as in ``torch.optim.lr_scheduler.ReduceLROnPlateau``; a warm-up is kept."""
 
     name: ClassVar = "lr-plateau"
@@ -114,8 +76,12 @@ class PlateauTechnique(ConfigSwitch):
     reference: ClassVar = "torch.optim.lr_scheduler.ReduceLROnPlateau"
     Settings: ClassVar = PlateauSettings
     settings: PlateauSettings
-    sets = _plateau_schedule
-    proof = prove_plateau
+    verify = prove_plateau
+
+    def configure(self, config: Config) -> Config:
+        """Set the schedule."""
+        settings = msgspec.structs.asdict(self.settings)
+        return config.changed({"schedule.name": "plateau", **{f"schedule.{key}": settings[key] for key in settings}})
 
 
 class RangeTestSettings(Section, frozen=True):
@@ -136,22 +102,7 @@ class RangeTestSettings(Section, frozen=True):
             raise UsageError(f"highest is {self.highest}", remedy=f"give a number above lowest, {self.lowest}")
 
 
-def _range_schedule(technique: "RangeTestTechnique", config: Config) -> dict[str, object]:
-    if config.optim.name == "muon":
-        raise UsageError(
-            "lr-range-test finds one learning rate, and muon has two: its own and AdamW's",
-            remedy="give optim.name adamw, or leave lr-range-test out",
-        )
-    settings = technique.settings
-    return {
-        "optim.lr": settings.highest,
-        "schedule.name": "range",
-        "schedule.final": settings.lowest / settings.highest,
-        "schedule.warmup_steps": 0,
-    }
-
-
-class RangeTestTechnique(ConfigSwitch):
+class RangeTestTechnique(Technique):
     """Smith, arXiv 1506.01186: the schedule ``"range"``; `tensorkeep.train.optim.range_test` makes the suggestion.
 
     A run with it is a test, not a training: use the suggested rate in another run.
@@ -173,8 +124,18 @@ class RangeTestTechnique(ConfigSwitch):
         "loss-curriculum": "the loss would change with the choice of windows, and the test reads the loss",
     }
     settings: RangeTestSettings
-    sets = _range_schedule
-    proof = prove_schedule
+    verify = prove_schedule
+
+    def configure(self, config: Config) -> Config:
+        """Set the schedule, whose last learning rate is the highest."""
+        if config.optim.name == "muon":
+            raise UsageError(
+                "lr-range-test finds one learning rate, and muon has two: its own and AdamW's",
+                remedy="give optim.name adamw, or leave lr-range-test out",
+            )
+        lowest, highest = self.settings.lowest, self.settings.highest
+        schedule = {"schedule.name": "range", "schedule.final": lowest / highest, "schedule.warmup_steps": 0}
+        return config.changed({"optim.lr": highest, **schedule})
 
 
 class ActivationSettings(Section, frozen=True):
@@ -190,27 +151,7 @@ class ActivationSettings(Section, frozen=True):
     activation: Literal["gelu", "relu2", "swiglu", "geglu"] = "swiglu"
 
 
-def _activation_and_width(technique: "ActivationFunction", config: Config) -> dict[str, object]:
-    model = config.model
-    by_default = model.d_ff == msgspec.structs.replace(model, d_ff=None).mlp_width
-    d_ff = None if by_default else model.d_ff
-    chosen = msgspec.structs.replace(model, activation=technique.settings.activation, d_ff=d_ff)
-    excess = _mlp_weights(chosen) / _mlp_weights(gelu_counterpart(chosen)) - 1
-    if abs(excess) > _SIZE_TOLERANCE:
-        width = msgspec.structs.replace(chosen, d_ff=None).mlp_width
-        raise UsageError(
-            f"model.d_ff is {model.d_ff}, which gives MLPs with {chosen.activation} {excess:+.0%} parameters: "
-            "a comparison of activations needs models of equal size",
-            remedy=f"give model.d_ff none, for a width of {width}",
-        )
-    return {"model.activation": chosen.activation, "model.d_ff": d_ff}
-
-
-def _mlp_weights(model: ModelConfig) -> int:
-    return (3 if model.gated else 2) * model.d_model * model.mlp_width
-
-
-class ActivationFunction(ConfigSwitch):
+class ActivationFunction(Technique):
     """Shazeer, arXiv 2002.05202: gated activations are compared at equal size, 2/3 of the width and three matrices."""
 
     name: ClassVar = "activation-function"
@@ -222,5 +163,24 @@ class ActivationFunction(ConfigSwitch):
     Settings: ClassVar = ActivationSettings
     conflicts: ClassVar = {"pipeline-parallel": "its proof needs every block, and each process has only some of them"}
     settings: ActivationSettings
-    sets = _activation_and_width
-    proof = prove_activation
+    verify = prove_activation
+
+    def configure(self, config: Config) -> Config:
+        """Set the activation, and the width with which a gated one has as many parameters."""
+        model = config.model
+        by_default = model.d_ff == msgspec.structs.replace(model, d_ff=None).mlp_width
+        d_ff = None if by_default else model.d_ff
+        chosen = msgspec.structs.replace(model, activation=self.settings.activation, d_ff=d_ff)
+        excess = _mlp_weights(chosen) / _mlp_weights(gelu_counterpart(chosen)) - 1
+        if abs(excess) > _SIZE_TOLERANCE:
+            width = msgspec.structs.replace(chosen, d_ff=None).mlp_width
+            raise UsageError(
+                f"model.d_ff is {model.d_ff}, which gives MLPs with {chosen.activation} {excess:+.0%} parameters: "
+                "a comparison of activations needs models of equal size",
+                remedy=f"give model.d_ff none, for a width of {width}",
+            )
+        return config.changed({"model.activation": chosen.activation, "model.d_ff": d_ff})
+
+
+def _mlp_weights(model: ModelConfig) -> int:
+    return (3 if model.gated else 2) * model.d_model * model.mlp_width

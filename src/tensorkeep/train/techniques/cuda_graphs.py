@@ -11,7 +11,6 @@ from tensorkeep.errors import UsageError
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
-from tensorkeep.train.techniques.requirements import Machine
 from tensorkeep.train.techniques.warm_up import Loss, compute_and_discard, warm_up_loss
 
 _WARM_UPS = 3
@@ -30,18 +29,13 @@ class CudaGraphs(Technique):
     reference: ClassVar = "docs.pytorch.org/docs/stable/notes/cuda.html, CUDA graphs"
     conflicts: ClassVar = {
         "activation-checkpointing": "it reads the state of random numbers, which is not possible in a recording",
-        "progressive-length": "a graph has one shape, and the lengths of the windows change",
-        "activation-swapping": "it waits for copies to the CPU, which is not possible in a recording",
         **dict.fromkeys(("ddp", "fsdp", "tensor-parallel", "pipeline-parallel"), _COMMUNICATION),
     }
     after: ClassVar = ("compile",)
+    needs_cuda: ClassVar = True
 
     _graphs: "LossGraphs | None" = None
     _observed = False
-
-    def lacks(self, machine: Machine) -> str | None:
-        """Return that CUDA is missing."""
-        return machine.lacks_cuda()
 
     def configure(self, config: Config) -> Config:
         """Refuse a graph inside a graph."""
@@ -97,19 +91,8 @@ class CudaGraphs(Technique):
 class LossGraphs:
     """The graph of a loss and the graph of its gradient, which use the same memory in each replay.
 
-    Parameters
-    ----------
-    parameters : list of Parameter
-        Their gradients are accumulated in buffers, which become their ``grad``.
-    inputs, targets : Tensor
-        A batch; all others must have its shape.
-
-    Attributes
-    ----------
-    shape : torch.Size
-        The shape of the inputs.
-    replays : (int, int)
-        How often the loss and the gradient were replayed.
+    The gradients of the parameters are accumulated in buffers, which become their ``grad``. All batches must have the
+    shape of the first. ``replays`` counts how often the loss and the gradient were replayed.
     """
 
     def __init__(self, loss: Loss, parameters: list[nn.Parameter], inputs: Tensor, targets: Tensor) -> None:

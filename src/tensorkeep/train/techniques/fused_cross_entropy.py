@@ -96,23 +96,9 @@ class FusedCrossEntropy(Technique):
 def linear_cross_entropy(features: Tensor, weight: Tensor, targets: Tensor, *, at_once: int) -> Tensor:
     """Return the mean cross-entropy of ``features @ weight.T``, as `tensorkeep.train.model.gpt.token_loss`, in float32.
 
-    Under autocast the matmuls are computed in its dtype, all sums in float32.
-
-    Parameters
-    ----------
-    features : Tensor
-        Of shape [tokens, d_model].
-    weight : Tensor
-        Of shape [vocab_size, d_model].
-    targets : Tensor
-        int64, of shape [tokens]. Targets of -1 are ignored; if all are, the mean is NaN.
-    at_once : int
-        Tokens in a chunk.
-
-    Returns
-    -------
-    Tensor
-        A scalar in nats, with a gradient to features and weight.
+    Under autocast the matmuls are computed in its dtype, all sums in float32. The features have the shape
+    [tokens, d_model], the weight [vocab_size, d_model], and the targets, int64, [tokens]. Targets of -1 are ignored; if
+    all are, the mean is NaN. A chunk has ``at_once`` tokens.
     """
     device = features.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else features.dtype

@@ -93,34 +93,18 @@ class MicroBatches(WrappedBatches):
     """Batches split into micro-batches.
 
     The saved state, between two steps, is that of the whole batches: a resumed run may split them differently.
-
-    Parameters
-    ----------
-    inner : BatchSource
-        Whole batches.
-    count : int
-        Micro-batches of each batch.
-
-    Attributes
-    ----------
-    batch_rows : int
-        Sequences of the last whole batch.
+    ``batch_rows`` is the number of sequences of the last whole batch.
     """
 
     def __init__(self, inner: BatchSource, count: int) -> None:
-        super().__init__(inner)
+        super().__init__(inner, self._split)
         self._count = count
         self.batch_rows = 0
         self._waiting: deque[Batch] = deque()
 
-    @property
-    def position(self) -> int:
-        """The number of the next micro-batch, from 0."""
-        return self.inner.position * self._count - len(self._waiting)
-
-    def __next__(self) -> Batch:
+    def _split(self, batches: BatchSource) -> Batch:
         if not self._waiting:
-            inputs, targets = next(self.inner)
+            inputs, targets = next(batches)
             self.batch_rows = len(inputs)
             self._waiting.extend(zip(inputs.tensor_split(self._count), targets.tensor_split(self._count), strict=True))
         return self._waiting.popleft()

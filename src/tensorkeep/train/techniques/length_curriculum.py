@@ -1,6 +1,5 @@
 """Curriculum by length: training starts with short documents, and adds longer ones stage by stage."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -10,7 +9,7 @@ from msgspec import Meta
 
 from tensorkeep.errors import UsageError
 from tensorkeep.train.config.sections import Section
-from tensorkeep.train.data.batches import Batch, Batches
+from tensorkeep.train.data.batches import Batch, Batches, BatchSource
 from tensorkeep.train.data.dataset import TRAIN
 from tensorkeep.train.data.tokenizers.base import Tokens
 from tensorkeep.train.run.state import Run
@@ -43,21 +42,6 @@ class _Stage:
     tokens: int
 
 
-class _ShortFirst(WrappedBatches):
-    """Draws from the current stage. The position is that of the last stage, which has the whole text."""
-
-    def __init__(self, stages: Sequence[_Stage], current: Callable[[], int]) -> None:
-        self._all = stages[-1].batches
-        super().__init__(self._all)
-        self.stages = stages
-        self._current = current
-
-    def __next__(self) -> Batch:
-        batch = self.stages[self._current()].batches.at(self._all.position)
-        self._all.position += 1
-        return batch
-
-
 class LengthCurriculum(Technique):
     """Platanios et al., arXiv 1903.09848: easy examples first; the longer a document, the harder it is.
 
@@ -85,9 +69,15 @@ class LengthCurriculum(Technique):
         """Sort the documents, and replace the run's batches by those of the stages."""
         self._lengths = _document_lengths(run)
         everything = _Stage(_batches(run, run.dataset.train), len(self._lengths), int(self._lengths.sum()))
-        stages = [*_first_stages(run, self._lengths, self.settings.stages), everything]
-        self._batches = _ShortFirst(stages, current=lambda: self._stage(run))
-        run.batches = self._batches
+        self._stages = [*_first_stages(run, self._lengths, self.settings.stages), everything]
+
+        def draw(batches: BatchSource) -> Batch:
+            # The position is that of the last stage, which has the whole text.
+            batch = self._stages[self._stage(run)].batches.at(batches.position)
+            next(batches)
+            return batch
+
+        run.batches = WrappedBatches(everything.batches, draw)
 
     def _stage(self, run: Run) -> int:
         # A warm-up draws a batch before the first step.
@@ -97,12 +87,13 @@ class LengthCurriculum(Technique):
 
     def verify(self, run: Run) -> Verification:
         """Compare the trained windows with those of the stage at the same positions."""
-        begin = self._batches.position
+        everything = self._stages[-1].batches
+        begin = everything.position
         with record_inputs(run) as inputs:
             yield
         number = self._stage(run)
-        stage = self._batches.stages[number]
-        expected = [stage.batches.at(position)[0] for position in range(begin, self._batches.position)]
+        stage = self._stages[number]
+        expected = [stage.batches.at(position)[0] for position in range(begin, everything.position)]
         if not expected or not same_tokens(inputs, expected):
             raise self.not_active(f"the trained windows are not from the {stage.documents:,} shortest documents")
         mean, mean_of_all = stage.tokens / stage.documents, float(self._lengths.mean())

@@ -1,7 +1,5 @@
 """Curriculum by loss: more windows are drawn than trained, and those at a rising quantile of the loss are chosen."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
@@ -9,7 +7,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from tensorkeep.train.config.sections import Section
-from tensorkeep.train.data.batches import Batch
+from tensorkeep.train.data.batches import Batch, BatchSource
 from tensorkeep.train.model.gpt import GPT, token_loss
 from tensorkeep.train.model.modes import evaluating
 from tensorkeep.train.run.state import Run
@@ -35,48 +33,6 @@ class LossCurriculumSettings(Section, frozen=True):
     end: Annotated[float, Meta(ge=0, le=1)] = 1.0
 
 
-@dataclass(frozen=True)
-class Selection:
-    """The windows of one batch, chosen among candidates.
-
-    Attributes
-    ----------
-    position : int
-        The number of the first candidate batch of the run.
-    losses : Tensor
-        float32, of shape [candidate windows].
-    chosen : Tensor
-        int64: the indices of the windows that are trained.
-    inputs : Tensor
-        The tokens of those windows.
-    """
-
-    position: int
-    losses: Tensor
-    chosen: Tensor
-    inputs: Tensor
-
-
-class _ChosenByLoss(WrappedBatches):
-    """Chooses windows; calls ``observer`` with each selection."""
-
-    def __init__(self, run: Run, candidates: int, quantile: Callable[[], float]) -> None:
-        super().__init__(run.batches)
-        self._model = run.model
-        self._candidates = candidates
-        self._quantile = quantile
-        self.observer: Callable[[Selection], object] = lambda selection: None
-
-    def __next__(self) -> Batch:
-        position = self.position
-        drawn = [next(self.inner) for _ in range(self._candidates)]
-        losses = torch.cat([window_losses(self._model, *batch) for batch in drawn])
-        chosen = at_quantile(losses, self._quantile(), count=len(drawn[0][0]))
-        inputs, targets = (torch.cat(each)[chosen] for each in zip(*drawn, strict=True))
-        self.observer(Selection(position, losses, chosen, inputs))
-        return inputs, targets
-
-
 class LossCurriculum(Technique):
     """Loshchilov and Hutter, arXiv 1511.06343, who rank by loss; the trained ranks change as in a curriculum.
 
@@ -98,10 +54,24 @@ class LossCurriculum(Technique):
     }
     settings: LossCurriculumSettings
 
+    # While observed, by position: the losses of the candidates, the numbers of the chosen ones, and their inputs.
+    _selections: dict[int, tuple[Tensor, Tensor, Tensor]] | None = None
+
     def apply(self, run: Run) -> None:
         """Replace the run's batches by chosen ones."""
-        self._batches = _ChosenByLoss(run, self.settings.candidates, lambda: self._quantile(run))
-        run.batches = self._batches
+
+        def choose(batches: BatchSource) -> Batch:
+            position = batches.position
+            drawn = [next(batches) for _ in range(self.settings.candidates)]
+            losses = torch.cat([window_losses(run.model, *batch) for batch in drawn])
+            chosen = at_quantile(losses, self._quantile(run), count=len(drawn[0][0]))
+            inputs, targets = (torch.cat(each)[chosen] for each in zip(*drawn, strict=True))
+            if self._selections is not None:
+                # A batch drawn by a warm-up is drawn again.
+                self._selections[position] = losses, chosen, inputs
+            return inputs, targets
+
+        run.batches = WrappedBatches(run.batches, choose)
 
     def _quantile(self, run: Run) -> float:
         # A warm-up draws a batch before the first step.
@@ -110,19 +80,15 @@ class LossCurriculum(Technique):
 
     def verify(self, run: Run) -> Verification:
         """Compare the trained windows with the chosen ones, and their losses with those of all candidates."""
-        # By position: a batch drawn by a warm-up is drawn again.
-        selections: dict[int, Selection] = {}
-        self._batches.observer = lambda selection: selections.update({selection.position: selection})
-        try:
-            with record_inputs(run) as inputs:
-                yield
-        finally:
-            self._batches.observer = lambda selection: None
-        found, quantile = list(selections.values()), self._quantile(run)
-        if not found or not same_tokens(inputs, [each.inputs for each in found]):
+        self._selections = {}
+        with record_inputs(run) as inputs:
+            yield
+        found, self._selections = list(self._selections.values()), None
+        if not found or not same_tokens(inputs, [each for *_, each in found]):
             raise self.not_active("the trained windows are not the chosen ones")
-        chosen = torch.cat([each.losses[each.chosen] for each in found])
-        losses = torch.cat([each.losses for each in found])
+        losses = torch.cat([each for each, _, _ in found])
+        chosen = torch.cat([each[numbers] for each, numbers, _ in found])
+        quantile = self._quantile(run)
         return Proof(
             f"{len(chosen)} of {len(losses)} windows were chosen at quantile {quantile:.2f}, with a mean loss of "
             f"{chosen.mean():.3f}; that of all is {losses.mean():.3f}",
@@ -136,13 +102,7 @@ class LossCurriculum(Technique):
 
 @torch.no_grad()
 def window_losses(model: GPT, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean loss of each window of a batch: float32 on the CPU, of shape [rows].
-
-    Parameters
-    ----------
-    inputs, targets : Tensor
-        int64, of shape [rows, context length].
-    """
+    """Return the mean loss of each window of a batch of shape [rows, context]: float32 on the CPU, of shape [rows]."""
     device = model.tokens.weight.device
     with evaluating(model):
         features = model.features(inputs.to(device))

@@ -56,7 +56,6 @@ class LowBitOptimizer(Technique):
     settings: LowBitSettings
     conflicts: ClassVar = {
         "fused-optimizer": "the fused kernel does not take quantised states",
-        "optimizer-offload": "the optimizer on the CPU has 32-bit states",
         "fsdp": "checkpoints cannot hold shards of quantised tensors",
         "tensor-parallel": "checkpoints cannot hold shards of quantised tensors",
     }
@@ -115,13 +114,6 @@ def low_bit(plain: torch.optim.Optimizer, *, bits: int | str) -> Any:
 
     In its ``state_dict()`` each quantised tensor is a dict of plain tensors. States of torch's AdamW are quantised when
     they are loaded.
-
-    Parameters
-    ----------
-    plain : torch.optim.Optimizer
-        A new AdamW of torch.
-    bits : int or str
-        See `LowBitSettings`.
     """
     import torchao.optim
 
@@ -187,6 +179,9 @@ def _with_states(state: dict[str, Any], change: Callable[[int, str, Any], Any]) 
 
 
 def _inner_tensors(tensor: Any) -> dict[str, Tensor]:
+    """Return the plain tensors of a quantised one; a plain one itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return {"": tensor}
     names, _ = tensor.__tensor_flatten__()
     return {name: getattr(tensor, name) for name in names}
 
@@ -200,10 +195,4 @@ def _is_quantised(state: dict[str, Any]) -> bool:
 
 
 def _bytes(state: dict[str, Any]) -> int:
-    values = (state[key] for key in _SIGNED)
-    return sum(
-        sum(each.nbytes for each in _inner_tensors(value).values())
-        if is_traceable_wrapper_subclass(value)
-        else value.nbytes
-        for value in values
-    )
+    return sum(each.nbytes for key in _SIGNED for each in _inner_tensors(state[key]).values())

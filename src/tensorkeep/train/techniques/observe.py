@@ -5,12 +5,13 @@ The hooks on modules ignore what runs without gradients, such as an evaluation.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from tensorkeep.train.run.state import Run
 
@@ -26,31 +27,32 @@ def count_calls(modules: Iterable[nn.Module]) -> Iterator[Counter[nn.Module]]:
         yield calls
 
 
-@contextmanager
-def observe_inputs(modules: Iterable[nn.Module], observer: Observer) -> Iterator[None]:
+def observe_inputs(modules: Iterable[nn.Module], observer: Observer) -> AbstractContextManager[None]:
     """Call a function with the first input of each module, before other hooks change it."""
 
     def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         if torch.is_grad_enabled():
             observer(module, inputs[0])
 
-    with ExitStack() as hooks:
-        for module in modules:
-            hooks.callback(module.register_forward_pre_hook(hook, prepend=True).remove)
-        yield
+    return hooked(each.register_forward_pre_hook(hook, prepend=True) for each in modules)
 
 
-@contextmanager
-def observe_outputs(modules: Iterable[nn.Module], observer: Observer) -> Iterator[None]:
+def observe_outputs(modules: Iterable[nn.Module], observer: Observer) -> AbstractContextManager[None]:
     """Call a function with the output of each module."""
 
     def hook(module: nn.Module, inputs: object, output: Tensor) -> None:
         if torch.is_grad_enabled():
             observer(module, output)
 
+    return hooked(each.register_forward_hook(hook) for each in modules)
+
+
+@contextmanager
+def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Install hooks, and remove them at the end."""
     with ExitStack() as hooks:
-        for module in modules:
-            hooks.callback(module.register_forward_hook(hook).remove)
+        for handle in handles:
+            hooks.callback(handle.remove)
         yield
 
 
@@ -80,15 +82,7 @@ def record_inputs(run: Run) -> Iterator[list[Tensor]]:
 
 @dataclass
 class Updates:
-    """The updates of the weights in a step.
-
-    Attributes
-    ----------
-    made : int
-        How many were made; 0 if the gradient was not finite.
-    optimizer_steps : Counter of str
-        How often each optimizer was stepped, by its name.
-    """
+    """How many updates of the weights were made, 0 if the gradient was not finite, and the steps of each optimizer."""
 
     made: int = 0
     optimizer_steps: Counter[str] = field(default_factory=Counter)
@@ -96,7 +90,7 @@ class Updates:
 
 @contextmanager
 def count_updates(run: Run) -> Iterator[Updates]:
-    """Count the updates of the weights, and the steps of each optimizer."""
+    """Count the updates of the weights, and the steps of each optimizer by its name."""
     updates, update = Updates(), run.operations.update
 
     def counting_update() -> None:
@@ -106,8 +100,6 @@ def count_updates(run: Run) -> Iterator[Updates]:
     def counting_hook(name: str) -> Any:
         return lambda *arguments: updates.optimizer_steps.update([name])
 
-    with ExitStack() as hooks:
-        for name, optimizer in run.optimizers.items():
-            hooks.callback(optimizer.register_step_pre_hook(counting_hook(name)).remove)
-        with replace_operation(run, "update", counting_update):
-            yield updates
+    handles = (each.register_step_pre_hook(counting_hook(name)) for name, each in run.optimizers.items())
+    with hooked(handles), replace_operation(run, "update", counting_update):
+        yield updates

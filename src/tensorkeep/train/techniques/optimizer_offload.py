@@ -1,7 +1,6 @@
 """Optimizer offload: AdamW's states are kept in CPU memory, and the CPU updates the weights."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
 from tensorkeep.train.techniques.observe import count_updates
-from tensorkeep.train.techniques.requirements import Machine
 from tensorkeep.units import format_bytes
 
 _BUCKET_BYTES = 64 << 20
@@ -31,16 +29,13 @@ class OptimizerOffload(Technique):
         "the bus, and waits for AdamW on the CPU"
     )
     reference: ClassVar = "arXiv 2101.06840"
+    needs_cuda: ClassVar = True
     conflicts: ClassVar = {
         "fused-optimizer": "the optimizer on the CPU uses the fused kernel already",
         "low-bit-optimizer": "the optimizer on the CPU has 32-bit states",
         "fsdp": "fsdp shards the weights, and has an offload of its own",
         "tensor-parallel": "the weights are sharded",
     }
-
-    def lacks(self, machine: Machine) -> str | None:
-        """Return that CUDA is missing."""
-        return machine.lacks_cuda()
 
     def apply(self, run: Run) -> None:
         """Replace AdamW by an optimizer that steps on the CPU."""
@@ -76,13 +71,14 @@ class OptimizerOffload(Technique):
         )
 
 
-@dataclass(slots=True)
 class _HostWeight:
     """A weight of the device, with its copy and its gradient on the CPU."""
 
-    live: Tensor
-    master: Tensor
-    gradient: Tensor
+    def __init__(self, live: Tensor) -> None:
+        self.live = live
+        self.master, self.gradient = (
+            torch.empty_like(live, device="cpu", pin_memory=live.is_cuda, requires_grad=False) for _ in range(2)
+        )
 
 
 class HostOptimizer(torch.optim.Optimizer):
@@ -93,21 +89,12 @@ class HostOptimizer(torch.optim.Optimizer):
     through pinned memory, in a stream of its own. It saves the states of the wrapped optimizer.
 
     Nothing else may change the weights between two steps, except temporarily; ``load_state_dict`` reads them again.
-
-    Parameters
-    ----------
-    optimizer : torch.optim.Optimizer
-        A new one, for the weights on the device.
-
-    Attributes
-    ----------
-    fetched_bytes : int
-        Bytes of gradients that were copied to the CPU in all steps so far.
+    ``fetched_bytes`` counts the bytes of gradients that were copied to the CPU in all steps so far.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, bucket_bytes: int = _BUCKET_BYTES) -> None:
         super().__init__([dict(group) for group in optimizer.param_groups], dict(optimizer.defaults))
-        self._weights = [_on_host(live) for group in self.param_groups for live in group["params"]]
+        self._weights = [_HostWeight(live) for group in self.param_groups for live in group["params"]]
         self._buckets = list(_in_buckets(self._weights, bucket_bytes))
         weights = iter(self._weights)
         kind: Any = type(optimizer)
@@ -185,13 +172,6 @@ class HostOptimizer(torch.optim.Optimizer):
         """Copy the settings of the groups on the CPU to those on the device."""
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update(_settings(inner))
-
-
-def _on_host(live: Tensor) -> _HostWeight:
-    master, gradient = (
-        torch.empty_like(live, device="cpu", pin_memory=live.is_cuda, requires_grad=False) for _ in range(2)
-    )
-    return _HostWeight(live, master, gradient)
 
 
 def _in_buckets(weights: list[_HostWeight], most: int) -> Iterator[list[_HostWeight]]:

@@ -2,7 +2,6 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
 from typing import Annotated, ClassVar
 
 from msgspec import Meta
@@ -48,22 +47,6 @@ class ProgressiveLengthSettings(Section, frozen=True):
             )
 
 
-class _Pieces(WrappedBatches):
-    def __init__(self, inner: BatchSource, length: Callable[[], int]) -> None:
-        super().__init__(inner)
-        self._length = length
-
-    @property
-    def context_length(self) -> int:
-        """Tokens in a piece."""
-        return self._length()
-
-    def __next__(self) -> Batch:
-        inputs, targets = next(self.inner)
-        length = self.context_length
-        return inputs.reshape(-1, length), targets.reshape(-1, length)
-
-
 class ProgressiveLength(Technique):
     """Li et al., arXiv 2108.06084, but no token is dropped.
 
@@ -100,7 +83,12 @@ class ProgressiveLength(Technique):
 
     def apply(self, run: Run) -> None:
         """Cut the windows of the run's batches."""
-        run.batches = _Pieces(run.batches, lambda: self._length(run))
+
+        def cut(batches: BatchSource) -> Batch:
+            inputs, targets = (each.reshape(-1, self._length(run)) for each in next(batches))
+            return inputs, targets
+
+        run.batches = WrappedBatches(run.batches, cut, lambda: self._length(run))
 
     def stage(self, step: int, steps: int) -> int:
         """Return the number of a step's stage, from 0; steps are counted from 1."""

@@ -1,7 +1,6 @@
 """Quantised forward: the matmuls of the blocks have 8-bit factors; the weights themselves are not changed."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -14,6 +13,7 @@ from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.sections import Section
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
+from tensorkeep.train.techniques.observe import hooked
 from tensorkeep.train.techniques.requirements import Machine
 
 _LARGEST = 127
@@ -58,9 +58,7 @@ class QuantisedForward(Technique):
     reference: ClassVar = "arXiv 1712.05877, arXiv 2209.05433; torchao.float8"
     Settings: ClassVar = QuantisedForwardSettings
     settings: QuantisedForwardSettings
-    conflicts: ClassVar = {
-        "tensor-parallel": "the scale of a channel needs weights that other processes have",
-    }
+    conflicts: ClassVar = {"tensor-parallel": "the scale of a channel needs weights that other processes have"}
 
     def lacks(self, machine: Machine) -> str | None:
         """Return what float8 needs."""
@@ -102,14 +100,12 @@ class QuantisedForward(Technique):
     def _verify_int8(self, run: Run) -> Verification:
         layers = _linear_layers(run)
         distances: dict[nn.Linear, tuple[float, float]] = {}
-        with ExitStack() as hooks:
-            for layer in layers:
-                hooks.callback(layer.register_forward_hook(partial(_record_distances, distances)).remove)
+        with hooked(each.register_forward_hook(partial(_record_distances, distances)) for each in layers):
             yield
-        plain = [each for each in layers if not _are_integers(*distances.get(each, (0.0, 0.0)))]
-        if plain:
+        near = sum(from_integers < _NEARER * from_plain for from_plain, from_integers in distances.values())
+        if near < len(layers):
             raise self.not_active(
-                f"of {len(layers)} linear layers {len(plain)} did not return products of 8-bit integers"
+                f"of {len(layers)} linear layers {len(layers) - near} did not return products of 8-bit integers"
             )
         from_plain, from_integers = (max(each) for each in zip(*distances.values(), strict=True))
         return Proof(
@@ -177,13 +173,7 @@ def _quantised(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
 
 
 def to_float8(blocks: nn.Module, *, emulate: bool = False) -> None:
-    """Replace linear layers by torchao's, with the same parameters under the same names.
-
-    Parameters
-    ----------
-    emulate : bool
-        Compute the matmuls in float32, for chips without float8.
-    """
+    """Replace linear layers by torchao's, with the same parameters; emulated in float32 for chips without float8."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     convert_to_float8_training(blocks, config=Float8LinearConfig(emulate=emulate))
@@ -191,10 +181,6 @@ def to_float8(blocks: nn.Module, *, emulate: bool = False) -> None:
 
 def _linear_layers(run: Run) -> list[nn.Linear]:
     return [each for each in run.model.blocks.modules() if isinstance(each, nn.Linear)]
-
-
-def _are_integers(from_plain: float, from_integers: float) -> bool:
-    return from_integers < _NEARER * from_plain
 
 
 @torch.no_grad()

@@ -1,7 +1,6 @@
 """What techniques may need of a machine: a CUDA device, a package, a compiler."""
 
 import shutil
-import sys
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -53,7 +52,7 @@ class Machine:
         """Return what `torch.compile` misses: a C++ compiler on the CPU, Triton on CUDA; None if it is there."""
         if self.on_cuda:
             return self.lacks_package("triton", install="triton")
-        compilers = ("cl",) if sys.platform == "win32" else ("g++", "clang++", "c++")
+        compilers = ("g++", "clang++", "c++")
         if any(shutil.which(each) for each in compilers):
             return None
         return f"needs a C++ compiler ({', '.join(compilers)}), and none was found"

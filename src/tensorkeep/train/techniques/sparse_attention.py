@@ -1,13 +1,10 @@
 """Dynamic sparse attention: each position attends to its own block and to the best earlier blocks."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from tensorkeep.errors import UsageError
 from tensorkeep.train.config.config import Config
@@ -64,25 +61,27 @@ class SparseAttention(Technique):
 
     def apply(self, run: Run) -> None:
         """Replace the attention kernel of each block."""
-        for attention in run.model.attentions:
-            attention.kernel = TopBlocks(self.settings.block, self.settings.keep)
+        self._kernels = [TopBlocks(self.settings.block, self.settings.keep) for _ in run.model.attentions]
+        for attention, kernel in zip(run.model.attentions, self._kernels, strict=True):
+            attention.kernel = kernel
 
     def verify(self, run: Run) -> Verification:
-        """Count the pairs that the attention masks allow: exactly as many as the settings give."""
-        length, attentions = run.config.model.context_length, run.model.attentions
-        with _observed_masks(attentions) as masks:
-            yield
+        """Count the pairs that each call attends to: exactly as many as the settings give."""
+        for kernel in self._kernels:
+            kernel.pairs = []
+        yield
+        length = run.config.model.context_length
         expected = pairs_kept(length, self.settings.block, self.settings.keep)
-        others = sum(pairs is None or int(pairs) != expected * heads for pairs, heads in masks)
-        if others or len(masks) < len(attentions):
-            raise self.not_active(
-                f"of {len(masks)} calls of attention in {len(attentions)} blocks of the model, {others} did not attend "
-                f"to {self._choice}"
-            )
-        density = expected / (length * (length + 1) / 2)
+        found = [kernel.pairs or [] for kernel in self._kernels]
+        for kernel in self._kernels:
+            kernel.pairs = None
+        others = sum(not calls or any(bool((each != expected).any()) for each in calls) for calls in found)
+        if others:
+            raise self.not_active(f"attention in {others} of {len(found)} blocks did not attend to {self._choice}")
+        count, density = sum(map(len, found)), expected / (length * (length + 1) / 2)
         return Proof(
-            f"{len(masks)} calls of attention attended to {density:.1%} of the earlier positions, {self._choice}",
-            attentions=len(masks),
+            f"{count} calls of attention attended to {density:.1%} of the earlier positions, {self._choice}",
+            attentions=count,
             density=density,
         )
 
@@ -92,17 +91,15 @@ class SparseAttention(Technique):
 
 
 class TopBlocks:
-    """A causal attention kernel; see `tensorkeep.train.model.attention.Kernel`.
+    """A causal attention kernel; see `tensorkeep.train.model.attention.Kernel` and `SparseAttentionSettings`.
 
-    Parameters
-    ----------
-    block, keep : int
-        See `SparseAttentionSettings`.
+    If ``pairs`` is a list, each call adds to it how many pairs attended: an int64 tensor of shape [batch, heads].
     """
 
     def __init__(self, block: int, keep: int) -> None:
         self.block = block
         self.keep = keep
+        self.pairs: list[Tensor] | None = None
 
     def __call__(
         self,
@@ -118,16 +115,16 @@ class TopBlocks:
         visible = self.visible(query, key)
         if attn_mask is not None:
             visible &= attn_mask
+        # In this order: compiled code would be compiled again if it depended on the list.
+        if not torch.compiler.is_compiling() and self.pairs is not None:
+            self.pairs.append(visible.sum((-1, -2)))
         return functional.scaled_dot_product_attention(query, key, value, attn_mask=visible, dropout_p=dropout_p)
 
     @torch.no_grad()
     def visible(self, query: Tensor, key: Tensor) -> Tensor:
         """Return the keys that each query attends to: bool, of shape [batch, heads, queries, keys].
 
-        Parameters
-        ----------
-        query, key : Tensor
-            Of shape [batch, heads, positions, head size]. The queries are those of the last positions.
+        The queries, of shape [batch, heads, positions, head size], are those of the last positions of the keys.
         """
         queries, keys = query.shape[-2], key.shape[-2]
         position = torch.arange(keys, device=key.device)
@@ -153,45 +150,3 @@ def pairs_kept(length: int, block: int, keep: int) -> int:
     6
     """
     return sum(position % block + 1 + min(keep - 1, position // block) * block for position in range(length))
-
-
-MaskSize = tuple[Tensor | None, int]
-"""How many pairs a mask allows (None without a mask), and the number of windows times heads."""
-
-
-class _MaskObserver(TorchFunctionMode):
-    """Records the mask of each call of attention."""
-
-    def __init__(self, masks: list[MaskSize]) -> None:
-        super().__init__()
-        self._masks = masks
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        options = kwargs or {}
-        if func is functional.scaled_dot_product_attention:
-            mask = options.get("attn_mask")
-            self._masks.append((None if mask is None else mask.sum(), args[0].shape[0] * args[0].shape[1]))
-        return func(*args, **options)
-
-
-@contextmanager
-def _observed_masks(attentions: Iterable[nn.Module]) -> Iterator[list[MaskSize]]:
-    """Record the masks of attention modules."""
-    masks: list[MaskSize] = []
-    observer = _MaskObserver(masks)
-
-    def begin(module: nn.Module, inputs: Any) -> None:
-        observer.__enter__()  # type: ignore[no-untyped-call]
-
-    def end(module: nn.Module, inputs: Any, output: Any) -> None:
-        observer.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-    # Around each call instead of the whole step: compiled code, which calls no hooks, must not see a mode either.
-    with ExitStack() as hooks:
-        for each in attentions:
-            hooks.callback(each.register_forward_pre_hook(begin).remove)
-            # always_call: recomputation in the backward pass ends with an exception once it has all it needs.
-            hooks.callback(each.register_forward_hook(end, always_call=True).remove)
-        yield masks

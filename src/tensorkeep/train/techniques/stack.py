@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain, permutations
 from typing import Any, get_args, get_origin
 
 import msgspec
@@ -26,20 +27,11 @@ _MOST_OBSERVED = 40
 
 def expanded(names: Iterable[str]) -> list[str]:
     """Return names of techniques, each once, with combinations replaced by their members."""
-    found: dict[str, None] = {}
-    for name in names:
-        found.update(dict.fromkeys(COMBINATIONS.get(name, (name,))))
-    return list(found)
+    return list(dict.fromkeys(chain.from_iterable(COMBINATIONS.get(name, (name,)) for name in names)))
 
 
 class Stack:
-    """Techniques that are on together, in the order in which they are applied.
-
-    Attributes
-    ----------
-    proofs : dict of str to Proof
-        The proof of each technique that was verified, by its name.
-    """
+    """Techniques that are on together, in the order in which they are applied, and the proofs of verified ones."""
 
     def __init__(self, techniques: Sequence[Technique] = ()) -> None:
         self.techniques = _in_order(techniques)
@@ -49,13 +41,7 @@ class Stack:
 
     @classmethod
     def of(cls, settings: Mapping[str, Mapping[str, Any]]) -> "Stack":
-        """Return the stack of a configuration.
-
-        Parameters
-        ----------
-        settings : mapping
-            The settings of each technique, by its name.
-        """
+        """Return the stack of a configuration, from the settings of each technique by its name."""
         return cls([_build(name, given) for name, given in settings.items()])
 
     def check(self, machine: Machine) -> None:
@@ -171,10 +157,9 @@ def _in_order(techniques: Sequence[Technique]) -> list[Technique]:
 
 
 def _check_conflicts(techniques: Sequence[Technique]) -> None:
-    for first in techniques:
-        for second in techniques:
-            if second.name in first.conflicts:
-                raise UsageError(
-                    f"{first.name} and {second.name} cannot be combined: {first.conflicts[second.name]}",
-                    remedy=f"leave {first.name} or {second.name} out",
-                )
+    for first, second in permutations(techniques, 2):
+        if second.name in first.conflicts:
+            raise UsageError(
+                f"{first.name} and {second.name} cannot be combined: {first.conflicts[second.name]}",
+                remedy=f"leave {first.name} or {second.name} out",
+            )

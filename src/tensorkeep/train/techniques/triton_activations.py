@@ -69,16 +69,9 @@ def _backward(  # type: ignore[no-untyped-def]
 
 
 def activation(kind: str, gate: Tensor, up: Tensor | None, count_launch: Callable[[str], object]) -> Tensor:
-    """Return ``relu(gate) ** 2``, or ``silu(gate) * up``, or ``gelu(gate) * up``.
+    """Return ``relu(gate) ** 2`` ("relu2"), ``silu(gate) * up`` ("swiglu") or ``gelu(gate) * up`` ("geglu").
 
-    Parameters
-    ----------
-    kind : str
-        ``"relu2"``, which takes no ``up``, ``"swiglu"`` or ``"geglu"``.
-    gate, up : Tensor
-        Of the same shape and dtype.
-    count_launch : callable
-        Called with ``"forward"`` or ``"backward"`` for each kernel that runs.
+    ``count_launch`` is called with ``"forward"`` or ``"backward"`` for each kernel that runs.
     """
     result: Tensor = _Activation.apply(KINDS[kind], gate, up, count_launch)  # type: ignore[no-untyped-call]
     return result

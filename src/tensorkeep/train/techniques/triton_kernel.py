@@ -8,7 +8,6 @@ from typing import ClassVar
 from torch import Tensor
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.config.sections import Section
 from tensorkeep.train.model.mlp import MLP
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
@@ -30,10 +29,6 @@ class TritonKernel(Technique):
     reference: ClassVar = "arXiv 2410.10989; Tillet et al., MAPL 2019, doi 10.1145/3315508.3329973"
     conflicts: ClassVar = {"compile": "the compiler fuses activations itself"}
 
-    def __init__(self, settings: Section) -> None:
-        super().__init__(settings)
-        self._launches: Counter[tuple[int, str]] = Counter()
-
     def lacks(self, machine: Machine) -> str | None:
         """Return that a GPU that Triton supports, or Triton itself, is missing."""
         return machine.lacks_cuda(least=(8, 0)) or machine.lacks_package("triton", install="triton")
@@ -46,6 +41,7 @@ class TritonKernel(Technique):
                 f"model.activation is {kind!r}, which torch computes in one kernel already",
                 remedy=f"leave triton-kernel out, or choose {', '.join(_SUPPORTED)}",
             )
+        self._launches = Counter[tuple[int, str]]()
         for number, block in enumerate(run.model.blocks):
             mlp: MLP = block.mlp  # type: ignore[assignment]
             mlp.forward = partial(_forward, mlp, kind, partial(self._count_launch, number))  # type: ignore[method-assign]

@@ -1,7 +1,6 @@
-"""Base class of batch sources that techniques put around the batches of a run."""
+"""Batch sources that techniques put around the batches of a run."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
@@ -10,17 +9,18 @@ from torch import Tensor
 from tensorkeep.train.data.batches import Batch, BatchSource
 
 
-class WrappedBatches(ABC):
-    """Other batches made from those of a run; position and checkpoint state are those of the inner source.
+class WrappedBatches:
+    """Batches that ``draw`` makes from ``inner``, whose position and checkpoint state they have.
 
-    Parameters
-    ----------
-    inner : BatchSource
-        The batches of the run.
+    ``length`` returns the tokens in a window, if the windows are others than those of ``inner``.
     """
 
-    def __init__(self, inner: BatchSource) -> None:
+    def __init__(
+        self, inner: BatchSource, draw: Callable[[BatchSource], Batch], length: Callable[[], int] | None = None
+    ) -> None:
         self.inner = inner
+        self._draw = draw
+        self._length = length
 
     @property
     def position(self) -> int:
@@ -30,14 +30,13 @@ class WrappedBatches(ABC):
     @property
     def context_length(self) -> int:
         """Tokens in a window of the current batches."""
-        return self.inner.context_length
+        return self._length() if self._length else self.inner.context_length
 
     def __iter__(self) -> Self:
         return self
 
-    @abstractmethod
     def __next__(self) -> Batch:
-        """Return the next training batch."""
+        return self._draw(self.inner)
 
     def state_dict(self) -> dict[str, int]:
         """Return the state that is needed to continue with the next batch."""

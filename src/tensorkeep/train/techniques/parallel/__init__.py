@@ -1,10 +1,17 @@
-"""Techniques with which several processes train one run together: their base class, and how torchrun starts them."""
+"""Techniques with which several processes train one run together: their base class, and sharded batches."""
 
 from typing import ClassVar
 
+import msgspec
+import torch
+
+from tensorkeep.errors import UsageError
+from tensorkeep.train.data.batches import Batch, BatchSource
+from tensorkeep.train.run.state import Run
 from tensorkeep.train.run.world import can_join
 from tensorkeep.train.techniques.base import Technique
 from tensorkeep.train.techniques.requirements import Machine
+from tensorkeep.train.techniques.wrapped_batches import WrappedBatches
 
 TOGETHER = ("ddp", "fsdp", "tensor-parallel", "pipeline-parallel")
 """Techniques that divide the work of a run among processes, each in its own way."""
@@ -28,3 +35,29 @@ class Parallel(Technique):
 def others_than(name: str) -> dict[str, str]:
     """Return, as conflicts, the other techniques for several processes."""
     return dict.fromkeys((each for each in TOGETHER if each != name), "each would divide the processes by itself")
+
+
+def shard_batches(run: Run) -> None:
+    """Let this process train its rows of each batch, with its own random numbers for dropout.
+
+    ``loop.batch_size`` is that of all processes together: they compute what one process would.
+
+    Raises UsageError if the batch size is not a multiple of the number of processes.
+    """
+    world, loop = run.world, run.config.loop
+    if loop.batch_size % world.size:
+        raise UsageError(
+            f"a batch of {loop.batch_size} sequences cannot be split equally among {world.size} processes",
+            remedy=f"give a batch size (--loop.batch_size) that is a multiple of {world.size}",
+        )
+
+    def rows_of_rank(batches: BatchSource) -> Batch:
+        inputs, targets = (each.tensor_split(world.size)[world.rank] for each in next(batches))
+        return inputs, targets
+
+    run.batches = WrappedBatches(run.batches, rows_of_rank)
+    run.replicas = world.size
+    # For this process only: a run may be resumed by another number of processes.
+    loop = msgspec.structs.replace(loop, batch_size=loop.batch_size // world.size)
+    run.config = msgspec.structs.replace(run.config, loop=loop)
+    torch.manual_seed(loop.seed + world.rank)

@@ -5,14 +5,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Verification
 from tensorkeep.train.techniques.observe import replace_operation
-from tensorkeep.train.techniques.parallel import Parallel, others_than
-from tensorkeep.train.techniques.parallel.batches import shard_batches
+from tensorkeep.train.techniques.parallel import Parallel, others_than, shard_batches
 from tensorkeep.train.techniques.warm_up import Loss, next_batch
 
 
@@ -35,8 +35,12 @@ class Ddp(Parallel):
         operations = run.operations
         backward, clip = operations.backward, operations.clip
         self.parallel = DistributedDataParallel(_LossModule(run.model, operations.loss), gradient_as_bucket_view=True)
-        # A lambda has no annotations: DDP would compare them with types, and here they are strings.
-        self.parallel.register_comm_hook(None, lambda state, bucket: self._reduce(bucket))
+
+        def average(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+            self._reduced += bucket.buffer().numel()
+            return allreduce_hook(None, bucket)  # type: ignore[arg-type]
+
+        self.parallel.register_comm_hook(None, average)
 
         def loss(inputs: Tensor, targets: Tensor) -> Tensor:
             last = self._batches_done == run.config.loop.accumulate - 1
@@ -53,10 +57,6 @@ class Ddp(Parallel):
             return clip()
 
         operations.loss, operations.backward, operations.clip = loss, counting_backward, clip_after_last_batch
-
-    def _reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        self._reduced += bucket.buffer().numel()
-        return allreduce_hook(None, bucket)  # type: ignore[arg-type]
 
     def warm_up(self, run: Run) -> None:
         """Compute a gradient and discard it: DDP rebuilds its buckets after the first one.

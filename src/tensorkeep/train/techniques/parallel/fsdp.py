@@ -8,8 +8,7 @@ from torch.distributed.tensor import Shard
 
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Verification
-from tensorkeep.train.techniques.parallel import others_than
-from tensorkeep.train.techniques.parallel.batches import shard_batches
+from tensorkeep.train.techniques.parallel import others_than, shard_batches
 from tensorkeep.train.techniques.parallel.sharding import (
     ShardedParallel,
     ShardLayout,

@@ -70,7 +70,12 @@ class PipelineParallel(Parallel):
         self._check(run)
         loop = run.config.loop
         rows = loop.batch_size * loop.accumulate
-        run.batches = _JoinedBatches(run.batches, loop.accumulate)
+
+        def joined(batches: BatchSource) -> Batch:
+            inputs, targets = zip(*(next(batches) for _ in range(loop.accumulate)), strict=True)
+            return torch.cat(inputs), torch.cat(targets)
+
+        run.batches = WrappedBatches(run.batches, joined)
         run.config = msgspec.structs.replace(
             run.config, loop=msgspec.structs.replace(loop, batch_size=rows, accumulate=1)
         )
@@ -175,15 +180,3 @@ class PipelineParallel(Parallel):
             processes=run.world.size,
             weights=len(own),
         )
-
-
-class _JoinedBatches(WrappedBatches):
-    """The batches of a step joined into one."""
-
-    def __init__(self, inner: BatchSource, count: int) -> None:
-        super().__init__(inner)
-        self._count = count
-
-    def __next__(self) -> Batch:
-        inputs, targets = zip(*(next(self.inner) for _ in range(self._count)), strict=True)
-        return torch.cat(inputs), torch.cat(targets)

@@ -50,18 +50,15 @@ def _is_placed(parameter: DTensor | None, placement: Shard, size: int) -> bool:
 class ShardLayout:
     """Makes full tensors of shards, and shards of full tensors.
 
-    Parameters
-    ----------
-    rows : mapping of str to Tensor
-        For parameters whose rows are not sharded in their order: int64, the numbers of the rows in the order in which
-        the processes have them.
+    ``rows`` is for parameters whose rows are not sharded in their order: int64, the numbers of the rows in the order in
+    which the processes have them.
     """
 
     def __init__(self, world: World, rows: Mapping[str, Tensor] | None = None) -> None:
         self._world = world
         self._rows = rows or {}
 
-    def full(self, name: str, shard: DTensor) -> Tensor:
+    def full(self, name: str, shard: Any) -> Tensor:
         """Return the full tensor of a shard of a parameter or its state; empty in processes that do not save it."""
         found = self._world.full_tensor(shard)
         if name not in self._rows or not found.numel():
@@ -79,12 +76,7 @@ class ShardLayout:
 def use_sharded_parameters(run: Run, before: Mapping[str, nn.Parameter], layout: ShardLayout) -> None:
     """Give the optimizers and the average the sharded parameters, and make checkpoints hold full tensors.
 
-    Parameters
-    ----------
-    run : Run
-        A run whose model has DTensors as parameters.
-    before : mapping of str to Parameter
-        The parameters that the model was built with, by name.
+    ``before`` has the parameters that the model was built with; now they are DTensors.
     """
     now = dict(run.model.named_parameters())
     new = {id(old): now[name] for name, old in before.items()}
@@ -95,11 +87,12 @@ def use_sharded_parameters(run: Run, before: Mapping[str, nn.Parameter], layout:
     run.average = _ShardedAverage(run.model, run.config.ema.decay, layout)
     _save_full_weights(run.model, layout)
     clip = run.operations.clip
-    run.operations.clip = lambda: _full_norm(clip())
 
+    def clip_to_full_norm() -> Tensor:
+        norm = clip()
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-def _full_norm(norm: Tensor) -> Tensor:
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    run.operations.clip = clip_to_full_norm
 
 
 def sharded_parameters(model: nn.Module) -> dict[str, DTensor]:
@@ -114,7 +107,7 @@ def _save_full_weights(model: nn.Module, layout: ShardLayout) -> None:
         full: dict[int, Tensor] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if id(parameter) not in full:
-                full[id(parameter)] = layout.full(name, parameter.data)  # type: ignore[arg-type]
+                full[id(parameter)] = layout.full(name, parameter.data)
             state[prefix + name] = full[id(parameter)]
 
     def shard(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
@@ -159,14 +152,11 @@ class _ShardedAverage(WeightAverage):
         super().__init__(model, decay)
         self._layout = layout
 
-    def _shards(self) -> dict[str, Any]:
-        return super().state_dict()
-
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the full averages by parameter."""
-        return {name: self._layout.full(name, each) for name, each in self._shards().items()}
+        return {name: self._layout.full(name, each) for name, each in super().state_dict().items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restore what `state_dict` returned."""
-        shards = self._shards().items()
-        super().load_state_dict({name: self._layout.shard(name, state[name], like) for name, like in shards})
+        shards: dict[str, Any] = super().state_dict()
+        super().load_state_dict({name: self._layout.shard(name, state[name], like) for name, like in shards.items()})

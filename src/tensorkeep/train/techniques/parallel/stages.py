@@ -17,14 +17,10 @@ from tensorkeep.train.run.world import World
 
 
 class Stages:
-    """The blocks of a model, split among the processes of a run; the last process also has the head.
+    """The blocks of a model, split among the processes of a run.
 
-    Attributes
-    ----------
-    blocks : range
-        The numbers of the blocks that this process has.
-    first, last : bool
-        Whether it has the embeddings, or the final norm and the head.
+    ``blocks`` are the numbers of those that this process has. The ``first`` process also has the embeddings, the
+    ``last`` one the final norm and the head.
     """
 
     def __init__(self, model: GPT, world: World) -> None:

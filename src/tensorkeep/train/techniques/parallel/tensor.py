@@ -52,7 +52,8 @@ class TensorParallel(ShardedParallel):
                 before[name].copy_(before[name][order.to(run.device)])
         for block in model.blocks:
             plan = {name: ColwiseParallel() for name in _BY_ROWS} | {name: RowwiseParallel() for name in _BY_COLUMNS}
-            parallelize_module(block, mesh, {name: style for name, style in plan.items() if _has_linear(block, name)})
+            layers = dict(block.named_modules())
+            parallelize_module(block, mesh, {name: style for name, style in plan.items() if name in layers})
             block.attention.n_heads //= size  # type: ignore[union-attr, operator]
             for norm in (block.norm1, block.norm2):
                 _replicate(norm, mesh)  # type: ignore[arg-type]
@@ -104,13 +105,6 @@ def _placements(model: GPT) -> dict[str, Shard]:
         elif layer.endswith(_BY_COLUMNS) and kind == "weight":
             found[name] = Shard(1)
     return found
-
-
-def _has_linear(block: nn.Module, name: str) -> bool:
-    try:
-        return isinstance(block.get_submodule(name), nn.Linear)
-    except AttributeError:
-        return False
 
 
 def _rows_by_head(model: GPT, size: int) -> dict[str, Tensor]:
