@@ -124,8 +124,8 @@ def test_the_list_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: os.terminal_size((60, 24)))
     import torch
 
-    for each in techniques._listed(Machine(torch.device("cpu"))):
+    for each in techniques._described(Machine(torch.device("cpu"))):
         techniques._print_one(each)
         lines = capsys.readouterr().out.splitlines()
-        assert lines[0] == f"{each.name} ({each.kind})"
+        assert lines[0] == f"{each['name']} ({each['kind']})"
         assert all(len(line) <= 60 for line in lines)

@@ -45,7 +45,7 @@ def stage(seconds: Mapping[Setting, list[float]]) -> Stage:
 
 def run(*arguments: str | Path) -> int:
     command, bound, _ = build_app().parse_args(["tune", *map(str, arguments)], exit_on_error=False, print_error=False)
-    return command(*bound.args, **bound.kwargs)
+    return command(*bound.args, **bound.kwargs) or 0
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,20 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from cyclopts.validators import Number
 
-from tensorkeep.cli.bench_run import DEFAULT_OPTIONS, RunOptions, Runs, Seconds, run_experiment
-from tensorkeep.cli.options import Switch
+from tensorkeep.cli.bench_run import DEFAULT_OPTIONS, Overwrite, Resume, RunOptions, Runs, Seconds, run_experiment
+from tensorkeep.cli.options import AtLeastOne
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.errors import UsageError
 
 Model = Annotated[str | None, Parameter(metavar="SPEC")]
-Directory = Annotated[Path | None, Parameter(name="--dir")]
+Directory = Annotated[
+    Path | None,
+    Parameter(
+        name="--dir",
+        help="A folder on the disk to measure; the folder of --out by default. What is written there is removed.",
+    ),
+]
 
 
 def checkpoint(
@@ -40,8 +45,6 @@ def checkpoint(
         A smaller state for arms that are marked slow (such as chunks of 64 elements); the report names them.
     with_optimizer
         adamw: add the state of the optimizer, twice the size of the weights.
-    directory
-        A folder on the disk to measure; the folder of --out by default. What is written there is removed.
     """
     if source is not None and model is not None:
         raise UsageError("--from and --model exclude each other", remedy="give one of them")
@@ -58,8 +61,8 @@ def claims(
     runs: Runs = None,
     directory: Directory = None,
     out: Path | None = None,
-    resume: Annotated[bool, Switch] = False,
-    overwrite: Annotated[bool, Switch] = False,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
     output: Output = DEFAULT,
 ) -> int:
     """Check published claims about checkpoint formats on this machine.
@@ -71,16 +74,8 @@ def claims(
     ----------
     model
         The state to save; a small OpenLLaMA by default, because chunks of 64 elements are slow.
-    runs
-        Number of runs of each arm.
-    directory
-        A folder on the disk to measure; the folder of --out by default. What is written there is removed.
     out
         The folder of results.json and report.html; bench-claims by default.
-    resume
-        Continue an interrupted run in --out.
-    overwrite
-        Replace the results in --out.
     """
     options = RunOptions(experiment="claims", runs=runs, out=out, resume=resume, overwrite=overwrite)
     return checkpoint(model=model, directory=directory, options=options, output=output)
@@ -90,7 +85,7 @@ def training(
     *,
     recipe: str | None = None,
     data: str | None = None,
-    steps: Annotated[int | None, Parameter(validator=Number(gte=1))] = None,
+    steps: Annotated[int | None, AtLeastOne] = None,
     equal_time: Seconds = None,
     options: RunOptions = DEFAULT_OPTIONS,
     output: Output = DEFAULT,

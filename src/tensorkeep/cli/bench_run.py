@@ -7,28 +7,28 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
-from cyclopts.validators import Number
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from tensorkeep.bench.experiment.library import read_experiment, shipped
 from tensorkeep.bench.experiment.plan import Plan
 from tensorkeep.bench.results import Cell, Limits, Results
 from tensorkeep.bench.results_file import FILE_NAME, read_results
-from tensorkeep.bench.run.runner import ExperimentRun, Listener, plan_results
-from tensorkeep.cli.options import SIZE, Switch
+from tensorkeep.bench.run.runner import ExperimentRun, plan_results
+from tensorkeep.cli.options import SIZE, AtLeastOne, Switch
 from tensorkeep.cli.output import Output
 from tensorkeep.cli.report import report_run
 from tensorkeep.cli.text import Table, printable
 from tensorkeep.errors import DestinationExistsError, UsageError
 from tensorkeep.units import format_seconds
 
-if TYPE_CHECKING:
-    from rich.progress import Progress
-
-Runs = Annotated[int | None, Parameter(validator=Number(gte=1))]
-Seconds = Annotated[int | None, Parameter(validator=Number(gte=1), metavar="SECONDS")]
+Runs = Annotated[int | None, AtLeastOne, Parameter(help="Number of runs of each arm.")]
+Resume = Annotated[bool, Switch, Parameter(help="Continue an interrupted run in --out.")]
+Overwrite = Annotated[bool, Switch, Parameter(help="Replace the results in --out.")]
+Seconds = Annotated[int | None, AtLeastOne, Parameter(metavar="SECONDS")]
 
 _FLAGS = {"seconds": "--equal-time"}
 """The flags of settings that are not named as their setting."""
@@ -43,8 +43,6 @@ class RunOptions:
     ----------
     experiment : str or None
         What to compare: the name of an experiment or a JSON file; --list shows the names.
-    runs : int or None
-        Number of runs of each arm.
     arms : list of str or None
         Run only these arms; the baseline is always measured. The option may be repeated.
     seed : int or None
@@ -55,10 +53,6 @@ class RunOptions:
         A cell that uses more memory is ended and reported.
     out : Path or None
         The folder of results.json and report.html; bench-EXPERIMENT by default.
-    resume : bool
-        Continue an interrupted run in --out.
-    overwrite : bool
-        Replace the results in --out.
     list_ : bool
         Show the experiments that come with Tensorkeep.
     """
@@ -70,13 +64,9 @@ class RunOptions:
     time_limit: Seconds = None
     memory_limit: Annotated[int | None, SIZE] = None
     out: Path | None = None
-    resume: Annotated[bool, Switch] = False
-    overwrite: Annotated[bool, Switch] = False
+    resume: Resume = False
+    overwrite: Overwrite = False
     list_: Annotated[bool, Switch, Parameter(name="--list")] = False
-
-    def design(self) -> dict[str, object]:
-        """Return the options that change the design of an experiment, by field."""
-        return {name: getattr(self, name) for name in ("runs", "arms", "seed", "time_limit", "memory_limit")}
 
 
 DEFAULT_OPTIONS = RunOptions()
@@ -92,25 +82,30 @@ def run_experiment(
 ) -> int:
     """List the experiments of a workload, or run or resume one; return the exit code.
 
-    Parameters
-    ----------
-    workload : str
-        ``"checkpoint"`` or ``"training"``.
-    default : str
-        The experiment that runs if ``options`` names none.
-    settings : mapping of str to object
-        Replacements for settings of the experiment, without those that were not given.
-    options : RunOptions
-    output : Output
-    directory : Path, optional
-        A folder on the disk to measure.
+    ``default`` is the experiment that runs if the options name none. ``settings`` replace those of the experiment, and
+    ``directory`` is a folder on the disk to measure.
     """
     if options.list_:
-        return _list_experiments(workload, output)
+        experiments = shipped(workload)
+        rows = list(experiments.items())
+        output.show({"experiments": experiments}, Table(("experiment", "what it compares"), rows).show)
+        return 0
     if options.resume:
-        _refuse_changes({**settings, **options.design()})
+        design = {name: getattr(options, name) for name in ("runs", "arms", "seed", "time_limit", "memory_limit")}
+        for name, value in {**settings, **design}.items():
+            if value is not None:
+                flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
+                remedy = "omit it, or choose another --out"
+                raise UsageError(f"{flag} cannot be changed in a resumed run", remedy=remedy)
         return _resume(workload, default, options, directory, output)
-    plan = _read_plan(options.experiment or default, workload).with_settings(**settings)
+    name = options.experiment or default
+    plan = read_experiment(name)
+    if (other := plan.experiment.workload) != workload:
+        raise UsageError(
+            f"the experiment {plan.experiment.name!r} measures the workload {other!r}",
+            remedy=f"tensorkeep bench {other} --experiment {shlex.quote(name)}",
+        )
+    plan = plan.with_settings(**settings)
     limits = plan.experiment.limits
     limits = Limits(
         limits.seconds if options.time_limit is None else options.time_limit,
@@ -120,31 +115,6 @@ def run_experiment(
     if options.arms is not None:
         plan = plan.only(options.arms)
     return _start(plan, options, directory, output)
-
-
-def _list_experiments(workload: str, output: Output) -> int:
-    experiments = shipped(workload)
-    rows = list(experiments.items())
-    output.show({"experiments": experiments}, lambda: Table(("experiment", "what it compares"), rows).show())
-    return 0
-
-
-def _read_plan(name: str, workload: str) -> Plan:
-    """Read and check an experiment; UsageError if it does not exist, is invalid, or measures another workload."""
-    plan = read_experiment(name)
-    if (other := plan.experiment.workload) != workload:
-        raise UsageError(
-            f"the experiment {plan.experiment.name!r} measures the workload {other!r}",
-            remedy=f"tensorkeep bench {other} --experiment {shlex.quote(name)}",
-        )
-    return plan
-
-
-def _refuse_changes(changes: Mapping[str, object]) -> None:
-    for name, value in changes.items():
-        if value is not None:
-            flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
-            raise UsageError(f"{flag} cannot be changed in a resumed run", remedy="omit it, or choose another --out")
 
 
 def _start(plan: Plan, options: RunOptions, directory: Path | None, output: Output) -> int:
@@ -208,8 +178,8 @@ def _run(folder: Path, results: Results, output: Output) -> int:
     file, page = folder / FILE_NAME, folder / "report.html"
     run = ExperimentRun(results, file, _measured_folder(results, folder))
     try:
-        with _interrupt_on_signals(), _listener(results, output) as listener:
-            run.execute(listener)
+        with _interrupt_on_signals(), _progress(output) as progress:
+            run.execute(_Bar(progress))
     except KeyboardInterrupt:
         if any(cell.status == "ok" for cell in run.results.cells):
             report_run(file, page, output)
@@ -235,40 +205,21 @@ def _interrupt_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-@contextmanager
-def _listener(results: Results, output: Output) -> Iterator[Listener]:
-    if not output.draws_progress:
-        yield _Silent()
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[left]}"),
+def _progress(output: Output) -> Progress:
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
+    left = TextColumn("{task.fields[left]}")
+    console = Console(stderr=True, quiet=not output.draws_progress)
+    return Progress(
+        *columns, left, console=console, transient=True, auto_refresh=False, disable=not output.draws_progress
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
-        yield _Bar(bar, len(results.cells))
-
-
-class _Silent:
-    """A listener that prints nothing."""
-
-    def preparing(self) -> None: ...
-
-    def cell_started(self, cell: Cell, done: int, total: int, seconds_left: float | None) -> None: ...
-
-    def cell_ended(self, cell: Cell) -> None: ...
 
 
 class _Bar:
     """A progress bar with the current arm, and the time left if it can be estimated."""
 
-    def __init__(self, bar: "Progress", total: int) -> None:
+    def __init__(self, bar: Progress) -> None:
         self._bar = bar
-        self._task = bar.add_task("", total=total, left="")
+        self._task = bar.add_task("", total=None, left="")
 
     def preparing(self) -> None:
         self._bar.update(self._task, description="preparing what is measured", refresh=True)

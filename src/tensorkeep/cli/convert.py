@@ -6,7 +6,7 @@ from tensorkeep.checkpoint.inspect.convert import convert as write_converted
 from tensorkeep.checkpoint.save.job import SaveReport
 from tensorkeep.cli.options import SIZE, Globs, Switch, Threads
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import counted, printable, ratio
+from tensorkeep.cli.text import counted, ratio, say
 from tensorkeep.units import format_bytes, format_rate, format_seconds
 
 
@@ -25,7 +25,7 @@ def convert(
     threads: Threads = None,
     memory_budget: Annotated[int | None, SIZE] = None,
     output: Output = DEFAULT,
-) -> int:
+) -> None:
     """Write a checkpoint in another format or with another compression.
 
     Parameters
@@ -49,8 +49,6 @@ def convert(
         The format of the source; detected by default.
     shard_bytes
         Start a new file after this many bytes, such as 4GB.
-    threads
-        The number of threads.
     memory_budget
         The limit on the memory of all buffers; 256MiB by default.
     """
@@ -72,16 +70,13 @@ def convert(
             **options,
         )
     output.show(report.as_dict(), lambda: _print_report(source, report))
-    return 0
 
 
 def _print_report(source: str, report: SaveReport) -> None:
     coded = "" if report.compression == "none" else f", {report.compression}"
-    print(
-        printable(
-            f"converted {source} to {report.path} ({report.format}{coded}): {counted(report.tensors, 'tensor')}, "
-            f"{format_bytes(report.state_bytes)} raw, {format_bytes(report.stored_bytes)} stored "
-            f"({ratio(report.state_bytes, report.stored_bytes)}), {format_seconds(report.seconds)} "
-            f"at {format_rate(report.state_bytes, report.seconds)}"
-        )
+    say(
+        f"converted {source} to {report.path} ({report.format}{coded}): {counted(report.tensors, 'tensor')}, "
+        f"{format_bytes(report.state_bytes)} raw, {format_bytes(report.stored_bytes)} stored "
+        f"({ratio(report.state_bytes, report.stored_bytes)}), {format_seconds(report.seconds)} "
+        f"at {format_rate(report.state_bytes, report.seconds)}"
     )

@@ -8,7 +8,7 @@ from cyclopts import Parameter
 
 from tensorkeep.cli.options import Switch
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import Table, counted, printable
+from tensorkeep.cli.text import Table, counted, say
 from tensorkeep.train.data.dataset import SPLITS, Dataset
 from tensorkeep.train.data.prepare import prepare as make
 from tensorkeep.units import format_bytes
@@ -35,7 +35,7 @@ def prepare(
     encoding: str = "utf-8",
     overwrite: Annotated[bool, Switch] = False,
     output: Output = DEFAULT,
-) -> int:
+) -> None:
     """Tokenize text for a training run.
 
     Parameters
@@ -71,11 +71,10 @@ def prepare(
             progress=progress,
         )
     following = f"tensorkeep train shakespeare-char-cpu --data {shlex.quote(str(out))}"
-    output.show({**made.as_dict(), "next": following}, lambda: _print_made(out, made.about, following))
-    return 0
+    output.show({**made.as_dict(), "next": following}, lambda: _print_about(out, made.about, "", f"next: {following}"))
 
 
-def info(directory: Path, /, *, verify: Annotated[bool, Switch] = False, output: Output = DEFAULT) -> int:
+def info(directory: Path, /, *, verify: Annotated[bool, Switch] = False, output: Output = DEFAULT) -> None:
     """Show the contents of a folder of prepared data.
 
     Parameters
@@ -90,37 +89,20 @@ def info(directory: Path, /, *, verify: Annotated[bool, Switch] = False, output:
     # Several tokens can make up one character, so more tokens are decoded than characters are shown.
     sample = dataset.tokenizer.decode(dataset.train[: 4 * _SAMPLE])[:_SAMPLE]
     document = {"path": str(directory), **dataset.about, "verified": verify, "sample": sample}
-    output.show(document, lambda: _print_info(directory, document))
-    return 0
+    verified = ["verified: the checksum is right and all tokens are in the vocabulary"] if verify else []
+    output.show(document, lambda: _print_about(directory, document, *verified, "", *sample.splitlines()))
 
 
-def _print_made(out: Path, about: dict[str, Any], following: str) -> None:
-    _print_about(out, about)
-    print()
-    print(printable(f"next: {following}"))
-
-
-def _print_info(directory: Path, document: dict[str, Any]) -> None:
-    _print_about(directory, document)
-    if document["verified"]:
-        print("verified: the checksum is right and all tokens are in the vocabulary")
-    print()
-    for line in document["sample"].splitlines():
-        print(printable(line))
-
-
-def _print_about(folder: Path, about: dict[str, Any]) -> None:
+def _print_about(folder: Path, about: dict[str, Any], *more: str) -> None:
     source = about["source"]
     text = f"{format_bytes(source['bytes'])} of {source['encoding']}, {counted(source['characters'], 'character')}"
     files = f"{counted(source['files'], 'file')}" if source["kind"] != "stdin" else "standard input"
-    print(printable(f"{folder}: {about['tokenizer']} tokens of {source['spec']} ({files}, {text})"))
-    print(f"vocabulary of {about['vocab_size']:,}, {about['dtype']}, fingerprint {about['fingerprint']}")
-    print()
-    documents = source["documents"] is not None
-    rows = [_row(split, about["splits"][split], documents=documents) for split in SPLITS]
-    Table(("split", ">tokens", *([">documents"] if documents else [])), rows).show()
-
-
-def _row(name: str, split: dict[str, Any], *, documents: bool) -> tuple[str, ...]:
-    row = (name, f"{split['tokens']:,}")
-    return (*row, f"{split['documents'] or 0:,}") if documents else row
+    say(
+        f"{folder}: {about['tokenizer']} tokens of {source['spec']} ({files}, {text})",
+        f"vocabulary of {about['vocab_size']:,}, {about['dtype']}, fingerprint {about['fingerprint']}",
+        "",
+    )
+    columns = ["tokens"] if source["documents"] is None else ["tokens", "documents"]
+    rows = [(split, *(f"{about['splits'][split][column] or 0:,}" for column in columns)) for split in SPLITS]
+    Table(("split", *(f">{column}" for column in columns)), rows).show()
+    say(*more)

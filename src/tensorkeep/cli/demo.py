@@ -3,11 +3,10 @@
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from cyclopts import Parameter
-from cyclopts.validators import Number
 
 from tensorkeep.bench.checkpoint.measure import STORED
 from tensorkeep.bench.checkpoint.state_pair import StatePair
@@ -17,10 +16,9 @@ from tensorkeep.bench.demo import checkpoint as stages
 from tensorkeep.bench.demo.checkpoint import DamageReport, Figure, figures
 from tensorkeep.bench.run.rounds import Rounds
 from tensorkeep.checkpoint.load.verify import VerifyReport
-from tensorkeep.cli.demo_text import DemoText
-from tensorkeep.cli.options import Switch
+from tensorkeep.cli.options import AtLeastOne, Switch
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import Table, counted, printable
+from tensorkeep.cli.text import Table, counted, say
 from tensorkeep.errors import UsageError
 from tensorkeep.units import format_bytes, format_seconds
 
@@ -39,7 +37,7 @@ def demo(
     *,
     scale: float | None = None,
     source: Annotated[Path | None, Parameter(name="--from")] = None,
-    rounds: Annotated[int | None, Parameter(validator=Number(gte=1))] = None,
+    rounds: Annotated[int | None, AtLeastOne] = None,
     directory: Annotated[Path, Parameter(name="--dir")] = Path(),
     training: Annotated[bool, Switch] = False,
     out: Path = Path("demo-run"),
@@ -77,40 +75,49 @@ def demo(
     scale = stages.DEFAULT_SCALE if scale is None else scale
     count = rounds or stages.DEFAULT_ROUNDS
     seconds = stages.LONGEST_SECONDS if rounds is None else math.inf
-    text, visits = DemoText(output), count * len(COMMON_TOOLS)
+    visits = count * len(COMMON_TOOLS)
     with stages.temporary_folder(directory) as folder:
         with output.status("building the state"):
             states = stages.build_states(folder, source or stages.model_spec(scale))
-        _print_state(text, states, source, scale)
+        _print_state(output, states, source, scale)
         with output.status("measuring") as status:
 
             def progress(done: int, arm: str) -> None:
                 status(f"measuring {arm} ({done + 1} of at most {visits})")
 
             measured = stages.compare_tools(folder, states, count, seconds, progress)
-        _print_comparison(text, measured)
+        _print_comparison(output, measured)
         with output.status("verifying"):
             intact = stages.save_and_verify(folder, states)
             damaged = stages.damage_and_verify(folder)
-        _print_verified(text, intact, damaged)
+        _print_verified(output, intact, damaged)
     found = intact.ok and not damaged.report.ok
-    document = {"ok": found, **_document(states, source, measured, intact, damaged)}
+    document = {
+        "ok": found,
+        "source": None if source is None else str(source),
+        "tensors": len(states.flat.leaves),
+        "state_bytes": states.nbytes,
+        "measures": msgspec.to_builtins(figures(measured)),
+        "rounds": msgspec.to_builtins(measured),
+        "verify": intact.as_dict(),
+        "damage": {"flip": asdict(damaged.flip), "verify": damaged.report.as_dict(), "refusal": damaged.refusal},
+    }
     output.show(document, lambda: _print_next(source))
     return 0 if found else 1
 
 
-def _print_state(text: DemoText, states: StatePair, source: Path | None, scale: float) -> None:
+def _print_state(output: Output, states: StatePair, source: Path | None, scale: float) -> None:
     what = f"random bfloat16 weights, with the names and shapes of OpenLLaMA-3B scaled by {scale:g}"
     limits = []
     if source is not None:
         what = str(source)
         limits = ["safetensors stores only tensors under flat names, so only these are compared."]
     amount = f"{counted(len(states.flat.leaves), 'tensor')}, {format_bytes(states.nbytes)}"
-    text.paragraph(f"1. The state: {amount}: {what}.", *limits)
+    output.paragraph(f"1. The state: {amount}: {what}.", *limits)
 
 
-def _print_comparison(text: DemoText, rounds: Rounds) -> None:
-    text.paragraph(
+def _print_comparison(output: Output, rounds: Rounds) -> None:
+    output.paragraph(
         "2. Save and load with torch, safetensors, tensorkeep, and tensorkeep with lossless compression: the median of "
         f"{counted(rounds.count, 'round')}, each in random order. 2.00x: twice as fast as torch in the same round. "
         "66%: of the bytes that torch writes to the disk."
@@ -120,13 +127,15 @@ def _print_comparison(text: DemoText, rounds: Rounds) -> None:
     rows = [
         (_LABELS[measure], *(_cell(name, measure, row.get(name)) for name in names)) for measure, row in table.items()
     ]
-    text.table(Table(("=", *(f">{name}" for name in names)), rows))
+    output.say("")
+    if output.shows_text:
+        Table(("=", *(f">{name}" for name in names)), rows).show()
     notes = [f"not run: {reason}" for reason in rounds.not_run.values()]
     notes += [f"{word}: {meaning}" for word, meaning in _MEANINGS.items() if any(word in measure for measure in table)]
     if not any("cold" in measure for measure in table):
         notes.append("cold: not measured, because this file system keeps its files in memory (try another --dir)")
     checks = "Every load returned every bit. Of the four, only the two of tensorkeep verify checksums when they load."
-    text.paragraph(*notes, checks)
+    output.paragraph(*notes, checks)
 
 
 def _cell(arm: str, measure: str, figure: Figure | None) -> str:
@@ -139,9 +148,9 @@ def _cell(arm: str, measure: str, figure: Figure | None) -> str:
     return f"{value}  {f'{ratio:.0%}' if measure == STORED else f'{ratio:.2f}x':>6}"
 
 
-def _print_verified(text: DemoText, intact: VerifyReport, damaged: DamageReport) -> None:
+def _print_verified(output: Output, intact: VerifyReport, damaged: DamageReport) -> None:
     verdict = "no damage" if intact.ok else "the checkpoint is corrupt"
-    text.paragraph(
+    output.paragraph(
         f"3. Verify: `tensorkeep verify` reads all {counted(intact.tensors, 'tensor')} and checks the checksums "
         f"({intact.checked}): {verdict}."
     )
@@ -151,7 +160,7 @@ def _print_verified(text: DemoText, intact: VerifyReport, damaged: DamageReport)
         f"{problem.message}."
         for problem in damaged.report.problems
     ]
-    text.paragraph(
+    output.paragraph(
         f"4. Damage: one bit is flipped in a copy: byte {flip.offset:,} of {flip.file}, "
         f"from 0x{flip.before:02x} to 0x{flip.after:02x}.",
         *(found if not damaged.report.ok else ["`tensorkeep verify` did not notice."]),
@@ -163,25 +172,5 @@ def _print_next(source: Path | None) -> None:
     command = "demo --from YOUR_CHECKPOINT"
     if source is not None:
         command = f"convert {source} smaller --to native --compression lossless"
-    print(f"\nNext:       {printable(f'tensorkeep {command}')}")
-    print('in Python:  tensorkeep.save(state, "step-1000", compression="lossless")')
-
-
-def _document(
-    states: StatePair, source: Path | None, rounds: Rounds, intact: VerifyReport, damaged: DamageReport
-) -> dict[str, Any]:
-    return {
-        "source": None if source is None else str(source),
-        "tensors": len(states.flat.leaves),
-        "state_bytes": states.nbytes,
-        "measures": {
-            measure: {arm: asdict(figure) for arm, figure in row.items()} for measure, row in figures(rounds).items()
-        },
-        "rounds": msgspec.to_builtins(rounds),
-        "verify": intact.as_dict(),
-        "damage": {
-            "flip": asdict(damaged.flip),
-            "verify": damaged.report.as_dict(),
-            "refusal": damaged.refusal,
-        },
-    }
+    say("", f"Next:       tensorkeep {command}")
+    say('in Python:  tensorkeep.save(state, "step-1000", compression="lossless")')

@@ -6,11 +6,11 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from tensorkeep.checkpoint.inspect.diff import DiffReport, Mismatch
+from tensorkeep.checkpoint.inspect.diff import DiffReport
 from tensorkeep.checkpoint.inspect.diff import diff as compare
-from tensorkeep.cli.options import Globs, Size, Threads
+from tensorkeep.cli.options import Globs, MemoryBudget, Threads
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import Table, counted, printable
+from tensorkeep.cli.text import Table, counted, say
 from tensorkeep.io.buffers import DEFAULT_BUDGET
 
 Tolerance = Annotated[float, Parameter(validator=Number(gte=0))]
@@ -25,36 +25,27 @@ def diff(
     rtol: Tolerance = 0.0,
     select: Globs = None,
     threads: Threads = None,
-    memory_budget: Size = DEFAULT_BUDGET,
+    memory_budget: MemoryBudget = DEFAULT_BUDGET,
     output: Output = DEFAULT,
 ) -> int:
     """Compare two checkpoints of any format; exit code 1 if they differ.
 
     Parameters
     ----------
-    a, b
-        The checkpoints.
+    a
+        The first checkpoint.
+    b
+        The second checkpoint.
     atol
         Elements are equal when |a - b| <= atol + rtol * |b|. Without both, their bits are compared.
     rtol
         See --atol.
     select
         Compare only tensors whose names match this glob, without plain values; may be repeated.
-    threads
-        The number of threads.
-    memory_budget
-        The limit on the memory of all buffers.
     """
     with output.meter("comparing") as progress:
         report = compare(
-            a,
-            b,
-            atol=atol,
-            rtol=rtol,
-            select=select,
-            progress=progress,
-            threads=threads,
-            memory_budget=memory_budget,
+            a, b, atol=atol, rtol=rtol, select=select, progress=progress, threads=threads, memory_budget=memory_budget
         )
     output.show(report.as_dict(), lambda: _print_report(report))
     return 0 if report.equal else 1
@@ -72,43 +63,29 @@ def _print_report(report: DiffReport) -> None:
     summary = ", ".join(f"{count:,} {what}" for count, what in counts if count) or "no tensors"
     values = f"; {counted(len(report.values), 'plain value')} changed" if report.values else ""
     verdict = "same" if report.equal else "different"
-    print(printable(f"{verdict}: {report.a} and {report.b}: tensors: {summary}{values}"))
+    say(f"{verdict}: {report.a} and {report.b}: tensors: {summary}{values}")
     if report.changed:
         print("\nchanged:")
-        Table(("name", ">elements", ">different", ">fraction", ">max |a-b|"), _changed(report)).show()
+        rows = [
+            (each.name, f"{each.elements:,}", f"{each.different:,}", _percent(each.share), f"{each.largest:.6g}")
+            for each in report.changed
+        ]
+        Table(("name", ">elements", ">different", ">fraction", ">max |a-b|"), rows).show()
     for title, mismatches in (
         ("reshaped", report.reshaped),
         ("of another dtype", report.retyped),
         ("plain values", report.values),
     ):
-        _print_mismatches(title, mismatches)
+        if mismatches:
+            print(f"\n{title}:")
+            Table(("name", "first", "second"), [(m.name, _text(m.a), _text(m.b)) for m in mismatches]).show()
     for title, names in (("added (only in the second)", report.added), ("removed (only in the first)", report.removed)):
         if names:
-            print(f"\n{title}:")
-            print("\n".join(map(printable, names)))
-
-
-def _changed(report: DiffReport) -> list[tuple[str, ...]]:
-    return [
-        (
-            found.name,
-            f"{found.elements:,}",
-            f"{found.different:,}",
-            _percent(found.share),
-            f"{found.largest:.6g}",
-        )
-        for found in report.changed
-    ]
+            say("", f"{title}:", *names)
 
 
 def _percent(fraction: float) -> str:
     return f"{fraction:.2%}" if fraction >= 0.0001 else "<0.01%"
-
-
-def _print_mismatches(title: str, mismatches: list[Mismatch]) -> None:
-    if mismatches:
-        print(f"\n{title}:")
-        Table(("name", "first", "second"), [(m.name, _text(m.a), _text(m.b)) for m in mismatches]).show()
 
 
 def _text(value: Any) -> str:

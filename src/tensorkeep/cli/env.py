@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import printable
+from tensorkeep.cli.text import say
 from tensorkeep.machine import describe
 from tensorkeep.units import format_bytes
 
 
-def env(*, path: Path = Path(), output: Output = DEFAULT) -> int:
+def env(*, path: Path = Path(), output: Output = DEFAULT) -> None:
     """Show versions, hardware and file system, for a bug report.
 
     Parameters
@@ -19,46 +19,27 @@ def env(*, path: Path = Path(), output: Output = DEFAULT) -> int:
     """
     document = describe(path)
     output.show(document, lambda: _print_environment(document))
-    return 0
 
 
 def _print_environment(document: dict[str, Any]) -> None:
-    lines = [(name, version or "not installed") for name, version in document["versions"].items()]
-    lines += [
-        ("cpu", _processor(document["processor"])),
-        ("memory", _memory(document["memory"])),
-        ("huge pages", document["memory"]["transparent_huge_pages"] or "unknown"),
-    ]
-    lines += [("device", f"{d['name']}, {format_bytes(d['total_bytes'])}") for d in document["devices"]] or [
-        ("device", "no CUDA device")
-    ]
-    lines += _storage(document["storage"])
-    width = max(len(label) for label, _ in lines)
-    for label, text in lines:
-        print(f"{label.ljust(width)}  {printable(text)}")
-
-
-def _processor(found: dict[str, Any]) -> str:
-    return f"{found['model']}, {found['usable_cores']} of {found['cores']} cores usable"
-
-
-def _memory(found: dict[str, Any]) -> str:
+    processor, memory, storage = document["processor"], document["memory"], document["storage"]
+    devices = [f"{each['name']}, {format_bytes(each['total_bytes'])}" for each in document["devices"]]
     sizes = {
-        "in all": found["total_bytes"],
-        "available": found["available_bytes"],
-        "at most here": found["limit_bytes"],
+        "in all": memory["total_bytes"],
+        "available": memory["available_bytes"],
+        "at most here": memory["limit_bytes"],
     }
-    return ", ".join(f"{format_bytes(size)} {meaning}" for meaning, size in sizes.items() if size is not None)
-
-
-def _storage(found: dict[str, Any]) -> list[tuple[str, str]]:
-    if found["direct_io"] is None:
-        direct = f"unknown: {found['problem']}"
-    else:
-        direct = "yes" if found["direct_io"] else "no: checkpoints go through the page cache"
-    return [
-        ("folder", found["path"]),
-        ("file system", f"{found['file_system'] or 'unknown'}, mounted at {found['mount_point'] or '?'}"),
-        ("free space", f"{format_bytes(found['free_bytes'])} of {format_bytes(found['total_bytes'])}"),
-        ("direct I/O", direct),
+    direct = "yes" if storage["direct_io"] else "no: checkpoints go through the page cache"
+    lines = [
+        *((name, version or "not installed") for name, version in document["versions"].items()),
+        ("cpu", f"{processor['model']}, {processor['usable_cores']} of {processor['cores']} cores usable"),
+        ("memory", ", ".join(f"{format_bytes(size)} {what}" for what, size in sizes.items() if size is not None)),
+        ("huge pages", memory["transparent_huge_pages"] or "unknown"),
+        *(("device", device) for device in devices or ["no CUDA device"]),
+        ("folder", storage["path"]),
+        ("file system", f"{storage['file_system'] or 'unknown'}, mounted at {storage['mount_point'] or '?'}"),
+        ("free space", f"{format_bytes(storage['free_bytes'])} of {format_bytes(storage['total_bytes'])}"),
+        ("direct I/O", f"unknown: {storage['problem']}" if storage["direct_io"] is None else direct),
     ]
+    width = max(len(label) for label, _ in lines)
+    say(*(f"{label.ljust(width)}  {text}" for label, text in lines))

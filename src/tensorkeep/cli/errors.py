@@ -1,21 +1,4 @@
-"""How errors become messages and exit codes.
-
-====  ==========================================================================================
-code  meaning
-====  ==========================================================================================
-0     success
-1     a difference, or a failed check
-2     wrong usage of the command
-3     I/O error, or out of memory
-4     corrupt checkpoint
-5     not found, or not a checkpoint
-6     the destination exists
-7     unsupported: a dtype, a codec, a format, or an extra that is not installed
-70    a bug in Tensorkeep
-130   interrupted (Ctrl-C)
-141   the reader of the output has closed it (``tensorkeep ls x | head -1``)
-====  ==========================================================================================
-"""
+"""How errors become messages and exit codes, which ``docs/reference/exit-codes.md`` lists."""
 
 import difflib
 import errno
@@ -32,6 +15,7 @@ from tensorkeep.cli.text import printable
 from tensorkeep.errors import OutOfMemoryError, StoreError, TensorkeepError, UsageError, is_out_of_memory
 
 BROKEN_PIPE = 141
+"""The exit code if the reader of the output has closed it (``tensorkeep ls x | head -1``)."""
 
 # Which exit code is returned when several checkpoints fail: damage before I/O errors, those before missing paths.
 _SEVERITY = (4, 3, 5, 7, 6, 2, 1, 0)
@@ -85,8 +69,7 @@ def report_error(error: BaseException, *, as_json: bool, verbose: bool) -> int:
     failure = as_failure(error)
     if verbose and not isinstance(error, CycloptsError):
         traceback.print_exception(error, file=sys.stderr)
-    for line in error_lines(failure):
-        print(line, file=sys.stderr)
+    print(*error_lines(failure), sep="\n", file=sys.stderr)
     if as_json:
         with suppress(OSError):
             print(json.dumps({"error": failure.as_dict()}, indent=2))
@@ -97,14 +80,9 @@ def report_error(error: BaseException, *, as_json: bool, verbose: bool) -> int:
 
 def error_lines(failure: TensorkeepError) -> list[str]:
     """Return the one or two lines of an error, without control characters: names in it may come from hostile files."""
-    remedy = printable(failure.remedy) if failure.remedy else ""
-    text = str(failure)
-    if remedy:
-        text = text.removesuffix(f"\n{failure.remedy}")
-    if isinstance(failure, Interrupted):
-        return [printable(text), *([remedy] if remedy else [])]
-    prefix = "internal error" if isinstance(failure, InternalError) else "error"
-    return [f"{prefix}: {printable(text)}", *([remedy] if remedy else [])]
+    text = str(failure).removesuffix(f"\n{failure.remedy}")
+    prefix = {"interrupted": "", "internal": "internal error: "}.get(failure.kind, "error: ")
+    return [printable(line) for line in (f"{prefix}{text}", failure.remedy) if line]
 
 
 def _usage_error(error: CycloptsError) -> UsageError:

@@ -2,11 +2,11 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
-from tensorkeep.cli.options import Switch
+from tensorkeep.cli.options import Run, Switch, Which
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import printable
+from tensorkeep.cli.text import say
 from tensorkeep.train.export import export as write_export
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.trained import load_trained
@@ -14,25 +14,21 @@ from tensorkeep.units import format_bytes
 
 
 def export(
-    run: Path,
+    run: Run,
     /,
     *,
     out: Path,
-    which: Literal["last", "best"] = "last",
+    which: Which = "last",
     dtype: str | None = None,
     overwrite: Annotated[bool, Switch] = False,
     output: Output = DEFAULT,
-) -> int:
+) -> None:
     """Export the model of a run for Hugging Face transformers.
 
     Parameters
     ----------
-    run
-        The folder of the run.
     out
         The folder to create.
-    which
-        The last checkpoint, or the best one by validation loss.
     dtype
         The dtype of the weights; that of training by default.
     overwrite
@@ -51,5 +47,4 @@ def export(
     )
     document = {"step": trained.step.number, **asdict(report)}
     text = f"wrote {report.path}: {report.architecture} of step {trained.step.number}, {report.parameters:,} parameters"
-    output.show(document, lambda: print(printable(f"{text} in {report.dtype}, {format_bytes(report.stored_bytes)}")))
-    return 0
+    output.show(document, lambda: say(f"{text} in {report.dtype}, {format_bytes(report.stored_bytes)}"))

@@ -2,14 +2,14 @@
 
 import sys
 import time
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
+from tensorkeep.cli.options import Run, Which
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import counted, printable
+from tensorkeep.cli.text import counted, say
 from tensorkeep.train.generate import generate as continue_prompt
 from tensorkeep.train.generate import prompt_ids
 from tensorkeep.train.run.folder import RunFolder
@@ -17,7 +17,7 @@ from tensorkeep.train.run.trained import load_trained
 
 
 def generate(
-    run: Path,
+    run: Run,
     /,
     *,
     prompt: str | None = None,
@@ -26,17 +26,15 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
-    which: Literal["last", "best"] = "last",
+    which: Which = "last",
     device: str = "auto",
     cache: bool = True,
     output: Output = DEFAULT,
-) -> int:
+) -> None:
     """Continue a text with the model of a run.
 
     Parameters
     ----------
-    run
-        The folder of the run.
     prompt
         The text to continue; by default a new document or line.
     tokens
@@ -49,8 +47,6 @@ def generate(
         Sample from the most probable tokens with this total probability only.
     seed
         The seed of the sampling.
-    which
-        The last checkpoint, or the best one by validation loss.
     device
         The device of the model.
     cache
@@ -76,8 +72,7 @@ def generate(
     text = trained.tokenizer.decode(found)
     count = len(found) - len(ids)
     document: dict[str, Any] = {"step": trained.step.number, "text": text, "tokens": count, "seconds": seconds}
-    output.show(document, lambda: print("\n".join(map(printable, text.splitlines()))))
+    output.show(document, lambda: say(*text.splitlines()))
     if not output.json:
         output.note(f"{counted(count, 'token')} after step {trained.step.number}: {count / seconds:,.0f} tokens/s")
     sys.stdout.flush()
-    return 0

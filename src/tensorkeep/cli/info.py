@@ -10,9 +10,9 @@ from cyclopts.validators import Number
 
 from tensorkeep.checkpoint.inspect.info import InfoReport, Total, describe
 from tensorkeep.checkpoint.inspect.info import info as read_info
-from tensorkeep.cli.options import Switch
+from tensorkeep.cli.options import InputFormat, Switch
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import Table, counted, printable, ratio
+from tensorkeep.cli.text import Table, counted, ratio, say
 from tensorkeep.formats.base import Entry
 from tensorkeep.state import names
 from tensorkeep.units import format_bytes
@@ -23,9 +23,9 @@ def info(
     /,
     *,
     largest: Annotated[int, Parameter(validator=Number(gte=0))] = 10,
-    format: str | None = None,
+    format: InputFormat = None,
     output: Output = DEFAULT,
-) -> int:
+) -> None:
     """Show what a checkpoint contains, without reading a tensor.
 
     Parameters
@@ -34,12 +34,9 @@ def info(
         The checkpoint.
     largest
         How many of the largest tensors to show.
-    format
-        The format; detected by default.
     """
     report = read_info(path, format=format)
     output.show(report.as_dict(largest=largest), lambda: _print_info(report, largest))
-    return 0
 
 
 def ls(
@@ -47,9 +44,9 @@ def ls(
     /,
     *globs: str,
     long: Annotated[bool, Switch, Parameter(name=["--long", "-l"])] = False,
-    format: str | None = None,
+    format: InputFormat = None,
     output: Output = DEFAULT,
-) -> int:
+) -> None:
     """List the tensors of a checkpoint.
 
     Parameters
@@ -60,25 +57,21 @@ def ls(
         Only the tensors whose names match one of these, such as 'model.layers.0.*'.
     long
         Also show the part of the state that each tensor belongs to, and the tensor whose storage it shares.
-    format
-        The format; detected by default.
     """
     report = read_info(path, format=format)
     by_name = {entry.name: entry for entry in report.entries}
     entries = [by_name[name] for name in names.select(by_name, globs)] if globs else report.entries
     document = {"path": path, "format": report.format, "tensors": [describe(entry) for entry in entries]}
     output.show(document, lambda: _entries(entries, long=long).show())
-    return 0
 
 
 def _print_info(report: InfoReport, largest: int) -> None:
     total = report.total
-    print(printable(f"{report.path}: {', '.join(_headline(report))}"))
+    say(f"{report.path}: {', '.join(_headline(report))}")
     summary = f"{counted(total.tensors, 'tensor')}, {counted(total.elements, 'element')}"
     stored = f"{format_bytes(total.stored_bytes)} stored ({ratio(total.nbytes, total.stored_bytes)})"
     print(f"{summary}, {format_bytes(total.nbytes)} raw, {stored}")
-    for line in _history(report.details):
-        print(printable(line))
+    say(*_history(report.details))
     for what, totals in (("dtype", report.by_dtype), ("part", report.by_part), ("codec", report.by_codec)):
         print()
         _totals(what, totals).show()
@@ -92,14 +85,11 @@ def _print_info(report: InfoReport, largest: int) -> None:
 
 def _headline(report: InfoReport) -> list[str]:
     """Return the format and its properties as phrases."""
-    details = dict(report.details)
-    files = details.pop("files", None)
-    version = details.pop("version", None)
-    details.pop("step", None)
-    details.pop("history", None)
-    details.pop("space", None)
+    files, version = report.details.get("files"), report.details.get("version")
     phrases = [report.format if version is None else f"{report.format} {version}"]
-    for key, value in details.items():
+    for key, value in report.details.items():
+        if key in ("files", "version", "step", "history", "space"):
+            continue
         if key.endswith("_bytes") and isinstance(value, int):
             phrases.append(f"{key.removesuffix('_bytes')} {format_bytes(value)}")
         else:

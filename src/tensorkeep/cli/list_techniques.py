@@ -4,12 +4,12 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from typing import Any
 
 import msgspec
 
 from tensorkeep.cli.output import Output
-from tensorkeep.cli.text import Table, printable
+from tensorkeep.cli.text import Table, say
 from tensorkeep.errors import UnsupportedError, UsageError
 from tensorkeep.train.config.config import TECHNIQUES
 from tensorkeep.train.run.device import chosen_device
@@ -21,12 +21,7 @@ _INDENT = "    "
 
 
 def names_in(text: str | None) -> list[str]:
-    """Return the techniques that ``--technique`` names, with combinations expanded.
-
-    Parameters
-    ----------
-    text : str or None
-        Names separated by commas; None if the option is not given.
+    """Return the techniques in the comma-separated names of ``--technique``, with combinations expanded.
 
     Raises UsageError if it contains no name; UnsupportedError if a name is neither a technique nor a combination.
     """
@@ -55,56 +50,32 @@ def names_among(settings: Iterable[str]) -> Iterator[str]:
             yield setting.removeprefix(TECHNIQUES).partition(".")[0]
 
 
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """A technique in the list.
-
-    Attributes
-    ----------
-    name, kind, summary, effect, reference : str
-        The declarations of the technique.
-    settings : dict of str to object
-        The settings with their defaults.
-    lacks : str or None
-        What this machine lacks; None if the technique can run here with its defaults.
-    """
-
-    name: str
-    kind: str
-    summary: str
-    effect: str
-    reference: str
-    settings: dict[str, object]
-    lacks: str | None
-
-
-def list_techniques(output: Output, device: str) -> int:
+def list_techniques(output: Output, device: str) -> None:
     """Show all registered techniques and the named combinations."""
-    found = list(_listed(Machine(chosen_device(device))))
-    document = {"techniques": [asdict(each) for each in found], "combinations": COMBINATIONS}
-    output.show(document, lambda: _print(found))
-    return 0
+    found = list(_described(Machine(chosen_device(device))))
+    output.show({"techniques": found, "combinations": COMBINATIONS}, lambda: _print(found))
 
 
-def _listed(machine: Machine) -> Iterator[Listed]:
+def _described(machine: Machine) -> Iterator[dict[str, Any]]:
+    """Yield what is declared of each technique, and what the machine lacks, or None if it can run there by default."""
     for name in TECHNIQUE_CLASSES.names():
         technique = TECHNIQUE_CLASSES.get(name)
         settings = technique.Settings()
-        yield Listed(
-            name=name,
-            kind=technique.kind,
-            summary=technique.summary,
-            effect=technique.effect,
-            reference=technique.reference,
-            settings=msgspec.to_builtins(settings),
-            lacks=technique(settings).lacks(machine),
-        )
+        yield {
+            "name": name,
+            "kind": technique.kind,
+            "summary": technique.summary,
+            "effect": technique.effect,
+            "reference": technique.reference,
+            "settings": msgspec.to_builtins(settings),
+            "lacks": technique(settings).lacks(machine),
+        }
 
 
-def _print(found: Sequence[Listed]) -> None:
+def _print(found: Sequence[dict[str, Any]]) -> None:
     for title, shown in (
-        ("Can run here", [each for each in found if each.lacks is None]),
-        ("Cannot run here", [each for each in found if each.lacks is not None]),
+        ("Can run here", [each for each in found if each["lacks"] is None]),
+        ("Cannot run here", [each for each in found if each["lacks"] is not None]),
     ):
         if shown:
             print(f"{title}\n")
@@ -114,19 +85,13 @@ def _print(found: Sequence[Listed]) -> None:
     Table(("combination", "is"), combinations).show()
 
 
-def _print_one(each: Listed) -> None:
-    """Print the name of a technique, and its description indented below."""
-    print(printable(f"{each.name} ({each.kind})"))
-    settings = ", ".join(f"{name} = {msgspec.json.encode(value).decode()}" for name, value in each.settings.items())
-    for line in (each.lacks, each.summary, f"effect: {each.effect}", settings and f"settings: {settings}"):
-        if line:
-            _print_indented(line)
+def _print_one(each: dict[str, Any]) -> None:
+    """Print the name of a technique, and its description indented below; in a pipe each text is one line."""
+    say(f"{each['name']} ({each['kind']})")
+    settings = ", ".join(f"{name} = {msgspec.json.encode(value).decode()}" for name, value in each["settings"].items())
+    width = max(shutil.get_terminal_size().columns - len(_INDENT), 20)
+    for text in (each["lacks"], each["summary"], f"effect: {each['effect']}", settings and f"settings: {settings}"):
+        if text:
+            lines = textwrap.wrap(text, width, break_on_hyphens=False) if sys.stdout.isatty() else [text]
+            say(*(_INDENT + line for line in lines))
     print()
-
-
-def _print_indented(text: str) -> None:
-    """Print a text indented; in a pipe on one line."""
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-    lines = textwrap.wrap(text, max(width - len(_INDENT), 20), break_on_hyphens=False) if width else [text]
-    for line in lines:
-        print(printable(f"{_INDENT}{line}"))

@@ -1,6 +1,6 @@
 """The command line: parse, run the command, return an exit code.
 
-The exit codes are listed in `tensorkeep.cli.errors`. Commands are imported when they run, so that ``tensorkeep --help``
+A command returns its exit code, or None for 0. Commands are imported when they run, so that ``tensorkeep --help``
 imports neither torch nor numpy.
 """
 
@@ -77,13 +77,7 @@ def build_app() -> App:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code.
-
-    Parameters
-    ----------
-    arguments : sequence of str, optional
-        The words after ``tensorkeep``; those of the process by default.
-    """
+    """Run the command line, by default that of this process, and return its exit code."""
     make_streams_safe()
     try:
         code = _run(list(sys.argv[1:] if arguments is None else arguments))

@@ -8,7 +8,7 @@ import difflib
 import tomllib
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 from cyclopts.argument import ArgumentCollection
@@ -46,8 +46,17 @@ Size = Annotated[int, SIZE, Parameter(show_default=_mebibytes)]
 Switch = Parameter(negative="", show_default=False)
 """A flag that is off by default; ``--flag=false`` overrides the environment and the file."""
 
-Threads = Annotated[int | None, Parameter(validator=Number(gte=1))]
-"""Number of threads; None chooses by the machine."""
+AtLeastOne = Parameter(validator=Number(gte=1))
+
+Threads = Annotated[int | None, AtLeastOne, Parameter(help="The number of threads.")]
+
+MemoryBudget = Annotated[Size, Parameter(help="The limit on the memory of all buffers.")]
+
+InputFormat = Annotated[str | None, Parameter(help="The format; detected by default.")]
+
+Run = Annotated[Path, Parameter(help="The folder of the run.")]
+
+Which = Annotated[Literal["last", "best"], Parameter(help="The last checkpoint, or the best one by validation loss.")]
 
 Globs = Annotated[list[str] | None, Parameter(negative="", metavar="GLOB")]
 """Patterns of tensor names; the option may be repeated."""
@@ -88,13 +97,7 @@ def from_environment(app: App, commands: tuple[str, ...], arguments: ArgumentCol
 
 
 def from_file(known: Collection[str], app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Take options from the TOML file that ``-C`` or ``TENSORKEEP_CONFIG`` names.
-
-    Parameters
-    ----------
-    known : collection of str
-        The names of all commands: a table of any other name is an error.
-    """
+    """Take options from the TOML file of ``-C`` or ``TENSORKEEP_CONFIG``; each table must name a known command."""
     tokens = [argument.tokens for argument in arguments if argument.name == "--config" and argument.tokens]
     if not tokens:
         return

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from tensorkeep.cli.text import printable
+from tensorkeep.cli.text import printable, say
 
 EVERYWHERE = Group("Everywhere", sort_key=100)
 
@@ -49,6 +50,22 @@ class Output:
             print(json.dumps(_strict(document), indent=2, allow_nan=False, default=str))
         elif not self.quiet:
             text()
+
+    @property
+    def shows_text(self) -> bool:
+        """Whether text is printed on stdout: neither --json nor --quiet is given."""
+        return not (self.json or self.quiet)
+
+    def say(self, *lines: str) -> None:
+        """Print lines at once, so that they appear before a long stage begins."""
+        if self.shows_text:
+            say(*lines)
+            sys.stdout.flush()
+
+    def paragraph(self, *sentences: str) -> None:
+        """Print an empty line and some texts, each wrapped at 79 columns; names and paths are never broken."""
+        wrapper = textwrap.TextWrapper(79, subsequent_indent="   ", break_long_words=False, break_on_hyphens=False)
+        self.say("", *(line for text in sentences for line in wrapper.wrap(printable(text))))
 
     def note(self, text: str) -> None:
         """Print a note on stderr."""

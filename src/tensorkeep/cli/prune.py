@@ -7,8 +7,9 @@ from cyclopts import Parameter
 from tensorkeep.checkpoint.manager.manager import CheckpointManager
 from tensorkeep.checkpoint.manager.retention import KeepBest, KeepThinned
 from tensorkeep.checkpoint.manager.steps import Step, check_removable, step_path
+from tensorkeep.cli.options import Switch
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import counted, printable
+from tensorkeep.cli.text import counted, say
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, TensorkeepError, UsageError
 from tensorkeep.formats.native.directory import freed_bytes
 from tensorkeep.units import format_bytes
@@ -24,10 +25,10 @@ def prune(
     metric: str | None = None,
     mode: str = "min",
     keep_thinned: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative=())] = (),
-    broken: Annotated[bool, Parameter(negative=())] = False,
-    dry_run: Annotated[bool, Parameter(negative=())] = False,
+    broken: Annotated[bool, Switch] = False,
+    dry_run: Annotated[bool, Switch] = False,
     output: Output = DEFAULT,
-) -> int:
+) -> None:
     """Delete old steps of a training run.
 
     All steps that no rule keeps are deleted, but never the last one, nor a step whose folder contains other files.
@@ -67,7 +68,9 @@ def prune(
                 "contains no steps", path=root, remedy="give the folder that contains step-000100"
             )
         unwanted = [step.number for step in manager.prune(dry_run=True)]
-        damaged = [number for number, error in found.broken.items() if _is_damage(error)] if broken else []
+        # A step that could not be read, or of a later version, may be intact; other folders belong to the user.
+        damage = {number for number, error in found.broken.items() if isinstance(error, CorruptCheckpointError)}
+        damaged = sorted(damage) if broken else []
         left = _not_removable(manager, [*unwanted, *damaged])
         gone = {*unwanted, *damaged} - left.keys()
         freed = freed_bytes(step_path(manager.root, number) for number in gone)
@@ -84,13 +87,7 @@ def prune(
         "broken": {str(number): str(error) for number, error in found.broken.items() if number not in gone},
         "left": {str(number): str(error) for number, error in left.items()},
     }
-    output.show(document, lambda: _print(document, quiet=output.quiet))
-    return 0
-
-
-def _is_damage(error: TensorkeepError) -> bool:
-    # A step that could not be read, or of a later version, may be intact; other folders belong to the user.
-    return isinstance(error, CorruptCheckpointError)
+    output.show(document, lambda: _print(document))
 
 
 def _not_removable(manager: CheckpointManager, numbers: list[int]) -> dict[int, TensorkeepError]:
@@ -122,16 +119,12 @@ def _describe(step: Step) -> dict[str, Any]:
     }
 
 
-def _print(document: dict[str, Any], *, quiet: bool) -> None:
-    if quiet:
-        return
+def _print(document: dict[str, Any]) -> None:
     verb = "would delete" if document["dry_run"] else "deleted"
-    for step in document["deleted"]:
-        print(printable(f"{verb} step {step['step']}: {format_bytes(step['own_bytes'])} of its own"))
-    for number in document["deleted_broken"]:
-        print(printable(f"{verb} step {number}: broken"))
-    for number, reason in {**document["broken"], **document["left"]}.items():
-        print(printable(f"kept: step {number}: {reason}"))
+    say(*(f"{verb} step {step['step']}: {format_bytes(step['own_bytes'])} of its own" for step in document["deleted"]))
+    say(*(f"{verb} step {number}: broken" for number in document["deleted_broken"]))
+    kept = {**document["broken"], **document["left"]}
+    say(*(f"kept: step {number}: {reason}" for number, reason in kept.items()))
     counts = f"{counted(len(document['deleted']), 'step')}, kept {len(document['kept'])}"
     frees = "would free" if document["dry_run"] else "freed"
-    print(printable(f"{verb} {counts}; {frees} {format_bytes(document['freed_bytes'])}"))
+    say(f"{verb} {counts}; {frees} {format_bytes(document['freed_bytes'])}")

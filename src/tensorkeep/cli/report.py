@@ -3,12 +3,14 @@
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
+
 from tensorkeep.bench.analysis.wording import capitalised
 from tensorkeep.bench.results import Results
 from tensorkeep.bench.results_file import read_results
 from tensorkeep.cli.options import Switch
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import Table, printable
+from tensorkeep.cli.text import Table, say
 from tensorkeep.report.comparison import isolated_text, six_way_text
 from tensorkeep.report.design_tables import aliases_lines, claims_table, design_tables
 from tensorkeep.report.headlines import completeness, headlines, measured_by, noise_lines
@@ -27,7 +29,7 @@ def report(
     csv: Path | None = None,
     tables_only: Annotated[bool, Switch] = False,
     output: Output = DEFAULT,
-) -> int:
+) -> None:
     """Print the tables of a results file and write its report.
 
     Without --out, everything is written beside the results: report.html, summary.csv, samples.csv, and a folder plots.
@@ -47,15 +49,13 @@ def report(
         Print the tables, and write nothing.
     """
     found = read_results(results)
+    folder = results if results.is_dir() else results.parent
     if tables_only:
         output.show(_document(found, []), lambda: print_tables(found))
-        return 0
-    folder = results if results.is_dir() else results.parent
-    if out is None:
+    elif out is None:
         _write(found, folder / "report.html", plots or folder / "plots", csv or folder, output)
     else:
         _write(found, out, plots, csv, output)
-    return 0
 
 
 def report_run(results: Path, page: Path, output: Output) -> None:
@@ -67,15 +67,13 @@ def _write(found: Results, page: Path, plots: Path | None, csv: Path | None, out
     from tensorkeep.report.files import check_page, write_report
 
     check_page(page)
-    if not output.json and not output.quiet:
+    if output.shows_text:
         print_tables(found)
     written = write_report(found, page, plots=plots, csv=csv)
     output.show(_document(found, written), lambda: _print_written(written))
 
 
 def _document(found: Results, written: list[Path]) -> dict[str, Any]:
-    import msgspec
-
     return {
         "experiment": found.experiment.name,
         "complete": found.complete,
@@ -120,15 +118,11 @@ def _print_claims(table: ReportTable | None) -> None:
 
 def _print_lines(title: str, lines: list[str]) -> None:
     if lines:
-        print(f"\n{title}")
-        for line in lines:
-            print(f"  {line}")
+        print(f"\n{title}", *lines, sep="\n  ")
 
 
 def _print_written(written: list[Path]) -> None:
-    print()
-    for path in written[:1]:
-        print(printable(f"wrote {path}"))
-    for folder in dict.fromkeys(path.parent for path in written[1:]):
-        names = ", ".join(path.name for path in written[1:] if path.parent == folder)
-        print(printable(f"wrote {folder}: {names}"))
+    page, *others = written
+    say("", f"wrote {page}")
+    for folder in dict.fromkeys(path.parent for path in others):
+        say(f"wrote {folder}: {', '.join(path.name for path in others if path.parent == folder)}")

@@ -15,6 +15,12 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def say(*lines: str) -> None:
+    """Print lines with control characters escaped."""
+    for line in lines:
+        print(printable(line))
+
+
 def counted(count: int, noun: str) -> str:
     """Return a count and its noun, such as ``1 tensor`` or ``2,370 tensors``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
@@ -29,13 +35,8 @@ def ratio(nbytes: int, stored_bytes: int) -> str:
 class Table:
     """Rows of text under headings.
 
-    Attributes
-    ----------
-    headings : tuple of str
-        One per column. A leading ``>`` right-aligns the column, as for numbers; columns with ``>`` or ``=`` are never
-        wrapped.
-    spare : tuple of str
-        Headings of columns to leave out on a narrow terminal, the last one first; they are named below the table.
+    A leading ``>`` of a heading right-aligns its column, as for numbers; columns with ``>`` or ``=`` are never wrapped.
+    The columns ``spare`` are left out on a narrow terminal, the last one first, and named below the table.
     """
 
     headings: tuple[str, ...]

@@ -1,20 +1,23 @@
 """``tensorkeep train``: train a model, or resume a run."""
 
+import os
 import shlex
-from collections.abc import Iterator, Mapping
+import signal
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 from cyclopts import App, Parameter
 
+from tensorkeep.checkpoint.manager.triggers import OnSignal
 from tensorkeep.cli.errors import Interrupted
 from tensorkeep.cli.list_techniques import check_names, names_among, names_in
 from tensorkeep.cli.list_techniques import list_techniques as show_techniques
 from tensorkeep.cli.options import Switch
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.stop_signals import stop_on_signals
 from tensorkeep.cli.text import Table
 from tensorkeep.cli.train_progress import document, listener, print_start, print_summary
 from tensorkeep.errors import NotACheckpointError, OutOfMemoryError, UsageError, is_out_of_memory
@@ -39,7 +42,7 @@ def train(
     list_techniques: Annotated[bool, Switch] = False,
     list_settings: Annotated[bool, Switch] = False,
     output: Output = DEFAULT,
-) -> int:
+) -> None:
     """Train a model, or resume a run.
 
     A resumed run gives the same result as an uninterrupted one, bit for bit. Every setting of the recipe is an option:
@@ -67,10 +70,13 @@ def train(
         Show the settings of the recipe.
     """
     if list_recipes:
-        return _show_recipes(output)
+        about = {name: (make.__doc__ or "").split("\n", 1)[0] for name, make in RECIPES.items()}
+        output.show({"recipes": about}, Table(("recipe", "what it trains"), list(about.items())).show)
+        return
     name, words = read_words(recipe, _options())
     if list_techniques:
-        return show_techniques(output, words.get("loop.device", "auto"))
+        show_techniques(output, words.get("loop.device", "auto"))
+        return
     folder = RunFolder(out or Path("runs") / (name or ""))
     base = _base(name, folder, resume=resume)
     words = {f"{TECHNIQUES}{each}": "on" for each in names_in(technique)} | _with_source(words, data)
@@ -80,9 +86,10 @@ def train(
     if "data.source" in given:
         config = config.changed({"data.source": absolute_source(config.data.source)})
     if list_settings:
-        return _show_settings(config, output)
-    _train(config, folder, given, output, resume=resume)
-    return 0
+        rows = [(setting, "none" if value is None else str(value)) for setting, value in flat(config.as_dict()).items()]
+        output.show(config.as_dict(), Table(("setting", "value"), rows).show)
+    else:
+        _train(config, folder, given, output, resume=resume)
 
 
 def _train(config: Config, folder: RunFolder, given: Mapping[str, object], output: Output, *, resume: bool) -> None:
@@ -106,6 +113,41 @@ def _train(config: Config, folder: RunFolder, given: Mapping[str, object], outpu
         remedy = f"resume with: {resume_command(folder, processes=run.world.size)}"
         raise Interrupted(f"stopped after step {summary.step}, which is saved", remedy=remedy)
     output.show(document(run, summary), lambda: print_summary(run, summary))
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether one of the signals was received.
+
+    A second Ctrl-C or SIGTERM has its usual effect. SIGHUP may be received repeatedly, as both shells and the kernel
+    send it; it stays ignored in a process that ignores it (``nohup``).
+    """
+    with OnSignal(signal.SIGINT, signal.SIGTERM) as signals:
+        before = signal.getsignal(signal.SIGHUP)
+        if before == signal.SIG_IGN:
+            yield lambda: signals.came
+            return
+        hangup = _Hangup()
+        signal.signal(signal.SIGHUP, hangup)
+        try:
+            yield lambda: signals.came or hangup.came
+        finally:
+            signal.signal(signal.SIGHUP, before)
+
+
+class _Hangup:
+    """Records SIGHUP, and from then on discards output to the terminal, which would fail."""
+
+    def __init__(self) -> None:
+        self.came = False
+        self._terminals = [number for number in (1, 2) if os.isatty(number)]
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for terminal in self._terminals:
+            os.dup2(nowhere, terminal)
+        os.close(nowhere)
 
 
 @contextmanager
@@ -165,15 +207,3 @@ def _base(recipe: str | None, folder: RunFolder, *, resume: bool) -> Config:
     if recipe is None:
         raise UsageError("no recipe is given", remedy=f"recipes: {', '.join(RECIPES)}")
     return get_recipe(recipe)
-
-
-def _show_recipes(output: Output) -> int:
-    about = {name: (make.__doc__ or "").split("\n", 1)[0] for name, make in RECIPES.items()}
-    output.show({"recipes": about}, lambda: Table(("recipe", "what it trains"), list(about.items())).show())
-    return 0
-
-
-def _show_settings(config: Config, output: Output) -> int:
-    rows = [(name, "none" if value is None else str(value)) for name, value in flat(config.as_dict()).items()]
-    output.show(config.as_dict(), lambda: Table(("setting", "value"), rows).show())
-    return 0

@@ -7,17 +7,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tensorkeep.cli.output import Output
-from tensorkeep.cli.text import Table, printable
+from tensorkeep.cli.text import Table, printable, say
 from tensorkeep.train.loop import Listener, Summary
 from tensorkeep.train.run.setup import OpenRun
 from tensorkeep.train.run.state import METRIC, Run
 from tensorkeep.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _SECONDS_BETWEEN = 5.0
 """Seconds between two lines about training steps without a progress bar, so that a log file stays short."""
@@ -37,20 +37,11 @@ def print_start(run: Run, output: Output) -> None:
 class Quiet:
     """Shows nothing."""
 
-    def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None:
-        """See `tensorkeep.train.loop.Listener`."""
+    def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None: ...
 
 
 class Lines:
-    """Prints each event on a line of its own; training steps at most once every five seconds.
-
-    Parameters
-    ----------
-    steps : int
-        Steps of the whole run.
-    now : callable
-        A monotonic clock, in seconds.
-    """
+    """Prints each event on a line of its own; training steps at most once every five seconds of a monotonic clock."""
 
     def __init__(self, steps: int, now: Callable[[], float] = time.monotonic) -> None:
         self._steps = steps
@@ -58,7 +49,6 @@ class Lines:
         self._due = -math.inf
 
     def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None:
-        """See `tensorkeep.train.loop.Listener`."""
         if kind == "train":
             now = self._now()
             if now < self._due:
@@ -68,13 +58,7 @@ class Lines:
 
 
 class Bar:
-    """Shows training steps in a progress bar, and prints all other events above it.
-
-    Parameters
-    ----------
-    steps : int
-        Steps of the whole run.
-    """
+    """Shows training steps in a progress bar, and prints all other events above it."""
 
     def __init__(self, steps: int, progress: Any, task: Any) -> None:
         self._steps = steps
@@ -82,7 +66,6 @@ class Bar:
         self._task = task
 
     def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None:
-        """See `tensorkeep.train.loop.Listener`."""
         if kind == "train":
             self._progress.update(self._task, completed=step, description=_in_words(kind, values))
         else:
@@ -98,7 +81,10 @@ def event_line(step: int, steps: int, kind: str, values: dict[str, Any]) -> str:
 def _in_words(kind: str, values: dict[str, Any]) -> str:
     match kind:
         case "train":
-            return "  ".join([f"loss {values['loss']:.4f}", *_rates(values), format_bytes(values["peak_memory_bytes"])])
+            # The first step is not timed.
+            timed = "tokens_per_second" in values
+            speed = f"  {values['tokens_per_second']:,.0f} tokens/s  MFU {values['mfu']:.0%}" if timed else ""
+            return f"loss {values['loss']:.4f}{speed}  {format_bytes(values['peak_memory_bytes'])}"
         case "evaluate":
             return f"validation loss {values[METRIC]:.4f} (best {values['best']:.4f})"
         case "sample":
@@ -112,13 +98,6 @@ def _in_words(kind: str, values: dict[str, Any]) -> str:
             return _suggestion(values["learning_rate"])
         case _:
             raise AssertionError(kind)
-
-
-def _rates(values: dict[str, Any]) -> list[str]:
-    """Return tokens/s and MFU; nothing for the first step, which is not timed."""
-    if "tokens_per_second" not in values:
-        return []
-    return [f"{values['tokens_per_second']:,.0f} tokens/s", f"MFU {values['mfu']:.0%}"]
 
 
 def _suggestion(rate: float | None) -> str:
@@ -136,17 +115,13 @@ def listener(run: Run, output: Output) -> Iterator[Listener]:
     elif not sys.stderr.isatty():
         yield Lines(steps)
     else:
-        from rich.console import Console
-
         with bar(Console(stderr=True), steps, done=run.progress.step) as shown:
             yield shown
 
 
 @contextmanager
-def bar(console: "Console", steps: int, *, done: int = 0) -> Iterator[Bar]:
+def bar(console: Console, steps: int, *, done: int = 0) -> Iterator[Bar]:
     """Draw a progress bar, which is removed at the end."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     text = TextColumn("{task.description}", markup=False)
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), text)
     with Progress(*columns, console=console, transient=True) as progress:
@@ -179,7 +154,7 @@ def print_summary(run: Run, summary: Summary) -> None:
         rows += _cost(summary)
     rows.append(("run", str(run.folder.path)))
     Table(("", ""), rows).show()
-    print(printable(f"next: tensorkeep generate {shlex.quote(str(run.folder.path))} --prompt TEXT"))
+    say(f"next: tensorkeep generate {shlex.quote(str(run.folder.path))} --prompt TEXT")
 
 
 def _cost(summary: Summary) -> list[tuple[str, str]]:

@@ -4,9 +4,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tensorkeep.bench.demo.training import KilledRun, RepeatedSteps, TrainingDemo
+from tensorkeep.bench.demo.training import RepeatedSteps, TrainingDemo
 from tensorkeep.checkpoint.inspect.info import info
-from tensorkeep.cli.demo_text import DemoText
 from tensorkeep.cli.output import Output
 from tensorkeep.cli.text import counted
 from tensorkeep.train.generate import generate, prompt_ids
@@ -21,14 +20,16 @@ def training_demo(
     folder: Path, output: Output, *, steps: int = 1200, every: int = 100, source: str = "stdlib"
 ) -> dict[str, Any]:
     """Run the demo, which saves a checkpoint ``every`` so many steps; print and return its document."""
-    demo, text = TrainingDemo(folder, steps=steps, every=every, source=source), DemoText(output)
+    demo = TrainingDemo(folder, steps=steps, every=every, source=source)
     with output.status("preparing the sources of Python's standard library"):
         splits = demo.prepare().about["splits"]
     characters = sum(split["tokens"] for split in splits.values())
-    text.paragraph(f"1. The text: the sources of Python's standard library on this machine, {characters:,} characters.")
+    output.paragraph(
+        f"1. The text: the sources of Python's standard library on this machine, {characters:,} characters."
+    )
     with output.status("training") as status:
         killed = demo.train_until_killed(status)
-    text.paragraph(
+    output.paragraph(
         "2. A GPT trains on it, and saves checkpoints in the background. It was killed (kill -9) at step "
         f"{killed.step}, with a loss of {killed.losses[killed.step]:.4f}; its last complete checkpoint is that of step "
         f"{killed.saved.number}."
@@ -36,28 +37,36 @@ def training_demo(
     with output.status("resuming") as status:
         summary = demo.resume(status)
     repeated = demo.repeated(killed)
-    _print_repeated(text, repeated, summary)
+    _print_repeated(output, repeated, summary)
     last = demo.last_checkpoint()
     state = info(last.path)
-    text.paragraph(
+    output.paragraph(
         f"4. The last checkpoint holds the whole state, {counted(len(state.entries), 'tensor')} of "
         f"{format_bytes(state.total.nbytes)}: weights, optimizer, random states, position in the data."
     )
-    text.lines(f"   tensorkeep info {last.path}")
+    output.say(f"   tensorkeep info {last.path}")
     sample = _sample(demo)
-    text.paragraph("5. The model generates:")
-    text.lines(*(f"   | {line}" for line in sample.splitlines()))
-    text.lines(
+    output.paragraph("5. The model generates:")
+    output.say(*(f"   | {line}" for line in sample.splitlines()))
+    output.say(
         "",
         f"Next:  tensorkeep generate {demo.folder.path} --prompt 'class '",
         f"       tensorkeep bench checkpoint --experiment six-way --from {last.path}",
     )
-    document = _document(demo, killed, repeated, summary) | {"checkpoint": last.path, "sample": sample}
+    document = {
+        "ok": repeated.exact,
+        "run": str(demo.folder.path),
+        "killed": {"step": killed.step, "saved": killed.saved.number},
+        "repeated": asdict(repeated),
+        "summary": summary,
+        "checkpoint": last.path,
+        "sample": sample,
+    }
     output.show(document, lambda: None)
     return document
 
 
-def _print_repeated(text: DemoText, repeated: RepeatedSteps, summary: dict[str, Any]) -> None:
+def _print_repeated(output: Output, repeated: RepeatedSteps, summary: dict[str, Any]) -> None:
     if repeated.exact:
         verdict = (
             f"3. The run resumed there and trained to step {summary['step']}. Steps {repeated.first} to "
@@ -69,7 +78,7 @@ def _print_repeated(text: DemoText, repeated: RepeatedSteps, summary: dict[str, 
         verdict = f"3. The run resumed, and the losses of {different} of {repeated.count} are DIFFERENT."
     spent = summary["seconds"]
     fraction = spent.get("checkpoint", 0.0) / sum(spent.values())
-    text.paragraph(
+    output.paragraph(
         verdict,
         f"The validation loss is {summary['loss']:.3f}, at {summary['tokens_per_second']:,.0f} tokens/s; saving "
         f"blocked the loop for {fraction:.1%} of the time.",
@@ -83,15 +92,3 @@ def _sample(demo: TrainingDemo) -> str:
         trained.model, prompt, max_new_tokens=_TOKENS, temperature=0.8, vocab_size=trained.tokenizer.vocab_size
     )
     return trained.tokenizer.decode(ids.tolist())
-
-
-def _document(
-    demo: TrainingDemo, killed: KilledRun, repeated: RepeatedSteps, summary: dict[str, Any]
-) -> dict[str, Any]:
-    return {
-        "ok": repeated.exact,
-        "run": str(demo.folder.path),
-        "killed": {"step": killed.step, "saved": killed.saved.number},
-        "repeated": asdict(repeated),
-        "summary": summary,
-    }

@@ -9,12 +9,11 @@ from cyclopts.validators import Number
 
 from tensorkeep import machine
 from tensorkeep.bench.tune.checkpoint import DEFAULT_BYTES, DEFAULT_SECONDS, FEWEST_BYTES, Tuned, tune
-from tensorkeep.bench.tune.stage import Stage
 from tensorkeep.bench.tune.tuned_file import check_writable, read_text, with_table, write_tuned
 from tensorkeep.checkpoint.settings import FILE_NAME
 from tensorkeep.cli.options import Size, Switch
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import Table, counted, printable, ratio
+from tensorkeep.cli.text import Table, counted, printable, ratio, say
 from tensorkeep.errors import NotFoundError, UsageError
 from tensorkeep.units import format_bytes, format_rate
 from tensorkeep.version import __version__
@@ -30,7 +29,7 @@ def checkpoint(
     out: Path | None = None,
     dry_run: Annotated[bool, Switch] = False,
     output: Output = DEFAULT,
-) -> int:
+) -> None:
     """Find the settings that save fastest in a folder.
 
     A state is saved repeatedly: raw and lossless, with direct I/O and through the page cache, then with more and fewer
@@ -64,11 +63,13 @@ def checkpoint(
     if not dry_run:
         check_writable(path)
     with output.status("building the state") as status:
-
-        def progress(name: str) -> None:
-            status(f"measuring: {name}")
-
-        tuned = tune(directory, seconds=seconds, nbytes=size, source=source, progress=progress)
+        tuned = tune(
+            directory,
+            seconds=seconds,
+            nbytes=size,
+            source=source,
+            progress=lambda name: status(f"measuring: {name}"),
+        )
     found = {"processor": machine.processor(), "storage": machine.storage(directory)}
     table, comments = tuned.choice.table(), _comments(tuned, found)
     if dry_run:
@@ -80,7 +81,6 @@ def checkpoint(
         {**document, "file": str(path), "written": not dry_run, "text": text},
         lambda: _print(tuned, found, path, text if dry_run else None),
     )
-    return 0
 
 
 def _machine(found: dict[str, Any]) -> str:
@@ -109,27 +109,21 @@ def _rates(row: dict[str, Any]) -> str:
 
 
 def _print(tuned: Tuned, found: dict[str, Any], path: Path, text: str | None) -> None:
-    print(printable(f"{format_bytes(tuned.nbytes)}: {tuned.subject}"))
-    print(printable(f"{_machine(found)}: {found['storage']['path']}"))
+    say(f"{format_bytes(tuned.nbytes)}: {tuned.subject}", f"{_machine(found)}: {found['storage']['path']}")
+    heads = ("=settings", ">durable save", ">smaller", ">against the first", "=verdict")
     for stage in tuned.stages:
         print()
-        _print_stage(stage)
-    print()
-    print(tuned.sentence())
+        rows = [_cells(stage.row(setting), stage.nbytes) for setting in stage.settings]
+        Table(heads, rows, spare=("smaller",)).show()
+        say(f"{counted(stage.rounds.count, 'round')}, each in random order: median (lowest, highest)")
+    say("", tuned.sentence())
     if text is None:
-        print(printable(f"Written to {path}. To use it: tensorkeep.save(..., settings={str(path)!r}), and the same"))
-        print(printable(f"for save_async and CheckpointManager; -C {path} for tensorkeep convert and train."))
+        say(
+            f"Written to {path}. To use it: tensorkeep.save(..., settings={str(path)!r}), and the same",
+            f"for save_async and CheckpointManager; -C {path} for tensorkeep convert and train.",
+        )
     else:
-        print(printable(f"Not written; {path} would contain:"))
-        print()
-        print("\n".join(map(printable, text.splitlines())))
-
-
-def _print_stage(stage: Stage) -> None:
-    rows = [_cells(stage.row(setting), stage.nbytes) for setting in stage.settings]
-    heads = ("=settings", ">durable save", ">smaller", ">against the first", "=verdict")
-    Table(heads, rows, spare=("smaller",)).show()
-    print(f"{counted(stage.rounds.count, 'round')}, each in random order: median (lowest, highest)")
+        say(f"Not written; {path} would contain:", "", *text.splitlines())
 
 
 def _cells(row: dict[str, Any], nbytes: int) -> tuple[str, ...]:

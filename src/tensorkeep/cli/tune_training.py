@@ -12,7 +12,7 @@ from tensorkeep.bench.tune.training import Tuned, tune
 from tensorkeep.cli.list_techniques import names_in
 from tensorkeep.cli.options import SIZE, Switch
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import Table, printable
+from tensorkeep.cli.text import Table, say
 from tensorkeep.errors import DestinationExistsError, StoreError, UsageError
 from tensorkeep.train.config.config import TECHNIQUES, Config
 from tensorkeep.train.config.recipes import RECIPES, get_recipe
@@ -113,7 +113,7 @@ def _with_vocabulary(config: Config, dataset: Dataset) -> Config:
 
 def _print(what: str, command: str, tuned: Tuned, out: Path | None) -> None:
     before, after = tuned.before.ledger.as_dict(), tuned.chosen.ledger.as_dict()
-    print(printable(f"{what}, in {format_bytes(tuned.memory)}"))
+    say(f"{what}, in {format_bytes(tuned.memory)}")
     rows = [
         (words, format_bytes(before[name]), format_bytes(after[name]))
         for name, words in _ROWS.items()
@@ -126,12 +126,10 @@ def _print(what: str, command: str, tuned: Tuned, out: Path | None) -> None:
         print()
         rows = [(f"{one.batch_size}", "fits" if one.fits else "does not fit", one.reason) for one in tuned.trials]
         Table((">batch size", "=trial", "reason"), rows).show()
-    print()
-    for line in (_verdict(tuned), _measured(tuned), f"{command} {_settings(tuned)}" if tuned.fits else ""):
-        if line:
-            print(printable(line))
+    lines = _verdict(tuned), _measured(tuned), f"{command} {_settings(tuned)}" if tuned.fits else ""
+    say("", *filter(None, lines))
     if out is not None:
-        print(printable(f"Written to {out}: {command} -C {shlex.quote(str(out))}"))
+        say(f"Written to {out}: {command} -C {shlex.quote(str(out))}")
 
 
 def _verdict(tuned: Tuned) -> str:

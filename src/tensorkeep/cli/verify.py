@@ -9,9 +9,9 @@ from cyclopts import Parameter
 from tensorkeep.checkpoint.load.verify import VerifyReport
 from tensorkeep.checkpoint.load.verify import verify as check
 from tensorkeep.cli.errors import as_failure, error_lines, most_severe
-from tensorkeep.cli.options import Size, Threads
+from tensorkeep.cli.options import InputFormat, MemoryBudget, Threads
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import counted, printable
+from tensorkeep.cli.text import counted, say
 from tensorkeep.errors import CorruptCheckpointError, TensorkeepError
 from tensorkeep.formats.base import Problem
 from tensorkeep.io.buffers import DEFAULT_BUDGET
@@ -20,9 +20,9 @@ from tensorkeep.units import format_bytes, format_rate, format_seconds
 
 def verify(
     *paths: Annotated[str, Parameter(required=True)],
-    format: str | None = None,
+    format: InputFormat = None,
     threads: Threads = None,
-    memory_budget: Size = DEFAULT_BUDGET,
+    memory_budget: MemoryBudget = DEFAULT_BUDGET,
     output: Output = DEFAULT,
 ) -> int:
     """Read checkpoints completely and check every checksum.
@@ -32,12 +32,6 @@ def verify(
     paths
         The checkpoints. All are checked; the exit code is the most severe, in the order 4 (corrupt), 3 (I/O),
         5 (not a checkpoint), 7 (unsupported).
-    format
-        The format; detected by default.
-    threads
-        The number of threads.
-    memory_budget
-        The limit on the memory of all buffers.
     """
     documents: list[dict[str, Any]] = []
     codes: list[int] = []
@@ -65,14 +59,13 @@ def verify(
 
 def _print_report(report: VerifyReport, seconds: float, *, quiet: bool) -> None:
     if not report.ok:
-        print(printable(f"corrupt: {report.path}: {counted(len(report.problems), 'problem')}"))
-        for problem in report.problems:
-            print(printable(f"  {_describe(problem)}"))
+        say(f"corrupt: {report.path}: {counted(len(report.problems), 'problem')}")
+        say(*(f"  {_describe(problem)}" for problem in report.problems))
     elif not quiet:
         checked = report.checked or f"structure only: {report.format} stores no checksums, so values cannot be checked"
         amount = f"{counted(report.tensors, 'tensor')}, {format_bytes(report.nbytes)}"
         speed = f"{format_seconds(seconds)} at {format_rate(report.nbytes, seconds)}"
-        print(printable(f"ok: {report.path}: {amount}, {checked}, {speed}"))
+        say(f"ok: {report.path}: {amount}, {checked}, {speed}")
 
 
 def _describe(problem: Problem) -> str:

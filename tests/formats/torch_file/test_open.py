@@ -66,7 +66,7 @@ def test_missing_bytes_are_reported_as_damage(tmp_path: Path, lost: int) -> None
 def test_failed_read_is_a_store_error(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({"w": torch.zeros(100)}, path)
-    with zip_file.open_file(path) as file:
+    with path.open("rb") as file:
         unreadable = os.open(path, os.O_WRONLY)
         os.dup2(unreadable, file.fileno())
         os.close(unreadable)

@@ -14,7 +14,7 @@ import torch
 
 import tensorkeep
 from tensorkeep.checkpoint.restore.stateful import RandomState
-from tensorkeep.cli.stop_signals import stop_on_signals
+from tensorkeep.cli.train import stop_on_signals
 from tensorkeep.testing.equality import difference
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset

@@ -1,7 +1,7 @@
 """Reader of T5X checkpoints, written by Tensorkeep or T5X; untrusted."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,9 @@ from tensorkeep.formats.sidecar import Sidecar, TensorNote
 from tensorkeep.formats.structure import Structure
 from tensorkeep.formats.t5x import flax_msgpack
 from tensorkeep.formats.t5x.tree import FILE_NAME, MARK, is_spec, key_of, leaves_of, read_tree
-from tensorkeep.formats.tensorstore.arrays import KnownArray
+from tensorkeep.formats.tensorstore.arrays import ArraysReader, KnownArray
 from tensorkeep.formats.tensorstore.library import ArrayDirectory
 from tensorkeep.formats.tensorstore.listing import list_array
-from tensorkeep.formats.tensorstore.reader import ArraysReader
 from tensorkeep.formats.tensorstore.specs import StoredType
 from tensorkeep.formats.write import BLOCK_BYTES
 from tensorkeep.io.directory import Directory
@@ -65,7 +64,7 @@ class T5XReader(ArraysReader):
         self._set_state(contents.structure.flat(leaves), source, None if notes is None else notes.leaf_specs)
         self.metadata = {} if notes is None else notes.metadata
         self.details = {
-            "t5x_version": contents.version,
+            "t5x_version": int(contents.tree["version"]),
             "arrays": len(contents.arrays),
             "missing_chunks": "are read as zeros" if notes is None else "are errors",
         }
@@ -89,35 +88,23 @@ class InlineTensor:
     content: Bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Contents:
-    """A checkpoint before its arrays are opened.
-
-    Attributes
-    ----------
-    arrays : dict of str to KnownArray
-        By the tensor's name.
-    notes : Sidecar or None
-        None if Tensorkeep did not write the checkpoint.
-    version : int
-        Of T5X's format.
-    """
+    """A checkpoint before its arrays are opened; without notes if Tensorkeep did not write it."""
 
     directory: ArrayDirectory
-    arrays: dict[str, KnownArray]
-    inline: dict[str, InlineTensor]
-    structure: Structure
+    tree: dict[str, Any]
     notes: Sidecar | None
-    version: int
+    structure: Structure = field(init=False)
+    arrays: dict[str, KnownArray] = field(default_factory=dict)
+    inline: dict[str, InlineTensor] = field(default_factory=dict)
 
 
 def read_contents(directory: Directory) -> Contents:
     """Parse the msgpack file and the sidecar, after checking the files of the arrays.
 
-    Raises
-    ------
-    CorruptCheckpointError, NotACheckpointError, UnsupportedError
-        As `read_tree` and `sidecar.read`; and if the two contradict each other, or an array holds a link.
+    Raises the errors of `read_tree` and `sidecar.read`; CorruptCheckpointError if the two contradict each other, or an
+    array holds a link.
     """
     has_sidecar = sidecar.FILE_NAME in names_in(directory.path)
     notes = sidecar.read(directory, "t5x", Sidecar) if has_sidecar else None
@@ -128,54 +115,43 @@ def read_contents(directory: Directory) -> Contents:
             path=directory.path,
             remedy="restore the missing file, or take another copy",
         )
-    arrays = ArrayDirectory(directory.path, f"{directory.fd_path}/")
-    known: dict[str, KnownArray] = {}
-    inline: dict[str, InlineTensor] = {}
+    contents = Contents(ArrayDirectory(directory.path, f"{directory.fd_path}/"), tree, notes)
     if notes is None:
-        structure = _read_foreign(tree, arrays, known, inline)
+        _read_foreign(contents)
     else:
-        structure = notes.structure
+        contents.structure = notes.structure
         for name, note in notes.tensors.items():
             with decoding(directory.path / FILE_NAME, name, what="contradicts tensorkeep.json"):
-                _read_own(name, note, tree, arrays, known, inline)
-    return Contents(arrays, known, inline, structure, notes, int(tree["version"]))
+                _read_own(contents, name, note)
+    return contents
 
 
-def _read_own(
-    name: str,
-    note: TensorNote,
-    tree: dict[str, Any],
-    arrays: ArrayDirectory,
-    known: dict[str, KnownArray],
-    inline: dict[str, InlineTensor],
-) -> None:
-    value: Any = tree["optimizer"]
+def _read_own(contents: Contents, name: str, note: TensorNote) -> None:
+    value: Any = contents.tree["optimizer"]
     for key in note.place:
         value = value.get(key) if isinstance(value, dict) else None
     if not is_spec(value):
         nbytes = prod(note.shape) * note.state_dtype.itemsize
         if not isinstance(value, np.ndarray) or value.shape != note.shape or value.nbytes != nbytes:
             raise ValueError("the value in its place is not the tensor")
-        inline[name] = InlineTensor(note.state_dtype, note.shape, _bytes_of(value))
+        contents.inline[name] = InlineTensor(note.state_dtype, note.shape, _bytes_of(value))
         return
     stored = BY_NAME.get(str(value.get("dtype")))
     types = None if stored is None else StoredType(note.state_dtype, stored)
     if types is None or not types.is_valid:
         raise ValueError(f"a {note.dtype} is not stored as {value.get('dtype')!r}")
-    known[name] = _known_array(arrays, value, types, note.shape)
+    contents.arrays[name] = _known_array(contents.directory, value, types, note.shape)
 
 
-def _read_foreign(
-    tree: dict[str, Any], arrays: ArrayDirectory, known: dict[str, KnownArray], inline: dict[str, InlineTensor]
-) -> Structure:
-    path = arrays.path / FILE_NAME
+def _read_foreign(contents: Contents) -> None:
+    path = contents.directory.path / FILE_NAME
     state: dict[str, Any] = {}
     stand_ins: dict[int, tuple[Any, KnownArray]] = {}
-    for keys, value in leaves_of(tree["optimizer"], path):
+    for keys, value in leaves_of(contents.tree["optimizer"], path):
         with decoding(path, ".".join(keys)):
             if is_spec(value):
                 leaf = allocate("tensor", BY_NAME["uint8"], (0,))
-                stand_ins[id(leaf)] = leaf, _known_array(arrays, value)
+                stand_ins[id(leaf)] = leaf, _known_array(contents.directory, value)
             else:
                 leaf = _decode_value(value)
         container = state
@@ -186,13 +162,13 @@ def _read_foreign(
         flat = flatten(state)
     for name, given in state_leaves(state).items():
         if id(given.value) in stand_ins:
-            known[name] = stand_ins[id(given.value)][1]
+            contents.arrays[name] = stand_ins[id(given.value)][1]
     for name, stored in flat.leaves.items():
-        if name not in known:
+        if name not in contents.arrays:
             content = np.empty(stored.nbytes, np.uint8)
             stored.read(0, stored.nbytes, content)
-            inline[name] = InlineTensor(stored.dtype, stored.shape, content)
-    return Structure.of_state(flat)
+            contents.inline[name] = InlineTensor(stored.dtype, stored.shape, content)
+    contents.structure = Structure.of_state(flat)
 
 
 def _known_array(

@@ -32,7 +32,7 @@ def spec_of(key: str, layout: Layout, compressor: dict[str, Any] | None) -> dict
     """Return the spec of an array, as T5X writes it."""
     return {
         "driver": "zarr",
-        "dtype": layout.dtype.name,
+        "dtype": layout.types.stored.name,
         "kvstore": {"driver": "file", "path": key},
         "metadata": {"shape": list(layout.shape), "chunks": list(layout.chunk), "compressor": compressor},
     }

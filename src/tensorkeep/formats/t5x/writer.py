@@ -14,12 +14,12 @@ from tensorkeep.formats.sidecar import Sidecar
 from tensorkeep.formats.structure import Structure
 from tensorkeep.formats.t5x import flax_msgpack
 from tensorkeep.formats.t5x.tree import FILE_NAME, MARK, VERSION, Keys, is_spec, spec_of
-from tensorkeep.formats.tensorstore.array_writer import ByteBudget, WrittenArray, write_arrays
+from tensorkeep.formats.tensorstore.array_writer import ByteBudget, write_arrays
 from tensorkeep.formats.tensorstore.compressors import Compressor, parse_compressor
 from tensorkeep.formats.tensorstore.library import ArrayDirectory, tensorstore
 from tensorkeep.formats.tensorstore.listing import list_tree, sync_directories
 from tensorkeep.formats.tensorstore.options import T5XOptions, TensorStoreOptions
-from tensorkeep.formats.tensorstore.specs import array_keys, stored_type
+from tensorkeep.formats.tensorstore.specs import Layout, array_keys, stored_type
 from tensorkeep.formats.tensorstore.writer import refuse_compression
 from tensorkeep.formats.write import WriteResult, WriteSettings
 from tensorkeep.io.commit import Commit
@@ -51,7 +51,7 @@ def write(
         Directory(commit.path) as held,
     ):
         directory = ArrayDirectory(destination, f"{held.fd_path}/")
-        written: dict[str, WrittenArray] = {}
+        written: dict[str, Layout] = {}
         for sources, chosen in _by_width({keys[name]: leaf for name, leaf in arrays.items()}, options):
             written |= write_arrays(directory, sources, chosen, budget=budget, threads=settings.threads, meter=meter)
         target, places = _build_target(flat, _tree_leaves(flat, keys, written, options))
@@ -68,7 +68,7 @@ def write(
             metadata=settings.metadata,
         )
         sidecar.write(commit.path, notes)
-        stored_bytes = sum(list_tree(str(commit.path), commit.path).files.values())
+        stored_bytes = sum(list_tree(str(commit.path), commit.path)[0].values())
         commit.publish()
     return WriteResult(stored_bytes=stored_bytes, new_bytes=stored_bytes, peak_buffer_bytes=budget.peak)
 
@@ -83,13 +83,13 @@ def _by_width(
 
 
 def _tree_leaves(
-    flat: Flat[Source], keys: Mapping[str, str], written: Mapping[str, WrittenArray], options: TensorStoreOptions
+    flat: Flat[Source], keys: Mapping[str, str], written: Mapping[str, Layout], options: TensorStoreOptions
 ) -> dict[str, Any]:
     """Return the entry of each tensor in the tree: the spec of an array, or the value."""
     parsed = parse_compressor(options.compressor, 2)
     compressor = parsed.zarr2() if isinstance(parsed, Compressor) else None
     leaves = {
-        name: spec_of(keys[name], written[keys[name]].layout, compressor) if name in keys else _read(leaf)
+        name: spec_of(keys[name], written[keys[name]], compressor) if name in keys else _read(leaf)
         for name, leaf in flat.leaves.items()
     }
     # Two names of one tensor share an array; T5X has no views of a part of a tensor.

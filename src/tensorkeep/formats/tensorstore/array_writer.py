@@ -9,7 +9,6 @@ import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -21,7 +20,7 @@ from tensorkeep.formats.boxes import Box, box_shape, box_to_ranges, grid, grow
 from tensorkeep.formats.tensorstore import library
 from tensorkeep.formats.tensorstore.library import ArrayDirectory, tensorstore
 from tensorkeep.formats.tensorstore.options import TensorStoreOptions
-from tensorkeep.formats.tensorstore.specs import Layout, StoredType, create_spec, layout_of, stored_type
+from tensorkeep.formats.tensorstore.specs import MAX_DIMENSIONS, Layout, create_spec, layout_of
 from tensorkeep.io import parallel
 from tensorkeep.io.files import Bytes
 from tensorkeep.io.parallel import Cancelled
@@ -32,34 +31,14 @@ _REGIONS = 4
 
 _CREATED_AHEAD = 16
 
-_MAX_DIMENSIONS = 32
-"""TensorStore's limit."""
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenArray:
-    """An array that was written: its dtypes and how it is cut into chunks."""
-
-    types: StoredType
-    layout: Layout
-
 
 class ByteBudget:
     """A limit on the bytes of all regions in flight.
 
     A region acquires all its bytes at once and holds nothing while it waits, and regions are admitted in the order of
     their requests, so none waits forever. A region larger than the limit is admitted alone. The memory belongs to the
-    state or to TensorStore; `tensorkeep.io.buffers.BufferPool`, in contrast, allocates what it lends.
-
-    Parameters
-    ----------
-    limit : int
-        The most bytes in flight at once.
-
-    Attributes
-    ----------
-    peak : int
-        The most bytes that were in flight at one moment.
+    state or to TensorStore; `tensorkeep.io.buffers.BufferPool`, in contrast, allocates what it lends. ``peak`` is the
+    most bytes that were in flight at one moment.
     """
 
     def __init__(self, limit: int) -> None:
@@ -117,35 +96,25 @@ def write_arrays(
     budget: ByteBudget,
     threads: int,
     meter: parallel.Meter,
-) -> dict[str, WrittenArray]:
-    """Write each source as a new array under its key.
+) -> dict[str, Layout]:
+    """Write each source as a new array under its key, and return how it is stored.
 
     The files are durable on return if the options ask for it, but not the names of new directories (see
-    `sync_directories`). The state must not change during the call.
-
-    Parameters
-    ----------
-    arrays : dict of str to Source
-        By key: the name of the array's directory, or its prefix in the database.
-    budget : ByteBudget
-        For the bytes of all regions in flight: copies made here, and what TensorStore encodes.
-    threads : int
-        Threads that gather and convert data which TensorStore cannot read in place.
-    meter : parallel.Meter
-        Counts the bytes of the state that are written.
+    `sync_directories`). The state must not change during the call. The budget counts the bytes of all regions in
+    flight: copies made here, and what TensorStore encodes. The threads gather and convert what it cannot read in place.
 
     Raises UnsupportedLeafError if an array has more than 32 dimensions; nothing was written; StoreError if the disk
     fails.
     """
     for source in arrays.values():
-        if len(source.shape) > _MAX_DIMENSIONS:
+        if len(source.shape) > MAX_DIMENSIONS:
             raise UnsupportedLeafError(
-                f"a TensorStore array has at most {_MAX_DIMENSIONS} dimensions, this tensor has {len(source.shape)}",
+                f"a TensorStore array has at most {MAX_DIMENSIONS} dimensions, this tensor has {len(source.shape)}",
                 name=source.name,
                 remedy="reshape it",
             )
     writer = _ArrayWriter(directory, options, budget, meter)
-    jobs = [writer.job(key, source) for key, source in arrays.items()]
+    jobs = [_Job(key, source, options) for key, source in arrays.items()]
     try:
         if options.in_flight == "one":
             parallel.run((functools.partial(writer.write_alone, job) for job in jobs), 1, writer.cancellation)
@@ -160,34 +129,23 @@ def write_arrays(
         cause, name = writer.failure
         raised = directory.write_error(cause, name)
         raise raised from (None if raised is cause else cause)
-    return {job.key: WrittenArray(job.types, job.layout) for job in jobs}
+    return {job.key: job.layout for job in jobs}
 
 
 class _Job:
-    """One array: its source, how it is cut, and the array itself, created at most once."""
+    """One array: its source, how it is cut, and the future of the array itself once its creation was started."""
 
-    def __init__(
-        self, key: str, source: Source, types: StoredType, layout: Layout, start_creating: Callable[[], Any]
-    ) -> None:
+    def __init__(self, key: str, source: Source, options: TensorStoreOptions) -> None:
         self.key = key
         self.source = source
         self.host = source.host_bytes()
-        self.types = types
-        self.layout = layout
-        self._start_creating = start_creating
-        self._lock = threading.Lock()
-        self._future: Any = None
-
-    def create(self) -> Any:
-        """Start to create the array, unless that was started before; return the future."""
-        with self._lock:
-            if self._future is None:
-                self._future = self._start_creating()
-            return self._future
+        self.layout = layout_of(source.dtype, source.shape, options)
+        self.types = self.layout.types
+        self.array: Any = None
 
     def cost(self, elements: int) -> int:
         """Return the bytes in flight for so many elements: encoded, converted and gathered."""
-        stored, own = self.layout.dtype.itemsize, self.source.dtype.itemsize
+        stored, own = self.types.stored.itemsize, self.source.dtype.itemsize
         gathered = own if self.host is None else 0
         converted = stored if self.types.converts else 0
         return elements * (stored + converted + gathered)
@@ -232,19 +190,12 @@ class _ArrayWriter:
             concurrency=options.concurrency, copy_concurrency=options.copy_concurrency, sync=options.sync
         )
 
-    def job(self, key: str, source: Source) -> _Job:
-        types = stored_type(source.dtype, self._options.dtype)
-        layout = layout_of(types.stored, source.shape, self._options)
-        spec = create_spec(self._directory, key, layout, self._options)
-        start = functools.partial(tensorstore().open, spec, create=True, open=False, context=self._context)
-        return _Job(key, source, types, layout, start)
-
     def tasks(self, jobs: list[_Job]) -> Iterator[Callable[[], None]]:
         """Yield a task for each region of all arrays, and one for each empty array."""
         # Creating an array waits for the disk, so a few are created ahead.
         for number, job in enumerate(jobs):
             for later in jobs[number : number + _CREATED_AHEAD]:
-                later.create()
+                self._start_creating(later)
             regions = [functools.partial(self.submit, job, box) for box in self._regions(job)]
             yield from regions or [functools.partial(self._create, job)]
 
@@ -258,9 +209,16 @@ class _ArrayWriter:
         if self.failure:
             raise self.failure[0]
 
+    def _start_creating(self, job: _Job) -> None:
+        """Start to create an array, unless that was started before; called by one thread at a time."""
+        if job.array is None:
+            spec = create_spec(self._directory, job.key, job.layout, self._options)
+            job.array = tensorstore().open(spec, create=True, open=False, context=self._context)
+
     def _create(self, job: _Job) -> None:
         try:
-            job.create().result()
+            self._start_creating(job)
+            job.array.result()
         except BaseException as error:
             self._fail(error, job)
             raise
@@ -279,7 +237,7 @@ class _ArrayWriter:
         self._budget.acquire(cost)
         try:
             content = job.content(box)
-            store = job.create().result()
+            store = job.array.result()
             target = store[box] if box else store
             future = target.write(content, can_reference_source_data_indefinitely=True).commit
             future.force()

@@ -5,20 +5,24 @@ through a cache that holds it, so that a sequential load still decodes each chun
 """
 
 import os
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
+from tensorkeep.errors import CorruptCheckpointError, StoreError, UnsupportedError
+from tensorkeep.formats.base import OpenSettings, Reader, StoredLeaf
 from tensorkeep.formats.boxes import Box, box_shape, range_to_boxes
 from tensorkeep.formats.tensorstore.chunking import Shape
+from tensorkeep.formats.tensorstore.compressors import checksum_of, codec_of
 from tensorkeep.formats.tensorstore.library import ArrayDirectory, context, tensorstore
 from tensorkeep.formats.tensorstore.specs import StoredType, open_spec, stored_type
 from tensorkeep.formats.write import BLOCK_BYTES
+from tensorkeep.io.directory import Directory, read_directory
 from tensorkeep.io.files import Bytes
 from tensorkeep.state.dtypes import BY_NAME
 
@@ -30,18 +34,8 @@ _LARGE_CHUNK = 256 * 1024**2
 class KnownArray:
     """The expected properties of an array, known before it is opened.
 
-    Attributes
-    ----------
-    key : str
-        Its path in the directory.
-    zarr : int
-        2 or 3.
-    stored_bytes : int
-        Bytes of its files.
-    types : StoredType or None
-        The dtypes that it must have, from the sidecar if there is one.
-    shape : tuple of int or None
-        The shape that it must have, from the sidecar if there is one.
+    They are its path in the directory, the version of zarr, and the bytes of its files, 0 in a database. If there is a
+    sidecar, the array must have the dtypes and the shape in it.
     """
 
     key: str
@@ -53,17 +47,8 @@ class KnownArray:
 
 @dataclass(frozen=True, slots=True)
 class OpenArray:
-    """An open array.
+    """An open array, with its zarr metadata as TensorStore decoded it."""
 
-    Attributes
-    ----------
-    name : str
-        Of the tensor.
-    metadata : dict
-        Its zarr metadata, as TensorStore decoded it.
-    """
-
-    name: str
     store: Any
     types: StoredType
     shape: Shape
@@ -75,17 +60,14 @@ class OpenArray:
         lengths = box_shape(box)
         view = None if self.types.converts else out.view(self.types.stored.numpy).reshape(lengths)
         target = view if view is not None and view.flags.aligned else np.empty(lengths, self.types.stored.numpy)
-        self._read(box, target)
-        if target is not view:
-            out[:] = self.types.from_stored(target)
-
-    def _read(self, box: Box, target: npt.NDArray[Any]) -> None:
         ts = tensorstore()
         store = self.store
-        if box_shape(box) != self.shape:
+        if lengths != self.shape:
             # The indices of a box start at those of the array, the indices of the target at zero.
             store = store[box][ts.d[:].translate_to[0]]
         ts.array(target).write(store).result()
+        if target is not view:
+            out[:] = self.types.from_stored(target)
 
     @property
     def row_bytes(self) -> int:
@@ -108,68 +90,90 @@ class OpenArray:
         return row * (blocks // row + 2)
 
 
-class ArraySet:
-    """The open arrays of one directory.
+class ArraysReader(Reader):
+    """Base of readers whose tensors are arrays of TensorStore.
 
-    Parameters
-    ----------
-    directory : ArrayDirectory
-    known : dict of str to KnownArray
-        By the tensor's name.
-    budget : int
-        Bytes that reading may use besides the tensors; one row of chunks may need more.
-    fill_missing : bool
-        Whether a missing chunk is read as the fill value, which is how zarr stores chunks of zeros; otherwise it is an
-        error.
-
-    Attributes
-    ----------
-    arrays : dict of str to OpenArray
-
-    Raises
-    ------
-    CorruptCheckpointError, UnsupportedError, StoreError
-        As `check_array`, and if an array cannot be opened.
+    The directory is held open by a descriptor: if the checkpoint is replaced while it is read, its old content is
+    read, or a StoreError is raised.
     """
 
-    def __init__(
-        self, directory: ArrayDirectory, known: Mapping[str, KnownArray], *, budget: int, fill_missing: bool
-    ) -> None:
-        self._directory = directory
-        self._known = dict(known)
-        self._fill_missing = fill_missing
-        self._max_row = max(BLOCK_BYTES, budget // 8)
-        self.arrays = self._open(list(self._known), context())
-        large = [name for name, array in self.arrays.items() if array.row_bytes > self._max_row]
-        if large:
-            cache = max(self.arrays[name].cache_bytes for name in large)
-            self.arrays |= self._open(large, context(cache_bytes=min(cache, physical_memory() // 4)))
+    def __init__(self, path: Path, settings: OpenSettings) -> None:
+        tensorstore()
+        self.path = path
+        # What reading may use besides the tensors; one row of chunks may need more.
+        self._max_row = max(BLOCK_BYTES, settings.pool.budget // 8)
+        read_directory(path, self._open)
 
-    def _open(self, names: list[str], context: Any) -> dict[str, OpenArray]:
-        futures = {}
-        for name in names:
-            with self._directory.reading(name):
-                futures[name] = start_open(self._directory, self._known[name], context, fill_missing=self._fill_missing)
-        arrays = {}
-        for name, future in futures.items():
-            with self._directory.reading(name):
-                arrays[name] = check_array(name, self._known[name], future.result(), self._directory)
-        return arrays
+    @abstractmethod
+    def _open(self, directory: Directory) -> None:
+        """Read the metadata of the directory, and call `_open_arrays` and `_set_state`."""
+
+    def _open_arrays(
+        self, held: Directory, directory: ArrayDirectory, known: Mapping[str, KnownArray], *, fill_missing: bool
+    ) -> dict[str, StoredLeaf]:
+        """Open arrays and return their tensors.
+
+        A missing chunk is an error, or with ``fill_missing`` read as the fill value, which is how zarr stores chunks of
+        zeros. Raises the errors of `check_array`, and those of TensorStore if an array cannot be opened.
+        """
+        self._held = held
+        self._directory = directory
+        self._arrays = _open_all(directory, known, context(), fill_missing=fill_missing)
+        large = {name: known[name] for name, array in self._arrays.items() if array.row_bytes > self._max_row}
+        if large:
+            cache = min(max(self._arrays[name].cache_bytes for name in large), physical_memory() // 4)
+            self._arrays |= _open_all(directory, large, context(cache_bytes=cache), fill_missing=fill_missing)
+        checksums = {checksum_of(array.metadata) for array in self._arrays.values()}
+        self.verifiable = checksums.pop() if len(checksums) == 1 else None
+        return {
+            name: StoredLeaf(
+                self,
+                name,
+                array.types.dtype,
+                array.shape,
+                stored_bytes=known[name].stored_bytes,
+                codec=codec_of(array.metadata),
+                file=known[name].key or ".",
+            )
+            for name, array in self._arrays.items()
+        }
 
     def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
-        """Fill ``out`` with the bytes ``start:stop`` of a tensor; see `tensorkeep.formats.base.Reader.read`."""
-        array = self.arrays[name]
+        array = self._arrays[name]
         size, at = array.types.dtype.itemsize, 0
-        with self._directory.reading(name):
-            for box in range_to_boxes(array.shape, start // size, stop // size):
-                nbytes = prod(box_shape(box)) * size
-                array.read_box(box, out[at : at + nbytes])
-                at += nbytes
+        try:
+            with self._directory.reading(name):
+                for box in range_to_boxes(array.shape, start // size, stop // size):
+                    nbytes = prod(box_shape(box)) * size
+                    array.read_box(box, out[at : at + nbytes])
+                    at += nbytes
+        except CorruptCheckpointError as error:
+            if self._held.was_replaced():
+                raise StoreError(
+                    "the checkpoint was replaced while it was read", path=self.path, remedy="read it again"
+                ) from error
+            raise
 
     def block_bytes(self, name: str) -> int:
-        """Return the alignment at which reading a tensor is cheapest: rows of chunks, if they are not too large."""
-        row = self.arrays[name].row_bytes
+        # Rows of chunks, if they are not too large.
+        row = self._arrays[name].row_bytes
         return BLOCK_BYTES if row > self._max_row else row * max(1, BLOCK_BYTES // row)
+
+    def close(self) -> None:
+        self._held.close()
+
+
+def _open_all(
+    directory: ArrayDirectory, known: Mapping[str, KnownArray], context: Any, *, fill_missing: bool
+) -> dict[str, OpenArray]:
+    futures, arrays = {}, {}
+    for name, array in known.items():
+        with directory.reading(name):
+            futures[name] = start_open(directory, array, context, fill_missing=fill_missing)
+    for name, future in futures.items():
+        with directory.reading(name):
+            arrays[name] = check_array(name, known[name], future.result(), directory)
+    return arrays
 
 
 def start_open(directory: ArrayDirectory, known: KnownArray, context: Any, *, fill_missing: bool) -> Any:
@@ -206,7 +210,7 @@ def check_array(name: str, known: KnownArray, store: Any, directory: ArrayDirect
             name=name,
             remedy="store it in smaller chunks",
         )
-    return OpenArray(name, store, types, shape, chunk, store.spec().to_json()["metadata"])
+    return OpenArray(store, types, shape, chunk, store.spec().to_json()["metadata"])
 
 
 def physical_memory() -> int:

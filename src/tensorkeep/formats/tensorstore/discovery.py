@@ -7,13 +7,12 @@ import json
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import msgspec
+from typing import Any
 
 from tensorkeep.errors import NotACheckpointError, UnsupportedError
 from tensorkeep.formats import sidecar
 from tensorkeep.formats.probe import file_mode, first_bytes, names_in
+from tensorkeep.formats.tensorstore.arrays import KnownArray
 from tensorkeep.formats.tensorstore.library import ArrayDirectory
 from tensorkeep.formats.tensorstore.listing import (
     MAX_METADATA_BYTES,
@@ -62,28 +61,17 @@ def has_mark(directory: ArrayDirectory) -> bool:
         return any(mark in store.read(name).result().value for name in names)
 
 
-class FoundArray(NamedTuple):
-    """An array's version of zarr, and the bytes of its files; 0 in a database."""
-
-    zarr: int
-    stored_bytes: int
-
-
-def find_arrays(directory: ArrayDirectory) -> dict[str, FoundArray]:
-    """Return all arrays by key, which is the path in the directory, or empty for the directory itself.
+def find_arrays(directory: ArrayDirectory) -> list[KnownArray]:
+    """Return all arrays; the key of the directory itself is empty.
 
     Raises NotACheckpointError if no array is found; CorruptCheckpointError if an array is, or holds, a link;
     UnsupportedError if there are more than 200,000 arrays, they are nested more than 64 deep, or have too much
     metadata; StoreError if a folder cannot be listed.
     """
-    arrays = dict(_find_in_folders(directory)) if directory.kvstore == "file" else _find_in_database(directory)
+    arrays = list(_find_in_folders(directory)) if directory.kvstore == "file" else _find_in_database(directory)
     if not arrays:
         raise NotACheckpointError("holds no array of TensorStore", path=directory.path)
     return arrays
-
-
-class _Node(msgspec.Struct):
-    node_type: str
 
 
 def _is_node(path: Path) -> bool:
@@ -106,13 +94,7 @@ def _node_type(content: bytes) -> str | None:
     The metadata of a group may contain that of its arrays.
     """
     try:
-        return msgspec.json.decode(content, type=_Node).node_type
-    except RecursionError:
-        return None
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        pass
-    try:
-        # zarr-python writes NaN into attributes, which is not valid JSON.
+        # msgspec refuses NaN, which zarr-python writes into attributes.
         found = json.loads(content)
     except (ValueError, RecursionError):
         return None
@@ -139,7 +121,7 @@ def _holds_only_nodes(path: Path, names: list[str]) -> bool:
     return bool(folders) and all(not sidecar.lies_in(folder, "tensorstore") and _is_node(folder) for folder in folders)
 
 
-def _find_in_folders(directory: ArrayDirectory) -> Iterator[tuple[str, FoundArray]]:
+def _find_in_folders(directory: ArrayDirectory) -> Iterator[KnownArray]:
     count = 0
     waiting = [Path()]
     while waiting:
@@ -153,7 +135,7 @@ def _find_in_folders(directory: ArrayDirectory) -> Iterator[tuple[str, FoundArra
             key = "" if inside == Path() else str(inside)
             count += 1
             _check_count(count, directory)
-            yield key, FoundArray(version, sum(list_array(directory, key).values()))
+            yield KnownArray(key, version, sum(list_array(directory, key).values()))
             continue
         # The target of a link is not searched, so its arrays would be missing.
         linked = next((entry.name for entry in entries if entry.is_symlink() and entry.is_dir()), None)
@@ -167,7 +149,7 @@ def _check_count(count: int, directory: ArrayDirectory) -> None:
         raise UnsupportedError(f"holds more than {_MAX_ARRAYS:,} arrays", path=directory.path)
 
 
-def _find_in_database(directory: ArrayDirectory) -> dict[str, FoundArray]:
+def _find_in_database(directory: ArrayDirectory) -> list[KnownArray]:
     list_array(directory, "")
     with directory.reading():
         store = directory.open_store()
@@ -183,7 +165,7 @@ def _find_in_database(directory: ArrayDirectory) -> dict[str, FoundArray]:
             if folder.count("/") >= _MAX_DEPTH:
                 raise UnsupportedError(f"its keys are nested more than {_MAX_DEPTH} deep", path=directory.path)
     groups = _groups(directory, store, [key for key, version in found.items() if version == 3])
-    return {key: FoundArray(version, 0) for key, version in found.items() if key not in groups}
+    return [KnownArray(key, version, 0) for key, version in found.items() if key not in groups]
 
 
 def _groups(directory: ArrayDirectory, store: Any, keys: list[str]) -> set[str]:

@@ -29,10 +29,7 @@ _MAX_MESSAGE = 300
 
 
 def tensorstore() -> Any:
-    """Return the module, which has no type annotations.
-
-    Raises MissingExtraError if it is not installed.
-    """
+    """Return the module, which has no type annotations; MissingExtraError if it is not installed."""
     try:
         import tensorstore as module
     except ImportError as error:
@@ -48,14 +45,8 @@ def context(
 ) -> Any:
     """Return a new context, which shares no cache with other contexts.
 
-    Parameters
-    ----------
-    concurrency, copy_concurrency : int, optional
-        Limits on concurrent file operations, and on concurrent encoding and decoding.
-    sync : bool
-        Whether written files are made durable.
-    cache_bytes : int
-        Size of the cache of decoded chunks.
+    The limits are on concurrent file operations, on concurrent encoding and decoding, and on the cache of decoded
+    chunks; ``sync`` makes written files durable.
     """
     limits: dict[str, Any] = {"cache_pool": {"total_bytes_limit": cache_bytes}, "file_io_sync": sync}
     if concurrency is not None:
@@ -69,14 +60,8 @@ def context(
 class ArrayDirectory:
     """A directory or an OCDBT database of arrays, each under a key.
 
-    Attributes
-    ----------
-    path : Path
-        The path that the user knows, for errors.
-    root : str
-        The path that TensorStore opens, with a slash at its end: that of a descriptor, which stays the same directory.
-    kvstore : str
-        ``"file"`` or ``"ocdbt"``.
+    ``path`` is the one that the user knows, for errors. ``root`` is the one that TensorStore opens, with a slash at its
+    end: that of a descriptor, which stays the same directory.
     """
 
     path: Path
@@ -96,13 +81,7 @@ class ArrayDirectory:
 
     @contextmanager
     def reading(self, name: str | None = None) -> Iterator[None]:
-        """Raise the errors of TensorStore in a block that reads as Tensorkeep's.
-
-        Parameters
-        ----------
-        name : str, optional
-            The tensor that is read.
-        """
+        """Raise the errors of TensorStore in a block that reads, for example a tensor, as Tensorkeep's."""
         try:
             yield
         except TensorkeepError:

@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import NamedTuple
 
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
 from tensorkeep.formats.tensorstore.library import ArrayDirectory
@@ -15,39 +14,17 @@ MAX_METADATA_BYTES = 16 * 1024**2
 _METADATA_FILES = frozenset(METADATA_FILE.values())
 
 
-class Tree(NamedTuple):
-    """The files and folders below a directory.
-
-    Attributes
-    ----------
-    files : dict of str to int
-        The size in bytes of each file, by its path relative to the directory.
-    folders : list of str
-        Relative paths, each with a slash at its end; parents first, the directory itself (empty) at the front.
-    """
-
-    files: dict[str, int]
-    folders: list[str]
-
-
 def scan_folder(folder: str, shown: Path) -> list[os.DirEntry[str]]:
-    """Return the entries of a folder in the order of their names.
-
-    Raises StoreError if it cannot be listed.
-    """
+    """Return the entries of a folder in the order of their names; StoreError if it cannot be listed."""
     with store_errors(shown, "list the directory"), os.scandir(folder) as entries:
         return sorted(entries, key=lambda entry: entry.name)
 
 
-def list_tree(top: str, shown: Path) -> Tree:
-    """Return all files and folders below a directory.
+def list_tree(top: str, shown: Path) -> tuple[dict[str, int], list[str]]:
+    """Return the size in bytes of each file below a directory, and all folders, by their relative paths.
 
-    Parameters
-    ----------
-    top : str
-        The directory.
-    shown : Path
-        Its path in errors.
+    Each folder has a slash at its end; parents come first, at the front the directory itself (empty). ``shown`` is the
+    directory's path in errors.
 
     Raises CorruptCheckpointError if there is a link, a pipe or a device; UnsupportedError if an array's metadata file
     has more than 16 MiB; StoreError if the operating system refuses access.
@@ -65,7 +42,7 @@ def list_tree(top: str, shown: Path) -> Tree:
                 raise link_error(shown / inside / entry.name)
             else:
                 raise CorruptCheckpointError("is neither a file nor a folder", path=shown / inside / entry.name)
-    return Tree(files, folders)
+    return files, folders
 
 
 def list_array(directory: ArrayDirectory, key: str) -> dict[str, int]:
@@ -76,26 +53,18 @@ def list_array(directory: ArrayDirectory, key: str) -> dict[str, int]:
     top = directory.root + key
     if key and os.path.islink(top):
         raise link_error(directory.path / key)
-    return list_tree(top, directory.path / key).files if os.path.isdir(top) else {}
+    return list_tree(top, directory.path / key)[0] if os.path.isdir(top) else {}
 
 
 def sync_directories(path: Path) -> None:
-    """Make the names in a directory, and in all those below it, durable.
-
-    Raises StoreError if the operating system refuses.
-    """
-    for folder in reversed(list_tree(str(path), path).folders):
+    """Make the names in a directory, and in all those below it, durable; StoreError if that fails."""
+    for folder in reversed(list_tree(str(path), path)[1]):
         with store_errors(path / folder, "make the directories durable"):
             sync_directory(path / folder)
 
 
 def check_metadata_size(size: int, shown: Path) -> None:
-    """Refuse a metadata file of so many bytes, if they are more than 16 MiB.
-
-    Raises
-    ------
-    UnsupportedError
-    """
+    """Raise UnsupportedError if a metadata file of so many bytes is larger than 16 MiB."""
     if size > MAX_METADATA_BYTES:
         limit = f"more than the {MAX_METADATA_BYTES:,} that are read"
         raise UnsupportedError(f"has {size:,} bytes of metadata, {limit}", path=shown)

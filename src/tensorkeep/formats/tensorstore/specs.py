@@ -23,6 +23,9 @@ METADATA_FILE = {2: ".zarray", 3: "zarr.json"}
 _DRIVER = {2: "zarr", 3: "zarr3"}
 _MAX_KEY = 200
 
+MAX_DIMENSIONS = 32
+"""TensorStore's limit."""
+
 MARK = f'"tensorkeep":"{FILE_NAME}"'
 """An attribute of the group, so that a missing sidecar is noticed."""
 
@@ -77,14 +80,9 @@ def _add_digest(key: str, name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StoredType:
-    """The dtype of a tensor in the state and in the files.
+    """The dtype of a tensor in the state, and that in the files.
 
-    Attributes
-    ----------
-    dtype : DType
-        In the state.
-    stored : DType
-        In the files: the same, or float32, or, if TensorStore lacks the dtype, unsigned integers with the same bits.
+    The latter is the same, or float32, or, if TensorStore lacks the dtype, unsigned integers with the same bits.
     """
 
     dtype: DType
@@ -128,20 +126,21 @@ def stored_type(dtype: DType, option: str = "keep") -> StoredType:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How an array is stored: its dtype in the files, its shape, that of a chunk, and that of a shard (one file)."""
+    """How an array is stored: its dtypes, its shape, that of a chunk, and that of a shard (one file)."""
 
-    dtype: DType
+    types: StoredType
     shape: Shape
     chunk: Shape
     shard: Shape
 
 
 def layout_of(dtype: DType, shape: Sequence[int], options: TensorStoreOptions) -> Layout:
-    """Return the chunks and shards of an array of a stored dtype."""
-    chunk = shard = chunk_shape(shape, dtype.itemsize, options.chunk, options.chunking)
+    """Return how a tensor is stored with some options."""
+    types = stored_type(dtype, options.dtype)
+    chunk = shard = chunk_shape(shape, types.stored.itemsize, options.chunk, options.chunking)
     if options.shard_limit is not None:
-        shard = grow(shape, chunk, options.shard_limit // dtype.itemsize)
-    return Layout(dtype, tuple(shape), chunk, shard)
+        shard = grow(shape, chunk, options.shard_limit // types.stored.itemsize)
+    return Layout(types, tuple(shape), chunk, shard)
 
 
 def open_spec(directory: ArrayDirectory, key: str, zarr: int, *, fill_missing: bool) -> dict[str, Any]:
@@ -167,8 +166,8 @@ def create_spec(directory: ArrayDirectory, key: str, layout: Layout, options: Te
 
 
 def _zarr2(layout: Layout, compressor: Compressor | str | None) -> dict[str, Any]:
-    numpy = layout.dtype.numpy
-    dtype = numpy.str if numpy.kind in "biufc" and numpy.isbuiltin == 1 else layout.dtype.name
+    numpy = layout.types.stored.numpy
+    dtype = numpy.str if numpy.kind in "biufc" and numpy.isbuiltin == 1 else layout.types.stored.name
     metadata: dict[str, Any] = {"shape": list(layout.shape), "chunks": list(layout.chunk), "dtype": dtype}
     if compressor != AS_DOCUMENTED:
         metadata["compressor"] = compressor.zarr2() if isinstance(compressor, Compressor) else None
@@ -177,7 +176,7 @@ def _zarr2(layout: Layout, compressor: Compressor | str | None) -> dict[str, Any
 
 def _zarr3(layout: Layout, compressor: Compressor | str | None, options: TensorStoreOptions) -> dict[str, Any]:
     little_endian = {"configuration": {"endian": "little"}}
-    codecs: list[dict[str, Any]] = [{"name": "bytes"} | (little_endian if layout.dtype.itemsize > 1 else {})]
+    codecs: list[dict[str, Any]] = [{"name": "bytes"} | (little_endian if layout.types.stored.itemsize > 1 else {})]
     if isinstance(compressor, Compressor):
         codecs.append(compressor.zarr3())
     if options.has_checksum:
@@ -188,4 +187,4 @@ def _zarr3(layout: Layout, compressor: Compressor | str | None, options: TensorS
         index = [{"name": "bytes"} | little_endian, {"name": "crc32c"}]
         codecs = [{"name": "sharding_indexed", "configuration": inner | {"index_codecs": index}}]
     grid = {"name": "regular", "configuration": {"chunk_shape": list(layout.shard)}}
-    return {"shape": list(layout.shape), "data_type": layout.dtype.name, "chunk_grid": grid, "codecs": codecs}
+    return {"shape": list(layout.shape), "data_type": layout.types.stored.name, "chunk_grid": grid, "codecs": codecs}

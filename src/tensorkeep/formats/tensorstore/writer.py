@@ -3,23 +3,21 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
-
 from tensorkeep.errors import DestinationExistsError, TensorkeepError, UsageError
 from tensorkeep.formats import sealed, sidecar
 from tensorkeep.formats.probe import names_in
 from tensorkeep.formats.sidecar import FileNote, TensorNote, note_file
 from tensorkeep.formats.structure import Structure
-from tensorkeep.formats.tensorstore.array_writer import ByteBudget, WrittenArray, write_arrays
+from tensorkeep.formats.tensorstore.array_writer import ByteBudget, write_arrays
 from tensorkeep.formats.tensorstore.library import ArrayDirectory, tensorstore
 from tensorkeep.formats.tensorstore.listing import list_tree, sync_directories
 from tensorkeep.formats.tensorstore.options import TensorStoreOptions
 from tensorkeep.formats.tensorstore.reader import TensorStoreSidecar
-from tensorkeep.formats.tensorstore.specs import GROUP_FILES, METADATA_FILE, array_keys
+from tensorkeep.formats.tensorstore.specs import GROUP_FILES, METADATA_FILE, Layout, array_keys
 from tensorkeep.formats.write import WriteResult, WriteSettings
 from tensorkeep.io.commit import Commit
 from tensorkeep.io.directory import Directory
-from tensorkeep.io.files import DirectFile, write_small
+from tensorkeep.io.files import store_errors, write_small
 from tensorkeep.io.parallel import Meter
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
@@ -41,7 +39,7 @@ def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Wri
         sources = {keys[name]: leaf for name, leaf in flat.leaves.items()}
         written = write_arrays(directory, sources, options, budget=budget, threads=settings.threads, meter=meter)
         _write_group(directory, options, commit.path)
-        arrays = list_tree(str(commit.path), commit.path).files
+        arrays, _ = list_tree(str(commit.path), commit.path)
         notes = _describe_tensors(flat, keys, written, arrays, directory, options)
         content = sealed.seal(
             TensorStoreSidecar(
@@ -64,12 +62,7 @@ def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Wri
 
 
 def refuse_compression(settings: WriteSettings, destination: Path, example: str) -> None:
-    """Refuse the argument ``compression``: arrays are compressed by an option of the format.
-
-    Raises
-    ------
-    UsageError
-    """
+    """Raise UsageError for the argument ``compression``: arrays are compressed by an option of the format."""
     if settings.compression != "none":
         raise UsageError(
             f"TensorStore arrays cannot be compressed with {settings.compression!r}",
@@ -108,11 +101,8 @@ def _write_file(path: Path, content: bytes, *, sync: bool) -> None:
     if sync:
         write_small(path, content)
         return
-    file = DirectFile(path, direct=False)
-    try:
-        file.write(0, np.frombuffer(content, np.uint8))
-    finally:
-        file.close()
+    with store_errors(path, "write the file"):
+        path.write_bytes(content)
 
 
 def _write_group(directory: ArrayDirectory, options: TensorStoreOptions, path: Path) -> None:
@@ -132,7 +122,7 @@ def _write_group(directory: ArrayDirectory, options: TensorStoreOptions, path: P
 def _describe_tensors(
     flat: Flat[Source],
     keys: Mapping[str, str],
-    written: Mapping[str, WrittenArray],
+    written: Mapping[str, Layout],
     files: Mapping[str, int],
     directory: ArrayDirectory,
     options: TensorStoreOptions,

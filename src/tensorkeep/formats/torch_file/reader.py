@@ -4,17 +4,19 @@ Nothing is ever unpickled without ``weights_only=True``. Tensors are mapped, and
 writes a CRC-32 of every storage and never checks it; here it is checked before the first byte of a storage is returned.
 """
 
-import os
+import stat
 import threading
 from pathlib import Path
 
-from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
+from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedError
 from tensorkeep.formats.base import OpenSettings, Reader, StoredLeaf
 from tensorkeep.formats.decoding import decoding
+from tensorkeep.formats.probe import file_mode
 from tensorkeep.formats.torch_file.stream import crc32
 from tensorkeep.formats.torch_file.unpickle import SHARED_VALUES, count_values, load_untrusted
-from tensorkeep.formats.torch_file.zip_file import TorchZip, begins_like_old_pickle, open_file
+from tensorkeep.formats.torch_file.zip_file import TorchZip, begins_like_old_pickle
 from tensorkeep.io.files import Bytes
+from tensorkeep.io.source_file import SourceFile
 from tensorkeep.state.leaf import Leaf
 from tensorkeep.state.tree import Flat, flatten
 
@@ -31,23 +33,25 @@ class TorchReader(Reader):
     def __init__(self, path: Path, settings: OpenSettings) -> None:
         self.path = path
         self.metadata = {}
-        with open_file(path) as file:
+        mode = file_mode(path)
+        if mode and not stat.S_ISREG(mode):
+            raise NotACheckpointError("is not a regular file, as torch.save writes", path=path)
+        with SourceFile(path) as source, open(source.fd_path, "rb") as file:
             if begins_like_old_pickle(file.read(2)):
                 raise UnsupportedError(
                     "is a bare Python pickle, as torch.save wrote before version 1.6; loading it could run any code",
                     path=path,
                     remedy="if you trust it, load it and save it again with torch 1.6 or later",
                 )
-            size = os.fstat(file.fileno()).st_size
-            archive = TorchZip(file, size, path)
+            archive = TorchZip(file, source.size, path)
             # By its descriptor: its path may be that of another file by now.
-            state = load_untrusted(f"/proc/self/fd/{file.fileno()}", archive, path)
+            state = load_untrusted(source.fd_path, archive, path)
         with decoding(path):
             count_values(state, SHARED_VALUES + 4 * archive.pickle_bytes)
             flat = flatten(state)
         self._leaves = dict(flat.leaves)
         self._checks = settings.verify and archive.checksummed
-        self._storages = _storages(self._leaves, archive, size, path)
+        self._storages = _storages(self._leaves, archive, source.size, path)
         leaves = {
             name: StoredLeaf(self, name, leaf.dtype, leaf.shape, stored_bytes=self._own_bytes(name), file=path.name)
             for name, leaf in self._leaves.items()
@@ -57,7 +61,7 @@ class TorchReader(Reader):
         self.details = {
             "crc32": "written" if archive.checksummed else "not written (set_crc32_options(False))",
             "pickle_bytes": archive.pickle_bytes,
-            "files": {path.name: size},
+            "files": {path.name: source.size},
         }
 
     def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
@@ -110,9 +114,13 @@ class _Storage:
         self._lock = threading.Lock()
 
     def check(self) -> None:
+        import torch
+
         with self._lock:
             if self._sound is None:
-                self._sound = self._has_known_checksum()
+                # The mapped memory itself is checked, not the record that the zip directory lists.
+                content = torch.empty(0, dtype=torch.uint8).set_(self._leaf.array.untyped_storage()).numpy()
+                self._sound = (len(content), crc32(content)) in self._known
         if not self._sound:
             raise CorruptCheckpointError(
                 "the CRC-32 of its storage is wrong",
@@ -120,10 +128,3 @@ class _Storage:
                 name=self._leaf.name,
                 remedy="the stored bytes have changed since the save: take another checkpoint or copy",
             )
-
-    def _has_known_checksum(self) -> bool:
-        import torch
-
-        # The mapped memory itself is checked, not the record that the zip directory lists.
-        content = torch.empty(0, dtype=torch.uint8).set_(self._leaf.array.untyped_storage()).numpy()
-        return (len(content), crc32(content)) in self._known

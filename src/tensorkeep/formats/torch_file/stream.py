@@ -18,14 +18,8 @@ class TorchStream:
     """A new file for one or several calls of ``torch.save``; a context manager that closes it.
 
     An error or a cancellation is kept, and nothing is written after it: torch's zip writer does not survive an
-    exception that passes through it. Call `raise_failure` after ``torch.save``.
-
-    Parameters
-    ----------
-    cancellation : Cancellation, optional
-        Checked before each block.
-    meter : Meter, optional
-        Counts the bytes written, up to its total: the bytes of the zip container come on top of those of the tensors.
+    exception that passes through it. Call `raise_failure` after ``torch.save``. The meter counts the bytes written, up
+    to its total: the bytes of the zip container come on top of those of the tensors.
     """
 
     def __init__(self, path: Path, *, cancellation: Cancellation | None = None, meter: Meter | None = None) -> None:

@@ -30,14 +30,7 @@ def restricted_load(file: str | io.BytesIO) -> Any:
 
 
 def load_untrusted(file: str | io.BytesIO, archive: TorchZip, path: Path) -> Any:
-    """Call `restricted_load`, and raise its errors as Tensorkeep's.
-
-    Parameters
-    ----------
-    archive : TorchZip
-        The container of the file, checked.
-    path : Path
-        The file's path in errors.
+    """Call `restricted_load` with a file whose container was checked, and raise its errors with the path.
 
     Raises UnsupportedError if it needs classes or functions that the restricted unpickler refuses;
     CorruptCheckpointError if it is damaged; OutOfMemoryError if there is not enough memory.

@@ -1,18 +1,13 @@
 """The zip container of a ``torch.save`` file: directory, checksums, and loading its pickle."""
 
-import io
-import os
-import stat
+import errno
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from tensorkeep.errors import (
     CorruptCheckpointError,
-    NotACheckpointError,
-    NotFoundError,
-    StoreError,
     TensorkeepError,
     UnsupportedError,
 )
@@ -26,66 +21,11 @@ _LOCAL_HEADER_BYTES = 30
 _DATA_FOLDER = "data/"
 
 
-class _File(io.FileIO):
-    """A file that remembers a failing read: `zipfile` takes any `OSError` for damage."""
-
-    failure: StoreError | None = None
-
-    def readinto(self, buffer: Any, /) -> int | None:
-        try:
-            return super().readinto(buffer)
-        except OSError as error:
-            self.failure = store_error(error, os.fspath(self.name), "read")
-            raise self.failure from error
-
-    def readall(self) -> bytes:
-        try:
-            return super().readall()
-        except OSError as error:
-            self.failure = store_error(error, os.fspath(self.name), "read")
-            raise self.failure from error
-
-
-def open_file(path: Path) -> io.BufferedReader:
-    """Open a file for `TorchZip`; failures of this call and of reads are StoreErrors."""
-    # O_NONBLOCK: opening a pipe would wait for its writer.
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-    try:
-        if path.is_dir():
-            raise NotACheckpointError("is a directory, not a file of torch.save", path=path)
-        raw = _File(path, opener=lambda name, _: os.open(name, flags))
-    except FileNotFoundError as error:
-        raise NotFoundError("the file does not exist", path=path) from error
-    except OSError as error:
-        raise store_error(error, path, "open the file") from error
-    if not stat.S_ISREG(os.fstat(raw.fileno()).st_mode):
-        raw.close()
-        raise NotACheckpointError("is not a regular file, as torch.save writes", path=path)
-    return io.BufferedReader(raw)
-
-
 class TorchZip:
-    """The directory of a ``torch.save`` file; checks it and all records except the tensors' storages.
+    """The directory of a ``torch.save`` file of ``size`` bytes; checks it and all records except the tensors' storages.
 
-    Parameters
-    ----------
-    file : binary file
-        As `open_file` returns it.
-    size : int
-        Its length in bytes.
-    path : Path
-        For errors.
-
-    Attributes
-    ----------
-    checksummed : bool
-        Whether CRC-32s were written: ``torch.serialization.set_crc32_options(False)`` writes zeros instead.
-    storages : set of (int, int)
-        Length in bytes and CRC-32 of each storage.
-    pickle_bytes : int
-        Length of the pickle.
-    records : dict of str to ZipInfo
-        Each record by its name below the archive's root folder.
+    ``records`` are by name below the archive's root folder, ``storages`` are the length in bytes and the CRC-32 of each
+    storage. The file is ``checksummed`` unless ``torch.serialization.set_crc32_options(False)`` wrote zeros instead.
 
     Raises CorruptCheckpointError if the container is damaged or breaks the rules of what torch writes; UnsupportedError
     if it is a TorchScript archive or comes from a big-endian machine.
@@ -100,9 +40,10 @@ class TorchZip:
             raise
         # Hostile bytes make `zipfile` raise a dozen types.
         except Exception as error:
-            raw = file.raw if isinstance(file, io.BufferedReader) else None
-            if isinstance(raw, _File) and raw.failure is not None:
-                raise raw.failure from error
+            # `zipfile` takes a failing read for damage; a seek to where damaged bytes point is EINVAL.
+            for cause in (error, error.__context__):
+                if isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL):
+                    raise store_error(cause, path, "read") from error
             raise CorruptCheckpointError(
                 f"the zip container is damaged ({error})",
                 path=path,
@@ -184,8 +125,7 @@ def _lists_pickle(path: Path) -> bool:
 
 def is_old_pickle(path: Path) -> bool:
     """Return whether a file is a bare pickle, as ``torch.save`` wrote before version 1.6."""
-    start = first_bytes(path, 2)
-    return start is not None and begins_like_old_pickle(start)
+    return begins_like_old_pickle(first_bytes(path, 2) or b"")
 
 
 def begins_like_old_pickle(start: bytes) -> bool:
