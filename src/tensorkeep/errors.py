@@ -21,19 +21,26 @@ exception that it resembles as a second base, so that ``except FileNotFoundError
         └── MissingExtraError (ImportError)         7  an optional package is not installed
 """
 
+import difflib
 import errno as codes
 import os
+from collections.abc import Collection
 from typing import ClassVar, TypedDict, Unpack
 
 PathLike = str | os.PathLike[str]
 
 
 class Context(TypedDict, total=False):
-    """Where an error happened and what to do about it; keyword arguments of every error."""
+    """Where an error happened and what to do about it; keyword arguments of every error, except for the last ones."""
 
     path: PathLike | None
     name: str | None
     remedy: str | None
+    errno: int | None  # of a StoreError
+    block: int | None  # of a CorruptCheckpointError
+    missing: tuple[str, ...]  # this and the following: of a StateMismatchError
+    extra: tuple[str, ...]
+    different: tuple[str, ...]
 
 
 class TensorkeepError(Exception):
@@ -68,6 +75,9 @@ class TensorkeepError(Exception):
 
     kind: ClassVar[str] = "error"
     exit_code: ClassVar[int] = 1
+    # Shadows the slots of ImportError and OSError, whose constructors reset them and which pickle would lose.
+    name: str | None = None
+    remedy: str | None = None
 
     def __init_subclass__(cls, *, kind: str | None = None, exit_code: int | None = None) -> None:
         super().__init_subclass__()
@@ -75,13 +85,11 @@ class TensorkeepError(Exception):
         cls.exit_code = exit_code or cls.exit_code
 
     def __init__(self, message: str, **context: Unpack[Context]) -> None:
-        # First: the constructors of OSError and ImportError reset attributes of their own, among them `name`.
         super().__init__(message)
         self.message = message
-        path = context.get("path")
+        path = context.pop("path", None)
         self.path = None if path is None else os.fspath(path)
-        self.name = context.get("name")
-        self.remedy = context.get("remedy")
+        vars(self).update(context)
 
     def __str__(self) -> str:
         where = [part for part in (self.path, self._subject()) if part]
@@ -120,19 +128,9 @@ class StateMismatchError(UsageError, kind="state-mismatch"):
         Names that only the state has, that only the checkpoint has, and that differ in shape or dtype.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        missing: tuple[str, ...] = (),
-        extra: tuple[str, ...] = (),
-        different: tuple[str, ...] = (),
-        **context: Unpack[Context],
-    ) -> None:
-        super().__init__(message, **context)
-        self.missing = missing
-        self.extra = extra
-        self.different = different
+    missing: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
+    different: tuple[str, ...] = ()
 
 
 class StoreError(TensorkeepError, OSError, kind="store", exit_code=3):
@@ -145,11 +143,6 @@ class StoreError(TensorkeepError, OSError, kind="store", exit_code=3):
     """
 
     errno: int | None = None  # Shadows the slot of OSError, which pickle would lose.
-
-    def __init__(self, message: str, *, errno: int | None = None, **context: Unpack[Context]) -> None:
-        super().__init__(message, **context)
-        if errno is not None:
-            self.errno = errno
 
 
 class BusyError(StoreError, BlockingIOError, kind="busy"):
@@ -175,9 +168,7 @@ class CorruptCheckpointError(TensorkeepError, ValueError, kind="corrupt", exit_c
         Index of the bad block within the tensor.
     """
 
-    def __init__(self, message: str, *, block: int | None = None, **context: Unpack[Context]) -> None:
-        super().__init__(message, **context)
-        self.block = block
+    block: int | None = None
 
     def _subject(self) -> str | None:
         subject = super()._subject()
@@ -220,6 +211,12 @@ class TechniqueNotActiveError(UnsupportedError, kind="technique-not-active"):
 
 class MissingExtraError(UnsupportedError, ImportError, kind="missing-extra"):
     """An optional dependency is not installed; the remedy is the ``pip install`` line."""
+
+
+def did_you_mean(name: str, known: Collection[str], what: str = "known") -> str:
+    """Return the remedy for an unknown name: the nearest known one, or all of them after ``what``."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"{what}: {', '.join(known) or 'none'}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -9,12 +9,11 @@ Each kind has one `Registry`, beside the contract that its plug-ins fulfil: ``co
 ``formats.base.FORMATS`` and ``train.techniques.base.TECHNIQUE_CLASSES``.
 """
 
-import difflib
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, TypeVar
 
-from tensorkeep.errors import UnsupportedError
+from tensorkeep.errors import UnsupportedError, did_you_mean
 
 P = TypeVar("P")
 
@@ -58,9 +57,7 @@ class Registry(Generic[P]):
         if name in self._loaded:
             return self._loaded[name]
         if name not in self._entries:
-            near = difflib.get_close_matches(name, self._entries, n=1)
-            known = ", ".join(self.names()) or "none: reinstall tensorkeep"
-            remedy = f"did you mean {near[0]!r}?" if near else f"known: {known}"
+            remedy = did_you_mean(name, self.names()) if self._entries else "reinstall tensorkeep"
             raise UnsupportedError(f"there is no {self._kind} named {name!r}", remedy=remedy)
         # What an entry point names is not typed: the conformance suite of the kind checks it.
         return self._loaded.setdefault(name, self._entries[name].load())

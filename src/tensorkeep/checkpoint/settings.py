@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorkeep.codecs.base import CODECS
-from tensorkeep.errors import PathLike, UsageError
+from tensorkeep.errors import PathLike, UsageError, did_you_mean
 from tensorkeep.io.buffers import MINIMUM_BUDGET
 from tensorkeep.io.files import store_errors
 from tensorkeep.units import format_bytes, parse_bytes
@@ -93,8 +93,7 @@ def parse(tables: Mapping[str, Any], path: Path | None) -> SaveTable:
     given: dict[str, Any] = tables.get(TABLE, {})
     for key, value in given.items():
         if key not in KEYS:
-            near = difflib.get_close_matches(str(key).replace("-", "_"), KEYS, n=1)
-            remedy = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(KEYS)}"
+            remedy = did_you_mean(str(key).replace("-", "_"), KEYS)
             raise UsageError(f"[{TABLE}] has an unknown key {key!r}", path=path, remedy=remedy)
         expected = _expected(key, value)
         if expected is not None:
@@ -109,9 +108,7 @@ def _expected(key: str, value: object) -> str | None:
     is_int = isinstance(value, int) and not isinstance(value, bool)
     if key == "compression":
         known = ["none", "lossless", "auto", *CODECS.names()]
-        near = difflib.get_close_matches(str(value), known, n=1)
-        remedy = f"did you mean {near[0]!r}?" if near else f"choose one of: {', '.join(known)}"
-        return None if value in known else remedy
+        return None if value in known else did_you_mean(str(value), known, "choose one of")
     if key == "threads":
         fine = is_int and 1 <= int(str(value)) <= _MOST_THREADS
         return None if fine else f"give an integer from 1 to {_MOST_THREADS}"

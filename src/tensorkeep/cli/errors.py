@@ -1,6 +1,5 @@
 """How errors become messages and exit codes, which ``docs/reference/exit-codes.md`` lists."""
 
-import difflib
 import errno
 import json
 import sys
@@ -12,7 +11,7 @@ from cyclopts.exceptions import CycloptsError, UnknownCommandError
 
 from tensorkeep.cli.output import finish_stdout
 from tensorkeep.cli.text import printable
-from tensorkeep.errors import OutOfMemoryError, StoreError, TensorkeepError, UsageError, is_out_of_memory
+from tensorkeep.errors import OutOfMemoryError, StoreError, TensorkeepError, UsageError, did_you_mean, is_out_of_memory
 
 BROKEN_PIPE = 141
 """The exit code if the reader of the output has closed it (``tensorkeep ls x | head -1``)."""
@@ -94,8 +93,6 @@ def _usage_error(error: CycloptsError) -> UsageError:
         if token.startswith("-"):
             return UsageError(f"unknown option: {token}", remedy=remedy)
         known = [name for name in error.app if not name.startswith("-")]
-        near = difflib.get_close_matches(token, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"commands: {', '.join(known)}"
-        return UsageError(f"unknown command {token!r}; {hint}", remedy=remedy)
+        return UsageError(f"unknown command {token!r}; {did_you_mean(token, known, 'commands')}", remedy=remedy)
     message = " ".join(str(error).split()).rstrip(".")
     return UsageError(message[:1].lower() + message[1:], remedy=remedy)

@@ -139,30 +139,30 @@ def find_aliases(leaves: Iterable[Leaf]) -> dict[str, Alias]:
     The base is the largest leaf around the view; among equals one in C order, then the first in traversal order.
     """
     groups: dict[Hashable, list[_Candidate]] = {}
-    for order, leaf in enumerate(leaves):
-        candidate = _candidate(leaf, order)
+    leaves = list(leaves)
+    for leaf in leaves:
+        candidate = _candidate(leaf)
         if candidate is not None:
             # A tensor and an array never share, even at one address.
             place = candidate.extent.device if leaf.is_torch else "numpy"
             groups.setdefault((place, leaf.dtype.name), []).append(candidate)
-    found: dict[int, tuple[str, Alias]] = {}
+    found: dict[str, Alias] = {}
     for group in groups.values():
         if len(group) > 1:
             found.update(_aliases_in(group))
-    return dict(found[order] for order in sorted(found))
+    return {leaf.name: found[leaf.name] for leaf in leaves if leaf.name in found}
 
 
 class _Candidate(NamedTuple):
-    """A leaf that may share memory: its place in the traversal, whether it is in C order, its strides in elements."""
+    """A leaf that may share memory, whether it is in C order, and its strides in elements."""
 
     leaf: Leaf
-    order: int
     dense: bool
     strides: tuple[int, ...]
     extent: Extent
 
 
-def _candidate(leaf: Leaf, order: int) -> _Candidate | None:
+def _candidate(leaf: Leaf) -> _Candidate | None:
     """Return None for a leaf that is never shared: empty, lazy, or with strides of part of an element."""
     size = leaf.dtype.itemsize
     if leaf.nbytes == 0 or (leaf.is_torch and is_lazy(leaf.array)):
@@ -173,30 +173,29 @@ def _candidate(leaf: Leaf, order: int) -> _Candidate | None:
     dense = bool(leaf.array.is_contiguous() if leaf.is_torch else leaf.array.flags.c_contiguous)
     # The strides of dimensions of length 1 mean nothing and differ between equal views.
     strides = contiguous_strides(leaf.shape) if dense else tuple(stride // size for stride in extent.strides)
-    return _Candidate(leaf, order, dense, strides, extent)
+    return _Candidate(leaf, dense, strides, extent)
 
 
-def _aliases_in(group: list[_Candidate]) -> dict[int, tuple[str, Alias]]:
-    """Return the aliases among leaves of one dtype and device, by traversal index.
+def _aliases_in(group: list[_Candidate]) -> dict[str, Alias]:
+    """Return the aliases among leaves of one dtype and device, given in traversal order.
 
     The leaves are swept by address, at equal addresses the largest first. Then the base found last reaches furthest: a
     leaf that does not lie within it lies within no other.
     """
-    found: dict[int, tuple[str, Alias]] = {}
+    found: dict[str, Alias] = {}
     base: _Candidate | None = None
     first_of_layout: dict[Hashable, _Candidate] = {}
-    for each in sorted(group, key=lambda c: (c.extent.low, -c.extent.high, not c.dense, c.order)):
+    for each in sorted(group, key=lambda c: (c.extent.low, -c.extent.high, not c.dense)):
         leaf, extent = each.leaf, each.extent
         distance = extent.origin - base.extent.origin if base is not None else 0
         if base is not None and extent.high <= base.extent.high and distance % extent.itemsize == 0:
-            alias = Alias(base.leaf.name, distance // extent.itemsize, leaf.shape, each.strides)
-            found[each.order] = leaf.name, alias
+            found[leaf.name] = Alias(base.leaf.name, distance // extent.itemsize, leaf.shape, each.strides)
         elif each.dense:
             base = each
         else:
             first = first_of_layout.setdefault((extent.origin, leaf.shape, each.strides), each)
             if first is not each:
-                found[each.order] = leaf.name, full_view(first.leaf.name, leaf.shape)
+                found[leaf.name] = full_view(first.leaf.name, leaf.shape)
     return found
 
 

@@ -15,11 +15,11 @@ from msgspec import Meta
 from tensorkeep.bench.experiment import design
 from tensorkeep.bench.experiment.design import Expansion
 from tensorkeep.bench.experiment.plan import MOST_RUNS, NAME_RULE, Plan, check_name, is_name, make_plan
-from tensorkeep.bench.experiment.validation import convert, did_you_mean
+from tensorkeep.bench.experiment.validation import convert
 from tensorkeep.bench.experiment.values import MOST_ARMS, Base, Change, Combination, Level, NamedArm, Text
 from tensorkeep.bench.experiment.workload import get_workload
 from tensorkeep.bench.results import Arm, Experiment, Limits, Settings
-from tensorkeep.errors import UsageError
+from tensorkeep.errors import UsageError, did_you_mean
 
 DEFAULT_SECONDS = 1800
 _MOST_SECONDS = 7 * 24 * 3600

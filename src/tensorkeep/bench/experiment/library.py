@@ -10,9 +10,8 @@ from typing import Any
 
 from tensorkeep.bench.experiment import file, suite_file
 from tensorkeep.bench.experiment.plan import Plan
-from tensorkeep.bench.experiment.validation import did_you_mean
 from tensorkeep.bench.experiment.workload import get_workload
-from tensorkeep.errors import UsageError
+from tensorkeep.errors import UsageError, did_you_mean
 
 MAX_FILE_BYTES = 1 << 20
 

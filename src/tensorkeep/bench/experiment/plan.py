@@ -6,11 +6,10 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from tensorkeep.bench.experiment.validation import did_you_mean
 from tensorkeep.bench.experiment.values import MOST_ARMS
 from tensorkeep.bench.experiment.workload import get_workload
 from tensorkeep.bench.results import Arm, Experiment, Limits, Place
-from tensorkeep.errors import UsageError
+from tensorkeep.errors import UsageError, did_you_mean
 
 MOST_RUNS = 1000
 

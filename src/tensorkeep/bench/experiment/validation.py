@@ -1,14 +1,12 @@
 """Conversion of JSON to typed structs; an error names file, field and remedy."""
 
-import difflib
 import re
-from collections.abc import Collection
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec.inspect import DictType, ListType, StructType, Type, UnionType, VarTupleType, type_info
 
-from tensorkeep.errors import UsageError
+from tensorkeep.errors import UsageError, did_you_mean
 
 T = TypeVar("T")
 
@@ -106,15 +104,3 @@ def _described(place: str, names: dict[int, str]) -> str:
     for end in sorted(names, reverse=True):
         place = f"{place[:end]} ({names[end]!r}){place[end:]}"
     return place.removeprefix(".")
-
-
-def did_you_mean(name: str, known: Collection[str], what: str) -> str:
-    """Return the remedy for an unknown name: the nearest known one, or else all of them.
-
-    Examples
-    --------
-    >>> did_you_mean("sixway", ["three-way", "six-way"], "experiments")
-    "did you mean 'six-way'?"
-    """
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"{what}: {', '.join(known) or 'none'}"

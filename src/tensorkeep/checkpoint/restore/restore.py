@@ -32,13 +32,11 @@ def restore_state(path: Path, request: LoadRequest, *, memory_budget: int | None
     Raises StateMismatchError if ``into`` does not fit; its message states whether tensors are overwritten already.
     """
     budget = DEFAULT_BUDGET if memory_budget is None else memory_budget
-    if request.into is None:
-        settings = OpenSettings(pool=budget_pool(budget))
-        with settings.pool as pool, open_reader(path, settings) as reader:
-            return load_open(reader, pool, request)
     threads = thread_count(request.threads)
     check_device(request.device)
     with budget_pool(budget) as pool, open_reader(path, OpenSettings(pool=pool), "native") as reader:
+        if request.into is None:
+            return load_open(reader, pool, request)
         return _Restoring(reader, request).run(threads, pool, request.progress)
 
 

@@ -7,7 +7,6 @@ so reading it needs no cache.
 
 import base64
 import binascii
-import difflib
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 
-from tensorkeep.errors import MissingExtraError, UnsupportedError, UsageError
+from tensorkeep.errors import MissingExtraError, UnsupportedError, UsageError, did_you_mean
 from tensorkeep.train.data.tokenizers.base import END_OF_DOCUMENT, Ids, Tokenizer, Tokens, at_line_ends
 
 _patching = threading.Lock()
@@ -51,9 +50,7 @@ class TiktokenTokenizer(Tokenizer):
         library = _tiktoken()
         known = library.list_encoding_names()
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            remedy = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-            raise UsageError(f"tiktoken has no encoding {name!r}", remedy=remedy)
+            raise UsageError(f"tiktoken has no encoding {name!r}", remedy=did_you_mean(name, known))
         try:
             with _offline():
                 return cls(library.get_encoding(name))
