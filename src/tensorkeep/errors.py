@@ -101,14 +101,7 @@ class TensorkeepError(Exception):
 
     def as_dict(self) -> dict[str, object]:
         """Return the error as plain values, as ``--json`` prints it."""
-        return {
-            "kind": self.kind,
-            "message": self.message,
-            "path": self.path,
-            "name": self.name,
-            "remedy": self.remedy,
-            "exit_code": self.exit_code,
-        }
+        return {name: getattr(self, name) for name in ("kind", "message", "path", "name", "remedy", "exit_code")}
 
 
 class DivergedError(TensorkeepError, ArithmeticError, kind="diverged"):

@@ -6,8 +6,7 @@ from typing import Any
 
 from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, check_device, checked_path, thread_count
 from tensorkeep.checkpoint.finding import open_reader
-from tensorkeep.checkpoint.load.plan import LoadPlan
-from tensorkeep.checkpoint.load.targets import match_targets
+from tensorkeep.checkpoint.load.targets import LoadPlan, match_targets
 from tensorkeep.errors import CorruptCheckpointError, PathLike, UnsupportedError, UsageError
 from tensorkeep.formats.base import OpenSettings, Reader
 from tensorkeep.io.buffers import DEFAULT_BUDGET, BufferPool

@@ -34,24 +34,12 @@ def read_all(
     it the first error is raised. ``extent`` returns how many bytes of a tensor to read from its start, instead of all.
     """
     sizes = {name: extent(name) if extent else reader.flat.leaves[name].nbytes for name in destinations}
-    host_bytes = {name: None if leaf is None else leaf.host_bytes() for name, leaf in destinations.items()}
     meter = Meter(sum(sizes.values()), progress)
-
-    def read(name: str, start: int, stop: int) -> None:
-        leaf, host = destinations[name], host_bytes[name]
-        if host is not None:
-            reader.read(name, start, stop, host[start:stop])
-            return
-        with pool.acquire(stop - start) as buffer:
-            data = buffer[: stop - start]
-            reader.read(name, start, stop, data)
-            if leaf is not None:
-                leaf.write(start, stop, data)
 
     def task(ranges: list[Range]) -> None:
         for name, start, stop in ranges:
             try:
-                read(name, start, stop)
+                _read(reader, name, start, stop, destinations[name], pool)
             except Exception as error:
                 if on_error is None:
                     raise
@@ -62,6 +50,20 @@ def read_all(
     block_bytes = max(map(reader.block_bytes, destinations), default=BLOCK_BYTES)
     usable = pool.threads(threads, thread_bytes(block_bytes, buffers=reader.buffers))
     parallel.run((partial(task, group) for group in _grouped(reader, sizes)), usable)
+
+
+def _read(
+    reader: Reader, name: str, start: int, stop: int, leaf: Leaf | None, pool: BufferPool, *, first: int = 0
+) -> None:
+    """Read a range of a stored tensor into a leaf that begins at its byte ``first``; without a leaf, only check it."""
+    host = None if leaf is None else leaf.host_bytes()
+    if host is not None:
+        reader.read(name, start, stop, host[start - first : stop - first])
+        return
+    with pool.acquire(stop - start) as buffer:
+        reader.read(name, start, stop, buffer[: stop - start])
+        if leaf is not None:
+            leaf.write(start - first, stop - first, buffer[: stop - start])
 
 
 def grid(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
@@ -115,15 +117,9 @@ def fill(reader: Reader, name: str, leaf: Leaf, pool: BufferPool, *, start: int 
         copy_range(strided_view(reader, name, "tensor" if leaf.is_torch else "ndarray", pool), 0, leaf, pool)
         return
     stored, offset = place
-    host = leaf.host_bytes()
     first = offset + start
     for begin, end in grid(first, first + leaf.nbytes, reader.block_bytes(stored)):
-        if host is not None:
-            reader.read(stored, begin, end, host[begin - first : end - first])
-        else:
-            with pool.acquire(end - begin) as buffer:
-                reader.read(stored, begin, end, buffer[: end - begin])
-                leaf.write(begin - first, end - first, buffer[: end - begin])
+        _read(reader, stored, begin, end, leaf, pool, first=first)
 
 
 def strided_view(reader: Reader, name: str, kind: LeafKind, pool: BufferPool) -> Leaf:

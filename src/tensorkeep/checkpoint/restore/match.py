@@ -9,9 +9,16 @@ import numpy as np
 
 from tensorkeep.checkpoint.load.load import rebuild
 from tensorkeep.checkpoint.load.targets import Target, compare, difference_of, match_targets, sharing_conflict_of
-from tensorkeep.checkpoint.restore.containers import container_kind, is_below, items, paths_to, value_at
 from tensorkeep.checkpoint.restore.object_checks import SavedTensor, has_check, is_module, refusals
-from tensorkeep.checkpoint.restore.stateful import StatefulObject, unwrap_states
+from tensorkeep.checkpoint.restore.stateful import (
+    StatefulObject,
+    container_kind,
+    is_below,
+    items,
+    paths_to,
+    unwrap_states,
+    value_at,
+)
 from tensorkeep.errors import UsageError
 from tensorkeep.formats.base import Reader
 from tensorkeep.state import names

@@ -8,11 +8,17 @@ from typing import Any
 from tensorkeep.checkpoint.arguments import budget_pool, check_device, thread_count
 from tensorkeep.checkpoint.finding import open_reader
 from tensorkeep.checkpoint.load.load import LoadRequest, load_open, rebuild
-from tensorkeep.checkpoint.load.plan import LoadPlan
-from tensorkeep.checkpoint.restore.containers import is_below, value_at
+from tensorkeep.checkpoint.load.targets import LoadPlan
 from tensorkeep.checkpoint.restore.match import StateMatch
 from tensorkeep.checkpoint.restore.object_checks import REFUSALS, is_module
-from tensorkeep.checkpoint.restore.stateful import StatefulObject, load_objects, unwrap_states, wrap_objects
+from tensorkeep.checkpoint.restore.stateful import (
+    StatefulObject,
+    is_below,
+    load_objects,
+    unwrap_states,
+    value_at,
+    wrap_objects,
+)
 from tensorkeep.errors import StateMismatchError, TensorkeepError
 from tensorkeep.formats.base import OpenSettings, Reader
 from tensorkeep.io.buffers import DEFAULT_BUDGET, BufferPool

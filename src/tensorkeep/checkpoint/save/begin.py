@@ -71,9 +71,8 @@ def check_request(
     format = format or _BY_SUFFIX.get(Path(path).suffix.lower(), "native")
     given = {**options, "compression": compression, "threads": threads, "memory_budget": memory_budget}
     table = read_settings(settings)
-    used = {key: value for key, value in table.values_for(format).items() if given.get(key) is None}
-    if copy:
-        used.pop("memory_budget", None)
+    left_out = ["memory_budget"] if copy else []
+    used = {k: v for k, v in table.values_for(format).items() if given.get(k) is None and k not in left_out}
     taken = {**given, **used}
     if "direct_io" in used:
         options = {**options, "direct_io": used["direct_io"]}
