@@ -90,7 +90,7 @@ class PlanesCodec:
         for start in range(0, words.size, RUN):
             run = words[start : start + RUN]
             planes = [
-                self._contexts.plane(k, run.size) if plane is None else plane[start : start + RUN]
+                self._contexts.scratch.words(f"plane {k}", 1, run.size) if plane is None else plane[start : start + RUN]
                 for k, plane in enumerate(raw_planes)
             ]
             bitplanes.split(run, planes, layout, self._contexts.scratch)
@@ -141,10 +141,6 @@ class _Contexts(threading.local):
         self.matching = zstandard.ZstdCompressor(compression_params=matching)
         self.decompressor = zstandard.ZstdDecompressor(max_window_size=RUN)
         self.scratch = bitplanes.Scratch(RUN)
-
-    def plane(self, index: int, count: int) -> Bytes:
-        plane: Bytes = self.scratch.words(f"plane {index}", 1, count)
-        return plane
 
 
 class _Header:

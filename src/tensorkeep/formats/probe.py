@@ -1,4 +1,7 @@
-"""Probing files and folders of an unknown format; an unreadable path is an error and does not count as missing."""
+"""Probing files and folders of an unknown format.
+
+A path that the operating system refuses to read does not count as missing: every function raises StoreError.
+"""
 
 import errno
 import os
@@ -17,10 +20,7 @@ def _raise_unless_absent(error: OSError, path: Path) -> None:
 
 
 def file_mode(path: Path, *, follow_links: bool = True) -> int:
-    """Return the mode bits of a path, for the functions of `stat`; 0 if nothing is there.
-
-    Raises StoreError if the operating system refuses access.
-    """
+    """Return the mode bits of a path, for the functions of `stat`; 0 if nothing is there."""
     try:
         return os.stat(path, follow_symlinks=follow_links).st_mode
     except OSError as error:
@@ -29,10 +29,7 @@ def file_mode(path: Path, *, follow_links: bool = True) -> int:
 
 
 def names_in(directory: Path) -> list[str]:
-    """Return the names in a directory, sorted; an empty list if it is not a directory.
-
-    Raises StoreError if the operating system refuses access.
-    """
+    """Return the names in a directory, sorted; an empty list if it is not a directory."""
     try:
         return sorted(entry.name for entry in directory.iterdir())
     except OSError as error:
@@ -41,10 +38,7 @@ def names_in(directory: Path) -> list[str]:
 
 
 def first_bytes(path: Path, count: int) -> bytes | None:
-    """Return the first bytes of a file; None if it is not a regular file.
-
-    Raises StoreError if the operating system refuses access.
-    """
+    """Return the first bytes of a file; None if it is not a regular file."""
     try:
         # O_NONBLOCK: opening a pipe would wait for its writer.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

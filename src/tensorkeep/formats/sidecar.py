@@ -9,6 +9,7 @@ There is one schema, `Sidecar`. A format that stores more of itself there subcla
 """
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -176,25 +177,17 @@ def _check_file(directory: Directory, name: str, note: FileNote) -> None:
     if any(part in ("", ".", "..") or "\0" in part for part in name.split("/")):
         raise CorruptCheckpointError(f"lists the file {name!r}, which is not inside the directory", path=directory.path)
     try:
-        if folder:
+        with ExitStack() as stack:
             # By the open descriptor: the directory's name may stand for another one by now.
-            with Directory(Path(directory.fd_path) / folder) as inner:
-                size, digest = _measure(inner, last, note)
-        else:
-            size, digest = _measure(directory, last, note)
+            inner = stack.enter_context(Directory(Path(directory.fd_path) / folder)) if folder else directory
+            file = stack.enter_context(inner.open(last, follow_links=False))
+            if file.size != note.bytes:
+                message = f"has {file.size:,} bytes, not {note.bytes:,}"
+                raise CorruptCheckpointError(message, path=path, remedy=_REWRITTEN)
+            if note.xxh3_64 and sealed.digest_of(file, file.size) != note.xxh3_64:
+                message = "its checksum is wrong: the file has changed"
+                raise CorruptCheckpointError(message, path=path, remedy=_REWRITTEN)
     except NotACheckpointError as error:
         raise CorruptCheckpointError("the file is missing", path=path, remedy="take another copy") from error
     except TensorkeepError as error:
         raise type(error)(error.message, path=path, remedy=error.remedy) from error
-    if size != note.bytes:
-        raise CorruptCheckpointError(f"has {size:,} bytes, not {note.bytes:,}", path=path, remedy=_REWRITTEN)
-    if note.xxh3_64 and digest != note.xxh3_64:
-        raise CorruptCheckpointError("its checksum is wrong: the file has changed", path=path, remedy=_REWRITTEN)
-
-
-def _measure(directory: Directory, name: str, note: FileNote) -> tuple[int, str]:
-    """Return a file's size, and its checksum if one is known and the size is right."""
-    with directory.open(name, follow_links=False) as file:
-        if not note.xxh3_64 or file.size != note.bytes:
-            return file.size, ""
-        return file.size, sealed.digest_of(file, file.size)

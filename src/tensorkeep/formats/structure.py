@@ -1,6 +1,6 @@
 """The stored description of a state in JSON, and the rules that it must keep."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from math import prod
 from typing import Any, TypeVar
 
@@ -87,7 +87,13 @@ def check_structure(
         alias.validate(shape)
         _check_alias(name, specs[name], alias, specs[alias.of])
         _check_leaf(name, specs[name], dtype, alias.shape)
-    _check_parts(known, parts)
+    places = list(parts.values())
+    if parts.keys() != known:
+        raise ValueError("the parts and the table of tensors do not name the same tensors")
+    if len(set(places)) != len(places):
+        raise ValueError("two tensors have the same part and key")
+    if any(not part or not key or key == "__metadata__" for part, key in places):
+        raise ValueError("a part or a key has an impossible name")
     return specs
 
 
@@ -111,13 +117,3 @@ def _check_alias(name: str, spec: LeafSpec, alias: Alias, base: LeafSpec) -> Non
         raise ValueError(f"{name!r}, of kind {spec.kind}, cannot be a view of the {base.kind} {alias.of!r}")
     if spec.kind in torch_kinds and min(alias.strides, default=0) < 0:
         raise ValueError(f"{name!r} is a tensor of negative strides")
-
-
-def _check_parts(known: Iterable[str], parts: Mapping[str, PartKey]) -> None:
-    places = list(parts.values())
-    if parts.keys() != set(known):
-        raise ValueError("the parts and the table of tensors do not name the same tensors")
-    if len(set(places)) != len(places):
-        raise ValueError("two tensors have the same part and key")
-    if any(not part or not key or key == "__metadata__" for part, key in places):
-        raise ValueError("a part or a key has an impossible name")

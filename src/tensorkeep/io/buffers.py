@@ -9,13 +9,14 @@ import mmap
 import os
 import threading
 import weakref
-from typing import Protocol, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from tensorkeep.errors import UsageError
 from tensorkeep.io.parallel import POLL_SECONDS, Cancellation
+from tensorkeep.state.cuda import CudaPageLock
 from tensorkeep.units import format_bytes
 
 ALIGNMENT = 4096
@@ -42,16 +43,6 @@ def buffer_bytes(nbytes: int) -> int:
     # The kernel backs a mapping by huge pages throughout only if its length is a multiple of theirs; direct writes
     # from small pages are a tenth slower.
     return round_up(max(nbytes, 1), ALIGNMENT if nbytes < _HUGE_PAGE else _HUGE_PAGE)
-
-
-class PageLock(Protocol):
-    """Page-locks buffers for a device; `tensorkeep.state.cuda.CudaPageLock` does it for CUDA."""
-
-    def lock(self, memory: mmap.mmap) -> None:
-        """Page-lock a buffer; if the system refuses, log a warning and leave the buffer as it is."""
-
-    def unlock(self, memory: mmap.mmap) -> None:
-        """Undo `lock` before the buffer has another user; does nothing if it is not page-locked."""
 
 
 class Buffer:
@@ -84,10 +75,10 @@ class BufferPool:
     When a pool is closed, its buffers are kept for the next pool of the process: memory that was touched before is
     filled several times faster than new memory.
 
-    ``budget`` limits the bytes of all buffers together, free ones included; ``peak_bytes`` is the most that was
-    allocated at one time. An ``exact`` pool uses no buffer that is larger than `buffer_bytes` of the request, so that
-    requests which add up to the budget can all be served at once; otherwise a free buffer of up to twice the size is
-    used. ``page_lock`` page-locks the buffers while they belong to the pool.
+    ``budget`` limits ``allocated_bytes``, the bytes of all buffers together, free ones included; ``peak_bytes`` is the
+    most that was allocated at one time. An ``exact`` pool uses no buffer that is larger than `buffer_bytes` of the
+    request, so that requests which add up to the budget can all be served at once; otherwise a free buffer of up to
+    twice the size is used. ``page_lock`` page-locks the buffers while they belong to the pool.
 
     Raises UsageError if the budget is below 64 MiB, which one thread needs to code and write blocks of 16 MiB.
 
@@ -98,7 +89,9 @@ class BufferPool:
     8192 0
     """
 
-    def __init__(self, budget: int = DEFAULT_BUDGET, *, exact: bool = False, page_lock: PageLock | None = None) -> None:
+    def __init__(
+        self, budget: int = DEFAULT_BUDGET, *, exact: bool = False, page_lock: CudaPageLock | None = None
+    ) -> None:
         if budget < MINIMUM_BUDGET:
             raise UsageError(
                 f"a memory budget of {format_bytes(budget)} is too small",
@@ -108,17 +101,12 @@ class BufferPool:
         self.page_lock = page_lock
         self.peak_bytes = 0
         self._largest_fit = 1 if exact else 2
-        self._allocated = 0
+        self.allocated_bytes = 0
         self._free: list[mmap.mmap] = []
         self._changed = threading.Condition()
         if page_lock is not None:
             # Memory that is unmapped while it is page-locked is lost to the system, except when the process exits.
             weakref.finalize(self, _unlock_all, page_lock, self._free).atexit = False
-
-    @property
-    def allocated_bytes(self) -> int:
-        """The present bytes of all buffers, free ones included."""
-        return self._allocated
 
     def threads(self, wanted: int, bytes_each: int) -> int:
         """Return how many threads, at most ``wanted``, the budget allows if each holds ``bytes_each`` at once.
@@ -163,12 +151,12 @@ class BufferPool:
                 largest = self._largest_fit * size
                 if best := _take_smallest(self._free, size, largest):
                     return best, False
-                while self._free and self._allocated + size > self.budget:
+                while self._free and self.allocated_bytes + size > self.budget:
                     self._remove_free()
-                if self._allocated + size <= self.budget:
-                    memory = _spares.take(size, at_most=min(largest, self.budget - self._allocated)) or _map(size)
-                    self._allocated += len(memory)
-                    self.peak_bytes = max(self.peak_bytes, self._allocated)
+                if self.allocated_bytes + size <= self.budget:
+                    memory = _spares.take(size, at_most=min(largest, self.budget - self.allocated_bytes)) or _map(size)
+                    self.allocated_bytes += len(memory)
+                    self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
                     return memory, True
                 if cancellation is None:
                     self._changed.wait()
@@ -181,7 +169,7 @@ class BufferPool:
         memory = self._free.pop()
         if self.page_lock is not None:
             self.page_lock.unlock(memory)
-        self._allocated -= len(memory)
+        self.allocated_bytes -= len(memory)
         return memory
 
     def close(self) -> None:
@@ -197,7 +185,7 @@ class BufferPool:
         self.close()
 
 
-def _unlock_all(page_lock: PageLock, buffers: list[mmap.mmap]) -> None:
+def _unlock_all(page_lock: CudaPageLock, buffers: list[mmap.mmap]) -> None:
     for memory in buffers:
         page_lock.unlock(memory)
 

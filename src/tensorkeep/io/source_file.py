@@ -58,10 +58,8 @@ class SourceFile:
             self.close()
             raise CorruptCheckpointError("is not a regular file", path=path)
         self.size = status.st_size
-        if not page_cache and self.size:
-            self._open_direct()
-
-    def _open_direct(self) -> None:
+        if page_cache or not self.size:
+            return
         try:
             self._direct_fd = os.open(self.fd_path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
             self._pages = np.frombuffer(mmap.mmap(self._fd, self.size, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8)

@@ -16,7 +16,7 @@ from pathlib import Path
 import xxhash
 
 from tensorkeep.errors import BusyError
-from tensorkeep.io.files import store_error, store_errors, sync_directory
+from tensorkeep.io.files import store_errors, sync_directory
 
 logger = logging.getLogger(__name__)
 
@@ -78,10 +78,8 @@ def remove_abandoned(folder: Path) -> None:
 
     Raises StoreError if the folder cannot be listed.
     """
-    try:
+    with store_errors(folder, "look into the folder"):
         found = _list(folder, ".")
-    except OSError as error:
-        raise store_error(error, folder, "look into the folder") from error
     for temporary in found:
         # One that belongs to another user does no harm.
         with suppress(OSError):

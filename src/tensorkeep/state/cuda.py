@@ -81,7 +81,7 @@ class CudaPageLock:
     """Page-locks host memory by ``cudaHostRegister``, so that a GPU copies to it at the speed of its bus.
 
     Copies to other memory go through a small buffer of the driver and are several times slower. torch's own pinned
-    memory is rounded up to powers of two, which would break a memory budget. See `tensorkeep.io.buffers.PageLock`.
+    memory is rounded up to powers of two, which would break a memory budget.
     """
 
     _PORTABLE = 1  # for all devices of the process, not only the current one
@@ -91,6 +91,7 @@ class CudaPageLock:
         self._process = os.getpid()
 
     def lock(self, memory: mmap.mmap) -> None:
+        """Page-lock a buffer; if CUDA refuses, log a warning and leave the buffer as it is."""
         address = _address(memory)
         error = int(_runtime().cudaHostRegister(address, len(memory), self._PORTABLE))
         if error:
@@ -105,6 +106,7 @@ class CudaPageLock:
         self._locked.add(address)
 
     def unlock(self, memory: mmap.mmap) -> None:
+        """Undo `lock` before the buffer has another user; does nothing if it is not page-locked."""
         # Memory that a forked child inherits is locked for its parent, and CUDA cannot be used in the child.
         if os.getpid() != self._process:
             return

@@ -163,18 +163,18 @@ def test_no_tensor_is_read_for_a_file_that_cannot_be_written(
     function: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetched: list[str] = []
-    real_copy, real_function = writer._own_tensor, getattr(os, function)
+    real_check, real_function = writer.fills_its_storage, getattr(os, function)
 
-    def own_tensor(source: Any) -> torch.Tensor | None:
-        fetched.append(source.name)
-        return real_copy(source)
+    def check(leaf: Any) -> bool:
+        fetched.append(leaf.name)
+        return real_check(leaf)
 
     def failing(first: Any, *rest: Any, **options: Any) -> Any:
         if function == "open" and not str(first).endswith(".distcp"):
             return real_function(first, *rest, **options)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writer, "_own_tensor", own_tensor)
+    monkeypatch.setattr(writer, "fills_its_storage", check)
     monkeypatch.setattr(os, function, failing)
     with pytest.raises(StoreError, match="No space left"):
         tensorkeep.save({f"t{n}": torch.ones(500_000) for n in range(5)}, tmp_path / "c", format="dcp", thread_count=1)

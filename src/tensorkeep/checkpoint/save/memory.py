@@ -4,7 +4,7 @@ from tensorkeep.checkpoint.arguments import MemorySize
 from tensorkeep.errors import UsageError
 from tensorkeep.formats.blockfile.data_file import buffers_per_thread
 from tensorkeep.formats.write import BLOCK_BYTES, thread_bytes
-from tensorkeep.io.buffers import DEFAULT_BUDGET, MINIMUM_BUDGET, BufferPool, PageLock
+from tensorkeep.io.buffers import DEFAULT_BUDGET, MINIMUM_BUDGET, BufferPool
 from tensorkeep.machine import available_bytes
 from tensorkeep.state.cuda import CudaPageLock
 from tensorkeep.units import format_bytes, parse_bytes
@@ -98,7 +98,7 @@ def checked_budget(
 
 
 def _with_budget(
-    pool: BufferPool | None, budget: int, *, exact: bool = False, page_lock: PageLock | None = None
+    pool: BufferPool | None, budget: int, *, exact: bool = False, page_lock: CudaPageLock | None = None
 ) -> BufferPool:
     """Return the pool if it has this budget and lock, else a new one."""
     if pool is not None and pool.budget == budget and pool.page_lock is page_lock:

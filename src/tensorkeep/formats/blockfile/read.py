@@ -1,6 +1,5 @@
 """Reading tensors stored as blocks, raw or coded, with or without checksums."""
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -10,7 +9,7 @@ import numpy as np
 from tensorkeep.codecs.base import CODECS, Codec, CodecError
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
 from tensorkeep.formats.base import Reader, StoredLeaf
-from tensorkeep.formats.sealed import Hasher, digest, is_wide, new_hasher
+from tensorkeep.formats.sealed import digest, is_wide, new_hasher
 from tensorkeep.io.buffers import ALIGNMENT, BufferPool, round_up
 from tensorkeep.io.files import Bytes
 from tensorkeep.io.source_file import SourceFile
@@ -54,26 +53,17 @@ class StoredTensor:
     block_bytes: int
     blocks: tuple[StoredBlock, ...]
 
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes in files, without those of the bases."""
-        return sum(block.length for block in self.blocks)
-
-    @property
-    def codec(self) -> str:
-        """The codecs of the blocks, each once, joined by ``+``; ``delta`` if one is a difference."""
-        codecs = dict.fromkeys(name for b in self.blocks for name in (["delta"] if b.bases else []) + [b.codec])
-        return "+".join(codecs) or "raw"
-
     def leaf(self, reader: Reader) -> StoredLeaf:
         """Return the tensor as a leaf of a reader's state."""
+        # Each codec once; ``delta`` if a block is a difference.
+        codecs = dict.fromkeys(name for b in self.blocks for name in (["delta"] if b.bases else []) + [b.codec])
         return StoredLeaf(
             reader,
             self.name,
             self.dtype,
             self.shape,
-            stored_bytes=self.stored_bytes,
-            codec=self.codec,
+            stored_bytes=sum(block.length for block in self.blocks),
+            codec="+".join(codecs) or "raw",
             file=self.file.path.name,
         )
 
@@ -130,26 +120,32 @@ class BlockReader:
                 found = digest_as(block.raw, out) if self._verify and block.raw else ""
             else:
                 found = self._read_raw(block.file, block, out)
+            if self._verify and block.raw and found != block.raw:
+                raise CorruptCheckpointError(f"its checksum is {found}, not {block.raw}")
         except CorruptCheckpointError as error:
-            raise self._corrupt(tensor, index, error) from error
-        if self._verify and block.raw and found != block.raw:
-            wrong = CorruptCheckpointError(f"its checksum is {found}, not {block.raw}")
-            raise self._corrupt(tensor, index, wrong)
+            raise CorruptCheckpointError(
+                error.message,
+                path=error.path or block.file.path,
+                name=tensor.name,
+                block=index,
+                remedy="the stored bytes have changed since the save: take another checkpoint or copy",
+            ) from error
 
     def _read_raw(self, file: SourceFile, block: StoredBlock, out: Bytes) -> str:
         if block.length != len(out):
             raise CorruptCheckpointError(f"{len(out):,} raw bytes are stored in {block.length:,}")
         hasher = new_hasher(wide=is_wide(block.raw)) if self._verify and block.raw else None
-        if len(out) >= _SMALL_BYTES and file.bypasses_cache(block.offset, len(out)):
-            with self._pool.acquire(_with_pages(len(out))) as scratch:
-                data = file.fetch(block.offset, len(out), scratch)
-                for piece in _pieces(len(out)):
-                    np.copyto(out[piece], data[piece])
-                    _hash(hasher, out[piece])
-        else:
-            for piece in _pieces(len(out)):
-                file.read_into(block.offset + piece.start, out[piece])
-                _hash(hasher, out[piece])
+        direct = len(out) >= _SMALL_BYTES and file.bypasses_cache(block.offset, len(out))
+        with self._pool.acquire(_with_pages(len(out))) if direct else nullcontext(_NO_BYTES) as scratch:
+            data = file.fetch(block.offset, len(out), scratch) if direct else None
+            for at in range(0, len(out), _HASH_BYTES):
+                piece = out[at : at + _HASH_BYTES]
+                if data is None:
+                    file.read_into(block.offset + at, piece)
+                else:
+                    np.copyto(piece, data[at : at + len(piece)])
+                if hasher:
+                    hasher.update(piece)
         return hasher.hexdigest() if hasher else ""
 
     def decode(self, block: StoredBlock, dtype: DType, out: Bytes, scratch: Bytes) -> None:
@@ -186,16 +182,6 @@ class BlockReader:
         except CodecError as error:
             raise CorruptCheckpointError(f"cannot be decoded ({error})", path=block.file.path) from error
 
-    @staticmethod
-    def _corrupt(tensor: StoredTensor, index: int, error: CorruptCheckpointError) -> CorruptCheckpointError:
-        return CorruptCheckpointError(
-            error.message,
-            path=error.path or tensor.blocks[index].file.path,
-            name=tensor.name,
-            block=index,
-            remedy="the stored bytes have changed since the save: take another checkpoint or copy",
-        )
-
 
 def scratch_bytes(block: StoredBlock, raw_bytes: int) -> int:
     """Return the memory that decoding a block takes besides its ``raw_bytes``."""
@@ -211,15 +197,6 @@ def digest_as(expected: str, data: Bytes) -> str:
 def _with_pages(nbytes: int) -> int:
     # Whole pages around the bytes, at any offset.
     return round_up(nbytes) + 2 * ALIGNMENT
-
-
-def _pieces(count: int) -> Iterator[slice]:
-    return (slice(at, min(at + _HASH_BYTES, count)) for at in range(0, count, _HASH_BYTES))
-
-
-def _hash(hasher: Hasher | None, piece: Bytes) -> None:
-    if hasher is not None:
-        hasher.update(piece)
 
 
 def _is_coded(block: StoredBlock, raw_bytes: int) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tensorkeep.errors import CorruptCheckpointError
-from tensorkeep.formats.dcp.metadata import Contents, KeyPath
+from tensorkeep.formats.dcp.metadata import Contents
 from tensorkeep.formats.dcp.pieces import MappedFile, load_value
 from tensorkeep.formats.decoding import decoding
 from tensorkeep.formats.torch_file.unpickle import SHARED_VALUES, count_values
@@ -82,7 +82,14 @@ def _nest(contents: Contents, values: Mapping[str, Any], path: Path) -> dict[str
     root = _Node(is_list=False)
     try:
         for name, keys in paths.items():
-            _insert(root, keys, values[name])
+            node: Any = root
+            for key, following in pairwise(keys):
+                node = node.child(key, _Node(is_list=type(following) is int))
+                if not isinstance(node, _Node):
+                    raise _Conflict
+            if keys[-1] in node:
+                raise _Conflict
+            node.child(keys[-1], values[name])
         if root.gaps() > _MAX_GAPS:
             raise _Conflict
         return dict(root.build())
@@ -90,13 +97,3 @@ def _nest(contents: Contents, values: Mapping[str, Any], path: Path) -> dict[str
         return {name: values[name] for name in paths}
     except RecursionError as error:
         raise CorruptCheckpointError("is nested too deeply", path=path) from error
-
-
-def _insert(node: Any, keys: KeyPath, value: Any) -> None:
-    for key, following in pairwise(keys):
-        node = node.child(key, _Node(is_list=type(following) is int))
-        if not isinstance(node, _Node):
-            raise _Conflict
-    if keys[-1] in node:
-        raise _Conflict
-    node.child(keys[-1], value)

@@ -10,7 +10,7 @@ import os
 import threading
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -132,53 +132,44 @@ class _MemoryFile(io.RawIOBase):
         return len(content)
 
 
-class MappedTensor(NamedTuple):
-    """A tensor in mapped memory: its elements, all bytes of its storage, and their CRC-32 if there is one.
+class TensorPiece:
+    """One chunk of a tensor; opened and checked once, by the thread that asks first.
 
-    The array has unsigned integers (complex128 for 16 bytes) with the bits of the elements.
+    Once it was opened, ``array`` has the bits of its elements as unsigned integers (complex128 for 16 bytes), and
+    ``crc`` the stored CRC-32 of its storage if there is one.
     """
 
     array: npt.NDArray[Any]
-    storage: Bytes
     crc: int | None
-
-
-class TensorPiece:
-    """One chunk of a tensor; opened and checked once, by the thread that asks first."""
 
     def __init__(self, tensor: TensorEntry, chunk: Chunk, file: MappedFile) -> None:
         self.chunk = chunk
         self._tensor = tensor
         self._file = file
         self._lock = threading.Lock()
-        self._mapped: MappedTensor | None = None
+        self._storage: Bytes | None = None
         self._is_intact: bool | None = None
 
-    def map(self) -> MappedTensor:
-        """Return the tensor; its CRC-32 is not checked.
+    def open(self, *, verify: bool) -> npt.NDArray[Any]:
+        """Return the elements of the tensor, after its CRC-32 was checked if ``verify``.
 
-        Raises CorruptCheckpointError, UnsupportedError if it is not what the metadata describes.
+        Raises CorruptCheckpointError, UnsupportedError if it is damaged or not what the metadata describes.
         """
         with self._lock:
-            if self._mapped is None:
+            if self._storage is None:
                 what = "a piece of it is not a tensor as torch saves it"
                 with decoding(self._file.path, self._tensor.name, what=what):
-                    self._mapped = self._open()
-            return self._mapped
-
-    def checked(self) -> MappedTensor:
-        """Return the tensor after its CRC-32 was checked; raises the errors of `map`, and if the CRC-32 is wrong."""
-        mapped = self.map()
-        with self._lock:
-            if self._is_intact is None:
-                self._is_intact = mapped.crc in (None, crc32(mapped.storage))
-        if not self._is_intact:
+                    self._storage = self._open()
+            if verify and self._is_intact is None:
+                self._is_intact = self.crc in (None, crc32(self._storage))
+        if verify and not self._is_intact:
             raise CorruptCheckpointError(
                 "the CRC-32 of its storage is wrong", path=self._file.path, name=self._tensor.name, remedy=_DAMAGED
             )
-        return mapped
+        return self.array
 
-    def _open(self) -> MappedTensor:
+    def _open(self) -> Bytes:
+        """Set ``array`` and ``crc``; return all memory of the storage."""
         archive = PieceZip(self._file, self.chunk.location)
         found = _decode_tensor(decode(archive.record(PICKLE).tobytes(), _ALLOWED, "one of its pieces"))
         dtype, shape = self._tensor.dtype, box_shape(self.chunk.box)
@@ -198,11 +189,12 @@ class TensorPiece:
             raise ValueError("it repeats the elements of its storage, which DCP never saves")
         bits = np.dtype(f"u{dtype.itemsize}" if dtype.itemsize <= 8 else "c16")
         if 0 in shape:
-            array: npt.NDArray[Any] = np.empty(shape, bits)
+            self.array = np.empty(shape, bits)
         else:
             strides = tuple(stride * dtype.itemsize for stride in found.strides)
-            array = np.ndarray(shape, bits, storage, found.offset * dtype.itemsize, strides)
-        return MappedTensor(array, storage, archive.crc(record))
+            self.array = np.ndarray(shape, bits, storage, found.offset * dtype.itemsize, strides)
+        self.crc = archive.crc(record)
+        return storage
 
 
 _STORAGES = {

@@ -112,7 +112,7 @@ class DcpReader(Reader):
             for piece in self._pieces[key]:
                 common = intersection(box, piece.chunk.box)
                 if common is not None:
-                    source = (piece.checked() if self._verify else piece.map()).array
+                    source = piece.open(verify=self._verify)
                     target = out[at : at + prod(shape) * size].view(source.dtype).reshape(shape)
                     target[relative(common, box)] = source[relative(common, piece.chunk.box)]
             at += prod(shape) * size
@@ -147,9 +147,10 @@ def stored_form(dtype: DType, shape: tuple[int, ...]) -> tuple[DType, tuple[int,
 
 def _lacks_checksum(piece: TensorPiece) -> bool:
     try:
-        return piece.map().crc is None
+        piece.open(verify=False)
     except TensorkeepError:
         return True
+    return piece.crc is None
 
 
 def _metadata_bytes(directory: Directory) -> bytes:

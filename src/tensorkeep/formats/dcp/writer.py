@@ -162,10 +162,11 @@ class _Tensors:
     def get(self, name: str) -> Iterator[torch.Tensor]:
         """Give a tensor: on the CPU, contiguous, alone in its storage."""
         source, alias = self._find(name)
-        own = _own_tensor(source) if alias is None else None
-        if own is not None:
-            yield own
-            return
+        if alias is None and isinstance(source, Leaf) and source.is_torch and fills_its_storage(source):
+            own: torch.Tensor = source.array
+            if own.device.type == "cpu":
+                yield own
+                return
         tensor = _copy(source, alias)
         self._count(tensor.nbytes)
         try:
@@ -181,14 +182,6 @@ class _Tensors:
         with self._lock:
             self._bytes += nbytes
             self.peak_bytes = max(self.peak_bytes, self._bytes)
-
-
-def _own_tensor(source: Source) -> torch.Tensor | None:
-    """Return the state's own tensor, if it can be saved without a copy."""
-    if not isinstance(source, Leaf) or not source.is_torch or not fills_its_storage(source):
-        return None
-    tensor: torch.Tensor = source.array
-    return tensor if tensor.device.type == "cpu" else None
 
 
 def _copy(source: Source, alias: Alias | None) -> torch.Tensor:

@@ -19,10 +19,7 @@ _OUR_NAMES = (manifests.FILE_NAME, SUFFIX, INDEX_SUFFIX)
 
 
 def is_native(path: Path) -> bool:
-    """Return whether a path is a native checkpoint, undamaged or not, by the first bytes of its manifest.
-
-    Raises StoreError if the operating system refuses access.
-    """
+    """Return whether a path is a native checkpoint, undamaged or not, by the first bytes of its manifest."""
     start = first_bytes(path / manifests.FILE_NAME, 4096) or b""
     return start.startswith(sealed.OPENING) or b'"format":"tensorkeep"' in start
 

@@ -5,7 +5,8 @@ only if it has a valid manifest. The format is specified in ``docs/reference/nat
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -94,11 +95,9 @@ class _Rules:
         return CorruptCheckpointError(message, path=self.path, name=name, block=block)
 
     def _check_unique(self, what: str, names: Sequence[str]) -> None:
-        known: set[str] = set()
-        for name in names:
-            if name in known:
+        for name, count in Counter(names).items():
+            if count > 1:
                 raise self._corrupt(f"the {what} {name!r} occurs twice")
-            known.add(name)
 
     def _check_files(self) -> None:
         self._check_unique("file", [file.name.casefold() for file in self.manifest.files])
@@ -145,7 +144,8 @@ class _Rules:
     def _check_coverage(self) -> None:
         """Check that blocks do not overlap, and fill the files of this save behind their heads without gaps."""
         ends = [file.head_bytes for file in self.manifest.files]
-        for number, start, length, name in sorted(self._stored_ranges()):
+        ranges = sorted((*stored, leaf.name) for leaf in self.manifest.leaves for stored in leaf.ranges())
+        for number, start, length, name in ranges:
             file = self.manifest.files[number]
             if start < ends[number] or (start > ends[number] and not file.origin):
                 raise self._corrupt(f"its bytes begin at {start:,}, not at {ends[number]:,}", name)
@@ -153,14 +153,3 @@ class _Rules:
         for file, end in zip(self.manifest.files, ends, strict=True):
             if end > file.bytes or (end < file.bytes and not file.origin):
                 raise self._corrupt(f"the tensors of file {file.name} end at byte {end:,}, the file at {file.bytes:,}")
-
-    def _stored_ranges(self) -> Iterator[tuple[int, int, int, str]]:
-        """Yield file, offset, length and tensor of everything that is stored."""
-        for leaf in self.manifest.leaves:
-            if not leaf.places:
-                yield leaf.file, leaf.offset, leaf.stored_bytes, leaf.name
-                continue
-            for block, place in leaf.located():
-                yield place.file, place.offset, block.length, leaf.name
-                for base in place.bases:
-                    yield base.file, base.offset, base.length, leaf.name

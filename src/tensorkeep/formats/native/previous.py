@@ -104,11 +104,9 @@ class PreviousCheckpoint:
     def _live_bytes(self) -> dict[int, int]:
         """Return the bytes in use of each file, by its number."""
         live: dict[int, int] = defaultdict(int)
-        for _, located in self._leaves.values():
-            for block, place in located:
-                live[place.file] += block.length
-                for base in place.bases:
-                    live[base.file] += base.length
+        for leaf, _ in self._leaves.values():
+            for file, _, length in leaf.ranges():
+                live[file] += length
         return live
 
     def find(self, block: Block, wide_digest: str) -> tuple[BlockRecord, PlaceRecord] | None:

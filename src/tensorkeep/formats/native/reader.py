@@ -15,7 +15,7 @@ from tensorkeep.formats.blockfile.read import BlockReader, StoredBlock, StoredTe
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.records import PLACES, WIDE_DIGESTS, FileRecord, LeafRecord, Manifest, PlaceRecord
 from tensorkeep.io.directory import Directory, read_directory
-from tensorkeep.io.files import Bytes, store_error
+from tensorkeep.io.files import Bytes, store_errors
 from tensorkeep.io.source_file import SourceFile
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.state.tree import Flat
@@ -105,14 +105,8 @@ class OpenFiles:
     """The open files of a native checkpoint, and where in them its blocks are; to be closed.
 
     Its directory is held open, and all files are opened at once unless they are very many, so that a checkpoint which
-    is replaced meanwhile is read to the end as it was. A file that is removed before it was opened is an error.
-
-    Attributes
-    ----------
-    files : list of SourceFile
-        In the manifest's order.
-    statuses : list of os.stat_result
-        Of these files, as they were when they were opened.
+    is replaced meanwhile is read to the end as it was. A file that is removed before it was opened is an error. The
+    files are in the manifest's order, with their statuses when they were opened.
 
     Raises NotACheckpointError if the path has no manifest; CorruptCheckpointError if the manifest breaks a rule, or a
     file is missing or of another size; UnsupportedError if a later version wrote it; StoreError if the operating system
@@ -151,10 +145,8 @@ class OpenFiles:
 
     def _status(self, name: str, file: SourceFile | None = None) -> os.stat_result:
         """Return the status of a file: of the open one if possible, because its name may stand for another by now."""
-        try:
+        with store_errors(self.path / name, "look at the file"):
             return os.stat(file.fd_path if file is not None else f"{self.directory.fd_path}/{name}")
-        except OSError as error:
-            raise store_error(error, self.path / name, "look at the file") from error
 
     def tensor(self, leaf: LeafRecord) -> StoredTensor:
         """Return where a tensor is stored."""

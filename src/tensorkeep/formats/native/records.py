@@ -4,6 +4,7 @@ msgspec decodes them and checks their types and ranges; ``manifest.py`` checks t
 ``docs/reference/native-format.md`` specifies the format.
 """
 
+from collections.abc import Iterator
 from itertools import accumulate
 from math import prod
 from typing import Annotated, Any
@@ -90,10 +91,13 @@ class LeafRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         """Raw bytes."""
         return int(prod(self.shape)) * BY_NAME[self.dtype].itemsize
 
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes in files, without those of bases."""
-        return sum(block.length for block in self.blocks)
+    def ranges(self) -> Iterator[tuple[int, int, int]]:
+        """Yield file, offset and length of everything that is stored."""
+        if not self.places:
+            yield self.file, self.offset, sum(block.length for block in self.blocks)
+        for block, place in zip(self.blocks, self.places, strict=False):
+            yield place.file, place.offset, block.length
+            yield from ((base.file, base.offset, base.length) for base in place.bases)
 
     def located(self) -> list[tuple[BlockRecord, PlaceRecord]]:
         """Return each block with its place."""

@@ -89,11 +89,6 @@ class NativeOptions(BlockFileOptions, frozen=True):
         """Whether the checksums of raw blocks have 128 bits, so that later saves may build on this one."""
         return self.base is not None if self.incremental is None else self.incremental
 
-    def base_path(self) -> PathLike | None:
-        """Return the path of the base, now that the writing begins."""
-        path: PathLike | None = self.base() if callable(self.base) else self.base
-        return path
-
 
 class NativeWrite(StagedWrite):
     """The writing of a native checkpoint; see `tensorkeep.formats.write.StagedWrite`."""
@@ -138,7 +133,7 @@ class NativeWrite(StagedWrite):
         with Commit(
             self._destination, directory=True, overwrite=settings.overwrite, replaceable=is_replaceable
         ) as commit:
-            base = options.base_path()
+            base: PathLike | None = options.base() if callable(options.base) else options.base
             pool = OpenSettings(pool=settings.pool)
             previous, refused = open_base(base, pool, delta=options.delta, optional=callable(options.base))
             with previous or nullcontext():
