@@ -10,7 +10,7 @@ from typing import Any
 
 from tensorkeep.bench.results import Arm, Measure, Results
 from tensorkeep.bench.results_file import read_results
-from tensorkeep.report.design_tables import claims_table, steps_tables
+from tensorkeep.report.design_tables import claims_table, design_tables
 from tensorkeep.report.headlines import headlines, noise_lines
 from tensorkeep.report.tables import ReportTable, verdict_table
 
@@ -68,7 +68,7 @@ def _section(name: str) -> Iterator[str]:
         yield _table(claims)
     else:
         yield _arms_table(results)
-        yield from (f"{table.title}:\n\n{_table(table)}" for table in steps_tables(results)[:2])
+        yield from (f"{table.title}:\n\n{_table(table)}" for table in design_tables(results)["steps"][:2])
         yield "".join(f"* {line}\n" for line in headlines(results))
     yield "Noise:\n\n" + "".join(f"* {line}\n" for line in noise_lines(results))
 

@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
+import timeit
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -26,7 +27,7 @@ from tensorkeep import machine
 from tensorkeep.bench.analysis.statistics import describe
 from tensorkeep.bench.checkpoint.measure import COLD, INTO_COLD, INTO_WARM, LOADS, SAVE, STORED, WARM
 from tensorkeep.bench.checkpoint.models import build, parse, spec_of_size
-from tensorkeep.bench.checkpoint.probes import check_capacity, remove, seconds_of, sync_tree
+from tensorkeep.bench.checkpoint.probes import check_capacity, remove, sync_tree
 from tensorkeep.bench.checkpoint.state_pair import COPIES_IN_MEMORY, StatePair
 from tensorkeep.bench.checkpoint.tools.registry import COMMON_TOOLS
 from tensorkeep.bench.checkpoint.workload import MEASURES
@@ -163,7 +164,7 @@ def _direct_write(states: StatePair, folder: Path) -> Measurement:
     def measure() -> Outcome:
         os.sync()
         try:
-            return Outcome(figures={SAVE: seconds_of(write)})
+            return Outcome(figures={SAVE: timeit.timeit(write, number=1)})
         except UnsupportedError as error:
             return Outcome("not-run", error.message)
         finally:

@@ -4,9 +4,8 @@ import re
 import statistics
 import subprocess
 import sys
+import timeit
 from dataclasses import dataclass
-
-from tensorkeep.bench.checkpoint.probes import seconds_of
 
 COMMANDS = {
     "tensorkeep --help": "import sys; from tensorkeep.cli.main import main; sys.exit(main(['--help']))",
@@ -51,7 +50,7 @@ def measure_startup(command: str, runs: int = RUNS) -> Startup:
         subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
 
     start()
-    samples = [seconds_of(start) for _ in range(runs)]
+    samples = [timeit.timeit(start, number=1) for _ in range(runs)]
     traced = [line[0], "-X", "importtime", *line[1:]]
     imports = subprocess.run(traced, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True).stderr
     return Startup(command, samples, re.search(r"\|\s+torch$", imports, re.MULTILINE) is not None)

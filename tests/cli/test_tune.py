@@ -382,7 +382,7 @@ def test_tuning_saves_checkpoints(tmp_path: Path) -> None:
     tensorkeep.save({"w": torch.zeros(10**6)}, tmp_path / "own")
     before = names_in(tmp_path)
     names: list[str] = []
-    tuned = tune(tmp_path, seconds=0.01, source=tmp_path / "own", progress=names.append)
+    tuned = tune(tmp_path, seconds=0.01, source=tmp_path / "own", progress=lambda _, name: names.append(name))
     assert names_in(tmp_path) == before
     rows = [stage.row(setting) for stage in tuned.stages for setting in stage.settings]
     assert sorted(names) == sorted(row["name"] for row in rows)

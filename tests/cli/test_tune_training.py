@@ -97,8 +97,8 @@ def test_largest_batch_is_found_among_the_divisors(limit: int, largest: int | No
         return Outcome("ok", None, 1.0, {MEMORY: float(tried.loop.batch_size)})
 
     found, trials = training.largest_batch(config(), limit, attempt)
-    assert (found.config.loop.batch_size if found else None) == largest
-    assert (found.peak if found else None) == largest
+    assert (found[0].loop.batch_size if found else None) == largest
+    assert (found[1] if found else None) == largest
     assert len(trials) <= 3
 
 

@@ -200,13 +200,13 @@ def test_very_wide_intervals_are_clipped(low: float | None, high: float | None, 
 
 
 def test_tables_of_designs(tmp_path: Path) -> None:
-    steps = design_tables.steps_tables(read(documents.steps(), tmp_path / "a"))
+    steps = design_tables.design_tables(read(documents.steps(), tmp_path / "a"))["steps"]
     assert [sheet.title for sheet in steps] == ["Steps: durable save", "Steps: cold load"]
     last = dict(zip((heading.lstrip(">=") for heading in steps[0].headings), steps[0].texts()[-1], strict=True))
     assert (last["change"], last["alone"]) == ("lossless", "-")
     assert last["notes"] == "needs the format, so it cannot be added alone"
     factorial = read(documents.factorial(), tmp_path / "b")
-    effects = design_tables.effects_tables(factorial)[0].texts()
+    effects = design_tables.design_tables(factorial)["effects"][0].texts()
     assert ("chunk", "4.10x", "3.69 to 4.51") in effects
     assert ("concurrency x compressor", "-", "-") in effects
     assert design_tables.aliases_lines(factorial) == ["chunk = concurrency x compressor"]

@@ -34,11 +34,6 @@ class Measure(msgspec.Struct, frozen=True):
     better: Literal["lower", "higher"] = "lower"
     primary: bool = False  # whether arms get a verdict on it, and plots show it
 
-    @property
-    def higher_is_better(self) -> bool:
-        """Whether larger figures are better."""
-        return self.better == "higher"
-
 
 class Place(msgspec.Struct, frozen=True, omit_defaults=True):
     """A position in the experiment's design.

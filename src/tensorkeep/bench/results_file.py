@@ -6,9 +6,7 @@ unprintable characters, which could drive a terminal, are replaced.
 
 import errno
 import os
-import secrets
 import stat
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import msgspec
 
 from tensorkeep.bench.results import KIND, SCHEMA, Results
 from tensorkeep.errors import CorruptCheckpointError, NotFoundError, StoreError, UnsupportedError, UsageError
-from tensorkeep.io.files import sync_directory
+from tensorkeep.io.commit import replace_file
 
 FILE_NAME = "results.json"
 MAX_BYTES = 64 * 1024**2
@@ -25,15 +23,10 @@ _LARGEST_INTEGER = 2**63
 
 
 def read_results(path: str | os.PathLike[str], *, printable: bool = True) -> Results:
-    """Return the results of a run, validated.
+    """Return the results of a run, validated, from a results file or the folder that holds ``results.json``.
 
-    Parameters
-    ----------
-    path : path-like
-        A results file, or the folder that holds ``results.json``.
-    printable : bool, optional
-        Replace every character that is not printable. Without it, texts are as the file has them: only for a run that
-        is resumed, whose settings may name odd paths.
+    Unless ``printable`` is false, every character that is not printable is replaced. Only a run that is resumed needs
+    the texts as the file has them, because its settings may name odd paths.
 
     Raises NotFoundError if nothing is there; UsageError if it is a file of another kind; UnsupportedError if a later
     version wrote it, or it is too large; CorruptCheckpointError if it breaks the schema; StoreError if the operating
@@ -68,26 +61,6 @@ def write_results(results: Results, path: Path) -> None:
     Raises StoreError if the file cannot be written.
     """
     replace_file(path, msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file under a temporary name, sync it and rename it, so that readers never see a partial file.
-
-    Raises StoreError if the file cannot be written; an earlier one remains.
-    """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        sync_directory(path.absolute().parent)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise StoreError(f"cannot write the file: {error.strerror}", path=path) from error
 
 
 def printable(text: str) -> str:

@@ -17,7 +17,7 @@ from tensorkeep.bench.experiment.library import read_experiment, shipped
 from tensorkeep.bench.experiment.plan import Plan
 from tensorkeep.bench.results import Cell, Limits, Results
 from tensorkeep.bench.results_file import FILE_NAME, read_results
-from tensorkeep.bench.run.runner import ExperimentRun, plan_results
+from tensorkeep.bench.run.runner import ExperimentRun, Listener, plan_results
 from tensorkeep.cli.options import SIZE, AtLeastOne, Switch
 from tensorkeep.cli.output import Output
 from tensorkeep.cli.report import report_run
@@ -214,7 +214,7 @@ def _progress(output: Output) -> Progress:
     )
 
 
-class _Bar:
+class _Bar(Listener):
     """A progress bar with the current arm, and the time left if it can be estimated."""
 
     def __init__(self, bar: Progress) -> None:

@@ -14,7 +14,7 @@ from tensorkeep.bench.checkpoint.tools.registry import COMMON_TOOLS
 from tensorkeep.bench.checkpoint.workload import MEASURES
 from tensorkeep.bench.demo import checkpoint as stages
 from tensorkeep.bench.demo.checkpoint import DamageReport, Figure, figures
-from tensorkeep.bench.run.rounds import Rounds
+from tensorkeep.bench.run.rounds import Rounds, run_rounds, tool_measurements
 from tensorkeep.checkpoint.load.verify import VerifyReport
 from tensorkeep.cli.options import AtLeastOne, Switch
 from tensorkeep.cli.output import DEFAULT, Output
@@ -78,14 +78,15 @@ def demo(
     visits = count * len(COMMON_TOOLS)
     with stages.temporary_folder(directory) as folder:
         with output.status("building the state"):
-            states = stages.build_states(folder, source or stages.model_spec(scale))
+            states = stages.build_states(folder, source, scale)
         _print_state(output, states, source, scale)
         with output.status("measuring") as status:
 
             def progress(done: int, arm: str) -> None:
                 status(f"measuring {arm} ({done + 1} of at most {visits})")
 
-            measured = stages.compare_tools(folder, states, count, seconds, progress)
+            arms = tool_measurements(COMMON_TOOLS, states, folder)
+            measured = run_rounds(arms, count, seed=stages.SEED, seconds=seconds, progress=progress)
         _print_comparison(output, measured)
         with output.status("verifying"):
             intact = stages.save_and_verify(folder, states)

@@ -68,7 +68,7 @@ def checkpoint(
             seconds=seconds,
             nbytes=size,
             source=source,
-            progress=lambda name: status(f"measuring: {name}"),
+            progress=lambda _, name: status(f"measuring: {name}"),
         )
     found = {"processor": machine.processor(), "storage": machine.storage(directory)}
     table, comments = tuned.choice.table(), _comments(tuned, found)

@@ -12,6 +12,7 @@ import ctypes
 import errno
 import os
 import secrets
+import shutil
 import stat
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Self
 
 from tensorkeep.errors import BusyError, DestinationExistsError, StoreError
-from tensorkeep.io.files import store_errors, sync_directory
+from tensorkeep.io.files import store_errors, sync_directory, write_small
 from tensorkeep.io.temporaries import lock, new_name, remove, remove_stale
 from tensorkeep.machine import libc
 
@@ -220,6 +221,20 @@ def _release_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_release_in_child)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a small file atomically and durably, in place of an older one, whose permissions it keeps.
+
+    A symbolic link is followed. Raises StoreError if the operating system refuses; an older file then remains.
+    """
+    target = Path(os.path.realpath(path))
+    with Commit(target, directory=False, overwrite=True, replaceable=lambda path: True) as commit:
+        with store_errors(path, "write the file"):
+            write_small(commit.path, content)
+            if target.exists():
+                shutil.copymode(target, commit.path)
+        commit.publish()
 
 
 def make_directory(folder: Path) -> None:

@@ -19,14 +19,13 @@ def isolated_table(results: Results) -> ReportTable:
     """Return mean and standard deviation of saving, loading and size: the table of the isolated suite."""
     columns = _columns(results, seconds=True)
     digits = _decimals(results, columns)
-    rows = []
-    for arm in compared_arms(results):
-        row = [Entry(arm.name)]
-        for scale in columns.values():
-            found = scale.describe(results, arm.name)
-            text = _mean_and_std(found, digits) if found else _why(results, arm)
-            row.append(Entry(text, found.mean if found else None, "" if found else "faint"))
-        rows.append(tuple(row))
+
+    def entry(arm: Arm, scale: Scale) -> Entry:
+        if found := scale.describe(results, arm.name):
+            return Entry(_mean_and_std(found, digits), found.mean)
+        return Entry(_why(results, arm), tone="faint")
+
+    rows = [(Entry(arm.name), *(entry(arm, scale) for scale in columns.values())) for arm in compared_arms(results)]
     return ReportTable("Mean ± standard deviation", ("=test", *(f"={head}" for head in columns)), rows, _note(results))
 
 
@@ -48,9 +47,11 @@ def isolated_text(results: Results) -> str:
 def six_way_text(results: Results) -> str:
     """Return the six-way guide's table in milliseconds, and its improvements over the baseline."""
     columns = _columns(results, seconds=False)
-    rows = [["method", *columns]]
-    for arm in compared_arms(results):
-        rows.append([arm.name, *(_mean(results, arm, scale) for scale in columns.values())])
+    arms = compared_arms(results)
+    rows = [
+        ["method", *columns],
+        *([arm.name, *(_mean(results, arm, one) for one in columns.values())] for arm in arms),
+    ]
     first, *others = zip(*rows, strict=True)
     wide = max(20, *map(len, first))
     lines = _aligned(rows, [wide, *(max(12, *map(len, column)) for column in others)], wide + 40)
@@ -59,14 +60,14 @@ def six_way_text(results: Results) -> str:
 
 def improvements_table(results: Results) -> ReportTable:
     """Return the change against the baseline in percent of the means; above 0 is better."""
-    chosen = compared_measures(results)
+    chosen = compared_measures(results).named()
     rows = [
-        (Entry(arm.name), *(_improvement(results, arm, measure) for measure in chosen.all()))
+        (Entry(arm.name), *(_improvement(results, arm, measure) for measure in chosen.values()))
         for arm in compared_arms(results)
         if arm.name != results.baseline
     ]
     note = f"Of the means, against {results.baseline}; above 0 is better." if results.baseline else _NO_BASELINE
-    headings = ("=method", *(f">{word}" for word in chosen.words()))
+    headings = ("=method", *(f">{word}" for word in chosen))
     return ReportTable("Improvement over the baseline", headings, rows, note)
 
 
@@ -74,11 +75,9 @@ def _improvement_lines(results: Results, wide: int) -> list[str]:
     if results.baseline is None:
         return [_NO_BASELINE]
     chosen = compared_measures(results)
-    measures = [measure for measure in (chosen.save, chosen.load) if measure is not None]
-    rows = [["method", *(f"{word} improvement" for word in chosen.words()[: len(measures)])]]
-    for arm in compared_arms(results):
-        if arm.name != results.baseline:
-            rows.append([arm.name, *(_improvement(results, arm, measure).text for measure in measures)])
+    words = [word for word, measure in chosen.named().items() if measure is not chosen.size]
+    rows: list[Sequence[str]] = [["method", *(f"{word} improvement" for word in words)]]
+    rows += [row[: len(words) + 1] for row in improvements_table(results).texts()]
     return _aligned(rows, [wide, *(max(19, len(head)) for head in rows[0][1:])], wide + 38)
 
 
@@ -98,14 +97,14 @@ def _aligned(rows: Sequence[Sequence[str]], widths: Sequence[int], rule: int) ->
 
 def _columns(results: Results, *, seconds: bool) -> dict[str, Scale]:
     """Return heading and scale of each measure: the units of the guides, unless amounts differ."""
-    chosen = compared_measures(results)
+    chosen = compared_measures(results).named()
     if results.experiment.workload == "training":
         # The speed excludes the first step, which compiles, so it has a column.
         first = [one for one in results.measures if one.name == "first_step"]
-        scales = [scale_of(results, one) for one in (*chosen.all(), *first)]
+        scales = [scale_of(results, one) for one in (*chosen.values(), *first)]
         return {scale.label: scale for scale in scales}
     columns = {}
-    for word, measure in zip(chosen.words(), chosen.all(), strict=True):
+    for word, measure in chosen.items():
         if amounts_differ(results) or measure.unit not in ("s", "B"):
             scale = scale_of(results, measure)
         elif measure.unit == "B":

@@ -1,7 +1,5 @@
 """The tables of designs (steps, effects, interactions) and of published claims."""
 
-from collections.abc import Sequence
-
 from tensorkeep.bench.analysis.wording import NOTHING, gain, interval
 from tensorkeep.bench.results import Claim, Effect, Interaction, Results, Step
 from tensorkeep.report.tables import Entry, ReportTable, gain_entries
@@ -9,31 +7,36 @@ from tensorkeep.report.tables import Entry, ReportTable, gain_entries
 _CLAIM_TONES = {"reproduced": "good", "not reproduced": "bad", "confounded": "bad", "not run": "faint"}
 
 
-def design_tables(results: Results) -> dict[str, list[ReportTable]]:
-    """Return the tables of steps, effects and interactions, one of each per measure."""
-    return {"steps": steps_tables(results), "effects": effects_tables(results), "interactions": _interactions(results)}
-
-
-def steps_tables(results: Results) -> list[ReportTable]:
-    """Return the way from the base to the full stack, one table per measure."""
-    headings = ("=change", ">step", ">95% interval", ">from the base", ">fraction", ">alone", ">without it", "notes")
-    note = (
+_TABLES: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "steps": (
+        "Steps",
+        ("=change", ">step", ">95% interval", ">from the base", ">fraction", ">alone", ">without it", "notes"),
         "Step: gain over the stack before it. Fraction: of the total gain, on a log scale. Alone: gain of this change "
-        "added alone to the base. Without it: how many times worse the full stack is without this change."
-    )
-    return _by_measure(results, "Steps", headings, results.summary.steps, note)
+        "added alone to the base. Without it: how many times worse the full stack is without this change.",
+    ),
+    "effects": (
+        "Effects",
+        ("=factor", ">gain", ">95% interval"),
+        "A factor's gain from its first to its last level, over all other factors; a pair: measured over expected.",
+    ),
+    "interactions": (
+        "Interactions",
+        ("=changes", ">together", ">product of the singles", ">ratio", ">95% interval"),
+        "Ratio: above 1 the changes strengthen each other, below 1 they weaken each other.",
+    ),
+}
+"""Title, headings and note of the tables of each kind."""
 
 
-def effects_tables(results: Results) -> list[ReportTable]:
-    """Return main effects and interactions of a factorial design, one table per measure."""
-    note = "A factor's gain from its first to its last level, over all other factors; a pair: measured over expected."
-    return _by_measure(results, "Effects", ("=factor", ">gain", ">95% interval"), results.summary.effects, note)
-
-
-def _interactions(results: Results) -> list[ReportTable]:
-    headings = ("=changes", ">together", ">product of the singles", ">ratio", ">95% interval")
-    note = "Ratio: above 1 the changes strengthen each other, below 1 they weaken each other."
-    return _by_measure(results, "Interactions", headings, results.summary.interactions, note)
+def design_tables(results: Results) -> dict[str, list[ReportTable]]:
+    """Return the tables of steps, effects and interactions: of each kind, one per measure that occurs."""
+    tables: dict[str, list[ReportTable]] = {kind: [] for kind in _TABLES}
+    for kind, (title, headings, note) in _TABLES.items():
+        for measure in results.measures:
+            rows = [_row(one) for one in getattr(results.summary, kind) if one.measure == measure.name]
+            if rows:
+                tables[kind].append(ReportTable(f"{title}: {measure.label}", headings, rows, note))
+    return tables
 
 
 def claims_table(results: Results) -> ReportTable | None:
@@ -46,22 +49,6 @@ def claims_table(results: Results) -> ReportTable | None:
 def aliases_lines(results: Results) -> list[str]:
     """Return the effects that a fractional design cannot separate, one line per group."""
     return [" = ".join(" x ".join(effect) for effect in group) for group in results.experiment.aliases]
-
-
-def _by_measure(
-    results: Results,
-    title: str,
-    headings: tuple[str, ...],
-    found: Sequence[Step] | Sequence[Effect] | Sequence[Interaction],
-    note: str,
-) -> list[ReportTable]:
-    """Return one table per measure that occurs, in the order of the results file."""
-    tables = []
-    for measure in results.measures:
-        rows = [_row(one) for one in found if one.measure == measure.name]
-        if rows:
-            tables.append(ReportTable(f"{title}: {measure.label}", headings, rows, note))
-    return tables
 
 
 def _row(one: Step | Effect | Interaction) -> tuple[Entry, ...]:

@@ -9,8 +9,9 @@ from pathlib import Path
 import msgspec
 
 from tensorkeep.bench.results import Results, Statistics
-from tensorkeep.bench.results_file import read_results, replace_file
+from tensorkeep.bench.results_file import read_results
 from tensorkeep.errors import DestinationExistsError, StoreError, UsageError
+from tensorkeep.io.commit import replace_file
 from tensorkeep.report.html import MARK, report_page
 from tensorkeep.report.plots import draw_plots
 
@@ -24,23 +25,10 @@ def write_report(
     plots: str | os.PathLike[str] | None = None,
     csv: str | os.PathLike[str] | None = None,
 ) -> list[Path]:
-    """Write the page, and plots and CSV files where a folder for them is given.
+    """Write the page, and plots and CSV files where a folder for them is given; return the files, the page first.
 
-    Parameters
-    ----------
-    results : path-like or Results
-        A results file, the folder that holds it, or what was read from it.
-    out : path-like
-        The page, ``*.html``. Only an earlier report is replaced.
-    plots : path-like, optional
-        A folder for each plot as PNG and SVG; files of these names are replaced.
-    csv : path-like, optional
-        A folder for ``summary.csv`` and ``samples.csv``, which are replaced.
-
-    Returns
-    -------
-    list of Path
-        The files written, the page first.
+    Only an earlier report is replaced at ``out``, a page ``*.html``. The folder ``plots`` gets each plot as PNG and
+    SVG, the folder ``csv`` gets ``summary.csv`` and ``samples.csv``; files of these names are replaced.
 
     Raises UsageError if ``out`` does not end in ``.html``; DestinationExistsError if ``out`` is a file other than a
     report; MissingExtraError if matplotlib or jinja2 is not installed; StoreError if the operating system refuses.

@@ -50,7 +50,7 @@ def _headline(results: Results, measure: Measure, baseline: str) -> str:
     label = capitalised(measure.label)
     found = {arm.name: results.statistics(arm.name, measure.name) for arm in compared_arms(results)}
     counts = _counts(list(found.values()))
-    if noisy := _too_noisy(results, measure):
+    if noisy := too_noisy(results, measure):
         return f"{label}: {noisy}{counts}."
     helping = [(name, one) for name, one in found.items() if one.verdict == "helps"]
     if not helping:
@@ -67,11 +67,6 @@ def _counts(found: list[Statistics]) -> str:
     return f"; of {sum(counts.values())}: {', '.join(parts)}" if parts else ""
 
 
-def _too_noisy(results: Results, measure: Measure) -> str:
-    found = [results.statistics(arm.name, measure.name) for arm in results.arms]
-    return too_noisy(results.summary.noise.get(measure.name), found)
-
-
 def _noise(results: Results, measure: Measure) -> str:
     noise = results.summary.noise.get(measure.name)
     if noise is None:
@@ -79,7 +74,7 @@ def _noise(results: Results, measure: Measure) -> str:
         return f"no noise floor, because no A/A control ran{' in two blocks' if few else ''}"
     if noise.floor < 1.0005:
         return "the same in every run, so that every difference counts"
-    if noisy := _too_noisy(results, measure):
+    if noisy := too_noisy(results, measure):
         return noisy
     band = f"the baseline against itself: {interval(noise.low, noise.high)} (95%)"
     return f"differences below {difference(noise.floor)} are noise; {band}"

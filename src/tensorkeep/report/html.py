@@ -27,12 +27,7 @@ _MOST_CELLS = 3000
 
 
 def report_page(results: Results, plots: list[Plot]) -> str:
-    """Return the page.
-
-    Parameters
-    ----------
-    plots : list of Plot
-        As `tensorkeep.report.plots.draw_plots` returns them.
+    """Return the page with the plots that `tensorkeep.report.plots.draw_plots` returned.
 
     Raises MissingExtraError if jinja2 is not installed.
     """
@@ -45,11 +40,12 @@ def report_page(results: Results, plots: list[Plot]) -> str:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     script = _page_file("report.js")
+    colours = " ".join(f"--plot-{name}: {colour};" for name, colour in PALETTE.items() if name != "paper")
     names = {plot.name for plot in plots}
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return environment.from_string(_page_file("template.html.j2")).render(
         mark=MARK,
-        style=_page_file("report.css") + _palette(),
+        style=f"{_page_file('report.css')}:root {{ {colours} }}\n",
         script=script,
         script_hash=f"sha256-{digest}",
         plots={plot.name: (plot.title, themed(plot)) for plot in plots},
@@ -70,11 +66,6 @@ def themed(plot: Plot) -> str:
     for name, colour in PALETTE.items():
         body = body.replace(colour, f"var(--plot-{name})")
     return f'{head} role="img" aria-label="{plot.title}">{body}'
-
-
-def _palette() -> str:
-    colours = " ".join(f"--plot-{name}: {colour};" for name, colour in PALETTE.items() if name != "paper")
-    return f":root {{ {colours} }}\n"
 
 
 def _page_file(name: str) -> str:
@@ -102,7 +93,7 @@ def _content(results: Results) -> dict[str, Any]:
         "claims": claims_table(results),
         "not_run": not_run if not_run.rows else None,
         "observed": observed if observed.rows else None,
-        "environment": _facts(_with_absent_packages(results.environment)),
+        "environment": _facts(results.environment),
         "subject": _subject(results.subject),
         "arms": _arms(results),
         "cells": _cells(results),
@@ -125,6 +116,8 @@ def _facts(environment: dict[str, Any]) -> list[tuple[str, str]]:
     for key, value in environment.items():
         label = key.replace("_", " ")
         if isinstance(value, dict):
+            if key == "versions":
+                value = {name: version or "not installed" for name, version in value.items()}
             facts += [(f"{label}: {name}", text) for name, text in _facts(value)]
         elif value is None or value == []:
             facts.append((label.removesuffix(" bytes"), "none"))
@@ -137,14 +130,6 @@ def _facts(environment: dict[str, Any]) -> list[tuple[str, str]]:
         else:
             facts.append((label, str(value)))
     return facts
-
-
-def _with_absent_packages(environment: dict[str, Any]) -> dict[str, Any]:
-    """Return the environment with ``not installed`` for a package without a version."""
-    versions = environment.get("versions")
-    if not isinstance(versions, dict):
-        return environment
-    return {**environment, "versions": {name: version or "not installed" for name, version in versions.items()}}
 
 
 def _subject(subject: Subject) -> list[tuple[str, str]]:

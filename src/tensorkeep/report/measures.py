@@ -26,29 +26,25 @@ class Compared:
     load: Measure | None
     size: Measure | None
 
-    def all(self) -> list[Measure]:
-        """Return those that exist."""
-        return [measure for measure in (self.save, self.load, self.size) if measure is not None]
+    def named(self) -> dict[str, Measure]:
+        """Return those that exist, by a short heading."""
+        if self.save is not None and self.save.name == "save":
+            named = {"save": self.save, self.load_words: self.load, "size": self.size}
+            return {word: measure for word, measure in named.items() if measure is not None}
+        return {measure.label: measure for measure in (self.save, self.load, self.size) if measure is not None}
 
     @property
     def title(self) -> str:
         """What is compared, such as ``Saving, loading and size``."""
         if self.save is None or self.save.name == "save":
             return "Saving, loading and size"
-        *first, last = [measure.label for measure in self.all()]
+        *first, last = self.named()
         return capitalised(f"{', '.join(first)} and {last}" if first else last)
 
     @property
     def load_words(self) -> str:
         """``cold load`` or ``warm load``: the page cache makes a difference of several times."""
         return _LOADS.get(self.load.name if self.load else "", "load")
-
-    def words(self) -> list[str]:
-        """Return a short heading for each measure that exists."""
-        if self.save is not None and self.save.name == "save":
-            named = {"save": self.save, self.load_words: self.load, "size": self.size}
-            return [word for word, measure in named.items() if measure is not None]
-        return [measure.label for measure in self.all()]
 
 
 def compared_measures(results: Results) -> Compared:
@@ -77,22 +73,12 @@ def compared_arms(results: Results) -> list[Arm]:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The unit in which the figures of a measure are shown.
-
-    Attributes
-    ----------
-    unit : str
-        Behind a figure and in an axis label, such as ``s``, ``GB`` or ``s per GB of state``.
-    factor : float
-        From the measure's own unit.
-    per_byte : bool
-        Whether figures are divided by the raw bytes that their cell worked on.
-    """
+    """The unit in which the figures of a measure are shown."""
 
     measure: Measure
-    unit: str
-    factor: float
-    per_byte: bool = False
+    unit: str  # behind a figure and in an axis label, such as ``s``, ``GB`` or ``s per GB of state``
+    factor: float  # from the measure's own unit
+    per_byte: bool = False  # whether figures are divided by the raw bytes that their cell worked on
 
     @property
     def label(self) -> str:
@@ -112,8 +98,7 @@ class Scale:
 
     def describe(self, results: Results, arm: str) -> Description | None:
         """Return mean, standard deviation and median of an arm's figures, or None if it has none."""
-        values = self.values(results, arm)
-        return describe(values) if values else None
+        return describe(values) if (values := self.values(results, arm)) else None
 
 
 def amounts_differ(results: Results) -> bool:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 
 from tensorkeep.bench.analysis.wording import NOTHING, capitalised, gain, interval, number, percent, probability, spread
 from tensorkeep.bench.results import Arm, Cell, Measure, Results
@@ -31,40 +30,22 @@ STATUS = {
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One entry of a table.
-
-    Attributes
-    ----------
-    order : float or None
-        What the page sorts by; None sorts by the text, behind all numbers.
-    tone : str
-        ``"good"``, ``"bad"``, ``"faint"`` or empty.
-    code : bool
-        Whether it is set in a fixed-width font.
-    """
+    """One entry of a table."""
 
     text: str
-    order: float | None = None
-    tone: str = ""
-    code: bool = False
+    order: float | None = None  # what the page sorts by; None sorts by the text, behind all numbers
+    tone: str = ""  # ``"good"``, ``"bad"``, ``"faint"`` or empty
+    code: bool = False  # whether it is set in a fixed-width font
 
 
 @dataclass(frozen=True, slots=True)
 class ReportTable:
-    """A table that the command line prints, the page makes sortable, and a file may hold.
-
-    Attributes
-    ----------
-    headings : tuple of str
-        A leading ``>`` aligns the column to the right, ``=`` keeps it unwrapped.
-    note : str
-        A sentence below the table.
-    """
+    """A table that the command line prints, the page makes sortable, and a file may hold."""
 
     title: str
-    headings: tuple[str, ...]
+    headings: tuple[str, ...]  # a leading ``>`` aligns the column to the right, ``=`` keeps it unwrapped
     rows: Sequence[tuple[Entry, ...]]
-    note: str = ""
+    note: str = ""  # a sentence below the table
 
     def texts(self) -> list[tuple[str, ...]]:
         """Return the rows as text."""
@@ -139,16 +120,13 @@ def _row(results: Results, arm: Arm, scale: Scale) -> tuple[Entry, ...]:
         both = spread(described.mean, described.std)
         entries = [Entry(arm.name), Entry(verdict, tone=TONES.get(verdict, ""))]
         entries += [Entry(number(described.median, 4), described.median), Entry(both, described.mean)]
-    if found.gain is None:
-        entries += [Entry(NOTHING)] * 3
-    else:
-        entries += [
-            Entry(gain(found.gain), found.gain, TONES.get(found.verdict, "")),
-            Entry(interval(found.gain_low, found.gain_high), found.gain_low),
-            Entry(percent(found.change_percent), found.change_percent),
-        ]
+    entries += [
+        Entry(gain(found.gain), found.gain, TONES.get(found.verdict, "")),
+        Entry(interval(found.gain_low, found.gain_high), found.gain_low),
+        Entry(percent(found.change_percent), found.change_percent),
+    ]
     if scale.measure.unit in _per_byte_headings(results):
-        entries.append(_per_byte(results, arm, scale.measure))
+        entries.append(_per_byte(found.per_byte, scale.measure.unit))
     runs = described.n if described else 0
     return (*entries, Entry(probability(found.p_holm), found.p_holm), Entry(str(runs), runs))
 
@@ -158,13 +136,10 @@ def _per_byte_headings(results: Results) -> dict[str, tuple[str]]:
     return {} if results.experiment.workload == "training" else {"s": (">throughput",), "B": (">of raw",)}
 
 
-def _per_byte(results: Results, arm: Arm, measure: Measure) -> Entry:
-    """Return raw bytes per second, or stored bytes as a fraction of the raw ones."""
-    cells = [cell for cell in results.cells_by_arm[arm.name] if cell.status == "ok" and cell.amount]
-    values = [value / (cell.amount or 1) for cell in cells if (value := cell.figures.get(measure.name)) is not None]
-    middle = median(values) if values else 0.0
-    if middle <= 0:
+def _per_byte(middle: float | None, unit: str) -> Entry:
+    """Return raw bytes per second, or stored bytes as a fraction of the raw ones, from a median per raw byte."""
+    if not middle:
         return Entry(NOTHING)
-    if measure.unit == "s":
+    if unit == "s":
         return Entry(format_rate(1, middle), 1 / middle)
     return Entry(f"{middle:.3f}", middle)

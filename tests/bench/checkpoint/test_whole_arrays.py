@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,7 +13,7 @@ from tensorkeep.errors import CorruptCheckpointError
 from tensorkeep.testing.equality import difference
 from tensorkeep.testing.format_states import noise
 
-ts = pytest.importorskip("tensorstore")
+pytest.importorskip("tensorstore")
 
 LIMITS: list[dict[str, Any]] = [{}, {"in_flight": "one", "concurrency": 2}, {"in_flight": "all"}]
 
@@ -30,17 +29,6 @@ def test_tensorstore_checkpoint_is_loaded_with_views_and_dtypes(options: dict[st
         loaded = load_tensorstore(tmp_path / "c", **limits)
         assert difference({name: loaded[name] for name in state}, state) is None
         assert loaded["t"].untyped_storage().data_ptr() == loaded["b"].untyped_storage().data_ptr()
-
-
-def test_arrays_of_other_programs_are_loaded_by_name(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{tmp_path}/c/{name}/"}}
-        ts.open(spec, create=True, dtype="int32", shape=[5]).result().write(np.arange(5, dtype="i4")).result()
-    for limits in LIMITS:
-        assert {name: tensor.tolist() for name, tensor in load_tensorstore(tmp_path / "c", **limits).items()} == {
-            "a": [0, 1, 2, 3, 4],
-            "b": [0, 1, 2, 3, 4],
-        }
 
 
 def test_t5x_checkpoint_is_loaded_with_inline_values(tmp_path: Path) -> None:

@@ -9,6 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensorkeep.bench.experiment.design import (
+    Base,
+    Change,
+    Combination,
     Expansion,
     combinations,
     factorial,
@@ -20,7 +23,6 @@ from tensorkeep.bench.experiment.design import (
 from tensorkeep.bench.experiment.file import read
 from tensorkeep.bench.experiment.fractional import alias_groups, fraction
 from tensorkeep.bench.experiment.plan import Plan
-from tensorkeep.bench.experiment.values import Base, Change, Combination
 from tensorkeep.bench.results import Omitted, Place, Settings
 from tensorkeep.bench.run.runner import schedule
 from tensorkeep.errors import UsageError

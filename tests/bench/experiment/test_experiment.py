@@ -16,6 +16,7 @@ from tensorkeep.bench.checkpoint import models
 from tensorkeep.bench.checkpoint.tools.registry import parse_tool
 from tensorkeep.bench.checkpoint.workload import DEFAULT_MODEL
 from tensorkeep.bench.experiment.library import read_experiment, shipped
+from tensorkeep.bench.experiment.plan import Plan
 from tensorkeep.bench.results import Arm, Experiment, Limits, Place
 from tensorkeep.errors import UsageError
 
@@ -69,6 +70,10 @@ CUSTOM = """{
   }
 }
 """
+
+
+def arm_of(plan: Plan, name: str) -> Arm:
+    return next(arm for arm in plan.arms if arm.name == name)
 
 
 def suite(configurations: Any = SIX, **testing: Any) -> dict[str, Any]:
@@ -215,14 +220,14 @@ def test_every_step_to_tensorkeep_changes_one_setting() -> None:
         "tensorkeep",
         "tensorkeep-lossless",
     ]
-    assert stairs[0].settings == read_experiment("three-way").arm("t5x").settings
+    assert stairs[0].settings == arm_of(read_experiment("three-way"), "t5x").settings
     for before, after in itertools.pairwise(stairs):
         changed = {
             key for key in before.settings | after.settings if before.settings.get(key) != after.settings.get(key)
         }
         assert len(changed) == 1 or after.name == "+tensorkeep-format", after.name
     peers = read_experiment("peers")
-    tools = {name: parse_tool(peers.arm(name).settings) for name in ("tensorkeep", "tensorkeep-lossless")}
+    tools = {name: parse_tool(arm_of(peers, name).settings) for name in ("tensorkeep", "tensorkeep-lossless")}
     assert {arm.name: parse_tool(arm.settings) for arm in stairs[-2:]} == tools
     assert {omitted.place.kind for omitted in planned.experiment.omitted} == {"alone", "without"}
 
@@ -247,7 +252,7 @@ def test_suite_is_read_unchanged(written: Write) -> None:
     assert found.settings["save_dir"] == "saved_models/phase4_tests/"
     assert (found.settings["model"], planned.notes) == (DEFAULT_MODEL, ())
     assert [arm.name for arm in planned.arms if arm.role != "control"] == [name for name, *_ in SIX]
-    assert planned.arm("baseline").settings == {
+    assert arm_of(planned, "baseline").settings == {
         "tool": "tensorstore",
         "zarr": 2,
         "chunk": "64",
@@ -257,7 +262,7 @@ def test_suite_is_read_unchanged(written: Write) -> None:
         "dtype": "float32",
         "in_flight": "one",
     }
-    full = planned.arm("t5x_full")
+    full = arm_of(planned, "t5x_full")
     assert [full.settings[key] for key in ("chunk", "concurrency", "compressor")] == [262144, 128, "gzip"]
     assert [arm.name for arm in planned.arms if arm.slow] == [
         "baseline",

@@ -25,7 +25,7 @@ from tensorkeep.bench.analysis.samples import Samples
 from tensorkeep.bench.analysis.statistics import Comparison
 from tensorkeep.bench.analysis.verdicts import SMALLEST
 from tensorkeep.bench.analysis.wording import difference, interval_95, listed, number
-from tensorkeep.bench.results import Arm, Claim, ClaimVerdict
+from tensorkeep.bench.results import Claim, ClaimVerdict
 
 _TOLERANCE = 1.25
 _NO_CHANGE = 1.06
@@ -98,7 +98,10 @@ def check_claims(samples: Samples) -> Iterator[Claim]:
 
 def _check(samples: Samples, claim: PublishedClaim) -> Claim:
     needed = (claim.documented, *claim.isolating)
-    found = {pair: _compare(samples, pair) for pair in (*needed, *claim.also)}
+    found = {
+        pair: samples.compare(pair.arm, pair.over, samples.results.measure(pair.measure))
+        for pair in (*needed, *claim.also)
+    }
     ours = "; ".join(_described(samples, pair, comparison) for pair, comparison in found.items() if comparison)
     obstacles = [obstacle for pair in needed if (obstacle := _obstacle(samples, pair, found[pair]))]
     documented = found[claim.documented]
@@ -108,22 +111,8 @@ def _check(samples: Samples, claim: PublishedClaim) -> Claim:
     else:
         isolated = [_reading(found[pair], claim) for pair in claim.isolating]
         verdict, reason = _verdict(claim, _reading(documented, claim), isolated)
-    return Claim(
-        claim.id,
-        claim.claim,
-        claim.theirs,
-        ours,
-        verdict,
-        reason,
-        documented and documented.gain,
-        documented and documented.low,
-        documented and documented.high,
-    )
-
-
-def _compare(samples: Samples, pair: ArmPair) -> Comparison | None:
-    measure = samples.results.measure(pair.measure)
-    return None if measure is None else samples.compare(pair.arm, pair.over, measure)
+    gain = (documented.gain, documented.low, documented.high) if documented else ()
+    return Claim(claim.id, claim.claim, claim.theirs, ours, verdict, reason, *gain)
 
 
 def _obstacle(samples: Samples, pair: ArmPair, found: Comparison | None) -> str | None:
@@ -134,8 +123,9 @@ def _obstacle(samples: Samples, pair: ArmPair, found: Comparison | None) -> str 
         return f"the experiment has no {listed(missing)}"
     if found is None:
         return _why_no_figures(samples, pair)
-    others = _other_differences(arms[pair.over], arms[pair.arm], pair.changed)
-    if others:
+    one, other = arms[pair.over].settings, arms[pair.arm].settings
+    differing = {key for key in one.keys() | other.keys() if one.get(key) != other.get(key)}
+    if others := sorted(differing - (differing if pair.changed is None else pair.changed)):
         return f"{pair.over} and {pair.arm} also differ in {listed(others)}: the cause is not isolated"
     return None if found.low is not None else "one block gives no interval: use --runs 5"
 
@@ -146,13 +136,6 @@ def _why_no_figures(samples: Samples, pair: ArmPair) -> str:
         if failures:
             return f"{name}: {failures[0].reason or failures[0].status}"
     return f"{pair.over} and {pair.arm} have no block with {pair.measure} of both"
-
-
-def _other_differences(one: Arm, other: Arm, changed: frozenset[str] | None) -> Sequence[str]:
-    if changed is None:
-        return []
-    keys = sorted(one.settings.keys() | other.settings.keys())
-    return [key for key in keys if key not in changed and one.settings.get(key) != other.settings.get(key)]
 
 
 def _reading(found: Comparison | None, claim: PublishedClaim) -> str:

@@ -36,8 +36,8 @@ def _step(samples: Samples, change: str, arms: Sequence[str], index: int, measur
     so_far = samples.compare(arm, base, measure)
     alone, why_not_alone = _arm_at(samples, "alone", change)
     without, why_not_without = _arm_at(samples, "without", change)
-    gain_alone = samples.compare(alone, base, measure) if alone else None
-    gain_without = samples.compare(last, without, measure) if without else None
+    gain_alone = samples.compare(alone, base, measure)
+    gain_without = samples.compare(last, without, measure)
     fraction = _fraction(samples.log_gains(arm, before, measure), samples.log_gains(last, base, measure))
     notes = [
         *([] if step else [f"{change}: {arm} and {before} have no block in common"]),
@@ -90,21 +90,20 @@ def interactions_of(samples: Samples) -> Iterator[Interaction]:
                 singles = [single.name for change in place.changes if (single := samples.arm_at("alone", change))]
                 if singles and len(singles) == len(place.changes):
                     for measure in samples.primary:
-                        yield _interaction(samples, arm.name, place.changes, base.name, singles, measure)
+                        gains = _interaction(samples, arm.name, base.name, singles, measure)
+                        yield Interaction(place.changes, arm.name, measure.name, *gains)
 
 
-def _interaction(
-    samples: Samples, arm: str, changes: tuple[str, ...], base: str, singles: list[str], measure: Measure
-) -> Interaction:
+def _interaction(samples: Samples, arm: str, base: str, singles: list[str], measure: Measure) -> Sequence[float | None]:
+    """Return the gain of a combination, the product of its single gains, and their ratio with its interval."""
     logs = {name: samples.logs(name, measure) for name in (base, arm, *singles)}
     blocks = sorted(set.intersection(*(set(found) for found in logs.values())))
     if not blocks:
-        return Interaction(changes, arm, measure.name)
+        return ()
     together = [logs[arm][block] - logs[base][block] for block in blocks]
     product = [sum(logs[single][block] - logs[base][block] for single in singles) for block in blocks]
     ratio = compare([a - b for a, b in zip(together, product, strict=True)])
-    gain, expected = compare(together).gain, compare(product).gain
-    return Interaction(changes, arm, measure.name, gain, expected, ratio.gain, ratio.low, ratio.high)
+    return compare(together).gain, compare(product).gain, ratio.gain, ratio.low, ratio.high
 
 
 def effects_of(samples: Samples) -> Iterator[Effect]:
@@ -133,16 +132,11 @@ def effects_of(samples: Samples) -> Iterator[Effect]:
                 for block in blocks.values()
             ]
             logs = [value for value in found if value is not None]
-            gain = compare(logs) if logs else None
             aliases = next((group for group in samples.experiment.aliases if effect in group), ())
-            yield Effect(
-                effect,
-                measure.name,
-                gain and gain.gain,
-                gain and gain.low,
-                gain and gain.high,
-                tuple(other for other in aliases if other != effect),
-            )
+            others = tuple(other for other in aliases if other != effect)
+            gain = compare(logs) if logs else None
+            interval = {"gain": gain.gain, "low": gain.low, "high": gain.high} if gain else {}
+            yield Effect(effect, measure.name, **interval, aliases=others)
 
 
 def _points(samples: Samples, factors: Mapping[str, Sequence[str]]) -> dict[str, Levels]:

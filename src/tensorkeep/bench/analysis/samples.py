@@ -7,17 +7,11 @@ that worked on a smaller subject compares fairly. A rate (``better: higher``) is
 import math
 
 from tensorkeep.bench.analysis.statistics import Comparison, compare
-from tensorkeep.bench.results import Arm, Cell, Measure, Results
+from tensorkeep.bench.results import Arm, Cell, Measure, Results, Statistics
 
 
 class Samples:
-    """The samples of one results file.
-
-    Parameters
-    ----------
-    results : Results
-        Its ``summary`` is not used.
-    """
+    """The samples of one results file."""
 
     def __init__(self, results: Results) -> None:
         self.results = results
@@ -42,7 +36,7 @@ class Samples:
     def per_byte(self, arm: str, measure: Measure) -> dict[int, float]:
         """Return the figures divided by the raw bytes worked on, by block; rates as they are."""
         figures = self.raw(arm, measure)
-        if measure.higher_is_better:
+        if measure.better == "higher":
             return figures
         amounts = {cell.block: cell.amount for cell in self.cells_of(arm)}
         return {block: value / amount for block, value in figures.items() if (amount := amounts[block])}
@@ -55,7 +49,7 @@ class Samples:
         """
         if self.failed_gate(arm):
             return {}
-        sign = 1 if measure.higher_is_better else -1
+        sign = 1 if measure.better == "higher" else -1
         return {block: sign * math.log(x) for block, x in self.per_byte(arm, measure).items() if x > 0}
 
     def log_gains(self, arm: str, over: str, measure: Measure) -> list[float]:
@@ -63,17 +57,19 @@ class Samples:
         ours, theirs = self.logs(arm, measure), self.logs(over, measure)
         return [ours[block] - theirs[block] for block in sorted(ours.keys() & theirs.keys())]
 
-    def compare(self, arm: str, over: str, measure: Measure) -> Comparison | None:
-        """Return how many times better an arm is than another; None if no block has both."""
-        gains = self.log_gains(arm, over, measure)
+    def compare(self, arm: str | None, over: str | None, measure: Measure | None) -> Comparison | None:
+        """Return how many times better an arm is than another; None if no block has both, or one does not exist."""
+        gains = [] if arm is None or over is None or measure is None else self.log_gains(arm, over, measure)
         return compare(gains) if gains else None
 
     def arm_at(self, kind: str, change: str = "") -> Arm | None:
         """Return the arm at a place of the design, such as ``("alone", "zstd")``; None if it has none."""
-        for arm in self.arms:
-            if any((place.kind, place.change) == (kind, change) for place in arm.places):
-                return arm
-        return None
+        places = ((arm, place.kind, place.change) for arm in self.arms for place in arm.places)
+        return next((arm for arm, *place in places if place == [kind, change]), None)
+
+    def statistics(self, arm: Arm, measure: Measure) -> Statistics:
+        """Return the statistics of an arm in a measure, which the summary of the results has."""
+        return self.results.statistics(arm.name, measure.name)
 
     def failures(self, arm: str) -> list[Cell]:
         """Return an arm's cells that were reached, or can never be, and have no figures."""

@@ -14,6 +14,7 @@ is imported at its first use; ``scipy.stats``, which has more, takes seconds to 
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,7 +29,6 @@ LEVEL = 0.05
 """Error allowed to an interval (95%) and to a test."""
 
 _RESAMPLES = 1000  # each is used twice, see `_bootstrap`
-_AT_ONCE = 1_000_000
 _SEED = 20_240_229
 _LARGEST_LOG = 690.0  # exp of more is infinite
 _ROUNDING = 1e-12
@@ -51,35 +51,21 @@ class Description:
 @final
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How many times better one arm is than another, from the log-ratios of the blocks that have both.
+    """How many times better one arm is than another, from the log-ratios of the ``n`` blocks that have both.
 
-    Attributes
-    ----------
-    n : int
-        Blocks.
-    gain : float
-        Geometric mean of the blocks' ratios; above 1 is better.
-    low, high : float or None
-        95% interval; None below 2 blocks.
-    p : float or None
-        Two-sided paired t-test on the log-ratios; None below 2 blocks.
-    std : float or None
-        Of the log-ratios (n - 1); None below 2 blocks.
+    All but ``n`` and ``gain`` are None below 2 blocks.
     """
 
     n: int
-    gain: float
-    low: float | None
-    high: float | None
-    p: float | None
-    std: float | None
+    gain: float  # geometric mean of the blocks' ratios; above 1 is better
+    low: float | None = None  # 95% interval
+    high: float | None = None
+    p: float | None = None  # of the two-sided paired t-test on the log-ratios
+    std: float | None = None  # of the log-ratios (n - 1)
 
 
 def require_scipy() -> Any:
-    """Return ``scipy.special``.
-
-    Raises MissingExtraError if scipy is not installed.
-    """
+    """Return ``scipy.special``; MissingExtraError if scipy is not installed."""
     try:
         from scipy import special
     except ImportError as error:
@@ -121,7 +107,7 @@ def compare(log_ratios: Sequence[float]) -> Comparison:
     values[np.abs(values) < _ROUNDING] = 0.0
     n, mean = len(values), _mean(values)
     if n < 2:
-        return Comparison(n, _exp(mean), None, None, None, None)
+        return Comparison(n, _exp(mean))
     std = _std(values)
     low, high = interval(values)
     return Comparison(n, _exp(mean), _exp(low), _exp(high), paired_p(mean, std, n), std)
@@ -153,21 +139,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def detectable_gain(std: float, n: int, tests: int = 1) -> float | None:
-    """Return the smallest gain that ``n`` blocks would have shown with probability 0.8.
+    """Return the smallest gain, at least 1, that ``n`` blocks would have shown with probability 0.8.
 
-    Parameters
-    ----------
-    std : float
-        Of the log-ratios.
-    n : int
-        Blocks, at least 2.
-    tests : int
-        How many arms are tested: the level is that of Holm's strictest step, 0.05 / tests.
-
-    Returns
-    -------
-    float or None
-        At least 1; None if no gain that a number can hold would have been shown.
+    ``std`` is that of the log-ratios of at least 2 blocks. If several arms are tested, the level is that of Holm's
+    strictest step, 0.05 / tests. None if no gain that a number can hold would have been shown.
     """
     log_gain = effect_for_power(n - 1, LEVEL / max(tests, 1)) * std / math.sqrt(n)
     return math.exp(log_gain) if log_gain < _LARGEST_LOG else None
@@ -175,14 +150,9 @@ def detectable_gain(std: float, n: int, tests: int = 1) -> float | None:
 
 @lru_cache(maxsize=1024)
 def blocks_needed(std: float, gain: float, tests: int = 1, most: int = 1000) -> int | None:
-    """Return the number of blocks that show this gain with probability 0.8; None if above ``most``.
+    """Return the number of blocks that show this gain, above or below 1, with probability 0.8; None if above ``most``.
 
-    Parameters
-    ----------
-    std : float
-        Of the log-ratios.
-    gain : float
-        True gain, above or below 1.
+    ``std`` is that of the log-ratios.
     """
     wanted = math.exp(min(abs(math.log(gain)), _LARGEST_LOG))
 
@@ -190,13 +160,8 @@ def blocks_needed(std: float, gain: float, tests: int = 1, most: int = 1000) -> 
         found = detectable_gain(std, n, tests)
         return found is not None and found <= wanted
 
-    if not enough(most):
-        return None
-    low, high = 1, most
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return high
+    found = 2 + bisect_left(range(2, most + 1), True, key=enough)
+    return found if found <= most else None
 
 
 def _bootstrap(values: NDArray[np.float64]) -> tuple[float, float]:
@@ -205,12 +170,9 @@ def _bootstrap(values: NDArray[np.float64]) -> tuple[float, float]:
     Every resample is used a second time with the ranks mirrored, so that swapping the two sides of the ratio mirrors
     the interval exactly.
     """
-    n, draw = len(values), np.random.default_rng(_SEED)
-    rows = max(1, _AT_ONCE // n)
-    means = []
-    for start in range(0, _RESAMPLES, rows):
-        ranks = draw.integers(0, n, size=(min(rows, _RESAMPLES - start), n))
-        means += [values[ranks].mean(axis=1), values[n - 1 - ranks].mean(axis=1)]
+    n = len(values)
+    ranks = np.random.default_rng(_SEED).integers(0, n, size=(_RESAMPLES, n))
+    means = [values[ranks].mean(axis=1), values[n - 1 - ranks].mean(axis=1)]
     low, high = np.quantile(np.concatenate(means), [LEVEL / 2, 1 - LEVEL / 2])
     return float(low), float(high)
 

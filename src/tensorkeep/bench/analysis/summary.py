@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import asdict
 
+from msgspec.structs import replace
+
 from tensorkeep.bench.analysis.claims import check_claims
 from tensorkeep.bench.analysis.effects import effects_of, interactions_of, steps_of
 from tensorkeep.bench.analysis.recommendations import recommendations
@@ -15,51 +17,36 @@ from tensorkeep.bench.results import Arm, Measure, Noise, Results, Statistics, S
 
 
 def summarise(results: Results) -> Summary:
-    """Return the summary of a results file.
-
-    Verdicts are given on primary measures only. A ``summary`` that the results have is ignored.
+    """Return the summary of a results file, with verdicts on primary measures only; an earlier one is ignored.
 
     Raises MissingExtraError if scipy is not installed.
     """
     samples = Samples(results)
-    noise = {measure.name: _noise(samples, measure) for measure in samples.measures}
+    noise: dict[str, Noise | None] = {}
     statistics: dict[str, dict[str, Statistics]] = {arm.name: {} for arm in samples.arms}
     for measure in samples.measures:
-        for name, entry in _statistics_by_arm(samples, measure, noise[measure.name]).items():
-            statistics[name][measure.name] = entry
-    return Summary(
-        arms=statistics,
-        noise=noise,
+        others = [arm for arm in samples.arms if arm.role != "baseline"]
+        found = {arm.name: samples.compare(arm.name, samples.baseline, measure) for arm in others}
+        compared = {name: one for name, one in found.items() if one is not None}
+        noise[measure.name] = noise_of(
+            [compared[arm.name] for arm in others if arm.role == "control" and arm.name in compared]
+        )
+        arms = [arm.name for arm in others if arm.role == "arm" and arm.name in compared]
+        tested = {name: p for name in arms if (p := compared[name].p) is not None}
+        adjusted = dict(zip(tested, holm(list(tested.values())), strict=True))
+        for arm in samples.arms:
+            one = compared.get(arm.name)
+            statistics[arm.name][measure.name] = _statistics(samples, arm, measure, one, adjusted, noise[measure.name])
+    samples = Samples(replace(results, summary=Summary(arms=statistics, noise=noise)))
+    return replace(
+        samples.results.summary,
         steps=tuple(steps_of(samples)),
         effects=tuple(effects_of(samples)),
         interactions=tuple(interactions_of(samples)),
-        warnings=tuple(cautions(samples, statistics, noise)),
-        recommendations=tuple(recommendations(samples, statistics)),
+        warnings=tuple(cautions(samples)),
+        recommendations=tuple(recommendations(samples)),
         claims=tuple(check_claims(samples)),
     )
-
-
-def _noise(samples: Samples, measure: Measure) -> Noise | None:
-    found = [_against_baseline(samples, arm, measure) for arm in samples.arms if arm.role == "control"]
-    return noise_of([comparison for comparison in found if comparison is not None])
-
-
-def _against_baseline(samples: Samples, arm: Arm, measure: Measure) -> Comparison | None:
-    if samples.baseline is None or arm.role == "baseline":
-        return None
-    return samples.compare(arm.name, samples.baseline, measure)
-
-
-def _statistics_by_arm(samples: Samples, measure: Measure, noise: Noise | None) -> dict[str, Statistics]:
-    """Return the statistics of one measure by arm; the p-values are adjusted for each other."""
-    compared = {arm.name: _against_baseline(samples, arm, measure) for arm in samples.arms}
-    tested = {
-        arm.name: found.p
-        for arm in samples.arms
-        if arm.role == "arm" and (found := compared[arm.name]) is not None and found.p is not None
-    }
-    adjusted = dict(zip(tested, holm(list(tested.values())), strict=True))
-    return {arm.name: _statistics(samples, arm, measure, compared[arm.name], adjusted, noise) for arm in samples.arms}
 
 
 def _statistics(
@@ -73,7 +60,11 @@ def _statistics(
     raw = list(samples.raw(arm.name, measure).values())
     per_byte = list(samples.per_byte(arm.name, measure).values())
     p_holm = adjusted.get(arm.name)
-    verdict, reason = _verdict(samples, arm, measure, found, p_holm, noise) if measure.primary else (None, None)
+    verdict: tuple[Verdict, str] | tuple[None, None] = (None, None)
+    if measure.primary:
+        verdict = _unjudged(samples, arm, measure) or (
+            judge(found, p_holm, noise) if found else ("not run", _why_not_compared(samples, measure))
+        )
     return Statistics(
         **(asdict(describe(raw)) if raw else {}),
         per_byte=describe(per_byte).median if per_byte else None,
@@ -84,8 +75,8 @@ def _statistics(
         p=found and found.p,
         p_holm=p_holm,
         detectable=_detectable(found, len(adjusted), noise) if found else None,
-        verdict=verdict,
-        reason=reason,
+        verdict=verdict[0],
+        reason=verdict[1],
     )
 
 
@@ -104,27 +95,17 @@ def _change_percent(samples: Samples, arm: Arm, measure: Measure) -> float | Non
     if not own or not base or (before := describe(base).mean) == 0:
         return None
     change = (before - describe(own).mean) / before * 100
-    return -change if measure.higher_is_better else change
+    return -change if measure.better == "higher" else change
 
 
-def _verdict(
-    samples: Samples,
-    arm: Arm,
-    measure: Measure,
-    comparison: Comparison | None,
-    p_holm: float | None,
-    noise: Noise | None,
-) -> tuple[Verdict, str]:
+def _unjudged(samples: Samples, arm: Arm, measure: Measure) -> tuple[Verdict, str] | None:
+    """Return the verdict on an arm that did not run or is no alternative, with its reason; None if it is judged."""
     why_not = _why_not_run(samples, arm.name, measure)
     if why_not is not None:
         return "not run", why_not
     if arm.role == "baseline":
         return "baseline", "the others are compared with it"
-    if arm.role == "control":
-        return "control", f"{samples.baseline} measured again: any difference is noise"
-    if comparison is None:
-        return "not run", _why_not_compared(samples, measure)
-    return judge(comparison, p_holm, noise)
+    return ("control", f"{samples.baseline} measured again: any difference is noise") if arm.role == "control" else None
 
 
 def _why_not_run(samples: Samples, arm: str, measure: Measure) -> str | None:
@@ -136,8 +117,7 @@ def _why_not_run(samples: Samples, arm: str, measure: Measure) -> str | None:
         return f"{gate_words(samples.experiment.workload)}, in {len(bad)} of {len(cells)} blocks{because}"
     if samples.raw(arm, measure):
         return None
-    failures = samples.failures(arm)
-    if failures:
+    if failures := samples.failures(arm):
         return failures[0].reason or failures[0].status
     if samples.results.ran(arm):
         return f"{measure.label} could not be measured here"

@@ -21,19 +21,15 @@ def noise_of(controls: Sequence[Comparison]) -> Noise | None:
     shown = [(one.low, one.high, one.n) for one in controls if one.low is not None and one.high is not None]
     if not shown:
         return None
-    low, high = min(entry[0] for entry in shown), max(entry[1] for entry in shown)
-    return Noise(low, high, max(1 / low, high, 1.0), min(entry[2] for entry in shown))
+    lows, highs, blocks = zip(*shown, strict=True)
+    return Noise(min(lows), max(highs), max(1 / min(lows), max(highs), 1.0), min(blocks))
 
 
 def judge(comparison: Comparison, p_holm: float | None, noise: Noise | None) -> tuple[Verdict, str]:
     """Return the verdict on an arm that was compared with the baseline, and a sentence that explains it.
 
-    Parameters
-    ----------
-    p_holm : float or None
-        The comparison's p-value, adjusted across the arms of the measure; None below 2 blocks.
-    noise : Noise or None
-        None: a gain needs only to exceed `SMALLEST`.
+    ``p_holm`` is the comparison's p-value, adjusted across the arms of the measure. Without noise, a gain needs only to
+    exceed `SMALLEST`.
     """
     low, high = comparison.low, comparison.high
     if p_holm is None or low is None or high is None:

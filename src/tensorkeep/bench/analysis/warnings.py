@@ -5,18 +5,15 @@ Every function looks for one problem and yields a `Caution` for each time it fin
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 from tensorkeep.bench.analysis.samples import Samples
 from tensorkeep.bench.analysis.statistics import blocks_needed
 from tensorkeep.bench.analysis.verdicts import SMALLEST
 from tensorkeep.bench.analysis.wording import counted, difference, gain, gate_words, interval, listed, number
-from tensorkeep.bench.results import Caution, Measure, Noise, Statistics
+from tensorkeep.bench.results import Caution, Measure, Results
 from tensorkeep.units import format_bytes, format_seconds
-
-StatisticsByArm = Mapping[str, Mapping[str, Statistics]]
-"""Arm -> measure -> statistics."""
 
 _NOISY = 0.10
 _WIDE = 1.05
@@ -43,29 +40,20 @@ _REMEDIES = {
 }
 
 
-def cautions(samples: Samples, statistics: StatisticsByArm, noise: Mapping[str, Noise | None]) -> Iterator[Caution]:
+def cautions(samples: Samples) -> Iterator[Caution]:
     """Yield all warnings, the gravest first."""
-    yield from _unreached(samples)
-    yield from _failures(samples)
-    yield from _missing_measures(samples)
-    yield from _no_control(samples)
-    yield from _wide_control(samples, statistics, noise)
-    yield from _noisy_runs(samples, statistics)
-    yield from _odd_blocks(samples)
-    yield from _too_few(samples, statistics, noise)
-    yield from _smaller_subjects(samples)
-    yield from _too_short(samples, statistics)
+    searches = (
+        *(_unreached, _failures, _missing_measures, _no_control, _wide_control),
+        *(_noisy_runs, _odd_blocks, _too_few, _smaller_subjects, _too_short),
+    )
+    for search in searches:
+        yield from search(samples)
 
 
-def too_noisy(noise: Noise | None, statistics: Sequence[Statistics]) -> str:
-    """Return a sentence if a measure is too noisy for any verdict, else an empty string.
-
-    Parameters
-    ----------
-    statistics : sequence of Statistics
-        Of all arms, in the same measure.
-    """
-    settled = any(found.verdict in ("helps", "hurts") for found in statistics)
+def too_noisy(results: Results, measure: Measure) -> str:
+    """Return a sentence if a measure is too noisy for any verdict, else nothing."""
+    noise = results.summary.noise.get(measure.name)
+    settled = any(results.statistics(arm.name, measure.name).verdict in ("helps", "hurts") for arm in results.arms)
     if noise is None or noise.floor <= _HOPELESS or settled:
         return ""
     spans = interval(noise.low, noise.high)
@@ -80,14 +68,19 @@ def _unreached(samples: Samples) -> Iterator[Caution]:
 
 
 def _failures(samples: Samples) -> Iterator[Caution]:
-    absent = _absent(samples)
-    for names, reason in absent.items():
+    absent: dict[str | None, list[str]] = defaultdict(list)
+    present = []
+    for arm in samples.arms:
+        cells = samples.cells_of(arm.name)
+        if cells and all(cell.status == "not-run" for cell in cells):
+            # Later blocks say only that the cell was not tried again.
+            absent[cells[0].reason].append(arm.name)
+        else:
+            present.append(arm)
+    for reason, names in absent.items():
         because = f": {reason}" if reason else ""
         yield Caution(f"not run: {listed(names)}{because}", _REMEDIES["not-run"])
-    nowhere = {name for names in absent for name in names}
-    for arm in samples.arms:
-        if arm.name in nowhere:
-            continue
+    for arm in present:
         by_status: dict[str, list[str | None]] = defaultdict(list)
         for cell in samples.failures(arm.name):
             by_status[cell.status].append(cell.reason)
@@ -96,17 +89,6 @@ def _failures(samples: Samples) -> Iterator[Caution]:
             because = f": {reasons[0]}" if reasons[0] else ""
             words = gate_words(samples.experiment.workload) if status == "gate" else _FAILED[status]
             yield Caution(f"{arm.name}: {words} in {len(reasons)} of {blocks}{because}", _REMEDIES[status])
-
-
-def _absent(samples: Samples) -> dict[tuple[str, ...], str | None]:
-    """Return the arms that ran in no block, grouped by the reason."""
-    by_reason: dict[str | None, list[str]] = defaultdict(list)
-    for arm in samples.arms:
-        cells = samples.cells_of(arm.name)
-        if cells and all(cell.status == "not-run" for cell in cells):
-            # Later blocks say only that the cell was not tried again.
-            by_reason[cells[0].reason].append(arm.name)
-    return {tuple(names): reason for reason, names in by_reason.items()}
 
 
 def _missing_measures(samples: Samples) -> Iterator[Caution]:
@@ -131,25 +113,23 @@ def _no_control(samples: Samples) -> Iterator[Caution]:
         yield Caution(text, 'set "control": true in the experiment')
 
 
-def _wide_control(
-    samples: Samples, statistics: StatisticsByArm, noise: Mapping[str, Noise | None]
-) -> Iterator[Caution]:
+def _wide_control(samples: Samples) -> Iterator[Caution]:
     for measure in samples.primary:
-        floor = noise.get(measure.name)
+        floor = samples.results.summary.noise.get(measure.name)
         if not floor or floor.floor <= _WIDE:
             continue
-        text = too_noisy(floor, [statistics[arm.name][measure.name] for arm in samples.arms]) or (
+        text = too_noisy(samples.results, measure) or (
             f"after {counted(floor.n, 'block')}, differences below {difference(floor.floor)} are noise: "
             "two runs of the same arm differ by as much"
         )
         yield Caution(f"{measure.label}: {text}", f"close other programs, or --runs {_more_runs(samples)}")
 
 
-def _noisy_runs(samples: Samples, statistics: StatisticsByArm) -> Iterator[Caution]:
+def _noisy_runs(samples: Samples) -> Iterator[Caution]:
     for measure in samples.primary:
         noisy = []
         for arm in samples.arms:
-            found = statistics[arm.name][measure.name]
+            found = samples.statistics(arm, measure)
             if found.std and found.mean and found.std / found.mean > _NOISY:
                 noisy.append((found.std / found.mean, arm.name))
         if noisy:
@@ -193,21 +173,20 @@ def _slowness(samples: Samples, measure: Measure) -> dict[int, float]:
     return {block: median(values) for block, values in sorted(found.items())}
 
 
-def _too_few(samples: Samples, statistics: StatisticsByArm, noise: Mapping[str, Noise | None]) -> Iterator[Caution]:
+def _too_few(samples: Samples) -> Iterator[Caution]:
     for measure in samples.primary:
-        verdicts = {arm.name: statistics[arm.name][measure.name].verdict for arm in samples.arms}
+        verdicts = {arm.name: samples.statistics(arm, measure).verdict for arm in samples.arms}
         single = [name for name, verdict in verdicts.items() if verdict == "too few runs"]
         if single:
             yield Caution(f"{measure.label}: one block gives no verdict on {listed(single)}", "--runs 5")
         tests = sum(verdict in ("helps", "hurts", "within noise") for verdict in verdicts.values())
         unsure = [name for name, verdict in verdicts.items() if verdict == "within noise"]
-        yield from _undecided(samples, measure, unsure, noise.get(measure.name), tests)
+        yield from _undecided(samples, measure, unsure, tests)
 
 
-def _undecided(
-    samples: Samples, measure: Measure, unsure: Sequence[str], noise: Noise | None, tests: int
-) -> Iterator[Caution]:
+def _undecided(samples: Samples, measure: Measure, unsure: Sequence[str], tests: int) -> Iterator[Caution]:
     """Warn of differences that are large enough to matter, but that so few blocks cannot show."""
+    noise = samples.results.summary.noise.get(measure.name)
     floor = max(_WIDE, noise.floor if noise else SMALLEST)
     wanted = []
     for name in unsure:
@@ -246,9 +225,9 @@ def _amount(samples: Samples, arm: str) -> float | None:
     return median(amounts) if amounts else None
 
 
-def _too_short(samples: Samples, statistics: StatisticsByArm) -> Iterator[Caution]:
+def _too_short(samples: Samples) -> Iterator[Caution]:
     for measure in samples.primary:
-        medians = {arm.name: statistics[arm.name][measure.name].median for arm in samples.arms}
+        medians = {arm.name: samples.statistics(arm, measure).median for arm in samples.arms}
         short = [name for name, middle in medians.items() if middle is not None and middle < _TOO_SHORT]
         if short and measure.unit == "s":
             yield Caution(

@@ -1,4 +1,4 @@
-"""Measurement of one tool on one state: a durable save, then cold and warm loads.
+"""Measurement of one tool on one state: a durable save, then cold and warm loads, which must return every bit of it.
 
 Every call runs twice: a warm-up that is not measured, then the measured call. A training run saves many times, and only
 its first save writes from memory that was never touched. On a virtual machine, which gets memory from its host on first
@@ -6,28 +6,22 @@ touch, that first save can take several times as long.
 """
 
 import errno
+import mmap
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from tensorkeep.bench.checkpoint.gate import check_equal, touch_pages
-from tensorkeep.bench.checkpoint.probes import (
-    evict,
-    files_of,
-    make_cold,
-    release_memory,
-    remove,
-    seconds_of,
-    size_on_disk,
-    sync_tree,
-    warm,
-)
+import numpy as np
+
+from tensorkeep.bench.checkpoint.probes import evict, files_of, make_cold, release_memory, remove, sync_tree, warm
 from tensorkeep.bench.checkpoint.state_pair import StatePair
 from tensorkeep.bench.checkpoint.tools.base import Tool
-from tensorkeep.bench.experiment.workload import Outcome
+from tensorkeep.bench.experiment.workload import GateError, Outcome
 from tensorkeep.machine import peak_resident_bytes, reset_peak_resident, resident_bytes, written_bytes
+from tensorkeep.state.leaf import Leaf
+from tensorkeep.state.tree import flatten
 
 SAVE = "save"
 RETURNED = "returned"
@@ -43,34 +37,18 @@ PEAK = "peak_memory"
 LOADS = (COLD, WARM, INTO_COLD, INTO_WARM)
 
 _ALMOST_FULL_BYTES = 1024**2
+_PIECE_BYTES = 4 * 1024**2
 
 
 def measure_tool(tool: Tool, arm: str, states: StatePair, path: Path, loads: Collection[str] = LOADS) -> Outcome:
     """Save a state at ``path``, load it in the ways that are asked for, and remove it.
 
-    Parameters
-    ----------
-    tool : Tool
-    arm : str
-        What errors call the tool.
-    states : StatePair
-    path : Path
-        Must not exist.
-    loads : collection of str
-        Among `LOADS`.
+    Errors call the tool ``arm``, and ``loads`` are among `LOADS`. The figure of a cold load is missing where the file
+    system keeps its files in memory, that of a load into existing tensors where the state has values that cannot be
+    filled.
 
-    Returns
-    -------
-    Outcome
-        Figures in seconds or bytes. The figure of a cold load is missing where the file system keeps its files in
-        memory, that of a load into existing tensors where the state has values that cannot be filled.
-
-    Raises
-    ------
-    GateError
-        If a load does not return what was saved.
-    OSError
-        With ``ENOSPC`` if the disk is full, whatever the tool raises then.
+    Raises GateError if a load does not return what was saved; OSError with ``ENOSPC`` if the disk is full, whatever the
+    tool raises then.
     """
     outcome = Outcome()
     try:
@@ -98,7 +76,7 @@ def _save(tool: Tool, states: StatePair, path: Path, outcome: Outcome) -> None:
     with outcome.clock("flush"):
         os.sync()
     outcome.figures |= _save_once(tool, state, path)
-    outcome.figures[STORED] = float(size_on_disk(path))
+    outcome.figures[STORED] = float(sum(file.stat().st_size for file in files_of(path)))
     outcome.figures[FILES] = float(len(files_of(path)))
 
 
@@ -138,22 +116,60 @@ def _load(measure: str, tool: Tool, arm: str, states: StatePair, path: Path, out
             warm(path)
         if measure in (INTO_COLD, INTO_WARM):
             states.wipe_target()
-    loaded: list[Any] = []
-
-    def load_new() -> None:
-        loaded.append(tool.load(path))
-        if tool.maps_files:
-            touch_pages(loaded[0])
-
-    if measure in (COLD, WARM):
-        outcome.figures[measure] = seconds_of(load_new)
-    else:
-        loaded.append(tool.view(states.target))
-        outcome.figures[measure] = seconds_of(lambda: tool.load_into(path, loaded[0]))
+    existing = tool.view(states.target) if measure in (INTO_COLD, INTO_WARM) else None
+    begin = time.perf_counter()
+    loaded = _read(tool, path, existing)
+    outcome.figures[measure] = time.perf_counter() - begin
     with outcome.clock("gate"):
-        check_equal(loaded.pop(), tool.view(states.source), arm)
+        check_equal(loaded, tool.view(states.source), arm)
+
+
+def _read(tool: Tool, path: Path, existing: Any) -> Any:
+    """Load into existing tensors if there are any, else into new ones; return them."""
+    if existing is not None:
+        tool.load_into(path, existing)
+        return existing
+    loaded = tool.load(path)
+    if tool.maps_files:
+        touch_pages(loaded)
+    return loaded
 
 
 def _is_full(directory: Path) -> bool:
     status = os.statvfs(directory)
     return status.f_bavail * status.f_frsize < _ALMOST_FULL_BYTES or status.f_favail == 0 < status.f_files
+
+
+def check_equal(loaded: Any, saved: Any, arm: str) -> None:
+    """Compare two states: structure, plain values, dtypes, shapes and every bit.
+
+    Raises GateError if they differ. It names the arm and the first tensor that differs.
+    """
+    found, expected = flatten(loaded), flatten(saved)
+    if found.skeleton != expected.skeleton or found.leaves.keys() != expected.leaves.keys():
+        raise GateError(f"{arm} loaded a structure that differs from the saved one")
+    for name, leaf in expected.leaves.items():
+        other = found.leaves[name]
+        # Compared as integers, because NaN != NaN and -0.0 == 0.0. In pieces that fit into the processor's cache.
+        if (other.dtype, other.shape) != (leaf.dtype, leaf.shape) or not all(
+            np.array_equal(a, b) for a, b in zip(_pieces(other), _pieces(leaf), strict=True)
+        ):
+            raise GateError(f"{arm} loaded values that differ from the saved ones", name=name)
+
+
+def touch_pages(loaded: Any) -> None:
+    """Read one byte of every page of a state, so that a file that is only mapped is read."""
+    for leaf in flatten(loaded).leaves.values():
+        memory = leaf.host_bytes()
+        if memory is not None:
+            np.add.reduce(memory[:: mmap.PAGESIZE])
+
+
+def _pieces(leaf: Leaf) -> Iterator[np.ndarray[Any, Any]]:
+    whole = leaf.host_bytes()
+    for start in range(0, leaf.nbytes, _PIECE_BYTES):
+        stop = min(start + _PIECE_BYTES, leaf.nbytes)
+        piece = np.empty(stop - start, np.uint8) if whole is None else whole[start:stop]
+        if whole is None:
+            leaf.read(start, stop, piece)
+        yield piece.view(np.uint64) if piece.size % 8 == 0 else piece

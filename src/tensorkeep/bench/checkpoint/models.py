@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     import torch
 
 STANDARD_DEVIATION = 0.02
+_MODEL = "openllama-3b"
 DEFAULT_DTYPE = "bfloat16"
-DTYPES = ("bfloat16", "float16", "float32", "float64")
+DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+"""Bytes of an element."""
 
 _MULTIPLE = 64
 _LARGEST_SCALE = 16.0
@@ -43,21 +45,14 @@ class Llama:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of each parameter, named and ordered as in Hugging Face's LLaMA."""
+        attention = {f"self_attn.{name}_proj": (self.width, self.width) for name in "qkvo"}
+        mlp = {f"mlp.{name}_proj": (self.mlp, self.width) for name in ("gate", "up")}
+        norms = {f"{name}_layernorm": (self.width,) for name in ("input", "post_attention")}
+        block = {**attention, **mlp, "mlp.down_proj": (self.width, self.mlp), **norms}
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocabulary, self.width)}
         for layer in range(self.layers):
-            shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in self._layer().items()}
+            shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in block.items()}
         return shapes | {"model.norm.weight": (self.width,), "lm_head.weight": (self.vocabulary, self.width)}
-
-    def _layer(self) -> dict[str, tuple[int, ...]]:
-        square, up, down = (self.width, self.width), (self.mlp, self.width), (self.width, self.mlp)
-        return {
-            **{f"self_attn.{name}_proj": square for name in "qkvo"},
-            "mlp.gate_proj": up,
-            "mlp.up_proj": up,
-            "mlp.down_proj": down,
-            "input_layernorm": (self.width,),
-            "post_attention_layernorm": (self.width,),
-        }
 
     def scaled(self, scale: float) -> "Llama":
         """Return a model of the same depth with about ``scale`` times the weights.
@@ -75,20 +70,11 @@ class Llama:
 OPENLLAMA_3B = Llama(vocabulary=32_000, width=3_200, mlp=8_640, layers=26)
 """237 parameters, 3,426,473,600 weights."""
 
-MODELS = {"openllama-3b": OPENLLAMA_3B}
-
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A parsed spec.
+    """A parsed spec; ``shapes`` are those of the parameters, in order."""
 
-    Attributes
-    ----------
-    shapes : dict of str to tuple of int
-        The parameters, in order.
-    """
-
-    model: str
     shapes: dict[str, tuple[int, ...]]
     dtype: str
 
@@ -100,7 +86,7 @@ class Spec:
     @property
     def nbytes(self) -> int:
         """The bytes of all tensors."""
-        return self.weights * {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}[self.dtype]
+        return self.weights * DTYPES[self.dtype]
 
 
 def parse(text: str) -> Spec:
@@ -114,9 +100,9 @@ def parse(text: str) -> Spec:
     2930828800
     """
     name, *options = text.split(":")
-    if name not in MODELS:
+    if name != _MODEL:
         raise UsageError(f"{name!r} is not a known model", remedy=_KNOWN)
-    model, first, dtype = MODELS[name], None, DEFAULT_DTYPE
+    model, first, dtype = OPENLLAMA_3B, None, DEFAULT_DTYPE
     given: set[str] = set()
     for option in options:
         key = "dtype" if option in DTYPES else re.split(r"[-=]", option)[0]
@@ -136,7 +122,7 @@ def parse(text: str) -> Spec:
     shapes = list(model.shapes().items())
     if first is not None and first > len(shapes):
         raise UsageError(f"{text!r} asks for {first} parameters of a model of {len(shapes)}", remedy=_KNOWN)
-    return Spec(name, dict(shapes[:first]), dtype)
+    return Spec(dict(shapes[:first]), dtype)
 
 
 def _number(option: str, pattern: str, most: float) -> float:
@@ -147,34 +133,23 @@ def _number(option: str, pattern: str, most: float) -> float:
     return number
 
 
-def spec_of_size(nbytes: int, model: str = "openllama-3b", dtype: str = DEFAULT_DTYPE) -> str:
+def spec_of_size(nbytes: int) -> str:
     """Return the spec of a model of about ``nbytes`` bytes.
 
     It has fewer layers, which keeps the tensors' shapes, or is scaled down if one layer is too large.
     """
-    whole, one = parse(f"{model}:{dtype}"), parse(f"{model}:layers=1:{dtype}")
-    layer = (whole.nbytes - one.nbytes) / (MODELS[model].layers - 1)
+    whole, one = parse(_MODEL), parse(f"{_MODEL}:layers=1")
+    layer = (whole.nbytes - one.nbytes) / (OPENLLAMA_3B.layers - 1)
     layers = round((nbytes - one.nbytes) / layer) + 1
-    return f"{model}:layers={layers}:{dtype}" if layers >= 1 else f"{model}:scale={nbytes / whole.nbytes:.4f}:{dtype}"
+    size = f"layers={layers}" if layers >= 1 else f"scale={nbytes / whole.nbytes:.4f}"
+    return f"{_MODEL}:{size}:{DEFAULT_DTYPE}"
 
 
 def build(spec: str, *, seed: int = 0) -> "dict[str, torch.Tensor]":
-    """Return the tensors of a spec: weights drawn N(0, 0.02), norms 1.
+    """Return the tensors of a spec, on the CPU: weights drawn N(0, 0.02), norms 1.
 
     A tensor's values depend only on the seed, its position and its shape, so the weights of ``first-100`` are the first
     hundred of the full model.
-
-    Parameters
-    ----------
-    spec : str
-        See `parse`.
-    seed : int
-        Of the random weights.
-
-    Returns
-    -------
-    dict of str to torch.Tensor
-        On the CPU, in the model's order.
 
     Raises UsageError if the spec is not valid.
     """
@@ -210,15 +185,8 @@ def _normal(shape: tuple[int, ...], dtype: "torch.dtype", generator: "torch.Gene
 def add_adamw_state(tensors: "dict[str, torch.Tensor]", *, seed: int = 0) -> dict[str, Any]:
     """Return ``{"model": tensors, "optimizer": state_dict, "step": 1}`` after one AdamW step.
 
-    The gradients are random, N(0, 0.001). The moments have the dtype of the weights, as in torch's AdamW, and
-    take twice their bytes.
-
-    Parameters
-    ----------
-    tensors : dict of str to torch.Tensor
-        The weights; the step changes them.
-    seed : int
-        Of the gradients.
+    The gradients are random, N(0, 0.001). The moments have the dtype of the weights, as in torch's AdamW, and take
+    twice their bytes. The step changes the weights.
     """
     import torch
 

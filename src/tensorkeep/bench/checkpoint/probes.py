@@ -9,29 +9,19 @@ import ctypes
 import mmap
 import os
 import shutil
-import time
-from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 from tensorkeep.errors import StoreError, UnsupportedError
 from tensorkeep.io.files import sync_directory
-from tensorkeep.machine import available_bytes
+from tensorkeep.machine import available_bytes, libc
 from tensorkeep.units import format_bytes
 
 COLD_FRACTION = 0.01
 """The fraction of a cold checkpoint that may be in the page cache: the kernel may keep a page that it is using."""
 
 _READ_BYTES = 8 * 1024**2
-
-
-def seconds_of(call: Callable[[], object]) -> float:
-    """Return the seconds that a call takes."""
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
 
 
 def files_of(path: Path) -> list[Path]:
@@ -42,35 +32,20 @@ def files_of(path: Path) -> list[Path]:
 def sync_tree(path: Path) -> None:
     """Sync a checkpoint: each file, each directory, and the directory that holds it."""
     for file in files_of(path):
-        _sync_file(file)
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
     if path.is_dir():
-        for directory in [found for found in path.rglob("*") if found.is_dir()] + [path]:
+        for directory in (*(found for found in path.rglob("*") if found.is_dir()), path):
             sync_directory(directory)
     sync_directory(path.absolute().parent)
-
-
-def _sync_file(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def size_on_disk(path: Path) -> int:
-    """Return the bytes of all files of a checkpoint."""
-    return sum(file.stat().st_size for file in files_of(path))
 
 
 def evict(path: Path) -> None:
     """Drop a checkpoint from the page cache, where the file system can."""
     for file in files_of(path):
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)  # The kernel keeps dirty pages.
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())  # The kernel keeps dirty pages.
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def warm(path: Path) -> None:
@@ -87,31 +62,20 @@ def cached_fraction(path: Path) -> float:
 
     Raises UnsupportedError if the kernel refuses to report it.
     """
-    resident = pages = 0
-    for file in files_of(path):
-        for flags in _page_flags(file):
-            resident += int(np.count_nonzero(flags & 1))
-            pages += flags.size
-    return resident / pages if pages else 0.0
+    flags = np.concatenate([np.zeros(0, np.uint8), *map(_page_flags, files_of(path))])
+    return float(np.mean(flags & 1)) if flags.size else 0.0
 
 
-def _page_flags(path: Path) -> Iterator[np.ndarray[tuple[int], np.dtype[np.uint8]]]:
-    with path.open("rb") as stream:
-        size = os.fstat(stream.fileno()).st_size
-        if size == 0:
-            return
-        flags = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
-        with mmap.mmap(stream.fileno(), size, access=mmap.ACCESS_READ) as mapped:
-            address = np.frombuffer(mapped, np.uint8).ctypes.data
-            if _libc().mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_void_p(flags.ctypes.data)):
-                reason = os.strerror(ctypes.get_errno())
-                raise UnsupportedError(f"mincore(2) failed: {reason}", path=path)
-        yield flags
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
+def _page_flags(path: Path) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    size = path.stat().st_size
+    flags = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+    if size == 0:
+        return flags
+    with path.open("rb") as stream, mmap.mmap(stream.fileno(), size, access=mmap.ACCESS_READ) as mapped:
+        address = np.frombuffer(mapped, np.uint8).ctypes.data
+        if libc().mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_void_p(flags.ctypes.data)):
+            raise UnsupportedError(f"mincore(2) failed: {os.strerror(ctypes.get_errno())}", path=path)
+    return flags
 
 
 def make_cold(path: Path) -> bool:
@@ -134,26 +98,13 @@ def release_memory() -> None:
     A checkpoint is usually loaded when a process starts. Free memory that an earlier load left in the heap would make a
     later one faster.
     """
-    trim = getattr(_libc(), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    if hasattr(libc(), "malloc_trim"):
+        libc().malloc_trim(0)
 
 
 def check_capacity(directory: Path, *, disk: int, memory: int) -> None:
-    """Check that a measurement fits.
-
-    Parameters
-    ----------
-    directory : Path
-        On the disk that is measured.
-    disk, memory : int
-        Bytes that it needs.
-
-    Raises StoreError if disk or memory do not suffice.
-    """
-    status = os.statvfs(directory)
-    free = status.f_bavail * status.f_frsize
-    if free < disk:
+    """Raise StoreError unless ``disk`` bytes are free in a folder, and ``memory`` bytes are available."""
+    if (free := shutil.disk_usage(directory).free) < disk:
         raise StoreError(
             f"the measurement needs {format_bytes(disk)} on the disk, {format_bytes(free)} are free",
             path=directory,

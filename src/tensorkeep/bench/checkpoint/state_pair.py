@@ -16,23 +16,9 @@ _FILL = 0x5A
 
 
 class StatePair:
-    """A state to save, and memory of the same structure to load into.
+    """A state to save, which never changes, and memory of the same structure to load into.
 
-    Parameters
-    ----------
-    source : nested state
-        Never changed.
-
-    Attributes
-    ----------
-    source : nested state
-        What is saved.
-    flat : Flat
-        The leaves of the source.
-    nbytes : int
-        Bytes of its tensors.
-
-    Raises UsageError if the state holds no tensor.
+    ``flat`` has the leaves of the source, ``nbytes`` is their size. Raises UsageError if the state holds no tensor.
     """
 
     def __init__(self, source: Any) -> None:

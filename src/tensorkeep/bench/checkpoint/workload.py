@@ -55,30 +55,14 @@ MEASURES = (
 class CheckpointSettings(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename={"source": "from"}
 ):
-    """The settings of an experiment.
+    """The settings of an experiment."""
 
-    Attributes
-    ----------
-    model : str or None
-        The spec of the state, see `tensorkeep.bench.checkpoint.models`; None with ``source``.
-    source : str or None
-        ``from`` in JSON: the path of a checkpoint to use instead of a model.
-    slow_model : str or None
-        The spec for arms that are marked slow.
-    with_optimizer : str or None
-        ``"adamw"`` adds the optimizer's state.
-    into : bool
-        Whether loads into existing tensors are measured, too.
-    save_dir : str or None
-        The folder on the disk that is measured.
-    """
-
-    model: str | None = None
-    slow_model: str | None = None
-    source: str | None = None
-    with_optimizer: Literal["adamw"] | None = None
-    into: bool = False
-    save_dir: str | None = None
+    model: str | None = None  # the spec of the state, see `tensorkeep.bench.checkpoint.models`; None with ``source``
+    slow_model: str | None = None  # the spec for arms that are marked slow
+    source: str | None = None  # ``from`` in JSON: the path of a checkpoint to use instead of a model
+    with_optimizer: Literal["adamw"] | None = None  # adds the optimizer's state
+    into: bool = False  # whether loads into existing tensors are measured, too
+    save_dir: str | None = None  # the folder on the disk that is measured
 
 
 class CheckpointInput(msgspec.Struct, frozen=True):
@@ -134,11 +118,9 @@ class CheckpointWorkload(Workload[CheckpointSettings, Tool]):
         return arm.missing()
 
     def prepare(self, settings: CheckpointSettings, arms: Collection[Tool], scratch: Path) -> Prepared:
-        given = CheckpointInput(settings.model, settings.with_optimizer, settings.source)
-        slow = given
+        inputs = [CheckpointInput(settings.model, settings.with_optimizer, settings.source)]
         if settings.slow_model is not None:
-            slow = CheckpointInput(settings.slow_model, settings.with_optimizer)
-        inputs = (given, slow)
+            inputs.append(CheckpointInput(settings.slow_model, settings.with_optimizer))
         stored = sum(each.nbytes for each in inputs if each.model is not None)
         largest = max(each.nbytes for each in inputs)
         widened = any(isinstance(arm, TensorstoreTool) for arm in arms)
@@ -147,10 +129,9 @@ class CheckpointWorkload(Workload[CheckpointSettings, Tool]):
             disk=round(stored + largest * (_WIDENED if widened else 1.1)) + _OVERHEAD_BYTES // 8,
             memory=(3 if settings.into else 2) * largest + _OVERHEAD_BYTES,
         )
-        given, subject = _store(given, scratch / "model.ckpt")
-        if settings.slow_model is None:
-            return Prepared(given, given, subject, subject)
-        slow, slow_subject = _store(slow, scratch / "slow-model.ckpt")
+        places = (scratch / "model.ckpt", scratch / "slow-model.ckpt")
+        stored_inputs = [_store(*each) for each in zip(inputs, places, strict=False)]
+        (given, subject), (slow, slow_subject) = stored_inputs[0], stored_inputs[-1]
         return Prepared(given, slow, subject, slow_subject)
 
     def measures_of(self, settings: CheckpointSettings) -> list[str]:

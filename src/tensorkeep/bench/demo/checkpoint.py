@@ -2,7 +2,7 @@
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from tensorkeep.bench.checkpoint.models import build, parse
 from tensorkeep.bench.checkpoint.probes import check_capacity
 from tensorkeep.bench.checkpoint.state_pair import COPIES_IN_MEMORY, StatePair
 from tensorkeep.bench.checkpoint.tools.registry import COMMON_TOOLS
-from tensorkeep.bench.run.rounds import Rounds, run_rounds, tool_measurements
+from tensorkeep.bench.run.rounds import Rounds
 from tensorkeep.checkpoint.inspect.info import info
 from tensorkeep.checkpoint.load.load import load
 from tensorkeep.checkpoint.load.verify import VerifyReport, verify
@@ -28,7 +28,7 @@ LONGEST_SECONDS = 75.0
 """Seconds after which no further round starts."""
 
 _SAVED = "step-1000"
-_SEED = 20_240_601
+SEED = 20_240_601
 _COPIES_ON_DISK = 2
 _OVERHEAD_BYTES = 512 * 1024**2
 
@@ -101,38 +101,21 @@ def flip_bit(checkpoint: Path) -> BitFlip:
 def temporary_folder(directory: Path) -> Iterator[Path]:
     """Make a folder in ``directory``, and remove it with its content at the end; StoreError if it cannot be made."""
     try:
-        folder = Path(tempfile.mkdtemp(prefix="tensorkeep-demo-", dir=directory))
+        folder = tempfile.TemporaryDirectory(prefix="tensorkeep-demo-", dir=directory)
     except OSError as error:
         message = f"cannot write here: {error.strerror}"
         raise StoreError(message, path=directory, remedy="choose a folder with --dir") from error
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder)
+    with folder as path:
+        yield Path(path)
 
 
-def model_spec(scale: float) -> str:
-    """Return the spec of OpenLLaMA-3B at a scale; see `tensorkeep.bench.checkpoint.models`."""
-    return f"openllama-3b:scale={scale:.10f}"
-
-
-def build_states(folder: Path, source: Path | str) -> StatePair:
-    """Load a checkpoint, or build the model of a spec; StoreError if memory or the disk of ``folder`` is too small."""
-    nbytes = parse(source).nbytes if isinstance(source, str) else info(source).total.nbytes
-    check_capacity(
-        folder,
-        disk=_COPIES_ON_DISK * nbytes + _OVERHEAD_BYTES // 8,
-        memory=COPIES_IN_MEMORY * nbytes + _OVERHEAD_BYTES,
-    )
-    return StatePair(build(source, seed=_SEED) if isinstance(source, str) else load(source))
-
-
-def compare_tools(
-    folder: Path, states: StatePair, rounds: int, seconds: float, progress: Callable[[int, str], None]
-) -> Rounds:
-    """Measure every tool in interleaved rounds for some seconds; GateError if a loaded state differs."""
-    arms = tool_measurements(COMMON_TOOLS, states, folder)
-    return run_rounds(arms, rounds, seed=_SEED, seconds=seconds, progress=progress)
+def build_states(folder: Path, source: Path | None, scale: float) -> StatePair:
+    """Load a checkpoint, or build OpenLLaMA-3B at a scale; StoreError if memory or disk do not suffice."""
+    spec = f"openllama-3b:scale={scale:.10f}"
+    nbytes = parse(spec).nbytes if source is None else info(source).total.nbytes
+    disk, memory = _COPIES_ON_DISK * nbytes, COPIES_IN_MEMORY * nbytes
+    check_capacity(folder, disk=disk + _OVERHEAD_BYTES // 8, memory=memory + _OVERHEAD_BYTES)
+    return StatePair(build(spec, seed=SEED) if source is None else load(source))
 
 
 def save_and_verify(folder: Path, states: StatePair) -> VerifyReport:

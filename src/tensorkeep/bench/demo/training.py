@@ -14,7 +14,6 @@ from typing import Any
 from tensorkeep.checkpoint.manager.manager import CheckpointManager
 from tensorkeep.checkpoint.manager.steps import Step
 from tensorkeep.errors import PathLike, StoreError, TensorkeepError
-from tensorkeep.io.parallel import Progress
 from tensorkeep.train.data.prepare import Prepared, prepare
 from tensorkeep.train.run.folder import RunFolder
 
@@ -56,10 +55,10 @@ class TrainingDemo:
         self._every = every
         self._source = source
 
-    def prepare(self, progress: Progress | None = None) -> Prepared:
+    def prepare(self) -> Prepared:
         """Turn the source into tokens."""
         self.folder.check_new()
-        return prepare(self._source, self.folder.data, tokenizer="char", overwrite=True, progress=progress)
+        return prepare(self._source, self.folder.data, tokenizer="char", overwrite=True)
 
     def train_until_killed(self, progress: Callable[[str], None]) -> KilledRun:
         """Start the run and kill it (SIGKILL) at a random step, some steps after a complete checkpoint."""

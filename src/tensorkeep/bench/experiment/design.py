@@ -9,14 +9,16 @@ import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from tensorkeep.bench.experiment.fractional import MOST_FACTORS, alias_groups, fraction
-from tensorkeep.bench.experiment.values import MOST_ARMS, Base, Change, Combination
 from tensorkeep.bench.results import Arm, Omitted, Place, Settings
 from tensorkeep.errors import UsageError
 
+MOST_ARMS = 256
 MOST_FACTORS_IN_FULL = 5
 FULL = "all"
 """Name of the arm with all changes of a stack, unless it is also a step."""
@@ -24,26 +26,55 @@ FULL = "all"
 _FEWEST_FACTORS_IN_FRACTION = 6
 
 
+Text = Annotated[str, Meta(min_length=1)]
+
+
+class Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The arm that the changes of a design are applied to."""
+
+    settings: Settings  # the workload's own
+    name: Text = "base"
+    about: str = ""  # one sentence, or empty
+    slow: bool = False  # whether it works on the smaller model, if the experiment has one
+
+
+class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"sets": "set", "unsets": "unset"}):
+    """One change of settings."""
+
+    name: Text
+    sets: Settings = {}  # settings that are added or replaced
+    unsets: tuple[Text, ...] = ()  # settings that are removed, before those of ``sets`` are added
+    needs: tuple[Text, ...] = ()  # other changes without which this one has no effect
+    about: str = ""  # one sentence, or empty
+    optional: bool = False  # whether it is measured alone only, and left out of the stack of all changes
+    slow: bool | None = None  # whether an arm with the change is slow; None leaves it as it is
+    arm: Text | None = None  # the name of the arm of its step; ``+NAME`` unless given
+
+
+class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"sets": "set", "unsets": "unset"}):
+    """One level of a factor: a change whose name is the level's label."""
+
+    sets: Settings = {}
+    unsets: tuple[Text, ...] = ()
+    slow: bool | None = None
+
+
+class Combination(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Several changes together; the name is made of theirs unless given."""
+
+    changes: tuple[Text, ...]
+    name: Text | None = None
+    about: str = ""
+
+
 @dataclass(slots=True)
 class Expansion:
-    """The arms of a design.
-
-    Attributes
-    ----------
-    arms : list of Arm
-        All with the role ``"arm"``, the base first.
-    omitted : list of Omitted
-        Places of the design without an arm.
-    factors : dict of str to tuple of str
-        The labels of each factor's levels.
-    aliases : tuple
-        Groups of effects that cannot be separated; an effect is the tuple of its factors.
-    """
+    """The arms of a design, all with the role ``"arm"``, the base first."""
 
     arms: list[Arm] = field(default_factory=list)
-    omitted: list[Omitted] = field(default_factory=list)
-    factors: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    aliases: tuple[tuple[tuple[str, ...], ...], ...] = ()
+    omitted: list[Omitted] = field(default_factory=list)  # places of the design without an arm
+    factors: dict[str, tuple[str, ...]] = field(default_factory=dict)  # the labels of each factor's levels
+    aliases: tuple[tuple[tuple[str, ...], ...], ...] = ()  # groups of effects that cannot be separated
 
     def add(self, name: str, base: Base, changes: Sequence[Change], place: Place, about: str = "") -> bool:
         """Add the base with some changes; return whether no earlier arm has the same settings.

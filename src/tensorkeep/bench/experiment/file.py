@@ -2,10 +2,11 @@
 
 The design ``arms`` has ``arms``. All other designs have a ``base``, and either ``changes`` or ``factors``: each factor
 is the list of values that the setting of its name takes, or an object of levels by name. The structs below and those
-of ``values.py`` are the schema.
+of ``design.py`` are the schema.
 """
 
 import json
+from abc import abstractmethod
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,10 +14,9 @@ import msgspec
 from msgspec import Meta
 
 from tensorkeep.bench.experiment import design
-from tensorkeep.bench.experiment.design import Expansion
+from tensorkeep.bench.experiment.design import MOST_ARMS, Base, Change, Combination, Expansion, Level, Text
 from tensorkeep.bench.experiment.plan import MOST_RUNS, NAME_RULE, Plan, check_name, is_name, make_plan
 from tensorkeep.bench.experiment.validation import convert
-from tensorkeep.bench.experiment.values import MOST_ARMS, Base, Change, Combination, Level, NamedArm, Text
 from tensorkeep.bench.experiment.workload import get_workload
 from tensorkeep.bench.results import Arm, Experiment, Limits, Settings
 from tensorkeep.errors import UsageError, did_you_mean
@@ -47,9 +47,15 @@ class ExperimentFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     limits: FileLimits = FileLimits()
     settings: Settings = {}
 
+    @abstractmethod
     def expand(self, path: str) -> Expansion:
         """Return the arms of the design."""
-        raise NotImplementedError
+
+
+class NamedArm(Base, frozen=True, kw_only=True):
+    """An arm of the design ``arms``; it needs a name."""
+
+    name: Text
 
 
 class ArmsFile(ExperimentFile, frozen=True, kw_only=True):
@@ -69,11 +75,7 @@ class ChangesFile(ExperimentFile, frozen=True, kw_only=True):
 
     def expand(self, path: str) -> Expansion:
         self.check_changes(path)
-        expand = {
-            "one-at-a-time": design.one_at_a_time,
-            "leave-one-out": design.leave_one_out,
-            "steps": design.steps,
-        }
+        expand = {"one-at-a-time": design.one_at_a_time, "leave-one-out": design.leave_one_out, "steps": design.steps}
         return expand[self.design](self.base, self.changes)
 
     def check_changes(self, path: str) -> None:
@@ -126,8 +128,7 @@ class FactorsFile(ExperimentFile, frozen=True, kw_only=True):
 
     def expand(self, path: str) -> Expansion:
         factors = {name: _levels(name, value, path) for name, value in self.factors.items()}
-        expand = design.factorial if self.design == "factorial" else design.fractional
-        return expand(self.base, factors)
+        return (design.factorial if self.design == "factorial" else design.fractional)(self.base, factors)
 
 
 _FILES: dict[str, type[ExperimentFile]] = {
@@ -160,14 +161,10 @@ def read(value: object, path: Path) -> Plan:
     name = file.name or path.stem
     experiment = Experiment(
         name=name,
-        workload=file.workload,
         title=file.title or name,
-        about=file.about,
         design=kind,
         baseline=file.baseline or expansion.arms[0].name,
-        runs=file.runs,
-        seed=file.seed,
-        control=file.control,
+        **{field: getattr(file, field) for field in ("workload", "about", "runs", "seed", "control")},
         limits=Limits(file.limits.seconds, file.limits.memory_bytes),
         factors=expansion.factors,
         aliases=expansion.aliases,
@@ -185,7 +182,7 @@ def _levels(factor: str, value: object, path: str) -> list[Change]:
         levels = []
         for name, content in value.items():
             level = convert(content, Level, what=f"{what}, level {name!r}", path=path)
-            levels.append(Change(name, level.sets, level.unsets, slow=level.slow))
+            levels.append(Change(name, **msgspec.structs.asdict(level)))
     else:
         message = f"{what} is neither a list of values nor an object of levels"
         raise UsageError(message, path=path, remedy="write, for example, [1, 128]")

@@ -23,13 +23,7 @@ _GENERATORS = {
 
 
 def columns(factors: int) -> list[int]:
-    """Return each factor's generator as a bit set of basic factors, which are the first four or five factors.
-
-    Parameters
-    ----------
-    factors : int
-        6 to 15.
-    """
+    """Return the generator of each of 6 to 15 factors, as a bit set of the basic ones: the first four or five."""
     basic = 4 if factors <= 8 else 5
     words = _GENERATORS.get(factors, _ODD_WORDS).split()[: factors - basic]
     return [1 << place for place in range(basic)] + [
@@ -38,12 +32,9 @@ def columns(factors: int) -> list[int]:
 
 
 def fraction(factors: int) -> list[tuple[int, ...]]:
-    """Return the points of the design: 16 for up to 8 factors, else 32.
+    """Return the points of the design, 16 for up to 8 factors, else 32: the level, 0 or 1, of each factor.
 
-    Returns
-    -------
-    list of tuple of int
-        The level, 0 or 1, of each factor; the first point has level 0 throughout.
+    The first point has level 0 throughout.
     """
     bits = columns(factors)
     points = 1 << (4 if factors <= 8 else 5)
@@ -53,10 +44,7 @@ def fraction(factors: int) -> list[tuple[int, ...]]:
 def alias_groups(names: Sequence[str]) -> tuple[tuple[tuple[str, ...], ...], ...]:
     """Return the groups of effects, of one factor or of two, that the design for these factors cannot separate.
 
-    Returns
-    -------
-    tuple
-        Groups of two effects or more; an effect is the tuple of its factors.
+    A group has two effects or more; an effect is the tuple of its factors.
     """
     bits = dict(zip(names, columns(len(names)), strict=True))
     groups: dict[int, list[tuple[str, ...]]] = {}

@@ -26,15 +26,10 @@ def shipped(workload: str | None = None) -> dict[str, str]:
 
 
 def read_experiment(name_or_path: str | os.PathLike[str], *, check_arms: bool = True) -> Plan:
-    """Return the plan of an experiment.
+    """Return the plan of an experiment: one that ships with Tensorkeep, or a JSON file.
 
-    Parameters
-    ----------
-    name_or_path : str or path-like
-        The name of an experiment that ships with Tensorkeep, or the path of a JSON file: an experiment, or the
-        configuration of an isolated suite. A name takes precedence over a file; ``./name`` is the file.
-    check_arms : bool, optional
-        Whether the workload validates the settings of every arm, which imports the workload.
+    The file is an experiment, or the configuration of an isolated suite. A name takes precedence over a file, which
+    ``./name`` is. Unless ``check_arms`` is false, the workload, which is then imported, validates every arm.
 
     Raises UsageError if the experiment does not exist or is not valid; the message names the file, the place and the
     field.
@@ -84,7 +79,9 @@ def read_json(path: Path) -> object:
         message = f"is larger than {MAX_FILE_BYTES:,} bytes, too large for an experiment"
         raise UsageError(message, path=path, remedy="give an experiment, not results")
     try:
-        text = _STRING_OR_COMMENT.sub(_blank_comment, content.decode("utf-8-sig"))
+        # Comments become blanks, so that the positions in error messages stay correct.
+        commented = content.decode("utf-8-sig")
+        text = _STRING_OR_COMMENT.sub(lambda m: " " * len(m[0]) if m[0].startswith("//") else m[0], commented)
         value: object = json.loads(text, object_pairs_hook=_unique_keys)
         # Half of a surrogate pair or an infinite number could not be written to the results.
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
@@ -92,11 +89,6 @@ def read_json(path: Path) -> object:
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else error
         raise UsageError(f"is not JSON: {reason}", path=path, remedy="correct the file") from error
-
-
-def _blank_comment(found: re.Match[str]) -> str:
-    """Replace a comment by blanks, so that the positions in error messages stay correct."""
-    return " " * len(found[0]) if found[0].startswith("//") else found[0]
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from tensorkeep.bench.experiment.values import MOST_ARMS
+from tensorkeep.bench.experiment.design import MOST_ARMS
 from tensorkeep.bench.experiment.workload import get_workload
 from tensorkeep.bench.results import Arm, Experiment, Limits, Place
 from tensorkeep.errors import UsageError, did_you_mean
@@ -18,31 +18,11 @@ NAME_RULE = f"a name has up to {_LONGEST_NAME} printable characters without '/' 
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """An experiment and its arms.
-
-    Attributes
-    ----------
-    arms : tuple of Arm
-        The baseline first, then the A/A control if there is one.
-    notes : tuple of str
-        Remarks for the user, to be shown before the run.
-    """
+    """An experiment and its arms."""
 
     experiment: Experiment
-    arms: tuple[Arm, ...]
-    notes: tuple[str, ...] = ()
-
-    def arm(self, name: str) -> Arm:
-        """Return the arm of that name.
-
-        Raises UsageError if it does not exist; the remedy names the nearest one.
-        """
-        for arm in self.arms:
-            if arm.name == name:
-                return arm
-        known = [arm.name for arm in self.arms]
-        message = f"experiment {self.experiment.name!r} has no arm {name!r}"
-        raise UsageError(message, remedy=did_you_mean(name, known, "its arms"))
+    arms: tuple[Arm, ...]  # the baseline first, then the A/A control if there is one
+    notes: tuple[str, ...] = ()  # remarks for the user, to be shown before the run
 
     def with_design(self, *, runs: int | None = None, seed: int | None = None, limits: Limits | None = None) -> "Plan":
         """Return the plan with another number of blocks, another order, or other limits of a cell; None keeps each.
@@ -69,8 +49,12 @@ class Plan(msgspec.Struct, frozen=True):
 
         Raises UsageError if an arm does not exist.
         """
-        wanted = {self.arm(name).name for name in names}
-        kept = tuple(arm for arm in self.arms if arm.name in wanted or arm.role != "arm")
+        known = [arm.name for arm in self.arms]
+        for name in names:
+            if name not in known:
+                message = f"experiment {self.experiment.name!r} has no arm {name!r}"
+                raise UsageError(message, remedy=did_you_mean(name, known, "its arms"))
+        kept = tuple(arm for arm in self.arms if arm.name in names or arm.role != "arm")
         if len(kept) == len(self.arms):
             return self
         # A part of a design is not that design: its steps and effects would compare other changes.

@@ -12,10 +12,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from tensorkeep.bench.experiment.design import Text
 from tensorkeep.bench.experiment.file import DEFAULT_SECONDS
 from tensorkeep.bench.experiment.plan import MOST_RUNS, Plan, make_plan
 from tensorkeep.bench.experiment.validation import convert
-from tensorkeep.bench.experiment.values import Text
 from tensorkeep.bench.experiment.workload import get_workload
 from tensorkeep.bench.results import Arm, Experiment, Limits
 from tensorkeep.errors import UsageError

@@ -16,18 +16,7 @@ _FIELD = re.compile(r"Object (?:contains unknown|missing required) field `(.*)`"
 
 
 def convert(value: object, kind: type[T], *, what: str, path: str | None = None) -> T:
-    """Return a JSON value as an instance of a struct type.
-
-    Parameters
-    ----------
-    value : object
-        What the JSON holds: dicts, lists, strings, numbers, booleans, None.
-    kind : type
-        A `msgspec.Struct`.
-    what : str
-        What the value is, for messages: ``"the experiment"``.
-    path : str, optional
-        The file that the value comes from.
+    """Return the value of a JSON file as an instance of a struct type; messages call it ``what``.
 
     Raises UsageError if the value does not have that type. The message names the place of the error and the field.
 
@@ -49,8 +38,8 @@ def _explain(problem: str, value: object, kind: type[Any], what: str) -> tuple[s
     """Return message and remedy for an error of msgspec."""
     found = _PLACE.fullmatch(problem)
     problem, place = (found[1], found[2]) if found else (problem, "")
-    fields, names = _fields_at(place, value, kind)
-    where = ": ".join(part for part in (what, _described(place, names)) if part)
+    fields, place = _follow(place, value, kind)
+    where = ": ".join(part for part in (what, place) if part)
     field = _FIELD.fullmatch(problem)
     if field is None:
         return f"{where}: {problem[:1].lower()}{problem[1:]}", "correct the value"
@@ -59,48 +48,40 @@ def _explain(problem: str, value: object, kind: type[Any], what: str) -> tuple[s
     return f"{where} lacks the field {field[1]!r}", f"add {field[1]!r}"
 
 
-def _fields_at(place: str, value: object, kind: type[Any]) -> tuple[list[str], dict[int, str]]:
+def _follow(place: str, value: Any, kind: type[Any]) -> tuple[list[str], str]:
     """Follow a path through a struct type and a value.
 
-    Returns
-    -------
-    list of str
-        The fields of the struct at the end of the path.
-    dict of int to str
-        The ``name`` of the object at each index of a list on the path, by the place of the index in the path.
+    Return the fields of the struct at its end, and the path with the ``name`` of each object of a list on it:
+    ``arms[0] ('one').settings``.
     """
     info: Type | None = type_info(kind)
-    names: dict[int, str] = {}
-    for step in _STEP.finditer(place):
+
+    def described(step: re.Match[str]) -> str:
+        nonlocal info, value
         key: Any = step[1] or int(step[2])
         info = _child(info, key)
         try:
-            value = value[key]  # type: ignore[index]
+            value = value[key]
         except (KeyError, IndexError, TypeError):
             value = None
-        if step[2] and isinstance(value, dict) and isinstance(value.get("name"), str):
-            names[step.end()] = value["name"]
-    struct = _struct(info)
-    return ([field.encode_name for field in struct.fields] if struct else []), names
+        name = value.get("name") if step[2] and isinstance(value, dict) else None
+        return f"{step[0]} ({name!r})" if isinstance(name, str) else step[0]
+
+    place = _STEP.sub(described, place).removeprefix(".")
+    end = _container(info)
+    return ([field.encode_name for field in end.fields] if isinstance(end, StructType) else []), place
 
 
-def _struct(info: Type | None) -> StructType | None:
-    candidates = info.types if isinstance(info, UnionType) else (info,)
-    return next((each for each in candidates if isinstance(each, StructType)), None)
+def _container(info: Type | None) -> Type | None:
+    """Return the type of objects or lists among those that a value may have."""
+    kinds = info.types if isinstance(info, UnionType) else (info,)
+    return next((kind for kind in kinds if isinstance(kind, StructType | ListType | VarTupleType | DictType)), None)
 
 
 def _child(info: Type | None, key: str | int) -> Type | None:
-    if isinstance(info, UnionType):
-        info = next((each for each in info.types if isinstance(each, StructType | ListType | VarTupleType)), None)
+    info = _container(info)
     if isinstance(info, StructType):
         return next((field.type for field in info.fields if field.encode_name == key), None)
     if isinstance(info, ListType | VarTupleType):
         return info.item_type
     return info.value_type if isinstance(info, DictType) else None
-
-
-def _described(place: str, names: dict[int, str]) -> str:
-    """Return a path with the names of the objects on it: ``arms[0] ('one').settings``."""
-    for end in sorted(names, reverse=True):
-        place = f"{place[:end]} ({names[end]!r}){place[end:]}"
-    return place.removeprefix(".")

@@ -23,8 +23,6 @@ from tensorkeep.errors import TensorkeepError
 SettingsT = TypeVar("SettingsT", bound=msgspec.Struct)
 ArmT = TypeVar("ArmT")
 
-WORKLOADS = ("checkpoint", "training")
-
 
 class GateError(TensorkeepError):
     """A cell gave a wrong result, so that its speed does not count."""
@@ -37,56 +35,26 @@ class DoesNotApplyError(TensorkeepError):
 
 
 class Task(msgspec.Struct, frozen=True):
-    """The task of a cell's process, sent as JSON.
-
-    Attributes
-    ----------
-    workload, arm : str
-    settings : dict
-        The arm's.
-    input : dict
-        What `Workload.prepare` returned for this arm.
-    measures : list of str
-        The measures to take.
-    directory : str
-        Where the cell may write. It is empty at the start and removed afterwards.
-    block : int
-        The number of the block, from 0.
-    """
+    """The task of a cell's process, sent as JSON."""
 
     workload: str
     arm: str
-    settings: Settings
-    input: Settings
-    measures: list[str]
-    directory: str
+    settings: Settings  # the arm's
+    input: Settings  # what `Workload.prepare` returned for this arm
+    measures: list[str]  # those to take
+    directory: str  # where the cell may write; empty at the start and removed afterwards
     block: int = 0
 
 
 class Outcome(msgspec.Struct):
-    """The outcome of a cell and its figures; ``docs/reference/results.md`` describes each field.
-
-    Attributes
-    ----------
-    status : str
-    reason : str or None
-        None if the status is ``"ok"``.
-    seconds : float
-        Wall clock of the whole process.
-    figures : dict of str to float
-        By measure, in its unit.
-    clocks : dict of str to float
-        Seconds of the stages that are not part of a figure.
-    observed : dict of str to str
-        By technique: what showed that it was active.
-    """
+    """The outcome of a cell and its figures; ``docs/reference/results.md`` describes each field."""
 
     status: Status = "ok"
-    reason: str | None = None
-    seconds: float = 0.0
-    figures: dict[str, float] = {}
-    clocks: dict[str, float] = {}
-    observed: dict[str, str] = {}
+    reason: str | None = None  # None if the status is ``"ok"``
+    seconds: float = 0.0  # wall clock of the process
+    figures: dict[str, float] = {}  # by measure, in its unit
+    clocks: dict[str, float] = {}  # seconds of the stages that are not part of a figure
+    observed: dict[str, str] = {}  # by technique: what showed that it was active
 
     @contextmanager
     def clock(self, name: str) -> Iterator[None]:
@@ -99,15 +67,7 @@ class Outcome(msgspec.Struct):
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """What the cells work on.
-
-    Attributes
-    ----------
-    input, slow_input : msgspec.Struct
-        The `Task.input` of the arms, and of those that are marked slow.
-    subject, slow_subject : Subject
-        Their descriptions for the results file; ``bytes`` is the amount of work.
-    """
+    """What the cells work on, and those of the arms that are marked slow: `Task.input`, and its description."""
 
     input: msgspec.Struct
     slow_input: msgspec.Struct
@@ -116,44 +76,21 @@ class Prepared(msgspec.Struct, frozen=True):
 
 
 class Workload(ABC, Generic[SettingsT, ArmT]):
-    """One kind of work that the bench measures.
-
-    Attributes
-    ----------
-    name : str
-    measures : tuple of Measure
-        In the order of the tables.
-    """
+    """One kind of work that the bench measures; ``measures`` are in the order of the tables."""
 
     name: ClassVar[str]
     measures: ClassVar[tuple[Measure, ...]]
 
     @abstractmethod
     def parse_settings(self, given: Mapping[str, object], path: str | None = None) -> SettingsT:
-        """Return an experiment's settings, with defaults for those that are not given.
+        """Return an experiment's settings, with defaults for those that its file or the command line does not give.
 
-        Parameters
-        ----------
-        given : mapping
-            As the experiment's file or the command line has them.
-        path : str, optional
-            The file, for error messages.
-
-        Raises
-        ------
-        UsageError
-            If a setting is unknown, of another type, or out of range.
+        Raises UsageError, which names the file ``path``, if a setting is unknown, of another type, or out of range.
         """
 
     @abstractmethod
     def parse_arm(self, given: Mapping[str, object]) -> ArmT:
-        """Return the settings of an arm.
-
-        Raises
-        ------
-        UsageError
-            If a setting is unknown, of another type, or out of range.
-        """
+        """Return the settings of an arm; UsageError if a setting is unknown, of another type, or out of range."""
 
     @abstractmethod
     def missing(self, arm: ArmT) -> str | None:
@@ -161,20 +98,9 @@ class Workload(ABC, Generic[SettingsT, ArmT]):
 
     @abstractmethod
     def prepare(self, settings: SettingsT, arms: Collection[ArmT], scratch: Path) -> Prepared:
-        """Create the subject of the cells, once for all of them.
+        """Create the subject of the cells, once for all of them, in a folder that is removed after the run.
 
-        Parameters
-        ----------
-        settings : struct
-        arms : collection
-            All arms that will run; they decide what disk and memory are needed.
-        scratch : Path
-            A folder that is removed after the run.
-
-        Raises
-        ------
-        StoreError
-            If disk or memory do not suffice.
+        Raises StoreError if disk or memory do not suffice for all the arms that will run.
         """
 
     @abstractmethod
@@ -187,5 +113,5 @@ class Workload(ABC, Generic[SettingsT, ArmT]):
 
 
 def get_workload(name: str) -> Workload[Any, Any]:
-    """Return a workload by its name, which is among `WORKLOADS`."""
+    """Return a workload by its name: ``checkpoint`` or ``training``."""
     return cast("Workload[Any, Any]", importlib.import_module(f"tensorkeep.bench.{name}.workload").WORKLOAD)

@@ -30,13 +30,7 @@ def command_of(task: Task) -> tuple[str, ...]:
 
 
 def run_cell(task: Task, limits: Limits) -> Outcome:
-    """Run a task in a new interpreter, and remove its files.
-
-    Returns
-    -------
-    Outcome
-        Also of a cell that failed or was killed.
-    """
+    """Run a task in a new interpreter, and remove its files; return the outcome also if it failed or was killed."""
     begin = time.perf_counter()
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(
@@ -50,7 +44,10 @@ def run_cell(task: Task, limits: Limits) -> Outcome:
         try:
             outcome = _wait(process, limits, begin)
         finally:
-            _kill_group(process)
+            # Also after the process has ended: processes that it started may still run.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
             remove(Path(task.directory))
         if outcome is None:
             outcome = _read_outcome(process.returncode, _end_of(out), _end_of(err))
@@ -68,13 +65,6 @@ def _wait(process: subprocess.Popen[bytes], limits: Limits, begin: float) -> Out
         if limits.memory_bytes is not None and (used := private_bytes(process.pid)) > limits.memory_bytes:
             reason = f"used {format_bytes(used)} of memory, its limit is {format_bytes(limits.memory_bytes)}"
             return Outcome("memory", reason)
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    # Also after the process has ended: processes that it started may still run.
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _end_of(file: IO[bytes]) -> str:

@@ -63,14 +63,8 @@ def run_rounds(
 ) -> Rounds:
     """Measure every arm once per round, each round in another random order.
 
-    Parameters
-    ----------
-    seed : int
-        Of the order.
-    seconds : float
-        The first round always runs. A later one starts only if it would end in time, were it as long as the one before.
-    progress : callable, optional
-        Called before each measurement with the number of those done, and the arm.
+    The first round always runs. A later one starts only if it would end within ``seconds``, were it as long as the one
+    before. ``progress`` is called before each measurement with the number of those done, and the arm.
     """
     draw = random.Random(seed)
     result = Rounds(seed)

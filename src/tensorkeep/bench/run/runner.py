@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import to_builtins
 from msgspec.structs import asdict, replace
@@ -29,8 +29,8 @@ _FINAL: tuple[Status, ...] = ("gate", "failed", "timeout", "memory", "not-run")
 """How a cell ends that would end the same way again."""
 
 
-class Listener(Protocol):
-    """Receives the progress of a run."""
+class Listener:
+    """Receives the progress of a run; this one ignores it."""
 
     def preparing(self) -> None:
         """Report that the subject of the cells is being created."""
@@ -43,13 +43,7 @@ class Listener(Protocol):
 
 
 def plan_results(plan: Plan, command: str) -> Results:
-    """Return the results of a run that has not started: every cell is planned.
-
-    Parameters
-    ----------
-    command : str
-        The command line.
-    """
+    """Return the results of a run that has not started, by a command line: every cell is planned."""
     workload = get_workload(plan.experiment.workload)
     names = workload.measures_of(workload.parse_settings(plan.experiment.settings))
     return Results(
@@ -78,23 +72,9 @@ def schedule(plan: Plan) -> list[Cell]:
 
 
 class ExperimentRun:
-    """A run of an experiment, new or resumed.
+    """A run of an experiment, new or resumed: ``results`` has what was measured so far, as does the file.
 
-    Parameters
-    ----------
-    results : Results
-        Planned, or those of an interrupted run.
-    file : Path
-        Where the results are written.
-    directory : Path
-        A folder on the disk that is measured.
-    measure : callable, optional
-        Runs a cell; by default `run_cell`, in a new process.
-
-    Attributes
-    ----------
-    results : Results
-        What was measured so far.
+    ``directory`` is a folder on the disk that is measured, ``measure`` runs a cell.
     """
 
     def __init__(
@@ -102,12 +82,12 @@ class ExperimentRun:
         results: Results,
         file: Path,
         directory: Path,
-        measure: Callable[[Task, Limits], Outcome] | None = None,
+        measure: Callable[[Task, Limits], Outcome] = run_cell,
     ) -> None:
         self.results = results
         self._file = file
         self._directory = directory
-        self._measure = measure or run_cell
+        self._measure = measure
 
     def execute(self, listener: Listener) -> None:
         """Run the cells that have no outcome yet, and write the results after each.

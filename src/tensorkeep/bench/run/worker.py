@@ -4,7 +4,6 @@ The last line of its output is the outcome. The task is a `tensorkeep.bench.expe
 `run_cell` starts the process.
 """
 
-import ctypes
 import errno
 import shutil
 import signal
@@ -19,6 +18,7 @@ import msgspec
 from tensorkeep.bench.experiment.workload import DoesNotApplyError, GateError, Outcome, Task, get_workload
 from tensorkeep.bench.results import Status
 from tensorkeep.errors import MissingExtraError, TensorkeepError, is_out_of_memory
+from tensorkeep.machine import libc
 
 MARK = "tensorkeep-cell "
 """The start of the line with the outcome; libraries print lines of their own."""
@@ -40,13 +40,7 @@ def main(text: str) -> int:
 
 
 def run_task(task: Task, started: float) -> Outcome:
-    """Run a task in this process; every exception becomes an outcome.
-
-    Parameters
-    ----------
-    started : float
-        The `time.perf_counter` at the start of the process.
-    """
+    """Run a task in this process, which ``started`` at a `time.perf_counter`; every exception becomes an outcome."""
     try:
         workload = get_workload(task.workload)
         if reason := workload.missing(workload.parse_arm(task.settings)):
@@ -64,16 +58,13 @@ def run_task(task: Task, started: float) -> Outcome:
 def _status(error: Exception) -> Status:
     if isinstance(error, GateError):
         return "gate"
-    if any(_is_disk_full(each) for each in _causes(error)):
+    causes = list(_causes(error))
+    # TensorStore and torch report a full disk in the message only.
+    if any(getattr(each, "errno", 0) in _DISK_FULL or "no space left" in str(each).lower() for each in causes):
         return "disk"
-    if any(is_out_of_memory(each) for each in _causes(error)):
+    if any(map(is_out_of_memory, causes)):
         return "memory"
     return "not-run" if isinstance(error, MissingExtraError | DoesNotApplyError) else "failed"
-
-
-def _is_disk_full(error: BaseException) -> bool:
-    # TensorStore and torch report it in the message only.
-    return (isinstance(error, OSError) and error.errno in _DISK_FULL) or "no space left" in str(error).lower()
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -94,7 +85,7 @@ def _reason(error: Exception) -> str:
 def _end_with_parent() -> None:
     """Ask the kernel to end this process with its parent, and to kill it first when memory runs out."""
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 

@@ -31,18 +31,9 @@ _SET_BY_EXPERIMENT = ("loop.steps", "loop.seed", "eval.batches", "recipe", "data
 def arm_config(
     recipe: str, arm: Mapping[str, Any], *, steps: int, evaluated: int | None = None, block: int = 0
 ) -> Config:
-    """Return the configuration of an arm.
+    """Return the configuration of an arm: changes to a recipe by dotted name, ``{"techniques.compile": "on"}``.
 
-    Parameters
-    ----------
-    arm : mapping
-        Changes to the recipe by dotted name: ``{"techniques.compile": "on", "optim.lr": 1e-3}``.
-    steps : int
-        Of the whole run.
-    evaluated : int, optional
-        The number of batches of the validation loss; the whole split by default.
-    block : int
-        Each block gets its own seed.
+    The run has ``steps`` and evaluates that many batches, by default the whole split. Each block gets its own seed.
 
     Raises UsageError if the recipe or a setting is unknown, or a value is not valid.
     """
@@ -54,15 +45,7 @@ def arm_config(
 def measured_config(
     config: Config, *, steps: int, evaluated: int | None = None, changes: Mapping[str, Any] | None = None
 ) -> Config:
-    """Return a configuration for a measurement: every step is logged, without checkpoints.
-
-    Parameters
-    ----------
-    evaluated : int, optional
-        The number of batches of the validation loss.
-    changes : mapping, optional
-        Other settings by dotted name.
-    """
+    """Return a configuration for a measurement, with other changes: every step is logged, without checkpoints."""
     return config.changed({**_FIXED, "loop.steps": steps, "eval.batches": evaluated, **(changes or {})})
 
 

@@ -36,22 +36,13 @@ TOKENS = "tokens"
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """How a cell is measured.
+    """How a cell is measured."""
 
-    Attributes
-    ----------
-    warmup : int
-        Steps after the first one that are not timed.
-    seconds : float or None
-        After how many seconds of training the validation loss is measured, in addition to the end of the run. A run
-        that ends sooner has no such loss: it had less time than the others.
-    with_evaluation : bool
-        Whether the peak of memory includes evaluations.
-    """
-
-    warmup: int
+    warmup: int  # steps after the first one that are not timed
+    # After how many seconds of training the validation loss is measured, in addition to the end of the run. A run that
+    # ends sooner has no such loss: it had less time than the others.
     seconds: float | None = None
-    with_evaluation: bool = False
+    with_evaluation: bool = False  # whether the peak of memory includes evaluations
 
 
 def run_training(config: Config, data: Path, folder: Path, protocol: Protocol, gate: LossGate) -> Outcome:
@@ -100,30 +91,16 @@ def _nbytes(value: Any) -> int:
 
 @dataclass
 class _Recorder:
-    """Records seconds, tokens and FLOPs after each step, and evaluates once when the given time has passed.
-
-    Attributes
-    ----------
-    others : int
-        Bytes of the process that do not belong to training.
-    begin : float
-        `time.perf_counter` before the first step.
-    first : float
-        Seconds of the first step.
-    marks : list of (float, int, int)
-        Seconds, tokens and FLOPs of training after each step.
-    peak : int
-        Bytes.
-    """
+    """Records seconds, tokens and FLOPs after each step, and evaluates once when the given time has passed."""
 
     run: Run
     protocol: Protocol
     gate: LossGate
-    others: int
-    begin: float = field(default_factory=time.perf_counter)
-    first: float = 0.0
-    marks: list[tuple[float, int, int]] = field(default_factory=list)
-    peak: int = 0
+    others: int  # bytes of the process that do not belong to training
+    begin: float = field(default_factory=time.perf_counter)  # before the first step
+    first: float = 0.0  # seconds of the first step
+    marks: list[tuple[float, int, int]] = field(default_factory=list)  # seconds, tokens and FLOPs after each step
+    peak: int = 0  # bytes
     loss_in_time: float | None = None
     observed: dict[str, str] = field(default_factory=dict)
 
@@ -156,13 +133,9 @@ class _Recorder:
 
 def _validation_loss(run: Run) -> float:
     """Return the loss on the windows that the run is evaluated on at its end."""
-    model = run.config.model
-    rows = windows(
-        run.dataset.validation,
-        model.context_length,
-        batch_size=evaluation_batch_size(model),
-        most=run.config.eval.batches,
-    )
+    model, most = run.config.model, run.config.eval.batches
+    size = evaluation_batch_size(model)
+    rows = windows(run.dataset.validation, model.context_length, batch_size=size, most=most)
     with run.average.in_place():
         return evaluate(run.model, rows)
 

@@ -8,6 +8,7 @@ import hashlib
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -29,14 +30,7 @@ class _Task(msgspec.Struct):
 
 
 def reference_losses(config: Config, data: Path, steps: int, cache: Path) -> list[float]:
-    """Return the losses of the first steps of a run; the cells of an experiment share them.
-
-    Parameters
-    ----------
-    data : Path
-        Prepared.
-    cache : Path
-        A folder for the losses; created if it does not exist.
+    """Return the losses of the first steps of a run; the cells of an experiment share them in a folder, ``cache``.
 
     Raises TensorkeepError if the run fails.
     """
@@ -52,32 +46,21 @@ def reference_losses(config: Config, data: Path, steps: int, cache: Path) -> lis
     return msgspec.json.decode(path.read_bytes(), type=list[float])
 
 
+@dataclass(frozen=True, slots=True)
 class LossGate:
-    """Compares the losses of the first steps with those of a reference.
+    """Compares the losses of the first steps with those of a reference, by the relative difference that is allowed."""
 
-    Parameters
-    ----------
-    expected : list of float
-        The reference's.
-    tolerance : float
-        The relative difference that is allowed.
-    """
-
-    def __init__(self, expected: list[float], tolerance: float) -> None:
-        self._expected = expected
-        self._tolerance = tolerance
+    expected: list[float]
+    tolerance: float
 
     def check(self, step: int, loss: float) -> None:
-        """Check the loss of a step, counted from 1.
-
-        Raises GateError if it differs by more than the tolerance.
-        """
-        if step > len(self._expected):
+        """Raise GateError if the loss of a step, counted from 1, differs by more than the tolerance."""
+        if step > len(self.expected):
             return
-        expected = self._expected[step - 1]
+        expected = self.expected[step - 1]
         # Written with `not <=`, because every comparison with NaN is false.
-        if not abs(loss - expected) <= self._tolerance * abs(expected):
-            allowed = f"at most {self._tolerance:.2%} may differ" if self._tolerance else "they must be equal"
+        if not abs(loss - expected) <= self.tolerance * abs(expected):
+            allowed = f"at most {self.tolerance:.2%} may differ" if self.tolerance else "they must be equal"
             raise GateError(f"the loss of step {step} is {loss:.6g}, without the technique {expected:.6g}; {allowed}")
 
 

@@ -10,6 +10,7 @@ import msgspec
 import torch
 from msgspec import Meta
 
+from tensorkeep.bench.analysis.wording import counted
 from tensorkeep.bench.experiment.validation import convert
 from tensorkeep.bench.experiment.workload import Outcome, Prepared, Task, Workload
 from tensorkeep.bench.results import Measure, Settings, Subject
@@ -53,74 +54,41 @@ Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 
 
 class TrainingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The settings of an experiment.
-
-    Attributes
-    ----------
-    data : str or None
-        A source or a prepared folder; the recipe's source if None.
-    warmup : int
-        Steps after the first one that are not timed.
-    gate_steps : int
-        Steps whose losses are compared with those of the run without systems techniques.
-    evaluated : int
-        Batches of the validation loss.
-    seconds : int or None
-        Seconds of training for the loss in equal time.
-    save_dir : str or None
-        The folder that the run works in.
-    """
+    """The settings of an experiment."""
 
     recipe: str = DEFAULT_RECIPE
-    data: str | None = None
+    data: str | None = None  # a source or a prepared folder; the recipe's source if None
     steps: Annotated[int, Meta(ge=3, le=1_000_000)] = 100
-    warmup: Annotated[int, Meta(ge=0, le=1_000_000)] = 5
-    gate_steps: Count = 6
-    evaluated: Count = 20
-    seconds: Count | None = None
-    save_dir: str | None = None
+    warmup: Annotated[int, Meta(ge=0, le=1_000_000)] = 5  # steps after the first one that are not timed
+    gate_steps: Count = 6  # whose losses are compared with those of the run without systems techniques
+    evaluated: Count = 20  # batches of the validation loss
+    seconds: Count | None = None  # of training, for the loss in equal time
+    save_dir: str | None = None  # the folder that the run works in
 
 
-class TrainingInput(msgspec.Struct, frozen=True, kw_only=True):
-    """What a cell trains.
+class TrainingInput(msgspec.Struct, frozen=True):
+    """What a cell trains."""
 
-    Attributes
-    ----------
-    source : str
-        What the data is prepared from.
-    data : str or None
-        The prepared data.
-    references : str or None
-        The folder of the reference losses.
-    steps, warmup, gate_steps, evaluated, seconds
-        See `TrainingSettings`; 0 ``gate_steps`` for no gate.
-    config : dict or None
-        A configuration to train instead of the recipe. The peak of memory then includes evaluations.
-    """
-
-    recipe: str
-    source: str
-    data: str | None = None
-    references: str | None = None
-    steps: int = 0
-    warmup: int = 0
-    gate_steps: int = 0
-    evaluated: int | None = None
-    seconds: float | None = None
+    settings: TrainingSettings
+    source: str  # what the data is prepared from
+    data: str | None = None  # the prepared data
+    references: str | None = None  # the folder of the reference losses
+    # A configuration that is trained instead of the recipe, without a gate. The peak of memory includes evaluations.
     config: Settings | None = None
 
     def arm_config(self, arm: Mapping[str, object], block: int = 0) -> Config:
         """Return the configuration of an arm."""
         if self.config is not None:
             return Config.from_dict(self.config)
-        return arm_config(self.recipe, arm, steps=self.steps, evaluated=self.evaluated, block=block)
+        given = self.settings
+        return arm_config(given.recipe, arm, steps=given.steps, evaluated=given.evaluated, block=block)
 
     def open_data(self, folder: Path) -> Dataset:
         """Return the data, which is prepared in ``folder`` unless it is prepared already."""
         for place in (Path(self.data or folder), Path(self.source)):
             if (place / FILE).exists():
                 return Dataset.open(place)
-        data = get_recipe(self.recipe).data
+        data = get_recipe(self.settings.recipe).data
         prepare(self.source, folder, tokenizer=data.tokenizer, vocab_size=data.vocab_size, validation=data.validation)
         return Dataset.open(folder)
 
@@ -148,17 +116,8 @@ class TrainingWorkload(Workload[TrainingSettings, Settings]):
         return missing_for(arm)
 
     def prepare(self, settings: TrainingSettings, arms: Collection[Settings], scratch: Path) -> Prepared:
-        given = TrainingInput(
-            recipe=settings.recipe,
-            source=absolute_source(settings.data or get_recipe(settings.recipe).data.source),
-            data=settings.data,
-            references=str(scratch / "references"),
-            steps=settings.steps,
-            warmup=settings.warmup,
-            gate_steps=settings.gate_steps,
-            evaluated=settings.evaluated,
-            seconds=settings.seconds,
-        )
+        source = absolute_source(settings.data or get_recipe(settings.recipe).data.source)
+        given = TrainingInput(settings, source, settings.data, str(scratch / "references"))
         configs = [given.arm_config(arm) for arm in arms]
         data = given.open_data(scratch / "data")
         given = msgspec.structs.replace(given, data=str(data.path))
@@ -176,7 +135,9 @@ class TrainingWorkload(Workload[TrainingSettings, Settings]):
         with before.clock("gate"):
             config = given.arm_config(task.settings, task.block)
             gate = _gate(config, data, given, folder)
-        protocol = cell.Protocol(given.warmup, given.seconds, with_evaluation=given.config is not None)
+        protocol = cell.Protocol(
+            given.settings.warmup, given.settings.seconds, with_evaluation=given.config is not None
+        )
         with _empty_compile_cache(folder / "compiled"):
             outcome = cell.run_training(config, data, folder / "run", protocol, gate)
         return msgspec.structs.replace(outcome, clocks={**outcome.clocks, **before.clocks})
@@ -198,12 +159,12 @@ def _empty_compile_cache(folder: Path) -> Iterator[None]:
 
 def _gate(config: Config, data: Path, given: TrainingInput, folder: Path) -> LossGate:
     plain = without_systems_techniques(config)
-    if plain == config or not given.gate_steps:
+    if plain == config or given.config is not None:
         return LossGate([], 0.0)
     # When a user runs a cell again after the run, the shared folder was removed.
     shared = Path(given.references) if given.references else None
     cache = shared if shared is not None and shared.parent.exists() else folder / "references"
-    return LossGate(reference_losses(plain, data, given.gate_steps, cache), loss_tolerance(config))
+    return LossGate(reference_losses(plain, data, given.settings.gate_steps, cache), loss_tolerance(config))
 
 
 def _describe(config: Config, given: TrainingInput, data: Dataset) -> Subject:
@@ -213,10 +174,9 @@ def _describe(config: Config, given: TrainingInput, data: Dataset) -> Subject:
     shapes = [each.numel() for each in model.parameters()]
     nbytes = _BYTES_PER_WEIGHT * sum(shapes)
     loop, device = config.loop, chosen_device(config.loop.device)
-    threads = loop.threads or torch.get_num_threads()
-    cpu = f"the CPU with {threads} {'thread' if threads == 1 else 'threads'}"
+    cpu = f"the CPU with {counted(loop.threads or torch.get_num_threads(), 'thread')}"
     sentence = (
-        f"{given.recipe}: {sum(shapes):,} parameters ({format_bytes(nbytes)}), {given.steps:,} steps of "
+        f"{config.recipe}: {sum(shapes):,} parameters ({format_bytes(nbytes)}), {loop.steps:,} steps of "
         f"{f'{loop.accumulate} x ' if loop.accumulate > 1 else ''}{loop.batch_size} x "
         f"{config.model.context_length:,} tokens of {given.source}, on {device if device.type != 'cpu' else cpu}"
     )

@@ -15,13 +15,14 @@ import msgspec
 
 from tensorkeep import machine
 from tensorkeep.bench.analysis.statistics import require_scipy
+from tensorkeep.bench.checkpoint.measure import SAVE, STORED
 from tensorkeep.bench.checkpoint.models import build, spec_of_size
 from tensorkeep.bench.checkpoint.probes import check_capacity, remove
 from tensorkeep.bench.experiment.workload import Outcome
 from tensorkeep.bench.results import Settings
 from tensorkeep.bench.run.rounds import Rounds, run_rounds
 from tensorkeep.bench.run.scratch import scratch_folder
-from tensorkeep.bench.tune.stage import FEWEST_ROUNDS, SAVE, STORED, Setting, Stage
+from tensorkeep.bench.tune.stage import FEWEST_ROUNDS, Setting, Stage
 from tensorkeep.checkpoint.load.load import load
 from tensorkeep.checkpoint.save.save import save
 from tensorkeep.errors import UsageError
@@ -41,15 +42,7 @@ _SEED = 20_250_301
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """The result of tuning.
-
-    Attributes
-    ----------
-    subject : str
-        Description of the state.
-    nbytes : int
-        Its bytes.
-    """
+    """The result of tuning: a description of the state, its bytes, and the stages."""
 
     subject: str
     nbytes: int
@@ -103,22 +96,13 @@ def tune(
     seconds: float = DEFAULT_SECONDS,
     nbytes: int = DEFAULT_BYTES,
     source: Path | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[int, str], None] | None = None,
 ) -> Tuned:
-    """Measure which settings save a state fastest in a folder. All files written there are removed.
+    """Measure which settings save a state fastest in an existing folder. All files written there are removed.
 
-    Parameters
-    ----------
-    directory : Path
-        An existing folder.
-    seconds : float
-        About how long to measure, after the state was built or loaded. The first round always runs.
-    nbytes : int
-        The size of a random state; smaller where the disk is slow, but at least 64 MB.
-    source : Path, optional
-        A checkpoint to save instead of a random state.
-    progress : callable, optional
-        Called with the name of the setting that is measured next.
+    Measuring takes about so many ``seconds``, after the state was built or loaded; the first round always runs. The
+    state is the checkpoint ``source``, or a random one of ``nbytes`` bytes: fewer where the disk is slow, but at least
+    64 MB. ``progress`` is called with the number of measurements done and the name of the next setting.
 
     Raises UsageError if the state holds no tensor; StoreError if memory or disk do not suffice, or nothing can be
     written; MissingExtraError if scipy is not installed.
@@ -144,12 +128,8 @@ def tune(
 
 
 def _vary_writing(start: Setting) -> list[Setting]:
-    return [
-        start,
-        replace(start, compression="lossless"),
-        replace(start, direct_io=False),
-        replace(start, compression="lossless", direct_io=False),
-    ]
+    raw = [start, replace(start, compression="lossless")]
+    return [*raw, *(replace(setting, direct_io=False) for setting in raw)]
 
 
 def _vary_threads(start: Setting) -> list[Setting]:
@@ -159,15 +139,14 @@ def _vary_threads(start: Setting) -> list[Setting]:
 
 
 def _measure(
-    state: object, path: Path, settings: Sequence[Setting], until: float, progress: Callable[[str], None] | None
+    state: object, path: Path, settings: Sequence[Setting], until: float, progress: Callable[[int, str], None] | None
 ) -> Rounds:
     # A warm-up, because the first save of each kind uses fresh memory.
     for setting in settings:
         _save(state, path, setting)
     arms = {setting.name: partial(_save, state, path, setting) for setting in settings}
-    note = None if progress is None else (lambda _, name: progress(name))
     left = max(0.0, until - time.perf_counter())
-    return run_rounds(arms, MOST_ROUNDS, seed=_SEED, seconds=left, progress=note)
+    return run_rounds(arms, MOST_ROUNDS, seed=_SEED, seconds=left, progress=progress)
 
 
 def _save(state: object, path: Path, setting: Setting) -> Outcome:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import msgspec
-import torch
 
 from tensorkeep.bench.results import Settings
 from tensorkeep.errors import UnsupportedError, UsageError
@@ -43,22 +42,12 @@ _COST_OF_HALVING = 1.01
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A configuration and its predicted memory and time.
-
-    Attributes
-    ----------
-    ledger : Ledger
-        Its memory.
-    cost : float
-        The expected factor on the time of a step; 1.0 for the given configuration.
-    added : dict of str to dict
-        The techniques that the given configuration does not have, with their settings.
-    """
+    """A configuration and its predicted memory and time."""
 
     config: Config
-    ledger: Ledger
-    cost: float = 1.0
-    added: dict[str, Settings] = field(default_factory=dict)
+    ledger: Ledger  # its memory
+    cost: float = 1.0  # the expected factor on the time of a step; 1.0 for the given configuration
+    added: dict[str, Settings] = field(default_factory=dict)  # techniques that the given one does not have
 
     def settings(self) -> Settings:
         """Return the changes to the given configuration, by dotted name."""
@@ -71,11 +60,7 @@ def choices(config: Config) -> list[Choice]:
     """Return the configuration as it is and with every set of techniques that can run here, the cheapest first.
 
     The number of sequences in a step does not change: a smaller micro-batch is accumulated more often.
-
-    Parameters
-    ----------
-    config : Config
-        ``model.vocab_size`` is that of the data.
+    ``model.vocab_size`` is that of the data.
     """
     device = chosen_device(config.loop.device)
     groups = [[None, *(each for each in group if each.name not in config.techniques)] for group in OPTIONS]
@@ -84,7 +69,9 @@ def choices(config: Config) -> list[Choice]:
         options = [each for each in picked if each is not None]
         added = {each.name: each.settings for each in options}
         together = msgspec.structs.replace(config, techniques={**config.techniques, **added})
-        if not _can_run(together, device):
+        try:
+            Stack.of(together.techniques).check(Machine(device))
+        except (UsageError, UnsupportedError):
             continue
         cost = math.prod(each.cost for each in options)
         for halvings, batch_size in enumerate(_halved(config.loop.batch_size)):
@@ -92,14 +79,6 @@ def choices(config: Config) -> list[Choice]:
             ledger = predict(smaller, device=device.type)
             found.append(Choice(smaller, ledger, cost * _COST_OF_HALVING**halvings, added))
     return sorted(found, key=lambda choice: (choice.cost, len(choice.added)))
-
-
-def _can_run(config: Config, device: torch.device) -> bool:
-    try:
-        Stack.of(config.techniques).check(Machine(device))
-    except (UsageError, UnsupportedError):
-        return False
-    return True
 
 
 def _halved(size: int) -> Iterator[int]:

@@ -12,14 +12,13 @@ from typing import Literal
 
 from tensorkeep.bench.analysis.statistics import Comparison, compare, describe, holm
 from tensorkeep.bench.analysis.verdicts import judge
+from tensorkeep.bench.analysis.wording import counted
+from tensorkeep.bench.checkpoint.measure import SAVE, STORED
 from tensorkeep.bench.results import Settings
 from tensorkeep.bench.run.rounds import Rounds
 from tensorkeep.formats.write import BLOCK_BYTES, thread_bytes
 from tensorkeep.io.buffers import DEFAULT_BUDGET
 from tensorkeep.io.parallel import default_threads
-
-SAVE, STORED = "save", "stored"
-"""The measures of a round: seconds until durable, and bytes on disk."""
 
 SMALLEST_GAIN = 1.05
 """How many times faster a setting must be to replace the first one."""
@@ -53,36 +52,22 @@ class Setting:
     @property
     def name(self) -> str:
         """Its name in tables."""
-        threads = f"{self.threads} thread{'' if self.threads == 1 else 's'}"
-        return f"{self.compression}, {threads}, {'direct' if self.direct_io else 'page cache'}"
+        return f"{self.compression}, {counted(self.threads, 'thread')}, {'direct' if self.direct_io else 'page cache'}"
 
     def table(self) -> Settings:
         """Return the table ``[save]`` of ``tensorkeep.toml``: the compression, and settings other than the default."""
-        table: Settings = {"compression": self.compression}
-        if self.threads != Setting.default().threads:
-            table["threads"] = self.threads
-        if not self.direct_io:
-            table["direct_io"] = False
-        if self.memory_budget != DEFAULT_BUDGET:
-            table["memory_budget"] = self.memory_budget
-        return table
+        names, default = ("threads", "direct_io", "memory_budget"), Setting.default()
+        changed = {name: getattr(self, name) for name in names if getattr(self, name) != getattr(default, name)}
+        return {"compression": self.compression, **changed}
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Settings that were measured in the same rounds.
-
-    Attributes
-    ----------
-    settings : sequence of Setting
-        The others are compared with the first.
-    nbytes : int
-        Bytes of the state.
-    """
+    """Settings that were measured in the same rounds; the others are compared with the first."""
 
     settings: Sequence[Setting]
     rounds: Rounds
-    nbytes: int
+    nbytes: int  # of the state
 
     @cached_property
     def comparisons(self) -> dict[Setting, Comparison]:

@@ -12,7 +12,7 @@ from tensorkeep.bench.results import Limits, Settings
 from tensorkeep.bench.run.cell import run_cell
 from tensorkeep.bench.training.arms import measured_config
 from tensorkeep.bench.training.cell import MEMORY
-from tensorkeep.bench.training.workload import TrainingInput
+from tensorkeep.bench.training.workload import TrainingInput, TrainingSettings
 from tensorkeep.bench.tune.memory_choices import Choice, choices, with_batch_size
 from tensorkeep.errors import UsageError
 from tensorkeep.machine import resident_bytes
@@ -44,31 +44,15 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """The result of tuning.
+    """The result of tuning."""
 
-    Attributes
-    ----------
-    memory : int
-        Bytes that training may use.
-    before : Choice
-        The given configuration.
-    chosen : Choice
-        The cheapest that fits; if none is predicted to fit, the one that needs the least memory.
-    measured : int or None
-        The peak of the trial in bytes; None without one, or where it exceeded the limit.
-    tried : bool
-        Whether there was a trial.
-    trials : sequence of Trial
-        Those of the search for the largest batch.
-    """
-
-    memory: int
-    before: Choice
-    chosen: Choice
+    memory: int  # bytes that training may use
+    before: Choice  # the given configuration
+    chosen: Choice  # the cheapest that fits; if none is predicted to fit, the one that needs the least memory
     predicted_to_fit: bool
-    measured: int | None = None
-    tried: bool = False
-    trials: Sequence[Trial] = ()
+    measured: int | None = None  # peak of the trial in bytes; None without one, or where it exceeded the limit
+    tried: bool = False  # whether there was a trial
+    trials: Sequence[Trial] = ()  # those of the search for the largest batch
 
     @property
     def fits(self) -> bool:
@@ -94,21 +78,11 @@ class Tuned:
 
 
 def tune(config: Config, data: Path, memory: int, *, run_trials: bool = True, largest: bool = False) -> Tuned:
-    """Choose techniques and a batch size.
+    """Choose techniques and a batch size for prepared data, whose vocabulary the configuration has.
 
-    Parameters
-    ----------
-    config : Config
-        ``model.vocab_size`` is that of the data.
-    data : Path
-        Prepared.
-    memory : int
-        Bytes that training may use: on CUDA, those of tensors; on the CPU, those of the process beyond what it needs
-        without training.
-    run_trials : bool
-        Whether to train the choice for some steps.
-    largest : bool
-        Whether to search the largest batch that fits, by trials.
+    ``memory`` is the bytes that training may use: on CUDA, those of tensors; on the CPU, those of the process beyond
+    what it needs without training. The choice is trained for some steps if ``run_trials``. With ``largest``, the
+    largest batch that fits is searched by trials.
 
     Raises UsageError if a trial fails for another reason than memory, or techniques cannot be combined;
     UnsupportedError if a technique is unknown, or this machine lacks what it needs.
@@ -130,8 +104,9 @@ def tune(config: Config, data: Path, memory: int, *, run_trials: bool = True, la
     best, trials = largest_batch(tuned.chosen.config, memory, run_trial)
     if best is None:
         return tuned
-    chosen = replace(tuned.chosen, config=best.config, ledger=predict(best.config, device=device.type))
-    return replace(tuned, chosen=chosen, measured=best.peak, trials=trials)
+    config, peak = best
+    chosen = replace(tuned.chosen, config=config, ledger=predict(config, device=device.type))
+    return replace(tuned, chosen=chosen, measured=peak, trials=trials)
 
 
 def _try_choices(tuned: Tuned, fitting: Sequence[Choice], run_trial: RunTrial) -> Tuned:
@@ -152,34 +127,18 @@ def _try_choices(tuned: Tuned, fitting: Sequence[Choice], run_trial: RunTrial) -
     return tuned
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """A configuration whose trial fitted, and its peak in bytes."""
-
-    config: Config
-    peak: int
-
-
-def largest_batch(config: Config, memory: int, run_trial: RunTrial) -> tuple[Batch | None, list[Trial]]:
+def largest_batch(config: Config, memory: int, run_trial: RunTrial) -> tuple[tuple[Config, int] | None, list[Trial]]:
     """Search the largest batch that fits, by bisection over the divisors of the sequences of a step.
 
-    Parameters
-    ----------
-    memory : int
-        Bytes that a trial may use.
-
-    Returns
-    -------
-    Batch or None
-        None if not even the smallest batch fits.
-    list of Trial
+    Return its configuration and its peak in bytes, or None if not even the smallest batch fits, and the trials.
 
     Raises UsageError if a trial fails for another reason than memory.
     """
     sequences = config.loop.batch_size * config.loop.accumulate
     sizes = [size for size in range(1, sequences + 1) if sequences % size == 0]
     trials: list[Trial] = []
-    best: Batch | None = None
+    best: tuple[Config, int] | None = None
+
     low, high = 0, len(sizes)
     while low < high:
         middle = (low + high) // 2
@@ -188,7 +147,7 @@ def largest_batch(config: Config, memory: int, run_trial: RunTrial) -> tuple[Bat
         fitted = fits(outcome, memory)
         trials.append(Trial(sizes[middle], fitted, outcome.reason or ""))
         if fitted:
-            best, low = Batch(tried, int(outcome.figures[MEMORY])), middle + 1
+            best, low = (tried, int(outcome.figures[MEMORY])), middle + 1
         else:
             high = middle
     return best, trials
@@ -209,21 +168,16 @@ def fits(outcome: Outcome, memory: int) -> bool:
 def trial_runner(data: Path, memory: int, overhead: int) -> RunTrial:
     """Return a function that trains a configuration for a few steps and evaluates it, in its own process.
 
-    Parameters
-    ----------
-    data : Path
-        Prepared.
-    memory : int
-        Bytes that training may use, beyond ``overhead``. The process is ended when it exceeds both.
-    overhead : int
-        Bytes of the process without training.
+    Training may use ``memory`` bytes beyond the ``overhead`` of the process without it, which is ended when it exceeds
+    both.
     """
     limits = Limits(TRIAL_SECONDS, memory + overhead)
 
     def run_trial(config: Config) -> Outcome:
         # The peak is read after a step, so the evaluation must come between two steps to be included.
         config = measured_config(config, steps=TRIAL_STEPS, evaluated=1, changes={"eval.every": 1})
-        given = TrainingInput(recipe=config.recipe, source=str(data), data=str(data), config=config.as_dict())
+        settings = TrainingSettings(recipe=config.recipe, steps=TRIAL_STEPS, warmup=0)
+        given = TrainingInput(settings, source=str(data), data=str(data), config=config.as_dict())
         with tempfile.TemporaryDirectory(prefix="tensorkeep-tune-") as folder:
             directory = str(Path(folder, "cell"))
             task = Task("training", "trial", {}, msgspec.to_builtins(given), [MEMORY], directory)

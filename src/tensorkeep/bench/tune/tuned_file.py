@@ -8,15 +8,15 @@ else than intended.
 import json
 import os
 import re
-import secrets
+import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tensorkeep.bench.results import Settings
-from tensorkeep.checkpoint.settings import FILE_NAME, KEYS, TABLE, parse
+from tensorkeep.checkpoint.settings import KEYS, TABLE, parse
 from tensorkeep.errors import UsageError
-from tensorkeep.io.files import store_error, sync_directory, write_small
+from tensorkeep.io.commit import replace_file
+from tensorkeep.io.files import store_errors
 
 _MARK = "#:"
 _MOST_BYTES = 1024**2
@@ -29,32 +29,13 @@ _ANY_TABLE = re.compile(r"\s*\[")
 def write_tuned(path: Path, values: Mapping[str, object], comments: Sequence[str]) -> str:
     """Write or change a ``tensorkeep.toml`` atomically, and return its text.
 
-    Parameters
-    ----------
-    values : mapping of str to str, int or bool
-        The new table ``[save]``.
-    comments : sequence of str
-        Lines above the values.
+    The comments are lines above the values of the table ``[save]``.
 
     Raises UsageError if the existing file cannot be parsed, or cannot be changed without loss; StoreError if it cannot
     be read or written.
     """
     text = with_table(read_text(path), values, comments, path)
-    # A link may lead to another file system, and a rename works within one only.
-    target = Path(os.path.realpath(path))
-    temporary = _temporary_for(target)
-    try:
-        mode = target.stat().st_mode & 0o777 if target.exists() else None
-        try:
-            write_small(temporary, text.encode())
-            if mode is not None:
-                temporary.chmod(mode)
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
-        sync_directory(target.parent)
-    except OSError as error:
-        raise store_error(error, path, "write the settings") from error
+    replace_file(path, text.encode())
     return text
 
 
@@ -67,16 +48,8 @@ def check_writable(path: Path) -> None:
     if not target.parent.is_dir():
         remedy = "make the folder, or give another file with --out"
         raise UsageError(f"the folder {str(target.parent)!r} does not exist", path=path, remedy=remedy)
-    temporary = _temporary_for(target)
-    try:
-        temporary.touch(exist_ok=False)
-        temporary.unlink()
-    except OSError as error:
-        raise store_error(error, path, "write the settings") from error
-
-
-def _temporary_for(target: Path) -> Path:
-    return target.with_name(f".{FILE_NAME}.{secrets.token_hex(4)}")
+    with store_errors(path, "write the settings"), tempfile.NamedTemporaryFile(dir=target.parent):
+        pass
 
 
 def read_text(path: Path) -> str:
@@ -84,16 +57,16 @@ def read_text(path: Path) -> str:
 
     Raises UsageError if it is not a text file; StoreError if it cannot be read.
     """
-    try:
+    with store_errors(path, "read the settings"):
         if not path.exists():
             return ""
         if not path.is_file() or path.stat().st_size > _MOST_BYTES:
             raise UsageError("is not a settings file", path=path, remedy="give another one with --out")
-        return path.read_bytes().decode()
+        content = path.read_bytes()
+    try:
+        return content.decode()
     except UnicodeDecodeError as error:
         raise UsageError(f"is not TOML: {error}", path=path, remedy="correct the file") from error
-    except OSError as error:
-        raise store_error(error, path, "read the settings") from error
 
 
 def with_table(text: str, values: Mapping[str, object], comments: Sequence[str], path: Path) -> str:
@@ -101,7 +74,10 @@ def with_table(text: str, values: Mapping[str, object], comments: Sequence[str],
 
     Raises UsageError if the text cannot be parsed, or the table cannot be replaced line by line.
     """
-    before = _parse_toml(text, path)
+    try:
+        before = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"is not TOML: {error}", path=path, remedy="correct the file, or remove it") from error
     parse(before, path)  # Refuses unknown keys, as a save does.
     # JSON's strings, integers and booleans are also TOML's.
     lines = [
@@ -120,13 +96,6 @@ def with_table(text: str, values: Mapping[str, object], comments: Sequence[str],
             remedy=f"write it below a line [{TABLE}], one key a line, or remove it",
         )
     return changed
-
-
-def _parse_toml(text: str, path: Path) -> Settings:
-    try:
-        return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"is not TOML: {error}", path=path, remedy="correct the file, or remove it") from error
 
 
 def _replace_table(text: str, block: list[str]) -> str:

@@ -16,13 +16,7 @@ _FEW = 3
 
 
 def draw_plots(results: Results) -> list[Plot]:
-    """Return every figure that the results call for, drawn.
-
-    Raises
-    ------
-    MissingExtraError
-        If matplotlib is not installed.
-    """
+    """Return every figure that the results call for, drawn; MissingExtraError if matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -37,9 +31,9 @@ def wanted(results: Results) -> "Iterator[tuple[str, str, Callable[[Results], Fi
 
     chosen = compared_measures(results)
     few = len(compared_arms(results)) <= _FEW
-    if chosen.all() and few:
+    if chosen.named() and few:
         yield "three-way", chosen.title, bars.three_way
-    if chosen.all() and not few:
+    if chosen.named() and not few:
         yield "comparison", f"{chosen.title}, and the gain", bars.four_panels
         if results.baseline is not None:
             yield "impact", "What each arm changes", bars.six_panels

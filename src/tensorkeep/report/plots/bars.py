@@ -1,7 +1,8 @@
 """Bar plots of means with their spread and every run: three-way, four-panel, six-panel."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from tensorkeep.bench.analysis.statistics import describe
 from tensorkeep.bench.analysis.wording import number, percent
@@ -13,10 +14,10 @@ from tensorkeep.report.plots.heat import impact_panel
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.ticker import Locator
 
 _COLOURS = {"helps": d.GOOD, "hurts": d.BAD}
 _LOWEST = -150.0
+_FEW_TICKS: dict[str, Any] = {"nbins": 5, "steps": [1, 2, 2.5, 5, 10]}
 _NOTE = "Bar or dot: mean; whisker: ± 1 standard deviation; circle: one run."
 
 
@@ -26,13 +27,13 @@ Panel = Callable[["Axes", Results, list[Arm]], None]
 
 def three_way(results: Results) -> "Figure":
     """Return one row of panels: saving, loading, size."""
-    return _figure(results, [[_amounts(measure) for measure in compared_measures(results).all()]])
+    return _figure(results, [list(map(_amounts, compared_measures(results).named().values()))])
 
 
 def four_panels(results: Results) -> "Figure":
     """Return two by two panels: saving, loading, size, and the improvement over the baseline in percent."""
     chosen = compared_measures(results)
-    first, second, third = [*map(_amounts, chosen.all()), None, None][:3]
+    first, second, third = [*map(_amounts, chosen.named().values()), None, None][:3]
     improvements = _improvements(*(measure for measure in (chosen.save, chosen.load) if measure))
     return _figure(results, [[first, second], [third, improvements]], 0.34)
 
@@ -68,11 +69,11 @@ def _figure(results: Results, rows: Sequence[Sequence[Panel | None]], row_height
 
 
 def _amounts(measure: Measure) -> Panel:
-    return lambda axes, results, arms: _draw_amounts(axes, results, arms, measure)
+    return partial(_draw_amounts, measure=measure)
 
 
 def _improvements(*measures: Measure) -> Panel:
-    return lambda axes, results, arms: _draw_improvements(axes, results, arms, measures)
+    return partial(_draw_improvements, measures=measures)
 
 
 def _draw_amounts(axes: "Axes", results: Results, arms: list[Arm], measure: Measure) -> None:
@@ -87,7 +88,7 @@ def _draw_amounts(axes: "Axes", results: Results, arms: list[Arm], measure: Meas
         d.log_axis(axes, lowest / 1.6, highest * (highest / lowest) ** 0.28)
     else:
         axes.set_xlim(0, highest * 1.24)
-        axes.xaxis.set_major_locator(_few_ticks())
+        axes.locator_params(axis="x", **_FEW_TICKS)
     axes.grid(axis="x", color=d.GRID, linewidth=0.7)
     axes.set_title(measure.label)
     axes.set_xlabel({"s": "seconds", "ms": "milliseconds"}.get(scale.unit, scale.unit) + d.log_words(every))
@@ -134,7 +135,7 @@ def _draw_improvements(axes: "Axes", results: Results, arms: list[Arm], measures
     low = max(_LOWEST, min([-10.0, *changes.values()]) * 1.1)
     high = max([40.0, *(100.0 if value > 60 else value * 1.2 for value in changes.values())])
     axes.set_xlim(low, high + (high - low) * 0.24)
-    axes.xaxis.set_major_locator(_few_ticks())
+    axes.locator_params(axis="x", **_FEW_TICKS)
     axes.grid(axis="x", color=d.GRID, linewidth=0.7)
     axes.axvline(0, color=d.BASE, linewidth=1.0, zorder=3)
     names = [measure.label for measure in measures]
@@ -153,12 +154,9 @@ def _draw_improvements(axes: "Axes", results: Results, arms: list[Arm], measures
         cut = " (cut off)" if value < low else ""
         d.write(axes, percent(value) + cut, max(value, 0), place, size=8.5 if len(measures) == 1 else 7.5)
     if len(measures) > 1:
-        from matplotlib.patches import Patch
-
-        handles = [Patch(color=colour, label=name) for colour, name in zip((d.FIRST, d.SECOND), names, strict=True)]
-        axes.legend(
-            handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, borderaxespad=0.2, handlelength=1.0
-        )
+        handles = d.patches(dict(zip((d.FIRST, d.SECOND), names, strict=True)))
+        at: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0)}
+        axes.legend(handles=handles, ncols=2, borderaxespad=0.2, handlelength=1.0, **at)
 
 
 def _colour(results: Results, arm: Arm, measure: Measure) -> str:
@@ -167,16 +165,7 @@ def _colour(results: Results, arm: Arm, measure: Measure) -> str:
     return _COLOURS.get(results.statistics(arm.name, measure.name).verdict or "", d.NEUTRAL)
 
 
-def _few_ticks() -> "Locator":
-    from matplotlib.ticker import MaxNLocator
-
-    return MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10])
-
-
 def _legend(figure: "Figure", results: Results) -> None:
-    from matplotlib.patches import Patch
-
     words = {d.BASE: "baseline", d.GOOD: "better", d.BAD: "worse", d.NEUTRAL: "within noise, or no verdict"}
-    handles = [Patch(color=colour, label=word) for colour, word in words.items()]
-    figure.legend(handles=handles, loc="outside upper left", ncols=4, handlelength=1.0, columnspacing=1.4)
+    figure.legend(handles=d.patches(words), loc="outside upper left", ncols=4, handlelength=1.0, columnspacing=1.4)
     d.footnote(figure, _NOTE + d.left_out(results))

@@ -1,10 +1,10 @@
 """Plots of designs: a waterfall of steps, effects of factors, a heat map of interactions."""
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from tensorkeep.bench.analysis.wording import clipped, gain
-from tensorkeep.bench.results import Effect, Measure, Results, Step
+from tensorkeep.bench.results import Effect, Interaction, Measure, Results, Step
 from tensorkeep.report.plots import drawing as d
 from tensorkeep.report.plots import heat
 from tensorkeep.report.plots.forest import draw_gain
@@ -12,6 +12,8 @@ from tensorkeep.report.plots.forest import draw_gain
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+_T = TypeVar("_T", Step, Effect, Interaction)
 
 _MOST_PANELS = 4
 _MOST_FACTORS = 15
@@ -22,15 +24,15 @@ _Row = tuple[str, float | None, float | None, float | None]
 def waterfall(results: Results) -> "Figure":
     """Return one panel per measure; each bar starts where the previous change ended."""
     steps = results.summary.steps
-    measures = _measures(results, (step.measure for step in steps))
+    panels = _by_measure(results, steps)
     changes = list(dict.fromkeys(step.change for step in steps))[: d.MOST_ARMS]
-    columns = min(2, len(measures)) or 1
-    lines = -(-len(measures) // columns) or 1
+    columns = min(2, len(panels)) or 1
+    lines = -(-len(panels) // columns) or 1
     figure = d.new_figure(lines * (0.32 * len(changes) + 1.0) + 0.4)
-    for place, measure in enumerate(measures):
+    for place, (measure, rows) in enumerate(panels):
         axes = figure.add_subplot(lines, columns, place + 1)
         axes.set_title(measure.label)
-        _waterfall_panel(axes, changes, {step.change: step for step in steps if step.measure == measure.name})
+        _waterfall_panel(axes, changes, {step.change: step for step in rows})
         d.label_rows(axes, changes, bold=None)
         if place % columns:
             axes.tick_params(labelleft=False)
@@ -41,13 +43,12 @@ def waterfall(results: Results) -> "Figure":
 def effects(results: Results) -> "Figure":
     """Return, per measure, the effects with intervals on the left and factor against factor on the right."""
     found = results.summary.effects
-    measures = _measures(results, (effect.measure for effect in found))
-    by_measure = [[effect for effect in found if effect.measure == measure.name][: d.MOST_ARMS] for measure in measures]
+    panels = _by_measure(results, found)
     factors = list(dict.fromkeys(name for effect in found for name in effect.factors))[:_MOST_FACTORS]
-    heights = [max(0.27 * len(rows), 0.36 * len(factors), 1.2) + 1.0 for rows in by_measure]
+    heights = [max(0.27 * len(rows), 0.36 * len(factors), 1.2) + 1.0 for _, rows in panels]
     figure = d.new_figure(sum(heights) + 0.4)
-    grid = figure.add_gridspec(len(measures) or 1, 2, height_ratios=heights or [1], width_ratios=[1.25, 1])
-    for line, (measure, rows) in enumerate(zip(measures, by_measure, strict=True)):
+    grid = figure.add_gridspec(len(panels) or 1, 2, height_ratios=heights or [1], width_ratios=[1.25, 1])
+    for line, (measure, rows) in enumerate(panels):
         left, right = figure.add_subplot(grid[line, 0]), figure.add_subplot(grid[line, 1])
         left.set_title(f"{measure.label}: effects")
         right.set_title(f"{measure.label}: factor with factor")
@@ -60,13 +61,11 @@ def effects(results: Results) -> "Figure":
 
 def interactions(results: Results) -> "Figure":
     """Return, per measure, the gain of combinations over the product of their single changes."""
-    found = results.summary.interactions
-    measures = _measures(results, (one.measure for one in found))
-    by_measure = [[one for one in found if one.measure == measure.name][: d.MOST_ARMS] for measure in measures]
-    heights = [max(0.3 * len(rows), 0.8) + 0.8 for rows in by_measure]
+    panels = _by_measure(results, results.summary.interactions)
+    heights = [max(0.3 * len(rows), 0.8) + 0.8 for _, rows in panels]
     figure = d.new_figure(sum(heights) + 0.4)
-    grid = figure.add_gridspec(len(measures) or 1, 1, height_ratios=heights or [1])
-    for line, (measure, rows) in enumerate(zip(measures, by_measure, strict=True)):
+    grid = figure.add_gridspec(len(panels) or 1, 1, height_ratios=heights or [1])
+    for line, (measure, rows) in enumerate(panels):
         axes = figure.add_subplot(grid[line, 0])
         axes.set_title(measure.label)
         _intervals(axes, [(" + ".join(one.changes), one.ratio, one.low, one.high) for one in rows])
@@ -75,9 +74,10 @@ def interactions(results: Results) -> "Figure":
     return figure
 
 
-def _measures(results: Results, used: Iterable[str]) -> list[Measure]:
-    names = set(used)
-    return [measure for measure in results.measures if measure.name in names][:_MOST_PANELS]
+def _by_measure(results: Results, found: Sequence[_T]) -> list[tuple[Measure, list[_T]]]:
+    """Return the first measures that occur, in the order of the results file, each with what belongs to it."""
+    rows = [(one, [each for each in found if each.measure == one.name][: d.MOST_ARMS]) for one in results.measures]
+    return [(measure, each) for measure, each in rows if each][:_MOST_PANELS]
 
 
 def _waterfall_panel(axes: "Axes", changes: list[str], steps: dict[str, Step]) -> None:

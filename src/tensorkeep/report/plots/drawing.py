@@ -8,7 +8,7 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from tensorkeep.report.tables import why_not_run
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
 PALETTE = {
     "ink": "#1b1f24",
@@ -184,31 +185,27 @@ def why_missing(results: Results, arm: str) -> str:
 
 def missing(axes: "Axes", row: float, text: str, *, at: float | None = None) -> None:
     """Write why a row is empty: at the left edge, or at an x in data coordinates."""
-    axes.annotate(
-        text,
-        (0 if at is None else at, row),
-        (4, 0),
-        xycoords=("axes fraction", "data") if at is None else "data",
-        textcoords="offset points",
-        va="center_baseline",
-        color=FAINT,
-        style="italic",
-        fontsize=8.5,
-        bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1.5},
-    )
+    box = {"facecolor": PAPER, "edgecolor": "none", "pad": 1.5}
+    _annotate(axes, text, at, 0, row, 4, color=FAINT, style="italic", fontsize=8.5, bbox=box)
 
 
-def write(axes: "Axes", text: str, x: float, row: float, *, size: float = 8.5, edge: bool = False) -> None:
-    """Write a figure to the right of a point, or to the right of the axes."""
-    axes.annotate(
-        text,
-        (1.0 if edge else x, row),
-        (5, 0),
-        xycoords=("axes fraction", "data") if edge else "data",
-        textcoords="offset points",
-        va="center_baseline",
-        fontsize=size,
-    )
+def write(axes: "Axes", text: str, x: float | None, row: float, *, size: float = 8.5) -> None:
+    """Write a figure to the right of a point, or without an x to the right of the axes."""
+    _annotate(axes, text, x, 1, row, 5, fontsize=size)
+
+
+def _annotate(axes: "Axes", text: str, x: float | None, edge: float, row: float, right: float, **style: Any) -> None:
+    """Write in a row, some points right of an x in data coordinates, or else of an x as a fraction of the axes."""
+    coordinates: Any = "data" if x is not None else ("axes fraction", "data")
+    place = {"xycoords": coordinates, "textcoords": "offset points", "va": "center_baseline"}
+    axes.annotate(text, (edge if x is None else x, row), (right, 0), **place, **style)
+
+
+def patches(words: Mapping[str, str]) -> "list[Patch]":
+    """Return the entries of a legend: the words for some colours."""
+    from matplotlib.patches import Patch
+
+    return [Patch(color=colour, label=word) for colour, word in words.items()]
 
 
 def footnote(figure: "Figure", text: str) -> None:
@@ -253,9 +250,6 @@ def log_ticks(low: float, high: float, most: int = 5) -> list[float]:
         stride = math.ceil(len(ticks) / most)
         return [10.0**power for power in decades if power % stride == 0 and low <= 10.0**power <= high]
     if high / low < 4:
-        return [
-            float(tick)
-            for tick in MaxNLocator(nbins=most - 1).tick_values(low, high)
-            if low <= tick <= high and tick > 0
-        ]
+        ticks = [float(tick) for tick in MaxNLocator(nbins=most - 1).tick_values(low, high)]
+        return [tick for tick in ticks if low <= tick <= high and tick > 0]
     return [step * 10.0**power for power in decades for step in (1, 2, 5) if low <= step * 10.0**power <= high]

@@ -4,7 +4,7 @@ import math
 from typing import TYPE_CHECKING
 
 from tensorkeep.bench.analysis.wording import FAR, NEAR, clipped, gain
-from tensorkeep.bench.results import Arm, Measure, Results, Statistics
+from tensorkeep.bench.results import Arm, Measure, Results
 from tensorkeep.report.plots import drawing as d
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def gains(results: Results) -> "Figure":
         _panel(axes, results, arms, measure)
     if first is not None:
         d.label_rows(first, [arm.name for arm in arms], bold=None)
-    _legend(figure, results, arrows=any(_goes_beyond(results, arms, measure) for measure in measures))
+    _legend(figure, results, arrows=any(end != _within(end) for one in measures for end in _ends(results, arms, one)))
     _thin_ticks(figure)
     return figure
 
@@ -45,10 +45,6 @@ def gains(results: Results) -> "Figure":
 def _ends(results: Results, arms: list[Arm], measure: Measure) -> list[float]:
     found = [results.statistics(arm.name, measure.name) for arm in arms]
     return [value for one in found for value in (one.gain, one.gain_low, one.gain_high) if value and value > 0]
-
-
-def _goes_beyond(results: Results, arms: list[Arm], measure: Measure) -> bool:
-    return any(not NEAR <= end <= FAR for end in _ends(results, arms, measure))
 
 
 def _within(value: float) -> float:
@@ -73,7 +69,7 @@ def _panel(axes: "Axes", results: Results, arms: list[Arm], measure: Measure) ->
         if not one.gain or one.gain <= 0:
             d.missing(axes, row, d.why_missing(results, arm.name))
         else:
-            draw_gain(axes, row, one.gain, one.gain_low, one.gain_high, _mark(one))
+            draw_gain(axes, row, one.gain, one.gain_low, one.gain_high, _MARKS.get(one.verdict or "", d.UNSETTLED))
 
 
 def draw_gain(axes: "Axes", row: float, value: float, low: float | None, high: float | None, mark: d.Mark) -> None:
@@ -93,7 +89,7 @@ def draw_gain(axes: "Axes", row: float, value: float, low: float | None, high: f
         if high > right:
             draw(last, ">")
     draw(min(max(value, first), last), "<" if value < left else ">" if value > right else mark.shape)
-    d.write(axes, gain(value), 0, row, edge=True)
+    d.write(axes, gain(value), None, row)
 
 
 def _thin_ticks(figure: "Figure") -> None:
@@ -104,28 +100,21 @@ def _thin_ticks(figure: "Figure") -> None:
         boxes = {float(at): label.get_window_extent() for at, label in labels}
         kept: list[float] = []
         for at in sorted(boxes, key=lambda at: abs(math.log(at))):
-            others = (boxes[other] for other in kept)
-            if all(
-                boxes[at].x0 > other.x1 + _BETWEEN_TICKS or boxes[at].x1 < other.x0 - _BETWEEN_TICKS for other in others
-            ):
+            wide = boxes[at].padded(_BETWEEN_TICKS)
+            if not any(wide.overlaps(boxes[other]) for other in kept):
                 kept.append(at)
         axes.set_xticks(sorted(kept))
 
 
-def _mark(one: Statistics) -> d.Mark:
-    return _MARKS.get(one.verdict or "", d.UNSETTLED)
-
-
 def _legend(figure: "Figure", results: Results, *, arrows: bool) -> None:
     from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
 
     words = {"better": d.BETTER, "worse": d.WORSE, "within noise, or too few runs": d.UNSETTLED}
-    handles: list[Line2D | Patch] = [
+    lines = [
         Line2D([], [], marker=m.shape, color=m.colour, markerfacecolor=m.fill, label=word, markersize=5.5)
         for word, m in words.items()
     ]
-    handles.append(Patch(color=d.BAND, label="noise: the baseline against itself"))
+    handles = [*lines, *d.patches({d.BAND: "noise: the baseline against itself"})]
     figure.legend(handles=handles, loc="outside upper left", ncols=4, columnspacing=1.4)
     baseline = clipped(results.baseline or "", d.NAME_LENGTH)
     text = f"Gain over {baseline}: right of 1x is better. Log scale; line: 95% interval."

@@ -16,7 +16,7 @@ _FULL = math.log(4)
 _BETTER = (0.0, 0.44, 0.69)
 _WORSE = (0.85, 0.38, 0.02)
 _PALE = (0.955, 0.96, 0.965)
-_GREY = (0.86, 0.875, 0.89)
+_GREY: tuple[float, ...] = (0.86, 0.875, 0.89)
 
 
 def impact_panel(axes: "Axes", results: Results, arms: list[Arm]) -> None:
@@ -45,21 +45,18 @@ def draw_field(axes: "Axes", column: float, row: float, gain: float | None, text
     """Draw one field of a heat map; it is grey without a gain."""
     from matplotlib.patches import Rectangle
 
-    colour = _GREY if gain is None or gain <= 0 else _mixed(gain)
+    colour = _GREY
+    if gain is not None and gain > 0:
+        # From pale to blue above 1, to orange below.
+        part = min(abs(math.log(gain)) / _FULL, 1.0)
+        ends = zip(_PALE, _BETTER if gain > 1 else _WORSE, strict=True)
+        colour = tuple(pale + part * (end - pale) for pale, end in ends)
     axes.add_patch(Rectangle((column - 0.48, row - 0.46), 0.96, 0.92, facecolor=colour, edgecolor="none"))
     ink = "#000000" if _luminance(colour) > 0.18 else "#fffffe"
     axes.text(column, row, text, ha="center", va="center", fontsize=8, color=ink)
 
 
-def _mixed(gain: float) -> tuple[float, float, float]:
-    """Return the colour of a gain: from pale to blue above 1, to orange below."""
-    part = min(abs(math.log(gain)) / _FULL, 1.0)
-    full = _BETTER if gain > 1 else _WORSE
-    red, green, blue = (pale + part * (end - pale) for pale, end in zip(_PALE, full, strict=True))
-    return red, green, blue
-
-
-def _luminance(colour: tuple[float, float, float]) -> float:
+def _luminance(colour: tuple[float, ...]) -> float:
     """Return the relative luminance of WCAG 2; black and white have the same contrast to 0.18."""
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in colour)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue

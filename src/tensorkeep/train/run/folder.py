@@ -19,9 +19,9 @@ from tensorkeep.errors import (
     UsageError,
 )
 from tensorkeep.formats import sealed
-from tensorkeep.io.commit import Commit
+from tensorkeep.io.commit import replace_file
 from tensorkeep.io.directory import Directory
-from tensorkeep.io.files import store_error, write_small
+from tensorkeep.io.files import store_error
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.tokenizers.base import Tokenizer
@@ -232,13 +232,6 @@ class RunFolder:
                 remedy="give the folder of the same data (--data), prepare it again, or start a new run in another "
                 "--out",
             )
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a small file atomically, in place of an older one; StoreError if the operating system refuses."""
-    with Commit(path, directory=False, overwrite=True, replaceable=lambda path: True) as commit:
-        write_small(commit.path, content)
-        commit.publish()
 
 
 def _now() -> str:

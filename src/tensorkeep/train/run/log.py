@@ -9,8 +9,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from tensorkeep.errors import MissingExtraError, StoreError
+from tensorkeep.io.commit import replace_file
 from tensorkeep.io.files import store_error
-from tensorkeep.train.run.folder import replace_file
 
 
 class RunLog:

@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
-from msgspec import UNSET, UnsetType
 
 from tensorkeep.bench.checkpoint.tools.base import Tool
+from tensorkeep.bench.results import Settings
 from tensorkeep.checkpoint.save.save import save
 from tensorkeep.formats.base import FORMATS
 from tensorkeep.io.parallel import default_threads
@@ -23,41 +22,26 @@ _MEMORY = "4GiB"
 
 
 class TensorstoreTool(Tool, frozen=True, tag="tensorstore"):
-    """`tensorkeep.save` with ``format="tensorstore"``; the fields are the options of that format, with its defaults.
+    """`tensorkeep.save` with ``format="tensorstore"``, whose options are the settings.
 
     It loads as users of TensorStore do: open and read whole arrays, and convert them back to the dtype that was saved.
     ``in_flight="one"`` writes and reads one array after the other.
     """
 
-    zarr: Literal[2, 3] | UnsetType = UNSET
-    chunk: int | str | UnsetType | None = UNSET
-    chunking: str | UnsetType = UNSET
-    concurrency: int | UnsetType | None = UNSET
-    copy_concurrency: int | UnsetType | None = UNSET
-    compressor: str | UnsetType | None = UNSET
-    dtype: str | UnsetType = UNSET
-    shard_bytes: int | str | UnsetType | None = UNSET
-    checksum: str | UnsetType | None = UNSET
-    kvstore: str | UnsetType = UNSET
-    sync: bool | UnsetType = UNSET
-    in_flight: str | UnsetType = UNSET
+    options: Settings
 
     suffix: ClassVar[str] = ".arrays"
     package: ClassVar[str | None] = "tensorstore"
     format: ClassVar[str] = "tensorstore"
 
+    @classmethod
+    def parse(cls, settings: Mapping[str, object]) -> Self:
+        FORMATS.get(cls.format).parse_options(settings)
+        return cls(dict(settings))
+
     @property
     def durable(self) -> bool:
-        return self.sync is not False
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The settings that were given."""
-        given = msgspec.structs.asdict(self)
-        return {name: value for name, value in given.items() if value is not UNSET}
-
-    def check(self) -> None:
-        FORMATS.get(self.format).parse_options(self.options)
+        return self.options.get("sync") is not False
 
     def save(self, state: Any, path: Path) -> None:
         save(state, path, format=self.format, threads=default_threads(), memory_budget=_MEMORY, **self.options)
@@ -68,8 +52,7 @@ class TensorstoreTool(Tool, frozen=True, tag="tensorstore"):
         return load_tensorstore(path, **self._reading())
 
     def _reading(self) -> dict[str, Any]:
-        options = self.options
-        return {key: options[key] for key in ("concurrency", "in_flight") if key in options}
+        return {key: value for key, value in self.options.items() if key in ("concurrency", "in_flight")}
 
 
 class T5xTool(TensorstoreTool, frozen=True, tag="t5x"):

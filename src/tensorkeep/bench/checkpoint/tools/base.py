@@ -5,37 +5,28 @@ copies them. Only Tensorkeep verifies checksums while it loads.
 """
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 import msgspec
 import numpy as np
 
+from tensorkeep.bench.experiment.validation import convert
 from tensorkeep.state.tree import flatten
 
-if TYPE_CHECKING:
-    import torch
+Threads = Annotated[int, msgspec.Meta(ge=1, le=256)]
 
 
 class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="tool"):
-    """One way to save and load a state. The fields of a subclass are its settings, its tag is its name.
+    """One way to save and load a state. The fields of a subclass are its settings, its tag is its name."""
 
-    Attributes
-    ----------
-    suffix : str
-        Of the path that it writes.
-    package : str or None
-        The package that it needs beyond Tensorkeep's own dependencies.
-    maps_files : bool
-        Whether `load` only maps the file. The bench then reads a byte of every page within the measured time.
-    nested : bool
-        Whether it stores nested states and plain values. Other tools get a flat dict of tensors.
-    """
-
-    suffix: ClassVar[str] = ".ckpt"
-    package: ClassVar[str | None] = None
+    suffix: ClassVar[str] = ".ckpt"  # of the path that it writes
+    package: ClassVar[str | None] = None  # that it needs beyond Tensorkeep's own dependencies
+    # Whether `load` only maps the file. The bench then reads a byte of every page within the measured time.
     maps_files: ClassVar[bool] = False
+    # Whether it stores nested states and plain values. Other tools get a flat dict of tensors.
     nested: ClassVar[bool] = False
 
     @property
@@ -43,8 +34,10 @@ class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t
         """Whether `save` returns only after the files and their directory entries are on the disk."""
         return False
 
-    def check(self) -> None:
-        """Raise UsageError if settings with valid types contradict each other."""
+    @classmethod
+    def parse(cls, settings: Mapping[str, object]) -> Self:
+        """Return the tool with some settings; UsageError if one is unknown, of another type, or out of range."""
+        return convert(settings, cls, what=f"tool {cls.__struct_config__.tag!r}")
 
     def missing(self) -> str | None:
         """Return why the tool cannot run on this machine, or None."""
@@ -54,7 +47,15 @@ class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t
 
     def view(self, state: Any) -> Any:
         """Return the form of a state that the tool can store: the state itself, or its tensors by flat names."""
-        return state if self.nested else _tensors(state)
+        if self.nested:
+            return state
+        import torch
+
+        # A state that is a single tensor has an empty name, which not every tool accepts as a key.
+        return {
+            leaf.name or "state": leaf.array if leaf.is_torch else torch.from_numpy(np.asarray(leaf.array))
+            for leaf in flatten(state).leaves.values()
+        }
 
     @abstractmethod
     def save(self, state: Any, path: Path) -> None:
@@ -72,13 +73,3 @@ class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t
                 targets[name].array.copy_(leaf.array)
             else:
                 np.copyto(targets[name].array, leaf.array)
-
-
-def _tensors(state: Any) -> "dict[str, torch.Tensor]":
-    import torch
-
-    # A state that is a single tensor has an empty name, which not every tool accepts as a key.
-    return {
-        leaf.name or "state": leaf.array if leaf.is_torch else torch.from_numpy(np.asarray(leaf.array))
-        for leaf in flatten(state).leaves.values()
-    }

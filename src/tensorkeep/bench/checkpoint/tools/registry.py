@@ -7,19 +7,10 @@ from tensorkeep.bench.checkpoint.tools.base import Tool
 from tensorkeep.bench.checkpoint.tools.tensorkeep_tool import TensorkeepTool
 from tensorkeep.bench.checkpoint.tools.torch_tools import DcpTool, SafetensorsTool, TorchTool
 from tensorkeep.bench.checkpoint.tools.zipnn_tool import ZipnnTool
-from tensorkeep.bench.experiment.validation import convert
 from tensorkeep.errors import UsageError
 
-_TOOLS: dict[str, type[Tool]] = {
-    "torch": TorchTool,
-    "safetensors": SafetensorsTool,
-    "dcp": DcpTool,
-    "tensorstore": TensorstoreTool,
-    "t5x": T5xTool,
-    "orbax": OrbaxTool,
-    "zipnn": ZipnnTool,
-    "tensorkeep": TensorkeepTool,
-}
+_KINDS = (TorchTool, SafetensorsTool, DcpTool, TensorstoreTool, T5xTool, OrbaxTool, ZipnnTool, TensorkeepTool)
+_TOOLS: dict[str, type[Tool]] = {str(kind.__struct_config__.tag): kind for kind in _KINDS}
 
 COMMON_TOOLS: dict[str, Tool] = {
     "torch": TorchTool(),
@@ -33,11 +24,6 @@ COMMON_TOOLS: dict[str, Tool] = {
 def parse_tool(settings: Mapping[str, object]) -> Tool:
     """Return the tool that an arm's settings describe.
 
-    Parameters
-    ----------
-    settings : mapping
-        ``tool`` and the settings of that tool: ``{"tool": "dcp", "threads": 2}``.
-
     Raises UsageError if the tool is unknown, or a setting is unknown, of another type, or out of range.
 
     Examples
@@ -49,6 +35,4 @@ def parse_tool(settings: Mapping[str, object]) -> Tool:
     if not isinstance(name, str) or name not in _TOOLS:
         problem = f"the tool {name!r} does not exist" if "tool" in settings else "the setting 'tool' is missing"
         raise UsageError(problem, remedy=f"tools: {', '.join(_TOOLS)}")
-    tool = convert(dict(settings), _TOOLS[name], what=f"tool {name!r}")
-    tool.check()
-    return tool
+    return _TOOLS[name].parse({key: value for key, value in settings.items() if key != "tool"})

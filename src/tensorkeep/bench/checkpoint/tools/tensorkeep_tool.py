@@ -1,11 +1,10 @@
 """Tensorkeep's own format."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar, Self
 
-import msgspec
-
-from tensorkeep.bench.checkpoint.tools.base import Tool
+from tensorkeep.bench.checkpoint.tools.base import Threads, Tool
 from tensorkeep.checkpoint.load.load import load
 from tensorkeep.checkpoint.save.save import save
 from tensorkeep.io.buffers import DEFAULT_BUDGET
@@ -13,22 +12,12 @@ from tensorkeep.io.parallel import default_threads
 
 
 class TensorkeepTool(Tool, frozen=True, tag="tensorkeep"):
-    """`tensorkeep.save` and `tensorkeep.load`.
-
-    Attributes
-    ----------
-    direct_io : bool
-        Bypass the page cache when writing, where the file system supports it.
-    threads : int or None
-        Threads that write and read; the defaults of `save` and `load` if None.
-    verify : bool
-        Verify the checksum of every block that is loaded.
-    """
+    """`tensorkeep.save` and `tensorkeep.load`."""
 
     compression: str = "none"
-    direct_io: bool = True
-    threads: Annotated[int, msgspec.Meta(ge=1, le=256)] | None = None
-    verify: bool = True
+    direct_io: bool = True  # bypass the page cache when writing, where the file system supports it
+    threads: Threads | None = None  # that write and read; the defaults of `save` and `load` if None
+    verify: bool = True  # verify the checksum of every block that is loaded
 
     nested: ClassVar[bool] = True
 
@@ -36,11 +25,14 @@ class TensorkeepTool(Tool, frozen=True, tag="tensorkeep"):
     def durable(self) -> bool:
         return True
 
-    def check(self) -> None:
+    @classmethod
+    def parse(cls, settings: Mapping[str, object]) -> Self:
         from tensorkeep.formats.blockfile.data_file import find_codec
 
-        if self.compression != "auto":
-            find_codec(self.compression)
+        tool = super().parse(settings)
+        if tool.compression != "auto":
+            find_codec(tool.compression)
+        return tool
 
     def save(self, state: Any, path: Path) -> None:
         save(

@@ -4,24 +4,17 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
-import msgspec
 import numpy as np
 
-from tensorkeep.bench.checkpoint.tools.base import Tool
+from tensorkeep.bench.checkpoint.tools.base import Threads, Tool
 
 
 class TorchTool(Tool, frozen=True, tag="torch"):
-    """``torch.save`` and ``torch.load(weights_only=True)``.
+    """``torch.save`` and ``torch.load(weights_only=True)``."""
 
-    Attributes
-    ----------
-    crc32 : bool
-        Whether ``torch.save`` computes the CRC-32 of every record, as it does by default.
-    """
-
-    crc32: bool = True
+    crc32: bool = True  # whether ``torch.save`` computes the CRC-32 of every record, as it does by default
 
     suffix: ClassVar[str] = ".pt"
     nested: ClassVar[bool] = True
@@ -71,15 +64,9 @@ class SafetensorsTool(Tool, frozen=True, tag="safetensors"):
 
 
 class DcpTool(Tool, frozen=True, tag="dcp"):
-    """``torch.distributed.checkpoint`` in one process, with its file system writer and reader.
+    """``torch.distributed.checkpoint`` in one process, with its file system writer and reader."""
 
-    Attributes
-    ----------
-    threads : int
-        Threads of the writer, each of which writes one file.
-    """
-
-    threads: Annotated[int, msgspec.Meta(ge=1, le=256)] = 1
+    threads: Threads = 1  # of the writer, each of which writes one file
 
     def save(self, state: Any, path: Path) -> None:
         from torch.distributed.checkpoint.filesystem import FileSystemWriter

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from tensorkeep.formats import sidecar
 from tensorkeep.formats.t5x.reader import read_contents
 from tensorkeep.formats.tensorstore.arrays import KnownArray, check_array, start_open
 from tensorkeep.formats.tensorstore.library import ArrayDirectory, context
-from tensorkeep.formats.tensorstore.reader import read_foreign, read_own
+from tensorkeep.formats.tensorstore.reader import read_own
 from tensorkeep.formats.tensorstore.specs import StoredType
 from tensorkeep.io.directory import Directory
-from tensorkeep.state.aliases import Alias, make_view
+from tensorkeep.state.aliases import make_view
 
 if TYPE_CHECKING:
     import torch
@@ -33,30 +32,15 @@ InFlight = Literal["one", "all"]
 def load_tensorstore(
     path: Path, *, concurrency: int | None = None, in_flight: InFlight = "all"
 ) -> "dict[str, torch.Tensor]":
-    """Read every array of a TensorStore checkpoint.
+    """Read every array of a TensorStore checkpoint that Tensorkeep saved, in the dtype that was saved.
 
-    Parameters
-    ----------
-    concurrency : int, optional
-        TensorStore's limit on concurrent file operations; its default if not given.
-    in_flight : str
-        ``"one"``: each array is opened and read before the next. ``"all"``: all are opened, then up to 1 GiB is read
-        at once.
-
-    Returns
-    -------
-    dict of str to torch.Tensor
-        By name, in the dtype that was saved; without a sidecar, in the stored dtype.
+    ``concurrency`` is TensorStore's limit on concurrent file operations. With ``in_flight="one"``, each array is opened
+    and read before the next. With ``"all"``, all are opened, then up to 1 GiB is read at once.
     """
     with Directory(path) as directory:
-        aliases: dict[str, Alias] = {}
-        if sidecar.lies_in(path, "tensorstore"):
-            notes, arrays, known = read_own(directory)
-            aliases = notes.aliases
-        else:
-            arrays, known = read_foreign(directory)
+        notes, arrays, known = read_own(directory)
         tensors = _Loader(arrays, known, concurrency).load(in_flight)
-    return tensors | {name: make_view(tensors[alias.of], alias) for name, alias in aliases.items()}
+    return tensors | {name: make_view(tensors[alias.of], alias) for name, alias in notes.aliases.items()}
 
 
 def load_t5x(path: Path, *, concurrency: int | None = None, in_flight: InFlight = "all") -> "dict[str, torch.Tensor]":

@@ -3,27 +3,20 @@
 import json
 import math
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
-import msgspec
 import numpy as np
 
-from tensorkeep.bench.checkpoint.tools.base import Tool
+from tensorkeep.bench.checkpoint.tools.base import Threads, Tool
 
 _LEAST_BYTES = 4096
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
 class ZipnnTool(Tool, frozen=True, tag="zipnn"):
-    """``ZipNN.compress`` for each tensor. The file holds, for each, a line of JSON that describes it and its bytes.
+    """``ZipNN.compress`` for each tensor. The file holds, for each, a line of JSON that describes it and its bytes."""
 
-    Attributes
-    ----------
-    threads : int
-        Passed to zipnn.
-    """
-
-    threads: Annotated[int, msgspec.Meta(ge=1, le=256)] = 2
+    threads: Threads = 2
 
     suffix: ClassVar[str] = ".znn"
     package: ClassVar[str | None] = "zipnn"
