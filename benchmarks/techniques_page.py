@@ -131,6 +131,7 @@ def _lines(technique: type[Technique], others: list[type[Technique]]) -> Iterato
     for other in others:
         if technique.name in other.conflicts:
             conflicts.setdefault(other.name, other.conflicts[technique.name])
+    conflicts.pop(technique.name, None)
     if conflicts:
         yield ("Conflicts with " + "; ".join(f"`{name}`: {reason}" for name, reason in sorted(conflicts.items())) + ".")
 

@@ -47,13 +47,23 @@ def difference(a: Any, b: Any, path: str = "state") -> str | None:
 
 
 def leaf_bytes(value: Any) -> bytes:
-    """Return the bytes of a tensor or array in C order: an oracle that is independent of `tensorkeep.state`."""
+    """Return the bytes of a tensor or array in C order: slow, and independent of `tensorkeep.state`, as its oracle."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tobytes()
     import torch
 
-    tensor = value.detach().cpu().resolve_conj().resolve_neg()
-    return bytes(tensor.clone(memory_format=torch.contiguous_format).untyped_storage())
+    tensor = value.detach()
+    resolved = (
+        torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") if tensor.is_conj() or tensor.is_neg() else None
+    )
+    source = tensor.cpu() if resolved is None else resolved.copy_(tensor)
+    storage = bytes(source.untyped_storage())
+    size = source.element_size()
+    parts = []
+    for index in np.ndindex(tuple(source.shape)):
+        position = source.storage_offset() + sum(i * stride for i, stride in zip(index, source.stride(), strict=True))
+        parts.append(storage[position * size : (position + 1) * size])
+    return b"".join(parts)
 
 
 def _leaf_difference(a: Leaf, b: Leaf) -> str | None:

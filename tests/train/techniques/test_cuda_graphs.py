@@ -112,7 +112,7 @@ def test_gradients_accumulate_until_they_are_dropped() -> None:
     assert it.gradient(torch.tensor([1.0, 1.0, 1.0]), slope=2.0).tolist() == [2.5, 3.0, 3.5]
     it.used.grad = None
     assert it.gradient(torch.tensor([1.0, 2.0, 3.0]), slope=1.0).tolist() == [1.0, 2.0, 3.0]
-    assert it.graphs.replays == (3, 3)
+    assert it.graphs.replays == {"forward": 3, "backward": 3}
 
 
 @pytest.mark.usefixtures("recorder")

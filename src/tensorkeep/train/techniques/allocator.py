@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
+import msgspec
 import torch
 from msgspec import Meta
 
@@ -53,23 +54,26 @@ class Allocator(Technique):
         """Return that CUDA is missing, or the environment that is needed: torch has read it already."""
         if sys.platform == "win32":
             return "needs Linux: on Windows the driver has no expandable segments"
-        requested, given = self._requested(), _parse_environment(os.environ)
+        requested = {name: str(value) for name, value in self._requested().items()}
+        given = _parse_environment(os.environ)
         unset = any(given.get(name) != value for name, value in requested.items())
         line = ",".join(f"{name}:{value}" for name, value in {**given, **requested}.items())
         late = f"needs {_VARIABLES[0]}={line} in the environment from the start: put that before the command"
         return machine.lacks_cuda() or (late if unset else None)
 
-    def _requested(self) -> dict[str, str]:
-        """Return the settings as the environment spells them."""
-        settings = {name: getattr(self.settings, name) for name in self.settings.__struct_fields__}
-        return {name: str(value) for name, value in settings.items() if value is not None}
+    def _requested(self) -> dict[str, Any]:
+        """Return the settings that have a value."""
+        return {name: value for name, value in msgspec.structs.asdict(self.settings).items() if value is not None}
 
     def verify(self, run: Run) -> Verification:
         """Read back the allocator's settings, and the segments of the step's memory."""
         yield
         snapshot = torch.cuda.memory._snapshot(run.device)
         found = snapshot["allocator_settings"]
-        for name, value in self._expected().items():
+        requested = self._requested()
+        if "max_split_size_mb" in requested:
+            requested["max_split_size"] = requested.pop("max_split_size_mb") * _MIB
+        for name, value in requested.items():
             if found[name] != value:
                 raise self.not_active(
                     f"the allocator has {name}={found[name]} instead of {value}",
@@ -92,16 +96,6 @@ class Allocator(Technique):
             reserved_bytes=reserved,
             allocated_bytes=allocated,
         )
-
-    def _expected(self) -> dict[str, Any]:
-        """Return the settings as a snapshot spells them."""
-        settings = self.settings
-        expected: dict[str, Any] = {"expandable_segments": settings.expandable_segments}
-        if settings.max_split_size_mb is not None:
-            expected["max_split_size"] = settings.max_split_size_mb * _MIB
-        if settings.garbage_collection_threshold is not None:
-            expected["garbage_collection_threshold"] = settings.garbage_collection_threshold
-        return expected
 
 
 def _parse_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -102,7 +102,14 @@ class Compile(Technique):
                 raise self.not_active("torch computed a loss uncompiled", _SEE_LOG)
             return inner(inputs, targets)
 
-        compiled = torch.compile(compiled_only, **self._compile_options())
+        settings = self.settings
+        compiled = torch.compile(
+            compiled_only,
+            backend=settings.backend,
+            dynamic=settings.dynamic,
+            fullgraph=settings.fullgraph,
+            options=self._inductor_options() if settings.backend == "inductor" else None,
+        )
 
         def loss(inputs: Tensor, targets: Tensor) -> Tensor:
             self._calls += 1
@@ -118,24 +125,16 @@ class Compile(Technique):
         self._counts_before = _counts()
         run.operations.loss = loss
 
-    def _compile_options(self) -> dict[str, Any]:
-        settings = self.settings
-        options: dict[str, Any] = {
-            "backend": settings.backend,
-            "dynamic": settings.dynamic,
-            "fullgraph": settings.fullgraph,
-        }
-        if settings.backend == "inductor":
-            from torch._inductor import list_mode_options
+    def _inductor_options(self) -> dict[str, Any]:
+        from torch._inductor import list_mode_options
 
-            options["options"] = {
-                **list_mode_options(settings.mode),
-                # torch's "max-autotune" turns them on too, and they are wrong if a step has several batches.
-                "triton.cudagraphs": settings.mode == "reduce-overhead",
-                # Dropout draws the same numbers as uncompiled.
-                "fallback_random": True,
-            }
-        return options
+        return {
+            **list_mode_options(self.settings.mode),
+            # torch's "max-autotune" turns them on too, and they are wrong if a step has several batches.
+            "triton.cudagraphs": self.settings.mode == "reduce-overhead",
+            # Dropout draws the same numbers as uncompiled.
+            "fallback_random": True,
+        }
 
     def warm_up(self, run: Run) -> None:
         """Compile, while no technique observes."""

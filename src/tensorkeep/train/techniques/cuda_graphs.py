@@ -1,5 +1,6 @@
 """CUDA graphs: the kernels of the loss and of its gradient are recorded once, and replayed together."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -73,14 +74,14 @@ class CudaGraphs(Technique):
     def verify(self, run: Run) -> Verification:
         """Count the replays: one forward and one backward for each batch of the step."""
         graphs, expected = self._graphs, run.config.loop.accumulate
-        before = (0, 0) if graphs is None else graphs.replays
+        if graphs is not None:
+            graphs.replays.clear()
         self._observed = True
         try:
             yield
         finally:
             self._observed = False
-        after = (0, 0) if graphs is None else graphs.replays
-        forward, backward = (now - then for now, then in zip(after, before, strict=True))
+        forward, backward = (0 if graphs is None else graphs.replays[way] for way in ("forward", "backward"))
         if (forward, backward) != (expected, expected):
             raise self.not_active(f"of {expected} batches {forward} losses and {backward} gradients were replayed")
         return Proof(
@@ -97,7 +98,7 @@ class LossGraphs:
 
     def __init__(self, loss: Loss, parameters: list[nn.Parameter], inputs: Tensor, targets: Tensor) -> None:
         self.shape = inputs.shape
-        self.replays = (0, 0)
+        self.replays = Counter[str]()
         self._loss = loss
         self._inputs, self._targets = inputs.clone(), targets.clone()
         self._value: Tensor
@@ -129,7 +130,7 @@ class LossGraphs:
         self._inputs.copy_(inputs)
         self._targets.copy_(targets)
         self._replay_loss()
-        self.replays = (self.replays[0] + 1, self.replays[1])
+        self.replays["forward"] += 1
         return self._value.detach().clone()
 
     def add_gradient(self, scale: Tensor) -> None:
@@ -144,7 +145,7 @@ class LossGraphs:
                     remedy="leave cuda-graphs out, or the technique that replaces the gradients of parameters",
                 )
         self._replay_gradient()
-        self.replays = (self.replays[0], self.replays[1] + 1)
+        self.replays["backward"] += 1
 
 
 class _Replayed(torch.autograd.Function):

@@ -123,9 +123,9 @@ def low_bit(plain: torch.optim.Optimizer, *, bits: int | str) -> Any:
         {key: value for key, value in group.items() if key in supported or key not in plain.defaults}
         for group in plain.param_groups
     ]
-    optimizer, rates = kind(groups), _RateConversion()
-    optimizer.register_step_pre_hook(rates.to_tensors)
-    optimizer.register_step_post_hook(rates.to_numbers)
+    optimizer = kind(groups)
+    optimizer.register_step_pre_hook(_rates_to_tensors)
+    optimizer.register_step_post_hook(_rates_to_numbers)
     optimizer.register_state_dict_post_hook(_flatten_states)
     optimizer.register_load_state_dict_pre_hook(_unflatten_states)
     for group, given in zip(optimizer.param_groups, groups, strict=True):
@@ -133,17 +133,15 @@ def low_bit(plain: torch.optim.Optimizer, *, bits: int | str) -> Any:
     return optimizer
 
 
-class _RateConversion:
-    """Makes the learning rates tensors for torchao's step only; elsewhere they are numbers."""
+def _rates_to_tensors(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+    """Make the learning rates tensors, for torchao's step only; elsewhere they are numbers."""
+    for group in optimizer.param_groups:
+        group["rate"], group["lr"] = group["lr"], torch.tensor(group["lr"], dtype=torch.float32)
 
-    def to_tensors(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
-        self._numbers = [group["lr"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["lr"] = torch.tensor(group["lr"], dtype=torch.float32)
 
-    def to_numbers(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
-        for group, number in zip(optimizer.param_groups, self._numbers, strict=True):
-            group["lr"] = number
+def _rates_to_numbers(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = group.pop("rate")
 
 
 def _flatten_states(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Dynamic sparse attention: each position attends to its own block and to the best earlier blocks."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -101,24 +101,15 @@ class TopBlocks:
         self.keep = keep
         self.pairs: list[Tensor] | None = None
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        /,
-        *,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-    ) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Tensor:
         visible = self.visible(query, key)
-        if attn_mask is not None:
-            visible &= attn_mask
+        if options.get("attn_mask") is not None:
+            visible &= options["attn_mask"]
         # In this order: compiled code would be compiled again if it depended on the list.
         if not torch.compiler.is_compiling() and self.pairs is not None:
             self.pairs.append(visible.sum((-1, -2)))
-        return functional.scaled_dot_product_attention(query, key, value, attn_mask=visible, dropout_p=dropout_p)
+        options |= {"attn_mask": visible, "is_causal": False}
+        return functional.scaled_dot_product_attention(query, key, value, **options)
 
     @torch.no_grad()
     def visible(self, query: Tensor, key: Tensor) -> Tensor:

@@ -123,22 +123,19 @@ def _observed(technique: Technique, run: Run, proofs: dict[str, Proof]) -> Itera
 
 def _build(name: str, given: Mapping[str, Any]) -> Technique:
     technique = TECHNIQUE_CLASSES.get(name)
-    known = [field.name for field in msgspec.structs.fields(technique.Settings)]
+    known = {field.name: get_origin(field.type) for field in msgspec.structs.fields(technique.Settings)}
     unknown = [setting for setting in given if setting not in known]
     if unknown:
         raise UsageError(f"{name} has no setting {unknown[0]!r}", remedy=f"its settings: {', '.join(known) or 'none'}")
+    # A text such as "16,32,64" is a list where a setting takes several values.
+    settings = {
+        setting: value.split(",") if known[setting] is tuple and isinstance(value, str) else value
+        for setting, value in given.items()
+    }
     try:
-        return technique(read_settings(_with_lists(given, technique), technique.Settings))
+        return technique(read_settings(settings, technique.Settings))
     except UsageError as error:
         raise UsageError(f"{name}: {error.message}", remedy=error.remedy) from error
-
-
-def _with_lists(given: Mapping[str, Any], technique: type[Technique]) -> dict[str, Any]:
-    """Return settings in which texts such as ``"16,32,64"`` are lists where a setting takes several values."""
-    several = {each.name for each in msgspec.structs.fields(technique.Settings) if get_origin(each.type) is tuple}
-    return {
-        name: value.split(",") if name in several and isinstance(value, str) else value for name, value in given.items()
-    }
 
 
 def _in_order(techniques: Sequence[Technique]) -> list[Technique]:

@@ -24,17 +24,14 @@ class Parallel(Technique):
     changes: ClassVar = "processes"
     # With dropout, each process draws other zeros; without it, only the order of sums differs.
     tolerance: ClassVar = 0.05
+    # Its own name has no effect: a technique is on once.
+    conflicts: ClassVar = dict.fromkeys(TOGETHER, "each would divide the processes by itself")
 
     def lacks(self, machine: Machine) -> str | None:
         """Return the command that starts the processes, unless they are started."""
         if can_join():
             return None
         return f"needs torchrun: torchrun --nproc-per-node 2 -m tensorkeep train RECIPE --technique {self.name}"
-
-
-def others_than(name: str) -> dict[str, str]:
-    """Return, as conflicts, the other techniques for several processes."""
-    return dict.fromkeys((each for each in TOGETHER if each != name), "each would divide the processes by itself")
 
 
 def shard_batches(run: Run) -> None:

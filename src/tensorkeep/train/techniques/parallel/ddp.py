@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Verification
 from tensorkeep.train.techniques.observe import replace_operation
-from tensorkeep.train.techniques.parallel import Parallel, others_than, shard_batches
+from tensorkeep.train.techniques.parallel import Parallel, shard_batches
 from tensorkeep.train.techniques.warm_up import Loss, next_batch
 
 
@@ -23,7 +23,6 @@ class Ddp(Parallel):
     summary: ClassVar = "lets each process train its rows of every batch, and averages their gradients"
     effect: ClassVar = "almost as many times the speed as there are devices, while a batch keeps each of them busy"
     reference: ClassVar = "arXiv 2006.15704; torch.nn.parallel.DistributedDataParallel"
-    conflicts: ClassVar = others_than("ddp")
 
     parallel: DistributedDataParallel
     _reduced = 0

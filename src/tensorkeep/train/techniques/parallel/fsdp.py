@@ -8,7 +8,7 @@ from torch.distributed.tensor import Shard
 
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Verification
-from tensorkeep.train.techniques.parallel import others_than, shard_batches
+from tensorkeep.train.techniques.parallel import shard_batches
 from tensorkeep.train.techniques.parallel.sharding import (
     ShardedParallel,
     ShardLayout,
@@ -25,7 +25,6 @@ class Fsdp(ShardedParallel):
     summary: ClassVar = "shards weights, gradients and optimizer states among processes, and gathers block by block"
     effect: ClassVar = "the state takes as many times less memory as there are devices; 1.5 times as much is sent"
     reference: ClassVar = "arXiv 2304.11277; torch.distributed.fsdp.fully_shard"
-    conflicts: ClassVar = others_than("fsdp")
 
     def apply(self, run: Run) -> None:
         """Shard the model, block by block, and the batches."""

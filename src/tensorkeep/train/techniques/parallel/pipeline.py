@@ -15,7 +15,7 @@ from tensorkeep.train.model.gpt import token_loss
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Verification
 from tensorkeep.train.techniques.observe import count_calls
-from tensorkeep.train.techniques.parallel import Parallel, others_than
+from tensorkeep.train.techniques.parallel import Parallel
 from tensorkeep.train.techniques.parallel.stages import StageModule, Stages, save_all_stages
 from tensorkeep.train.techniques.wrapped_batches import WrappedBatches
 
@@ -53,7 +53,7 @@ class PipelineParallel(Parallel):
     reference: ClassVar = "arXiv 1811.06965; torch.distributed.pipelining"
     Settings: ClassVar = PipelineSettings
     conflicts: ClassVar = {
-        **others_than("pipeline-parallel"),
+        **Parallel.conflicts,
         **dict.fromkeys(("activation-checkpointing", "attention-kernel", "sparse-attention"), _ALL_BLOCKS),
         **dict.fromkeys(("quantised-forward", "triton-kernel"), _ALL_BLOCKS),
         "activation-swapping": "micro-batches alternate, and it swaps the tensors of one loss until its gradient",

@@ -16,7 +16,7 @@ from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Verification
 from tensorkeep.train.techniques.observe import observe_outputs
-from tensorkeep.train.techniques.parallel import others_than
+from tensorkeep.train.techniques.parallel import Parallel
 from tensorkeep.train.techniques.parallel.sharding import ShardedParallel, ShardLayout, use_sharded_parameters
 
 _BY_ROWS = ("attention.qkv", "mlp.up", "mlp.gate")
@@ -35,10 +35,7 @@ class TensorParallel(ShardedParallel):
     summary: ClassVar = "shards the matrices of every block among processes, by heads and by hidden units"
     effect: ClassVar = "blocks take as many times less memory as there are devices; every block waits for them twice"
     reference: ClassVar = "arXiv 1909.08053; torch.distributed.tensor.parallel.parallelize_module"
-    conflicts: ClassVar = {
-        **others_than("tensor-parallel"),
-        "activation-swapping": "it cannot move the sharded activations",
-    }
+    conflicts: ClassVar = {**Parallel.conflicts, "activation-swapping": "it cannot move the sharded activations"}
 
     def apply(self, run: Run) -> None:
         """Shard the blocks, and replicate all other parameters."""
