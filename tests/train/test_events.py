@@ -23,8 +23,8 @@ from tensorkeep.errors import StoreError
 from tensorkeep.machine import resident_bytes
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import Summary, train
-from tensorkeep.train.memory import limits
-from tensorkeep.train.optim.range_test import RangeTest
+from tensorkeep.train.optim.schedules import RangeTest
+from tensorkeep.train.run.device import peak_memory
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.log import RunLog
 from tensorkeep.train.run.setup import open_run
@@ -175,13 +175,13 @@ def test_peak_memory_is_in_the_log_and_in_the_summary(tmp_path: Path, data: Path
 
 def test_peak_memory_grows_with_allocations_and_stays_after_they_are_freed() -> None:
     cpu = torch.device("cpu")
-    before = limits.peak_memory(cpu)
+    before = peak_memory(cpu)
     more = 64 * 1024**2
     held = np.ones(before - resident_bytes() + more, np.uint8)
-    assert limits.peak_memory(cpu) > before + more // 2
+    assert peak_memory(cpu) > before + more // 2
     del held
     # Exactly the same it need not be: the kernel counts pages in steps.
-    assert limits.peak_memory(cpu) > before + more // 2
+    assert peak_memory(cpu) > before + more // 2
 
 
 # The range test

@@ -96,9 +96,9 @@ def _train(config: Config, folder: RunFolder, given: Mapping[str, object], outpu
     def open_on_ranks(world: World) -> Dataset:
         """Return the data of the run; rank 0 prepares it."""
         if not world.is_main:
-            return Dataset.open(world.broadcast_text(""))
+            return Dataset.open(world.broadcast(""))
         dataset = open_data(config, folder, resume=resume, given=given, meter=output.meter)
-        world.broadcast_text(str(dataset.path))
+        world.broadcast(str(dataset.path))
         return dataset
 
     with open_run(config, folder, open_on_ranks, resume=resume) as run, stop_on_signals() as stop:

@@ -1,27 +1,22 @@
 """The validation loss of a model, over the full split or a fixed sample of batches."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
-from tensorkeep.train.model.modes import evaluating
 
 _LARGEST_TOKENS = 16384
 _LARGEST_LOGITS = 2**26
 
 
 def evaluate(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Return the mean loss over all tokens of some batches, in nats.
+    """Return the mean loss over all tokens of some batches (inputs and targets, [batch, positions]), in nats.
 
     No random numbers are drawn, and each module keeps its training mode.
-
-    Parameters
-    ----------
-    batches : iterable of (Tensor, Tensor)
-        Inputs and targets, int64, of shape [batch, positions].
 
     Examples
     --------
@@ -46,3 +41,15 @@ def evaluation_batch_size(model: ModelConfig) -> int:
     """Return the batch size of evaluations, which keeps the logits small for any vocabulary."""
     tokens = min(_LARGEST_TOKENS, _LARGEST_LOGITS // model.vocab_size)
     return max(1, tokens // model.context_length)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode (no dropout); afterwards each module has its previous mode again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

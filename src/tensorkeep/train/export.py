@@ -16,6 +16,7 @@ from tensorkeep.errors import PathLike, StateMismatchError, UsageError
 from tensorkeep.io.commit import Commit
 from tensorkeep.io.files import write_small
 from tensorkeep.io.temporaries import remove_abandoned
+from tensorkeep.train.data.tokenizers.base import library
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.model.huggingface import Architecture, architecture_of
@@ -35,18 +36,12 @@ class ExportReport:
 
     Attributes
     ----------
-    path : str
-        The folder.
     architecture : str
         The class in transformers: ``"GPT2LMHeadModel"`` or ``"LlamaForCausalLM"``.
     parameters : int
         Elements of the written tensors; tied weights count once.
-    dtype : str
-        Of the tensors.
     stored_bytes : int
         Of all files.
-    files : tuple of str
-        Their names.
     """
 
     path: str
@@ -103,8 +98,8 @@ def export(
         If transformers has no architecture for the configuration; the message names the settings that prevent it.
     StateMismatchError
         If the tensors are not those of the configuration.
-    UsageError
-        If another argument is invalid.
+    UsageError, MissingExtraError
+        If another argument is invalid, or a tokenizer is given and the package ``tokenizers`` is not installed.
     DestinationExistsError, BusyError, StoreError
         If the folder cannot be written.
 
@@ -117,30 +112,23 @@ def export(
     >>> report.architecture, report.files
     ('GPT2LMHeadModel', ('model.safetensors', 'config.json'))
     """
-    destination = Path(checked_path(folder))
     architecture = architecture_of(config)
     state = _checked_state(model_or_state, config)
     target = _checked_dtype(state["tokens.weight"].dtype if dtype is None else dtype)
-    documents = {CONFIG: _config_document(architecture, config, target, end_of_document)}
-    if tokenizer_json is not None:
-        documents[TOKENIZER_CONFIG] = _tokenizer_config(tokenizer_json, config, end_of_document)
+    contents = {CONFIG: _config_document(architecture, config, target, end_of_document)}
+    contents |= _tokenizer_files(tokenizer_json, config, end_of_document)
+    named = architecture.tensors(state, config)
     # Copies, because of tensors that share memory, safetensors writes only the first.
-    tensors = {
-        name: tensor.detach().to("cpu", _DTYPES[target], copy=True)
-        for name, tensor in architecture.tensors(state, config)
-    }
-    with Commit(destination, directory=True, overwrite=overwrite, replaceable=_is_export) as commit:
+    tensors = {name: tensor.detach().to("cpu", _DTYPES[target], copy=True) for name, tensor in named}
+    with Commit(Path(checked_path(folder)), directory=True, overwrite=overwrite, replaceable=_is_export) as commit:
         saved = save(tensors, commit.path / WEIGHTS, format="safetensors", compression="none")
         # Temporaries that `save` could not remove would be published as well.
         remove_abandoned(commit.path)
-        contents = {name: msgspec.json.format(msgspec.json.encode(each)) for name, each in documents.items()}
-        if tokenizer_json is not None:
-            contents[TOKENIZER] = tokenizer_json.encode()
         for name, content in contents.items():
             write_small(commit.path / name, content)
         commit.publish()
     return ExportReport(
-        path=os.fspath(destination),
+        path=os.fspath(commit.destination),
         architecture=architecture.name,
         parameters=sum(tensor.numel() for tensor in tensors.values()),
         dtype=target,
@@ -194,30 +182,33 @@ def _checked_dtype(dtype: torch.dtype | str) -> str:
     return name
 
 
-def _config_document(
-    architecture: Architecture, config: ModelConfig, dtype: str, end_of_document: int | None
-) -> dict[str, Any]:
+def _config_document(architecture: Architecture, config: ModelConfig, dtype: str, end_of_document: int | None) -> bytes:
+    """Return the ``config.json``."""
     if end_of_document is not None and not 0 <= end_of_document < config.vocab_size:
         raise UsageError(
             f"the end of document is token {end_of_document}, and the model has tokens 0 to {config.vocab_size - 1}",
             remedy="give that of the tokenizer, or leave it out",
         )
-    return {
-        "architectures": [architecture.name],
-        **architecture.settings(config),
-        "vocab_size": config.vocab_size,
-        "initializer_range": float(config.init_std),
-        "tie_word_embeddings": config.tied,
-        "torch_dtype": dtype,
-        # Without these entries, transformers uses those of the published models.
-        "bos_token_id": end_of_document,
-        "eos_token_id": end_of_document,
-        "pad_token_id": None,
-    }
+    return _json(
+        {
+            "architectures": [architecture.name],
+            **architecture.settings(config),
+            "vocab_size": config.vocab_size,
+            "initializer_range": float(config.init_std),
+            "tie_word_embeddings": config.tied,
+            "torch_dtype": dtype,
+            # Without these entries, transformers uses those of the published models.
+            "bos_token_id": end_of_document,
+            "eos_token_id": end_of_document,
+            "pad_token_id": None,
+        }
+    )
 
 
-def _tokenizer_config(text: str, config: ModelConfig, end_of_document: int | None) -> dict[str, Any]:
-    """Return the ``tokenizer_config.json``, after a check that all tokens are in the vocabulary of the model."""
+def _tokenizer_files(text: str | None, config: ModelConfig, end_of_document: int | None) -> dict[str, bytes]:
+    """Return both files of a tokenizer, after a check that all tokens are in the vocabulary of the model."""
+    if text is None:
+        return {}
     tokens = _tokens_of(text)
     largest = max(tokens.values(), default=0)
     if largest >= config.vocab_size:
@@ -226,33 +217,24 @@ def _tokenizer_config(text: str, config: ModelConfig, end_of_document: int | Non
             remedy="give the tokenizer that the model was trained with",
         )
     ends = [token for token, number in tokens.items() if number == end_of_document]
-    return {
+    document = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config.context_length,
         "clean_up_tokenization_spaces": False,
         **({"eos_token": ends[0]} if ends else {}),
     }
+    return {TOKENIZER_CONFIG: _json(document), TOKENIZER: text.encode()}
 
 
-class _TokenizerModel(msgspec.Struct):
-    vocab: dict[str, int]
-
-
-class _AddedToken(msgspec.Struct):
-    id: int
-    content: str
-
-
-class _TokenizerFile(msgspec.Struct):
-    model: _TokenizerModel
-    added_tokens: list[_AddedToken] = []
+def _json(document: dict[str, Any]) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(document))
 
 
 def _tokens_of(text: str) -> dict[str, int]:
+    tokenizers = library("tokenizers")
     try:
-        file = msgspec.json.decode(text, type=_TokenizerFile)
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        return dict(tokenizers.Tokenizer.from_str(text).get_vocab(with_added_tokens=True))
+    except Exception as error:  # the library raises nothing narrower
         raise UsageError(
             f"the tokenizer is not a tokenizer.json ({error})", remedy="give what Tokenizer.to_str() returns"
         ) from error
-    return file.model.vocab | {token.content: token.id for token in file.added_tokens}

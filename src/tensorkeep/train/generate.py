@@ -8,12 +8,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tensorkeep.errors import UsageError
 from tensorkeep.train.data.tokenizers.base import Tokenizer
+from tensorkeep.train.evaluate import evaluating
 from tensorkeep.train.model.cache import Cache
 from tensorkeep.train.model.gpt import GPT
-from tensorkeep.train.model.modes import evaluating
 
 Prompt = Sequence[int] | Sequence[Sequence[int]] | npt.NDArray[np.integer] | Tensor
 """Token ids of one prompt, or of several prompts of equal length."""
@@ -24,43 +25,21 @@ OnToken = Callable[[list[int]], None]
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a token is chosen from logits; see `generate` for the attributes.
-
-    Raises
-    ------
-    UsageError
-        If a value is out of range.
-    """
+    """How a token is chosen from logits; see `generate` for the attributes. UsageError if one is out of range."""
 
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise UsageError(
-                f"temperature is {self.temperature}", remedy="give 0, for the likeliest token, or a number above it"
-            )
-        if self.top_k is not None and self.top_k < 1:
-            raise UsageError(f"top_k is {self.top_k}", remedy="give 1 or more, or leave it out")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UsageError(f"top_p is {self.top_p}", remedy="give a number above 0 and up to 1, or leave it out")
+        finite = math.isfinite(self.temperature) and self.temperature >= 0
+        _require(finite, "temperature", self.temperature, "give 0, for the likeliest token, or a number above it")
+        _require(self.top_k is None or self.top_k >= 1, "top_k", self.top_k, "give 1 or more, or leave it out")
+        fraction = self.top_p is None or 0 < self.top_p <= 1
+        _require(fraction, "top_p", self.top_p, "give a number above 0 and up to 1, or leave it out")
 
     def choose(self, logits: Tensor, generator: torch.Generator) -> Tensor:
-        """Return one token for each row of logits.
-
-        Parameters
-        ----------
-        logits : Tensor
-            Of shape [batch, vocab_size], on the generator's device.
-        generator : torch.Generator
-            Not used at temperature 0.
-
-        Returns
-        -------
-        Tensor
-            int64, of shape [batch].
-        """
+        """Return one token, int64, for each row of logits, which are on the generator's device."""
         if self.temperature == 0:
             return logits.argmax(dim=-1)
         return torch.multinomial(self.probabilities(logits), 1, generator=generator).squeeze(-1)
@@ -92,13 +71,15 @@ def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     return kept / kept.sum(dim=-1, keepdim=True)
 
 
+def _require(valid: bool, name: str, value: object, remedy: str) -> None:
+    if not valid:
+        raise UsageError(f"{name} is {value}", remedy=remedy)
+
+
 def prompt_ids(tokenizer: Tokenizer, prompt: str | None) -> list[int]:
     """Return the tokens of a prompt; None begins a new document, or a new line, or is token 0.
 
-    Raises
-    ------
-    UsageError
-        If the tokenizer cannot encode the prompt, or it is empty.
+    Raises UsageError if the tokenizer cannot encode the prompt, or it is empty.
     """
     if prompt is not None:
         ids: list[int] = tokenizer.encode(prompt).tolist()
@@ -129,11 +110,8 @@ def generate(
 ) -> Tensor:
     """Continue one prompt, or several prompts of equal length.
 
-    The model attends to the last ``context_length`` tokens. As long as all tokens fit, each is computed once, and its
-    keys and values are cached. After that, the window moves by one position with every token, which changes all
-    positions, so the whole window is computed for each token. The cache changes the result by rounding only.
-
-    The global random state is neither used nor changed, and each module keeps its training mode.
+    The model attends to the last ``context_length`` tokens. The cache changes the result by rounding only. The global
+    random state is neither used nor changed, and each module keeps its training mode.
 
     Parameters
     ----------
@@ -179,50 +157,39 @@ def generate(
     torch.Size([7])
     """
     sampling = Sampling(temperature, top_k, top_p)
-    prompt = _checked_prompt(prompt_ids, model.config.vocab_size)
-    stops = _checked_stops(stop, model.config.vocab_size)
     _check_numbers(max_new_tokens, seed, vocab_size)
+    prompt, stops = _checked_ids(prompt_ids, stop, model.config.vocab_size)
+    length = prompt.shape[-1]
+    ids = functional.pad(prompt.reshape(-1, length), (0, max_new_tokens)).to(model.tokens.weight.device)
     generator = torch.Generator().manual_seed(seed)
-    ids = _padded(prompt, max_new_tokens, model.tokens.weight.device)
-    batch, length = len(ids), prompt.shape[-1]
     # Not inference_mode, which does not support sharded weights.
     with torch.no_grad(), evaluating(model):
-        cache = model.new_cache(batch) if use_cache else None
-        ended = torch.zeros(batch, dtype=torch.bool)
+        cache = model.new_cache(len(ids)) if use_cache else None
+        ended = torch.zeros(len(ids), dtype=torch.bool)
         while length < ids.shape[1] and not ended.all():
             logits = _next_logits(model, ids[:, :length], cache)[:, :vocab_size]
-            drawn = torch.where(ended, ids[:, length - 1].cpu(), sampling.choose(logits, generator))
-            ids[:, length] = drawn
+            ids[:, length] = drawn = torch.where(ended, ids[:, length - 1].cpu(), sampling.choose(logits, generator))
             length += 1
             ended = torch.isin(drawn, stops)
             if on_token is not None:
                 on_token(drawn.tolist())
-    ids = ids[:, :length].clone()
-    return ids if prompt.ndim == 2 else ids[0]
-
-
-def _padded(prompt: Tensor, count: int, device: torch.device) -> Tensor:
-    """Return the prompts as rows, followed by space for ``count`` tokens."""
-    rows = prompt if prompt.ndim == 2 else prompt.unsqueeze(0)
-    ids = torch.empty(len(rows), rows.shape[1] + count, dtype=torch.int64, device=device)
-    ids[:, : rows.shape[1]] = rows
-    return ids
+    return ids[:, :length].clone().view(*prompt.shape[:-1], length)
 
 
 def _check_numbers(max_new_tokens: int, seed: int, vocab_size: int | None) -> None:
-    if max_new_tokens < 0:
-        raise UsageError(f"max_new_tokens is {max_new_tokens}", remedy="give 0 or more")
-    if not 0 <= seed < 2**64:
-        raise UsageError(f"the seed is {seed}", remedy="give a whole number from 0 to below 2**64")
-    if vocab_size is not None and vocab_size < 1:
-        raise UsageError(f"vocab_size is {vocab_size}", remedy="give 1 or more, or leave it out")
+    _require(max_new_tokens >= 0, "max_new_tokens", max_new_tokens, "give 0 or more")
+    _require(0 <= seed < 2**64, "the seed", seed, "give a whole number from 0 to below 2**64")
+    _require(vocab_size is None or vocab_size >= 1, "vocab_size", vocab_size, "give 1 or more, or leave it out")
 
 
 def _next_logits(model: GPT, ids: Tensor, cache: Cache | None) -> Tensor:
-    """Return the logits of the token after these, on the CPU, of shape [batch, vocab_size]."""
-    context_length = model.config.context_length
-    if cache is None or ids.shape[1] > context_length:
-        logits = model.last_logits(ids[:, -context_length:]).cpu()
+    """Return the logits of the token after these, on the CPU, of shape [batch, vocab_size].
+
+    As long as all tokens fit, each is computed once, and its keys and values are cached. After that, the window moves
+    by one position with every token, which changes all positions, so the whole window is computed for each token.
+    """
+    if cache is None or ids.shape[1] > model.config.context_length:
+        logits = model.last_logits(ids[:, -model.config.context_length :]).cpu()
     else:
         logits = model.last_logits(ids[:, cache.length :], cache).cpu()
     if not logits.isfinite().all():
@@ -233,8 +200,8 @@ def _next_logits(model: GPT, ids: Tensor, cache: Cache | None) -> Tensor:
     return logits
 
 
-def _checked_prompt(prompt_ids: Prompt, vocab_size: int) -> Tensor:
-    """Return the prompt as an int64 tensor of shape [positions] or [batch, positions]."""
+def _checked_ids(prompt_ids: Prompt, stop: int | Collection[int] | None, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Return the prompt, of shape [positions] or [batch, positions], and the tokens that end a sequence; both int64."""
     try:
         prompt = prompt_ids if isinstance(prompt_ids, Tensor) else torch.tensor(prompt_ids)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -248,22 +215,13 @@ def _checked_prompt(prompt_ids: Prompt, vocab_size: int) -> Tensor:
         )
     if prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool:
         raise UsageError(f"the prompt is of {prompt.dtype}", remedy="give token ids, which are whole numbers")
-    prompt = prompt.to(torch.int64)
-    _check_ids(prompt, vocab_size, "the prompt")
-    return prompt
-
-
-def _checked_stops(stop: int | Collection[int] | None, vocab_size: int) -> Tensor:
-    wanted = [] if stop is None else [stop] if isinstance(stop, int) else list(stop)
-    stops = torch.tensor(wanted, dtype=torch.int64)
-    _check_ids(stops, vocab_size, "stop")
-    return stops
-
-
-def _check_ids(ids: Tensor, vocab_size: int, what: str) -> None:
-    outside = ids[(ids < 0) | (ids >= vocab_size)]
-    if outside.numel():
-        raise UsageError(
-            f"{what} has the token {outside[0].item()}, and the model has tokens 0 to {vocab_size - 1}",
-            remedy="encode the text with the tokenizer that the model was trained with",
-        )
+    ends = [] if stop is None else [stop] if isinstance(stop, int) else list(stop)
+    prompt, stops = prompt.to(torch.int64), torch.tensor(ends, dtype=torch.int64)
+    for what, ids in (("the prompt", prompt), ("stop", stops)):
+        outside = ids[(ids < 0) | (ids >= vocab_size)]
+        if outside.numel():
+            raise UsageError(
+                f"{what} has the token {outside[0].item()}, and the model has tokens 0 to {vocab_size - 1}",
+                remedy="encode the text with the tokenizer that the model was trained with",
+            )
+    return prompt, stops

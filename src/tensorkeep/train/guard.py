@@ -18,12 +18,7 @@ A skipped update changes no weight: if this many batches fail, the cause is the 
 
 
 def check_finite(run: Run, loss: Tensor, norm: Tensor) -> bool:
-    """Return whether an update may be applied; count the updates that are skipped.
-
-    Parameters
-    ----------
-    loss, norm : Tensor
-        Scalars: the loss of the step, and the norm of its gradient.
+    """Return whether an update with this loss and gradient norm may be applied; count the updates that are skipped.
 
     Raises DivergedError if one of them is not finite, and ``loop.on_divergence`` is ``"stop"`` or `MOST_SKIPPED`
     updates in a row were skipped.

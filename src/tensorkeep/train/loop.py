@@ -23,10 +23,10 @@ from tensorkeep.checkpoint.save.job import PendingSave
 from tensorkeep.train.data.batches import windows
 from tensorkeep.train.evaluate import evaluate, evaluation_batch_size
 from tensorkeep.train.generate import generate, prompt_ids
-from tensorkeep.train.memory.limits import peak_memory
 from tensorkeep.train.model.gpt import IGNORED
 from tensorkeep.train.optim.optimizers import set_learning_rate
 from tensorkeep.train.optim.schedules import learning_rate_factor
+from tensorkeep.train.run.device import peak_memory
 from tensorkeep.train.run.setup import OpenRun
 from tensorkeep.train.run.state import METRIC, Run
 
@@ -35,18 +35,11 @@ class Listener(Protocol):
     """Receives the events of a run as they happen, on rank 0."""
 
     def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None:
-        """Receive one event.
+        """Receive one event of a step; the values are its figures, as in ``log.jsonl``.
 
-        Parameters
-        ----------
-        step : int
-            The step that the event belongs to.
-        kind : str
-            ``"train"``, ``"evaluate"``, ``"sample"``, ``"technique"`` (a technique was verified to be active),
-            ``"save"`` (a checkpoint is durable, which may be some steps after its own), or ``"suggestion"`` (the result
-            of a range test).
-        values : dict of str to object
-            The figures of the event, as in ``log.jsonl``.
+        The kind is ``"train"``, ``"evaluate"``, ``"sample"``, ``"technique"`` (a technique was verified to be active),
+        ``"save"`` (a checkpoint is durable, which may be some steps after its own), or ``"suggestion"`` (the result of
+        a range test).
         """
 
 
@@ -67,7 +60,7 @@ class Summary:
     tokens_per_second, mfu : float
         Of training alone; NaN if no step was timed.
     peak_memory_bytes : int
-        See `tensorkeep.train.memory.limits`.
+        See `tensorkeep.train.run.device.peak_memory`.
     suggested_learning_rate : float or None
         The result of a range test.
     seconds : dict of str to float
@@ -138,10 +131,7 @@ def train(run: OpenRun, listener: Listener, *, stop: Callable[[], bool] = lambda
 def take_step(run: Run) -> dict[str, float]:
     """Make one update of the weights: add up the gradients of some micro-batches, clip them, step the optimizers.
 
-    Returns
-    -------
-    dict of str to float
-        ``loss``: the mean loss of the batches; ``gradient_norm``: before clipping; ``learning_rate``: AdamW's.
+    Returns ``loss``, the mean loss of the batches, ``gradient_norm`` before clipping, and ``learning_rate`` of AdamW.
     """
     settings, operations = run.config.loop, run.operations
     run.progress.step += 1

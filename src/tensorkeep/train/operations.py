@@ -1,10 +1,10 @@
 """The operations that a training step consists of; techniques wrap or replace them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.optim.optimizers import Optimizers
@@ -41,15 +41,13 @@ class Operations:
 def default_operations(
     model: GPT, optimizers: Optimizers, *, clip: float, accepts: Callable[[Tensor, Tensor], bool]
 ) -> Operations:
-    """Return the operations of a step without techniques.
+    """Return the operations of a step without techniques; ``clip`` is the largest norm of the gradient, 0 for any."""
 
-    Parameters
-    ----------
-    clip : float
-        The largest norm of the gradient; 0 for no limit.
-    accepts : callable
-        See `Operations`.
-    """
+    def clip_gradient() -> Tensor:
+        parameters = list(model.parameters())
+        if clip:
+            return torch.nn.utils.clip_grad_norm_(parameters, clip)
+        return torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
 
     def update() -> None:
         for optimizer in optimizers.values():
@@ -59,15 +57,7 @@ def default_operations(
         # Looked up at each call, because techniques replace `model.loss`.
         loss=lambda inputs, targets: model.loss(inputs, targets),
         backward=lambda value: value.backward(),  # type: ignore[no-untyped-call]
-        clip=lambda: clip_gradient(model.parameters(), clip),
+        clip=clip_gradient,
         accepts=accepts,
         update=update,
     )
-
-
-def clip_gradient(parameters: Iterable[nn.Parameter], largest: float) -> Tensor:
-    """Scale the gradient so that its norm is at most ``largest`` (0 for no limit); return the norm before that."""
-    parameters = list(parameters)
-    if largest:
-        return torch.nn.utils.clip_grad_norm_(parameters, largest)
-    return torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])

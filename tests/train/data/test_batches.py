@@ -93,7 +93,7 @@ def test_batch_larger_than_an_epoch_continues_in_the_next_epoch() -> None:
 def test_the_order_of_an_epoch_takes_four_bytes_a_window() -> None:
     offsets = ShuffledOffsets(1_000_000, 8, 1)
     offsets.take(0, 1)
-    assert offsets._block.nbytes == 4 * offsets.windows
+    assert offsets._order.nbytes == 4 * offsets.windows
 
 
 def test_random_offsets_cover_the_whole_text() -> None:

@@ -250,7 +250,7 @@ def test_a_byte_order_mark_does_not_shift_the_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize("encoding", ["utf-9", "hex", "", "a\0b"])
 def test_invalid_encodings_are_refused(tmp_path: Path, encoding: str) -> None:
     with pytest.raises(UsageError, match="is not a text encoding"):
-        open_source(fill(tmp_path, {"a.txt": "a"}), encoding=encoding)
+        read(fill(tmp_path, {"a.txt": "a"}), encoding=encoding)
 
 
 def test_missing_sources(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tensorkeep.errors import CorruptCheckpointError, MissingExtraError, UnsupportedError, UsageError
 from tensorkeep.train.data.tokenizers import bpe, from_tiktoken
 from tensorkeep.train.data.tokenizers.base import END_OF_DOCUMENT, LONGEST_UNCUT, Tokenizer, at_line_ends, token_dtype
-from tensorkeep.train.data.tokenizers.byte import ByteTokenizer
+from tensorkeep.train.data.tokenizers.char import ByteTokenizer
 from tensorkeep.train.data.tokenizers.known import learner, tokenizer_from_dict
 
 PIECES = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12), max_size=12)

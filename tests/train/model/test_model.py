@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from tensorkeep.errors import UsageError
+from tensorkeep.train.evaluate import evaluating
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT, token_loss
-from tensorkeep.train.model.modes import evaluating
 from train import plain_gpt
 
 CHOICES = {

@@ -15,17 +15,8 @@ _PREFIX = "TENSORKEEP_"
 def read_words(words: Sequence[str], options: Collection[str] = ()) -> tuple[str | None, dict[str, str]]:
     """Split the words of a command line into the recipe and the settings: ``--optim.lr 3e-4`` or ``--optim.lr=3e-4``.
 
-    Parameters
-    ----------
-    words : sequence of str
-        In any order.
-    options : collection of str
-        Other options of the command, such as ``"--resume"``, for the suggestions in error messages.
-
-    Returns
-    -------
-    tuple of (str or None, dict of str to str)
-        The recipe, or None if no recipe is given, and the settings by dotted name.
+    The words are in any order; the settings are returned by dotted name. ``options`` are other options of the command,
+    such as ``"--resume"``, for the suggestions in error messages.
 
     Raises UsageError if a setting is unknown or has no value, or there is a second recipe.
     """
@@ -68,14 +59,8 @@ def given_settings(
 ) -> dict[str, object]:
     """Return the settings that the user gave, by dotted name: command line over environment over file.
 
-    Parameters
-    ----------
-    words : mapping of str to object, optional
-        From `read_words`.
-    file : Path, optional
-        A TOML file, whose tables within ``[train]`` are read, such as ``[train.optim]``.
-    environment : mapping of str to str, optional
-        Variables such as ``TENSORKEEP_OPTIM_LR``; by default those of the process.
+    ``words`` are from `read_words`. Of the TOML file, the tables within ``[train]`` are read, such as
+    ``[train.optim]``. The environment, by default that of the process, has variables such as ``TENSORKEEP_OPTIM_LR``.
 
     Raises UsageError if the file cannot be read, or has an unknown setting.
     """

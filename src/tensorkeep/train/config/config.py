@@ -7,19 +7,8 @@ from typing import Any, Self
 import msgspec
 
 from tensorkeep.errors import PathLike, UsageError
-from tensorkeep.train.config.sections import (
-    AverageConfig,
-    CheckpointConfig,
-    DataConfig,
-    EvalConfig,
-    LogConfig,
-    LoopConfig,
-    OptimConfig,
-    SampleConfig,
-    ScheduleConfig,
-    Section,
-    read_settings,
-)
+from tensorkeep.train.config import sections
+from tensorkeep.train.config.sections import Section, read_settings
 from tensorkeep.train.model.config import ModelConfig
 
 TECHNIQUES = "techniques."
@@ -43,7 +32,7 @@ class Config(Section, frozen=True):
     Examples
     --------
     >>> from tensorkeep.train.config.recipes import get_recipe
-    >>> config = get_recipe("shakespeare-char-cpu").with_setting("optim.lr", 3e-4)
+    >>> config = get_recipe("shakespeare-char-cpu").changed({"optim.lr": 3e-4})
     >>> config.setting("optim.lr"), config.loop.steps
     (0.0003, 2000)
     >>> config.changed({"techniques.compile.mode": "default", "loop.steps": "10"}).techniques
@@ -52,15 +41,15 @@ class Config(Section, frozen=True):
 
     recipe: str
     model: ModelConfig
-    data: DataConfig = DataConfig()
-    optim: OptimConfig = OptimConfig()
-    schedule: ScheduleConfig = ScheduleConfig()
-    loop: LoopConfig = LoopConfig()
-    eval: EvalConfig = EvalConfig()
-    sample: SampleConfig = SampleConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    ema: AverageConfig = AverageConfig()
-    log: LogConfig = LogConfig()
+    data: sections.DataConfig = sections.DataConfig()
+    optim: sections.OptimConfig = sections.OptimConfig()
+    schedule: sections.ScheduleConfig = sections.ScheduleConfig()
+    loop: sections.LoopConfig = sections.LoopConfig()
+    eval: sections.EvalConfig = sections.EvalConfig()
+    sample: sections.SampleConfig = sections.SampleConfig()
+    checkpoint: sections.CheckpointConfig = sections.CheckpointConfig()
+    ema: sections.AverageConfig = sections.AverageConfig()
+    log: sections.LogConfig = sections.LogConfig()
     techniques: dict[str, dict[str, Any]] = {}  # noqa: RUF012  # msgspec copies it for each instance
 
     def __post_init__(self) -> None:
@@ -82,31 +71,15 @@ class Config(Section, frozen=True):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Return the configuration that `as_dict` gave.
-
-        Raises
-        ------
-        UsageError
-            If a value is missing, unknown, of the wrong type or out of bounds.
-        """
+        """Return the configuration that `as_dict` gave; see `read_settings` for the errors."""
         return read_settings(values, cls)
 
     def setting(self, name: str) -> Any:
-        """Return the value of a setting by its dotted name, such as ``"optim.lr"``.
-
-        Raises
-        ------
-        UsageError
-            If there is no such setting.
-        """
+        """Return the value of a setting by its dotted name, such as ``"optim.lr"``; UsageError if it does not exist."""
         values = flat(self.as_dict())
         if name not in values:
             raise unknown_setting(name, values)
         return values[name]
-
-    def with_setting(self, name: str, value: object) -> Self:
-        """Return the configuration with one setting changed; see `changed`."""
-        return self.changed({name: value})
 
     def changed(self, settings: Mapping[str, object]) -> Self:
         """Return the configuration with some settings changed.

@@ -7,17 +7,8 @@ import difflib
 from collections.abc import Callable
 
 from tensorkeep.errors import UsageError
+from tensorkeep.train.config import sections
 from tensorkeep.train.config.config import Config
-from tensorkeep.train.config.sections import (
-    CheckpointConfig,
-    DataConfig,
-    EvalConfig,
-    LogConfig,
-    LoopConfig,
-    OptimConfig,
-    SampleConfig,
-    ScheduleConfig,
-)
 from tensorkeep.train.model.config import ModelConfig
 
 _FROM_DATA = 1
@@ -35,12 +26,12 @@ def shakespeare_char_cpu() -> Config:
         model=ModelConfig(
             vocab_size=_FROM_DATA, context_length=64, n_layers=4, n_heads=4, d_model=128, dropout=0.0, bias=False
         ),
-        data=DataConfig(tokenizer="char"),
-        optim=OptimConfig(lr=1e-3, weight_decay=0.1, beta2=0.99, clip=1.0),
-        schedule=ScheduleConfig(name="cosine", warmup_steps=100, final=0.1),
-        loop=LoopConfig(steps=2000, batch_size=12),
-        eval=EvalConfig(every=250),
-        checkpoint=CheckpointConfig(every=250),
+        data=sections.DataConfig(tokenizer="char"),
+        optim=sections.OptimConfig(lr=1e-3, weight_decay=0.1, beta2=0.99, clip=1.0),
+        schedule=sections.ScheduleConfig(name="cosine", warmup_steps=100, final=0.1),
+        loop=sections.LoopConfig(steps=2000, batch_size=12),
+        eval=sections.EvalConfig(every=250),
+        checkpoint=sections.CheckpointConfig(every=250),
     )
 
 
@@ -95,10 +86,10 @@ def chatgot_small_char() -> Config:
         model=ModelConfig(
             vocab_size=_FROM_DATA, context_length=128, n_layers=4, n_heads=4, d_model=256, d_ff=1024, dropout=0.1
         ),
-        data=DataConfig(tokenizer="char"),
-        optim=OptimConfig(lr=1e-3),
-        schedule=ScheduleConfig(name="cosine", warmup_steps=100),
-        loop=LoopConfig(steps=2000, batch_size=16),
+        data=sections.DataConfig(tokenizer="char"),
+        optim=sections.OptimConfig(lr=1e-3),
+        schedule=sections.ScheduleConfig(name="cosine", warmup_steps=100),
+        loop=sections.LoopConfig(steps=2000, batch_size=16),
     )
 
 
@@ -117,13 +108,13 @@ def chatgot_85m() -> Config:
             activation="swiglu",
             tied=True,
         ),
-        data=DataConfig(tokenizer="bpe", vocab_size=8192),
-        optim=OptimConfig(lr=6e-4),
-        schedule=ScheduleConfig(name="wsd", warmup_steps=500, final=0.0),
-        loop=LoopConfig(steps=20_000, batch_size=8, accumulate=8),
-        eval=EvalConfig(every=500, batches=50),
-        sample=SampleConfig(every=500),
-        checkpoint=CheckpointConfig(every=500),
+        data=sections.DataConfig(tokenizer="bpe", vocab_size=8192),
+        optim=sections.OptimConfig(lr=6e-4),
+        schedule=sections.ScheduleConfig(name="wsd", warmup_steps=500, final=0.0),
+        loop=sections.LoopConfig(steps=20_000, batch_size=8, accumulate=8),
+        eval=sections.EvalConfig(every=500, batches=50),
+        sample=sections.SampleConfig(every=500),
+        checkpoint=sections.CheckpointConfig(every=500),
     )
 
 
@@ -140,13 +131,13 @@ def gpt2_124m() -> Config:
             activation="gelu_tanh",
             bias=True,
         ),
-        data=DataConfig(tokenizer="tiktoken:gpt2"),
-        optim=OptimConfig(lr=6e-4, weight_decay=0.1),
-        schedule=ScheduleConfig(name="cosine", warmup_steps=700),
-        loop=LoopConfig(steps=19_000, batch_size=16, accumulate=32),
-        eval=EvalConfig(every=500, batches=50),
-        checkpoint=CheckpointConfig(every=1000),
-        log=LogConfig(every=10),
+        data=sections.DataConfig(tokenizer="tiktoken:gpt2"),
+        optim=sections.OptimConfig(lr=6e-4, weight_decay=0.1),
+        schedule=sections.ScheduleConfig(name="cosine", warmup_steps=700),
+        loop=sections.LoopConfig(steps=19_000, batch_size=16, accumulate=32),
+        eval=sections.EvalConfig(every=500, batches=50),
+        checkpoint=sections.CheckpointConfig(every=1000),
+        log=sections.LogConfig(every=10),
     )
 
 

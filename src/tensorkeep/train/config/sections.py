@@ -43,14 +43,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def read_settings(values: Mapping[str, Any], kind: type[S]) -> S:
-    """Return the section that plain values describe; numbers and flags may be given as text.
-
-    Parameters
-    ----------
-    values : mapping
-        By name; sections within it are mappings, too.
-    kind : type
-        The class of the section.
+    """Return the section of a class that nested plain values describe; numbers and flags may be given as text.
 
     Raises UsageError if a value is missing, unknown, of the wrong type or out of bounds; the message names it, such as
     ``"optim.lr"``.

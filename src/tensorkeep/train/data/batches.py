@@ -4,8 +4,8 @@ Random numbers are drawn from Philox (Salmon et al., 2011, https://doi.org/10.11
 state is a counter: any batch can be computed from the seed and its number, without the batches before it.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
 import numpy as np
@@ -23,26 +23,19 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 Offsets = npt.NDArray[np.int64]
 """Places in a text at which windows begin."""
 
-_DRAWN_AT_ONCE = 4096
 _WORDS_PER_COUNT = 4
 
 
 class BatchSource(Protocol):
-    """Where a run takes its training batches from: `Batches`, or a technique's wrapper around them.
-
-    Attributes
-    ----------
-    position : int
-        The number of the next batch, from 0.
-    context_length : int
-        Tokens in a window of the next batch.
-    """
+    """Where a run takes its training batches from: `Batches`, or a technique's wrapper around them."""
 
     @property
-    def position(self) -> int: ...
+    def position(self) -> int:
+        """The number of the next batch, from 0."""
 
     @property
-    def context_length(self) -> int: ...
+    def context_length(self) -> int:
+        """Tokens in a window of the next batch."""
 
     def __next__(self) -> Batch: ...
 
@@ -96,7 +89,7 @@ class Batches:
         seed: int,
         order: Order = "random",
     ) -> None:
-        _check_window(tokens, context_length, batch_size)
+        check_window(tokens, context_length, batch_size)
         if order not in _ORDERS:
             raise UsageError(f"there is no order {order!r}", remedy=f"give one of {', '.join(_ORDERS)}")
         if not 0 <= seed < 1 << 64:
@@ -134,102 +127,60 @@ class Batches:
         self.position = position
 
 
-class _EndlessOffsets(ABC):
-    """An endless sequence of offsets, of which a block is computed at once and kept.
-
-    Subclasses set ``block_size`` and compute a block from its number alone.
-    """
-
-    block_size: int
-
-    def __init__(self) -> None:
-        self._number = -1
-        self._block: npt.NDArray[Any] = np.empty(0, np.int64)
-
-    @abstractmethod
-    def draw(self, number: int) -> npt.NDArray[Any]:
-        """Return block ``number``."""
-
-    def resolve(self, drawn: npt.NDArray[Any]) -> Offsets:
-        """Return the offsets of a part of the current block."""
-        return drawn.astype(np.int64)
-
-    def take(self, begin: int, count: int) -> Offsets:
-        """Return ``count`` offsets from place ``begin`` of the sequence."""
-        parts = []
-        while count:
-            number, place = divmod(begin, self.block_size)
-            if number != self._number:
-                self._block, self._number = self.draw(number), number
-            part = self.resolve(self._block[place : place + count])
-            parts.append(part)
-            begin, count = begin + len(part), count - len(part)
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-class RandomOffsets(_EndlessOffsets):
-    """Independent, uniformly distributed offsets, as nanoGPT draws them.
-
-    Parameters
-    ----------
-    tokens : int
-        The length of the text.
-    context_length : int
-    seed : int
-    """
-
-    block_size = _DRAWN_AT_ONCE
+class RandomOffsets:
+    """Independent, uniformly distributed offsets, as nanoGPT draws them; see `Batches`."""
 
     def __init__(self, tokens: int, context_length: int, seed: int) -> None:
-        super().__init__()
         self._choices = np.uint64(tokens - context_length)
         self._seed = seed
+        self._next = -1
 
-    def draw(self, number: int) -> npt.NDArray[Any]:
-        counter = number * (_DRAWN_AT_ONCE // _WORDS_PER_COUNT)
+    def take(self, begin: int, count: int) -> Offsets:
+        """Return ``count`` offsets from place ``begin`` of an endless sequence."""
+        if begin != self._next:
+            counter, skipped = divmod(begin, _WORDS_PER_COUNT)
+            self._words = np.random.Philox(key=self._seed, counter=counter)
+            self._words.random_raw(skipped)
+        self._next = begin + count
         # numpy guarantees the sequence of raw words, but not that of bounded integers. The bias of the remainder of
         # 64-bit words is negligible.
-        words = np.random.Philox(key=self._seed, counter=counter).random_raw(_DRAWN_AT_ONCE)
-        return words % self._choices
+        return (self._words.random_raw(count) % self._choices).astype(np.int64)
 
 
-class ShuffledOffsets(_EndlessOffsets):
-    """Epochs in which each window of a grid over the text comes once, in random order.
+class ShuffledOffsets:
+    """Epochs in which each window of a grid over the text comes once, in random order; see `Batches`.
 
     The grid begins at another random place in each epoch, so that windows are cut differently. Less than two windows at
-    the ends of the text are left out of an epoch.
-
-    Parameters
-    ----------
-    tokens : int
-        The length of the text.
-    context_length : int
-    seed : int
-
-    Attributes
-    ----------
-    windows : int
-        Windows in an epoch. Their order takes 4 bytes for each, 8 from 2**32 windows on.
+    the ends of the text are left out of an epoch. The order of the windows of an epoch takes 4 bytes for each, 8 from
+    2**32 windows on.
     """
 
     def __init__(self, tokens: int, context_length: int, seed: int) -> None:
-        super().__init__()
         # One less than fit, if possible, so that the grid can be shifted by up to a window.
-        self.windows = self.block_size = max(1, (tokens - 1) // context_length - 1)
+        self.windows = max(1, (tokens - 1) // context_length - 1)
         self._shifts = tokens - self.windows * context_length
         self._context_length = context_length
         self._seed = seed
-        self._shift = 0
+        self._epoch = -1
 
-    def draw(self, number: int) -> npt.NDArray[Any]:
-        words = np.random.Philox(key=np.array([self._seed, number + 1], np.uint64))
+    def _draw(self, epoch: int) -> None:
+        words = np.random.Philox(key=np.array([self._seed, epoch + 1], np.uint64))
         self._shift = int(words.random_raw()) % self._shifts
-        order = np.arange(self.windows, dtype=np.uint32 if self.windows <= 1 << 32 else np.uint64)
-        np.random.Generator(words).shuffle(order)
-        return order
+        self._order = np.arange(self.windows, dtype=np.uint32 if self.windows <= 1 << 32 else np.uint64)
+        np.random.Generator(words).shuffle(self._order)
+        self._epoch = epoch
 
-    def resolve(self, drawn: npt.NDArray[Any]) -> Offsets:
-        return drawn.astype(np.int64) * self._context_length + self._shift
+    def take(self, begin: int, count: int) -> Offsets:
+        """Return ``count`` offsets from place ``begin`` of an endless sequence."""
+        parts = []
+        while count:
+            epoch, place = divmod(begin, self.windows)
+            if epoch != self._epoch:
+                self._draw(epoch)
+            chosen = self._order[place : place + count].astype(np.int64)
+            parts.append(chosen * self._context_length + self._shift)
+            begin, count = begin + len(chosen), count - len(chosen)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 _ORDERS: dict[str, type[RandomOffsets | ShuffledOffsets]] = {"random": RandomOffsets, "shuffled": ShuffledOffsets}
@@ -256,28 +207,29 @@ def windows(tokens: Tokens, context_length: int, *, batch_size: int = 64, most: 
     UsageError
         Immediately, if an argument is out of range, or the text is not longer than a window.
     """
-    _check_window(tokens, context_length, batch_size)
-    return _windows(tokens, context_length, batch_size, most)
+    check_window(tokens, context_length, batch_size)
+    last = (len(tokens) - 1) // context_length * context_length
+    begins = range(0, last, batch_size * context_length)
+    chosen = len(begins) if most is None else min(most, len(begins))
+
+    def batch(begin: int) -> Batch:
+        piece = tokens[begin : min(begin + batch_size * context_length, last) + 1].astype(np.int64)
+        inputs, targets = (torch.from_numpy(each.reshape(-1, context_length)) for each in (piece[:-1], piece[1:]))
+        return inputs, targets
+
+    return (batch(begins[number * len(begins) // chosen]) for number in range(chosen))
 
 
-def _windows(tokens: Tokens, context_length: int, batch_size: int, most: int | None) -> Iterator[Batch]:
-    count = (len(tokens) - 1) // context_length
-    firsts = range(0, count, batch_size)
-    chosen = len(firsts) if most is None else min(most, len(firsts))
-    for first in (firsts[number * len(firsts) // chosen] for number in range(chosen)):
-        begin, end = (place * context_length for place in (first, min(first + batch_size, count)))
-        inputs, targets = (
-            tokens[begin + shift : end + shift].astype(np.int64).reshape(-1, context_length) for shift in (0, 1)
-        )
-        yield torch.from_numpy(inputs), torch.from_numpy(targets)
-
-
-def _check_window(tokens: Tokens, context_length: int, batch_size: int) -> None:
+def check_window(
+    tokens: Tokens, context_length: int, batch_size: int = 1, *, what: str = "text", path: Path | None = None
+) -> None:
+    """Raise UsageError if a batch or its windows are empty, or the text is not longer than a window."""
     for name, count in (("context length", context_length), ("batch size", batch_size)):
         if count < 1:
             raise UsageError(f"the {name} is {count}", remedy="give 1 or more")
-    if len(tokens) < context_length + 1:
+    if len(tokens) <= context_length:
         raise UsageError(
-            f"the text has {len(tokens):,} tokens, and a context of {context_length:,} needs {context_length + 1:,}",
-            remedy="use a shorter context, or prepare more text",
+            f"the {what} has {len(tokens):,} tokens, and a context of {context_length:,} needs {context_length + 1:,}",
+            path=path,
+            remedy="use a shorter context (--model.context_length), or prepare more text",
         )

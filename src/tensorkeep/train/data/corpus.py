@@ -8,14 +8,13 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Self
+from typing import IO
 
 from tensorkeep.checkpoint.arguments import checked_path
 from tensorkeep.errors import NotACheckpointError, NotFoundError, PathLike, UsageError
-from tensorkeep.io.files import store_error
+from tensorkeep.io.files import store_error, store_errors
 
 STDIN = "-"
 STDLIB = "stdlib"
@@ -42,15 +41,9 @@ _COPIED_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class TextFile:
-    """A file of a corpus.
+    """A file of a corpus, and its size when it was found.
 
-    Attributes
-    ----------
-    name : str
-        Its path below the folder that was searched, which does not depend on the place of that folder.
-    path : Path
-    nbytes : int
-        Its size when it was found.
+    Its name is the path below the folder that was searched, which does not depend on the place of that folder.
     """
 
     name: str
@@ -65,7 +58,7 @@ class TextFile:
 
 @dataclass(frozen=True)
 class Source:
-    """The files of a corpus, found but not read; a context manager that closes its files.
+    """The files of a corpus in the order in which they are read, found but not read; see `open_source`.
 
     Attributes
     ----------
@@ -73,17 +66,14 @@ class Source:
         What the user gave.
     kind : str
         ``"file"``, ``"jsonl"``, ``"folder"``, ``"pattern"``, ``"stdlib"`` or ``"stdin"``.
-    files : tuple of TextFile
-        In the order in which they are read.
-    encoding : str
     """
 
     spec: str
     kind: str
     files: tuple[TextFile, ...]
     encoding: str
+    _open: ExitStack
     _stdin_copy: IO[bytes] | None = None
-    _open: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
 
     @property
     def has_documents(self) -> bool:
@@ -102,64 +92,37 @@ class Source:
             self._stdin_copy.seek(0)
             yield self._stdin_copy
             return
-        try:
+        with store_errors(file.path, "read the file"):
             stream = file.path.open("rb")
-        except OSError as error:
-            raise store_error(error, file.path, "read the file") from error
-        # A generator that an error interrupts stays alive in the traceback: `close` then closes its file.
+        # A generator that an error interrupts stays alive in the traceback: `open_source` then closes its file.
         with self._open:
             yield self._open.enter_context(stream)
 
-    def close(self) -> None:
-        """Close the file that is being read, and delete the copy of standard input."""
-        self._open.close()
-        if self._stdin_copy is not None:
-            self._stdin_copy.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-
-def open_source(spec: PathLike, *, encoding: str = "utf-8") -> Source:
+@contextmanager
+def open_source(spec: PathLike, *, encoding: str = "utf-8") -> Iterator[Source]:
     """Find the files of a corpus.
 
-    Parameters
-    ----------
-    spec : path-like
-        A file (``.jsonl``: one JSON object with a document under ``"text"`` on each line), a folder, a pattern such as
-        ``books/*.txt``, ``"-"`` for standard input, or ``"stdlib"`` for the sources of Python's standard library.
-        Folders, patterns, ``stdlib`` and ``.jsonl`` consist of documents; a plain file and standard input are one
-        stream of text.
-    encoding : str
-        The encoding of the text.
+    The source is a file (``.jsonl``: one JSON object with a document under ``"text"`` on each line), a folder, a
+    pattern such as ``books/*.txt``, ``"-"`` for standard input, or ``"stdlib"`` for the sources of Python's standard
+    library. Folders, patterns, ``stdlib`` and ``.jsonl`` consist of documents; a plain file and standard input are one
+    stream of text.
 
-    Returns
-    -------
-    Source
-        A context manager.
-
-    Raises
-    ------
-    NotACheckpointError
-        If there is no such file, folder or match.
-    StoreError
-        If the operating system refuses.
-    UsageError
-        If the encoding is unknown, or something there cannot be read as text.
+    Raises NotACheckpointError if there is no such file, folder or match; StoreError if the operating system refuses;
+    UsageError if the encoding is unknown, or something there cannot be read as text.
     """
     text = os.fspath(checked_path(spec))
     _check_encoding(encoding)
-    if text == STDIN:
-        copy, nbytes = _copy_stdin()
-        return Source(text, "stdin", (TextFile("standard input", Path(STDIN), nbytes),), encoding, copy)
-    kind, files = ("stdlib", _standard_library()) if text == STDLIB else _find(text)
-    records = next((file for file in files if file.has_records), None)
-    if records is not None and codecs.lookup(encoding).name != "utf-8":
-        raise UsageError(f"JSON is UTF-8, not {encoding}", path=records.path, remedy="prepare this file separately")
-    return Source(text, kind, tuple(files), encoding)
+    with ExitStack() as stack:
+        if text == STDIN:
+            copy = _copy_stdin(stack)
+            yield Source(text, "stdin", (TextFile("standard input", Path(STDIN), copy.tell()),), encoding, stack, copy)
+            return
+        kind, files = ("stdlib", _standard_library()) if text == STDLIB else _find(text)
+        records = next((file for file in files if file.has_records), None)
+        if records is not None and codecs.lookup(encoding).name != "utf-8":
+            raise UsageError(f"JSON is UTF-8, not {encoding}", path=records.path, remedy="prepare this file separately")
+        yield Source(text, kind, tuple(files), encoding, stack)
 
 
 def _find(text: str) -> tuple[str, list[TextFile]]:
@@ -190,28 +153,20 @@ def _check_encoding(encoding: str) -> None:
         raise UsageError(f"{encoding!r} is not a text encoding", remedy="give utf-8, latin-1, utf-16, ...") from error
 
 
-def _copy_stdin() -> tuple[IO[bytes], int]:
+def _copy_stdin(stack: ExitStack) -> IO[bytes]:
     """Copy standard input to an unnamed temporary file, because it is read twice."""
-    copy = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  # the source closes it
-    try:
+    with store_errors(tempfile.gettempdir(), "copy standard input to a temporary file"):
+        copy = stack.enter_context(tempfile.TemporaryFile(buffering=0))  # noqa: SIM115  # the stack closes it
         while chunk := sys.stdin.buffer.read(_COPIED_AT_ONCE):
             view = memoryview(chunk)
             while view:
                 view = view[copy.write(view) :]
-        return copy, copy.tell()
-    except OSError as error:
-        copy.close()
-        raise store_error(error, tempfile.gettempdir(), "copy standard input to a temporary file") from error
-    except BaseException:
-        copy.close()
-        raise
+    return copy
 
 
 def _text_file(path: Path, name: str) -> TextFile:
-    try:
+    with store_errors(path, "read the file"):
         status = path.stat()
-    except OSError as error:
-        raise store_error(error, path, "read the file") from error
     if not stat.S_ISREG(status.st_mode):
         raise UsageError("is not a regular file", path=path, remedy='give "-" and pipe its content into the command')
     return TextFile(name, path, status.st_size)
@@ -235,8 +190,12 @@ def _matching(pattern: str) -> list[TextFile]:
     parts = Path(pattern).parts
     fixed = next(place for place, part in enumerate(parts) if _MAGIC & set(part))
     root, rest = Path(*parts[:fixed]), "/".join(parts[fixed:])
+
+    def hidden(path: Path) -> bool:
+        return any(part.startswith(".") for part in path.parts)
+
     try:
-        paths = [path for path in root.glob(rest) if not path.is_dir() and not _is_hidden(path.relative_to(root))]
+        paths = [path for path in root.glob(rest) if not path.is_dir() and not hidden(path.relative_to(root))]
     except (ValueError, NotImplementedError) as error:
         remedy = "`**` must be alone between slashes"
         raise UsageError(f"{pattern!r} is not a valid pattern: {error}", remedy=remedy) from error
@@ -266,28 +225,19 @@ def _sorted(root: Path, paths: Iterable[Path]) -> list[TextFile]:
 
 def _walk(root: Path, enters: Callable[[str], bool]) -> Iterator[Path]:
     """Yield everything below a folder except folders, in any order. Links are followed."""
-    waiting: list[tuple[Path, frozenset[tuple[int, int]]]] = [(root, frozenset())]
-    while waiting:
-        folder, above = waiting.pop()
-        try:
-            status = folder.stat()
-            with os.scandir(folder) as entries:
-                found = [(Path(entry.path), entry.is_dir()) for entry in entries if not entry.name.startswith(".")]
-        except OSError as error:
-            raise store_error(error, folder, "list the folder") from error
-        here = (status.st_dev, status.st_ino)
-        if here in above:
+
+    def refuse(error: OSError) -> None:
+        raise store_error(error, error.filename, "list the folder") from error
+
+    for name, folders, others in os.walk(root, onerror=refuse, followlinks=True):
+        folder = Path(name)
+        if folder.is_symlink() and any(
+            folder.samefile(above) for above in folder.parents if above.is_relative_to(root)
+        ):
             raise UsageError(
                 "is a link that leads back to a folder above it",
                 path=folder,
                 remedy="remove the link, or name the files",
             )
-        for path, is_folder in found:
-            if not is_folder:
-                yield path
-            elif enters(path.name):
-                waiting.append((path, above | {here}))
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+        folders[:] = [each for each in folders if not each.startswith(".") and enters(each)]
+        yield from (folder / each for each in others if not each.startswith("."))

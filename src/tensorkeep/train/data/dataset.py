@@ -20,7 +20,7 @@ from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, PathL
 from tensorkeep.formats import sealed
 from tensorkeep.formats.sealed import new_hasher
 from tensorkeep.io.directory import Directory, read_directory
-from tensorkeep.io.files import store_error
+from tensorkeep.io.files import store_errors
 from tensorkeep.io.parallel import Meter, Progress
 from tensorkeep.io.source_file import SourceFile
 from tensorkeep.train.data.tokenizers.base import Tokenizer, Tokens, token_dtype
@@ -43,16 +43,7 @@ _Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):
-    """One split of the data.
-
-    Attributes
-    ----------
-    tokens : int
-    documents : int or None
-        None if the corpus is one stream of text.
-    xxh3_64 : str
-        The checksum of the file's bytes.
-    """
+    """One split of the data: its size and the checksum of its file. One stream of text has no number of documents."""
 
     tokens: _Positive
     documents: _Count | None
@@ -60,16 +51,9 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """The corpus that the data was made from.
+    """The corpus that the data was made from, a `tensorkeep.train.data.corpus.Source`.
 
-    Attributes
-    ----------
-    spec, kind, encoding : str
-        See `tensorkeep.train.data.corpus.Source`.
-    files, bytes, characters : int
-    documents : int or None
-    xxh3_64 : str
-        The checksum of the file names and the bytes of the files.
+    The checksum is that of the names and the bytes of its files.
     """
 
     spec: str
@@ -85,21 +69,8 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """The body of ``data.json``.
 
-    Attributes
-    ----------
-    format, version : str, int
-    tensorkeep : str
-        The version of Tensorkeep that wrote it.
-    source : Origin
-    tokenizer : dict
-        From `Tokenizer.as_dict`.
-    vocab_size : int
-    dtype : str
-    validation : float
-        The fraction of the text that was meant for validation.
-    seed : int
-        By which documents were assigned to splits.
-    splits : dict of str to Split
+    ``tensorkeep`` is the version that wrote it, ``tokenizer`` the result of `Tokenizer.as_dict`, ``validation`` the
+    fraction of the text that was meant for validation, and ``seed`` that by which documents were assigned to splits.
     """
 
     format: Literal["tensorkeep-data"]
@@ -244,22 +215,18 @@ def _open_tokens(directory: Directory, layout: Layout, split: str) -> SourceFile
     try:
         file = directory.open(path.name, follow_links=False)
     except NotACheckpointError as error:
-        raise CorruptCheckpointError("the file is missing", path=path, remedy="prepare the data again") from error
+        raise _damaged(path, "the file is missing") from error
     expected = layout.splits[split].tokens * np.dtype(layout.dtype).itemsize
     if file.size != expected:
         file.close()
-        raise CorruptCheckpointError(
-            f"holds {file.size:,} bytes, not {expected:,}", path=path, remedy="prepare the data again"
-        )
+        raise _damaged(path, f"holds {file.size:,} bytes, not {expected:,}")
     return file
 
 
 def _map_tokens(file: SourceFile, layout: Layout, split: str) -> Tokens:
     dtype = np.dtype(layout.dtype).newbyteorder("<")
-    try:
+    with store_errors(file.path, "map the file into memory"):
         mapped = np.memmap(file.fd_path, dtype, mode="r", shape=(layout.splits[split].tokens,))
-    except OSError as error:
-        raise store_error(error, file.path, "map the file into memory") from error
     # Slicing a plain array is ten times as fast as slicing a numpy.memmap.
     return mapped.view(np.ndarray)
 
@@ -275,13 +242,13 @@ def _verify(file: SourceFile, layout: Layout, split: str, meter: Meter) -> None:
         largest = max(largest, int(piece.view(np.dtype(layout.dtype).newbyteorder("<")).max()))
         meter.add(piece.nbytes)
     if hasher.hexdigest() != layout.splits[split].xxh3_64:
-        raise CorruptCheckpointError("its checksum is wrong", path=file.path, remedy="prepare the data again")
+        raise _damaged(file.path, "its checksum is wrong")
     if largest >= layout.vocab_size:
-        raise CorruptCheckpointError(
-            f"holds the token {largest:,}, and the vocabulary has {layout.vocab_size:,} tokens",
-            path=file.path,
-            remedy="prepare the data again",
-        )
+        raise _damaged(file.path, f"holds the token {largest:,}, and the vocabulary has {layout.vocab_size:,} tokens")
+
+
+def _damaged(path: Path, message: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(message, path=path, remedy="prepare the data again")
 
 
 def _read_layout(directory: Directory) -> tuple[Layout, Tokenizer]:

@@ -28,12 +28,8 @@ LONGEST_RECORD = 1 << 26
 class Document:
     """One document, or the whole text of a corpus without documents.
 
-    Attributes
-    ----------
-    name : str
-        The name of its file; in a ``.jsonl`` file followed by the number of the line.
-    texts : iterator of str
-        Its text in pieces, to be consumed before the next document.
+    Its name is that of its file, in a ``.jsonl`` file followed by the number of the line. Its texts, pieces of the
+    document, must be consumed before the next document.
     """
 
     name: str
@@ -45,22 +41,11 @@ class _Record(msgspec.Struct):
 
 
 class Reading:
-    """One pass over a source, which computes a checksum of the bytes read.
-
-    Parameters
-    ----------
-    meter : Meter
-        Receives the number of bytes read.
-
-    Attributes
-    ----------
-    nbytes : int
-        Bytes read so far.
-    """
+    """One pass over a source, which counts bytes and characters, reports progress, and computes a checksum."""
 
     def __init__(self, source: Source, meter: Meter) -> None:
         self.source = source
-        self.nbytes = 0
+        self.nbytes = self.characters = 0
         self._meter = meter
         self._hasher = new_hasher(wide=False)
         self._unreported = 0
@@ -100,6 +85,7 @@ class Reading:
             if (place := text.find("\0")) >= 0:
                 raise _binary(f"character {characters + place:,}", file)
             characters += len(text)
+            self.characters += len(text)
             if text:
                 yield text
             if not chunk:
@@ -110,12 +96,17 @@ class Reading:
         while line := self._read(stream.readline, LONGEST_RECORD + 1, file):
             number += 1
             if len(line) > LONGEST_RECORD:
-                raise _refused(f"line {number:,} is longer than {LONGEST_RECORD:,} bytes", file, "split the document")
+                raise UsageError(
+                    f"line {number:,} is longer than {LONGEST_RECORD:,} bytes",
+                    path=file.path,
+                    remedy="split the document",
+                )
             if (place := line.find(b"\0")) >= 0:
                 raise _binary(f"byte {begin + place:,}", file)
             text = _record_text(line, begin, number, file)
             if "\0" in text:
                 raise _binary(f"a character of line {number:,}", file)
+            self.characters += len(text)
             yield Document(f"{file.name}:{number}", (text[at : at + PIECE] for at in range(0, len(text), PIECE)))
             begin += len(line)
 
@@ -138,16 +129,9 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class SplitRule:
-    """Which text is for training and which for validation.
+    """Which text is for training and which for validation: a fraction, and a seed that decides which documents it is.
 
-    Attributes
-    ----------
-    validation : float
-        The fraction of the text that is kept for validation, between 0 and 1.
-    seed : int
-        Decides which documents that is; a stream is always cut at its end.
-
-    Raises UsageError if one of them is out of range.
+    A stream is always cut at its end. Raises UsageError if the fraction or the seed is out of range.
     """
 
     validation: float
@@ -209,7 +193,7 @@ def _record_text(line: bytes, begin: int, number: int, file: TextFile) -> str:
         return msgspec.json.decode(decoded, type=_Record).text
     except (msgspec.DecodeError, RecursionError) as error:
         remedy = 'each line must be an object such as {"text": "..."}'
-        raise _refused(f"line {number:,} is not a document ({error})", file, remedy) from error
+        raise UsageError(f"line {number:,} is not a document ({error})", path=file.path, remedy=remedy) from error
 
 
 def _undecodable(error: UnicodeError, end: int, file: TextFile, encoding: str) -> UsageError:
@@ -219,12 +203,9 @@ def _undecodable(error: UnicodeError, end: int, file: TextFile, encoding: str) -
         # The decoder may have kept bytes of the piece before; its object ends with the last byte that it received.
         reason, place = error.reason, end - len(error.object) + error.start
     remedy = "give the encoding of the text (--encoding latin-1), or leave the file out"
-    return _refused(f"byte {place:,} is not {encoding} ({reason})", file, remedy)
+    return UsageError(f"byte {place:,} is not {encoding} ({reason})", path=file.path, remedy=remedy)
 
 
 def _binary(where: str, file: TextFile) -> UsageError:
-    return _refused(f"{where} is NUL, so this is not text", file, "leave the file out, or give its encoding")
-
-
-def _refused(message: str, file: TextFile, remedy: str) -> UsageError:
-    return UsageError(message, path=file.path, remedy=remedy)
+    remedy = "leave the file out, or give its encoding"
+    return UsageError(f"{where} is NUL, so this is not text", path=file.path, remedy=remedy)

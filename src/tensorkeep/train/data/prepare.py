@@ -6,10 +6,9 @@ The first pass checks that all of it is text, counts it, and learns the tokenize
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -42,15 +41,7 @@ _WRITTEN_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What `prepare` made.
-
-    Attributes
-    ----------
-    path : Path
-        The folder, for `Dataset.open`.
-    about : dict
-        See `Dataset`.
-    """
+    """What `prepare` made: the folder, for `Dataset.open`, and the description of its data, as in `Dataset`."""
 
     path: Path
     about: dict[str, Any]
@@ -132,87 +123,71 @@ def prepare(
         Commit(destination, directory=True, overwrite=overwrite, replaceable=_is_replaceable) as commit,
     ):
         meter = Meter(2 * corpus.nbytes, progress)
-        counts, learned = _learn(corpus, learn, rule, meter)
-        splits = _write_tokens(corpus, commit.path, learned, rule, counts, meter)
-        layout = _layout(corpus, counts, learned, rule, splits)
+        first, counts, learned = _learn(corpus, learn, rule, meter)
+        splits = _write_tokens(first, counts, commit.path, learned, rule, meter)
+        layout = _layout(first, counts, learned, rule, splits)
         write_small(commit.path / FILE, sealed.seal(layout))
         commit.publish()
         return Prepared(commit.destination, layout.about(learned))
 
 
-@dataclass
-class _Counts:
-    """What the first pass counted: characters, and documents with text by split; and the checksum of the corpus."""
-
-    nbytes: int = 0
-    characters: int = 0
-    documents: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
-    digest: str = ""
-
-
-def _learn(source: Source, learn: Learn, rule: SplitRule, meter: Meter) -> tuple[_Counts, Tokenizer]:
-    """Read the corpus for the first time; return its counts and its tokenizer."""
-    counts = _Counts()
+def _learn(source: Source, learn: Learn, rule: SplitRule, meter: Meter) -> tuple[Reading, dict[str, int], Tokenizer]:
+    """Read the corpus for the first time; return the reading, the documents with text by split, and the tokenizer."""
     reading = Reading(source, meter)
-    documents = _counted_documents(reading, rule, counts)
-    tokenizer = learn(documents, documents=source.has_documents)
-    for texts in documents:  # a tokenizer that learns nothing has not read them
+    counts = dict.fromkeys(SPLITS, 0)
+
+    def documents() -> Iterator[Iterator[str]]:
+        before = 0
+        for document in reading.documents():
+            yield document.texts
+            if source.has_documents and reading.characters > before:
+                counts[rule.of_document(document.name)] += 1
+            before = reading.characters
+        if not reading.characters:
+            raise UsageError("holds no text", path=source.spec, remedy="check the source")
+
+    corpus = documents()
+    tokenizer = learn(corpus, source.has_documents)
+    for texts in corpus:  # a tokenizer that learns nothing has not read them
         for _ in texts:
             pass
-    _check_splits(source, rule, counts)
-    counts.nbytes, counts.digest = reading.nbytes, reading.digest()
-    return counts, tokenizer
+    _check_splits(source, rule, counts, reading.characters)
+    return reading, counts, tokenizer
 
 
-def _counted_documents(reading: Reading, rule: SplitRule, counts: _Counts) -> Iterator[Iterator[str]]:
-    for document in reading.documents():
-        split = rule.of_document(document.name) if reading.source.has_documents else None
-        yield _counted_texts(document.texts, split, counts)
-    if not counts.characters:
-        raise UsageError("holds no text", path=reading.source.spec, remedy="check the source")
-
-
-def _counted_texts(texts: Iterator[str], split: str | None, counts: _Counts) -> Iterator[str]:
-    before = counts.characters
-    for text in texts:
-        counts.characters += len(text)
-        yield text
-    if split is not None and counts.characters > before:
-        counts.documents[split] += 1
-
-
-def _check_splits(source: Source, rule: SplitRule, counts: _Counts) -> None:
+def _check_splits(source: Source, rule: SplitRule, counts: dict[str, int], characters: int) -> None:
     """Refuse a corpus that leaves a split empty."""
     if source.has_documents:
-        empty = next((split for split in SPLITS if not counts.documents[split]), None)
+        empty = next((split for split in SPLITS if not counts[split]), None)
         if empty is not None:
             raise UsageError(
-                f"none of its {sum(counts.documents.values()):,} documents is for {empty}: a hash of the name and the "
+                f"none of its {sum(counts.values()):,} documents is for {empty}: a hash of the name and the "
                 "seed decides",
                 path=source.spec,
                 remedy="give another fraction or seed, more documents, or one file with all the text",
             )
         return
-    train = rule.train_characters(counts.characters)
-    if not 0 < train < counts.characters:
+    train = rule.train_characters(characters)
+    if not 0 < train < characters:
         split = VALIDATION if train else "training"
         raise UsageError(
-            f"is so short ({counts.characters:,} characters) that nothing is left for {split}",
+            f"is so short ({characters:,} characters) that nothing is left for {split}",
             path=source.spec,
             remedy="give more text, or another fraction",
         )
 
 
 def _write_tokens(
-    corpus: Source, folder: Path, tokenizer: Tokenizer, rule: SplitRule, counts: _Counts, meter: Meter
+    first: Reading, counts: dict[str, int], folder: Path, tokenizer: Tokenizer, rule: SplitRule, meter: Meter
 ) -> dict[str, Split]:
     """Read the corpus for the second time and write its tokens."""
+    corpus = first.source
     reading = Reading(corpus, meter)
     changed = StoreError("changed while it was read", path=corpus.spec, remedy="prepare it when it is not written to")
     with ExitStack() as stack:
-        files = {split: stack.enter_context(_TokenFile(folder / file_name(split), tokenizer)) for split in SPLITS}
+        files = {split: _TokenFile(folder / file_name(split), tokenizer, stack) for split in SPLITS}
         try:
-            for split, texts in rule.split(reading, counts.characters):
+            for split, texts in rule.split(reading, first.characters):
                 before = files[split].tokens
                 for tokens in tokenizer.encode_stream(texts):
                     files[split].add(tokens)
@@ -221,9 +196,9 @@ def _write_tokens(
         except UsageError as error:
             # The first pass has encoded every character: a new one was not there then.
             raise changed from error
-        if reading.digest() != counts.digest:
+        if reading.digest() != first.digest():
             raise changed
-        documents = counts.documents if corpus.has_documents else dict.fromkeys(SPLITS)
+        documents = counts if corpus.has_documents else dict.fromkeys(SPLITS)
         return {
             split: Split(tokens=file.tokens, documents=documents[split], xxh3_64=file.finish())
             for split, file in files.items()
@@ -231,12 +206,13 @@ def _write_tokens(
 
 
 class _TokenFile:
-    """Appends tokens to a new file and computes their checksum; a context manager that closes the file."""
+    """Appends tokens to a new file, which a stack closes, and computes their checksum."""
 
-    def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
+    def __init__(self, path: Path, tokenizer: Tokenizer, stack: ExitStack) -> None:
         self.tokens = 0
         self._dtype = tokenizer.dtype
         self._file = DirectFile(path, direct=False)
+        stack.callback(self._file.close)
         self._hasher = new_hasher(wide=False)
         self._waiting: list[Tokens] = []
         self._waiting_bytes = 0
@@ -264,24 +240,21 @@ class _TokenFile:
         self._file.finish(self._written)
         return str(self._hasher.hexdigest())
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._file.close()
-
-
-def _layout(corpus: Source, counts: _Counts, tokenizer: Tokenizer, rule: SplitRule, splits: dict[str, Split]) -> Layout:
+def _layout(
+    first: Reading, counts: dict[str, int], tokenizer: Tokenizer, rule: SplitRule, splits: dict[str, Split]
+) -> Layout:
+    corpus = first.source
     origin = Origin(
         # A path need not be valid text, as JSON requires.
         spec=os.fsencode(corpus.spec).decode(errors="backslashreplace"),
         kind=corpus.kind,
         encoding=corpus.encoding,
         files=len(corpus.files),
-        bytes=counts.nbytes,
-        characters=counts.characters,
-        documents=sum(counts.documents.values()) if corpus.has_documents else None,
-        xxh3_64=counts.digest,
+        bytes=first.nbytes,
+        characters=first.characters,
+        documents=sum(counts.values()) if corpus.has_documents else None,
+        xxh3_64=first.digest(),
     )
     return Layout(
         format=FORMAT,

@@ -1,1 +1,1 @@
-"""The memory of training, predicted and measured."""
+"""The memory of training, predicted."""

@@ -13,15 +13,7 @@ _LOGITS_COPIES = 3
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """The bytes that autograd keeps of one micro-batch.
-
-    Attributes
-    ----------
-    rows : int
-        Sequences in the micro-batch.
-    techniques : mapping
-        The settings of the techniques that are on, by name.
-    """
+    """The bytes that autograd keeps of one micro-batch of ``rows`` sequences, with the settings of the techniques."""
 
     model: ModelConfig
     rows: int

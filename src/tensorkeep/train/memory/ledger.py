@@ -41,20 +41,16 @@ class Ledger:
 
     Attributes
     ----------
-    parameters, gradients, optimizer, average : int
-        ``average`` is that of ``ema``.
+    average : int
+        That of ``ema``.
     copies : int
         16-bit copies of weights, if matmuls are computed in 16 bits.
-    activations : int
-        Kept for the backward pass, without the logits.
+    activations, logits : int
+        Kept for the backward pass, without the logits; the logits at its start: log-softmax, and the gradient twice.
     recomputed : int
         What exists in addition while activation checkpointing recomputes a block.
-    logits : int
-        At the start of the backward pass: their log-softmax, and the gradient twice.
-    update : int
-        Temporary memory of an optimizer step.
-    evaluation : int
-        Temporary memory of an evaluation between two steps.
+    update, evaluation : int
+        Temporary memory of an optimizer step, and of an evaluation between two steps.
     accumulated : bool
         Whether gradients exist from one micro-batch to the next.
     unknown : tuple of str
@@ -92,25 +88,22 @@ class Ledger:
 
 
 def predict(config: Config, *, device: str) -> Ledger:
-    """Return the ledger of a run.
+    """Return the ledger of a run on ``"cpu"`` or ``"cuda"``, whose kernels keep different activations.
 
-    Parameters
-    ----------
-    config : Config
-        ``model.vocab_size`` must be that of the data.
-    device : str
-        ``"cpu"`` or ``"cuda"``, whose kernels keep different activations.
+    ``config.model.vocab_size`` must be that of the data.
 
     Raises UsageError, UnsupportedError if a technique does not exist, or techniques cannot be combined.
 
     Examples
     --------
     >>> from tensorkeep.train.config.recipes import get_recipe
-    >>> ledger = predict(get_recipe("shakespeare-char-cpu").with_setting("model.vocab_size", 65), device="cpu")
+    >>> ledger = predict(get_recipe("shakespeare-char-cpu").changed({"model.vocab_size": 65}), device="cpu")
     >>> ledger.parameters, ledger.optimizer == 2 * ledger.parameters
     (3216384, True)
     """
-    config = _with_techniques_model(config)
+    for each in Stack.of(config.techniques).techniques:
+        if each.kind == "algorithmic":  # these may change the model
+            config = each.configure(config)
     model = GPT(config.model, device="meta")
     nbytes = FLOAT * sum(each.numel() for each in model.parameters())
     on = config.techniques
@@ -118,6 +111,8 @@ def predict(config: Config, *, device: str) -> Ledger:
     rows = -(-config.loop.batch_size // parts)
     activations = Activations(config.model, rows=rows, on_cuda=device == "cuda", techniques=on)
     kept = activations.kept()
+    # The 16-bit copies of all weights of matmuls are made for each micro-batch; a tied weight counts once.
+    linear = {id(each.weight): 2 * each.weight.numel() for each in model.modules() if isinstance(each, nn.Linear)}
     if "activation-swapping" in on:
         kept = min(kept, _BLOCKS_ON_GPU * activations.block())
     return Ledger(
@@ -125,7 +120,7 @@ def predict(config: Config, *, device: str) -> Ledger:
         gradients=nbytes,
         optimizer=sum(_states(config, model, device)),
         average=nbytes if config.ema.decay else 0,
-        copies=_copies(model) if activations.width < FLOAT else 0,
+        copies=sum(linear.values()) if activations.width < FLOAT else 0,
         activations=kept,
         recomputed=activations.recomputed(),
         logits=activations.logits(),
@@ -145,20 +140,6 @@ def _evaluation(model: ModelConfig) -> int:
     streams, hidden = (3, 3) if model.gated or model.activation == "relu2" else (4, 2)
     floats = max(streams * model.d_model + hidden * model.mlp_width, 2 * model.vocab_size)
     return FLOAT * evaluation_batch_size(model) * model.context_length * floats
-
-
-def _with_techniques_model(config: Config) -> Config:
-    """Return the configuration as changed by the techniques that change the model."""
-    for each in Stack.of(config.techniques).techniques:
-        if each.kind == "algorithmic":
-            config = each.configure(config)
-    return config
-
-
-def _copies(model: GPT) -> int:
-    """Return the bytes of the 16-bit copies of all weights of matmuls, which are made for each micro-batch."""
-    linear = {id(each.weight): each.weight.numel() for each in model.modules() if isinstance(each, nn.Linear)}
-    return 2 * sum(linear.values())
 
 
 def _states(config: Config, model: GPT, device: str) -> Iterator[int]:
@@ -190,12 +171,9 @@ def _update(config: Config, model: GPT, device: str) -> int:
     parameters = dict(model.named_parameters())
     muons = [each for name, each in parameters.items() if _updated_by_muon(config, name, each)]
     rest = [each.numel() for name, each in parameters.items() if not _updated_by_muon(config, name, each)]
-    return max(_adamw_update(config, rest, device), update_bytes(muons))
-
-
-def _adamw_update(config: Config, sizes: list[int], device: str) -> int:
-    """Return the temporary memory of AdamW: on CUDA for all weights at once, unless the kernel is fused."""
-    if config.optim.implementation == "fused" or "fused-optimizer" in config.techniques:
-        return 0
+    # AdamW updates all weights at once on CUDA, and needs no memory if the kernel is fused.
     together = device == "cuda" and not {"low-bit-optimizer", "optimizer-offload"} & set(config.techniques)
-    return FLOAT * (sum(sizes) if together or config.optim.implementation == "foreach" else max(sizes))
+    adamw = FLOAT * (sum(rest) if together or config.optim.implementation == "foreach" else max(rest))
+    if config.optim.implementation == "fused" or "fused-optimizer" in config.techniques:
+        adamw = 0
+    return max(adamw, update_bytes(muons))

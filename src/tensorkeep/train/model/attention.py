@@ -34,14 +34,8 @@ class Kernel(Protocol):
 class Attention(nn.Module):
     """Multi-head attention of each position to itself and the positions before it.
 
-    Attributes
-    ----------
-    qkv : nn.Linear
-        The projections to queries, keys and values, in this order, each with all heads in sequence.
-    out : nn.Linear
-        The projection of the heads to the residual stream.
-    kernel : Kernel
-        Computes the attention. Techniques assign another one.
+    ``qkv`` projects to queries, keys and values, in this order, each with all heads in sequence; ``out`` projects the
+    heads to the residual stream. Techniques assign another ``kernel``.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -55,14 +49,10 @@ class Attention(nn.Module):
         self.kernel: Kernel = functional.scaled_dot_product_attention
 
     def forward(self, x: Tensor, rotation: Rotation | None = None, past: LayerCache | None = None) -> Tensor:
-        """Return the output of attention, added to each position, [batch, positions, d_model] like x.
+        """Return the output of attention, [batch, positions, d_model] like x.
 
-        Parameters
-        ----------
-        rotation : Rotation, optional
-            Of these positions, if the model has rotary positions.
-        past : LayerCache, optional
-            The keys and values of the positions before these; those of these positions are added.
+        ``rotation`` is that of these positions, if the model has rotary positions. ``past`` holds the keys and values
+        of the positions before these; those of these positions are added.
         """
         batch, length, _ = x.shape
         heads = self.qkv(x).view(batch, length, 3 * self.n_heads, self.head_size)

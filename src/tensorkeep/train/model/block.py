@@ -1,12 +1,47 @@
 """One block of the transformer: attention and an MLP, each added to the residual stream."""
 
+from collections.abc import Callable
+from functools import partial
+
 from torch import Tensor, nn
+from torch.nn import functional
 
 from tensorkeep.train.model.attention import Attention
 from tensorkeep.train.model.cache import LayerCache
 from tensorkeep.train.model.config import ModelConfig
-from tensorkeep.train.model.mlp import MLP
 from tensorkeep.train.model.positions import Rotation
+
+
+def _relu2(x: Tensor) -> Tensor:
+    return functional.relu(x).square()
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu2": _relu2,
+    "swiglu": functional.silu,
+    "geglu": functional.gelu,
+}
+
+
+class MLP(nn.Module):
+    """``down(activation(up(x)))``, or, for a gated activation, ``down(activation(gate(x)) * up(x))``."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.d_model, config.mlp_width, bias=config.bias)
+        self.gate = nn.Linear(config.d_model, config.mlp_width, bias=config.bias) if config.gated else None
+        self.down = nn.Linear(config.mlp_width, config.d_model, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+        self.activation = _ACTIVATIONS[config.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the MLP, of the shape of x."""
+        up: Tensor = self.up(x)
+        hidden = self.activation(up) if self.gate is None else self.activation(self.gate(x)) * up
+        added: Tensor = self.dropout(self.down(hidden))
+        return added
 
 
 def build_norm(config: ModelConfig) -> nn.Module:
@@ -17,13 +52,7 @@ def build_norm(config: ModelConfig) -> nn.Module:
 
 
 class Block(nn.Module):
-    """A pre-norm block: only the inputs of attention and MLP are normalised (Radford et al., 2019, GPT-2).
-
-    Attributes
-    ----------
-    norm1, norm2 : nn.Module
-        Before the attention and before the MLP.
-    """
+    """A pre-norm block: only the inputs of attention and MLP are normalised (Radford et al., 2019, GPT-2)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -7,13 +7,7 @@ from tensorkeep.train.model.config import ModelConfig
 
 
 class LayerCache:
-    """The keys and values of one attention layer.
-
-    Attributes
-    ----------
-    length : int
-        The number of positions that are filled.
-    """
+    """The keys and values of one attention layer; ``length`` positions are filled."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self._keys = keys
@@ -21,13 +15,7 @@ class LayerCache:
         self.length = 0
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the keys and values of new positions; return those of all positions so far.
-
-        Parameters
-        ----------
-        keys, values : Tensor
-            Of shape [batch, heads, new positions, head size].
-        """
+        """Add keys and values, of shape [batch, heads, new positions, head size]; return those of all positions."""
         start, self.length = self.length, self.length + keys.shape[2]
         self._keys[:, :, start : self.length] = keys
         self._values[:, :, start : self.length] = values
@@ -38,21 +26,10 @@ class Cache:
     """The keys and values of all layers, in memory that is allocated once; see `GPT.new_cache`.
 
     It takes 2 n_layers d_model elements for each position of each sequence, and does not support gradients.
-
-    Parameters
-    ----------
-    batch_size : int
-        Number of sequences.
-    device, dtype
-        Of the cached tensors.
-
-    Attributes
-    ----------
-    embedded : Tensor or None
-        The embedding of the last token of each sequence, [batch, 1, d_model], if the model has a token shift.
     """
 
     embedded: Tensor | None = None
+    """The embedding of the last token of each sequence, [batch, 1, d_model], if the model has a token shift."""
 
     def __init__(self, config: ModelConfig, batch_size: int, *, device: torch.device, dtype: torch.dtype) -> None:
         shape = (2, config.n_layers, batch_size, config.n_heads, config.context_length, config.head_size)

@@ -113,11 +113,8 @@ class ModelConfig(Section, frozen=True):
     def parameter_count(self, *, embeddings: bool = True) -> int:
         """Return the number of parameters; tied weights count once.
 
-        Parameters
-        ----------
-        embeddings : bool
-            False excludes the token and position embeddings, as scaling laws do (Kaplan et al., arXiv 2001.08361). An
-            untied head is always included; a tied head is the token embedding.
+        ``embeddings=False`` excludes the token and position embeddings, as scaling laws do (Kaplan et al., arXiv
+        2001.08361). An untied head is always included; a tied head is the token embedding.
         """
         d = self.d_model
         norms = (2 * self.n_layers + 1) * d * (2 if self.bias and self.norm == "layernorm" else 1)
@@ -137,14 +134,9 @@ class ModelConfig(Section, frozen=True):
         """Return the floating-point operations of training on one token, forward and backward.
 
         Only matmuls count: 6 operations for each weight of a matmul (the head included, embedding look-ups not), and
-        12 n_layers d_model T for attention over T tokens. By convention attention counts in full, although half of it
-        is masked (Chowdhery et al., arXiv 2204.02311, appendix B). Recomputation by activation checkpointing does not
-        count.
-
-        Parameters
-        ----------
-        context_length : int, optional
-            T, the length of the sequences; by default that of the model.
+        12 n_layers d_model T for attention over T tokens, by default the context of the model. By convention attention
+        counts in full, although half of it is masked (Chowdhery et al., arXiv 2204.02311, appendix B). Recomputation by
+        activation checkpointing does not count.
         """
         length = self.context_length if context_length is None else context_length
         if length < 1:

@@ -11,8 +11,7 @@ from tensorkeep.train.model.attention import Attention
 from tensorkeep.train.model.block import Block, build_norm
 from tensorkeep.train.model.cache import Cache
 from tensorkeep.train.model.config import ModelConfig
-from tensorkeep.train.model.positions import LearnedPositions, RotaryPositions
-from tensorkeep.train.model.shift import TokenShift
+from tensorkeep.train.model.positions import LearnedPositions, RotaryPositions, TokenShift
 
 IGNORED = -1
 """The target of positions that do not count in the loss."""
@@ -196,13 +195,8 @@ class GPT(nn.Module):
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross entropy, in nats, computed in float32.
+    """Return the mean cross entropy, in nats, computed in float32; NaN if no target counts.
 
-    Parameters
-    ----------
-    logits : Tensor
-        Of shape [batch, positions, vocab_size].
-    targets : Tensor
-        int64, of shape [batch, positions]. Targets of -1 do not count; if all are -1, the mean is NaN.
+    Logits are of shape [batch, positions, vocab_size], int64 targets of shape [batch, positions]; -1 does not count.
     """
     return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)

@@ -30,18 +30,10 @@ _LLAMA_BLOCK = (
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A model class in transformers.
+    """A model class in transformers, and its common name.
 
-    Attributes
-    ----------
-    name, title : str
-        The class, and its common name.
-    needs : mapping of str to tuple
-        The values that the fields of a `ModelConfig` may have.
-    settings : callable
-        Returns its ``config.json``, without the entries that all classes share.
-    tensors : callable
-        Yields its names and tensors, made from those of a `GPT`.
+    ``needs`` holds the values that the fields of a `ModelConfig` may have. ``settings`` returns its ``config.json``,
+    without the entries that all classes share; ``tensors`` yields its names and tensors, made from those of a `GPT`.
     """
 
     name: str
@@ -94,24 +86,19 @@ def _gpt2_settings(config: ModelConfig) -> dict[str, Any]:
 def _gpt2_tensors(state: Mapping[str, Tensor], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     yield "transformer.wte.weight", state["tokens.weight"]
     yield "transformer.wpe.weight", state["positions.weight"]
-    for number in range(config.n_layers):
-        for their_name, our_name, transposed in _GPT2_BLOCK:
-            yield from _gpt2_layer(
-                state, f"transformer.h.{number}.{their_name}", f"blocks.{number}.{our_name}", transposed
-            )
-    yield from _gpt2_layer(state, "transformer.ln_f", "norm", False)
+    layers = [
+        (f"transformer.h.{number}.{theirs}", f"blocks.{number}.{ours}", transposed)
+        for number in range(config.n_layers)
+        for theirs, ours, transposed in _GPT2_BLOCK
+    ]
+    for theirs, ours, transposed in (*layers, ("transformer.ln_f", "norm", False)):
+        weight = state[f"{ours}.weight"]
+        yield f"{theirs}.weight", weight.T if transposed else weight
+        # GPT-2 always has biases.
+        bias = state.get(f"{ours}.bias")
+        yield f"{theirs}.bias", weight.new_zeros(weight.shape[0]) if bias is None else bias
     if not config.tied:
         yield "lm_head.weight", state["head.weight"]
-
-
-def _gpt2_layer(
-    state: Mapping[str, Tensor], their_name: str, our_name: str, transposed: bool
-) -> Iterator[tuple[str, Tensor]]:
-    weight = state[f"{our_name}.weight"]
-    yield f"{their_name}.weight", weight.T if transposed else weight
-    # GPT-2 always has biases.
-    bias = state.get(f"{our_name}.bias")
-    yield f"{their_name}.bias", weight.new_zeros(weight.shape[0]) if bias is None else bias
 
 
 def _llama_settings(config: ModelConfig) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""Positions: learned embeddings, or rotations of queries and keys (RoPE)."""
+"""What depends on positions: learned embeddings, rotations of queries and keys (RoPE), and the token shift."""
 
 import torch
 from torch import Tensor, nn
 
+from tensorkeep.train.model.cache import Cache
 from tensorkeep.train.model.config import ModelConfig
 
 Rotation = tuple[Tensor, Tensor]
@@ -52,18 +53,28 @@ class RotaryPositions(nn.Module):
 
 
 def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate each head by its position's angles.
-
-    Parameters
-    ----------
-    heads : Tensor
-        Of shape [batch, positions, heads, head size].
-    rotation : Rotation
-        Of these positions.
-    """
+    """Rotate each head by its position's angles; heads of shape [batch, positions, heads, head size]."""
     cosines, sines = rotation
     # Cast first: on a CPU, mixed 16- and 32-bit products take 1.5 times as long.
     wide = heads.to(cosines.dtype)
     # Rolling by half pairs each element with its partner; the signs are in the sines.
     rotated = torch.addcmul(wide * cosines, wide.roll(wide.shape[-1] // 2, -1), sines)
     return rotated.to(heads.dtype)
+
+
+class TokenShift(nn.Module):
+    """Adds a learned fraction of the previous token's embedding to each, channel by channel; initially 0.
+
+    RWKV shifts the input of every layer this way (Peng et al., arXiv 2305.13048); here only that of the first layer.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.share = nn.Parameter(torch.empty(config.d_model))
+
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        """Return the shifted embeddings, [batch, positions, d_model] like x; a cache holds that of the last token."""
+        first = torch.zeros_like(x[:, :1]) if cache is None or cache.embedded is None else cache.embedded
+        if cache is not None:
+            cache.embedded = x[:, -1:]
+        return torch.addcmul(x, torch.cat((first, x[:, :-1]), dim=1), self.share)

@@ -13,12 +13,8 @@ from torch import Tensor, nn
 class WeightAverage:
     """Averages the parameters of a model after each step (Polyak and Juditsky, 1992, in its exponential form).
 
-    In the first steps the decay is lower, ``(1 + step) / (10 + step)``, to forget the initial weights early.
-
-    Parameters
-    ----------
-    decay : float
-        The fraction of the average that is kept in a step; with 0 nothing is averaged.
+    In the first steps the decay, the fraction of the average that is kept in a step, is lower:
+    ``(1 + step) / (10 + step)``, to forget the initial weights early. With a decay of 0 nothing is averaged.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:

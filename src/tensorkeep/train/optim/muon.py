@@ -43,7 +43,9 @@ def _update(group: dict[str, Any], parameters: list[Tensor], gradients: list[Ten
         wide = [directions[each].mT if _is_tall(directions[each]) else directions[each] for each in chosen]
         for each, update in zip(chosen, _orthogonal(torch.stack(wide), group), strict=True):
             parameter = parameters[each]
-            rate = group["lr"] * _rate_factor(parameter)
+            rows, columns = parameter.shape
+            # The factor gives updates of all shapes the same size.
+            rate = group["lr"] * math.sqrt(max(1.0, rows / columns))
             parameter.add_(update.mT if _is_tall(parameter) else update, alpha=-rate)
 
 
@@ -81,9 +83,3 @@ def _orthogonal(matrices: Tensor, group: dict[str, Any]) -> Tensor:
         gram = found @ found.mT
         found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
     return found
-
-
-def _rate_factor(parameter: Tensor) -> float:
-    """Return the factor of the learning rate that gives updates of all shapes the same size."""
-    rows, columns = parameter.shape
-    return math.sqrt(max(1.0, rows / columns))

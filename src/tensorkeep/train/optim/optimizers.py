@@ -22,11 +22,6 @@ def build_optimizers(model: nn.Module, config: OptimConfig) -> Optimizers:
     Matrices decay, vectors (biases and the weights of norms) do not, as in GPT-3 (Brown et al., arXiv 2005.14165).
     ``"muon"`` updates the matrices of the blocks by orthogonalised momentum (Jordan et al., 2024), the other parameters
     by AdamW (Loshchilov and Hutter, arXiv 1711.05101).
-
-    Parameters
-    ----------
-    model : Module
-        Its ``blocks`` are the hidden layers.
     """
     parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
     hidden = {name: each for name, each in parameters.items() if name.startswith("blocks.") and each.ndim == 2}
@@ -44,10 +39,9 @@ def build_optimizers(model: nn.Module, config: OptimConfig) -> Optimizers:
 
 
 def _adamw(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
-    matrices: list[nn.Parameter] = []
-    vectors: list[nn.Parameter] = []
-    for each in parameters:
-        (matrices if each.ndim >= 2 else vectors).append(each)
+    parameters = list(parameters)
+    matrices = [each for each in parameters if each.ndim >= 2]
+    vectors = [each for each in parameters if each.ndim < 2]
     groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": config.weight_decay, _PEAK: config.lr},
         {"params": vectors, "weight_decay": 0.0, _PEAK: config.lr},

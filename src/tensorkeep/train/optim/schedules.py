@@ -1,8 +1,20 @@
-"""Learning-rate schedules: the learning rate of each step, as a factor of its peak."""
+"""Learning-rate schedules: the rate of each step as a factor of its peak, and the range test that suggests a peak."""
 
 import math
+from dataclasses import dataclass
 
 from tensorkeep.train.config.sections import ScheduleConfig
+
+_SMOOTHED_OVER = 0.05
+"""The fraction of the test over which the loss is smoothed: less is noisy, more notices a rise too late."""
+
+_RAN_AWAY = 4.0
+"""The test ends when the smoothed loss is this many times its lowest value, as in fastai: the weights diverged."""
+
+_ROSE = 1.1
+"""The lowest loss counts as a minimum once the smoothed loss has risen to this many times it."""
+
+_SAFETY = 10.0
 
 
 def learning_rate_factor(config: ScheduleConfig, step: int, steps: int) -> float:
@@ -10,20 +22,7 @@ def learning_rate_factor(config: ScheduleConfig, step: int, steps: int) -> float
 
     Warm-up is linear. ``"cosine"`` is that of Loshchilov and Hutter (arXiv 1608.03983), without restarts. ``"wsd"``
     (warm-up, stable, decay) is that of Hu et al. (arXiv 2404.06395), with a linear decay. ``"range"`` rises
-    exponentially, while the range test of Smith (arXiv 1506.01186) rises linearly; see
-    `tensorkeep.train.optim.range_test`.
-
-    Parameters
-    ----------
-    step : int
-        Counted from 1.
-    steps : int
-        Of the whole run.
-
-    Returns
-    -------
-    float
-        From 0 to 1.
+    exponentially, while the range test of Smith (arXiv 1506.01186) rises linearly; see `RangeTest`. Steps count from 1.
 
     Examples
     --------
@@ -49,17 +48,9 @@ def learning_rate_factor(config: ScheduleConfig, step: int, steps: int) -> float
 
 
 class Plateau:
-    """Lowers the learning rate when the validation loss has stopped improving; its state is part of a checkpoint.
+    """Lowers ``factor``, by which the learning rate is multiplied, when the validation loss has stopped improving.
 
-    Parameters
-    ----------
-    config : ScheduleConfig
-        It has no effect unless ``name`` is ``"plateau"``.
-
-    Attributes
-    ----------
-    factor : float
-        By which the learning rate is multiplied now.
+    Its state is part of a checkpoint. It has no effect on schedules other than ``"plateau"``.
     """
 
     def __init__(self, config: ScheduleConfig) -> None:
@@ -91,3 +82,36 @@ class Plateau:
         self.factor = float(state["share"])
         self._best = float(state["best"])
         self._waited = int(state["waited"])
+
+
+@dataclass
+class RangeTest:
+    """Records the loss while the learning rate rises (Smith, arXiv 1506.01186); its fields are part of a checkpoint.
+
+    It suggests a tenth of the rate at which the smoothed loss was lowest, the rule that fastai calls ``"minimum"``:
+    at the minimum, training is about to become unstable, and a run takes many more steps at its peak rate. The test is
+    over when the loss has diverged, so that higher rates need not be tried.
+    """
+
+    steps: int = 0
+    smoothed: float = 0.0
+    lowest: float = math.inf
+    lowest_rate: float = 0.0
+    over: bool = False
+
+    def add(self, rate: float, loss: float, *, steps: int) -> None:
+        """Add the learning rate and the loss of one of the ``steps`` of the test."""
+        if not math.isfinite(loss):
+            self.over = True
+            return
+        self.steps += 1
+        self.smoothed += (loss - self.smoothed) * max(1 / self.steps, min(1.0, 1 / (_SMOOTHED_OVER * steps)))
+        if self.smoothed < self.lowest:
+            self.lowest, self.lowest_rate = self.smoothed, rate
+        self.over = self.smoothed > _RAN_AWAY * self.lowest
+
+    def suggestion(self) -> float | None:
+        """Return the learning rate to train with; None if the loss never rose, so that higher rates must be tried."""
+        if not self.steps or not (self.over or self.smoothed > _ROSE * self.lowest):
+            return None
+        return self.lowest_rate / _SAFETY

@@ -40,29 +40,11 @@ def open_data(
     run takes the data that it started with: from ``data.source`` if that is in ``given``, else from the run's folder,
     from where the data was, or it prepares the source again.
 
-    Parameters
-    ----------
-    config : Config
-    folder : RunFolder
-    resume : bool
-        Whether to resume the run in the folder, if there is one.
-    given : collection of str
-        The settings that the user gave, by dotted name. Those that describe the preparation must then fit the data.
-    meter : callable
-        Shows the progress.
+    ``given`` holds the dotted names of the settings that the user gave. Those that describe the preparation must then
+    fit the data. ``resume`` resumes the run in the folder, if there is one.
 
-    Returns
-    -------
-    Dataset
-
-    Raises
-    ------
-    UsageError
-        If the data is not what the user asked for, or not that of the run.
-    NotACheckpointError
-        If there is no data.
-    CorruptCheckpointError, StoreError, DestinationExistsError, MissingExtraError, UnsupportedError
-        See `prepare` and `Dataset.open`.
+    Raises UsageError if the data is not what the user asked for, or not that of the run; NotACheckpointError if there
+    is no data; and the errors of `prepare` and `Dataset.open`.
     """
     if resume and folder.exists():
         return _open_again(config, folder, given, meter)
@@ -78,12 +60,9 @@ def open_data(
 def with_data(config: Config, folder: RunFolder, dataset: Dataset, *, resume: bool) -> Config:
     """Return a configuration that describes its data, with a model whose vocabulary is large enough.
 
-    Parameters
-    ----------
-    resume : bool
-        Whether the run in the folder is resumed. Its data is then described as it was at its start.
+    The data of a run that is resumed is described as it was at its start.
     """
-    config = config.with_setting("model.vocab_size", max(config.model.vocab_size, dataset.vocab_size))
+    config = config.changed({"model.vocab_size": max(config.model.vocab_size, dataset.vocab_size)})
     place = Path(os.path.abspath(dataset.path))
     in_folder = place == folder.data
     if resume:

@@ -1,4 +1,4 @@
-"""The device of a run, and the machine properties that its exact results depend on."""
+"""The device of a run, its peak memory, and the machine properties that exact results depend on."""
 
 from typing import Any
 
@@ -36,3 +36,8 @@ def surroundings(device: torch.device) -> dict[str, Any]:
         "device": f"{device.type} ({model})",
         "threads": torch.get_num_threads(),
     }
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes in use so far: on a GPU those of its tensors, on a CPU those of the whole process."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else machine.peak_resident_bytes()

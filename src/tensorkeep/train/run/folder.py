@@ -38,16 +38,9 @@ DATA = "data"
 
 
 class DataRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The data that a run started with.
+    """The data that a run started with; see `Dataset`.
 
-    Attributes
-    ----------
-    path : str
-        Its folder, absolute; ``"data"`` if it was prepared within the run's folder, so that both can move together.
-    fingerprint : str
-        See `Dataset`.
-    about : dict
-        See `Dataset`.
+    The path is absolute, or ``"data"`` if it was prepared within the run's folder, so that both can move together.
     """
 
     fingerprint: str
@@ -72,20 +65,10 @@ class Resumption(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The contents of ``run.json``: the start of a run, and each resume.
+    """The contents of ``run.json``: the start of a run, with the time in ISO 8601, and each resume.
 
-    Attributes
-    ----------
-    config : Config
-    data : DataRecord
-    started : str
-        The time, ISO 8601.
-    git : GitState or None
-    environment : dict
-        See `tensorkeep.machine.describe`.
-    surroundings : dict
-        See `tensorkeep.train.run.device.surroundings`.
-    resumed : list of Resumption
+    The environment is that of `tensorkeep.machine.describe`, the surroundings are those of
+    `tensorkeep.train.run.device.surroundings`.
     """
 
     config: Config
@@ -102,12 +85,7 @@ class RunFolder:
 
     ``run.json`` is its `RunRecord`. ``tokenizer.json`` is the data's tokenizer, so that text can be generated without
     the data. ``log.jsonl`` has a line for each logged step. ``checkpoints/`` is the folder of a `CheckpointManager`.
-    ``data/`` is the prepared data, if it was prepared for this run.
-
-    Parameters
-    ----------
-    path : path-like
-        It need not exist.
+    ``data/`` is the prepared data, if it was prepared for this run. The folder need not exist.
     """
 
     def __init__(self, path: PathLike) -> None:
@@ -137,12 +115,7 @@ class RunFolder:
     def record(self) -> RunRecord:
         """Return the record of the run; the file is read by the first call only.
 
-        Raises
-        ------
-        NotACheckpointError
-            If there is no run.
-        CorruptCheckpointError
-            If the file is damaged.
+        Raises NotACheckpointError if there is no run; CorruptCheckpointError if the file is damaged.
         """
         if self._record is None:
             self._record = self._read_record()
@@ -165,20 +138,7 @@ class RunFolder:
             raise CorruptCheckpointError(f"is damaged ({error})", path=path) from error
 
     def start(self, config: Config, dataset: Dataset, surroundings: dict[str, Any]) -> None:
-        """Write the record and the tokenizer of a new run.
-
-        Parameters
-        ----------
-        config : Config
-        dataset : Dataset
-        surroundings : dict
-            See `tensorkeep.train.run.device.surroundings`.
-
-        Raises
-        ------
-        StoreError
-            If the operating system refuses.
-        """
+        """Write the record and the tokenizer of a new run; StoreError if the operating system refuses."""
         self.path.mkdir(parents=True, exist_ok=True)
         place = Path(os.path.abspath(dataset.path))
         record = RunRecord(
@@ -198,10 +158,7 @@ class RunFolder:
     def add_resumption(self, step: int, settings: Changes, surroundings: Changes) -> None:
         """Add to the record that the run resumes after a step, and the differences from its start.
 
-        Raises
-        ------
-        StoreError
-            If the operating system refuses.
+        Raises StoreError if the operating system refuses.
         """
         # Read again: another process may have resumed and ended the run since this one read the record.
         record = self._read_record()
@@ -215,10 +172,7 @@ class RunFolder:
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer of the run's data.
 
-        Raises
-        ------
-        NotACheckpointError, CorruptCheckpointError
-            If it is missing or damaged.
+        Raises NotACheckpointError or CorruptCheckpointError if it is missing or damaged.
         """
         with Directory(self.path) as directory:
             return tokenizer_from_dict(sealed.read(directory, TOKENIZER))

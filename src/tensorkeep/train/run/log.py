@@ -2,28 +2,21 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from tensorkeep.errors import MissingExtraError, StoreError
 from tensorkeep.io.commit import replace_file
-from tensorkeep.io.files import store_error
+from tensorkeep.io.files import store_errors
 
 
 class RunLog:
     """Writes ``log.jsonl``, and TensorBoard files if asked to; a context manager.
 
-    Nothing is opened or written before `begin`.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-
-    Raises MissingExtraError if TensorBoard is requested and not installed.
+    Nothing is opened or written before `begin`. Raises MissingExtraError if TensorBoard is requested and not installed.
     """
 
     def __init__(self, path: Path, *, tensorboard: bool = False) -> None:
@@ -33,19 +26,14 @@ class RunLog:
         self._open = ExitStack()
 
     def begin(self, last_step: int) -> None:
-        """Open the file, without its lines of later steps, which a resumed run repeats.
-
-        Parameters
-        ----------
-        last_step : int
-            The last step that the run has done; 0 for a new run.
+        """Open the file, without its lines after the last step that the run has done, which a resumed run repeats.
 
         Raises StoreError if the operating system refuses.
         """
         kept = [line for line in _lines(self._path) if line["step"] <= last_step]
         # Replaced atomically, so that no crash loses the lines that are kept.
         replace_file(self._path, "".join(f"{json.dumps(line)}\n" for line in kept).encode())
-        with _store_errors(self._path):
+        with store_errors(self._path, "write the log"):
             # Line-buffered: other processes, and whoever reads it after a crash, find every line.
             self._file = self._open.enter_context(self._path.open("a", buffering=1))
             if self._writer_class is not None:
@@ -59,7 +47,7 @@ class RunLog:
         Raises StoreError if the operating system refuses.
         """
         line = {"step": step, "kind": kind} | {name: _finite(value) for name, value in values.items()}
-        with _store_errors(self._path):
+        with store_errors(self._path, "write the log"):
             self._file.write(json.dumps(line) + "\n")
             if self._board is not None:
                 for name, value in values.items():
@@ -71,7 +59,7 @@ class RunLog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         try:
-            with _store_errors(self._path):
+            with store_errors(self._path, "write the log"):
                 self._open.close()
         except StoreError as failure:
             # The error that ended the block is more important.
@@ -80,23 +68,10 @@ class RunLog:
             error.add_note(str(failure))
 
 
-@contextmanager
-def _store_errors(path: Path) -> Iterator[None]:
-    """Raise an OSError as StoreError."""
-    try:
-        yield
-    except OSError as error:
-        raise store_error(error, path, "write the log") from error
-
-
 def _lines(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a log, without damaged ones: the last line may be incomplete."""
-    try:
-        texts = path.read_text(errors="replace").splitlines()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise store_error(error, path, "read the log") from error
+    with store_errors(path, "read the log"):
+        texts = path.read_text(errors="replace").splitlines() if path.exists() else []
     found = []
     for text in texts:
         try:

@@ -4,7 +4,6 @@
 data, builds the model and what belongs to it, applies the techniques, and restores the last checkpoint.
 """
 
-import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,7 +18,7 @@ from tensorkeep.errors import OutOfMemoryError, RanksDisagreeError, UsageError
 from tensorkeep.formats.blockfile.data_file import find_codec
 from tensorkeep.train.config.config import TECHNIQUES, Config, differences
 from tensorkeep.train.config.sections import CheckpointConfig
-from tensorkeep.train.data.batches import Batches
+from tensorkeep.train.data.batches import Batches, check_window
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.generate import prompt_ids
 from tensorkeep.train.guard import check_finite
@@ -123,7 +122,10 @@ def open_run(config: Config, folder: RunFolder, data: Dataset | OpenData, *, res
         changed = {} if record is None else changed_settings(record, final, folder)
         if final.optim != config.optim:
             check_optimizers(final.optim, device)
-        _check_data(final, dataset)
+        for split, tokens in (("training split", dataset.train), ("validation split", dataset.validation)):
+            check_window(tokens, final.model.context_length, what=split, path=dataset.path)
+        if final.sample.every:
+            prompt_ids(dataset.tokenizer, final.sample.prompt)  # refuses what the tokenizer does not know
         stack.enter_context(techniques.process())
         run = _build(final, folder, dataset, device, techniques, world, manager, log)
         stack.enter_context(manager)
@@ -135,14 +137,9 @@ def open_run(config: Config, folder: RunFolder, data: Dataset | OpenData, *, res
 
 @contextmanager
 def joined(config: Config) -> Iterator[World]:
-    """Join the other ranks if a technique of the run is for several ranks.
+    """Join the other ranks if a technique of the run is for several ranks; see `join`.
 
-    Raises
-    ------
-    UsageError
-        If torchrun started several ranks and no technique trains them together, or there is no GPU for each.
-    RanksDisagreeError
-        If another rank ends or does not answer.
+    Raises UsageError if torchrun started several ranks and no technique trains them together.
     """
     parallel = any(isinstance(each, Parallel) for each in Stack.of(config.techniques).techniques)
     if not parallel and launched_ranks() > 1:
@@ -159,22 +156,9 @@ def joined(config: Config) -> Iterator[World]:
 
 
 def check_settings(config: Config, folder: RunFolder) -> tuple[torch.device, CheckpointManager, RunLog]:
-    """Refuse settings that would end the run later, as far as known without data. No file is written.
+    """Refuse settings that would end the run later, as far as known without data; see `open_run` for the errors.
 
-    Returns
-    -------
-    tuple of (torch.device, CheckpointManager, RunLog)
-        What the run will use; neither the manager nor the log has opened a file.
-
-    Raises
-    ------
-    UsageError
-        If torch has no such device or no such optimizer on it, techniques conflict, or checkpoints cannot be saved with
-        these settings.
-    UnsupportedError
-        If there is no such technique, or this machine lacks what it needs.
-    MissingExtraError
-        If TensorBoard, or a package that a technique needs, is not installed.
+    Returns what the run will use; neither the manager nor the log has opened a file.
     """
     device = chosen_device(config.loop.device)
     Stack.of(config.techniques).check(Machine(device))
@@ -212,20 +196,14 @@ def _configured(config: Config, world: World) -> tuple[Stack, Config]:
     techniques = Stack.of(config.techniques)
     config = techniques.configure(config)
     if world.size > 1:
-        config = Config.from_dict(json.loads(world.broadcast_text(json.dumps(config.as_dict()))))
+        config = Config.from_dict(world.broadcast(config.as_dict()))
         techniques = Stack.of(config.techniques)
         config = techniques.configure(config)
     return techniques, config
 
 
 def changed_settings(record: RunRecord, config: Config, folder: RunFolder) -> Changes:
-    """Return the settings in which a configuration differs from that of a run's start.
-
-    Raises
-    ------
-    UsageError
-        If one of them decides what the run computes.
-    """
+    """Return the settings that differ from a run's start; UsageError if one of them decides what the run computes."""
     found = differences(record.config, config)
     refused = [
         f"{name}: {before!r} then, {now!r} now"
@@ -239,20 +217,6 @@ def changed_settings(record: RunRecord, config: Config, folder: RunFolder) -> Ch
             remedy="leave these settings out to resume with those of the run, or start a new run in another --out",
         )
     return found
-
-
-def _check_data(config: Config, dataset: Dataset) -> None:
-    """Refuse data that is too short, and a prompt that the tokenizer does not know."""
-    length = config.model.context_length
-    for split, tokens in (("training", dataset.train), ("validation", dataset.validation)):
-        if len(tokens) <= length:
-            raise UsageError(
-                f"the {split} split has {len(tokens):,} tokens, and a context of {length:,} needs {length + 1:,}",
-                path=dataset.path,
-                remedy="use a shorter context (--model.context_length), or prepare more text",
-            )
-    if config.sample.every:
-        prompt_ids(dataset.tokenizer, config.sample.prompt)
 
 
 def _build(

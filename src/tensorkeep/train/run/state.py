@@ -20,8 +20,7 @@ from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.operations import Operations
 from tensorkeep.train.optim.average import WeightAverage
 from tensorkeep.train.optim.optimizers import Optimizers
-from tensorkeep.train.optim.range_test import RangeTest
-from tensorkeep.train.optim.schedules import Plateau
+from tensorkeep.train.optim.schedules import Plateau, RangeTest
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.log import RunLog
 from tensorkeep.train.run.speed import Clock, Speedometer
@@ -37,22 +36,14 @@ class Progress:
 
     Attributes
     ----------
-    step : int
-        Steps done.
-    tokens : int
-        Tokens trained on.
-    best : float
-        The best validation loss so far.
+    step, tokens : int
+        Steps done, and tokens trained on.
+    loss, best : float
+        The last validation loss and the best one; infinite before the first evaluation.
     waited : int
-        Evaluations since then.
-    loss : float
-        The last validation loss; infinite before the first evaluation.
-    skipped : int
-        Updates skipped because the loss or the gradient norm was not finite.
-    skipped_in_a_row : int
-        Updates skipped since the last one that was made.
-    range_test : RangeTest
-        The state of the learning-rate range test; unused by other schedules.
+        Evaluations since the best one.
+    skipped, skipped_in_a_row : int
+        Updates skipped because the loss or the gradient norm was not finite: all, and those since the last update.
     """
 
     step: int = 0
@@ -79,27 +70,12 @@ class Run:
 
     Attributes
     ----------
-    config : Config
-    folder : RunFolder
-    dataset : Dataset
-    device : torch.device
-    model : GPT
-    optimizers : dict of str to Optimizer
-    plateau : Plateau
-    batches : BatchSource
-        The training batches.
-    average : WeightAverage
     operations : Operations
         What a step consists of; techniques replace or wrap them.
-    manager : CheckpointManager
-    log : RunLog
-    speed : Speedometer
     world : World
         The ranks that train it together.
     replicas : int
         How many ranks train on data of their own.
-    progress : Progress
-    clock : Clock
     notes : tuple of str
         Warnings for the user, known when the run was opened.
     drawn : range
@@ -132,10 +108,6 @@ class RunRandomState(RandomState):
 
     A run may resume on another number of GPUs: the states of GPUs are then not restored. It may resume on another
     number of ranks: the states of rank 0 are then restored on rank 0 only.
-
-    Parameters
-    ----------
-    world : World
     """
 
     def __init__(self, world: World) -> None:
@@ -146,14 +118,8 @@ class RunRandomState(RandomState):
         own = super().state_dict()
         if self._world.size == 1:
             return own
-        cuda = own.get("cuda", [])
-        gathered = self._world.all_gather(torch.cat([own["torch"], *cuda]))
-        sizes = [len(each) for each in (own["torch"], *cuda)]
-        others = {}
-        for rank, each in enumerate(gathered[1:], start=1):
-            states = torch.split(each, sizes)
-            others[str(rank)] = {"torch": states[0].clone(), "cuda": [state.clone() for state in states[1:]]}
-        return {**own, "others": others}
+        gathered = self._world.all_gather({"torch": own["torch"], "cuda": own.get("cuda", [])})
+        return {**own, "others": {str(rank): gathered[rank] for rank in range(1, self._world.size)}}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Check whether the states can be restored here."""

@@ -28,12 +28,7 @@ class TrainedModel(NamedTuple):
 def load_trained(folder: RunFolder, *, which: Which = "last", device: str = "auto") -> TrainedModel:
     """Return the model of a run, with its averaged weights if the run averages them.
 
-    Parameters
-    ----------
-    which : str
-        ``"last"``, or ``"best"`` by the validation loss.
-    device : str
-        See `chosen_device`.
+    ``"best"`` is by the validation loss. The device is that of `chosen_device`.
 
     Raises NotACheckpointError if there is no run, or it has no checkpoint; CorruptCheckpointError if the checkpoint is
     damaged.

@@ -2,9 +2,9 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from torch import distributed as dist
 
 from tensorkeep.checkpoint.restore.stateful import expand
 from tensorkeep.errors import RanksDisagreeError, TensorkeepError, UsageError
+
+T = TypeVar("T")
 
 _TIMEOUT = timedelta(minutes=30)
 """For a collective: ranks also wait while rank 0 alone prepares data or saves."""
@@ -24,11 +26,6 @@ class World:
 
     Every method that communicates is a collective: all ranks call it, in the same order, and all get the same result
     unless its description says otherwise. With one rank nothing is sent.
-
-    Parameters
-    ----------
-    rank, size : int
-        The rank of this process, and how many ranks there are.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
@@ -53,30 +50,15 @@ class World:
         """Return whether all ranks pass the same integers."""
         if self.size == 1:
             return True
-        # The maximum of a value and of its negative gives the largest and the smallest value of all ranks.
-        found = torch.tensor([*values, *(-value for value in values)])
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        highest, lowest = found.chunk(2)
-        return bool((highest == -lowest).all())
+        return len(set(self.all_gather(values))) == 1
 
-    def broadcast(self, value: float) -> float:
-        """Return the number that rank 0 has."""
+    def broadcast(self, value: T, *, source: int = 0) -> T:
+        """Return the plain value that rank ``source`` has."""
         if self.size == 1:
             return value
-        found = torch.tensor(value, dtype=torch.float64)
-        dist.broadcast(found, src=0)
-        return found.item()
-
-    def broadcast_text(self, text: str, *, source: int = 0) -> str:
-        """Return the text that rank ``source`` has."""
-        if self.size == 1:
-            return text
-        encoded = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        length = torch.tensor(len(encoded))
-        dist.broadcast(length, src=source)
-        found = encoded if self.rank == source else torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(found, src=source)
-        return bytes(found.tolist()).decode()
+        found = [value]
+        dist.broadcast_object_list(found, src=source, device=torch.device("cpu"))
+        return found[0]
 
     def mean(self, value: Tensor) -> Tensor:
         """Return the mean of a scalar over the ranks, on its device."""
@@ -100,19 +82,14 @@ class World:
         finally:
             self._gathering = False
 
-    def full_tensor(self, tensor: Any) -> Tensor:
-        """Return the full tensor of a DTensor on the CPU; see `kept` for the other ranks."""
-        full: Tensor = tensor.full_tensor()
-        return self.kept(full)
-
     def kept(self, full: Tensor) -> Tensor:
         """Return a full tensor on the CPU; within `gather_state`, an empty one on every rank but rank 0."""
         return full.new_empty(0, device="cpu") if self._gathering else full.cpu()
 
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return the CPU tensors of all ranks, by rank; they have one shape."""
-        found = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(found, tensor)
+    def all_gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, by rank: plain values and CPU tensors."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value)
         return found
 
 
@@ -130,31 +107,20 @@ def can_join() -> bool:
 def join(device: str) -> Iterator[World]:
     """Join the process group of the run; an existing group is used and left as it is.
 
-    Parameters
-    ----------
-    device : str
-        The setting ``loop.device``. On ``"auto"`` and ``"cuda"`` each rank of a machine takes its own GPU.
+    ``device`` is the setting ``loop.device``: on ``"auto"`` and ``"cuda"`` each rank of a machine takes its own GPU.
 
     Raises UsageError if there is no GPU for each rank; RanksDisagreeError if another rank ended or does not answer.
     """
-    with _lost_ranks_reported(), _process_group(device):
+    with ExitStack() as stack:
+        stack.enter_context(_lost_ranks_reported())
+        if not dist.is_initialized():
+            on_cuda = device != "cpu" and torch.cuda.is_available()
+            if on_cuda:
+                torch.cuda.set_device(_own_gpu(device))
+            # `World` communicates on the CPU, by gloo, so that it never waits for a GPU.
+            dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo", timeout=_TIMEOUT)
+            stack.callback(dist.destroy_process_group)
         yield World(dist.get_rank(), dist.get_world_size())
-
-
-@contextmanager
-def _process_group(device: str) -> Iterator[None]:
-    if dist.is_initialized():
-        yield
-        return
-    on_cuda = device != "cpu" and torch.cuda.is_available()
-    if on_cuda:
-        torch.cuda.set_device(_own_gpu(device))
-    # `World` communicates on the CPU, by gloo, so that it never waits for a GPU.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo", timeout=_TIMEOUT)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def _own_gpu(device: str) -> int:

@@ -14,8 +14,8 @@ from torch.nn import functional
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tensorkeep.train.model.block import MLP
 from tensorkeep.train.model.config import GATED, ModelConfig
-from tensorkeep.train.model.mlp import MLP
 from tensorkeep.train.optim.schedules import learning_rate_factor
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification

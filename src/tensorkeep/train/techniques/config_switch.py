@@ -1,7 +1,7 @@
 """Techniques that only set configuration.
 
 The settings are implemented where the configuration is read: in `tensorkeep.train.optim.optimizers`,
-`tensorkeep.train.optim.schedules` and `tensorkeep.train.model.mlp`.
+`tensorkeep.train.optim.schedules` and `tensorkeep.train.model.block`.
 """
 
 from typing import ClassVar, Literal
@@ -103,7 +103,7 @@ class RangeTestSettings(Section, frozen=True):
 
 
 class RangeTestTechnique(Technique):
-    """Smith, arXiv 1506.01186: the schedule ``"range"``; `tensorkeep.train.optim.range_test` makes the suggestion.
+    """Smith, arXiv 1506.01186: the schedule ``"range"``; `tensorkeep.train.optim.schedules` makes the suggestion.
 
     A run with it is a test, not a training: use the suggested rate in another run.
     """

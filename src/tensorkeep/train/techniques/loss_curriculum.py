@@ -8,8 +8,8 @@ from torch import Tensor
 
 from tensorkeep.train.config.sections import Section
 from tensorkeep.train.data.batches import Batch, BatchSource
+from tensorkeep.train.evaluate import evaluating
 from tensorkeep.train.model.gpt import GPT, token_loss
-from tensorkeep.train.model.modes import evaluating
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
 from tensorkeep.train.techniques.observe import record_inputs

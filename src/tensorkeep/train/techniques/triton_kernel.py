@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.model.mlp import MLP
+from tensorkeep.train.model.block import MLP
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
 from tensorkeep.train.techniques.requirements import Machine

@@ -1,5 +1,6 @@
 """The contract of a tokenizer, and code that all tokenizers share."""
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
@@ -9,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tensorkeep.errors import UsageError
+from tensorkeep.errors import MissingExtraError, UsageError
 from tensorkeep.formats import sealed
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
@@ -30,21 +31,16 @@ def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
 
 
 class Tokenizer(ABC):
-    """Converts text to tokens and back. Tokenizers are immutable.
-
-    Attributes
-    ----------
-    name : str
-        As the user gives it, such as ``"char"`` or ``"tiktoken:gpt2"``.
-    vocab_size : int
-        The number of tokens; every id is below it.
-    end_of_document : int or None
-        The token that follows each document, if there is one. No text is encoded as it.
-    """
+    """Converts text to tokens and back. Tokenizers are immutable."""
 
     name: str
+    """As the user gives it, such as ``"char"`` or ``"tiktoken:gpt2"``."""
     vocab_size: int
+    """The number of tokens; every id is below it."""
     end_of_document: int | None
+    """The token that follows each document, if there is one. No text is encoded as it."""
+    merges: bool = False
+    """Whether a token may stand for several characters, so that the tokens of a text depend on where it is cut."""
 
     @cached_property
     def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
@@ -72,15 +68,10 @@ class Tokenizer(ABC):
 
     def encode_stream(self, texts: Iterator[str]) -> Iterator[Tokens]:
         """Yield the tokens of a text that is given in pieces; the result does not depend on where the pieces end."""
-        return map(self.encode, texts)
+        return map(self.encode, at_line_ends(texts) if self.merges else texts)
 
     def decode(self, ids: npt.ArrayLike) -> str:
-        """Return the text of tokens; invalid UTF-8 becomes the replacement character.
-
-        Parameters
-        ----------
-        ids : array-like of int
-            Of any shape, in order.
+        """Return the text of ids of any shape; invalid UTF-8 becomes the replacement character.
 
         Raises UsageError if an id is not in the vocabulary.
         """
@@ -148,3 +139,14 @@ def _last_line_start(text: str) -> int:
             return newline + 1
         end = newline
     return 0
+
+
+def library(name: str) -> Any:
+    """Import the package of a tokenizer; MissingExtraError if it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise MissingExtraError(
+            f"this tokenizer needs the package {name}, which is not installed",
+            remedy="pip install 'tensorkeep[train]'",
+        ) from error

@@ -5,14 +5,21 @@ order in which the pairs were learned (Sennrich et al., 2016, https://arxiv.org/
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import msgspec
 import numpy as np
 
-from tensorkeep.errors import MissingExtraError
-from tensorkeep.train.data.tokenizers.base import END_OF_DOCUMENT, Documents, Ids, Tokenizer, Tokens, at_line_ends
+from tensorkeep.train.data.tokenizers.base import (
+    END_OF_DOCUMENT,
+    Documents,
+    Ids,
+    Tokenizer,
+    Tokens,
+    at_line_ends,
+    library,
+)
 
 DEFAULT_VOCAB_SIZE = 4096
 SMALLEST_VOCAB_SIZE = 257
@@ -25,57 +32,47 @@ _LEAST_OFTEN = 2
 class BpeTokenizer(Tokenizer):
     """Byte pairs learned from a corpus.
 
-    Parameters
-    ----------
-    vocabulary : sequence of str
-        The tokens in the order of their ids, in GPT-2's notation of bytes; all single bytes are among them.
-    merges : sequence of (str, str)
-        The pairs, in the order in which they were learned.
-    documents : bool
-        Whether there is one more token, the last one, which ends a document.
+    ``vocabulary`` holds the tokens in the order of their ids, in GPT-2's notation of bytes, all single bytes among
+    them; ``merges`` the pairs in the order in which they were learned. With ``documents``, one more token, the last
+    one, ends a document.
 
     Raises ValueError if the vocabulary and the merges do not match; MissingExtraError if ``tokenizers`` is not
     installed.
     """
 
     name = "bpe"
+    merges = True
 
     def __init__(self, vocabulary: Sequence[str], merges: Sequence[tuple[str, str]], *, documents: bool) -> None:
-        library = hugging_face()
+        tokenizers = library("tokenizers")
         ids = {token: id for id, token in enumerate(vocabulary)}
         if len(ids) != len(vocabulary):
             raise ValueError("a token occurs twice")
-        if not ids.keys() >= set(library.pre_tokenizers.ByteLevel.alphabet()):
+        if not ids.keys() >= set(tokenizers.pre_tokenizers.ByteLevel.alphabet()):
             raise ValueError("a byte is missing from the vocabulary")
         try:
-            model = library.models.BPE(ids, [tuple(pair) for pair in merges])
+            model = tokenizers.models.BPE(ids, [tuple(pair) for pair in merges])
         except Exception as error:  # the library raises nothing narrower
             raise ValueError(str(error)) from error
         self._vocabulary = tuple(vocabulary)
         self._merges = tuple(merges)
-        self._pipeline = library.Tokenizer(model)
-        self._pipeline.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        self._pipeline.decoder = library.decoders.ByteLevel()
+        self._pipeline = tokenizers.Tokenizer(model)
+        self._pipeline.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._pipeline.decoder = tokenizers.decoders.ByteLevel()
         self.end_of_document = len(vocabulary) if documents else None
         self.vocab_size = len(vocabulary) + documents
 
     @classmethod
-    def learn(cls, corpus: Documents, *, documents: bool, vocab_size: int) -> Self:
-        """Return a tokenizer of the most frequent pairs of a corpus.
-
-        Parameters
-        ----------
-        vocab_size : int
-            The largest number of tokens, the end of a document included; a small corpus gives fewer.
-        """
-        library = hugging_face()
-        learner = library.Tokenizer(library.models.BPE())
-        learner.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        trainer = library.trainers.BpeTrainer(
+    def learn(cls, corpus: Documents, documents: bool, *, vocab_size: int) -> Self:
+        """Return a tokenizer of the most frequent pairs of a corpus, with at most ``vocab_size`` tokens."""
+        tokenizers = library("tokenizers")
+        learner = tokenizers.Tokenizer(tokenizers.models.BPE())
+        learner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        trainer = tokenizers.trainers.BpeTrainer(
             vocab_size=vocab_size - documents,
             min_frequency=_LEAST_OFTEN,
             show_progress=False,
-            initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         )
         learner.train_from_iterator((text for texts in corpus for text in at_line_ends(texts)), trainer=trainer)
         model = json.loads(learner.to_str())["model"]
@@ -98,15 +95,10 @@ class BpeTokenizer(Tokenizer):
 
     def hugging_face_json(self) -> str:
         """Return the ``tokenizer.json`` of the same tokens, in which the end of a document is a special token."""
-        library = hugging_face()
-        exported = library.Tokenizer.from_str(self._pipeline.to_str())
+        exported = library("tokenizers").Tokenizer.from_str(self._pipeline.to_str())
         if self.end_of_document is not None:
             exported.add_special_tokens([END_OF_DOCUMENT])
         return str(exported.to_str())
-
-    def encode_stream(self, texts: Iterator[str]) -> Iterator[Tokens]:
-        """Yield the tokens of a text that is given in pieces, which are joined and cut at line ends."""
-        return map(self.encode, at_line_ends(texts))
 
     def _encode(self, text: str) -> Tokens:
         # The only method of the library that does not compute offsets.
@@ -120,18 +112,3 @@ class _Stored(msgspec.Struct):
     vocabulary: list[str]
     merges: list[tuple[str, str]]
     end_of_document: bool
-
-
-def hugging_face() -> Any:
-    """Return the module ``tokenizers``.
-
-    Raises MissingExtraError if it is not installed.
-    """
-    try:
-        import tokenizers as module
-    except ImportError as error:
-        raise MissingExtraError(
-            "byte-pair encoding needs the package tokenizers, which is not installed",
-            remedy="pip install 'tensorkeep[train]'",
-        ) from error
-    return module

@@ -1,4 +1,4 @@
-"""One token per character: the vocabulary is the sorted set of characters, as in nanoGPT."""
+"""Tokenizers without merges: one token per character, as in nanoGPT, or one per UTF-8 byte."""
 
 import sys
 from typing import Any, Self
@@ -10,18 +10,13 @@ import numpy.typing as npt
 from tensorkeep.errors import UsageError
 from tensorkeep.train.data.tokenizers.base import Documents, Ids, Tokenizer, Tokens
 
+_BYTES = 256
+
 
 class CharTokenizer(Tokenizer):
-    """Characters (Unicode code points), numbered in their order.
+    """Characters (Unicode code points), numbered in their order; with ``documents``, one more token ends a document.
 
-    Parameters
-    ----------
-    characters : str
-        The vocabulary, in ascending order without repeats.
-    documents : bool
-        Whether there is one more token, the last one, which ends a document.
-
-    Raises ValueError if the characters are not in order.
+    Raises ValueError if the characters are not in ascending order without repeats.
     """
 
     name = "char"
@@ -39,7 +34,7 @@ class CharTokenizer(Tokenizer):
         self._codes = codes
 
     @classmethod
-    def learn(cls, corpus: Documents, *, documents: bool) -> Self:
+    def learn(cls, corpus: Documents, documents: bool) -> Self:
         """Return a tokenizer of all characters of a corpus."""
         occurs = np.zeros(sys.maxunicode + 1, bool)
         for texts in corpus:
@@ -50,7 +45,7 @@ class CharTokenizer(Tokenizer):
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Self:
         """Return the tokenizer that `as_dict` described; ValueError or ValidationError if that is malformed."""
-        fields = msgspec.convert(stored, _Stored)
+        fields = msgspec.convert(stored, _StoredCharacters)
         return cls(fields.characters, documents=fields.end_of_document)
 
     def as_dict(self) -> dict[str, Any]:
@@ -74,9 +69,36 @@ class CharTokenizer(Tokenizer):
         return self._codes[ids].tobytes().decode("utf-32-le")
 
 
+class ByteTokenizer(Tokenizer):
+    """The 256 bytes of UTF-8, which encode every text; with ``documents``, a 257th token ends a document."""
+
+    name = "byte"
+
+    def __init__(self, *, documents: bool) -> None:
+        self.end_of_document = _BYTES if documents else None
+        self.vocab_size = _BYTES + documents
+
+    @classmethod
+    def from_dict(cls, stored: dict[str, Any]) -> Self:
+        """Return the tokenizer that `as_dict` described; ValueError or ValidationError if that is malformed."""
+        return cls(documents=msgspec.convert(stored, _Stored).end_of_document)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"kind": "byte", "end_of_document": self.end_of_document is not None}
+
+    def _encode(self, text: str) -> Tokens:
+        return np.frombuffer(text.encode(), np.uint8).astype(self.dtype)
+
+    def _decode(self, ids: Ids) -> str:
+        return ids.astype(np.uint8).tobytes().decode(errors="replace")
+
+
 class _Stored(msgspec.Struct):
-    characters: str
     end_of_document: bool
+
+
+class _StoredCharacters(_Stored):
+    characters: str
 
 
 def _codes(text: str) -> npt.NDArray[np.uint32]:

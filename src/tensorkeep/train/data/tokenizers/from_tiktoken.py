@@ -16,21 +16,15 @@ import msgspec
 import numpy as np
 
 from tensorkeep.errors import MissingExtraError, UnsupportedError, UsageError, did_you_mean
-from tensorkeep.train.data.tokenizers.base import END_OF_DOCUMENT, Ids, Tokenizer, Tokens, at_line_ends
+from tensorkeep.train.data.tokenizers.base import END_OF_DOCUMENT, Ids, Tokenizer, Tokens, library
 
 _patching = threading.Lock()
 
 
 class TiktokenTokenizer(Tokenizer):
-    """One of tiktoken's encodings.
+    """One of tiktoken's encodings; ValueError if it has no special token ``<|endoftext|>``, which ends a document."""
 
-    Parameters
-    ----------
-    encoding : tiktoken.Encoding
-        With the special token ``<|endoftext|>``, which ends a document.
-
-    Raises ValueError if it has no such token.
-    """
+    merges = True
 
     def __init__(self, encoding: Any) -> None:
         if END_OF_DOCUMENT not in encoding._special_tokens:
@@ -47,13 +41,13 @@ class TiktokenTokenizer(Tokenizer):
         Raises MissingExtraError if ``tiktoken`` is not installed; UsageError if it has no such encoding;
         UnsupportedError if the vocabulary is not on this machine.
         """
-        library = _tiktoken()
-        known = library.list_encoding_names()
+        tiktoken = library("tiktoken")
+        known = tiktoken.list_encoding_names()
         if name not in known:
             raise UsageError(f"tiktoken has no encoding {name!r}", remedy=did_you_mean(name, known))
         try:
             with _offline():
-                return cls(library.get_encoding(name))
+                return cls(tiktoken.get_encoding(name))
         except _NotCached as error:
             raise UnsupportedError(
                 f"the vocabulary of {name} is not on this machine ({error}), and it is not downloaded",
@@ -77,12 +71,12 @@ class TiktokenTokenizer(Tokenizer):
         if not ranks.keys() >= {bytes([value]) for value in range(256)}:
             raise ValueError("a byte is missing from the vocabulary")
         try:
-            encoding = _tiktoken().Encoding(
+            encoding = library("tiktoken").Encoding(
                 fields.name, pat_str=fields.pattern, mergeable_ranks=ranks, special_tokens=fields.special_tokens
             )
+        except MissingExtraError:
+            raise
         except Exception as error:  # the library raises nothing narrower
-            if isinstance(error, MissingExtraError):
-                raise
             raise ValueError(str(error)) from error
         return cls(encoding)
 
@@ -96,10 +90,6 @@ class TiktokenTokenizer(Tokenizer):
             "ranks": {base64.b64encode(token).decode(): rank for token, rank in ranks},
             "special_tokens": dict(encoding._special_tokens),
         }
-
-    def encode_stream(self, texts: Iterator[str]) -> Iterator[Tokens]:
-        """Yield the tokens of a text that is given in pieces, which are joined and cut at line ends."""
-        return map(self.encode, at_line_ends(texts))
 
     def _encode(self, text: str) -> Tokens:
         return np.array(self._encoding.encode_ordinary(text), self.dtype)
@@ -146,14 +136,3 @@ def _offline() -> Iterator[None]:
             yield
         finally:
             load.read_file = real
-
-
-def _tiktoken() -> Any:
-    try:
-        import tiktoken as module
-    except ImportError as error:
-        raise MissingExtraError(
-            "this tokenizer needs the package tiktoken, which is not installed",
-            remedy="pip install 'tensorkeep[train]'",
-        ) from error
-    return module

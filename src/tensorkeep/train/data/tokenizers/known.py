@@ -3,15 +3,14 @@
 import difflib
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from tensorkeep.errors import CorruptCheckpointError, UsageError
-from tensorkeep.train.data.tokenizers.base import Documents, Tokenizer
-from tensorkeep.train.data.tokenizers.bpe import DEFAULT_VOCAB_SIZE, SMALLEST_VOCAB_SIZE, BpeTokenizer, hugging_face
-from tensorkeep.train.data.tokenizers.byte import ByteTokenizer
-from tensorkeep.train.data.tokenizers.char import CharTokenizer
+from tensorkeep.train.data.tokenizers.base import Documents, Tokenizer, library
+from tensorkeep.train.data.tokenizers.bpe import DEFAULT_VOCAB_SIZE, SMALLEST_VOCAB_SIZE, BpeTokenizer
+from tensorkeep.train.data.tokenizers.char import ByteTokenizer, CharTokenizer
 from tensorkeep.train.data.tokenizers.from_tiktoken import TiktokenTokenizer
 
 CHOICES = ("char", "byte", "bpe", "tiktoken:NAME")
@@ -24,21 +23,12 @@ _FROM_DICT: dict[object, Callable[[dict[str, Any]], Tokenizer]] = {
 }
 
 
-class Learn(Protocol):
-    """Makes a tokenizer for a corpus; it may or may not read the documents."""
-
-    def __call__(self, corpus: Documents, *, documents: bool) -> Tokenizer: ...
+Learn = Callable[[Documents, bool], Tokenizer]
+"""Makes a tokenizer for a corpus, given whether that consists of documents; it need not read them."""
 
 
 def learner(choice: str, vocab_size: int | None = None) -> Learn:
-    """Return the function that makes a tokenizer; arguments are checked here, before a corpus is read.
-
-    Parameters
-    ----------
-    choice : str
-        ``"char"``, ``"byte"``, ``"bpe"`` or ``"tiktoken:NAME"``.
-    vocab_size : int, optional
-        For ``"bpe"``: the largest number of tokens, by default 4096.
+    """Return the function that makes a tokenizer; arguments, as of `prepare`, are checked before a corpus is read.
 
     Raises UsageError if there is no such tokenizer, or the vocabulary size is not possible; MissingExtraError if it
     needs a package that is not installed; UnsupportedError if it needs a vocabulary that is not on this machine.
@@ -50,22 +40,22 @@ def learner(choice: str, vocab_size: int | None = None) -> Learn:
         )
     if kind == "tiktoken" and name:
         found = TiktokenTokenizer.named(name)
-        return lambda corpus, *, documents: found
+        return lambda corpus, documents: found
     if choice == "char":
         return CharTokenizer.learn
     if choice == "byte":
-        return lambda corpus, *, documents: ByteTokenizer(documents=documents)
+        return lambda corpus, documents: ByteTokenizer(documents=documents)
     if choice == "bpe":
-        hugging_face()
-        return partial(BpeTokenizer.learn, vocab_size=_checked(vocab_size))
+        library("tokenizers")
+        return partial(
+            BpeTokenizer.learn, vocab_size=_checked(DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size)
+        )
     near = difflib.get_close_matches(kind, [each.partition(":")[0] for each in CHOICES], n=1)
     hint = f"did you mean {near[0]!r}? " if near and not colon else ""
     raise UsageError(f"there is no tokenizer {choice!r}", remedy=f"{hint}give one of {', '.join(CHOICES)}")
 
 
-def _checked(vocab_size: int | None) -> int:
-    if vocab_size is None:
-        return DEFAULT_VOCAB_SIZE
+def _checked(vocab_size: int) -> int:
     if isinstance(vocab_size, bool) or not SMALLEST_VOCAB_SIZE <= vocab_size < 1 << 31:
         raise UsageError(
             f"a vocabulary of {vocab_size} is not possible: it must hold every byte and the end of a document",

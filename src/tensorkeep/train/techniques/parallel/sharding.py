@@ -60,7 +60,7 @@ class ShardLayout:
 
     def full(self, name: str, shard: Any) -> Tensor:
         """Return the full tensor of a shard of a parameter or its state; empty in processes that do not save it."""
-        found = self._world.full_tensor(shard)
+        found = self._world.kept(shard.full_tensor())
         if name not in self._rows or not found.numel():
             return found
         return torch.empty_like(found).index_copy_(0, self._rows[name], found)

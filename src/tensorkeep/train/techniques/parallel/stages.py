@@ -1,6 +1,5 @@
 """Stages of a pipeline: which process has which blocks of a model, and checkpoints of all stages."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -64,7 +63,7 @@ class Stages:
         """Return the owner's optimizer state for a parameter."""
         mine = {key: value.detach() for key, value in state.items()}
         shapes = {key: (list(value.shape), str(value.dtype).removeprefix("torch.")) for key, value in mine.items()}
-        of_owner: dict[str, Any] = json.loads(self.world.broadcast_text(json.dumps(shapes), source=self.owner(name)))
+        of_owner: dict[str, Any] = self.world.broadcast(shapes, source=self.owner(name))
         like = {key: torch.empty(shape, dtype=getattr(torch, dtype)) for key, (shape, dtype) in of_owner.items()}
         return {key: self.from_owner(name, mine.get(key, each).cpu()) for key, each in like.items()}
 
