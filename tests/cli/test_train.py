@@ -107,7 +107,7 @@ def test_a_file_of_settings(tmp_path: Path, text: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["shakespear-char-cpu"], 2, "did you mean shakespeare-char-cpu?"),
+        (["shakespear-char-cpu"], 2, "did you mean 'shakespeare-char-cpu'?"),
         ([], 2, "no recipe is given"),
         ([RECIPE, "--optm.lr", "1"], 2, "did you mean --optim.lr"),
         (["--resum", RECIPE], 2, "did you mean --resume?"),

@@ -32,7 +32,7 @@ def test_recipes_are_complete_and_documented(name: str) -> None:
 
 
 def test_unknown_recipe_suggests_the_nearest() -> None:
-    with pytest.raises(UsageError, match=r"did you mean shakespeare-char-cpu\?"):
+    with pytest.raises(UsageError, match=r"did you mean 'shakespeare-char-cpu'\?"):
         get_recipe("shakespeare-char-cpuu")
 
 

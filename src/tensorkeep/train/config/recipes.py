@@ -3,10 +3,9 @@
 A variant calls another recipe and changes settings.
 """
 
-import difflib
 from collections.abc import Callable
 
-from tensorkeep.errors import UsageError
+from tensorkeep.errors import UsageError, did_you_mean
 from tensorkeep.train.config import sections
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.model.config import ModelConfig
@@ -160,7 +159,5 @@ def get_recipe(name: str) -> Config:
         If there is no recipe of that name.
     """
     if name not in RECIPES:
-        close = difflib.get_close_matches(name, RECIPES, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise UsageError(f"there is no recipe {name!r}", remedy=f"{hint}Recipes: {', '.join(RECIPES)}")
+        raise UsageError(f"there is no recipe {name!r}", remedy=did_you_mean(name, RECIPES, "recipes"))
     return RECIPES[name]()

@@ -58,18 +58,12 @@ class TextFile:
 
 @dataclass(frozen=True)
 class Source:
-    """The files of a corpus in the order in which they are read, found but not read; see `open_source`.
-
-    Attributes
-    ----------
-    spec : str
-        What the user gave.
-    kind : str
-        ``"file"``, ``"jsonl"``, ``"folder"``, ``"pattern"``, ``"stdlib"`` or ``"stdin"``.
-    """
+    """The files of a corpus in the order in which they are read, found but not read; see `open_source`."""
 
     spec: str
+    """What the user gave."""
     kind: str
+    """``"file"``, ``"jsonl"``, ``"folder"``, ``"pattern"``, ``"stdlib"`` or ``"stdin"``."""
     files: tuple[TextFile, ...]
     encoding: str
     _open: ExitStack

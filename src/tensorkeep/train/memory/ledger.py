@@ -37,38 +37,29 @@ _BLOCKS_ON_GPU = 2
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """The memory of training in bytes, by purpose.
-
-    Attributes
-    ----------
-    average : int
-        That of ``ema``.
-    copies : int
-        16-bit copies of weights, if matmuls are computed in 16 bits.
-    activations, logits : int
-        Kept for the backward pass, without the logits; the logits at its start: log-softmax, and the gradient twice.
-    recomputed : int
-        What exists in addition while activation checkpointing recomputes a block.
-    update, evaluation : int
-        Temporary memory of an optimizer step, and of an evaluation between two steps.
-    accumulated : bool
-        Whether gradients exist from one micro-batch to the next.
-    unknown : tuple of str
-        Techniques that are on and whose effect on memory is not predicted.
-    """
+    """The memory of training in bytes, by purpose."""
 
     parameters: int
     gradients: int
     optimizer: int
     average: int
+    """That of ``ema``."""
     copies: int
+    """16-bit copies of weights, if matmuls are computed in 16 bits."""
     activations: int
+    """Kept for the backward pass, without the logits."""
     recomputed: int
+    """What exists in addition while activation checkpointing recomputes a block."""
     logits: int
+    """At the start of the backward pass: their log-softmax, and the gradient twice."""
     update: int
+    """Temporary memory of an optimizer step."""
     evaluation: int
+    """Temporary memory of an evaluation between two steps."""
     accumulated: bool
+    """Whether gradients exist from one micro-batch to the next."""
     unknown: tuple[str, ...] = ()
+    """Techniques that are on and whose effect on memory is not predicted."""
 
     @property
     def peak(self) -> int:

@@ -32,27 +32,21 @@ METRIC = "validation_loss"
 
 @dataclass
 class Progress:
-    """How far a run is and how well it did; all of it is part of a checkpoint.
-
-    Attributes
-    ----------
-    step, tokens : int
-        Steps done, and tokens trained on.
-    loss, best : float
-        The last validation loss and the best one; infinite before the first evaluation.
-    waited : int
-        Evaluations since the best one.
-    skipped, skipped_in_a_row : int
-        Updates skipped because the loss or the gradient norm was not finite: all, and those since the last update.
-    """
+    """How far a run is and how well it did; all of it is part of a checkpoint."""
 
     step: int = 0
     tokens: int = 0
+    """Tokens trained on."""
     best: float = math.inf
+    """The best validation loss."""
     waited: int = 0
+    """Evaluations since the best one."""
     loss: float = math.inf
+    """The last validation loss; infinite before the first evaluation."""
     skipped: int = 0
+    """Updates skipped because the loss or the gradient norm was not finite."""
     skipped_in_a_row: int = 0
+    """Those since the last update that was made."""
     range_test: RangeTest = field(default_factory=RangeTest)
 
     def state_dict(self) -> dict[str, Any]:
