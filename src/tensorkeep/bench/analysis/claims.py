@@ -122,20 +122,14 @@ def _obstacle(samples: Samples, pair: ArmPair, found: Comparison | None) -> str 
     if missing:
         return f"the experiment has no {listed(missing)}"
     if found is None:
-        return _why_no_figures(samples, pair)
+        if failures := [*samples.failures(pair.over), *samples.failures(pair.arm)]:
+            return f"{failures[0].arm}: {failures[0].reason or failures[0].status}"
+        return f"{pair.over} and {pair.arm} have no block with {pair.measure} of both"
     one, other = arms[pair.over].settings, arms[pair.arm].settings
     differing = {key for key in one.keys() | other.keys() if one.get(key) != other.get(key)}
     if others := sorted(differing - (differing if pair.changed is None else pair.changed)):
         return f"{pair.over} and {pair.arm} also differ in {listed(others)}: the cause is not isolated"
     return None if found.low is not None else "one block gives no interval: use --runs 5"
-
-
-def _why_no_figures(samples: Samples, pair: ArmPair) -> str:
-    for name in (pair.over, pair.arm):
-        failures = samples.failures(name)
-        if failures:
-            return f"{name}: {failures[0].reason or failures[0].status}"
-    return f"{pair.over} and {pair.arm} have no block with {pair.measure} of both"
 
 
 def _reading(found: Comparison | None, claim: PublishedClaim) -> str:

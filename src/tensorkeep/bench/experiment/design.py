@@ -95,8 +95,7 @@ class Expansion:
 def one_at_a_time(base: Base, changes: Sequence[Change]) -> Expansion:
     """Return the base, and each change alone."""
     found = _with_base(base)
-    for change in changes:
-        _add_alone(found, base, change)
+    _add_alone(found, base, changes)
     return found
 
 
@@ -105,8 +104,7 @@ def leave_one_out(base: Base, changes: Sequence[Change]) -> Expansion:
     found = _with_base(base)
     stack = _stack(changes)
     found.add(FULL, base, stack, Place("full"), "All changes together.")
-    for change in stack:
-        _add_without(found, base, stack, change)
+    _add_without(found, base, stack)
     return found
 
 
@@ -122,10 +120,8 @@ def steps(base: Base, changes: Sequence[Change]) -> Expansion:
                 remedy="remove it, or mark it as optional, so that it is measured alone",
             )
     found.add(FULL, base, stack, Place("full"))
-    for change in changes:
-        _add_alone(found, base, change)
-    for change in stack:
-        _add_without(found, base, stack, change)
+    _add_alone(found, base, changes)
+    _add_without(found, base, stack)
     return found
 
 
@@ -134,9 +130,7 @@ def combinations(base: Base, changes: Sequence[Change], combined: Sequence[Combi
     found = _with_base(base)
     by_name = {change.name: change for change in changes}
     used = {name for combination in combined for name in combination.changes}
-    for change in changes:
-        if change.name in used:
-            _add_alone(found, base, change)
+    _add_alone(found, base, [change for change in changes if change.name in used])
     for combination in combined:
         members = [by_name[name] for name in combination.changes]
         name = combination.name or " + ".join(combination.changes)
@@ -207,25 +201,28 @@ def _with_base(base: Base) -> Expansion:
     return found
 
 
-def _add_alone(found: Expansion, base: Base, change: Change) -> None:
-    place = Place("alone", change.name)
-    if change.needs:
-        found.omitted.append(Omitted(place, f"it needs {' and '.join(change.needs)}"))
-    else:
-        found.add(f"only {change.name}", base, [change], place, change.about)
+def _add_alone(found: Expansion, base: Base, changes: Sequence[Change]) -> None:
+    for change in changes:
+        place = Place("alone", change.name)
+        if change.needs:
+            found.omitted.append(Omitted(place, f"it needs {' and '.join(change.needs)}"))
+        else:
+            found.add(f"only {change.name}", base, [change], place, change.about)
 
 
-def _add_without(found: Expansion, base: Base, stack: Sequence[Change], change: Change) -> None:
-    place = Place("without", change.name)
-    others = [other for other in stack if other is not change]
-    needing = [other.name for other in others if change.name in other.needs]
-    if needing:
-        found.omitted.append(Omitted(place, f"{' and '.join(needing)} {'needs' if len(needing) == 1 else 'need'} it"))
-    elif equal(_apply(base, stack)[0], _apply(base, others)[0]):
-        reason = "a later change replaces it: the full stack is the same without it"
-        found.omitted.append(Omitted(place, reason))
-    else:
-        found.add(f"all but {change.name}", base, others, place, f"All changes but {change.name}.")
+def _add_without(found: Expansion, base: Base, stack: Sequence[Change]) -> None:
+    for change in stack:
+        place = Place("without", change.name)
+        others = [other for other in stack if other is not change]
+        needing = [other.name for other in others if change.name in other.needs]
+        if needing:
+            need = "needs" if len(needing) == 1 else "need"
+            found.omitted.append(Omitted(place, f"{' and '.join(needing)} {need} it"))
+        elif equal(_apply(base, stack)[0], _apply(base, others)[0]):
+            reason = "a later change replaces it: the full stack is the same without it"
+            found.omitted.append(Omitted(place, reason))
+        else:
+            found.add(f"all but {change.name}", base, others, place, f"All changes but {change.name}.")
 
 
 def _apply(base: Base, changes: Sequence[Change]) -> tuple[Settings, bool]:
