@@ -19,21 +19,7 @@ P = TypeVar("P")
 
 
 class Registry(Generic[P]):
-    """The plug-ins of one kind, each imported on first use.
-
-    Parameters
-    ----------
-    kind : str
-        What one plug-in is called: ``"codec"`` for those of the entry point group ``tensorkeep.codecs``.
-
-    Examples
-    --------
-    >>> from tensorkeep.codecs.base import CODECS
-    >>> CODECS.names()
-    ['gzip', 'planes', 'raw', 'zstd']
-    >>> CODECS.get("zstd").name
-    'zstd'
-    """
+    """The plug-ins of one kind, imported on first use: ``Registry("codec")`` has those of ``tensorkeep.codecs``."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind

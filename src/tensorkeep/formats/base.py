@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, get_args, get_origin
+from typing import Any, ClassVar, Literal, get_args, get_origin
 
 import msgspec
 
@@ -27,6 +27,7 @@ from tensorkeep.formats.write import (
     WriteSettings,
 )
 from tensorkeep.io.buffers import BufferPool
+from tensorkeep.io.closing import Closing
 from tensorkeep.io.files import Bytes
 from tensorkeep.plugins import Registry
 from tensorkeep.state.dtypes import DType
@@ -78,7 +79,7 @@ class Problem:
     block: int | None = None
 
 
-class Reader(ABC):
+class Reader(Closing, ABC):
     """An open checkpoint; a context manager.
 
     A subclass sets ``path``, ``metadata`` and ``details``, and calls `_set_state`, which sets ``flat``, ``leaf_specs``
@@ -172,12 +173,6 @@ class Reader(ABC):
             return Entry(name, part, leaf.dtype, leaf.shape, leaf.nbytes, leaf.stored_bytes, leaf.codec, leaf.file)
         nbytes = prod(alias.shape) * leaf.dtype.itemsize
         return Entry(name, part, leaf.dtype, alias.shape, nbytes, 0, "alias", leaf.file, alias.of)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

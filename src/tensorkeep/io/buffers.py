@@ -9,12 +9,12 @@ import mmap
 import os
 import threading
 import weakref
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from tensorkeep.errors import UsageError
+from tensorkeep.io.closing import Closing
 from tensorkeep.io.parallel import POLL_SECONDS, Cancellation
 from tensorkeep.state.cuda import CudaPageLock
 from tensorkeep.units import format_bytes
@@ -69,7 +69,7 @@ class Buffer:
         self.release()
 
 
-class BufferPool:
+class BufferPool(Closing):
     """Reusable page-aligned host buffers whose sum never exceeds a budget; a context manager.
 
     When a pool is closed, its buffers are kept for the next pool of the process: memory that was touched before is
@@ -177,12 +177,6 @@ class BufferPool:
         with self._changed:
             while self._free:
                 _spares.put(self._remove_free())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def _unlock_all(page_lock: CudaPageLock, buffers: list[mmap.mmap]) -> None:

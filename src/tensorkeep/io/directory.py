@@ -8,9 +8,10 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, NotFoundError, StoreError, TensorkeepError
+from tensorkeep.io.closing import Closing
 from tensorkeep.io.files import Bytes, store_error
 from tensorkeep.io.source_file import SourceFile
 
@@ -22,7 +23,7 @@ MAX_OPEN_FILES = 200
 T = TypeVar("T")
 
 
-class Directory:
+class Directory(Closing):
     """An open directory; a context manager.
 
     Raises NotFoundError if the path does not exist; StoreError if the operating system refuses to open it.
@@ -64,12 +65,6 @@ class Directory:
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 class _ReopenedFile(SourceFile):

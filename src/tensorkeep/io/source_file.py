@@ -7,12 +7,12 @@ import mmap
 import os
 import stat
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 
 from tensorkeep.errors import CorruptCheckpointError, NotFoundError
 from tensorkeep.io.buffers import ALIGNMENT, round_down, round_up
+from tensorkeep.io.closing import Closing
 from tensorkeep.io.files import Bytes, store_error, transfers
 from tensorkeep.machine import libc
 
@@ -22,7 +22,7 @@ _SAMPLE_BYTES = 1024**2
 """`bypasses_cache` looks at one page in every so many bytes: the kernel caches and drops much longer runs."""
 
 
-class SourceFile:
+class SourceFile(Closing):
     """A file that many threads read at once.
 
     Large reads copy what is in the page cache from there and read the rest around it (O_DIRECT): from a fast disk, the
@@ -140,12 +140,6 @@ class SourceFile:
         for fd in descriptors:
             if fd >= 0:
                 os.close(fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def _is_cached(address: int) -> bool:

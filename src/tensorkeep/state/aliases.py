@@ -38,12 +38,11 @@ class Alias:
         numbers = (self.offset_elements, *self.shape, *self.strides)
         if not all(type(number) is int and -_MAX_INTEGER < number < _MAX_INTEGER for number in numbers):
             raise ValueError("the view of another tensor has a field that is not a 64-bit integer")
-        if len(self.shape) != len(self.strides) or len(self.shape) > 64 or min(self.shape, default=0) < 0:
+        is_empty = min(self.shape, default=1) < 1
+        if len(self.shape) != len(self.strides) or len(self.shape) > 64 or is_empty:
             raise ValueError("the view of another tensor has an impossible shape")
         if math.prod(self.shape) >= _MAX_INTEGER // 16:
             raise ValueError("the view of another tensor is too large")
-        if 0 in self.shape:
-            raise ValueError("an empty tensor cannot be a view of another")
         low, high = (self.offset_elements + distance for distance in _reach(self.shape, self.strides))
         if low < 0 or high >= math.prod(base_shape):
             raise ValueError(f"the view reaches elements {low} to {high} of a tensor of {math.prod(base_shape)}")
@@ -80,9 +79,10 @@ def make_view(base: Array, alias: Alias) -> Array:
     alias.validate(base.shape)
     if alias.is_full(base.shape):
         return base
+    is_dense = base.flags.c_contiguous if isinstance(base, np.ndarray) else base.is_contiguous()
+    if not is_dense:
+        raise ValueError("only a tensor in C order can have views")
     if isinstance(base, np.ndarray):
-        if not base.flags.c_contiguous:
-            raise ValueError("only an array in C order can have views")
         size = base.itemsize
         strides = tuple(stride * size for stride in alias.strides)
         # Unlike as_strided, the constructor checks the bounds once more.
@@ -91,8 +91,6 @@ def make_view(base: Array, alias: Alias) -> Array:
         )
     if min(alias.strides, default=0) < 0:
         raise ValueError("a tensor cannot have negative strides")
-    if not base.is_contiguous():
-        raise ValueError("only a tensor in C order can have views")
     import torch
 
     with torch.no_grad():

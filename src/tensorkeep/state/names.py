@@ -117,11 +117,6 @@ def select(names: Iterable[str], patterns: str | Iterable[str]) -> list[str]:
     """Return the names that match at least one pattern, in their order; UsageError if a pattern matches nothing.
 
     Patterns are exact names, or globs on the whole name, case-sensitive; ``*`` matches dots, too.
-
-    Examples
-    --------
-    >>> select(["model.w", "model.b", "step"], "model.*")
-    ['model.w', 'model.b']
     """
     candidates = list(names)
     known = set(candidates)

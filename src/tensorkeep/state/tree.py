@@ -80,11 +80,6 @@ def unflatten(skeleton: object, values: Mapping[str, Array], *, as_is: bool = Fa
 
     Raises ValueError if the skeleton is malformed, or names a leaf that ``values`` lacks; UnsupportedError if it holds
     an object of a class that is not registered in this process, or has other fields now.
-
-    Examples
-    --------
-    >>> unflatten({"dict": {"step": 7, "shape": {"tuple": [2, 3]}}}, {})
-    {'step': 7, 'shape': (2, 3)}
     """
     return SkeletonReader(values, as_is=as_is).decode(skeleton)
 

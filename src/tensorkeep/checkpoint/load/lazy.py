@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, checked_path
 from tensorkeep.checkpoint.finding import open_reader
@@ -13,6 +13,7 @@ from tensorkeep.checkpoint.load.verify import VerifyReport, verify_open
 from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.formats.base import OpenSettings, Reader
 from tensorkeep.io.buffers import DEFAULT_BUDGET, BufferPool
+from tensorkeep.io.closing import Closing
 from tensorkeep.io.parallel import Progress
 from tensorkeep.state.leaf import Leaf, allocate
 from tensorkeep.state.strided import Array, Device
@@ -60,7 +61,7 @@ def open(
     return Checkpoint(open_reader(checked_path(path), settings, format), settings)
 
 
-class Checkpoint(Mapping[str, "LazyTensor"]):
+class Checkpoint(Closing, Mapping[str, "LazyTensor"]):
     """An open checkpoint: a mapping from name to lazy tensor, in the state's order; returned by `tensorkeep.open`.
 
     It has a ``path``, a ``format``, and ``metadata``, which was given when it was saved.
@@ -131,12 +132,6 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
         if self._closed:
             raise UsageError("is closed", path=self.path, remedy="read it before close(), or open it again")
         return self._reader, self._settings.pool
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 class LazyTensor:

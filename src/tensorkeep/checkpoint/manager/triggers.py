@@ -7,11 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 from tensorkeep.checkpoint.arguments import check_count
 from tensorkeep.checkpoint.forking import reset_in_child
 from tensorkeep.errors import UsageError
+from tensorkeep.io.closing import Closing
 from tensorkeep.units import parse_seconds
 
 
@@ -110,7 +111,7 @@ class EveryTime(SaveWhen):
         self._last = self._clock()
 
 
-class OnSignal(SaveWhen):
+class OnSignal(Closing, SaveWhen):
     """Saves after the step during which a signal arrived, such as the ``SIGTERM`` or ``SIGUSR1`` of a batch system.
 
     A context manager, made in the main thread; without arguments it is for these two signals. The handler only notes
@@ -184,9 +185,3 @@ class OnSignal(SaveWhen):
             if signal.getsignal(number) == self._note:
                 # None stands for a handler that was not set from Python, and cannot be restored.
                 signal.signal(number, signal.SIG_DFL if before is None else before)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()

@@ -76,10 +76,7 @@ def paths_to(state: Any, kind: type | tuple[type, ...], path: Path = ()) -> Iter
 def value_at(state: Any, path: Path) -> Any:
     """Return the value at the end of some keys; KeyError if it does not exist."""
     for key in path:
-        found = items(state)
-        if found is None:
-            raise KeyError(key)
-        state = dict(found)[key]
+        state = dict(items(state) or [])[key]
     return state
 
 
