@@ -84,7 +84,7 @@ def test_json_is_one_document(run: Path, plain: Path, capsys: pytest.CaptureFixt
 
 
 def test_report_of_a_run_is_written_beside_its_results(plain: Path) -> None:
-    command.report_run(plain / "results.json", plain / "report.html", Output(quiet=True))
+    command.report(plain, output=Output(quiet=True))
     assert names(plain) == ["report.html", "results.json", "samples.csv", "summary.csv"]
 
 

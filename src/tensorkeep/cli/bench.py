@@ -11,13 +11,8 @@ from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.errors import UsageError
 
 Model = Annotated[str | None, Parameter(metavar="SPEC")]
-Directory = Annotated[
-    Path | None,
-    Parameter(
-        name="--dir",
-        help="A folder on the disk to measure; the folder of --out by default. What is written there is removed.",
-    ),
-]
+_MEASURED = "A folder on the disk to measure; the folder of --out by default. What is written there is removed."
+Directory = Annotated[Path | None, Parameter(name="--dir", help=_MEASURED)]
 
 
 def checkpoint(

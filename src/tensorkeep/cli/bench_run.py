@@ -20,7 +20,7 @@ from tensorkeep.bench.results_file import FILE_NAME, read_results
 from tensorkeep.bench.run.runner import ExperimentRun, Listener, plan_results
 from tensorkeep.cli.options import SIZE, AtLeastOne, Switch
 from tensorkeep.cli.output import Output
-from tensorkeep.cli.report import report_run
+from tensorkeep.cli.report import report
 from tensorkeep.cli.text import Table, printable
 from tensorkeep.errors import DestinationExistsError, UsageError
 from tensorkeep.units import format_seconds
@@ -166,26 +166,20 @@ def _run_in(folder: Path, results: Results, output: Output) -> int:
     """Run the remaining cells in a folder, which is removed again if it is new and nothing was written to it."""
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        return _run(folder, results, output)
-    finally:
-        if is_new:
-            with suppress(OSError):  # A folder that is not empty is kept.
-                folder.rmdir()
-
-
-def _run(folder: Path, results: Results, output: Output) -> int:
-    file, page = folder / FILE_NAME, folder / "report.html"
-    run = ExperimentRun(results, file, _measured_folder(results, folder))
+    run = ExperimentRun(results, folder / FILE_NAME, _measured_folder(results, folder))
     try:
         with _interrupt_on_signals(), _progress(output) as progress:
             run.execute(_Bar(progress))
     except KeyboardInterrupt:
         if any(cell.status == "ok" for cell in run.results.cells):
-            report_run(file, page, output)
+            report(folder, output=output)
         output.note(f"the results so far are kept; to resume: {_resume_command(results, folder)}")
         raise
-    report_run(file, page, output)
+    finally:
+        if is_new:
+            with suppress(OSError):  # A folder that is not empty is kept.
+                folder.rmdir()
+    report(folder, output=output)
     statuses = {cell.status for cell in run.results.cells}
     return 1 if "gate" in statuses or "ok" not in statuses else 0
 

@@ -20,18 +20,12 @@ BROKEN_PIPE = 141
 _SEVERITY = (4, 3, 5, 7, 6, 2, 1, 0)
 
 
-class Interrupted(TensorkeepError):
+class Interrupted(TensorkeepError, kind="interrupted", exit_code=130):
     """Ctrl-C."""
 
-    kind = "interrupted"
-    exit_code = 130
 
-
-class InternalError(TensorkeepError):
+class InternalError(TensorkeepError, kind="internal", exit_code=70):
     """An exception that is a bug."""
-
-    kind = "internal"
-    exit_code = 70
 
 
 def most_severe(codes: Iterable[int]) -> int:

@@ -22,27 +22,20 @@ EVERYWHERE = Group("Everywhere", sort_key=100)
 @Parameter(name="*", group=EVERYWHERE, negative="", show_default=False)
 @dataclass(frozen=True)
 class Output:
-    """How a command prints.
+    """How a command prints."""
 
-    Attributes
-    ----------
-    json : bool
-        Print one JSON document to stdout, and nothing else.
-    quiet : bool
-        Print errors only.
-    verbose : bool
-        Print tracebacks, and what the library logs at the level INFO.
-    progress : bool
-        Draw progress bars on stderr if that is a terminal.
-    config : str or None
-        A TOML file of options, one table per command.
-    """
-
-    json: bool = False
-    quiet: Annotated[bool, Parameter(name=["--quiet", "-q"])] = False
-    verbose: Annotated[bool, Parameter(name=["--verbose", "-v"])] = False
-    progress: Annotated[bool, Parameter(negative="--no-progress")] = True
-    config: Annotated[str | None, Parameter(name=["--config", "-C"])] = None
+    json: Annotated[bool, Parameter(help="Print one JSON document to stdout, and nothing else.")] = False
+    quiet: Annotated[bool, Parameter(name=["--quiet", "-q"], help="Print errors only.")] = False
+    verbose: Annotated[
+        bool,
+        Parameter(name=["--verbose", "-v"], help="Print tracebacks, and what the library logs at the level INFO."),
+    ] = False
+    progress: Annotated[
+        bool, Parameter(negative="--no-progress", help="Draw progress bars on stderr if that is a terminal.")
+    ] = True
+    config: Annotated[
+        str | None, Parameter(name=["--config", "-C"], help="A TOML file of options, one table per command.")
+    ] = None
 
     def show(self, document: Mapping[str, Any], text: Callable[[], None]) -> None:
         """Print the document as JSON with ``--json``; else call ``text``, which prints, unless ``--quiet`` is set."""

@@ -58,11 +58,6 @@ def report(
         _write(found, out, plots, csv, output)
 
 
-def report_run(results: Path, page: Path, output: Output) -> None:
-    """Print the tables of a results file, and write its page with CSV files and a folder ``plots`` beside it."""
-    _write(read_results(results), page, page.parent / "plots", page.parent, output)
-
-
 def _write(found: Results, page: Path, plots: Path | None, csv: Path | None, output: Output) -> None:
     from tensorkeep.report.files import check_page, write_report
 

@@ -79,12 +79,9 @@ class Table:
             console.print(f"(not shown in {console.width} columns: {', '.join(hidden)})", style="dim")
 
     def _show_complete(self, rows: list[tuple[str, ...]], widths: list[int]) -> None:
-        right = [heading.startswith(">") for heading in self.headings]
+        sides = [">" if heading.startswith(">") else "<" for heading in self.headings]
         for row in rows:
-            cells = (
-                cell.rjust(width) if to_right else cell.ljust(width)
-                for cell, width, to_right in zip(row, widths, right, strict=True)
-            )
+            cells = (f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True))
             print(_GAP.join(cells).rstrip())
 
 

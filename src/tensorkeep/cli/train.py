@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 from cyclopts import App, Parameter
@@ -127,27 +126,22 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
         if before == signal.SIG_IGN:
             yield lambda: signals.came
             return
-        hangup = _Hangup()
-        signal.signal(signal.SIGHUP, hangup)
+        terminals = [number for number in (1, 2) if os.isatty(number)]
+        hangups: list[int] = []
+
+        def hang_up(number: int, _: object) -> None:
+            hangups.append(number)
+            # From now on, output to the terminal would fail.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for terminal in terminals:
+                os.dup2(nowhere, terminal)
+            os.close(nowhere)
+
+        signal.signal(signal.SIGHUP, hang_up)
         try:
-            yield lambda: signals.came or hangup.came
+            yield lambda: signals.came or bool(hangups)
         finally:
             signal.signal(signal.SIGHUP, before)
-
-
-class _Hangup:
-    """Records SIGHUP, and from then on discards output to the terminal, which would fail."""
-
-    def __init__(self) -> None:
-        self.came = False
-        self._terminals = [number for number in (1, 2) if os.isatty(number)]
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.came = True
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for terminal in self._terminals:
-            os.dup2(nowhere, terminal)
-        os.close(nowhere)
 
 
 @contextmanager

@@ -45,7 +45,10 @@ def training_demo(
         f"{format_bytes(state.total.nbytes)}: weights, optimizer, random states, position in the data."
     )
     output.say(f"   tensorkeep info {last.path}")
-    sample = _sample(demo)
+    trained = load_trained(demo.folder, which="best")
+    prompt, size = prompt_ids(trained.tokenizer, _PROMPT), trained.tokenizer.vocab_size
+    ids = generate(trained.model, prompt, max_new_tokens=_TOKENS, temperature=0.8, vocab_size=size)
+    sample = trained.tokenizer.decode(ids.tolist())
     output.paragraph("5. The model generates:")
     output.say(*(f"   | {line}" for line in sample.splitlines()))
     output.say(
@@ -83,12 +86,3 @@ def _print_repeated(output: Output, repeated: RepeatedSteps, summary: dict[str, 
         f"The validation loss is {summary['loss']:.3f}, at {summary['tokens_per_second']:,.0f} tokens/s; saving "
         f"blocked the loop for {fraction:.1%} of the time.",
     )
-
-
-def _sample(demo: TrainingDemo) -> str:
-    trained = load_trained(demo.folder, which="best")
-    prompt = prompt_ids(trained.tokenizer, _PROMPT)
-    ids = generate(
-        trained.model, prompt, max_new_tokens=_TOKENS, temperature=0.8, vocab_size=trained.tokenizer.vocab_size
-    )
-    return trained.tokenizer.decode(ids.tolist())

@@ -6,17 +6,14 @@ import tempfile
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
-
 from tensorkeep.bench.tune.training import Tuned, tune
 from tensorkeep.cli.list_techniques import names_in
 from tensorkeep.cli.options import SIZE, Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table, say
 from tensorkeep.errors import DestinationExistsError, StoreError, UsageError
-from tensorkeep.train.config.config import TECHNIQUES, Config
+from tensorkeep.train.config.config import TECHNIQUES, Config, flat
 from tensorkeep.train.config.recipes import RECIPES, get_recipe
-from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.run.data import open_data
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.units import format_bytes
@@ -80,7 +77,7 @@ def training(
     with tempfile.TemporaryDirectory(prefix="tensorkeep-tune-") as folder:
         given = _base(recipe, run, data, technique)
         dataset = open_data(given, RunFolder(Path(folder) / "run"), meter=output.meter)
-        config = _with_vocabulary(given, dataset)
+        config = given.changed({"model.vocab_size": max(given.model.vocab_size, dataset.vocab_size)})
         tuned = tune(config, dataset.path, memory, run_trials=not predict_only, largest=largest)
     if out is not None and tuned.fits:
         _write(out, tuned)
@@ -106,11 +103,6 @@ def _command(recipe: str | None, data: str | None, technique: str | None) -> str
     return " ".join(["tensorkeep train", recipe or "...", *words])
 
 
-def _with_vocabulary(config: Config, dataset: Dataset) -> Config:
-    size = max(config.model.vocab_size, dataset.vocab_size)
-    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, vocab_size=size))
-
-
 def _print(what: str, command: str, tuned: Tuned, out: Path | None) -> None:
     before, after = tuned.before.ledger.as_dict(), tuned.chosen.ledger.as_dict()
     say(f"{what}, in {format_bytes(tuned.memory)}")
@@ -126,7 +118,8 @@ def _print(what: str, command: str, tuned: Tuned, out: Path | None) -> None:
         print()
         rows = [(f"{one.batch_size}", "fits" if one.fits else "does not fit", one.reason) for one in tuned.trials]
         Table((">batch size", "=trial", "reason"), rows).show()
-    lines = _verdict(tuned), _measured(tuned), f"{command} {_settings(tuned)}" if tuned.fits else ""
+    settings = " ".join(f"--{name} {value}" for name, value in flat(tuned.chosen.settings()).items())
+    lines = _verdict(tuned), _measured(tuned), f"{command} {settings}" if tuned.fits else ""
     say("", *filter(None, lines))
     if out is not None:
         say(f"Written to {out}: {command} -C {shlex.quote(str(out))}")
@@ -151,14 +144,6 @@ def _measured(tuned: Tuned) -> str:
         return f"The trial needed more than {format_bytes(tuned.memory)} and was ended; {predicted}."
     word = "fits" if tuned.fits else "does not fit"
     return f"It {word}: the trial used {format_bytes(tuned.measured)}; {predicted}."
-
-
-def _settings(tuned: Tuned) -> str:
-    words = []
-    for name, value in tuned.chosen.settings().items():
-        each = {f"{name}.{key}": given for key, given in value.items()} if isinstance(value, dict) else {name: value}
-        words += [f"--{setting} {given}" for setting, given in each.items()]
-    return " ".join(words)
 
 
 def _write(path: Path, tuned: Tuned) -> None:

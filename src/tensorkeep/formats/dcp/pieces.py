@@ -8,6 +8,7 @@ check it; here it is checked before the first byte is returned.
 import io
 import os
 import threading
+import zlib
 from dataclasses import dataclass
 from math import prod
 from typing import Any, cast
@@ -20,7 +21,6 @@ from tensorkeep.formats.boxes import box_shape
 from tensorkeep.formats.dcp.inert_pickle import Call, Global, PersistentId, decode
 from tensorkeep.formats.dcp.metadata import Chunk, Location, TensorEntry
 from tensorkeep.formats.decoding import decoding
-from tensorkeep.formats.torch_file.stream import crc32
 from tensorkeep.formats.torch_file.unpickle import load_untrusted
 from tensorkeep.formats.torch_file.zip_file import PICKLE, TorchZip
 from tensorkeep.io.directory import Directory
@@ -86,7 +86,7 @@ class PieceZip:
         for name in self.archive.records:
             with decoding(self._path, what="a piece is malformed"):
                 content = self.record(name)
-            if self.crc(name) not in (None, crc32(content)):
+            if self.crc(name) not in (None, zlib.crc32(content)):
                 raise CorruptCheckpointError(
                     f"the CRC-32 of the record {name!r} is wrong", path=self._path, remedy=_DAMAGED
                 )
@@ -161,7 +161,7 @@ class TensorPiece:
                 with decoding(self._file.path, self._tensor.name, what=what):
                     self._storage = self._open()
             if verify and self._is_intact is None:
-                self._is_intact = self.crc in (None, crc32(self._storage))
+                self._is_intact = self.crc in (None, zlib.crc32(self._storage))
         if verify and not self._is_intact:
             raise CorruptCheckpointError(
                 "the CRC-32 of its storage is wrong", path=self._file.path, name=self._tensor.name, remedy=_DAMAGED

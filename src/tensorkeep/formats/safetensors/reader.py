@@ -3,6 +3,7 @@
 import re
 import stat
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -69,7 +70,6 @@ class SafetensorsReader(Reader):
         self.path = path
         self._blocks = BlockReader(settings.pool, verify=settings.verify)
         self._page_cache = settings.page_cache
-        self._files: list[SourceFile] = []
         data = read_directory(path if path.is_dir() else path.parent, self._open)
         self.metadata = {}
         for found in reversed(data):
@@ -86,29 +86,22 @@ class SafetensorsReader(Reader):
             raise NotACheckpointError(
                 "is neither a safetensors file, nor a directory with one or with an index", path=self.path
             )
-        try:
+        # All files are opened at once, so that a checkpoint that is replaced meanwhile is read as it was.
+        with ExitStack() as opened:
             index = _read_index(directory, place) if place.name.endswith(INDEX_SUFFIX) else None
-            data = self._open_files(place, index)
+            if index is None:
+                self._files = [opened.enter_context(directory.open(place.name, page_cache=self._page_cache))]
+            else:
+                wanted = {file: key for key, file in index.items()}
+                self._files = [
+                    opened.enter_context(self._open_shard(file, key, len(wanted))) for file, key in wanted.items()
+                ]
+            headers = [(file, header.read(file)) for file in self._files]
+            data = [_DataFile(file, header, parse(header, file.path)) for file, header in headers]
+            if index is not None:
+                _check_index(index, data)
             self._tensors = self._state(data, place, index)
-        except BaseException:
-            for file in self._files:
-                file.close()
-            self._files.clear()
-            raise
-        return data
-
-    def _open_files(self, place: Path, index: Mapping[str, str] | None) -> list[_DataFile]:
-        """Open all files at once, so that a checkpoint that is replaced meanwhile is read as it was."""
-        if index is None:
-            self._files.append(self._directory.open(place.name, page_cache=self._page_cache))
-        else:
-            wanted = {file: key for key, file in index.items()}
-            for file, key in wanted.items():
-                self._files.append(self._open_shard(file, key, len(wanted)))
-        headers = [(file, header.read(file)) for file in self._files]
-        data = [_DataFile(file, header, parse(header, file.path)) for file, header in headers]
-        if index is not None:
-            _check_index(index, data)
+            self._close_files = opened.pop_all().close
         return data
 
     def _open_shard(self, name: str, key: str, count: int) -> SourceFile:
@@ -147,8 +140,7 @@ class SafetensorsReader(Reader):
         return self._tensors[name].block_bytes
 
     def close(self) -> None:
-        for file in self._files:
-            file.close()
+        self._close_files()
         self._directory.close()
 
 
@@ -174,18 +166,15 @@ def _read_index(directory: Directory, path: Path) -> dict[str, str]:
 
 
 def _check_index(index: Mapping[str, str], data: list[_DataFile]) -> None:
-    for found in data:
-        for key in found.header.records:
-            listed = index.get(key)
-            if listed != found.file.path.name:
-                where = "does not list" if listed is None else f"lists in {listed}"
-                raise CorruptCheckpointError(f"holds a tensor that the index {where}", path=found.file.path, name=key)
-    homes = {found.file.path.name: found for found in data}
-    for key, file in index.items():
-        if key not in homes[file].header.records:
-            raise CorruptCheckpointError(
-                "the index lists it in this file, but it is not there", path=homes[file].file.path, name=key
-            )
+    paths = {found.file.path.name: found.file.path for found in data}
+    found_in = [(key, found.file.path) for found in data for key in found.header.records]
+    for key, path in found_in:
+        if (listed := index.get(key)) != path.name:
+            where = "does not list" if listed is None else f"lists in {listed}"
+            raise CorruptCheckpointError(f"holds a tensor that the index {where}", path=path, name=key)
+    for key in index.keys() - dict(found_in):
+        text = "the index lists it in this file, but it is not there"
+        raise CorruptCheckpointError(text, path=paths[index[key]], name=key)
 
 
 def _stored(name: str, key: str, home: _DataFile) -> StoredTensor:

@@ -9,6 +9,7 @@ import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -113,7 +114,10 @@ def write_arrays(
                 name=source.name,
                 remedy="reshape it",
             )
-    writer = _ArrayWriter(directory, options, budget, meter)
+    context = library.context(
+        concurrency=options.concurrency, copy_concurrency=options.copy_concurrency, sync=options.sync
+    )
+    writer = _ArrayWriter(directory, options, budget, meter, context)
     jobs = [_Job(key, source, options) for key, source in arrays.items()]
     try:
         if options.in_flight == "one":
@@ -173,22 +177,18 @@ class _Job:
         return out
 
 
+@dataclass
 class _ArrayWriter:
     """Writes the arrays of one call of `write_arrays`."""
 
-    def __init__(
-        self, directory: ArrayDirectory, options: TensorStoreOptions, budget: ByteBudget, meter: parallel.Meter
-    ) -> None:
-        self.failure: tuple[BaseException, str | None] | None = None
-        self.cancellation = parallel.Cancellation()
-        self._directory = directory
-        self._options = options
-        self._budget = budget
-        self._meter = meter
-        self._lock = threading.Lock()
-        self._context = library.context(
-            concurrency=options.concurrency, copy_concurrency=options.copy_concurrency, sync=options.sync
-        )
+    directory: ArrayDirectory
+    options: TensorStoreOptions
+    budget: ByteBudget
+    meter: parallel.Meter
+    context: Any
+    failure: tuple[BaseException, str | None] | None = None
+    cancellation: parallel.Cancellation = field(default_factory=parallel.Cancellation)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def tasks(self, jobs: list[_Job]) -> Iterator[Callable[[], None]]:
         """Yield a task for each region of all arrays, and one for each empty array."""
@@ -205,15 +205,15 @@ class _ArrayWriter:
         for box in self._regions(job):
             self.cancellation.check()
             self.submit(job, box)
-        self._budget.wait_until_empty()
+        self.budget.wait_until_empty()
         if self.failure:
             raise self.failure[0]
 
     def _start_creating(self, job: _Job) -> None:
         """Start to create an array, unless that was started before; called by one thread at a time."""
         if job.array is None:
-            spec = create_spec(self._directory, job.key, job.layout, self._options)
-            job.array = tensorstore().open(spec, create=True, open=False, context=self._context)
+            spec = create_spec(self.directory, job.key, job.layout, self.options)
+            job.array = tensorstore().open(spec, create=True, open=False, context=self.context)
 
     def _create(self, job: _Job) -> None:
         try:
@@ -225,8 +225,8 @@ class _ArrayWriter:
 
     def _regions(self, job: _Job) -> Iterator[Box]:
         """Yield the regions of an array: a single one, if arrays are written one by one and it fits the budget."""
-        elements = self._budget.limit // job.cost(1)
-        if self._options.in_flight == "all" or prod(job.layout.shape) > elements:
+        elements = self.budget.limit // job.cost(1)
+        if self.options.in_flight == "all" or prod(job.layout.shape) > elements:
             elements //= _REGIONS
         return grid(job.layout.shape, grow(job.layout.shape, job.layout.shard, elements))
 
@@ -234,7 +234,7 @@ class _ArrayWriter:
         """Hand a region to TensorStore as soon as the budget admits it."""
         elements = prod(box_shape(box))
         cost = job.cost(elements)
-        self._budget.acquire(cost)
+        self.budget.acquire(cost)
         try:
             content = job.content(box)
             store = job.array.result()
@@ -243,24 +243,24 @@ class _ArrayWriter:
             future.force()
         except BaseException as error:
             self._fail(error, job)
-            self._budget.release(cost)
+            self.budget.release(cost)
             raise
 
         def finish(done: Any, content: npt.NDArray[Any] = content) -> None:
             # The content stays referenced until here: TensorStore reads its memory.
             try:
                 done.result()
-                self._meter.add(elements * job.source.dtype.itemsize)
+                self.meter.add(elements * job.source.dtype.itemsize)
             except BaseException as error:
                 self._fail(error, job)
             finally:
-                self._budget.release(cost)
+                self.budget.release(cost)
 
         future.add_done_callback(finish)
 
     def _fail(self, error: BaseException, job: _Job) -> None:
-        with self._lock:
+        with self.lock:
             if self.failure is None and not isinstance(error, Cancelled):
                 self.failure = error, job.source.name
         self.cancellation.cancel()
-        self._budget.cancel()
+        self.budget.cancel()

@@ -6,7 +6,6 @@ so that no chunk is padded; a dimension of prime length goes from full to 1 in o
 """
 
 import re
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import isqrt, prod
@@ -58,12 +57,9 @@ def halve(shape: Sequence[int], max_elements: int) -> Shape:
 
 def divide(shape: Sequence[int], max_elements: int) -> Shape:
     """Return a chunk of at most so many elements, at least 1, with lengths that divide the array's."""
-
-    def next_divisor(length: int, axis: int) -> int:
-        known = divisors(shape[axis])
-        return known[bisect_left(known, length) - 1]
-
-    return _shrink(shape, max_elements, next_divisor)
+    return _shrink(
+        shape, max_elements, lambda length, axis: max(each for each in divisors(shape[axis]) if each < length)
+    )
 
 
 def _shrink(shape: Sequence[int], max_elements: int, smaller: Callable[[int, int], int]) -> Shape:

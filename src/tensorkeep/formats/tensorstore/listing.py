@@ -32,16 +32,21 @@ def list_tree(top: str, shown: Path) -> tuple[dict[str, int], list[str]]:
     files: dict[str, int] = {}
     folders = [""]
     for inside in folders:  # grows while it is read
-        for entry in scan_folder(f"{top}/{inside}", shown / inside):
-            # Chunks of 64 elements make tens of thousands of files: paths are made for errors only.
+        path = shown / inside
+        for entry in scan_folder(f"{top}/{inside}", path):
+            # Chunks of 64 elements make tens of thousands of files: their paths are made for errors only.
             if entry.is_dir(follow_symlinks=False):
                 folders.append(f"{inside}{entry.name}/")
             elif entry.is_file(follow_symlinks=False):
-                files[inside + entry.name] = _size(entry, shown / inside)
+                with store_errors(path, f"read the size of {entry.name}"):
+                    size = entry.stat(follow_symlinks=False).st_size
+                if entry.name in _METADATA_FILES:
+                    check_metadata_size(size, path / entry.name)
+                files[inside + entry.name] = size
             elif entry.is_symlink():
-                raise link_error(shown / inside / entry.name)
+                raise link_error(path / entry.name)
             else:
-                raise CorruptCheckpointError("is neither a file nor a folder", path=shown / inside / entry.name)
+                raise CorruptCheckpointError("is neither a file nor a folder", path=path / entry.name)
     return files, folders
 
 
@@ -73,11 +78,3 @@ def check_metadata_size(size: int, shown: Path) -> None:
 def link_error(shown: Path) -> CorruptCheckpointError:
     """Return the error for a symbolic link."""
     return CorruptCheckpointError("is a symbolic link, which is not followed", path=shown)
-
-
-def _size(entry: os.DirEntry[str], shown: Path) -> int:
-    with store_errors(shown, f"read the size of {entry.name}"):
-        size = entry.stat(follow_symlinks=False).st_size
-    if entry.name in _METADATA_FILES:
-        check_metadata_size(size, shown / entry.name)
-    return size

@@ -6,13 +6,13 @@ writes a CRC-32 of every storage and never checks it; here it is checked before 
 
 import stat
 import threading
+import zlib
 from pathlib import Path
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedError
 from tensorkeep.formats.base import OpenSettings, Reader, StoredLeaf
 from tensorkeep.formats.decoding import decoding
 from tensorkeep.formats.probe import file_mode
-from tensorkeep.formats.torch_file.stream import crc32
 from tensorkeep.formats.torch_file.unpickle import SHARED_VALUES, count_values, load_untrusted
 from tensorkeep.formats.torch_file.zip_file import TorchZip, begins_like_old_pickle
 from tensorkeep.io.files import Bytes
@@ -120,7 +120,7 @@ class _Storage:
             if self._sound is None:
                 # The mapped memory itself is checked, not the record that the zip directory lists.
                 content = torch.empty(0, dtype=torch.uint8).set_(self._leaf.array.untyped_storage()).numpy()
-                self._sound = (len(content), crc32(content)) in self._known
+                self._sound = (len(content), zlib.crc32(content)) in self._known
         if not self._sound:
             raise CorruptCheckpointError(
                 "the CRC-32 of its storage is wrong",

@@ -1,6 +1,5 @@
-"""The files that ``torch.save`` writes to, and the checksum that it stores in them."""
+"""The files that ``torch.save`` writes to."""
 
-import zlib
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,7 +10,6 @@ from tensorkeep.io.files import Bytes, DirectFile
 from tensorkeep.io.parallel import Cancellation, Meter
 
 _BUFFER_BYTES = 1024**2
-_CRC_BYTES = 4 * 1024**2
 
 
 class TorchStream:
@@ -88,11 +86,3 @@ class TorchStream:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
-
-
-def crc32(content: Bytes) -> int:
-    """Return the CRC-32 of memory, computed in steps so that other threads can run in between."""
-    crc = 0
-    for start in range(0, len(content), _CRC_BYTES):
-        crc = zlib.crc32(content[start : start + _CRC_BYTES], crc)
-    return crc

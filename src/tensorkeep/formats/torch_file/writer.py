@@ -46,17 +46,12 @@ def write(
 
 def _check_settings(destination: Path, settings: WriteSettings) -> None:
     if settings.compression != "none":
-        raise UnsupportedError(
-            f"torch files cannot be compressed with {settings.compression!r}",
-            path=destination,
-            remedy='use compression="none", or format="native"',
-        )
+        remedy = 'use compression="none", or format="native"'
+        text = f"torch files cannot be compressed with {settings.compression!r}"
+        raise UnsupportedError(text, path=destination, remedy=remedy)
     if settings.metadata:
-        raise UnsupportedError(
-            "torch files cannot store metadata",
-            path=destination,
-            remedy="put it into the state, or leave it out (--drop-metadata)",
-        )
+        remedy = "put it into the state, or leave it out (--drop-metadata)"
+        raise UnsupportedError("torch files cannot store metadata", path=destination, remedy=remedy)
 
 
 def _check_readable(flat: Flat[Source], specs: Mapping[str, LeafSpec]) -> None:
@@ -73,10 +68,8 @@ def _check_readable(flat: Flat[Source], specs: Mapping[str, LeafSpec]) -> None:
                 remedy='save torch.from_numpy(x), or use format="native"',
             )
         source = flat.leaves[flat.aliases[name].of if name in flat.aliases else name]
-        key = (spec.kind, source.dtype.name)
-        if key not in stand_ins:
-            stand_ins[key] = allocate(spec.kind, source.dtype, (0,))
-        values[name] = stand_ins[key]
+        empty = allocate(spec.kind, source.dtype, (0,))
+        values[name] = stand_ins.setdefault((spec.kind, source.dtype.name), empty)
     state = unflatten(flat.skeleton, values)
     file = io.BytesIO()
     try:

@@ -6,11 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-from tensorkeep.errors import (
-    CorruptCheckpointError,
-    TensorkeepError,
-    UnsupportedError,
-)
+from tensorkeep.errors import CorruptCheckpointError, TensorkeepError, UnsupportedError
 from tensorkeep.formats.probe import first_bytes
 from tensorkeep.io.files import store_error
 
