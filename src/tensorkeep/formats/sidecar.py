@@ -23,7 +23,6 @@ from tensorkeep.formats.probe import first_bytes
 from tensorkeep.formats.structure import SourceT, Structure, check_structure
 from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import write_small
-from tensorkeep.state.aliases import Alias
 from tensorkeep.state.dtypes import BY_NAME, DType
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.skeleton_reader import LeafSpec
@@ -93,12 +92,8 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         Raises ValueError if the structure breaks a rule; `read` has checked that it does not.
         """
         tensors = {name: (note.state_dtype, note.shape) for name, note in self.tensors.items()}
-        return check_structure(self.structure.skeleton, tensors, self.aliases, self.structure.parts)
-
-    @property
-    def aliases(self) -> dict[str, Alias]:
-        """The tensors that are views of stored ones."""
-        return {name: record.alias() for name, record in self.structure.aliases.items()}
+        flat: Flat[Source] = self.structure.flat({})
+        return check_structure(flat.skeleton, tensors, flat.aliases, flat.parts)
 
     def flat(self, leaves: Mapping[str, SourceT]) -> Flat[SourceT]:
         """Return the state with these stored tensors, in the state's order."""

@@ -79,7 +79,6 @@ class DataFile(ABC):
         self._tasks_left = len(self.tasks)
         self._lock = threading.Lock()
         self._open_file: DirectFile | None = None
-        self._finished = False
 
     @abstractmethod
     def _longest_description(self) -> Description:
@@ -114,16 +113,15 @@ class DataFile(ABC):
 
     def finish(self) -> None:
         """Write the header, cut the file to size and make it durable; a second call does nothing."""
-        if self._finished:
+        if self.header_digest:
             return
         description = self._description()
         content = self._header(description, self.header_size)
         self._file.write(0, aligned_copy(content))
         self.direct = self._file.direct
         self._file.finish(self.size)
-        self.header_digest = digest(content)
         self.offsets = {record.name: self.header_size + record.start for record in description[0]}
-        self._finished = True
+        self.header_digest = digest(content)
 
     def close(self) -> None:
         """Close the file, finished or not."""

@@ -14,11 +14,11 @@ from tensorkeep.formats.blockfile.plan import BlockRecord
 from tensorkeep.formats.blockfile.read import BlockReader, StoredBlock, StoredTensor
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.records import PLACES, WIDE_DIGESTS, FileRecord, LeafRecord, Manifest, PlaceRecord
+from tensorkeep.formats.structure import Structure
 from tensorkeep.io.directory import Directory, read_directory
 from tensorkeep.io.files import Bytes, store_errors
 from tensorkeep.io.source_file import SourceFile
 from tensorkeep.state.dtypes import BY_NAME
-from tensorkeep.state.tree import Flat
 
 
 class NativeReader(Reader):
@@ -34,8 +34,8 @@ class NativeReader(Reader):
         try:
             self.tensors = {leaf.name: self._opened.tensor(leaf) for leaf in manifest.leaves}
             leaves = {name: tensor.leaf(self) for name, tensor in self.tensors.items()}
-            aliases = {name: record.alias() for name, record in manifest.aliases.items()}
-            self._set_state(Flat(manifest.skeleton, leaves, aliases, manifest.parts()), path / manifests.FILE_NAME)
+            structure = Structure(manifest.skeleton, manifest.aliases, manifest.parts())
+            self._set_state(structure.flat(leaves), path / manifests.FILE_NAME)
             # A copy: manifests are cached, and the caller may change its metadata.
             self.metadata = msgspec.json.decode(msgspec.json.encode(manifest.metadata))
         except BaseException as error:

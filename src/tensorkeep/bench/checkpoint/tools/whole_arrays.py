@@ -40,7 +40,8 @@ def load_tensorstore(
     with Directory(path) as directory:
         notes, arrays, known = read_own(directory)
         tensors = _Loader(arrays, known, concurrency).load(in_flight)
-    return tensors | {name: make_view(tensors[alias.of], alias) for name, alias in notes.aliases.items()}
+    aliases = notes.structure.flat({}).aliases
+    return tensors | {name: make_view(tensors[alias.of], alias) for name, alias in aliases.items()}
 
 
 def load_t5x(path: Path, *, concurrency: int | None = None, in_flight: InFlight = "all") -> "dict[str, torch.Tensor]":
