@@ -51,7 +51,7 @@ class TritonKernel(Technique):
 
     def verify(self, run: Run) -> Verification:
         """Count the kernels that each block launches in the forward and the backward pass."""
-        self._launches.clear()
+        self._launches = Counter()
         yield
         expected, blocks = run.config.loop.accumulate, range(len(run.model.blocks))
         kernels = [(block, way) for block in blocks for way in ("forward", "backward")]
