@@ -112,8 +112,12 @@ class RunRandomState(RandomState):
         own = super().state_dict()
         if self._world.size == 1:
             return own
-        gathered = self._world.all_gather({"torch": own["torch"], "cuda": own.get("cuda", [])})
-        return {**own, "others": {str(rank): gathered[rank] for rank in range(1, self._world.size)}}
+        gathered = self._world.all_gather([each.numpy().tobytes() for each in (own["torch"], *own.get("cuda", ()))])
+        others = {}
+        for rank, states in enumerate(gathered[1:], start=1):
+            first, *cuda = (torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in states)
+            others[str(rank)] = {"torch": first, "cuda": cuda}
+        return {**own, "others": others}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Check whether the states can be restored here."""

@@ -4,8 +4,9 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+import msgspec
 import torch
 from torch import Tensor
 from torch import distributed as dist
@@ -50,15 +51,23 @@ class World:
         """Return whether all ranks pass the same integers."""
         if self.size == 1:
             return True
-        return len(set(self.all_gather(values))) == 1
+        return len({tuple(each) for each in self.all_gather(values)}) == 1
 
     def broadcast(self, value: T, *, source: int = 0) -> T:
         """Return the plain value that rank ``source`` has."""
         if self.size == 1:
             return value
-        found = [value]
-        dist.broadcast_object_list(found, src=source, device=torch.device("cpu"))
-        return found[0]
+        # torch's own broadcast of objects sends pickles.
+        encoded = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8)
+        length = torch.tensor(len(encoded))
+        dist.broadcast(length, src=source)
+        found = encoded if self.rank == source else encoded.new_empty(int(length))
+        dist.broadcast(found, src=source)
+        return cast(T, msgspec.msgpack.decode(found.numpy()))
+
+    def all_gather(self, value: T) -> list[T]:
+        """Return the plain values of all ranks, by rank."""
+        return [self.broadcast(value, source=rank) for rank in range(self.size)]
 
     def mean(self, value: Tensor) -> Tensor:
         """Return the mean of a scalar over the ranks, on its device."""
@@ -85,12 +94,6 @@ class World:
     def kept(self, full: Tensor) -> Tensor:
         """Return a full tensor on the CPU; within `gather_state`, an empty one on every rank but rank 0."""
         return full.new_empty(0, device="cpu") if self._gathering else full.cpu()
-
-    def all_gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, by rank: plain values and CPU tensors."""
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value)
-        return found
 
 
 def launched_ranks() -> int:
