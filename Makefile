@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Three workers for two cores, as some tests wait; one thread of torch each, as more would compete for the cores. The
 # tests of a class or module share fixtures, so that one worker runs them; the files run in their order, so that long
-# ones at the end do not leave a worker idle.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadscope --no-loadscope-reorder
+# ones at the end do not leave a worker idle. Compiled Python is cached even where the environment forbids it: the tests
+# start hundreds of processes.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadscope --no-loadscope-reorder
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 

@@ -115,7 +115,7 @@ def test_forced_eager_stance_is_an_error(tmp_path: Path, data: Path) -> None:
 def test_suppressed_compiler_error_is_an_error(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch._dynamo
 
-    monkeypatch.setattr(Compile, "_compile_options", lambda self: {"backend": _broken})
+    _break_the_compiler(monkeypatch)
     with (
         opened(TRACED, tmp_path / "run", data) as run,
         torch._dynamo.config.patch(suppress_errors=True),
@@ -125,7 +125,7 @@ def test_suppressed_compiler_error_is_an_error(tmp_path: Path, data: Path, monke
 
 
 def test_compiler_error_has_its_reason(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Compile, "_compile_options", lambda self: {"backend": _broken})
+    _break_the_compiler(monkeypatch)
     with (
         opened(TRACED, tmp_path / "run", data) as run,
         pytest.raises(TechniqueNotActiveError, match=r"could not compile: .*broken compiler"),
@@ -133,8 +133,13 @@ def test_compiler_error_has_its_reason(tmp_path: Path, data: Path, monkeypatch: 
         first_step(run)
 
 
-def _broken(graph: Any, examples: Any) -> Any:
-    raise RuntimeError("broken compiler")
+def _break_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_with = torch.compile
+
+    def broken(graph: Any, examples: Any) -> Any:
+        raise RuntimeError("broken compiler")
+
+    monkeypatch.setattr("torch.compile", lambda function, **options: compile_with(function, backend=broken))
 
 
 def test_recompilation_limit_is_an_error_in_any_step(tmp_path: Path, data: Path) -> None:
@@ -165,7 +170,7 @@ def test_cuda_graphs_with_several_batches_are_refused(tmp_path: Path, data: Path
 
 @pytest.mark.parametrize(("mode", "graphs"), [("default", False), ("reduce-overhead", True), ("max-autotune", False)])
 def test_only_reduce_overhead_has_cuda_graphs(mode: Any, graphs: bool) -> None:
-    assert Compile(CompileSettings(mode=mode))._compile_options()["options"]["triton.cudagraphs"] is graphs
+    assert Compile(CompileSettings(mode=mode))._inductor_options()["triton.cudagraphs"] is graphs
 
 
 def test_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
