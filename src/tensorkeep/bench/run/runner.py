@@ -82,12 +82,12 @@ class ExperimentRun:
         results: Results,
         file: Path,
         directory: Path,
-        measure: Callable[[Task, Limits], Outcome] = run_cell,
+        measure: Callable[[Task, Limits], Outcome] | None = None,
     ) -> None:
         self.results = results
         self._file = file
         self._directory = directory
-        self._measure = measure
+        self._measure = measure or run_cell
 
     def execute(self, listener: Listener) -> None:
         """Run the cells that have no outcome yet, and write the results after each.
