@@ -1,7 +1,7 @@
 """How much memory a save and a load take besides the state, measured in a process of its own.
 
 The state is one tensor of several times the memory budget, so that whatever is held of it beyond the budget shows.
-``python -m peak_memory none contiguous 67108864 268435456 DIRECTORY`` prints one JSON object.
+``python benchmarks/peak_memory.py none contiguous 67108864 268435456 DIRECTORY`` prints one JSON object.
 """
 
 import json
@@ -66,7 +66,7 @@ def measure_peak(compression: str, layout: str, *, budget: int, state_bytes: int
     TensorkeepError
         If that process fails.
     """
-    command = [sys.executable, "-m", __name__, compression, layout, str(budget), str(state_bytes), str(directory)]
+    command = [sys.executable, __file__, compression, layout, str(budget), str(state_bytes), str(directory)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise TensorkeepError(f"the memory of {compression}, {layout} could not be measured: {done.stderr.strip()}")
