@@ -49,7 +49,7 @@ def main() -> None:
             scheduler.step()
             time.sleep(options.pause)
             # Read once: a signal that arrives after this line applies to the next step.
-            stop = on_signal.came
+            stop = on_signal.received
             if manager.due(step) or stop or step == options.steps:
                 manager.save(step, {**state, "step": step}, metrics={"loss": loss.item()})
             if stop:

@@ -7,7 +7,7 @@ import pytest
 
 from tensorkeep import machine
 from tensorkeep.errors import NotFoundError
-from tensorkeep.machine import available_bytes, physical_cores
+from tensorkeep.machine import available_bytes, memory_limit, physical_cores
 
 MIB = 1024**2
 
@@ -44,6 +44,7 @@ def test_a_version_1_group_limits_memory(tmp_path: Path) -> None:
     files = {"memory/x/memory.limit_in_bytes": "5000\n", "memory/x/memory.usage_in_bytes": "4000\n"}
     cgroup = "5:cpu:/x\n4:hugetlb,memory:/x\n"
     assert available_bytes(**kernel(tmp_path, cgroup, files)) == 1000
+    assert memory_limit(**kernel(tmp_path, cgroup, files)) == 5000
 
 
 def test_a_version_1_group_without_a_limit(tmp_path: Path) -> None:

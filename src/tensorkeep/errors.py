@@ -1,4 +1,4 @@
-"""Every error that Tensorkeep raises on purpose.
+"""Every error class of Tensorkeep.
 
 Grouped by what the caller does next. Each has a stable ``kind``, the exit code of the command line, and the built-in
 exception that it resembles as a second base, so that ``except FileNotFoundError`` works as expected::

@@ -112,6 +112,12 @@ def available_bytes(*, proc: Path = _PROC, groups: Path = _GROUPS) -> int:
     return min([_sizes(proc / "meminfo").get("MemAvailable", unused), *left])
 
 
+def memory_limit(*, proc: Path = _PROC, groups: Path = _GROUPS) -> int:
+    """Return the most bytes of memory that this process can ever have: the machine's, or a control group's limit."""
+    physical = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+    return min([physical, *(limit for limit, _ in _group_limits(proc, groups))])
+
+
 def resident_bytes() -> int:
     """Return this process's resident memory (``VmRSS``); UnsupportedError if the kernel does not report it."""
     sizes = _sizes(_PROC / "self" / "status")

@@ -63,10 +63,10 @@ def test_a_deleted_or_truncated_file_is_reported_and_saving_continues(
         if whole:
             assert same(manager.restore(), state(last))
         else:
-            with pytest.raises(tensorkeep.NotACheckpointError, match="holds no step"):
+            with pytest.raises(tensorkeep.NotACheckpointError, match="contains no steps"):
                 manager.restore()
-    passed_over = [f"step {number} is passed over" for number in broken if number > last]
-    assert [str(warning.message).partition(":")[0] for warning in said] == 2 * passed_over
+    skipped = [f"step {number} is skipped" for number in broken if number > last]
+    assert [str(warning.message).partition(":")[0] for warning in said] == 2 * skipped
     for number in broken:
         with pytest.raises(tensorkeep.CorruptCheckpointError, match=r"model\.safetensors"):
             manager.restore(number)

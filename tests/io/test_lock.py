@@ -40,22 +40,22 @@ def test_a_second_release_does_nothing(tmp_path: Path) -> None:
     first.release()
     second = FolderLock(tmp_path)
     first.release()
-    assert second.is_held()
+    assert second.is_valid()
     second.release()
 
 
 def test_a_lock_is_lost_with_its_folder(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder_lock = FolderLock(folder)
-    assert folder_lock.is_held()
+    assert folder_lock.is_valid()
     shutil.rmtree(folder)
-    assert not folder_lock.is_held()
+    assert not folder_lock.is_valid()
     folder.mkdir()
-    assert not folder_lock.is_held()
+    assert not folder_lock.is_valid()
     other = FolderLock(folder)
-    assert other.is_held()
+    assert other.is_valid()
     other.release()
-    assert not other.is_held()
+    assert not other.is_valid()
     folder_lock.release()
 
 
@@ -73,7 +73,7 @@ def test_a_folder_that_is_created_again_before_it_is_locked(tmp_path: Path) -> N
 
     with mock.patch.object(lock.fcntl, "flock", flock):
         folder_lock = FolderLock(folder)
-    assert folder_lock.is_held()
+    assert folder_lock.is_valid()
     with pytest.raises(BusyError):
         FolderLock(folder)
     folder_lock.release()
@@ -87,7 +87,7 @@ def test_a_forked_child_does_not_release_the_lock_of_its_parent(tmp_path: Path) 
         gc.collect()
 
     assert faults.in_child(child) == 0
-    assert held[0].is_held()
+    assert held[0].is_valid()
     with pytest.raises(BusyError, match=f"process {os.getpid()}"):
         FolderLock(tmp_path)
     held[0].release()

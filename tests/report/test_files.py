@@ -135,9 +135,9 @@ def test_claims_are_printed_one_below_the_other(tmp_path: Path, capsys: pytest.C
     lines = capsys.readouterr().out.splitlines()
     place = lines.index("  5  gzip alone costs 1.8%: confounded")
     assert lines[place + 1 : place + 4] == [
-        "    theirs  +1.8%",
-        "    ours    +41%",
-        "    why     the arm without a compressor was compressed with Blosc",
+        "    published  +1.8%",
+        "    measured   +41%",
+        "    reason     the arm without a compressor was compressed with Blosc",
     ]
 
 

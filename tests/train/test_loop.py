@@ -147,7 +147,7 @@ def test_damaged_checkpoint_is_skipped_and_saved_again(tmp_path: Path, data: Pat
     content[-100] ^= 1
     victim.unlink()
     victim.write_bytes(content)
-    with pytest.warns(UserWarning, match="passed over"):
+    with pytest.warns(UserWarning, match="is skipped"):
         ended, _ = run(CONFIG, tmp_path / "parts", data, resume=True)
     assert ended.reason == "done"
     assert trace(tmp_path / "parts") == trace(tmp_path / "whole")

@@ -1,1 +1,1 @@
-"""What a person asks for: save, load, open, verify, diff, convert, info; on every format."""
+"""The public functions: save, load, open, verify, diff, convert, info; on every format."""

@@ -1,4 +1,7 @@
-"""Finding the format of a checkpoint by looking at its files."""
+"""Finding the format of a checkpoint: asks each format's `recognises` which one a path has.
+
+What a format recognises (suffixes, names, first bytes) is in its package, such as ``formats/safetensors/reader.py``.
+"""
 
 import os
 import re
@@ -26,7 +29,7 @@ def find_format(path: PathLike) -> Format:
     listed = names_in(place)[:_MOST_LOOKED_AT] if stat.S_ISDIR(file_mode(place)) else []
     inside = [name for name in listed if _is_checkpoint(place / name)]
     if inside:
-        raise _a_folder_of(inside, path)
+        raise _folder_error(inside, path)
     remedy = f"known formats: {', '.join(FORMATS.names())}"
     raise NotACheckpointError("is not a checkpoint of any known format", path=path, remedy=remedy)
 
@@ -59,7 +62,7 @@ def _is_checkpoint(place: Path) -> bool:
         return False
 
 
-def _a_folder_of(names: list[str], path: PathLike) -> NotACheckpointError:
+def _folder_error(names: list[str], path: PathLike) -> NotACheckpointError:
     listed = ", ".join(names[:_MOST_NAMED]) + (f" and {len(names) - _MOST_NAMED} more" if names[_MOST_NAMED:] else "")
     remedy = f"give the path of one: {Path(path) / names[0]}"
     shard = next((found for name in names if (found := re.fullmatch(r"(.+)-\d+-of-\d+\.safetensors", name))), None)

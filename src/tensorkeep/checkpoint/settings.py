@@ -1,8 +1,8 @@
 """The table ``[save]`` of a settings file: how to save where the call leaves it open.
 
 ``tensorkeep tune checkpoint`` writes such a file, by default ``tensorkeep.toml``. It is read where a call names it
-(``settings=``, or ``-C`` on the command line); no file is ever searched for. Arguments of the call win over the file.
-A value that cannot be followed is an error that names the file and the key. Other tables belong to the command line.
+(``settings=``, or ``-C`` on the command line); no file is ever searched for. Arguments of the call override the
+file; an invalid value is an error that names the file and the key. Other tables belong to the command line.
 """
 
 import difflib
@@ -86,7 +86,7 @@ def parse(tables: Mapping[str, Any], path: Path | None) -> SaveTable:
     """Return the checked table ``[save]`` of a parsed file; UsageError names the file and the key."""
     for key, table in tables.items():
         if not isinstance(table, dict):
-            remedy = f"put it below a line [{TABLE}]" if key in KEYS else "write it below the name of a table"
+            remedy = f"move it into the table [{TABLE}]" if key in KEYS else "move it into a table, such as [train]"
             raise UsageError(f"{key!r} is not in a table", path=path, remedy=remedy)
         if key != TABLE and difflib.get_close_matches(key, [TABLE], cutoff=0.75):
             raise UsageError(f"table [{key}] is unknown", path=path, remedy=f"did you mean [{TABLE}]?")

@@ -6,7 +6,7 @@ from tensorkeep.checkpoint.inspect.convert import convert as write_converted
 from tensorkeep.checkpoint.save.job import SaveReport
 from tensorkeep.cli.options import SIZE, Globs, Switch, Threads
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import counted, ratio, say
+from tensorkeep.cli.text import counted, print_lines, ratio
 from tensorkeep.units import format_bytes, format_rate, format_seconds
 
 
@@ -35,7 +35,7 @@ def convert(
     destination
         The path of the new checkpoint; it becomes visible when it is complete.
     to
-        The format to write: native, torch, safetensors, or a plug-in's.
+        The format to write: native, torch, safetensors, dcp, tensorstore, t5x, or a plug-in's.
     compression
         none (the default); lossless, about a third smaller for bf16; auto, which measures both and takes the faster;
         or the name of a codec.
@@ -74,7 +74,7 @@ def convert(
 
 def _print_report(source: str, report: SaveReport) -> None:
     coded = "" if report.compression == "none" else f", {report.compression}"
-    say(
+    print_lines(
         f"converted {source} to {report.path} ({report.format}{coded}): {counted(report.tensors, 'tensor')}, "
         f"{format_bytes(report.state_bytes)} raw, {format_bytes(report.stored_bytes)} stored "
         f"({ratio(report.state_bytes, report.stored_bytes)}), {format_seconds(report.seconds)} "

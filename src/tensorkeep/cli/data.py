@@ -8,7 +8,7 @@ from cyclopts import Parameter
 
 from tensorkeep.cli.options import Switch
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import Table, counted, say
+from tensorkeep.cli.text import Table, counted, print_lines
 from tensorkeep.train.data.dataset import SPLITS, Dataset
 from tensorkeep.train.data.prepare import prepare as make
 from tensorkeep.units import format_bytes
@@ -97,7 +97,7 @@ def _print_about(folder: Path, about: dict[str, Any], *more: str) -> None:
     source = about["source"]
     text = f"{format_bytes(source['bytes'])} of {source['encoding']}, {counted(source['characters'], 'character')}"
     files = f"{counted(source['files'], 'file')}" if source["kind"] != "stdin" else "standard input"
-    say(
+    print_lines(
         f"{folder}: {about['tokenizer']} tokens of {source['spec']} ({files}, {text})",
         f"vocabulary of {about['vocab_size']:,}, {about['dtype']}, fingerprint {about['fingerprint']}",
         "",
@@ -105,4 +105,4 @@ def _print_about(folder: Path, about: dict[str, Any], *more: str) -> None:
     columns = ["tokens"] if source["documents"] is None else ["tokens", "documents"]
     rows = [(split, *(f"{about['splits'][split][column] or 0:,}" for column in columns)) for split in SPLITS]
     Table(("split", *(f">{column}" for column in columns)), rows).show()
-    say(*more)
+    print_lines(*more)

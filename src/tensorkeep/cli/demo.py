@@ -18,7 +18,7 @@ from tensorkeep.bench.run.rounds import Rounds, run_rounds, tool_measurements
 from tensorkeep.checkpoint.load.verify import VerifyReport
 from tensorkeep.cli.options import AtLeastOne, Switch
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import Table, counted, say
+from tensorkeep.cli.text import Table, counted, print_lines
 from tensorkeep.errors import UsageError
 from tensorkeep.units import format_bytes, format_seconds
 
@@ -27,7 +27,7 @@ _LABELS = {measure.name: measure.label for measure in MEASURES}
 _MEANINGS = {
     # By a word in the names of the measures.
     "save": "until the checkpoint is durable on the disk (fsync)",
-    "cold": "read from the disk: the page cache holds nothing of the files",
+    "cold": "read from the disk: none of the files is in the page cache",
     "warm": "the page cache holds the files",
     "into": "into existing tensors, as when a training run is resumed",
 }
@@ -128,7 +128,7 @@ def _print_comparison(output: Output, rounds: Rounds) -> None:
     rows = [
         (_LABELS[measure], *(_cell(name, measure, row.get(name)) for name in names)) for measure, row in table.items()
     ]
-    output.say("")
+    output.print_lines("")
     if output.shows_text:
         Table(("=", *(f">{name}" for name in names)), rows).show()
     notes = [f"not run: {reason}" for reason in rounds.not_run.values()]
@@ -173,5 +173,5 @@ def _print_next(source: Path | None) -> None:
     command = "demo --from YOUR_CHECKPOINT"
     if source is not None:
         command = f"convert {source} smaller --to native --compression lossless"
-    say("", f"Next:       tensorkeep {command}")
-    say('in Python:  tensorkeep.save(state, "step-1000", compression="lossless")')
+    print_lines("", f"Next:       tensorkeep {command}")
+    print_lines('in Python:  tensorkeep.save(state, "step-1000", compression="lossless")')

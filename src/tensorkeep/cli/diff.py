@@ -10,7 +10,7 @@ from tensorkeep.checkpoint.inspect.diff import DiffReport
 from tensorkeep.checkpoint.inspect.diff import diff as compare
 from tensorkeep.cli.options import Globs, MemoryBudget, Threads
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import Table, counted, say
+from tensorkeep.cli.text import Table, counted, print_lines
 from tensorkeep.io.buffers import DEFAULT_BUDGET
 
 Tolerance = Annotated[float, Parameter(validator=Number(gte=0))]
@@ -63,7 +63,7 @@ def _print_report(report: DiffReport) -> None:
     summary = ", ".join(f"{count:,} {what}" for count, what in counts if count) or "no tensors"
     values = f"; {counted(len(report.values), 'plain value')} changed" if report.values else ""
     verdict = "same" if report.equal else "different"
-    say(f"{verdict}: {report.a} and {report.b}: tensors: {summary}{values}")
+    print_lines(f"{verdict}: {report.a} and {report.b}: tensors: {summary}{values}")
     if report.changed:
         print("\nchanged:")
         rows = [
@@ -81,7 +81,7 @@ def _print_report(report: DiffReport) -> None:
             Table(("name", "first", "second"), [(m.name, _text(m.a), _text(m.b)) for m in mismatches]).show()
     for title, names in (("added (only in the second)", report.added), ("removed (only in the first)", report.removed)):
         if names:
-            say("", f"{title}:", *names)
+            print_lines("", f"{title}:", *names)
 
 
 def _percent(fraction: float) -> str:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import say
+from tensorkeep.cli.text import print_lines
 from tensorkeep.machine import describe
 from tensorkeep.units import format_bytes
 
@@ -42,4 +42,4 @@ def _print_environment(document: dict[str, Any]) -> None:
         ("direct I/O", f"unknown: {storage['problem']}" if storage["direct_io"] is None else direct),
     ]
     width = max(len(label) for label, _ in lines)
-    say(*(f"{label.ljust(width)}  {text}" for label, text in lines))
+    print_lines(*(f"{label.ljust(width)}  {text}" for label, text in lines))

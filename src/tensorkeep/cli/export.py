@@ -6,7 +6,7 @@ from typing import Annotated
 
 from tensorkeep.cli.options import Run, Switch, Which
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import say
+from tensorkeep.cli.text import print_lines
 from tensorkeep.train.export import export as write_export
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.trained import load_trained
@@ -47,4 +47,4 @@ def export(
     )
     document = {"step": trained.step.number, **asdict(report)}
     text = f"wrote {report.path}: {report.architecture} of step {trained.step.number}, {report.parameters:,} parameters"
-    output.show(document, lambda: say(f"{text} in {report.dtype}, {format_bytes(report.stored_bytes)}"))
+    output.show(document, lambda: print_lines(f"{text} in {report.dtype}, {format_bytes(report.stored_bytes)}"))

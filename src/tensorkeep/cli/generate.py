@@ -9,7 +9,7 @@ from cyclopts.validators import Number
 
 from tensorkeep.cli.options import Run, Which
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import counted, say
+from tensorkeep.cli.text import counted, print_lines
 from tensorkeep.train.generate import generate as continue_prompt
 from tensorkeep.train.generate import prompt_ids
 from tensorkeep.train.run.folder import RunFolder
@@ -72,7 +72,7 @@ def generate(
     text = trained.tokenizer.decode(found)
     count = len(found) - len(ids)
     document: dict[str, Any] = {"step": trained.step.number, "text": text, "tokens": count, "seconds": seconds}
-    output.show(document, lambda: say(*text.splitlines()))
+    output.show(document, lambda: print_lines(*text.splitlines()))
     if not output.json:
         output.note(f"{counted(count, 'token')} after step {trained.step.number}: {count / seconds:,.0f} tokens/s")
     sys.stdout.flush()

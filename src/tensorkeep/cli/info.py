@@ -12,7 +12,7 @@ from tensorkeep.checkpoint.inspect.info import InfoReport, Total, describe
 from tensorkeep.checkpoint.inspect.info import info as read_info
 from tensorkeep.cli.options import InputFormat, Switch
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import Table, counted, ratio, say
+from tensorkeep.cli.text import Table, counted, print_lines, ratio
 from tensorkeep.formats.base import Entry
 from tensorkeep.state import names
 from tensorkeep.units import format_bytes
@@ -67,11 +67,11 @@ def ls(
 
 def _print_info(report: InfoReport, largest: int) -> None:
     total = report.total
-    say(f"{report.path}: {', '.join(_headline(report))}")
+    print_lines(f"{report.path}: {', '.join(_headline(report))}")
     summary = f"{counted(total.tensors, 'tensor')}, {counted(total.elements, 'element')}"
     stored = f"{format_bytes(total.stored_bytes)} stored ({ratio(total.nbytes, total.stored_bytes)})"
     print(f"{summary}, {format_bytes(total.nbytes)} raw, {stored}")
-    say(*_history(report.details))
+    print_lines(*_history(report.details))
     for what, totals in (("dtype", report.by_dtype), ("part", report.by_part), ("codec", report.by_codec)):
         print()
         _totals(what, totals).show()

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from tensorkeep.cli.output import Output
-from tensorkeep.cli.text import Table, say
+from tensorkeep.cli.text import Table, print_lines
 from tensorkeep.errors import UnsupportedError, UsageError
 from tensorkeep.train.config.config import TECHNIQUES
 from tensorkeep.train.run.device import chosen_device
@@ -87,11 +87,11 @@ def _print(found: Sequence[dict[str, Any]]) -> None:
 
 def _print_one(each: dict[str, Any]) -> None:
     """Print the name of a technique, and its description indented below; in a pipe each text is one line."""
-    say(f"{each['name']} ({each['kind']})")
+    print_lines(f"{each['name']} ({each['kind']})")
     settings = ", ".join(f"{name} = {msgspec.json.encode(value).decode()}" for name, value in each["settings"].items())
     width = max(shutil.get_terminal_size().columns - len(_INDENT), 20)
     for text in (each["lacks"], each["summary"], f"effect: {each['effect']}", settings and f"settings: {settings}"):
         if text:
             lines = textwrap.wrap(text, width, break_on_hyphens=False) if sys.stdout.isatty() else [text]
-            say(*(_INDENT + line for line in lines))
+            print_lines(*(_INDENT + line for line in lines))
     print()

@@ -47,7 +47,7 @@ _GROUPS = {
 
 _EPILOGUE = """\
 Options also come from the environment (TENSORKEEP_MEMORY_BUDGET=1GiB) and from a TOML file (-C FILE) with one table \
-per command; a flag wins over the environment, the environment over the file.
+per command; a flag overrides the environment, the environment overrides the file.
 
 Exit codes: 0 ok, 1 difference or failed check, 2 usage, 3 I/O or store error, 4 corrupt, 5 not found or not a \
 checkpoint, 6 destination exists, 7 unsupported, 70 internal error, 130 interrupted."""

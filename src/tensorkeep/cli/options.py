@@ -1,7 +1,8 @@
-"""Options from the environment and a TOML file, and the option types of all commands.
+"""Options of commands: from the flag, the environment or a TOML file; and their types.
 
-A flag wins over the environment (``TENSORKEEP_MEMORY_BUDGET=1GiB``), which wins over the TOML file of ``-C``
-(``[convert]`` / ``memory-budget = "1GiB"``), which wins over the default.
+A flag overrides the environment (``TENSORKEEP_MEMORY_BUDGET=1GiB``), which overrides the TOML file of ``-C``
+(``[convert]`` / ``memory-budget = "1GiB"``), which overrides the default. Settings of a training run (``--optim.lr``)
+are merged in the same order by ``train/config/arguments.py``.
 """
 
 import difflib

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from tensorkeep.cli.text import printable, say
+from tensorkeep.cli.text import print_lines, printable
 
 EVERYWHERE = Group("Everywhere", sort_key=100)
 
@@ -49,16 +49,16 @@ class Output:
         """Whether text is printed on stdout: neither --json nor --quiet is given."""
         return not (self.json or self.quiet)
 
-    def say(self, *lines: str) -> None:
+    def print_lines(self, *lines: str) -> None:
         """Print lines at once, so that they appear before a long stage begins."""
         if self.shows_text:
-            say(*lines)
+            print_lines(*lines)
             sys.stdout.flush()
 
     def paragraph(self, *sentences: str) -> None:
         """Print an empty line and some texts, each wrapped at 79 columns; names and paths are never broken."""
         wrapper = textwrap.TextWrapper(79, subsequent_indent="   ", break_long_words=False, break_on_hyphens=False)
-        self.say("", *(line for text in sentences for line in wrapper.wrap(printable(text))))
+        self.print_lines("", *(line for text in sentences for line in wrapper.wrap(printable(text))))
 
     def note(self, text: str) -> None:
         """Print a note on stderr."""

@@ -9,7 +9,7 @@ from tensorkeep.checkpoint.manager.retention import KeepBest, KeepThinned
 from tensorkeep.checkpoint.manager.steps import Step, check_removable, step_path
 from tensorkeep.cli.options import Switch
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import counted, say
+from tensorkeep.cli.text import counted, print_lines
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, TensorkeepError, UsageError
 from tensorkeep.formats.native.directory import freed_bytes
 from tensorkeep.units import format_bytes
@@ -58,7 +58,7 @@ def prune(
     if keep_last is None and keep_every is None and keep_best is None and not keep_thinned and not broken:
         raise UsageError("no retention rule is given", remedy="give --keep-last, --keep-every, --keep-best or others")
     best = None if keep_best is None else KeepBest(keep_best, metric, mode)
-    thinned = KeepThinned(tuple(map(_rung, keep_thinned))) if keep_thinned else None
+    thinned = KeepThinned(tuple(map(_interval, keep_thinned))) if keep_thinned else None
     with CheckpointManager(
         root, keep_last=keep_last, keep_every=keep_every, keep_best=best, keep=thinned, asynchronous=False
     ) as manager:
@@ -101,7 +101,7 @@ def _not_removable(manager: CheckpointManager, numbers: list[int]) -> dict[int, 
     return left
 
 
-def _rung(text: str) -> tuple[str, str]:
+def _interval(text: str) -> tuple[str, str]:
     age, colon, distance = text.partition(":")
     if not colon:
         raise UsageError(f"{text!r} is not a pair", remedy="write AGE:DISTANCE, for example 1d:1h")
@@ -121,10 +121,12 @@ def _describe(step: Step) -> dict[str, Any]:
 
 def _print(document: dict[str, Any]) -> None:
     verb = "would delete" if document["dry_run"] else "deleted"
-    say(*(f"{verb} step {step['step']}: {format_bytes(step['own_bytes'])} of its own" for step in document["deleted"]))
-    say(*(f"{verb} step {number}: broken" for number in document["deleted_broken"]))
+    for step in document["deleted"]:
+        size = format_bytes(step["own_bytes"])
+        print_lines(f"{verb} step {step['step']}: frees {size} (not shared with other steps)")
+    print_lines(*(f"{verb} step {number}: broken" for number in document["deleted_broken"]))
     kept = {**document["broken"], **document["left"]}
-    say(*(f"kept: step {number}: {reason}" for number, reason in kept.items()))
+    print_lines(*(f"kept: step {number}: {reason}" for number, reason in kept.items()))
     counts = f"{counted(len(document['deleted']), 'step')}, kept {len(document['kept'])}"
     frees = "would free" if document["dry_run"] else "freed"
-    say(f"{verb} {counts}; {frees} {format_bytes(document['freed_bytes'])}")
+    print_lines(f"{verb} {counts}; {frees} {format_bytes(document['freed_bytes'])}")

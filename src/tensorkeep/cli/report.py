@@ -10,7 +10,7 @@ from tensorkeep.bench.results import Results
 from tensorkeep.bench.results_file import read_results
 from tensorkeep.cli.options import Switch
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import Table, say
+from tensorkeep.cli.text import Table, print_lines
 from tensorkeep.report.comparison import isolated_text, six_way_text
 from tensorkeep.report.design_tables import aliases_lines, claims_table, design_tables
 from tensorkeep.report.headlines import completeness, headlines, measured_by, noise_lines
@@ -91,12 +91,12 @@ def print_tables(found: Results) -> None:
             print(f"\n{table.title}")
             Table(table.headings, table.texts()).show()
     _print_claims(claims_table(found))
-    _print_lines("Noise", noise_lines(found))
-    _print_lines("Effects that this design cannot separate", aliases_lines(found))
+    _print_section("Noise", noise_lines(found))
+    _print_section("Effects that this design cannot separate", aliases_lines(found))
     warnings = [f"{one.text}: {one.remedy}" if one.remedy else one.text for one in found.summary.warnings]
-    _print_lines("Warnings", warnings)
-    _print_lines("Verdict", [line for line in (completeness(found), *headlines(found)) if line])
-    _print_lines("Recommended for this machine", [capitalised(one.text) for one in found.summary.recommendations])
+    _print_section("Warnings", warnings)
+    _print_section("Verdict", [line for line in (completeness(found), *headlines(found)) if line])
+    _print_section("Recommended for this machine", [capitalised(one.text) for one in found.summary.recommendations])
 
 
 def _print_claims(table: ReportTable | None) -> None:
@@ -104,20 +104,20 @@ def _print_claims(table: ReportTable | None) -> None:
     if table is None:
         return
     print(f"\n{table.title}")
-    for id_, verdict, claim, theirs, ours, reason in table.texts():
+    for id_, verdict, claim, published, measured, reason in table.texts():
         print(f"  {id_}  {claim}: {verdict}")
-        for word, text in (("theirs", theirs), ("ours", ours), ("why", reason)):
+        for word, text in (("published", published), ("measured", measured), ("reason", reason)):
             if text not in ("", "-"):
-                print(f"    {word.ljust(6)}  {text}")
+                print(f"    {word.ljust(9)}  {text}")
 
 
-def _print_lines(title: str, lines: list[str]) -> None:
+def _print_section(title: str, lines: list[str]) -> None:
     if lines:
         print(f"\n{title}", *lines, sep="\n  ")
 
 
 def _print_written(written: list[Path]) -> None:
     page, *others = written
-    say("", f"wrote {page}")
+    print_lines("", f"wrote {page}")
     for folder in dict.fromkeys(path.parent for path in others):
-        say(f"wrote {folder}: {', '.join(path.name for path in others if path.parent == folder)}")
+        print_lines(f"wrote {folder}: {', '.join(path.name for path in others if path.parent == folder)}")

@@ -15,7 +15,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def say(*lines: str) -> None:
+def print_lines(*lines: str) -> None:
     """Print lines with control characters escaped."""
     for line in lines:
         print(printable(line))

@@ -124,7 +124,7 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
     with OnSignal(signal.SIGINT, signal.SIGTERM) as signals:
         before = signal.getsignal(signal.SIGHUP)
         if before == signal.SIG_IGN:
-            yield lambda: signals.came
+            yield lambda: signals.received
             return
         terminals = [number for number in (1, 2) if os.isatty(number)]
         hangups: list[int] = []
@@ -139,7 +139,7 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
 
         signal.signal(signal.SIGHUP, hang_up)
         try:
-            yield lambda: signals.came or bool(hangups)
+            yield lambda: signals.received or bool(hangups)
         finally:
             signal.signal(signal.SIGHUP, before)
 

@@ -44,14 +44,14 @@ def training_demo(
         f"4. The last checkpoint holds the whole state, {counted(len(state.entries), 'tensor')} of "
         f"{format_bytes(state.total.nbytes)}: weights, optimizer, random states, position in the data."
     )
-    output.say(f"   tensorkeep info {last.path}")
+    output.print_lines(f"   tensorkeep info {last.path}")
     trained = load_trained(demo.folder, which="best")
     prompt, size = prompt_ids(trained.tokenizer, _PROMPT), trained.tokenizer.vocab_size
     ids = generate(trained.model, prompt, max_new_tokens=_TOKENS, temperature=0.8, vocab_size=size)
     sample = trained.tokenizer.decode(ids.tolist())
     output.paragraph("5. The model generates:")
-    output.say(*(f"   | {line}" for line in sample.splitlines()))
-    output.say(
+    output.print_lines(*(f"   | {line}" for line in sample.splitlines()))
+    output.print_lines(
         "",
         f"Next:  tensorkeep generate {demo.folder.path} --prompt 'class '",
         f"       tensorkeep bench checkpoint --experiment six-way --from {last.path}",

@@ -13,7 +13,7 @@ from tensorkeep.bench.tune.tuned_file import check_writable, read_text, with_tab
 from tensorkeep.checkpoint.settings import FILE_NAME
 from tensorkeep.cli.options import Size, Switch
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import Table, counted, printable, ratio, say
+from tensorkeep.cli.text import Table, counted, print_lines, printable, ratio
 from tensorkeep.errors import NotFoundError, UsageError
 from tensorkeep.units import format_bytes, format_rate
 from tensorkeep.version import __version__
@@ -109,21 +109,21 @@ def _rates(row: dict[str, Any]) -> str:
 
 
 def _print(tuned: Tuned, found: dict[str, Any], path: Path, text: str | None) -> None:
-    say(f"{format_bytes(tuned.nbytes)}: {tuned.subject}", f"{_machine(found)}: {found['storage']['path']}")
-    heads = ("=settings", ">durable save", ">smaller", ">against the first", "=verdict")
+    print_lines(f"{format_bytes(tuned.nbytes)}: {tuned.subject}", f"{_machine(found)}: {found['storage']['path']}")
+    heads = ("=settings", ">durable save", ">smaller", ">relative to the first", "=verdict")
     for stage in tuned.stages:
         print()
         rows = [_cells(stage.row(setting), stage.nbytes) for setting in stage.settings]
         Table(heads, rows, spare=("smaller",)).show()
-        say(f"{counted(stage.rounds.count, 'round')}, each in random order: median (lowest, highest)")
-    say("", tuned.sentence())
+        print_lines(f"{counted(stage.rounds.count, 'round')}, each in random order: median (lowest, highest)")
+    print_lines("", tuned.sentence())
     if text is None:
-        say(
+        print_lines(
             f"Written to {path}. To use it: tensorkeep.save(..., settings={str(path)!r}), and the same",
             f"for save_async and CheckpointManager; -C {path} for tensorkeep convert and train.",
         )
     else:
-        say(f"Not written; {path} would contain:", "", *text.splitlines())
+        print_lines(f"Not written; {path} would contain:", "", *text.splitlines())
 
 
 def _cells(row: dict[str, Any], nbytes: int) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from tensorkeep.bench.tune.training import Tuned, tune
 from tensorkeep.cli.list_techniques import names_in
 from tensorkeep.cli.options import SIZE, Switch
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import Table, say
+from tensorkeep.cli.text import Table, print_lines
 from tensorkeep.errors import DestinationExistsError, StoreError, UsageError
 from tensorkeep.train.config.config import TECHNIQUES, Config, flat
 from tensorkeep.train.config.recipes import RECIPES, get_recipe
@@ -105,7 +105,7 @@ def _command(recipe: str | None, data: str | None, technique: str | None) -> str
 
 def _print(what: str, command: str, tuned: Tuned, out: Path | None) -> None:
     before, after = tuned.before.ledger.as_dict(), tuned.chosen.ledger.as_dict()
-    say(f"{what}, in {format_bytes(tuned.memory)}")
+    print_lines(f"{what}, in {format_bytes(tuned.memory)}")
     rows = [
         (words, format_bytes(before[name]), format_bytes(after[name]))
         for name, words in _ROWS.items()
@@ -120,9 +120,9 @@ def _print(what: str, command: str, tuned: Tuned, out: Path | None) -> None:
         Table((">batch size", "=trial", "reason"), rows).show()
     settings = " ".join(f"--{name} {value}" for name, value in flat(tuned.chosen.settings()).items())
     lines = _verdict(tuned), _measured(tuned), f"{command} {settings}" if tuned.fits else ""
-    say("", *filter(None, lines))
+    print_lines("", *filter(None, lines))
     if out is not None:
-        say(f"Written to {out}: {command} -C {shlex.quote(str(out))}")
+        print_lines(f"Written to {out}: {command} -C {shlex.quote(str(out))}")
 
 
 def _verdict(tuned: Tuned) -> str:

@@ -11,7 +11,7 @@ from tensorkeep.checkpoint.load.verify import verify as check
 from tensorkeep.cli.errors import as_failure, error_lines, most_severe
 from tensorkeep.cli.options import InputFormat, MemoryBudget, Threads
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import counted, say
+from tensorkeep.cli.text import counted, print_lines
 from tensorkeep.errors import CorruptCheckpointError, TensorkeepError
 from tensorkeep.formats.base import Problem
 from tensorkeep.io.buffers import DEFAULT_BUDGET
@@ -59,13 +59,13 @@ def verify(
 
 def _print_report(report: VerifyReport, seconds: float, *, quiet: bool) -> None:
     if not report.ok:
-        say(f"corrupt: {report.path}: {counted(len(report.problems), 'problem')}")
-        say(*(f"  {_describe(problem)}" for problem in report.problems))
+        print_lines(f"corrupt: {report.path}: {counted(len(report.problems), 'problem')}")
+        print_lines(*(f"  {_describe(problem)}" for problem in report.problems))
     elif not quiet:
         checked = report.checked or f"structure only: {report.format} stores no checksums, so values cannot be checked"
         amount = f"{counted(report.tensors, 'tensor')}, {format_bytes(report.nbytes)}"
         speed = f"{format_seconds(seconds)} at {format_rate(report.nbytes, seconds)}"
-        say(f"ok: {report.path}: {amount}, {checked}, {speed}")
+        print_lines(f"ok: {report.path}: {amount}, {checked}, {speed}")
 
 
 def _describe(problem: Problem) -> str:

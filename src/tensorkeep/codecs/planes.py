@@ -1,8 +1,9 @@
 """Byte planes, each raw or Huffman-coded: shrinks trained weights at the speed of a disk.
 
 A weight's exponent has few different values; its sign and mantissa are noise. So the elements are split into byte
-planes (``bitplanes``). The planes that shrink in a small sample are coded in frames of 256 KiB by Zstandard with
-parameters that make it find next to no matches and only Huffman-code. The others are stored raw.
+planes (``bitplanes``). The planes that shrink in a small sample are coded in frames of 256 KiB by Zstandard: with
+parameters that make it find next to no matches and only Huffman-code, or, for planes whose sample shrinks 5% more by
+matching, at level 1. The others are stored raw.
 
 The block on disk, version 1
 ----------------------------

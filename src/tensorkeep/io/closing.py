@@ -1,4 +1,4 @@
-"""The base of classes that a ``with`` block closes at its end."""
+"""Base class of context managers that call `close()`."""
 
 from typing import Self
 

@@ -1,7 +1,7 @@
 """The lock of a folder, for one writer; the kernel releases it with the process.
 
 The lock (``flock``) is on the folder itself, so that no lock file is left behind. It holds on one host: file systems
-that hosts share do not pass on locks of folders, so a writer on another host is not seen.
+that hosts share do not pass on locks of folders, so a writer on another host is not detected.
 """
 
 import fcntl
@@ -15,7 +15,7 @@ from tensorkeep.io.commit import make_directory
 from tensorkeep.io.files import store_error, store_errors
 
 # Weak, so that a lock without references releases its folder.
-_held: "weakref.WeakSet[FolderLock]" = weakref.WeakSet()
+_locks: "weakref.WeakSet[FolderLock]" = weakref.WeakSet()
 
 
 class FolderLock:
@@ -30,13 +30,13 @@ class FolderLock:
         while True:
             self._fd = _lock(folder)
             self._release = weakref.finalize(self, _unlock, self._fd, os.getpid())
-            _held.add(self)
-            if self.is_held():
+            _locks.add(self)
+            if self.is_valid():
                 return
             # The folder was removed, and perhaps created again, between the opening and the locking.
             self.release()
 
-    def is_held(self) -> bool:
+    def is_valid(self) -> bool:
         """Return whether the locked folder is still the one at its path.
 
         It may have been removed and created again, by hand for example, and another process may hold the new one.
@@ -54,7 +54,7 @@ class FolderLock:
 
     def release(self) -> None:
         """Let others write; a second call does nothing."""
-        _held.discard(self)
+        _locks.discard(self)
         self._release()
 
 
@@ -89,7 +89,7 @@ def _unlock(fd: int, owner: int) -> None:
 
 def _release_in_child() -> None:
     # Otherwise the child would keep the lock of a writer that was killed for as long as it lives.
-    for lock in list(_held):
+    for lock in list(_locks):
         lock.release()
 
 

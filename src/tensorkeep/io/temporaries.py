@@ -128,8 +128,8 @@ def _rename_and_remove(temporary: Path) -> None:
     """Remove a temporary that seems abandoned, in a way that is safe if it is not.
 
     It may be what a checkpoint was exchanged for, so that exchange must be durable first. Between hosts that share a
-    file system but not its locks, its writer may be alive: whichever of the two renames it first has it. A writer that
-    comes second gets an error; a writer that comes first keeps the checkpoint that it made visible.
+    file system but not its locks, its writer may be alive: the first rename wins. A writer that comes second gets an
+    error; a writer that comes first keeps the checkpoint that it made visible.
     """
     sync_directory(temporary.parent)
     start = temporary.name[: -len(SUFFIX)].rpartition(".")[0]

@@ -42,7 +42,7 @@ def design_tables(results: Results) -> dict[str, list[ReportTable]]:
 def claims_table(results: Results) -> ReportTable | None:
     """Return the published claims beside our figures, or None where none was checked."""
     claims = results.summary.claims
-    headings = ("=id", "=verdict", "claim", "theirs", "ours", "reason")
+    headings = ("=id", "=verdict", "claim", "published", "measured", "reason")
     return ReportTable("Claims checked", headings, [_claim(claim) for claim in claims]) if claims else None
 
 
@@ -70,9 +70,9 @@ def _row(one: Step | Effect | Interaction) -> tuple[Entry, ...]:
 
 
 def _claim(claim: Claim) -> tuple[Entry, ...]:
-    ours = claim.ours
-    if not ours and claim.gain is not None:
-        ours = f"{gain(claim.gain)} (95% {interval(claim.gain_low, claim.gain_high)})"
+    measured = claim.ours
+    if not measured and claim.gain is not None:
+        measured = f"{gain(claim.gain)} (95% {interval(claim.gain_low, claim.gain_high)})"
     verdict = Entry(claim.verdict, tone=_CLAIM_TONES[claim.verdict])
-    texts = (claim.claim, claim.theirs or NOTHING, ours or NOTHING, claim.reason)
+    texts = (claim.claim, claim.theirs or NOTHING, measured or NOTHING, claim.reason)
     return Entry(claim.id), verdict, *map(Entry, texts)

@@ -2,8 +2,8 @@
 
 A leaf whose memory lies within that of another leaf of the same dtype, dense and in C order, is stored as an `Alias` of
 it: a tied weight, a transposed one, ``q = qkv[:n]``, an expanded row. Two views of the same elements in any layout are
-stored once, too. Stored separately, and no longer shared after a load, are leaves that overlap in part without a leaf
-that holds both, lazily conjugated or negated tensors, and a tensor and a numpy array of the same memory.
+stored once, too. Partly overlapping leaves, lazily conjugated or negated tensors, and a tensor and an array of one
+memory are stored separately; a load does not share them.
 """
 
 import math
@@ -161,7 +161,10 @@ class _Candidate(NamedTuple):
 
 
 def _candidate(leaf: Leaf) -> _Candidate | None:
-    """Return None for a leaf that is never shared: empty, lazy, or with strides of part of an element."""
+    """Return None for a leaf that is never shared.
+
+    Such a leaf is empty or lazy, or has strides that are not multiples of the item size.
+    """
     size = leaf.dtype.itemsize
     if leaf.nbytes == 0 or (leaf.is_torch and is_lazy(leaf.array)):
         return None
@@ -177,8 +180,8 @@ def _candidate(leaf: Leaf) -> _Candidate | None:
 def _aliases_in(group: list[_Candidate]) -> dict[str, Alias]:
     """Return the aliases among leaves of one dtype and device, given in traversal order.
 
-    The leaves are swept by address, at equal addresses the largest first. Then the base found last reaches furthest: a
-    leaf that does not lie within it lies within no other.
+    The leaves are swept by address, at equal addresses the largest first. The last base has the highest end address: a
+    leaf outside it is outside all bases.
     """
     found: dict[str, Alias] = {}
     base: _Candidate | None = None

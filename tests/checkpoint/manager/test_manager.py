@@ -173,9 +173,9 @@ def test_broken_steps_are_passed_over_with_a_warning(tmp_path: Path) -> None:
     assert latest is not None
     assert latest.number == 2
     assert [str(each.message).partition(":")[0] for each in said] == [
-        "step 3 is passed over",
-        "step 4 is passed over",
-        "step 9 is passed over",
+        "step 3 is skipped",
+        "step 4 is skipped",
+        "step 9 is skipped",
     ]
     with pytest.warns(UserWarning):
         assert same(manager.restore(), state(2))
@@ -191,7 +191,7 @@ def test_a_step_whose_bytes_are_damaged_is_passed_over_when_it_is_read(tmp_path:
     content[-5] ^= 1
     file.write_bytes(content)
     target = state(0)
-    with pytest.warns(UserWarning, match="step-000002 is passed over"):
+    with pytest.warns(UserWarning, match="step-000002 is skipped"):
         restored = CheckpointManager(tmp_path).restore(into=target)
     assert same(restored, state(1))
     assert restored["model"]["w"] is target["model"]["w"]
@@ -205,7 +205,7 @@ def test_an_empty_and_a_missing_folder(tmp_path: Path) -> None:
         assert manager.steps() == []
         assert manager.latest() is None
         assert manager.best() is None
-        with pytest.raises(tensorkeep.NotACheckpointError, match="holds no step"):
+        with pytest.raises(tensorkeep.NotACheckpointError, match="contains no steps"):
             manager.restore()
     with pytest.raises(tensorkeep.NotACheckpointError):
         CheckpointManager(tmp_path).restore(5)
@@ -331,7 +331,7 @@ def test_nothing_is_built_on_a_step_that_was_not_read(tmp_path: Path) -> None:
     damaged.unlink()  # what is written now is a file of its own, no longer shared with step 1
     damaged.write_bytes(content)
     with CheckpointManager(tmp_path, incremental=True) as manager:
-        with pytest.warns(UserWarning, match="step-000002 is passed over"):
+        with pytest.warns(UserWarning, match="step-000002 is skipped"):
             assert manager.restore()["n"] == 1
         report = manager.save(2, {"frozen": frozen, "n": 2}, overwrite=True).wait()
         assert report.base == str(tmp_path / "step-000001")
@@ -452,7 +452,7 @@ def test_a_step_that_was_passed_over_is_saved_again(tmp_path: Path) -> None:
     cut = next((tmp_path / "step-000002").glob("*.safetensors"))
     cut.write_bytes(cut.read_bytes()[:-1])
     with CheckpointManager(tmp_path) as manager:
-        with pytest.warns(UserWarning, match="is passed over"):
+        with pytest.warns(UserWarning, match="is skipped"):
             assert manager.restore()["w"][0] == 1
         for number in (3, 2):
             with warnings.catch_warnings():

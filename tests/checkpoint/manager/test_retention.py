@@ -228,7 +228,7 @@ def test_on_a_signal() -> None:
     assert rule.due(2)
     rule.saved(2)
     assert not rule.due(3)
-    assert first.came
+    assert first.received
     first.close()
     assert signal.getsignal(signal.SIGUSR1) is before
 

@@ -534,7 +534,7 @@ def test_a_step_that_was_begun_before_it_was_found_damaged_leaves_nothing_behind
     with pytest.raises(tensorkeep.CorruptCheckpointError):
         restore(tmp_path / "step-000002", into)
     assert into["scheduler"].last_epoch == 5, "it found the damage before it began"
-    with pytest.warns(UserWarning, match="step-000002 is passed over"):
+    with pytest.warns(UserWarning, match="step-000002 is skipped"):
         restored = CheckpointManager(tmp_path).restore(into=into)
     assert same(expand(restored), expand(first))
     assert restored["model"] is into["model"]

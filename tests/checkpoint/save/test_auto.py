@@ -22,10 +22,10 @@ from tensorkeep.testing.disk import FailingDisk, names_in
 from tensorkeep.testing.equality import same
 
 GB = 1e9
-SLOW_DISK = Rates(gather=8 * GB, code=1.4 * GB, share=0.66, disk=0.2 * GB)
-FAST_DISK = Rates(gather=8 * GB, code=1.4 * GB, share=0.66, disk=4 * GB)
-INCOMPRESSIBLE = Rates(gather=8 * GB, code=3 * GB, share=1.0, disk=0.2 * GB)
-ZEROS = Rates(gather=8 * GB, code=6 * GB, share=0.001, disk=4 * GB)
+SLOW_DISK = Rates(gather=8 * GB, code=1.4 * GB, compressed_fraction=0.66, disk=0.2 * GB)
+FAST_DISK = Rates(gather=8 * GB, code=1.4 * GB, compressed_fraction=0.66, disk=4 * GB)
+INCOMPRESSIBLE = Rates(gather=8 * GB, code=3 * GB, compressed_fraction=1.0, disk=0.2 * GB)
+ZEROS = Rates(gather=8 * GB, code=6 * GB, compressed_fraction=0.001, disk=4 * GB)
 
 
 @pytest.fixture(autouse=True)
@@ -83,13 +83,13 @@ def test_the_faster_of_the_two_is_taken(tmp_path: Path, tiny: None, rates: Rates
 
 
 def test_a_prediction_counts_computing_and_writing() -> None:
-    seconds = Rates(gather=3.0, code=1.0, share=0.5, disk=4.0).seconds(12)
+    seconds = Rates(gather=3.0, code=1.0, compressed_fraction=0.5, disk=4.0).seconds(12)
     assert seconds["none"] == pytest.approx(5.0)
     assert seconds["lossless"] == pytest.approx((12**2 + 1.5**2) ** 0.5)
 
 
 def test_a_tie_goes_to_none(tmp_path: Path, tiny: None) -> None:
-    rates = Rates(gather=1.0, code=1.0, share=1.0, disk=1.0)
+    rates = Rates(gather=1.0, code=1.0, compressed_fraction=1.0, disk=1.0)
     assert decide({"w": torch.zeros(10)}, tmp_path / "ckpt", Measured(rates), Clock()).compression == "none"
 
 
@@ -104,7 +104,7 @@ def test_rates_are_reused_for_a_while(tmp_path: Path, tiny: None) -> None:
     measure, clock = Measured(SLOW_DISK, FAST_DISK), Clock()
     state = {"w": torch.zeros(1000)}
     assert not decide(state, tmp_path / "a", measure, clock).again
-    clock.now += auto.FRESH - 1
+    clock.now += auto.RATES_VALID_SECONDS - 1
     second = decide({"w": torch.ones(1000)}, tmp_path / "b", measure, clock)
     assert (second.again, second.compression, measure.calls) == (True, "lossless", 1)
     clock.now += 2
@@ -199,7 +199,7 @@ def test_a_trial_measures_this_state_and_leaves_nothing(tmp_path: Path, direct: 
         settings = WriteSettings(pool=pool, options=BlockFileOptions(direct_io=direct))
         rates = auto.measure(flatten(state), tmp_path / "new" / "ckpt", settings)
     assert min(rates.gather, rates.code, rates.disk) > 0
-    assert rates.share < 0.01
+    assert rates.compressed_fraction < 0.01
     assert names_in(tmp_path / "new") == []
 
 
@@ -209,11 +209,11 @@ def test_a_trial_ends_when_the_time_is_up() -> None:
     clock = Clock()
 
     def work(block: Any) -> tuple[int, int]:
-        clock.now += auto.PATIENCE / 4.5
+        clock.now += auto.MEASURING_SECONDS / 4.5
         return block.nbytes, 10
 
     done = auto._run_trial([[partial(work, block) for block in task]], 1, clock)
-    assert done.rate == pytest.approx(5 * 40 / (5 * auto.PATIENCE / 4.5))
+    assert done.rate == pytest.approx(5 * 40 / (5 * auto.MEASURING_SECONDS / 4.5))
     assert (done.nbytes, done.stored_bytes) == (200, 50)
 
 
@@ -230,14 +230,14 @@ def test_a_slow_disk_is_not_written_to_for_long() -> None:
             clock.now += 100
 
         def write(self, offset: int, data: Any) -> None:
-            clock.now += auto.PATIENCE / 2.5
+            clock.now += auto.MEASURING_SECONDS / 2.5
             self.written.append(len(data))
 
     file: Any = SlowFile()
     contents = [torch.zeros(BLOCK_BYTES, dtype=torch.uint8).numpy()]
     rate = auto._write_rate(file, contents, clock)
     assert len(file.written) == 3
-    assert rate == pytest.approx(sum(file.written) / (3 * auto.PATIENCE / 2.5))
+    assert rate == pytest.approx(sum(file.written) / (3 * auto.MEASURING_SECONDS / 2.5))
     # Through the page cache, nothing is written before the flush.
     file.direct = False
     assert auto._write_rate(file, contents, clock) < rate / 100

@@ -23,7 +23,7 @@ def test_a_second_sigterm_ends_the_process() -> None:
     def child() -> None:
         rule = OnSignal()
         signal.raise_signal(signal.SIGTERM)
-        assert rule.came
+        assert rule.received
         rule.saved(1)
         signal.raise_signal(signal.SIGTERM)
 
@@ -35,7 +35,7 @@ def test_a_second_signal_goes_to_the_previous_handler() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     with OnSignal() as rule:
         signal.raise_signal(signal.SIGTERM)
-        assert (rule.came, heard) == (True, [])
+        assert (rule.received, heard) == (True, [])
         signal.raise_signal(signal.SIGTERM)
         assert heard == [signal.SIGTERM]
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -74,10 +74,10 @@ def test_rules_may_end_in_any_order() -> None:
     first, second = OnSignal(signal.SIGUSR1), OnSignal(signal.SIGUSR1)
     first.close()
     signal.raise_signal(signal.SIGUSR1)
-    assert (first.came, second.came, heard) == (False, True, [])
+    assert (first.received, second.received, heard) == (False, True, [])
     second.close()
     signal.raise_signal(signal.SIGUSR1)
-    assert (first.came, heard) == (False, [signal.SIGUSR1])
+    assert (first.received, heard) == (False, [signal.SIGUSR1])
 
 
 def test_a_forked_child_can_be_ended() -> None:
@@ -88,7 +88,7 @@ def test_a_forked_child_can_be_ended() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
         assert faults.in_child(child) == signal.SIGTERM
-        assert not rule.came
+        assert not rule.received
         signal.raise_signal(signal.SIGUSR1)  # the parent still listens
 
 

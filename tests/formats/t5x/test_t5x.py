@@ -413,6 +413,7 @@ def test_placeholder_error_names_orbax(tmp_path: Path) -> None:
 
     error = refused(tmp_path / "c", change)
     assert isinstance(error, UnsupportedError) and "Orbax" in str(error) and error.name == "target.embedding"
+    assert error.remedy == "load it with Orbax and save it again"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The figures of a results file by arm, measure and block, and the comparison of two arms.
+"""The measured values of a results file by arm, measure and block, and the comparison of two arms.
 
 A figure counts only if its cell is ``ok``. Two figures are compared within one block and per raw byte, so that an arm
 that worked on a smaller subject compares fairly. A rate (``better: higher``) is already relative and is not divided.

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from tensorkeep.errors import MissingExtraError
 
 LEVEL = 0.05
-"""Error allowed to an interval (95%) and to a test."""
+"""The significance level of tests; intervals have a confidence of 1 - LEVEL, which is 95%."""
 
 _RESAMPLES = 1000  # each is used twice, see `_bootstrap`
 _SEED = 20_240_229

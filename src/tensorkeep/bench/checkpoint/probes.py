@@ -1,4 +1,4 @@
-"""Probes of files: synced, in the page cache, their size; and whether a measurement fits.
+"""Probes of files: synced, in the page cache, their size; whether memory and disk suffice for a measurement.
 
 A save ends when its files and their directory entries are on the disk, so the clock of every format includes an
 ``fsync`` of everything that was written. A load is *cold* if ``mincore(2)`` shows that none of the checkpoint is in the

@@ -1,4 +1,4 @@
-"""Run one cell in a process of its own, with limits on time and memory."""
+"""Start the process of one cell, and enforce its limits of time and memory."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Run an experiment: every cell in a process of its own, in random order within blocks.
+"""Run an experiment: the order of its cells, random within blocks, and their limits.
 
 The results are written after each cell, so that an interrupted run can resume.
 """

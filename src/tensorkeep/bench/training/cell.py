@@ -1,4 +1,4 @@
-"""One cell of a training comparison: trains a run, records figures, gates the losses."""
+"""One cell of a training comparison: trains a run, compares the losses with the reference."""
 
 import statistics
 import time

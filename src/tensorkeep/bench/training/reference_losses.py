@@ -1,4 +1,4 @@
-"""The gate of training: losses must match the same run without systems techniques.
+"""The check of training: losses must match the same run without systems techniques.
 
 ``python -m tensorkeep.bench.training.reference_losses TASK`` trains the first steps in a process of its own, and prints
 their losses.

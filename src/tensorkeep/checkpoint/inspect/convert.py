@@ -41,7 +41,8 @@ def convert(
 ) -> SaveReport:
     """Write a checkpoint again, in another format or with another compression.
 
-    Blocks are read and written one after another, so that any size fits into the memory budget. The source is never
+    Blocks are read and written one after another, so that any size fits into the memory budget, with two exceptions:
+    the whole state is in memory for ``"torch"``, one tensor for each writing thread for ``"dcp"``. The source is never
     changed.
 
     Parameters
@@ -51,7 +52,8 @@ def convert(
     dst : path-like
         The path of the new checkpoint; missing parent folders are created.
     to : str
-        The format to write: ``"native"``, ``"torch"``, ``"safetensors"``, or a plug-in's.
+        The format to write: ``"native"``, ``"torch"``, ``"safetensors"``, ``"dcp"``, ``"tensorstore"``, ``"t5x"``, or a
+        plug-in's.
     select : str or list of str, optional
         Globs on the names of tensors; only these are converted.
     drop_metadata : bool
@@ -90,13 +92,13 @@ def convert(
     request = check_request(dst, compression, to, overwrite, None, progress, threads, memory_budget, settings, options)
     with (
         closing(SaveMemory(request.memory_budget)) as memory,
-        open_reader(checked_path(src), OpenSettings(verify=verify, pool=memory.whole()), format) as reader,
+        open_reader(checked_path(src), OpenSettings(verify=verify, pool=memory.single_pool()), format) as reader,
     ):
         _check_outside(src, dst)
         write = replace(
             request.write,
             metadata={} if drop_metadata else reader.metadata,
-            threads=reading_threads(request.write.threads, memory.whole(), reader),
+            threads=reading_threads(request.write.threads, memory.single_pool(), reader),
             step=reader.step,
         )
         return begin_save(_selected(reader, select), replace(request, write=write), memory).run()

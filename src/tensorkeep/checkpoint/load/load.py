@@ -40,7 +40,10 @@ def load(
     threads: int | None = None,
     memory_budget: MemorySize = DEFAULT_BUDGET,
 ) -> Any:
-    """Load a checkpoint of any format. Nothing is ever unpickled.
+    """Load a checkpoint of any format.
+
+    Never executes code from a file: pickles are read by torch's restricted unpickler (``weights_only=True``) or decoded
+    without execution.
 
     Parameters
     ----------

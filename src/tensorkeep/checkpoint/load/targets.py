@@ -1,6 +1,5 @@
 """Where the tensors of a checkpoint are loaded: given tensors, compared first and filled in place, or new memory."""
 
-import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from tensorkeep.errors import OutOfMemoryError, StateMismatchError
 from tensorkeep.formats.base import Reader
 from tensorkeep.io.buffers import BufferPool
 from tensorkeep.io.parallel import Progress
+from tensorkeep.machine import memory_limit
 from tensorkeep.state import cuda
 from tensorkeep.state.aliases import find_aliases, full_view, make_view, sharing_conflict
 from tensorkeep.state.leaf import Leaf, allocate
@@ -119,8 +119,8 @@ def sharing_conflict_of(
 ) -> tuple[str, str] | None:
     """Return two tensors that share memory in the state only, so that one value would overwrite the other.
 
-    A tensor that is not selected counts as well, because filling the other would change it. One that the checkpoint
-    lacks does not: it is taken for a view that is meant to follow.
+    A tensor that is not selected counts as well, because filling the other would change it. A tensor missing from the
+    checkpoint is ignored: it is assumed to be a view of a loaded one.
     """
     leaves = {name: found.leaf for name, found in given.items() if name in reader.entries}
     saved = {
@@ -228,13 +228,12 @@ class LoadPlan:
 
 
 def _check_memory(reader: Reader, chosen: Iterable[str], device: Device) -> None:
-    """Refuse sizes that this machine can never hold: a hostile file may claim any."""
+    """Raise if the tensors exceed the machine's memory; a malicious manifest can state any size."""
     stored = {reader.entries[name].alias_of or name for name in chosen}
     needed = sum(reader.flat.leaves[name].nbytes for name in stored)
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if device is None and needed > physical:
+    if device is None and needed > (limit := memory_limit()):
         raise OutOfMemoryError(
-            f"needs {format_bytes(needed)} of memory, this machine has {format_bytes(physical)}",
+            f"needs {format_bytes(needed)} of memory, this process can have {format_bytes(limit)}",
             path=reader.path,
             remedy="`select` some of the tensors, or `tensorkeep.open` it and slice",
         )

@@ -1,4 +1,4 @@
-"""The folder of a training run: its lock, its complete steps, and deleting those that no rule keeps."""
+"""The folder of a training run: its complete steps, and deleting others; uses the lock of ``io/lock.py``."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepFolder:
-    """A folder of steps that one process at a time may change."""
+    """A folder of steps that one process at a time may change; it uses the lock of ``io/lock.py``."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -34,7 +34,7 @@ class StepFolder:
     def claim(self) -> None:
         """Lock the folder for writing, and remove temporaries that a killed writer has left."""
         with self._mutex:
-            if self._lock is None or not self._lock.is_held():
+            if self._lock is None or not self._lock.is_valid():
                 self._lock = FolderLock(self.root)
                 remove_abandoned(self.root)
 
@@ -50,8 +50,8 @@ class StepFolder:
         last = found.steps[-1].number if found.steps else -1
         for number, error in found.broken.items():
             if number > last:
-                logger.info("step %d of %s is passed over: %s", number, self.root, error)
-                warnings.warn(f"step {number} is passed over: {error}", stacklevel=stacklevel + 1)
+                logger.info("step %d of %s is skipped: %s", number, self.root, error)
+                warnings.warn(f"step {number} is skipped: {error}", stacklevel=stacklevel + 1)
         return found.steps[::-1]
 
     def check_free(self, step: int, *, overwrite: bool, stacklevel: int) -> None:

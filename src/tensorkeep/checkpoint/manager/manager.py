@@ -42,9 +42,9 @@ class CheckpointManager:
     root : path-like
         The folder, which need not exist.
     keep_last, keep_every : int, optional
-        Keep the last so many steps; keep the steps whose number is a multiple.
+        Keep the last N steps; keep the steps whose number is a multiple of N.
     keep_best : int or KeepBest, optional
-        Keep the so many best steps by their metric; see `KeepBest` for which metric.
+        Keep the N best steps by their metric; see `KeepBest` for which metric.
     keep : Keep, optional
         Any other rule. A step is kept if any rule keeps it; without rules, all are. Steps are deleted after a later one
         is durable; the last one never is.
@@ -273,12 +273,12 @@ class CheckpointManager:
             except CorruptCheckpointError as error:
                 first_error = first_error or error
                 self._damaged.add(path)
-                logger.info("%s is damaged and passed over: %s", path, error)
-                warnings.warn(f"{path.name} is passed over: {error}", stacklevel=2)
+                logger.info("%s is damaged and skipped: %s", path, error)
+                warnings.warn(f"{path.name} is skipped: {error}", stacklevel=2)
             except NotACheckpointError:
                 continue  # its writer has deleted it meanwhile
         raise first_error or NotACheckpointError(
-            "holds no step", path=self.root, remedy="check the folder, or start from the beginning"
+            "contains no steps", path=self.root, remedy="check the folder, or start from the beginning"
         )
 
     def _restore(self, path: Path, request: LoadRequest) -> Any:

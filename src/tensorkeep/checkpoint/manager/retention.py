@@ -159,11 +159,11 @@ class KeepBest(Keep):
 
 @dataclass(frozen=True)
 class KeepThinned(Keep):
-    """Keeps fewer steps the older they are, by the time that the run has taken since.
+    """Keeps older steps further apart; age is the run's own time.
 
-    Each of the ``rungs`` is a pair of an age and a distance, the youngest first: steps up to that age are kept at least
-    that far apart. ``(("1h", 0), ("1d", "1h"), ("30d", "1d"))`` keeps all steps of the last hour, one an hour of the
-    last day, one a day of the last month, and none beyond. Durations are texts such as ``"90s"``, ``"10min"``,
+    Each of the ``intervals`` is a pair of an age and a distance, the youngest first: steps up to that age are kept at
+    least that far apart. ``(("1h", 0), ("1d", "1h"), ("30d", "1d"))`` keeps all steps of the last hour, one an hour of
+    the last day, one a day of the last month, and none beyond. Durations are texts such as ``"90s"``, ``"10min"``,
     ``"2h"``, ``"1d"``, or seconds. Ages are in the run's own time, see `run_times`: a run that was stopped for a month
     loses no step when it resumes, and neither does one whose clock was changed.
 
@@ -178,7 +178,7 @@ class KeepThinned(Keep):
     >>> rule = KeepThinned((("1h", 0), ("1d", "1h")))
     """
 
-    rungs: tuple[tuple[str | float, str | float], ...]
+    intervals: tuple[tuple[str | float, str | float], ...]
 
     def __post_init__(self) -> None:
         ages = [age for age, _ in self._seconds()]
@@ -186,7 +186,7 @@ class KeepThinned(Keep):
             raise UsageError("the ages of KeepThinned are not in ascending order", remedy="give the youngest first")
 
     def _seconds(self) -> list[tuple[float, float]]:
-        return [(parse_seconds(age), parse_seconds(distance)) for age, distance in self.rungs]
+        return [(parse_seconds(age), parse_seconds(distance)) for age, distance in self.intervals]
 
     def wanted(self, steps: Sequence[Step]) -> set[int]:
         if not steps:
@@ -194,7 +194,7 @@ class KeepThinned(Keep):
         times = run_times(steps)
         kept: set[int] = {steps[-1].number}
         last: float | None = None
-        # From the oldest to the newest, so that a step that was kept once is kept until it leaves its rung.
+        # From the oldest to the newest, so that a step that was kept once is kept until it leaves its interval.
         for step, time in zip(steps, times, strict=True):
             age = times[-1] - time
             distance = next((distance for most, distance in self._seconds() if age <= most), None)
@@ -221,9 +221,9 @@ def keep_rule(
 def unwanted(rule: Keep, steps: Sequence[Step], protect: Collection[int] = ()) -> list[Step]:
     """Return the steps to delete: those that a rule does not keep, except for the last one.
 
-    Steps that were just saved are protected. The rule is also asked about the steps up to each of them: a run that went
-    back from step 1000 to step 500 has its last two, 600 and 700, beside the last two of all, 900 and 1000, until it
-    overtakes those.
+    Steps that were just saved are protected. After a return to step 500, the rule is also applied to the steps up to
+    the new one, so that new steps are kept although higher old ones exist: a run that returned from step 1000 keeps its
+    last two, 600 and 700, beside the last two of all, 900 and 1000, until it overtakes those.
     """
     kept = rule.wanted(steps).union(protect)
     for number in protect:
@@ -241,7 +241,7 @@ def run_times(steps: Sequence[Step]) -> list[float]:
     """
     gaps = [(after.saved_at - before.saved_at, after.number - before.number) for before, after in pairwise(steps)]
     paces = sorted(seconds / count for seconds, count in gaps if seconds > 0)
-    # A single pair may be the wrong one. Of an even number the lower one: a step that seems too young is kept.
+    # One pair is not enough to detect a clock change. The lower median keeps a step rather than deletes it.
     pace = paces[(len(paces) - 1) // 2] if len(paces) > 1 else 0.0
     times = [0.0]
     for seconds, count in gaps:

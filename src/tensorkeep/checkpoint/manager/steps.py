@@ -32,7 +32,7 @@ _LARGEST = 10**18 - 1
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A complete step, as far as that shows without reading its tensors.
+    """A step with a valid manifest and files of the right sizes; tensors are not read.
 
     Attributes
     ----------

@@ -115,7 +115,7 @@ class OnSignal(Closing, SaveWhen):
     """Saves after the step during which a signal arrived, such as the ``SIGTERM`` or ``SIGUSR1`` of a batch system.
 
     A context manager, made in the main thread; without arguments it is for these two signals. The handler only notes
-    the signal. After each step the training loop saves if `due` returns True or ``came`` is set, and ends if ``came``
+    the signal. After each step the training loop saves if `due` returns True or ``received`` is set, and ends if it
     is set. A second signal of the same kind goes to the previous handler: a second ``SIGTERM`` ends the process as
     usual. Only ``SIGUSR1`` and ``SIGUSR2`` are noted again after a save. `close` restores the previous handlers; forked
     children do so at once.
@@ -131,14 +131,14 @@ class OnSignal(Closing, SaveWhen):
     >>> from tensorkeep import OnSignal
     >>> with OnSignal(signal.SIGUSR1) as stop:
     ...     signal.raise_signal(signal.SIGUSR1)
-    ...     stop.due(1), stop.came
+    ...     stop.due(1), stop.received
     (True, True)
     """
 
     def __init__(self, *signals: int) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise UsageError("signals are handled in the main thread only", remedy="make the OnSignal there")
-        self.came = False
+        self.received = False
         self._waiting = False
         self._closed = False
         self._noted: set[int] = set()
@@ -158,7 +158,7 @@ class OnSignal(Closing, SaveWhen):
             self._pass_on(number, frame)
             return
         self._noted.add(number)
-        self.came = self._waiting = True
+        self.received = self._waiting = True
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         before = self._before[number]

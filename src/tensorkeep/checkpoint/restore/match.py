@@ -192,10 +192,10 @@ class StateMatch:
 class _KeyComparison:
     """Which keys of a state and of a checkpoint differ, and the objects that are in both.
 
-    Objects of the state are wrapped, and in the checkpoint's `SavedTensor` stands for tensors. Compared are the keys at
-    the top, and those of all containers that lead to objects, tensors or arrays in either. Containers of plain values
-    only are values: they come back as they were saved. The states of objects are not compared, except for the keys of
-    modules. ``different`` describes values of different kinds; ``objects`` has the saved state beside each object.
+    Objects of the state are wrapped, and in the checkpoint's `SavedTensor` stands for tensors. Keys of the top level
+    and of containers with objects or tensors (or arrays) in either are compared. Other containers are restored as
+    saved. The states of objects are not compared, except for the keys of modules. ``different`` describes values of
+    different kinds; ``objects`` has the saved state beside each object.
     """
 
     def __init__(self, state: Any, saved: Any) -> None:

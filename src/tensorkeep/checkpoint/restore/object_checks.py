@@ -23,7 +23,7 @@ _SHAPED_LIKE_THE_PARAMETER = (
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "grad_avg", "acc_delta", "sum"),
     *("momentum_buffer", "ax", "prev", "step_size", "variance"),
 )
-"""In the states of torch's own optimizers; those of others may be factored or projected."""
+"""In the states of torch's own optimizers; other optimizers may factor (Adafactor) or project (GaLore) theirs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -38,10 +39,10 @@ FORMATS = ("native", "safetensors")
 SMALLEST = 256 * 1024**2
 """States with fewer bytes are not measured: the save takes about as long as measuring."""
 
-FRESH = 600.0
+RATES_VALID_SECONDS = 600.0
 """Seconds for which rates are reused, for states of the same dtypes and sizes on the same file system."""
 
-PATIENCE = 0.1
+MEASURING_SECONDS = 0.1
 """Seconds after which no further block is begun."""
 
 _FEWEST, _MOST = 4, 8
@@ -59,12 +60,12 @@ class Rates:
     """Measured rates, in bytes per second of all threads together.
 
     ``gather`` counts raw bytes copied and hashed, ``code`` raw bytes coded and hashed, ``disk`` bytes written to the
-    destination. ``share`` is the stored bytes per raw byte, if coded.
+    destination. ``compressed_fraction`` is the stored bytes per raw byte, if coded.
     """
 
     gather: float
     code: float
-    share: float
+    compressed_fraction: float
     disk: float
 
     def seconds(self, nbytes: int) -> dict[str, float]:
@@ -75,7 +76,7 @@ class Rates:
         """
         return {
             "none": math.hypot(nbytes / self.gather, nbytes / self.disk),
-            "lossless": math.hypot(nbytes / self.code, nbytes * self.share / self.disk),
+            "lossless": math.hypot(nbytes / self.code, nbytes * self.compressed_fraction / self.disk),
         }
 
 
@@ -89,6 +90,14 @@ class Decision:
     seconds: dict[str, float] | None = None
     again: bool = False
     measuring_seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as plain values, as reports contain it; ``compressed_fraction`` has the key ``share`` there."""
+        values = asdict(self)
+        if self.rates is not None:
+            names = {"compressed_fraction": "share"}
+            values["rates"] = {names.get(name, name): rate for name, rate in values["rates"].items()}
+        return values
 
 
 def decide(
@@ -112,7 +121,7 @@ def decide(
     begin = clock()
     key = _kind(flat, destination, settings)
     measured, rates = _known.get(key, (0.0, None)) if key is not None else (0.0, None)
-    again = rates is not None and begin - measured < FRESH
+    again = rates is not None and begin - measured < RATES_VALID_SECONDS
     if rates is None or not again:
         try:
             rates = measure(flat, destination, settings)
@@ -210,7 +219,7 @@ def _run_trial(tasks: Iterable[Iterable[_Work]], threads: int, clock: Clock = ti
 
     def run(task: Iterable[_Work]) -> None:
         for work in task:
-            if trial.nbytes and clock() > begin + PATIENCE:
+            if trial.nbytes and clock() > begin + MEASURING_SECONDS:
                 return
             nbytes, stored = work()
             with lock:
@@ -246,8 +255,8 @@ def _disk_rate(path: Path, tasks: Sequence[list[Block]], settings: WriteSettings
         with ExitStack() as stack:
             # Of the size that coding needs, so that the memory is touched before coding is measured.
             size = round_up(probe.bound(BLOCK_BYTES))
-            lent = [stack.enter_context(settings.pool.acquire(size)) for _ in range(threads)]
-            contents = [_filled(buffer, tasks[place % len(tasks)]) for place, buffer in enumerate(lent)]
+            buffers = [stack.enter_context(settings.pool.acquire(size)) for _ in range(threads)]
+            contents = [_filled(buffer, tasks[place % len(tasks)]) for place, buffer in enumerate(buffers)]
             return _write_rate(file, contents)
     finally:
         file.close()

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -116,7 +116,7 @@ def begin_save(
             "exists already", path=path, remedy="choose another path, or replace it (overwrite=True)"
         )
     if not copy:
-        settings = replace(settings, pool=memory.whole())
+        settings = replace(settings, pool=memory.single_pool())
     decision = None
     if settings.compression == "auto" and request.format in auto.FORMATS:
         decision = auto.decide(flat, path, settings, measure=partial(_measure, memory))
@@ -138,7 +138,7 @@ def begin_save(
         compression=settings.compression,
         state_bytes=sum(leaf.nbytes for leaf in flat.leaves.values()),
         tensors=len(flat.leaves),
-        auto=None if decision is None else asdict(decision),
+        auto=None if decision is None else decision.as_dict(),
         settings_from=request.settings_from,
     )
     job = SaveJob(os.fspath(request.path), write, make_report, memory, request.started, fits, on_durable)
@@ -150,7 +150,7 @@ def begin_save(
 def _measure(memory: SaveMemory, flat: Flat[Source], destination: Path, settings: WriteSettings) -> auto.Rates:
     """Measure with the memory that the save will have, which is freed for it."""
     memory.close()
-    with memory.whole() as pool:
+    with memory.single_pool() as pool:
         return auto.measure(flat, destination, replace(settings, pool=pool))
 
 

@@ -31,8 +31,10 @@ class SaveReport(WriteResult):
     stored_bytes, new_bytes : int
         Bytes on disk of all files of the checkpoint, and of those that this save wrote; the rest is shared with
         earlier checkpoints.
-    seconds, durable_seconds : float
+    seconds : float
         From the call until the checkpoint was durable and visible.
+    durable_seconds : float
+        The same value as ``seconds``.
     stall_seconds : float
         How long the caller was blocked: all of it, except for `tensorkeep.save_async`.
     peak_buffer_bytes : int
@@ -68,9 +70,9 @@ class SaveJob:
     """A save whose arguments are checked; made by `begin_save`.
 
     Either `run` is called, in the caller's thread. Or `copy` is, in the caller's thread, and `write`, in another one,
-    after it or at the same time; that thread then sets ``over``. If ``fits`` is False, the buffers cannot hold the
-    whole state, and it is copied while it is written. A forked child cannot wait for the save: ``process`` is the one
-    that began it.
+    after it or at the same time; that thread then sets ``finished``. If ``state_fits_in_buffers`` is False,
+    the state is copied while it is written. A forked child cannot wait for the save: ``process`` is the one that began
+    it.
     """
 
     path: str
@@ -78,11 +80,11 @@ class SaveJob:
     make_report: Callable[..., SaveReport]
     memory: SaveMemory
     started: float
-    fits: bool
+    state_fits_in_buffers: bool
     on_durable: Callable[[], None] | None
     process: int = field(default_factory=os.getpid)
     copied: threading.Event = field(default_factory=threading.Event)
-    over: threading.Event = field(default_factory=threading.Event)
+    finished: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None
     stall_seconds: float | None = None
     report: SaveReport | None = None
@@ -123,7 +125,7 @@ class SaveJob:
             self.error = error
             _unreported.add(self)
         finally:
-            # They refer to the caller's tensors, whose memory may be needed elsewhere, and to the manager.
+            # Drop the references, so that the caller's tensors and the manager can be freed.
             self.staged = self.on_durable = None
 
     def abandon(self, error: BaseException) -> None:
@@ -132,7 +134,7 @@ class SaveJob:
         if self.staged is not None:
             self.staged.abandon()
         self.staged = self.on_durable = None
-        self.over.set()
+        self.finished.set()
 
     def supersede(self) -> None:
         """End a save that was copied and not written, in favour of a later one."""
@@ -146,7 +148,7 @@ class SaveJob:
         if staged is not None:
             staged.cancel()
         self.copied.set()
-        self.over.wait()
+        self.finished.wait()
         _unreported.discard(self)
 
     def has_unreported_error(self) -> bool:
@@ -211,7 +213,7 @@ class PendingSave:
 
     def done(self) -> bool:
         """Return whether the save is over, successfully or not."""
-        return self._job.over.is_set()
+        return self._job.finished.is_set()
 
     def wait(self, timeout: float | None = None) -> SaveReport:
         """Wait until the checkpoint is durable and visible, at most for ``timeout`` seconds; return the report.
@@ -229,6 +231,6 @@ class PendingSave:
         """
         if os.getpid() != self._job.process:
             raise UsageError("was started by another process", path=self.path, remedy="wait for it there")
-        if not self._job.over.wait(timeout):
+        if not self._job.finished.wait(timeout):
             raise TimeoutError(f"{self.path}: the save is still running after {timeout} s")
         return self._job.result()

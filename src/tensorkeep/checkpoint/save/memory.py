@@ -56,7 +56,7 @@ class SaveMemory:
             return self._staging.budget
         return size
 
-    def whole(self) -> BufferPool:
+    def single_pool(self) -> BufferPool:
         """Return one pool of the whole budget, 256 MiB by default, for a save without a copy."""
         self._working = _with_budget(self._working, DEFAULT_BUDGET if self._budget is None else self._budget)
         return self._working

@@ -75,7 +75,7 @@ class SaveQueue:
         running = self._running
         # A queued save has the other memory. It is replaced only after the new one is known to be valid.
         job = prepare(next(each for each in self._memories if not running or each is not running.memory))
-        if running is not None and job.fits:
+        if running is not None and job.state_fits_in_buffers:
             self._enqueue(job)
         else:
             self.drain()
@@ -87,7 +87,7 @@ class SaveQueue:
         self.drain()
         job = prepare(self._memories[0])
         job.write()
-        job.over.set()
+        job.finished.set()
         return job
 
     def _enqueue(self, job: SaveJob) -> None:
@@ -112,7 +112,7 @@ class SaveQueue:
         try:
             with self._lock:
                 self._running = job
-            if job.fits:
+            if job.state_fits_in_buffers:
                 # Before the thread starts, which would take memory bandwidth and cores from the copying.
                 job.copy()
             # Not a daemon: an interpreter that exits waits for it.
@@ -125,7 +125,7 @@ class SaveQueue:
 
     def _stop(self, job: SaveJob, error: BaseException) -> None:
         """End a save whose copying or starting has failed or was interrupted."""
-        if not job.over.is_set() and (job.thread is None or not _starts(job.thread)):
+        if not job.finished.is_set() and (job.thread is None or not _starts(job.thread)):
             job.abandon(error)
         job.cancel()
         with self._lock:
@@ -142,14 +142,14 @@ class SaveQueue:
             job.write()
             if not self._keep_buffers:
                 job.memory.close()
-            over, job = job, self._next_after(job)
-            over.over.set()
+            ended, job = job, self._next_after(job)
+            ended.finished.set()
 
-    def _next_after(self, over: SaveJob) -> SaveJob | None:
+    def _next_after(self, ended: SaveJob) -> SaveJob | None:
         with self._lock:
-            self._ended.append(over)
+            self._ended.append(ended)
             job, self._queued = self._queued, None
-            if job is not None and job.over.is_set():
+            if job is not None and job.finished.is_set():
                 job = None  # it was superseded, and the save that took its place was interrupted
             self._running = job
             self._changed.notify_all()
@@ -164,14 +164,14 @@ class SaveQueue:
                 self._changed.wait()
             ended = list(self._ended)
         for job in ended:
-            job.over.wait()
+            job.finished.wait()
 
     def raise_failure(self) -> None:
         """Raise the error of a failed save, if it was not raised before."""
         with self._lock:
             ended, self._ended = self._ended, []
         for position, job in enumerate(ended):
-            job.over.wait()
+            job.finished.wait()
             if job.has_unreported_error():
                 with self._lock:
                     self._ended = ended[position + 1 :] + self._ended

@@ -33,12 +33,13 @@ def save(
     ----------
     state : nested dict, list, tuple of tensors, arrays and plain values
         For example ``{"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 100}``. Tensors of
-        any shape, memory layout and device; all dtypes of torch except quantised ones.
+        any shape, strides and device. Sparse, nested, quantised and sub-byte tensors are refused, with a remedy.
     path : path-like
         The path of the new checkpoint; missing parent folders are created.
     compression : str, optional
         ``"none"``, the default; ``"lossless"``, about a third smaller for bf16 weights, bit-exact; ``"auto"``, which
-        measures for a moment and takes the faster of the two (``report.auto`` says why); or the name of a codec.
+        measures for a moment and takes the faster of the two (``report.auto["reason"]`` gives the reason); or the name
+        of a codec.
     format : str, optional
         ``"native"``, ``"torch"``, ``"safetensors"``, ``"dcp"`` (torch's distributed checkpoints), ``"tensorstore"``
         (Zarr arrays), ``"t5x"``, or a plug-in's. By default the path's suffix decides: ``.safetensors`` is a

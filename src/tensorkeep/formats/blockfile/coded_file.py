@@ -25,8 +25,8 @@ from tensorkeep.io.parallel import Order
 class CodedDataFile(DataFile):
     """A data file whose tensors are coded block by block.
 
-    A task's bytes are padded to whole pages at the end of its last block, so that they are written from where they
-    were coded.
+    A task's bytes are padded to whole pages at the end of its last block, so that they are written from the buffer
+    that they were encoded into.
     """
 
     def __init__(self, directory: Path, plan: FilePlan, context: WriteContext, *, prefix: str = "") -> None:

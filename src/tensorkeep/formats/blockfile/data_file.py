@@ -82,7 +82,7 @@ class DataFile(ABC):
 
     @abstractmethod
     def _longest_description(self) -> Description:
-        """Return a description of which no form of this file has a longer header."""
+        """Return the description with the longest possible header, for which space is reserved."""
 
     @abstractmethod
     def _write(self, number: int, staged: Buffer | None) -> None:

@@ -22,7 +22,7 @@ import msgspec
 from tensorkeep.codecs.base import CODECS
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
 from tensorkeep.formats.blockfile.header import MAX_DIMENSIONS, Header, TensorRecord
-from tensorkeep.formats.blockfile.plan import MAX_BLOCK_BYTES, BlockKey, BlockRecord, FilePlan, PlacedLeaf, blocks_of
+from tensorkeep.formats.blockfile.plan import MAX_BLOCK_BYTES, BlockKey, BlockRecord, FilePlan, LeafInFile, blocks_of
 from tensorkeep.formats.decoding import decoding
 from tensorkeep.formats.structure import Structure
 from tensorkeep.formats.write import BLOCK_BYTES
@@ -128,7 +128,7 @@ def _notes(tensors: dict[str, Note], plan: FilePlan) -> Notes | None:
     return Notes(version, BLOCK_BYTES, tensors, plan.structure) if tensors or plan.structure else None
 
 
-def _is_plain(leaf: PlacedLeaf, blocks: Iterable[BlockRecord], start: int) -> bool:
+def _is_plain(leaf: LeafInFile, blocks: Iterable[BlockRecord], start: int) -> bool:
     """Return whether a tensor is stored as any safetensors reader expects it."""
     raw = all(block.codec == "raw" for block in blocks)
     return raw and sum(b.length for b in blocks) == leaf.source.nbytes and start % leaf.source.dtype.itemsize == 0

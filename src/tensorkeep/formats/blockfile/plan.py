@@ -1,7 +1,8 @@
 """The layout of data files: parts into files, tensors into byte streams, blocks into tasks.
 
-A data file is one stream of bytes. A task is a run of whole blocks, together at most the size of one block. It owns a
-run of whole pages of the file, so that tasks can be written in any order, with O_DIRECT, without sharing pages.
+A data file is one stream of bytes. A task is a run of whole blocks, together at most the size of one block. Its
+bytes are written in whole pages, so that tasks can be written in any order, with O_DIRECT. Two tasks may share one page
+at the border of their ranges; the one that completes it writes it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,7 +41,7 @@ class BlockFileOptions(FormatOptions, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedLeaf:
+class LeafInFile:
     """A leaf in a file: its key there, and the offset of its raw bytes in the data."""
 
     source: Source
@@ -64,7 +65,7 @@ class FilePlan:
 
     name: str
     part: str
-    leaves: tuple[PlacedLeaf, ...]
+    leaves: tuple[LeafInFile, ...]
     header_order: tuple[str, ...] = ()
     metadata: Mapping[str, str] = field(default_factory=dict)
     structure: Structure | None = None
@@ -78,7 +79,7 @@ class FilePlan:
 class Block:
     """A block of a placed leaf: bytes ``start:stop`` of the leaf."""
 
-    leaf: PlacedLeaf
+    leaf: LeafInFile
     index: int
     start: int
     stop: int
@@ -108,7 +109,7 @@ class BlockRecord(msgspec.Struct, array_like=True, frozen=True):
     stored: str = ""
 
 
-def blocks_of(leaf: PlacedLeaf) -> Iterator[Block]:
+def blocks_of(leaf: LeafInFile) -> Iterator[Block]:
     """Yield the blocks of a leaf; an empty leaf has none."""
     for index, start in enumerate(range(0, leaf.source.nbytes, BLOCK_BYTES)):
         yield Block(leaf, index, start, min(start + BLOCK_BYTES, leaf.source.nbytes))
@@ -146,7 +147,7 @@ def _shards(part: str, stem: str, leaves: list[tuple[Source, str]], shard_bytes:
     for number, shard in enumerate(shards, start=1):
         suffix = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
         starts = accumulate((source.nbytes for source, _ in shard), initial=0)
-        placed = [PlacedLeaf(source, part, key, start) for (source, key), start in zip(shard, starts, strict=False)]
+        placed = [LeafInFile(source, part, key, start) for (source, key), start in zip(shard, starts, strict=False)]
         yield FilePlan(f"{stem}{suffix}{SUFFIX}", part, tuple(placed))
 
 

@@ -52,7 +52,7 @@ class RawDataFile(DataFile):
 class _SharedPages:
     """The pages in which one task ends and another begins; the task that completes a page writes it.
 
-    A direct write covers whole pages, so two writes that cover one page would undo each other.
+    A direct write covers whole pages, so two writes that cover one page would overwrite each other.
     """
 
     def __init__(self, size: int) -> None:
@@ -63,7 +63,7 @@ class _SharedPages:
     def settle(self, begin: int, end: int, buffer: Bytes) -> tuple[int, int]:
         """Return the range of the file to write from a buffer that begins with the page of ``begin``.
 
-        A page at either end that other tasks have bytes of is completed in the buffer, or else kept here and left out.
+        A shared page at either end is written by the task that completes it; until then its bytes are kept here.
         """
         first, low, high = round_down(begin), round_up(begin), round_down(end)
         if low > high:  # all within one page

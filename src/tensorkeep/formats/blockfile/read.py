@@ -168,9 +168,7 @@ class BlockReader:
     def _check_base(self, base: StoredBlock, raw: Bytes) -> None:
         # A base stored raw has no checksum of its stored bytes.
         if self._verify and base.raw and not base.stored and digest_as(base.raw, raw) != base.raw:
-            raise CorruptCheckpointError(
-                "the checksum of the block that it is a difference from is wrong", path=base.file.path
-            )
+            raise CorruptCheckpointError("the checksum of its base block is wrong", path=base.file.path)
 
     def _decode_one(self, block: StoredBlock, dtype: DType, out: Bytes, scratch: Bytes) -> None:
         codec = _codec(block)

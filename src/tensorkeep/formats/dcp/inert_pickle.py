@@ -1,4 +1,4 @@
-"""Decoding of pickles without execution: classes and calls are only recorded by name.
+"""Generic decoder of pickles without execution: classes and calls are only recorded by name.
 
 The metadata of a distributed checkpoint is a pickle, and each of its tensors begins with one. Both name a few classes
 only; any other name is refused. Python's own unpickler in Python reads the stream, with the opcodes alone that torch
@@ -28,7 +28,7 @@ class Global(NamedTuple):
 class Call:
     """Stand-in for a call (opcodes REDUCE and NEWOBJ); recorded, never executed.
 
-    ``state`` is what the opcode BUILD would set the attributes of the result from; None without one.
+    ``state`` is the argument of the opcode BUILD; None if absent.
     """
 
     __slots__ = ("args", "function", "state")

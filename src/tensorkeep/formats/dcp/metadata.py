@@ -1,7 +1,8 @@
-"""Parser of DCP's ``.metadata``: names, dtypes and shapes of tensors, locations of chunks.
+"""Parser of DCP's ``.metadata``, and its table of allowed classes.
 
-The file is a pickle of the dataclasses of ``torch.distributed.checkpoint.metadata``. It is decoded without executing
-it (see ``inert_pickle.py``), and every field is checked.
+The parser returns names, dtypes and shapes of tensors, and the locations of their chunks. The file is a
+pickle of the dataclasses of ``torch.distributed.checkpoint.metadata``. It is decoded without executing it (see
+``inert_pickle.py``), and every field is checked.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from tensorkeep.state.dtypes import BY_NAME, DType
 FILE_NAME = ".metadata"
 
 MARK = "tensorkeep"
-"""Stands in ``storage_meta.modules`` of checkpoints that Tensorkeep wrote: these must have a sidecar."""
+"""Written to ``storage_meta.modules`` by Tensorkeep: a checkpoint with this mark must have a sidecar."""
 
 _MAX_DIMENSIONS = 64
 _MAX_FIELDS = 64
@@ -30,7 +31,7 @@ _MAX_CHUNKS = 8192
 """Of a tensor that is sharded in several dimensions: every pair of chunks is compared."""
 
 _CHUNK_BYTES, _KEY_BYTES = 16, 1
-"""Least bytes of the file for each chunk and for each key of a path, unless it refers to one object many times."""
+"""Minimum size in the file per chunk and per path key; a smaller file repeats one object."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"

@@ -14,7 +14,7 @@ from tensorkeep.state.leaf import Leaf, allocate
 from tensorkeep.state.tree import Flat, flatten, state_leaves
 
 _MAX_GAPS = 10_000
-"""List items that no entry fills, in all lists together, besides three for each that one fills."""
+"""Limit on missing list items beyond three per stored item, over all lists."""
 
 
 class NestedState(NamedTuple):
@@ -54,7 +54,7 @@ class _Conflict(Exception):
 
 
 class _Node(dict[str | int, Any]):
-    """A dict or a list under construction; plain values that are dicts are never entered."""
+    """A dict or a list under construction; a dict stored as one plain value is a leaf."""
 
     def __init__(self, *, is_list: bool) -> None:
         self.is_list = is_list
@@ -66,7 +66,7 @@ class _Node(dict[str | int, Any]):
         return self.setdefault(key, default)
 
     def gaps(self) -> int:
-        """Return the sum over all lists of the items in excess of four times the number of entries."""
+        """Return the missing list items beyond three per stored item, over all lists."""
         own = max(0, max(map(int, self)) + 1 - 4 * len(self)) if self.is_list else 0
         return own + sum(child.gaps() for child in self.values() if isinstance(child, _Node))
 

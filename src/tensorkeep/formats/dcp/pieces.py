@@ -32,7 +32,7 @@ _LOCAL_HEADER_BYTES = 30
 
 
 class MappedFile:
-    """A file in memory that is read when it is touched."""
+    """A memory-mapped file."""
 
     def __init__(self, directory: Directory, name: str) -> None:
         import torch
@@ -186,7 +186,7 @@ class TensorPiece:
         if 0 not in shape and end * dtype.itemsize > storage.size:
             raise ValueError("it reaches beyond its storage")
         if prod(shape) * dtype.itemsize > storage.size:
-            raise ValueError("it repeats the elements of its storage, which DCP never saves")
+            raise ValueError("its strides overlap, which DCP never saves")
         bits = np.dtype(f"u{dtype.itemsize}" if dtype.itemsize <= 8 else "c16")
         if 0 in shape:
             self.array = np.empty(shape, bits)

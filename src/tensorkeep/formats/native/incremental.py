@@ -19,7 +19,7 @@ from tensorkeep.io.buffers import round_up
 from tensorkeep.io.files import Bytes
 
 NAME_PREFIX = "changes-"
-"""Begins the name of a data file that holds a part only incompletely, so that other tools do not take it for all."""
+"""Prefix of files with only some blocks of a part, so that other tools do not load them as complete."""
 
 WORTH_A_DIFFERENCE = 0.95
 """A difference is stored if it takes less than this fraction of the full block, because it costs more to read."""

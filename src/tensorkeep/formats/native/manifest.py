@@ -104,7 +104,7 @@ class _Rules:
         for file in self.manifest.files:
             if file.origin and PLACES not in self.manifest.features:
                 raise self._corrupt(f"file {file.name} is of an earlier save, which needs the feature {PLACES!r}")
-            # All of an index is its head.
+            # An index has a head and no blocks.
             most = sealed.MAX_BYTES if file.head_bytes == file.bytes else MAX_HEADER_BYTES + 8
             if file.head_bytes > min(file.bytes, most):
                 raise self._corrupt(f"file {file.name} cannot have a head of {file.head_bytes:,} bytes")

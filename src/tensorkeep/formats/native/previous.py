@@ -135,9 +135,9 @@ class PreviousCheckpoint:
         return DifferenceBase(records[first:], undigested, place.age + 1)
 
     def read(self, base: DifferenceBase, block: Block, out: Bytes, scratch: Bytes) -> bool:
-        """Fill ``out`` with the raw bytes of a base; return False if that fails: its files are then used no further.
+        """Fill ``out`` with the raw bytes of a base; return False if that fails.
 
-        ``scratch`` has the `scratch_bytes` of ``base.stored``.
+        Its files are then not used again in this save. ``scratch`` has the `scratch_bytes` of ``base.stored``.
         """
         expected = base.records[0].raw
         try:
@@ -165,7 +165,7 @@ class PreviousCheckpoint:
         if not self._usable_files.issuperset(place.files):
             return None
         if not self._missing_codecs.isdisjoint((record.codec, *(base.codec for base in place.bases))):
-            return None  # this process could not read what it saves
+            return None  # the codec is not installed, so the block could not be read back
         return record, place
 
     def finish(self, first: int) -> tuple[list[FileRecord], dict[int, int]]:

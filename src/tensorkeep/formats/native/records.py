@@ -30,7 +30,7 @@ PLACES = "places"
 FEATURES = (WIDE_DIGESTS, PLACES)
 
 MAX_BASES = 8
-"""The most blocks that another is the difference from."""
+"""Maximum number of base blocks of a difference."""
 
 FILE_NAME_PATTERN = rf"^(?!{MANIFEST_NAME}\Z)[A-Za-z0-9_%-][A-Za-z0-9_%.-]{{0,250}}\Z"
 """Names of data files: one plain name, without separators, not hidden, not that of the manifest."""

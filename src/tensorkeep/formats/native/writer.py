@@ -26,7 +26,7 @@ from tensorkeep.formats.blockfile.plan import (
     Block,
     BlockFileOptions,
     BlockRecord,
-    PlacedLeaf,
+    LeafInFile,
     blocks_of,
     plan_files,
     tasks_of,
@@ -215,7 +215,7 @@ class NativeWrite(StagedWrite):
         )
 
 
-def _leaf_record(leaf: PlacedLeaf, number: int, file: DataFile, numbers: dict[int, int]) -> LeafRecord:
+def _leaf_record(leaf: LeafInFile, number: int, file: DataFile, numbers: dict[int, int]) -> LeafRecord:
     keys = [block.key for block in blocks_of(leaf)]
     offset = file.offsets.get(leaf.key, 0)
     places: list[PlaceRecord] = []

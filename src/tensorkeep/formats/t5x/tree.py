@@ -132,7 +132,7 @@ def _check_leaf(leaf: Any) -> None:
         if isinstance(value, str) and value.startswith(_PLACEHOLDER):
             raise UnsupportedError(
                 f"is only a placeholder ({value}): Orbax wrote the array, beside T5X's file",
-                remedy="open the folder as an Orbax checkpoint (the format 'orbax')",
+                remedy="load it with Orbax and save it again",
             )
         if isinstance(value, list) or (isinstance(value, dict) and value is not leaf):
             waiting += value.values() if isinstance(value, dict) else value

@@ -48,9 +48,9 @@ def write(
     meter = Meter(sum(leaf.nbytes for leaf in arrays.values()), settings.progress)
     with (
         Commit(destination, directory=True, overwrite=settings.overwrite, replaceable=replaceable) as commit,
-        Directory(commit.path) as held,
+        Directory(commit.path) as open_directory,
     ):
-        directory = ArrayDirectory(destination, f"{held.fd_path}/")
+        directory = ArrayDirectory(destination, f"{open_directory.fd_path}/")
         written: dict[str, Layout] = {}
         for sources, chosen in _by_width({keys[name]: leaf for name, leaf in arrays.items()}, options):
             written |= write_arrays(directory, sources, chosen, budget=budget, threads=settings.threads, meter=meter)

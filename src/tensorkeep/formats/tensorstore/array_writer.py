@@ -38,8 +38,8 @@ class ByteBudget:
 
     A region acquires all its bytes at once and holds nothing while it waits, and regions are admitted in the order of
     their requests, so none waits forever. A region larger than the limit is admitted alone. The memory belongs to the
-    state or to TensorStore; `tensorkeep.io.buffers.BufferPool`, in contrast, allocates what it lends. ``peak`` is the
-    most bytes that were in flight at one moment.
+    state or to TensorStore; `tensorkeep.io.buffers.BufferPool`, in contrast, allocates the buffers that it returns.
+    ``peak`` is the most bytes that were in flight at one moment.
     """
 
     def __init__(self, limit: int) -> None:

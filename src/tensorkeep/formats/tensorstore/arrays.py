@@ -4,7 +4,6 @@ Reading is cheapest in full rows of chunks. If such a row is too large to be rea
 through a cache that holds it, so that a sequential load still decodes each chunk once.
 """
 
-import os
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from tensorkeep.formats.tensorstore.specs import StoredType, open_spec, stored_t
 from tensorkeep.formats.write import BLOCK_BYTES
 from tensorkeep.io.directory import Directory, read_directory
 from tensorkeep.io.files import Bytes
+from tensorkeep.machine import memory_limit
 from tensorkeep.state.dtypes import BY_NAME
 
 _THREADS = 4
@@ -83,7 +83,7 @@ class OpenArray:
 
     @property
     def cache_bytes(self) -> int:
-        """The cache with which a few threads that read block after block decode no chunk twice."""
+        """Cache size at which sequential reads by a few threads decode each chunk once."""
         dtype, stored = self.types.dtype, self.types.stored
         row = self.row_bytes // dtype.itemsize * stored.itemsize
         blocks = _THREADS * BLOCK_BYTES // dtype.itemsize * stored.itemsize
@@ -109,19 +109,24 @@ class ArraysReader(Reader):
         """Read the metadata of the directory, and call `_open_arrays` and `_set_state`."""
 
     def _open_arrays(
-        self, held: Directory, directory: ArrayDirectory, known: Mapping[str, KnownArray], *, fill_missing: bool
+        self,
+        open_directory: Directory,
+        directory: ArrayDirectory,
+        known: Mapping[str, KnownArray],
+        *,
+        fill_missing: bool,
     ) -> dict[str, StoredLeaf]:
         """Open arrays and return their tensors.
 
         A missing chunk is an error, or with ``fill_missing`` read as the fill value, which is how zarr stores chunks of
         zeros. Raises the errors of `check_array`, and those of TensorStore if an array cannot be opened.
         """
-        self._held = held
+        self._open_directory = open_directory
         self._directory = directory
         self._arrays = _open_all(directory, known, context(), fill_missing=fill_missing)
         large = {name: known[name] for name, array in self._arrays.items() if array.row_bytes > self._max_row}
         if large:
-            cache = min(max(self._arrays[name].cache_bytes for name in large), physical_memory() // 4)
+            cache = min(max(self._arrays[name].cache_bytes for name in large), memory_limit() // 4)
             self._arrays |= _open_all(directory, large, context(cache_bytes=cache), fill_missing=fill_missing)
         checksums = {checksum_of(array.metadata) for array in self._arrays.values()}
         self.verifiable = checksums.pop() if len(checksums) == 1 else None
@@ -148,7 +153,7 @@ class ArraysReader(Reader):
                     array.read_box(box, out[at : at + nbytes])
                     at += nbytes
         except CorruptCheckpointError as error:
-            if self._held.was_replaced():
+            if self._open_directory.was_replaced():
                 raise StoreError(
                     "the checkpoint was replaced while it was read", path=self.path, remedy="read it again"
                 ) from error
@@ -160,7 +165,7 @@ class ArraysReader(Reader):
         return BLOCK_BYTES if row > self._max_row else row * max(1, BLOCK_BYTES // row)
 
     def close(self) -> None:
-        self._held.close()
+        self._open_directory.close()
 
 
 def _open_all(
@@ -203,7 +208,7 @@ def check_array(name: str, known: KnownArray, store: Any, directory: ArrayDirect
     chunk = tuple(map(int, store.chunk_layout.read_chunk.shape or (1,) * len(shape)))
     size, total = prod(chunk) * dtype.itemsize, prod(shape) * dtype.itemsize
     # A small file may declare a chunk that takes all memory when it is decoded.
-    if size > physical_memory() // 4 or (size > _LARGE_CHUNK and size > 4 * total):
+    if size > BLOCK_BYTES and (size > memory_limit() // 4 or (size > _LARGE_CHUNK and size > 4 * total)):
         raise UnsupportedError(
             f"its chunks of shape {list(chunk)} take {size:,} bytes each, too many to decode",
             path=path,
@@ -211,8 +216,3 @@ def check_array(name: str, known: KnownArray, store: Any, directory: ArrayDirect
             remedy="store it in smaller chunks",
         )
     return OpenArray(store, types, shape, chunk, store.spec().to_json()["metadata"])
-
-
-def physical_memory() -> int:
-    """Return the bytes of the machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -22,7 +22,7 @@ def chunk_shape(shape: Sequence[int], itemsize: int, chunk: int | str | None, al
     """Return the shape of an array's chunks; no length is below 1, nor above the array's unless the array is empty.
 
     ``chunk`` is as in `ArrayOptions`: elements or bytes per chunk, limits that the algorithm observes, or a length
-    along each dimension, or None for one chunk. Raises UsageError if it is none of these.
+    along each dimension, or None for one chunk. Raises UsageError for any other value.
 
     Examples
     --------

@@ -62,7 +62,7 @@ def parse_compressor(compressor: str | None, zarr: int) -> Compressor | str | No
         if zarr == 2:
             return AS_DOCUMENTED
         raise UsageError(
-            f"compressor={AS_DOCUMENTED!r} leaves a key out of zarr v2 metadata; zarr v3 without codecs is raw",
+            f"compressor={AS_DOCUMENTED!r} exists for zarr v2 only",
             remedy=f"give zarr=2, or choose one of: {known}",
         )
     name, colon, level = compressor.partition(":")

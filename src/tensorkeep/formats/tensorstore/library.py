@@ -105,7 +105,7 @@ class ArrayDirectory:
         return CorruptCheckpointError(f"TensorStore cannot read it: {message}", path=path, name=name, remedy=remedy)
 
     def write_error(self, error: BaseException, name: str | None = None) -> BaseException:
-        """Return an error of TensorStore or of the operating system while writing as ours; any other unchanged."""
+        """Return a write error of TensorStore or of the operating system as a TensorkeepError; any other unchanged."""
         if isinstance(error, TensorkeepError):
             return error
         if isinstance(error, OSError):

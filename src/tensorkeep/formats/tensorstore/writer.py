@@ -33,9 +33,9 @@ def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Wri
     meter = Meter(sum(leaf.nbytes for leaf in flat.leaves.values()), settings.progress)
     with (
         Commit(destination, directory=True, overwrite=settings.overwrite, replaceable=is_replaceable) as commit,
-        Directory(commit.path) as held,
+        Directory(commit.path) as open_directory,
     ):
-        directory = ArrayDirectory(destination, f"{held.fd_path}/", options.kvstore)
+        directory = ArrayDirectory(destination, f"{open_directory.fd_path}/", options.kvstore)
         sources = {keys[name]: leaf for name, leaf in flat.leaves.items()}
         written = write_arrays(directory, sources, options, budget=budget, threads=settings.threads, meter=meter)
         _write_group(directory, options, commit.path)

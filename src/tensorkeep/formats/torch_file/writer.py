@@ -114,7 +114,10 @@ def _materialise(flat: Flat[Source], specs: Mapping[str, LeafSpec], threads: int
 
 
 def fills_its_storage(leaf: Leaf) -> bool:
-    """Return whether a tensor is all of its storage: torch saves storages, so a row would take its matrix with it."""
+    """Return whether a tensor is all of its storage.
+
+    torch saves storages, so saving a row would save the full matrix.
+    """
     tensor = leaf.array
     return bool(not is_lazy(tensor) and tensor.is_contiguous() and tensor.untyped_storage().nbytes() == leaf.nbytes)
 

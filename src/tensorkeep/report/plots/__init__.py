@@ -1,4 +1,4 @@
-"""The figures of a report: which ones the results call for, each as SVG and PNG."""
+"""The plots of a report: which ones the results call for, each as SVG and PNG."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Heat maps: a colour for how much better or worse, and the figure, in every field."""
+"""Heat maps: each cell shows the effect as a colour and a number."""
 
 import math
 from typing import TYPE_CHECKING

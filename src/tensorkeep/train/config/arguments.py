@@ -1,4 +1,8 @@
-"""Reading settings from the command line, the environment and a TOML file."""
+"""Settings of a training run (``--optim.lr``): from the flag, the environment or a TOML file.
+
+A flag overrides the environment, which overrides the file. The options of commands get the same order in
+``cli/options.py``.
+"""
 
 import os
 import tomllib

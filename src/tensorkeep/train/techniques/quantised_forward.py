@@ -1,4 +1,4 @@
-"""Quantised forward: the matmuls of the blocks have 8-bit factors; the weights themselves are not changed."""
+"""Quantised forward: the matmuls of the blocks have 8-bit operands; the weights themselves are not changed."""
 
 from collections.abc import Callable
 from functools import partial
@@ -53,7 +53,7 @@ class QuantisedForward(Technique):
     name: ClassVar = "quantised-forward"
     kind: ClassVar = "algorithmic"
     changes: ClassVar = "model"
-    summary: ClassVar = "rounds the factors of the blocks' matmuls to 8 bits"
+    summary: ClassVar = "rounds the operands of the blocks' matmuls to 8 bits"
     effect: ClassVar = "int8: slower, it measures the loss only; float8: up to 1.3 times the speed for large models"
     reference: ClassVar = "arXiv 1712.05877, arXiv 2209.05433; torchao.float8"
     Settings: ClassVar = QuantisedForwardSettings

@@ -1,4 +1,4 @@
-"""TF32: float32 matmuls whose factors are rounded to fewer bits by the chip."""
+"""TF32: float32 matmuls whose operands are rounded to fewer bits by the chip."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -17,11 +17,11 @@ from tensorkeep.train.techniques.requirements import Machine
 _LEVELS = {"tf32": "high", "bf16": "medium"}
 _SIZE = 256
 _ROUNDED = 1e-5
-"""A float32 matmul is within 1e-6 of the exact one; with factors of 10 bits of mantissa it is off by 3e-4."""
+"""A float32 matmul is within 1e-6 of the exact one; with operands of 10 bits of mantissa it is off by 3e-4."""
 
 
 class Tf32Settings(Section, frozen=True):
-    """How far factors are rounded.
+    """How far operands are rounded.
 
     Attributes
     ----------
@@ -40,11 +40,11 @@ class Tf32(Technique):
     kind: ClassVar = "systems"
     changes: ClassVar = "process"
     tolerance: ClassVar = 0.02
-    summary: ClassVar = "lets the chip round the factors of float32 matmuls"
+    summary: ClassVar = "lets the chip round the operands of float32 matmuls"
     effect: ClassVar = "matmuls up to eight times as fast as in float32, and half as fast as in 16 bits"
     reference: ClassVar = "docs.pytorch.org/docs/stable/notes/cuda.html, TensorFloat-32"
     Settings: ClassVar = Tf32Settings
-    conflicts: ClassVar = {"mixed-precision": "its matmuls have 16-bit factors already"}
+    conflicts: ClassVar = {"mixed-precision": "its matmuls have 16-bit operands already"}
     settings: Tf32Settings
 
     def lacks(self, machine: Machine) -> str | None:
