@@ -61,7 +61,7 @@ def measure_codecs(flat: Flat[Leaf]) -> CodecRate:
         codec = CODECS.get(name)
         decoding += timeit.timeit(lambda: codec.decode(out[:length], dtype, back), number=1)  # noqa: B023
         if not np.array_equal(back, block):
-            raise AssertionError(f"codec {name} gave back other bytes")
+            raise AssertionError(f"codec {name} decoded to different bytes")
         stored += length
         codecs[name] = codecs.get(name, 0) + 1
     raw = len(blocks) * BLOCK_BYTES

@@ -1,6 +1,6 @@
 """Write ``docs/measured.md`` from the results that are committed: ``python benchmarks/page.py``.
 
-Every figure on the page comes from a file in ``benchmarks/results/``; a test holds that the page is up to date.
+Every figure on the page comes from a file in ``benchmarks/results/``; a test checks that the page is up to date.
 """
 
 import json

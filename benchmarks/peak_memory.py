@@ -102,7 +102,7 @@ def _extra(call: Callable[[], object]) -> int:
 def _tensor(layout: str, columns: int) -> "torch.Tensor":
     import torch
 
-    # Drawing all of it would take most of the time; a block of 16 MiB sees nothing come again.
+    # Drawing all of it would take most of the time; no 16 MiB block repeats data.
     drawn = torch.empty(_ROWS // _REPEATS, columns, dtype=torch.bfloat16).normal_(0.0, 0.02)
     tensor = drawn.repeat(_REPEATS, 1)
     return tensor.t() if layout == "transposed" else tensor

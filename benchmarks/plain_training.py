@@ -3,15 +3,15 @@
 ``python benchmarks/plain_training.py`` lets three loops train the model of the recipe ``shakespeare-char-cpu``, in
 float32 and in one process, in rounds of as many steps each and in alternating order:
 
-* *plain*: what a person would write by hand, without anything that training does not need;
+* *plain*: a minimal loop, without anything that training does not need;
 * *trainer*: `tensorkeep.train.loop.train` with its log, no evaluation and no checkpoint;
 * *saving*: the same with a checkpoint every 50 steps, incremental and in the background as the recipe has it, until the
   last of them is durable.
 
 Three ratios are printed with their 95% intervals: tokens per second of the trainer over those of the plain loop in the
 same round, at least 0.97; the time of saving over that of never saving in the same round; and, as rounds differ by more
-than a save costs, what the steps beside a save take over those in which nothing is saved, a second later, at most 1.02
-of the whole.
+than a save costs, the time of the steps during a save, divided by the time of steps without one a second later, at most
+1.02 for all steps.
 """
 
 import argparse
@@ -218,7 +218,7 @@ def _trained_and_saved(run: Run, steps: int, beside: list[float]) -> float:
 
     train(run, Silence(), stop=stop)
     seconds = time.perf_counter() - ends[0]
-    # A step is saved after it was asked whether to stop: what its save takes is seen in the next ones.
+    # `stop` runs before the save, so the cost of a save appears in the next steps.
     each = np.diff(ends)
     for first in range(SAVE_EVERY, steps - SAVE_EVERY + 1, SAVE_EVERY):
         window = each[first : first + SAVE_EVERY]

@@ -1,7 +1,7 @@
 """Write ``docs/reference/techniques.md`` from the registry and the results: ``python benchmarks/techniques_page.py``.
 
 What a technique is comes from its class, what it did from each ``benchmarks/results/techniques*.json``, which
-``tensorkeep bench training`` wrote; a test holds that the page is up to date.
+``tensorkeep bench training`` wrote; a test checks that the page is up to date.
 """
 
 from collections.abc import Iterator

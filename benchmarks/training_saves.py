@@ -2,7 +2,7 @@
 
 Each figure that must be reached is one line with PASS or MISS; raw samples and the environment go to a JSON file.
 
-* How long an asynchronous save holds the loop, against one plain copy of the state, and against DCP's ``async_save``.
+* How long an asynchronous save blocks the loop, against one plain copy of the state, and against DCP's ``async_save``.
 * How much slower training steps are while a save is written, against the same save made by another process.
 * What an incremental save of a state with 5% of its tensors changed writes, and how long it takes.
 * How small differences make the checkpoints of a GPT that really trains, and what reading the deepest chain costs.
@@ -60,7 +60,7 @@ def main() -> int:
             lines += list(LINES[name](samples[name]))
             shutil.rmtree(place)
         about = machine.describe(folder)
-        # Where the folder lay says nothing of the disk.
+        # The folder's path does not identify the disk.
         for place in ("path", "mount_point"):
             del about["storage"][place]
     finally:
@@ -92,7 +92,7 @@ def _ratios(samples: dict[str, list[float]], over: str, under: str) -> tuple[flo
     return statistics.median(found), min(found), max(found)
 
 
-# How long the loop is held
+# How long the loop is blocked
 
 
 def stall(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]:
@@ -102,7 +102,7 @@ def stall(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]:
 
     state = build(spec_of_size(options.size), seed=SEED)
     target = {name: torch.empty_like(tensor) for name, tensor in state.items()}
-    # The second keeps its memory from save to save, as we do; its other options need a GPU.
+    # The second keeps its memory from save to save, as Tensorkeep does; its other options need a GPU.
     stagers = {"dcp": None, "dcp, kept memory": DefaultStager(StagingOptions(False, False, False, False))}
     samples: dict[str, list[float]] = {name: [] for name in ("copy", "one thread", "tensorkeep", *stagers)}
     manager = tensorkeep.CheckpointManager(folder / "run", keep_last=1)
@@ -286,7 +286,7 @@ _PARTS = ("bf16 weights", "fp32 weights", "first moments", "second moments")
 
 
 def delta(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Return, by part, the stored share of each of several successive checkpoints, and seconds of loading.
+    """Return, by part, the stored fraction of each of several successive checkpoints, and seconds of loading.
 
     Each is saved in three ways: as a difference from the one before it, 10 steps earlier; by a manager, which makes
     differences from blocks that were whole up to 70 steps earlier; and whole, by planes alone.
@@ -350,7 +350,7 @@ def _add_shares(samples: dict[str, Any], how: str, path: Path) -> None:
 
 
 _LONGEST = 7
-"""Differences after which a block is stored whole again: the last of them is furthest from its whole block."""
+"""Differences before a block is stored in full again: the last of them is furthest from its full block."""
 
 _COPIES = 20
 

@@ -76,9 +76,9 @@ def test_arguments_without_a_meaning_are_ignored(tmp_path: Path) -> None:
 )
 def test_unsupported_arguments_are_refused(tmp_path: Path, call: Any, kind: str, message: str) -> None:
     torch.save(STATE, tmp_path / "a.pt")
-    with pytest.raises(tensorkeep.TensorkeepError, match=message) as said:
+    with pytest.raises(tensorkeep.TensorkeepError, match=message) as error:
         call(tmp_path / "a.pt")
-    assert said.value.kind == kind
+    assert error.value.kind == kind
     assert same(torch.load(tmp_path / "a.pt"), STATE)
 
 

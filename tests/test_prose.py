@@ -10,7 +10,12 @@ PAGES = [
     ROOT / "README.md",
     *(path for folder in ("src", "tests", "docs", "examples", "benchmarks") for path in (ROOT / folder).rglob("*")),
 ]
-FILES = [path for path in PAGES if path.suffix in {".py", ".md", ".j2", ".js"} and path != Path(__file__)]
+FILES = [
+    path
+    for path in PAGES
+    if (path.suffix in {".py", ".md", ".j2", ".js"} and path != Path(__file__))
+    or (path.suffix == ".json" and path.is_relative_to(ROOT / "src" / "tensorkeep"))
+]
 
 # Pattern of the banned words -> the words to use instead.
 BANNED = {
@@ -32,6 +37,11 @@ BANNED = {
     r"\bmemory does not hold\b": "out of memory",
     r"\bslip of the pen\b": "typo",
     r"\banew\b": "again",
+    r"\ba test holds that\b": "a test checks that",
+    # "There is no" is plain English, as is a noun phrase on the next line.
+    r"(?<=\S )(?<!there )\bis no (?!longer\b)\w": "is not a",
+    r"\bthe sentence names\b": "the text reports",
+    r"\bpassed over\b": "skipped",
 }
 
 

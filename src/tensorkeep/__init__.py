@@ -58,7 +58,7 @@ _EXPORTS = {
     "checkpoint.save.save": ("save", "save_async"),
     "state.registry": ("register",),
 }
-_HOMES = {name: module for module, names in _EXPORTS.items() for name in names}
+_MODULES = {name: module for module, names in _EXPORTS.items() for name in names}
 
 __all__ = [
     "BusyError", "Checkpoint", "CheckpointManager", "CorruptCheckpointError", "DestinationExistsError", "DiffReport",
@@ -74,8 +74,8 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'tensorkeep' has no attribute {name!r}")
-    # A name without a home of its own is that of an error.
-    value = getattr(importlib.import_module(f"tensorkeep.{_HOMES.get(name, 'errors')}"), name)
+    # All other names are errors, from `errors`.
+    value = getattr(importlib.import_module(f"tensorkeep.{_MODULES.get(name, 'errors')}"), name)
     globals()[name] = value
     return value
 

@@ -28,7 +28,7 @@ _PEERS = ("tensorstore", "orbax-checkpoint", "jax", "zipnn")
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Return all that is known of this machine, for a bug report or a results file; raise as `storage`.
+    """Return all that is known of this machine, for a bug report or a results file. Raises the errors of `storage`.
 
     ``path`` is a folder, in which a small file is written and removed.
     """

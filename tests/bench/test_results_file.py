@@ -42,7 +42,7 @@ def test_a_file_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("content", "error", "said"),
+    ("content", "error", "expected"),
     [
         (b"", errors.CorruptCheckpointError, "not a valid results file"),
         (b'{"kind": "tensorkeep-results", "sch', errors.CorruptCheckpointError, "not a valid results file"),
@@ -58,10 +58,10 @@ def test_a_file_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest
     ],
 )
 def test_other_files_are_refused(
-    content: bytes, error: type[errors.TensorkeepError], said: str, tmp_path: Path
+    content: bytes, error: type[errors.TensorkeepError], expected: str, tmp_path: Path
 ) -> None:
     (tmp_path / "results.json").write_bytes(content)
-    with pytest.raises(error, match=said) as caught:
+    with pytest.raises(error, match=expected) as caught:
         read_results(tmp_path)
     assert caught.value.path == str(tmp_path / "results.json")
     assert caught.value.remedy
@@ -78,7 +78,7 @@ def _of(*keys: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "expected"),
     [
         (_of("experiment", "baseline", value="absent"), "its baseline 'absent' is not an arm"),
         (_of("cells", 0, "arm", value="absent"), "belongs to 'absent'"),
@@ -106,10 +106,10 @@ def _of(*keys: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
         (_of("summary", "arms", "baseline", "save", value={"verdict": "wins"}), "verdict"),
     ],
 )
-def test_broken_documents_are_refused(change: Callable[[dict[str, Any]], None], said: str, tmp_path: Path) -> None:
+def test_broken_documents_are_refused(change: Callable[[dict[str, Any]], None], expected: str, tmp_path: Path) -> None:
     document = documents.document(control=False)
     change(document)
-    with pytest.raises(errors.CorruptCheckpointError, match=said):
+    with pytest.raises(errors.CorruptCheckpointError, match=expected):
         read_results(documents.write(document, tmp_path))
 
 

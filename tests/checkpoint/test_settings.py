@@ -74,7 +74,7 @@ def test_the_call_wins_over_the_file(tmp_path: Path) -> None:
     assert tensorkeep.save(STATE, tmp_path / "a", compression="none", settings=path).compression == "none"
 
 
-def test_without_settings_the_defaults_hold(tmp_path: Path) -> None:
+def test_without_settings_the_defaults_apply(tmp_path: Path) -> None:
     found = request(tmp_path / "a", None)
     assert (found.write.compression, found.write.threads, found.memory_budget) == ("none", default_threads(), None)
     assert (found.write.options, found.settings_from) == (NativeOptions(), None)
@@ -106,7 +106,7 @@ def test_other_tables_are_ignored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said", "remedy"),
+    ("text", "expected", "remedy"),
     [
         ("[save]\ncompresion = 'none'", "unknown key 'compresion'", "did you mean 'compression'?"),
         ("[save]\nmemory-budget = 1", "unknown key 'memory-budget'", "did you mean 'memory_budget'?"),
@@ -128,11 +128,11 @@ def test_other_tables_are_ignored(tmp_path: Path) -> None:
         ("a = " + "9" * 5000, "is not TOML", "correct"),
     ],
 )
-def test_a_mistake_is_an_error_that_names_the_file(tmp_path: Path, text: str, said: str, remedy: str) -> None:
+def test_a_mistake_is_an_error_that_names_the_file(tmp_path: Path, text: str, expected: str, remedy: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(tensorkeep.UsageError) as caught:
         tensorkeep.save(STATE, tmp_path / "a", compression="none", settings=path)
-    assert said in caught.value.message
+    assert expected in caught.value.message
     assert remedy in (caught.value.remedy or "")
     assert caught.value.path == str(path)
     assert not (tmp_path / "a").exists()
@@ -166,9 +166,9 @@ def test_no_file_stays_open(tmp_path: Path, kind: str) -> None:
 
 
 def test_the_docstring_of_save_names_all_formats() -> None:
-    said = " ".join((tensorkeep.save.__doc__ or "").split())
-    said = said[said.index("format : str") : said.index("overwrite : bool")]
-    assert [name for name in FORMATS.names() if f'"{name}"' not in said] == []
+    docstring = " ".join((tensorkeep.save.__doc__ or "").split())
+    docstring = docstring[docstring.index("format : str") : docstring.index("overwrite : bool")]
+    assert [name for name in FORMATS.names() if f'"{name}"' not in docstring] == []
 
 
 def test_a_file_that_is_missing_is_an_error(tmp_path: Path) -> None:

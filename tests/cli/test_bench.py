@@ -31,7 +31,7 @@ def test_run_reports_and_its_results_give_the_same_report_again(
 ) -> None:
     out, again = tmp_path / "out", tmp_path / "again"
     assert main([*RUN, "--runs", "2", "--out", str(out)]) == 0
-    said, err = capsys.readouterr()
+    output, err = capsys.readouterr()
     assert err == ""
     found = results(out)
     assert [arm["name"] for arm in found["arms"]] == ARMS
@@ -41,13 +41,13 @@ def test_run_reports_and_its_results_give_the_same_report_again(
     }
     assert not (out / NAME).exists()
     for text in ("durable save", "load, cold", "Recommended for this machine", *ARMS, f"wrote {out / 'report.html'}"):
-        assert text in said
+        assert text in output
     page = (out / "report.html").read_text()
     assert all(arm in page for arm in ARMS)
     again.mkdir()
     (again / "results.json").write_bytes((out / "results.json").read_bytes())
     assert main(["report", str(again)]) == 0
-    assert capsys.readouterr().out == said.replace(str(out), str(again))
+    assert capsys.readouterr().out == output.replace(str(out), str(again))
     for name in ("report.html", "summary.csv", "samples.csv"):
         assert (again / name).read_bytes() == (out / name).read_bytes()
     plots = {path.name: path.read_bytes() for path in (out / "plots").iterdir()}
@@ -81,13 +81,13 @@ def test_interrupted_run_keeps_its_results_and_resumes(number: int, tmp_path: Pa
             assert time.monotonic() < deadline
             time.sleep(0.1)
         process.send_signal(number)
-        said, err = process.communicate(timeout=60)
+        output, err = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == 130, err
     assert "interrupted" in err
     assert "--resume" in err
-    assert "wrote" in said
+    assert "wrote" in output
     kept = measured_cells(out)
     assert 2 <= kept < 10
     assert not (out / NAME).exists()

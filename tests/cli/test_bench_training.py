@@ -52,7 +52,7 @@ def test_run_reports_resumes_and_its_results_give_the_same_report_again(
     out, again = tmp_path / "out", tmp_path / "again"
     command = ["bench", "training", "--experiment", str(experiment), "--no-progress"]
     assert main([*command, "--out", str(out)]) == 0
-    said, err = capsys.readouterr()
+    output, err = capsys.readouterr()
     assert err == ""
     found = results(out)
     assert found["complete"]
@@ -67,16 +67,16 @@ def test_run_reports_resumes_and_its_results_give_the_same_report_again(
     assert not list(out.glob(".*"))
     shown = ("speed", "tokens/s", "peak memory", "validation loss", "Techniques observed", "recomputed", "needs a CUDA")
     for text in shown:
-        assert text in said
+        assert text in output
     page = (out / "report.html").read_text()
     assert "Techniques observed" in page and "tokens/s" in page
-    assert "throughput" not in said and "Saving" not in page
-    assert "GiB" not in said and "first step (" in said
+    assert "throughput" not in output and "Saving" not in page
+    assert "GiB" not in output and "first step (" in output
     assert "per raw byte" not in page and "had to be observed as active" in page
     again.mkdir()
     (again / "results.json").write_bytes((out / "results.json").read_bytes())
     assert main(["report", str(again)]) == 0
-    assert capsys.readouterr().out == said.replace(str(out), str(again))
+    assert capsys.readouterr().out == output.replace(str(out), str(again))
     assert (again / "report.html").read_bytes() == (out / "report.html").read_bytes()
     _resumes(out)
 

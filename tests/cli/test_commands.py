@@ -70,9 +70,9 @@ def test_verify_continues_after_a_corrupt_checkpoint(
 ) -> None:
     absent = tmp_path / "absent"
     assert main(["verify", str(absent), str(damaged), str(first)]) == 4
-    said = capsys.readouterr()
-    assert said.err.startswith(f"error: {absent}: ")
-    assert [line.split(":")[0] for line in said.out.splitlines() if line[0] != " "] == ["corrupt", "ok"]
+    output = capsys.readouterr()
+    assert output.err.startswith(f"error: {absent}: ")
+    assert [line.split(":")[0] for line in output.out.splitlines() if line[0] != " "] == ["corrupt", "ok"]
     code, document = run_json("verify", first, absent)
     assert code == 5
     assert [checkpoint["ok"] for checkpoint in document["checkpoints"]] == [True, False]
@@ -119,9 +119,9 @@ def test_json_has_no_infinity(first: Path, run_json: Run, tmp_path: Path) -> Non
 def test_convert(first: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], run_json: Run) -> None:
     new = tmp_path / "new"
     assert main(["convert", str(first), str(new), "--to", "native", "--compression", "lossless"]) == 0
-    said = capsys.readouterr()
-    assert said.out.startswith(f"converted {first} to {new} (native, lossless): 3 tensors, ")
-    assert said.err == ""
+    output = capsys.readouterr()
+    assert output.out.startswith(f"converted {first} to {new} (native, lossless): 3 tensors, ")
+    assert output.err == ""
     assert tensorkeep.diff(first, new).equal
     code, report = run_json("convert", first, new, "--to", "native", "--overwrite", "--select", "optimizer.*")
     assert (code, report["tensors"]) == (0, 1)
@@ -154,6 +154,6 @@ def test_control_characters_in_names_are_escaped(capsys: pytest.CaptureFixture[s
 def test_json_is_one_document_on_stdout(first: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["info"], ["ls"], ["verify"], ["diff", str(first)]):
         assert main([*arguments, str(first), "--json", "-q"]) == 0
-        said = capsys.readouterr()
-        assert isinstance(json.loads(said.out), dict)
-        assert said.err == ""
+        output = capsys.readouterr()
+        assert isinstance(json.loads(output.out), dict)
+        assert output.err == ""

@@ -172,9 +172,9 @@ def test_an_error_is_one_line_and_a_remedy(
     arguments: list[str], first_line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) in (2, 5)
-    said = capsys.readouterr()
-    lines = said.err.splitlines()
-    assert said.out == ""
+    output = capsys.readouterr()
+    lines = output.err.splitlines()
+    assert output.out == ""
     assert lines[0].startswith(first_line)
     assert len(lines) == 2
 

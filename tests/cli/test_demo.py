@@ -165,7 +165,7 @@ def test_different_loss_is_reported(tmp_path: Path) -> None:
     assert not repeated.exact
 
 
-def test_no_compared_loss_is_not_a_success(tmp_path: Path) -> None:
+def test_demo_without_compared_losses_fails(tmp_path: Path) -> None:
     demo = TrainingDemo(tmp_path, steps=10, every=2)
     (tmp_path / "log.jsonl").write_text(json.dumps({"step": 4, "kind": "train", "loss": 1.0}) + "\n")
     repeated = demo.repeated(KilledRun(4, Step(4, "step-000004", 0.0, {}, 0, 0), {4: 1.0}))

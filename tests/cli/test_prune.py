@@ -88,6 +88,6 @@ def test_a_step_with_files_of_the_user_is_kept(
     assert "holds 'eval.json', which does not belong to the step" in document["left"]["1"]
     assert len(names_in(root)) == (5 if dry_run else 3)
     assert main(arguments) == 0
-    said = capsys.readouterr().out
-    assert said.count("kept: step 1: ") == 1
-    assert said.count("kept: step 4: ") == 1
+    output = capsys.readouterr().out
+    assert output.count("kept: step 1: ") == 1
+    assert output.count("kept: step 4: ") == 1

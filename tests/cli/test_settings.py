@@ -63,7 +63,7 @@ def test_the_environment_asks_for_json(
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("[inof]\nlargest = 1", "did you mean [info]?"),
         ("largest = 1", "tables: info, ls"),
@@ -72,11 +72,11 @@ def test_the_environment_asks_for_json(
     ],
 )
 def test_a_mistyped_table_is_an_error(
-    text: str, said: str, first: Path, configuration: Path, capsys: pytest.CaptureFixture[str]
+    text: str, expected: str, first: Path, configuration: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     configuration.write_text(text)
     assert main(["info", str(first), "-C", str(configuration)]) == 2
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 def test_a_missing_file_is_an_error(first: Path, tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ class TestFlagsBeforeTheCommand:
         assert (code, len(document["largest"])) == (0, 2)
 
     @pytest.mark.parametrize(
-        ("arguments", "said"),
+        ("arguments", "expected"),
         [
             (["--bogus", "info", "x"], "error: unknown option: --bogus"),
             (["-q"], "error: no command is given"),
@@ -83,10 +83,10 @@ class TestFlagsBeforeTheCommand:
         ],
     )
     def test_invalid_flags_are_refused(
-        self, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+        self, arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert main(arguments) == 2
-        assert capsys.readouterr().err.splitlines()[0] == said
+        assert capsys.readouterr().err.splitlines()[0] == expected
 
     def test_help_is_shown_after_any_flags(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["--json", "--help"]) == 0
@@ -131,7 +131,7 @@ class TestFolders:
     """The error for a folder of checkpoints names the checkpoints in it."""
 
     @pytest.mark.parametrize(
-        ("names", "said"),
+        ("names", "expected"),
         [
             (["a.safetensors", "b.safetensors"], ["a.safetensors, b.safetensors"]),
             (["pytorch_model.bin"], ["it holds pytorch_model.bin", "pytorch_model.bin"]),
@@ -143,7 +143,7 @@ class TestFolders:
         ],
     )
     def test_candidates_are_named(
-        self, names: list[str], said: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+        self, names: list[str], expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         formats = {".safetensors": "safetensors", ".bin": "torch"}
         for name in names:
@@ -153,7 +153,7 @@ class TestFolders:
         assert main(["info", str(tmp_path)]) == 5
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 2
-        for line, text in zip(lines, said, strict=False):
+        for line, text in zip(lines, expected, strict=False):
             assert text in line
         assert str(tmp_path / names[0]) in lines[1]
         assert "config.json" not in lines[0]

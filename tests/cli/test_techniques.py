@@ -18,7 +18,7 @@ TRAIN = ["train", "shakespeare-char-cpu", "--loop.device", "cpu"]
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "expected"),
     [
         (["--technique", "compil"], 7, "there is no technique named 'compil'\ndid you mean 'compile'?"),
         (["--technique", "fused_optimizer"], 7, "did you mean 'fused-optimizer'?"),
@@ -53,14 +53,14 @@ TRAIN = ["train", "shakespeare-char-cpu", "--loop.device", "cpu"]
     ],
 )
 def test_wrong_techniques_are_refused_before_anything_is_written(
-    words: list[str], code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], code: int, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog; " * 60)
     assert main([*TRAIN, "--data", str(text), "--out", str(tmp_path / "run"), *words]) == code
     out, err = capsys.readouterr()
     assert out == ""
-    assert said in err
+    assert expected in err
     assert len(err.splitlines()) == 2
     assert not (tmp_path / "run").exists()
 

@@ -73,11 +73,11 @@ def test_from_text_to_text(tmp_path: Path, text: Path, capsys: pytest.CaptureFix
     evaluated = [line["validation_loss"] for line in lines if line["kind"] == "evaluate"]
     assert (ended["loss"], ended["best"], len(evaluated)) == (evaluated[-1], min(evaluated), 3)
     assert [step for step, _ in losses(run)] == list(range(1, 13))
-    code, said = run_json(capsys, "generate", run, "--prompt", "she ", "--tokens", "9", "--seed", "4")
-    assert (code, said["step"], said["tokens"], len(said["text"])) == (0, 12, 9, 13)
-    assert said["text"].startswith("she ")
+    code, output = run_json(capsys, "generate", run, "--prompt", "she ", "--tokens", "9", "--seed", "4")
+    assert (code, output["step"], output["tokens"], len(output["text"])) == (0, 12, 9, 13)
+    assert output["text"].startswith("she ")
     again = run_json(capsys, "generate", run, "--prompt", "she ", "--tokens", "9", "--seed", "4", "--no-cache")[1]
-    assert again["text"] == said["text"]
+    assert again["text"] == output["text"]
     assert main(["verify", str(run / "checkpoints" / "step-000012"), "-q"]) == 0
     code, exported = run_json(capsys, "export", run, "--out", tmp_path / "hf")
     assert (code, exported["architecture"]) == (0, "GPT2LMHeadModel")
@@ -163,10 +163,10 @@ def test_out_of_memory_in_a_step_has_a_remedy(
 
     monkeypatch.setattr("tensorkeep.train.model.gpt.token_loss", loss)
     assert main(["train", RECIPE, "--data", str(text), "--out", str(tmp_path / "run"), *TINY]) == 3
-    said = capsys.readouterr().err
-    assert "out of memory during training" in said
-    assert "--loop.batch_size" in said
-    assert f"tensorkeep tune training --run {tmp_path / 'run'} --memory SIZE" in said
+    output = capsys.readouterr().err
+    assert "out of memory during training" in output
+    assert "--loop.batch_size" in output
+    assert f"tensorkeep tune training --run {tmp_path / 'run'} --memory SIZE" in output
 
 
 def test_a_run_is_not_started_twice(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,8 +242,8 @@ def test_resuming_on_another_device_is_reported(tmp_path: Path, text: Path, caps
     about["surroundings"]["torch"] = "1.0"
     (run / "run.json").write_text(json.dumps(about))
     assert main(["train", "--out", str(run), "--resume"]) == 0
-    assert "may differ in the last bits" in (said := capsys.readouterr().err)
-    assert "torch was 1.0, and is" in said
+    assert "may differ in the last bits" in (output := capsys.readouterr().err)
+    assert "torch was 1.0, and is" in output
 
 
 def test_the_resume_command_is_quoted_for_a_shell(tmp_path: Path) -> None:

@@ -219,9 +219,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Setting, int]]:
 
 def test_recommendation_is_written_and_followed(tmp_path: Path, quick: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("checkpoint", tmp_path, "--size", "1MB") == 0
-    said = capsys.readouterr().out
-    assert "Save with lossless" in said
-    assert "2.00x" in said
+    output = capsys.readouterr().out
+    assert "Save with lossless" in output
+    assert "2.00x" in output
     text = (tmp_path / "tensorkeep.toml").read_text()
     assert settings.read_settings(tmp_path / "tensorkeep.toml") == settings.SaveTable(compression="lossless")
     assert "#: Save with lossless" in text

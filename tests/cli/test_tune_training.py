@@ -137,10 +137,10 @@ def test_ledger_is_shown_and_nothing_is_written(
     monkeypatch.chdir(tmp_path)
     words = ["tune", "training", "shakespeare-char-cpu", "--data", str(data), "--predict-only"]
     assert main([*words, "--memory", "4GB"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for text in ("parameters", "activations kept", "peak", "It is predicted to fit without a change."):
-        assert text in said
-    assert f"tensorkeep train shakespeare-char-cpu --data {data} --loop.batch_size 12 --loop.accumulate 1" in said
+        assert text in output
+    assert f"tensorkeep train shakespeare-char-cpu --data {data} --loop.batch_size 12 --loop.accumulate 1" in output
     assert main([*words, "--memory", "1MB"]) == 1
     assert "No choice is predicted to fit." in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []

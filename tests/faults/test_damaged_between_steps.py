@@ -56,7 +56,7 @@ def test_a_deleted_or_truncated_file_is_reported_and_saving_continues(
     broken = [number for number in (1, 2) if number not in whole]
     assert sorted(manager.listing().broken) == broken
     last = whole[-1] if whole else 0
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         latest = manager.latest()
         assert (latest.number if latest else 0) == last
@@ -66,7 +66,7 @@ def test_a_deleted_or_truncated_file_is_reported_and_saving_continues(
             with pytest.raises(tensorkeep.NotACheckpointError, match="contains no steps"):
                 manager.restore()
     skipped = [f"step {number} is skipped" for number in broken if number > last]
-    assert [str(warning.message).partition(":")[0] for warning in said] == 2 * skipped
+    assert [str(warning.message).partition(":")[0] for warning in caught] == 2 * skipped
     for number in broken:
         with pytest.raises(tensorkeep.CorruptCheckpointError, match=r"model\.safetensors"):
             manager.restore(number)

@@ -95,7 +95,7 @@ def test_many_readers_of_a_step_that_is_replaced_repeatedly(
         ]
         for each in readers:
             assert each.stdout is not None
-            each.stdout.readline()  # empty if it ended with an error, which is said below
+            each.stdout.readline()  # empty if it ended with an error, which is reported below
         for number in range(1, last + 1):
             manager.save(7, state(number), overwrite=True)
     for each in readers:

@@ -35,9 +35,9 @@ def test_the_example_saves_on_sigterm_and_resumes(tmp_path: Path, record_propert
         assert stopped.poll() is None, finish(stopped)
         time.sleep(0.005)
     stopped.send_signal(signal.SIGTERM)
-    said = finish(stopped)[-1]
-    assert said.startswith("stopped after step ")
-    last = int(said.split()[-1])
+    output = finish(stopped)[-1]
+    assert output.startswith("stopped after step ")
+    last = int(output.split()[-1])
     latest = CheckpointManager(tmp_path / "stopped").latest()
     assert latest is not None
     assert latest.number == last < STEPS

@@ -95,6 +95,6 @@ def test_temporaries_of_another_user_do_not_block_a_save(tmp_path: Path) -> None
 def test_a_temporary_of_another_user_at_the_same_path_is_reported(tmp_path: Path) -> None:
     left = left_behind(tmp_path / "ckpt")
     left.mkdir()
-    with pytest.raises(tensorkeep.StoreError, match="another save left here: Permission denied") as said:
+    with pytest.raises(tensorkeep.StoreError, match="another save left here: Permission denied") as error:
         tensorkeep.save(STATE, tmp_path / "ckpt")
-    assert said.value.path == str(left)
+    assert error.value.path == str(left)

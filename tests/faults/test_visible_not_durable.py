@@ -37,10 +37,10 @@ def make_name_not_durable(save: Callable[[], object], place: Path) -> tensorkeep
 
     with (
         mock.patch.object(commit_module, "sync_directory", sync_directory),
-        pytest.raises(tensorkeep.StoreError) as said,
+        pytest.raises(tensorkeep.StoreError) as error,
     ):
         save()
-    return said.value
+    return error.value
 
 
 def test_a_failed_final_sync_is_raised_and_the_checkpoint_is_visible(tmp_path: Path) -> None:

@@ -73,24 +73,24 @@ def browser() -> "Iterator[Browser]":
 def visit(browser: "Browser", page_file: Path) -> Iterator[Any]:
     """Open the page with a width and a colour scheme; no error and no request may occur."""
     pages: list[Page] = []
-    said: list[str] = []
+    messages: list[str] = []
 
     def call(width: int = 1400, scheme: Any = "light", file: Path = page_file) -> "Page":
         page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
         pages.append(page)
         own = file.as_uri()
-        page.on("console", lambda message: said.append(f"console: {message.text}"))
-        page.on("pageerror", lambda error: said.append(f"error: {error}"))
-        page.on("dialog", lambda dialog: (said.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-        page.on("request", lambda request: None if request.url == own else said.append(f"request: {request.url}"))
-        page.on("requestfailed", lambda request: said.append(f"failed: {request.url}"))
+        page.on("console", lambda message: messages.append(f"console: {message.text}"))
+        page.on("pageerror", lambda error: messages.append(f"error: {error}"))
+        page.on("dialog", lambda dialog: (messages.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+        page.on("request", lambda request: None if request.url == own else messages.append(f"request: {request.url}"))
+        page.on("requestfailed", lambda request: messages.append(f"failed: {request.url}"))
         page.goto(own)
         return page
 
     yield call
     for page in pages:
         page.close()
-    assert said == []
+    assert messages == []
 
 
 def column(page: "Page", table: str, place: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""The tables of the report: the guides' form exactly, verdicts, noise, designs, CSV, and arms that did not run."""
+"""The tables of the report: the published comparison's layout, verdicts, noise, designs, CSV, arms that did not run."""
 
 import csv
 import io
@@ -22,7 +22,7 @@ def read(document: dict[str, Any], folder: Path) -> Results:
 
 
 def exact(document: dict[str, Any], figures: dict[str, list[tuple[float, float, float]]]) -> dict[str, Any]:
-    """Give arms the figures of a guide's table: (save s, load s, size in bytes) of each block."""
+    """Give arms the figures of a published table: (save s, load s, size in bytes) of each block."""
     for cell in document["cells"]:
         if cell["arm"] in figures:
             save, load, size = figures[cell["arm"]][cell["block"]]
@@ -154,10 +154,12 @@ def noisy(low: float = 2.2e-4, high: float = 2.7e4) -> dict[str, Any]:
 
 
 def test_too_much_noise_for_a_verdict_is_reported(tmp_path: Path) -> None:
-    said = "durable save: after 2 blocks no verdict is possible: the baseline against itself spans <0.01 to >100 (95%)"
+    expected = (
+        "durable save: after 2 blocks no verdict is possible: the baseline against itself spans <0.01 to >100 (95%)"
+    )
     found = read(noisy(), tmp_path)
-    assert noise_lines(found)[0] == said
-    assert headlines(found)[0] == f"D{said[1:]}; of 2: 2 within noise."
+    assert noise_lines(found)[0] == expected
+    assert headlines(found)[0] == f"D{expected[1:]}; of 2: 2 within noise."
     found = read(noisy(1 / 10.5, 3.0), tmp_path)
     assert noise_lines(found)[0].endswith(
         "no verdict is possible: the baseline against itself spans 0.0952 to 3.00 (95%)"
@@ -183,7 +185,7 @@ def test_a_gain_beyond_large_noise_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "said"),
+    ("low", "high", "expected"),
     [
         (2.2e-4, 2.7e4, "<0.01 to >100"),
         (0.5, 2.7e4, "0.500 to >100"),
@@ -195,8 +197,8 @@ def test_a_gain_beyond_large_noise_is_reported(tmp_path: Path) -> None:
         (None, None, "-"),
     ],
 )
-def test_very_wide_intervals_are_clipped(low: float | None, high: float | None, said: str) -> None:
-    assert wording.interval(low, high) == said
+def test_very_wide_intervals_are_clipped(low: float | None, high: float | None, expected: str) -> None:
+    assert wording.interval(low, high) == expected
 
 
 def test_tables_of_designs(tmp_path: Path) -> None:

@@ -30,9 +30,9 @@ def test_a_failed_gate_of_training_is_described() -> None:
     results = document({"plain": [100.0], "off": [200.0]})
     next(one for one in results["cells"] if one["arm"] == "off").update(status="gate", reason="the loss", figures={})
     summary = summarise(results)
-    said = "the technique was not active, or changed what is computed"
-    assert summary["arms"]["off"][cell.SPEED]["reason"] == f"{said}, in 1 of 1 blocks: the loss"
-    assert any(one["text"].startswith(f"off: {said}") for one in summary["warnings"])
+    reason = "the technique was not active, or changed what is computed"
+    assert summary["arms"]["off"][cell.SPEED]["reason"] == f"{reason}, in 1 of 1 blocks: the loss"
+    assert any(one["text"].startswith(f"off: {reason}") for one in summary["warnings"])
 
 
 def document(speeds: dict[str, list[float]]) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class Noise(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """One change on the way from the base to the full stack, in one measure; ``notes`` say why a field is None."""
+    """One change on the way from the base to the full stack, in one measure; ``notes`` give the reasons for None."""
 
     change: str
     arm: str

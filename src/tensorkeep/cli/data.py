@@ -71,7 +71,10 @@ def prepare(
             progress=progress,
         )
     following = f"tensorkeep train shakespeare-char-cpu --data {shlex.quote(str(out))}"
-    output.show({**made.as_dict(), "next": following}, lambda: _print_about(out, made.about, "", f"next: {following}"))
+    output.show(
+        {**made.as_dict(), "next": following},
+        lambda: _print_about(out, made.description, "", f"next: {following}"),
+    )
 
 
 def info(directory: Path, /, *, verify: Annotated[bool, Switch] = False, output: Output = DEFAULT) -> None:
@@ -88,7 +91,7 @@ def info(directory: Path, /, *, verify: Annotated[bool, Switch] = False, output:
         dataset = Dataset.open(directory, verify=verify, progress=progress)
     # Several tokens can make up one character, so more tokens are decoded than characters are shown.
     sample = dataset.tokenizer.decode(dataset.train[: 4 * _SAMPLE])[:_SAMPLE]
-    document = {"path": str(directory), **dataset.about, "verified": verify, "sample": sample}
+    document = {"path": str(directory), **dataset.description, "verified": verify, "sample": sample}
     verified = ["verified: the checksum is right and all tokens are in the vocabulary"] if verify else []
     output.show(document, lambda: _print_about(directory, document, *verified, "", *sample.splitlines()))
 

@@ -22,7 +22,7 @@ def training_demo(
     """Run the demo, which saves a checkpoint ``every`` so many steps; print and return its document."""
     demo = TrainingDemo(folder, steps=steps, every=every, source=source)
     with output.status("preparing the sources of Python's standard library"):
-        splits = demo.prepare().about["splits"]
+        splits = demo.prepare().description["splits"]
     characters = sum(split["tokens"] for split in splits.values())
     output.paragraph(
         f"1. The text: the sources of Python's standard library on this machine, {characters:,} characters."

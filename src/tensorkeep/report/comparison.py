@@ -1,6 +1,6 @@
 """The comparison table of all arms: means, sizes and improvements.
 
-The layout is that of the optimisation guides, with two corrections: sizes are in GiB, which the guides label as GB, and
+The layout is that of the published comparison, with two corrections: sizes are in GiB, which it labels as GB, and
 headings name cold and warm loads.
 """
 
@@ -45,7 +45,7 @@ def isolated_text(results: Results) -> str:
 
 
 def six_way_text(results: Results) -> str:
-    """Return the six-way guide's table in milliseconds, and its improvements over the baseline."""
+    """Return the table of the published six-way comparison in milliseconds, and its improvements over the baseline."""
     columns = _columns(results, seconds=False)
     arms = compared_arms(results)
     rows = [
@@ -96,7 +96,7 @@ def _aligned(rows: Sequence[Sequence[str]], widths: Sequence[int], rule: int) ->
 
 
 def _columns(results: Results, *, seconds: bool) -> dict[str, Scale]:
-    """Return heading and scale of each measure: the units of the guides, unless amounts differ."""
+    """Return heading and scale of each measure: the units of the published comparison, unless amounts differ."""
     chosen = compared_measures(results).named()
     if results.experiment.workload == "training":
         # The speed excludes the first step, which compiles, so it has a column.
@@ -116,7 +116,7 @@ def _columns(results: Results, *, seconds: bool) -> dict[str, Scale]:
 
 
 def _decimals(results: Results, columns: dict[str, Scale]) -> int | None:
-    """Return two, as the guides have, or four for small states; None for training, whose figures vary in size."""
+    """Return two, as the published comparison has, or four for small states; None for training, where figures vary."""
     if results.experiment.workload == "training":
         return None
     found = [scale.describe(results, arm.name) for scale in columns.values() for arm in compared_arms(results)]

@@ -1,6 +1,7 @@
 """Conformance suite of a training technique.
 
-Subclass it in your tests, name the technique, and break a run on purpose: the technique must notice::
+Subclass it in your tests, name the technique, and break a run on purpose: the technique must raise
+TechniqueNotActiveError::
 
     class TestMyTechnique(TechniqueSuite):
         technique = my_package.my_technique.MyTechnique
@@ -148,7 +149,7 @@ class TechniqueSuite(ABC):
             if lack is not None:
                 pytest.skip(f"{self.technique.name} {lack}")
 
-    def on(self, variant: Mapping[str, Any]) -> Config:
+    def config_with(self, variant: Mapping[str, Any]) -> Config:
         """Return the configuration with the technique on."""
         return with_techniques(self.config, {self.technique.name: variant})
 
@@ -171,7 +172,7 @@ class TechniqueSuite(ABC):
         """The losses of a systems technique are those of the plain run; those of an algorithmic one are finite."""
         plain = losses(trained(self.config, data))
         for variant in self.variants:
-            found = losses(trained(self.on(variant), data))
+            found = losses(trained(self.config_with(variant), data))
             assert [each[:2] for each in found] == [each[:2] for each in plain]
             if self.technique.kind == "systems":
                 expected, tolerance = [each[2] for each in plain], self.technique.tolerance
@@ -183,8 +184,8 @@ class TechniqueSuite(ABC):
     def test_resume_is_exact(self, tmp_path: Path, data: Path) -> None:
         """A run that was stopped and resumed ends bit-identical to one that was not."""
         for number, variant in enumerate(self.variants):
-            whole, resumed = trained(self.on(variant), data), tmp_path / str(number)
-            train_run(self.on(variant), resumed, data, stop_after=STEPS // 2)
+            whole, resumed = trained(self.config_with(variant), data), tmp_path / str(number)
+            train_run(self.config_with(variant), resumed, data, stop_after=STEPS // 2)
             train_run(RunFolder(resumed).record().config, resumed, data, resume=True)
             assert losses(resumed) == losses(whole)
             assert difference(last_state(resumed), last_state(whole)) is None
@@ -192,14 +193,14 @@ class TechniqueSuite(ABC):
     def test_parameter_names_are_unchanged(self, tmp_path: Path, data: Path) -> None:
         """A checkpoint saved with the technique can be loaded without it."""
         for number, variant in enumerate(self.variants):
-            with opened(self.on(variant), tmp_path / str(number), data) as run:
+            with opened(self.config_with(variant), tmp_path / str(number), data) as run:
                 names, config = list(run.model.state_dict()), run.config.model
             assert names == list(type(run.model)(config, device="meta").state_dict())
 
     def test_active_technique_is_proved(self, tmp_path: Path, data: Path) -> None:
         """The proof is one line with figures, and no hook remains."""
         for number, variant in enumerate(self.variants):
-            with opened(self.on(variant), tmp_path / str(number), data) as run:
+            with opened(self.config_with(variant), tmp_path / str(number), data) as run:
                 before = _count_hooks(run)
                 assert verified_step(run)[self.technique.name]
                 summary = run.techniques.proofs[self.technique.name].summary
@@ -209,7 +210,7 @@ class TechniqueSuite(ABC):
     def test_inactive_technique_is_an_error(self, tmp_path: Path, data: Path) -> None:
         """A run that was broken on purpose raises an error that names the technique."""
         for number, variant in enumerate(self.variants):
-            with opened(self.on(variant), tmp_path / str(number), data) as run:
+            with opened(self.config_with(variant), tmp_path / str(number), data) as run:
                 self.break_on_purpose(run)
                 with pytest.raises(TechniqueNotActiveError, match=self.technique.name):
                     verified_step(run)
@@ -218,7 +219,7 @@ class TechniqueSuite(ABC):
         """Threads, default dtype and other settings of the process are restored when a run is closed."""
         for number, variant in enumerate(self.variants):
             before = _process_settings()
-            train_run(self.on(variant), tmp_path / str(number), data, stop_after=1)
+            train_run(self.config_with(variant), tmp_path / str(number), data, stop_after=1)
             assert _process_settings() == before
 
 

@@ -129,7 +129,7 @@ def train(run: OpenRun, listener: Listener, *, stop: Callable[[], bool] = lambda
 
 
 def take_step(run: Run) -> dict[str, float]:
-    """Make one update of the weights: add up the gradients of some micro-batches, clip them, step the optimizers.
+    """Make one update of the weights: add up the gradients of its batches, clip them, step the optimizers.
 
     Returns ``loss``, the mean loss of the batches, ``gradient_norm`` before clipping, and ``learning_rate`` of AdamW.
     """
@@ -245,7 +245,7 @@ def _sample(run: Run, listener: Listener) -> None:
 
 
 def _save(run: OpenRun, saves: deque[tuple[int, PendingSave]], metrics: dict[str, float]) -> None:
-    """Begin to save a checkpoint of the step; `_report_saves` waits for none of them."""
+    """Begin to save a checkpoint of the step; it does not wait: `_report_saves` reports the finished saves."""
     with run.clock.spent_on("checkpoint"):
         state = run.world.gather_state(run.state())
         if run.world.is_main:

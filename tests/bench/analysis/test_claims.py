@@ -81,7 +81,7 @@ def test_the_isolating_arms_alone_may_reproduce_a_claim() -> None:
 
 
 @pytest.mark.parametrize(
-    ("save", "said"),
+    ("save", "expected"),
     [
         (134.0, "no clear difference"),
         (200.0, "the opposite"),
@@ -89,11 +89,12 @@ def test_the_isolating_arms_alone_may_reproduce_a_claim() -> None:
         (125.0, "less than claimed"),
     ],
 )
-def test_the_reason_names_how_a_claim_that_is_not_reproduced_differs(save: float, said: str) -> None:
+def test_the_reason_names_how_a_claim_that_is_not_reproduced_differs(save: float, expected: str) -> None:
     arms = {"tensorstore-concurrency-128": truth(save, warm=18.4)}
     claim = claims(arms)["4a"]
     assert claim["verdict"] == "not reproduced"
-    assert claim["reason"].startswith(f"the documented arms show {said}; those that isolate the cause show {said}")
+    reason = f"the documented arms show {expected}; those that isolate the cause show {expected}"
+    assert claim["reason"].startswith(reason)
 
 
 def test_a_noisy_interval_reproduces_no_claim() -> None:

@@ -74,7 +74,7 @@ def test_swapping_the_sides_inverts_the_gain(values: list[float]) -> None:
 
 @given(logs)
 @settings(deadline=None, max_examples=50)
-def test_the_interval_holds_the_gain_and_students_interval(values: list[float]) -> None:
+def test_the_interval_contains_the_gain_and_students_interval(values: list[float]) -> None:
     found = statistics.compare(values)
     assert found.low <= found.gain * (1 + 1e-12)
     assert found.high >= found.gain * (1 - 1e-12)

@@ -308,8 +308,10 @@ def test_a_gain_beyond_a_large_noise_floor_is_still_found() -> None:
     assert not [text for text in texts(summary) if "no verdict is possible" in text]
 
 
-@pytest.mark.parametrize(("block", "factor", "said"), [(0, 1.15, "the first block was"), (2, 1.6, "block 3 was 1.5")])
-def test_slow_blocks_are_reported(block: int, factor: float, said: str) -> None:
+@pytest.mark.parametrize(
+    ("block", "factor", "expected"), [(0, 1.15, "the first block was"), (2, 1.6, "block 3 was 1.5")]
+)
+def test_slow_blocks_are_reported(block: int, factor: float, expected: str) -> None:
     made = document(ARMS, noise=0.01)
     assert not [text for text in texts(summarise(made)) if "slower than the rest" in text]
     for cell in made["cells"]:
@@ -317,7 +319,7 @@ def test_slow_blocks_are_reported(block: int, factor: float, said: str) -> None:
             cell["figures"]["save"] *= factor
     found = [text for text in texts(summarise(made)) if "slower than the rest" in text]
     assert len(found) == 1
-    assert said in found[0]
+    assert expected in found[0]
 
 
 def test_the_number_of_runs_that_would_suffice_is_computed() -> None:

@@ -62,7 +62,7 @@ def test_every_tool_loads_what_it_saved(settings: dict[str, Any], tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "expected"),
     [
         ({}, "the setting 'tool' is missing"),
         ({"tool": "tosch"}, "the tool 'tosch' does not exist"),
@@ -77,10 +77,10 @@ def test_every_tool_loads_what_it_saved(settings: dict[str, Any], tmp_path: Path
         ({"tool": "t5x", "compressor": "gzipp"}, "gzipp"),
     ],
 )
-def test_invalid_settings_are_refused(settings: dict[str, Any], said: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any], expected: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_tool(settings)
-    assert said in str(caught.value)
+    assert expected in str(caught.value)
 
 
 def test_torch_without_crc_restores_the_default(tmp_path: Path) -> None:

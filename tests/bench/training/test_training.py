@@ -239,7 +239,7 @@ def test_reference_is_the_run_without_systems_techniques(data: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("arm", "said"),
+    ("arm", "expected"),
     [
         ({"loop.steps": 5}, "loop.steps is the same for all arms"),
         ({"data.source": "x"}, "data.source is the same for all arms"),
@@ -249,10 +249,10 @@ def test_reference_is_the_run_without_systems_techniques(data: Path, tmp_path: P
         ({"techniques.fused-optimizer": "on", "techniques.low-bit-optimizer": "on"}, "cannot be combined"),
     ],
 )
-def test_invalid_arms_are_refused(arm: dict[str, Any], said: str) -> None:
+def test_invalid_arms_are_refused(arm: dict[str, Any], expected: str) -> None:
     with pytest.raises(UsageError) as error:
         check_arm(arm)
-    assert said in error.value.message
+    assert expected in error.value.message
     assert error.value.remedy
 
 
@@ -263,7 +263,7 @@ def test_values_that_do_not_fit_the_recipe_are_refused_before_the_run(data: Path
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "expected"),
     [
         ({"recipe": "gpt5"}, "there is no recipe"),
         ({"steps": 5, "warmup": 5}, "steps: 5 is less than 8"),
@@ -271,8 +271,8 @@ def test_values_that_do_not_fit_the_recipe_are_refused_before_the_run(data: Path
         ({"steps": "many"}, "settings: steps: expected `int`, got `str`"),
     ],
 )
-def test_invalid_settings_are_refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_invalid_settings_are_refused(settings: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UsageError, match=expected):
         WORKLOAD.parse_settings(settings)
 
 

@@ -77,7 +77,7 @@ def test_into_strided_tensors_and_arrays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("edit", "said"),
+    ("edit", "expected"),
     [
         (lambda s: s["model"].pop("layers.1.w"), "only in the checkpoint: model.layers.1.w"),
         (lambda s: s["model"].update(new=torch.ones(1)), "only in the state: model.new"),
@@ -97,12 +97,12 @@ def test_into_strided_tensors_and_arrays(tmp_path: Path) -> None:
     ],
     ids=["missing", "extra", "shape", "dtype", "overlapping", "tied"],
 )
-def test_mismatches_are_named_and_nothing_is_touched(path: Path, edit: Any, said: str) -> None:
+def test_mismatches_are_named_and_nothing_is_touched(path: Path, edit: Any, expected: str) -> None:
     target = zeros(training_state())
     edit(target)
-    with pytest.raises(tensorkeep.StateMismatchError, match=said) as caught:
+    with pytest.raises(tensorkeep.StateMismatchError, match=expected) as caught:
         tensorkeep.load(path, into=target)
-    assert caught.value.missing or caught.value.extra or caught.value.different or "writable" in said
+    assert caught.value.missing or caught.value.extra or caught.value.different or "writable" in expected
     assert not target["model"]["layers.0.w"].any()
     assert not target["optimizer"]["m"][0].any()
 
@@ -171,9 +171,9 @@ def test_memory_must_be_shared_in_the_checkpoint_as_in_the_state(tmp_path: Path)
     assert (second == 9).all()
     base = torch.arange(10)
     tensorkeep.save({"a": base, "b": base[:2]}, tmp_path / "v")
-    for start, stop, said in [(4, 6, "shares memory"), (4, 7, r"\[3\] in the state")]:
+    for start, stop, expected in [(4, 6, "shares memory"), (4, 7, r"\[3\] in the state")]:
         memory = torch.full((10,), -1)
-        with pytest.raises(tensorkeep.StateMismatchError, match=said):
+        with pytest.raises(tensorkeep.StateMismatchError, match=expected):
             tensorkeep.load(tmp_path / "v", into={"a": memory, "b": memory[start:stop]})
         assert (memory == -1).all()
 
@@ -250,7 +250,7 @@ def test_a_single_view_does_not_keep_the_stored_tensor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "expected"),
     [
         ({"threads": 0}, "threads is 0"),
         ({"device": "gpu0"}, "gpu0"),
@@ -260,8 +260,8 @@ def test_a_single_view_does_not_keep_the_stored_tensor(tmp_path: Path) -> None:
     + ([] if torch.cuda.is_available() else [({"device": "cuda"}, "cannot be allocated on device 'cuda'")]),
     ids=str,
 )
-def test_wrong_calls(path: Path, options: Any, said: str) -> None:
-    with pytest.raises(tensorkeep.UsageError, match=said) as caught:
+def test_wrong_calls(path: Path, options: Any, expected: str) -> None:
+    with pytest.raises(tensorkeep.UsageError, match=expected) as caught:
         tensorkeep.load(path, **options)
     assert caught.value.remedy
 

@@ -168,11 +168,11 @@ def test_broken_steps_are_passed_over_with_a_warning(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "step-7").mkdir()
     manager = CheckpointManager(tmp_path)
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning) as caught:
         latest = manager.latest()
     assert latest is not None
     assert latest.number == 2
-    assert [str(each.message).partition(":")[0] for each in said] == [
+    assert [str(each.message).partition(":")[0] for each in caught] == [
         "step 3 is skipped",
         "step 4 is skipped",
         "step 9 is skipped",
@@ -319,7 +319,7 @@ def test_incremental_saves_continue_after_a_restart(tmp_path: Path) -> None:
         assert numbers(manager) == [2]
 
 
-def test_nothing_is_built_on_a_step_that_was_not_read(tmp_path: Path) -> None:
+def test_an_unread_step_is_not_a_base(tmp_path: Path) -> None:
     """Its bytes may be damaged, and the right ones are in memory."""
     frozen = torch.arange(1_000_000.0)
     with CheckpointManager(tmp_path, incremental=True) as manager:

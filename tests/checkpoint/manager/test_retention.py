@@ -234,15 +234,15 @@ def test_on_a_signal() -> None:
 
 
 def test_signals_are_for_the_main_thread() -> None:
-    said: list[Exception] = []
+    errors: list[Exception] = []
 
     def work() -> None:
         try:
             OnSignal()
         except UsageError as error:
-            said.append(error)
+            errors.append(error)
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert len(said) == 1
+    assert len(errors) == 1

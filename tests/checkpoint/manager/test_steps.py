@@ -43,17 +43,17 @@ def test_integers_of_every_library_are_numbers(tmp_path: Path, number: Any) -> N
 
 @pytest.mark.parametrize("number", [-1, np.int64(-1), 1.0, np.float32(1), True, np.True_, "1", None, 10**18])
 def test_other_values_are_not_step_numbers(tmp_path: Path, number: Any) -> None:
-    with pytest.raises(tensorkeep.UsageError, match="not the number of a step") as said:
+    with pytest.raises(tensorkeep.UsageError, match="not the number of a step") as error:
         step_path(tmp_path, number)
-    assert said.value.path == str(tmp_path)
+    assert error.value.path == str(tmp_path)
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
 def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path, number: int) -> None:
     refused = OSError(number, os.strerror(number))
-    with mock.patch.object(Path, "iterdir", side_effect=refused), pytest.raises(tensorkeep.StoreError) as said:
+    with mock.patch.object(Path, "iterdir", side_effect=refused), pytest.raises(tensorkeep.StoreError) as error:
         numbers_in(tmp_path)
-    assert os.strerror(number) in said.value.message
+    assert os.strerror(number) in error.value.message
     assert numbers_in(tmp_path / "none") == []
 
 
@@ -121,7 +121,7 @@ def test_anything_but_a_step_is_not_removed(step: Path, tmp_path: Path, make: An
 
 def test_a_removal_that_the_system_refuses_is_an_error(step: Path, tmp_path: Path) -> None:
     refused = PermissionError(errno.EACCES, "Permission denied")
-    with mock.patch.object(commit.os, "rename", side_effect=refused), pytest.raises(tensorkeep.StoreError) as said:
+    with mock.patch.object(commit.os, "rename", side_effect=refused), pytest.raises(tensorkeep.StoreError) as error:
         remove_step(step)
-    assert "cannot delete the step: Permission denied" in said.value.message
+    assert "cannot delete the step: Permission denied" in error.value.message
     assert names_in(tmp_path) == ["step-000001"]

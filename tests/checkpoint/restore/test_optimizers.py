@@ -108,8 +108,8 @@ def test_a_group_that_was_added_after_saving_is_named(tmp_path: Path) -> None:
     path = saved({"model": model, "optimizer": torch.optim.Adam(model.parameters())}, tmp_path / "saved")
     optimizer = torch.optim.Adam(model.parameters())
     optimizer.add_param_group({"params": list(head.parameters())})
-    said = refusal(path, {"model": nn.Linear(3, 2), "optimizer": optimizer})
-    assert "optimizer: groups of [2, 2] parameters in the state, of [2] saved" in said
+    error = refusal(path, {"model": nn.Linear(3, 2), "optimizer": optimizer})
+    assert "optimizer: groups of [2, 2] parameters in the state, of [2] saved" in error
 
 
 @pytest.mark.parametrize("used", [False, True])
@@ -125,10 +125,10 @@ def test_the_state_of_an_optimizer_of_other_parameters_is_named(tmp_path: Path, 
         return optimizer
 
     path = saved({"optimizer": build(5, 1)}, tmp_path / "saved")
-    said = refusal(path, {"optimizer": build(4, int(used))})
+    error = refusal(path, {"optimizer": build(4, int(used))})
     key = "variance" if name == "Adafactor" else "exp_avg"
-    assert f"optimizer.state.1.{key}: " in said
-    assert ("float32 [4] in the state, float32 [5] saved" if used else "[5] saved, for a parameter of [4]") in said
+    assert f"optimizer.state.1.{key}: " in error
+    assert ("float32 [4] in the state, float32 [5] saved" if used else "[5] saved, for a parameter of [4]") in error
 
 
 class Projected(torch.optim.Optimizer):
@@ -154,5 +154,5 @@ def test_third_party_optimizers_may_have_states_of_any_shape(tmp_path: Path) -> 
 
 def test_a_state_without_param_groups_is_refused(tmp_path: Path) -> None:
     path = saved({"optimizer": {"param_groups": 3}}, tmp_path / "saved")
-    said = refusal(path, {"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)})
-    assert "optimizer: an optimizer in the state, none saved" in said
+    error = refusal(path, {"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)})
+    assert "optimizer: an optimizer in the state, none saved" in error

@@ -106,9 +106,9 @@ def test_a_scaler_that_was_disabled_is_refused_first(tmp_path: Path) -> None:
     model, other = linear(0), scheduled(1)[1]
     before = other.state_dict()
     into = {"model": model, "scheduler": other, "scaler": torch.amp.GradScaler("cpu", enabled=True)}
-    said = refusal(path, into, model)
-    assert "the GradScaler at 'scaler' does not accept its saved state" in str(said)
-    assert said.different == ("scaler",)
+    error = refusal(path, into, model)
+    assert "the GradScaler at 'scaler' does not accept its saved state" in str(error)
+    assert error.different == ("scaler",)
     assert other.state_dict() == before, "what was restored before it is not put back"
 
 
@@ -142,9 +142,9 @@ class OtherDevices(RandomState):
 def test_random_states_of_other_devices_are_refused_first_and_can_be_left_out(tmp_path: Path) -> None:
     path = saved({"model": linear(1), "rng": OtherDevices(), "step": 5}, tmp_path)
     model, numbers = linear(0), torch.get_rng_state()
-    said = refusal(path, {"model": model, "rng": RandomState(), "step": 0}, model)
-    assert "rng: holds the random states of" in str(said)
-    assert 'select=["model.*"]' in str(said)
+    error = refusal(path, {"model": model, "rng": RandomState(), "step": 0}, model)
+    assert "rng: holds the random states of" in str(error)
+    assert 'select=["model.*"]' in str(error)
     restored = restore(path, {"model": model, "step": 0}, select=["model.*"])
     assert (list(restored), restored["step"]) == (["model", "step"], 5)
     assert restored["model"] is model
@@ -165,8 +165,8 @@ def test_tensors_of_an_object_must_have_the_saved_shapes(tmp_path: Path, copies:
 
     path = saved({"model": linear(1), "average": Average(5)}, tmp_path)
     model, average = linear(0), (Copying if copies else Average)(9)
-    said = refusal(path, {"model": model, "average": average}, model)
-    assert "average.w: float32 [9] in the state, float32 [5] saved" in str(said)
+    error = refusal(path, {"model": model, "average": average}, model)
+    assert "average.w: float32 [9] in the state, float32 [5] saved" in str(error)
     assert average.shadow["w"].shape == (9,)
 
 
@@ -199,17 +199,17 @@ def test_keys_of_one_side_are_named_whatever_their_values(tmp_path: Path) -> Non
     state = {"model": linear(1), "optimizer": optimizer, "scheduler": scheduler, "rng": RandomState(), "epoch": 7}
     path = saved(state, tmp_path)
     model = linear(0)
-    said = refusal(path, {"model": model, "optimizer": scheduled(0)[0], "best": 1.0}, model)
-    assert said.missing == ("best",)
-    assert said.extra == ("scheduler", "rng", "epoch")
+    error = refusal(path, {"model": model, "optimizer": scheduled(0)[0], "best": 1.0}, model)
+    assert error.missing == ("best",)
+    assert error.extra == ("scheduler", "rng", "epoch")
 
 
 def test_inner_keys_are_compared_in_containers_with_tensors(tmp_path: Path) -> None:
     path = saved({"run": {"model": linear(1), "counts": {"seen": 3}, "epoch": 7}, "models": [linear(1)]}, tmp_path)
     model = linear(0)
-    said = refusal(path, {"run": {"model": model, "step": 0}, "models": [linear(0), linear(0)]}, model)
-    assert said.missing == ("run.step", "models.1")
-    assert said.extra == ("run.counts", "run.epoch")
+    error = refusal(path, {"run": {"model": model, "step": 0}, "models": [linear(0), linear(0)]}, model)
+    assert error.missing == ("run.step", "models.1")
+    assert error.extra == ("run.counts", "run.epoch")
 
 
 def test_plain_values_come_back_as_they_were_saved(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_numpy_scalars_are_plain_values(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "expected"),
     [
         ([torch.zeros(2)], "weights: list in the state, dict saved"),
         (torch.zeros(2), "weights: tensor in the state, dict saved"),
@@ -243,17 +243,17 @@ def test_numpy_scalars_are_plain_values(tmp_path: Path) -> None:
         ({}, "only in the checkpoint: weights.w"),
     ],
 )
-def test_values_of_another_kind_are_named(tmp_path: Path, given: Any, said: str) -> None:
+def test_values_of_another_kind_are_named(tmp_path: Path, given: Any, expected: str) -> None:
     path = saved({"model": linear(1), "weights": {"w": torch.ones(2)}}, tmp_path)
     model = linear(0)
-    assert said in str(refusal(path, {"model": model, "weights": given}, model))
+    assert expected in str(refusal(path, {"model": model, "weights": given}, model))
 
 
 def test_a_tensor_where_a_plain_value_was_saved_is_named(tmp_path: Path) -> None:
     path = saved({"model": linear(1), "step": 5}, tmp_path)
     model = linear(0)
-    said = refusal(path, {"model": model, "step": torch.tensor(0)}, model)
-    assert "step: tensor in the state, int saved" in str(said)
+    error = refusal(path, {"model": model, "step": torch.tensor(0)}, model)
+    assert "step: tensor in the state, int saved" in str(error)
 
 
 # Containers and objects within objects
@@ -323,8 +323,8 @@ def test_objects_within_objects_are_compared_first(tmp_path: Path) -> None:
     path = saved({"model": linear(1), "holder": Holder(1, 3)}, tmp_path)
     model, holder = linear(0), Holder(0, 0)
     holder.model = linear(0, width=5)
-    said = refusal(path, {"model": model, "holder": holder}, model)
-    assert "holder.inner.0.weight: float32 [5, 5] in the state, float32 [4, 4] saved" in str(said)
+    error = refusal(path, {"model": model, "holder": holder}, model)
+    assert "holder.inner.0.weight: float32 [5, 5] in the state, float32 [4, 4] saved" in str(error)
     assert holder.scheduler.last_epoch == 0
 
 

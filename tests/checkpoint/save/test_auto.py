@@ -88,7 +88,7 @@ def test_a_prediction_counts_computing_and_writing() -> None:
     assert seconds["lossless"] == pytest.approx((12**2 + 1.5**2) ** 0.5)
 
 
-def test_a_tie_goes_to_none(tmp_path: Path, tiny: None) -> None:
+def test_a_tie_chooses_no_compression(tmp_path: Path, tiny: None) -> None:
     rates = Rates(gather=1.0, code=1.0, compressed_fraction=1.0, disk=1.0)
     assert decide({"w": torch.zeros(10)}, tmp_path / "ckpt", Measured(rates), Clock()).compression == "none"
 

@@ -46,7 +46,7 @@ def test_unsupported_values_are_named_before_a_byte_is_written(tmp_path: Path, s
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "expected"),
     [
         ({"compression": "losless"}, "losless"),
         ({"shard_bits": 5}, "shard_bits"),
@@ -60,8 +60,8 @@ def test_unsupported_values_are_named_before_a_byte_is_written(tmp_path: Path, s
     ],
     ids=str,
 )
-def test_wrong_calls(tmp_path: Path, options: Any, said: str) -> None:
-    with pytest.raises(tensorkeep.UsageError, match=said) as caught:
+def test_wrong_calls(tmp_path: Path, options: Any, expected: str) -> None:
+    with pytest.raises(tensorkeep.UsageError, match=expected) as caught:
         tensorkeep.save({"w": torch.ones(3)}, tmp_path / "ckpt", **options)
     assert caught.value.remedy
     assert not (tmp_path / "ckpt").exists()

@@ -39,8 +39,8 @@ def test_dataset_attributes(data: Path) -> None:
     assert dataset.vocab_size == len(set(TEXT)) == dataset.tokenizer.vocab_size
     assert dataset.train.dtype == np.uint16
     assert dataset.tokenizer.decode(dataset.train) + dataset.tokenizer.decode(dataset.validation) == TEXT
-    assert dataset.about["source"]["spec"].endswith("a.txt")
-    assert dataset.about["tokenizer"] == "char"
+    assert dataset.description["source"]["spec"].endswith("a.txt")
+    assert dataset.description["tokenizer"] == "char"
 
 
 def test_arrays_are_mapped_and_read_only(data: Path) -> None:
@@ -202,7 +202,7 @@ HOSTILE = {
     "no source": without("source"),
     "negative bytes": with_value(-1, "source", "bytes"),
     "a list": with_value([], "source"),
-    "a share of text": with_value("0.1", "validation"),
+    "fraction given as text": with_value("0.1", "validation"),
     "a negative seed": with_value(-1, "seed"),
 }
 
@@ -241,4 +241,4 @@ def test_undecodable_source_name_stays_readable(tmp_path: Path) -> None:
     path = tmp_path / os.fsdecode(b"a\xff.txt")
     path.write_text(TEXT)
     prepared = prepare(path, tmp_path / "data")
-    assert prepared.about["source"]["spec"].endswith(r"a\xff.txt")
+    assert prepared.description["source"]["spec"].endswith(r"a\xff.txt")

@@ -64,7 +64,7 @@ def test_characters_are_stored_as_nanogpt_stores_them(tmp_path: Path) -> None:
     count = int(len(TEXT) * 0.9)
     assert (tmp_path / "data" / "train.bin").read_bytes() == expected[:count].tobytes()
     assert (tmp_path / "data" / "validation.bin").read_bytes() == expected[count:].tobytes()
-    assert prepared.about["vocab_size"] == len(numbers)
+    assert prepared.description["vocab_size"] == len(numbers)
 
 
 @settings(max_examples=25, deadline=None)
@@ -84,10 +84,10 @@ def test_each_document_is_in_one_split(tmp_path: Path) -> None:
     parts = [text.split(END_OF_DOCUMENT) for text in texts(tmp_path / "data")]
     assert [part.pop() for part in parts] == ["", ""]
     assert sorted(parts[0] + parts[1]) == sorted(f"document {number}\n" for number in range(50))
-    counts = [prepared.about["splits"][split]["documents"] for split in ("train", "validation")]
+    counts = [prepared.description["splits"][split]["documents"] for split in ("train", "validation")]
     assert counts == [len(part) for part in parts]
     assert 5 < counts[1] < 25
-    assert prepared.about["source"]["documents"] == 50
+    assert prepared.description["source"]["documents"] == 50
 
 
 def test_documents_stay_in_their_split_when_the_corpus_grows(tmp_path: Path) -> None:
@@ -111,8 +111,8 @@ def test_empty_documents_are_skipped(tmp_path: Path) -> None:
     for number in range(20):
         write(folder / f"empty{number}.txt", "")
     prepared = prepare(folder, tmp_path / "data", tokenizer="char")
-    assert prepared.about["source"]["documents"] == 30
-    assert prepared.about["source"]["files"] == 50
+    assert prepared.description["source"]["documents"] == 30
+    assert prepared.description["source"]["files"] == 50
     assert END_OF_DOCUMENT * 2 not in "".join(texts(tmp_path / "data"))
 
 
@@ -125,7 +125,7 @@ def test_result_of_prepare(tmp_path: Path) -> None:
     assert source["characters"] == len(TEXT)
     assert (source["files"], source["documents"], source["encoding"]) == (1, None, "utf-8")
     assert (about["tokenizer"], about["dtype"], about["validation"]) == ("char", "uint16", 0.1)
-    assert Dataset.open(tmp_path / "data").about == prepared.about
+    assert Dataset.open(tmp_path / "data").description == prepared.description
 
 
 def test_another_encoding(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode())))
     prepared = prepare("-", tmp_path / "data")
     assert "".join(texts(tmp_path / "data")) == TEXT
-    assert prepared.about["source"]["kind"] == "stdin"
+    assert prepared.description["source"]["kind"] == "stdin"
 
 
 def test_standard_input_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +277,7 @@ def test_a_large_file_takes_little_memory(tmp_path: Path, tokenizer: str) -> Non
     finally:
         tracemalloc.stop()
     assert nbytes > 58_000_000
-    assert prepared.about["source"]["bytes"] == nbytes
+    assert prepared.description["source"]["bytes"] == nbytes
     assert peak < 12_000_000
 
 
@@ -342,7 +342,7 @@ def test_the_tokenizer_of_a_prepared_folder_is_learned_from_all_documents(tmp_pa
     for number in range(40):
         write(folder / f"{number}.txt", f"def function_{number}(argument):\n    return argument\n")
     prepared = prepare(folder, tmp_path / "data", tokenizer="bpe", vocab_size=300)
-    assert prepared.about["vocab_size"] <= 300
+    assert prepared.description["vocab_size"] <= 300
     train, validation = texts(tmp_path / "data")
     assert (train + validation).count(END_OF_DOCUMENT) == 40
     assert Dataset.open(tmp_path / "data").tokenizer.encode("argument").size == 1

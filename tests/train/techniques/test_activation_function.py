@@ -32,27 +32,27 @@ class TestActivationFunction(TechniqueSuite):
     def test_each_activation_is_proved_and_trains_differently(self, tmp_path: Path, data: Path) -> None:
         second_losses = set()
         for name in ("gelu", "relu2", "swiglu", "geglu"):
-            with opened(self.on({"activation": name}), tmp_path / name, data) as run:
+            with opened(self.config_with({"activation": name}), tmp_path / name, data) as run:
                 verified_step(run)
                 second_losses.add(take_step(run)["loss"])
                 assert run.techniques.proofs["activation-function"].figures["activation"] == name
         assert len(second_losses) == 4
 
     def test_mlp_without_a_gate_is_not_swiglu(self, tmp_path: Path, data: Path) -> None:
-        with opened(self.on({"activation": "swiglu"}), tmp_path / "run", data) as run:
+        with opened(self.config_with({"activation": "swiglu"}), tmp_path / "run", data) as run:
             run.model.blocks[0].mlp.gate = None
             with pytest.raises(TechniqueNotActiveError, match="blocks 0 of 2"):
                 verified_step(run)
 
     def test_silu_is_not_geglu_even_near_zero(self, tmp_path: Path, data: Path) -> None:
-        with opened(self.on({"activation": "geglu"}), tmp_path / "run", data) as run:
+        with opened(self.config_with({"activation": "geglu"}), tmp_path / "run", data) as run:
             for block in run.model.blocks:
                 block.mlp.activation = functional.silu
             with pytest.raises(TechniqueNotActiveError, match="did not compute geglu"):
                 verified_step(run)
 
     def test_proof_counts_the_parameters(self, tmp_path: Path, data: Path) -> None:
-        with opened(self.on({"activation": "swiglu"}), tmp_path / "run", data) as run:
+        with opened(self.config_with({"activation": "swiglu"}), tmp_path / "run", data) as run:
             figures = verified_step(run)["activation-function"]
             assert figures["parameters"] == sum(each.numel() for each in run.model.parameters())
             assert figures["width"] == run.model.blocks[0].mlp.gate.out_features

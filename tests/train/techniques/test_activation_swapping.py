@@ -57,7 +57,7 @@ class TestActivationSwapping(TechniqueSuite):
 
     def test_a_step_without_large_tensors_is_an_error(self, tmp_path: Path, data: Path) -> None:
         with (
-            opened(self.on({}), tmp_path / "run", data) as run,
+            opened(self.config_with({}), tmp_path / "run", data) as run,
             pytest.raises(TechniqueNotActiveError, match="0 B were moved") as caught,
             run.techniques.verified(run),
         ):

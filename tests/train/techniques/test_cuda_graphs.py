@@ -1,4 +1,4 @@
-"""CUDA graphs on the CPU, with a recorder that calls the recorded function again instead of replaying kernels."""
+"""CUDA graphs on the CPU, where the captured function is called again instead of replaying kernels."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -28,13 +28,13 @@ NO_SETTINGS = CudaGraphs.Settings()
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> None:
+def simulated_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replay by calling the function again, with gradients enabled."""
 
-    def record(work: Callable[[], None], pool: Any) -> Callable[[], None]:
+    def capture(work: Callable[[], None], pool: Any) -> Callable[[], None]:
         return torch.enable_grad()(work)
 
-    monkeypatch.setattr(cuda_graphs, "record", record)
+    monkeypatch.setattr(cuda_graphs, "capture", capture)
     monkeypatch.setattr(CudaGraphs, "lacks", lambda self, machine: None)
 
 
@@ -42,11 +42,11 @@ class TestCudaGraphs(TechniqueSuite):
     technique = CudaGraphs
 
     @pytest.fixture(autouse=True)
-    def check_machine(self, recorder: None) -> None:
+    def check_machine(self, simulated_capture: None) -> None:
         """Allow it on the CPU."""
 
     def break_on_purpose(self, run: Run) -> None:
-        # Graphs are recorded, and the loop calls the plain loss.
+        # Graphs are captured, and the loop calls the plain loss.
         run.operations.loss = run.model.loss
 
     def test_losses_and_states_are_bit_identical(self, tmp_path: Path, data: Path) -> None:
@@ -56,7 +56,7 @@ class TestCudaGraphs(TechniqueSuite):
         assert losses(tmp_path / "graphs") == losses(tmp_path / "plain")
 
     def test_another_shape_is_refused(self, tmp_path: Path, data: Path) -> None:
-        """In any step, because a graph would compute with the recorded shape."""
+        """In any step, because a graph would compute with the captured shape."""
         with _opened(tmp_path, data) as run:
             take_step(run)
             tokens = torch.zeros(4, 8, dtype=torch.int64)
@@ -104,7 +104,7 @@ class _Graphs:
         return self.used.grad
 
 
-@pytest.mark.usefixtures("recorder")
+@pytest.mark.usefixtures("simulated_capture")
 def test_gradients_accumulate_until_they_are_dropped() -> None:
     it = _Graphs()
     assert it.used.grad is None
@@ -115,14 +115,14 @@ def test_gradients_accumulate_until_they_are_dropped() -> None:
     assert it.graphs.replays == {"forward": 3, "backward": 3}
 
 
-@pytest.mark.usefixtures("recorder")
+@pytest.mark.usefixtures("simulated_capture")
 def test_unused_weight_has_no_gradient() -> None:
     it = _Graphs()
     it.gradient(torch.ones(3), slope=1.0)
     assert it.unused.grad is None
 
 
-@pytest.mark.usefixtures("recorder")
+@pytest.mark.usefixtures("simulated_capture")
 def test_replaced_gradient_is_refused() -> None:
     it = _Graphs()
     it.used.grad = torch.zeros(3)
@@ -130,7 +130,7 @@ def test_replaced_gradient_is_refused() -> None:
         it.gradient(torch.ones(3), slope=1.0)
 
 
-@pytest.mark.usefixtures("recorder")
+@pytest.mark.usefixtures("simulated_capture")
 def test_warm_up_draws_no_random_numbers() -> None:
     before = torch.get_rng_state()
     weight = nn.Parameter(torch.ones(3))

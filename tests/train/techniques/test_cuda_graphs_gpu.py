@@ -28,7 +28,7 @@ class TestCudaGraphs(TechniqueSuite):
 
     def test_gpu_runs_graphs_instead_of_single_matmuls(self, tmp_path: Path, data: Path) -> None:
         """After the first step, the CPU launches two graphs for each batch."""
-        with opened(self.on({}), tmp_path / "run", data) as run:
+        with opened(self.config_with({}), tmp_path / "run", data) as run:
             take_step(run)
             with torch.profiler.profile() as profile:
                 take_step(run)

@@ -124,7 +124,7 @@ class TestFusedCrossEntropy(TechniqueSuite):
         assert [loss for _, _, loss in losses(tmp_path / "both")] == pytest.approx(expected, rel=0.03)
 
     def test_evaluation_uses_the_plain_loss(self, tmp_path: Path, data: Path) -> None:
-        with opened(self.on({}), tmp_path / "run", data) as run:
+        with opened(self.config_with({}), tmp_path / "run", data) as run:
             inputs, targets = next(run.batches)
             run.model.eval()
             with torch.no_grad():

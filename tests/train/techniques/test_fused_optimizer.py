@@ -30,6 +30,6 @@ class TestFusedOptimizer(TechniqueSuite):
                 verified_step(run)
 
     def test_another_implementation_is_refused(self, tmp_path: Path, data: Path) -> None:
-        config = self.on({}).changed({"optim.implementation": "foreach"})
+        config = self.config_with({}).changed({"optim.implementation": "foreach"})
         with pytest.raises(UsageError, match=r"optim\.implementation is 'foreach'"):
             train_run(config, tmp_path / "run", data)

@@ -63,7 +63,7 @@ class TestGradientAccumulation(TechniqueSuite):
         run.operations.backward = backward_and_update
 
     def test_unsplit_batches_are_an_error(self, tmp_path: Path, data: Path) -> None:
-        with opened(self.on({}), tmp_path / "run", data) as run:
+        with opened(self.config_with({}), tmp_path / "run", data) as run:
             run.batches = run.batches.inner  # type: ignore[attr-defined]
             with pytest.raises(TechniqueNotActiveError, match="of up to 4 sequences"):
                 verified_step(run)

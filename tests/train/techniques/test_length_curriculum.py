@@ -44,7 +44,7 @@ class TestLengthCurriculum(TechniqueSuite):
         run.batches = run.batches.inner  # type: ignore[attr-defined]
 
     def test_stages_add_longer_documents_with_equal_numbers_of_tokens(self, tmp_path: Path, data: Path) -> None:
-        with opened(self.on({}), tmp_path / "run", data) as run:
+        with opened(self.config_with({}), tmp_path / "run", data) as run:
             stages, whole = stages_of(run), len(run.dataset.train)
             longest = 2 * 200
             for number, stage in enumerate(stages, start=1):
@@ -54,7 +54,7 @@ class TestLengthCurriculum(TechniqueSuite):
             assert stages[-1].tokens == whole
 
     def test_stage_has_exactly_the_shortest_documents(self, tmp_path: Path, data: Path) -> None:
-        with opened(self.on({}), tmp_path / "run", data) as run:
+        with opened(self.config_with({}), tmp_path / "run", data) as run:
             end = run.dataset.tokenizer.end_of_document
             documents = np.split(run.dataset.train, np.flatnonzero(run.dataset.train == end) + 1)[:-1]
             shortest = sorted(documents, key=len)
@@ -68,7 +68,7 @@ class TestLengthCurriculum(TechniqueSuite):
     def test_last_stage_draws_the_batches_of_the_plain_run(self, tmp_path: Path, data: Path) -> None:
         with opened(self.config, tmp_path / "plain", data) as run:
             plain = [run.batches.at(place)[0] for place in range(12)]
-        with opened(self.on({}), tmp_path / "on", data) as run:
+        with opened(self.config_with({}), tmp_path / "on", data) as run:
             seen: list[torch.Tensor] = []
             inner = run.operations.loss
 
@@ -83,7 +83,7 @@ class TestLengthCurriculum(TechniqueSuite):
         assert [torch.equal(*pair) for pair in zip(seen, plain, strict=True)] == [False] * 6 + [True] * 6
 
     def test_proof_has_the_mean_length(self, tmp_path: Path, data: Path) -> None:
-        with opened(self.on({}), tmp_path / "run", data) as run:
+        with opened(self.config_with({}), tmp_path / "run", data) as run:
             figures = verified_step(run)["length-curriculum"]
             assert figures["stage"] == 1
             assert figures["mean_length"] < figures["mean_length_of_all"]
@@ -92,7 +92,7 @@ class TestLengthCurriculum(TechniqueSuite):
         with (
             pytest.raises(UsageError, match="shortest documents have"),
             open_run(
-                self.on({"stages": 100}).changed({"model.context_length": 64}),
+                self.config_with({"stages": 100}).changed({"model.context_length": 64}),
                 RunFolder(tmp_path / "run"),
                 Dataset.open(data),
             ),
@@ -109,6 +109,6 @@ class TestLengthCurriculum(TechniqueSuite):
         prepare(tmp_path / "text.txt", tmp_path / "prepared", tokenizer="char")
         with (
             pytest.raises(UsageError, match="the text is one document"),
-            open_run(self.on({}), RunFolder(tmp_path / "run"), Dataset.open(tmp_path / "prepared")),
+            open_run(self.config_with({}), RunFolder(tmp_path / "run"), Dataset.open(tmp_path / "prepared")),
         ):
             pass

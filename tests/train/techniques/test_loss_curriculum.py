@@ -31,7 +31,7 @@ class TestLossCurriculum(TechniqueSuite):
         run.batches = run.batches.inner  # type: ignore[attr-defined]
 
     def test_easiest_windows_come_first_and_hardest_last(self, tmp_path: Path, data: Path) -> None:
-        with opened(self.on({}), tmp_path / "run", data) as run:
+        with opened(self.config_with({}), tmp_path / "run", data) as run:
             technique: Any = run.techniques.techniques[0]
             technique._selections = {}
             for _ in range(6):
@@ -43,13 +43,13 @@ class TestLossCurriculum(TechniqueSuite):
         assert [each[0] for each in ranks] == [0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 4, 4]
 
     def test_position_counts_all_candidates(self, tmp_path: Path, data: Path) -> None:
-        with opened(self.on({}), tmp_path / "run", data) as run:
+        with opened(self.config_with({}), tmp_path / "run", data) as run:
             take_step(run)
             assert run.batches.position == 4
             assert run.batches.state_dict() == {"position": 4}
 
     def test_selection_draws_no_random_numbers(self, tmp_path: Path, data: Path) -> None:
-        with opened(self.on({}), tmp_path / "run", data) as run:
+        with opened(self.config_with({}), tmp_path / "run", data) as run:
             before = torch.get_rng_state()
             next(run.batches)
             assert torch.equal(torch.get_rng_state(), before)
@@ -57,7 +57,7 @@ class TestLossCurriculum(TechniqueSuite):
             assert all(each.grad is None for each in run.model.parameters())
 
     def test_proof_compares_the_losses(self, tmp_path: Path, data: Path) -> None:
-        with opened(self.on({"candidates": 4}), tmp_path / "run", data) as run:
+        with opened(self.config_with({"candidates": 4}), tmp_path / "run", data) as run:
             figures = verified_step(run)["loss-curriculum"]
             assert (figures["chosen"], figures["candidates"]) == (8, 32)
             assert figures["loss"] < figures["loss_of_all"]

@@ -38,7 +38,7 @@ class TestLowBitOptimizer(TechniqueSuite):
 
     @pytest.mark.parametrize("bits", [8, 4, "fp8"])
     def test_quantised_states_are_saved_as_plain_tensors(self, tmp_path: Path, data: Path, bits: int | str) -> None:
-        train_run(self.on({"bits": bits, "compiled": False}), tmp_path / "run", data)
+        train_run(self.config_with({"bits": bits, "compiled": False}), tmp_path / "run", data)
         state = last_state(tmp_path / "run")
         sizes = [each.numel() for each in state["model"].values()]
         quantised = [
@@ -54,7 +54,7 @@ class TestLowBitOptimizer(TechniqueSuite):
                 assert bool(each[key]["scale"].any())
 
     def test_proof_has_the_quantised_fraction(self, tmp_path: Path, data: Path) -> None:
-        with opened(self.on({"compiled": False}), tmp_path / "run", data) as run:
+        with opened(self.config_with({"compiled": False}), tmp_path / "run", data) as run:
             figures = verified_step(run)["low-bit-optimizer"]
             weights = sum(each.numel() for each in run.model.parameters())
         assert figures["plain_bytes"] == 8 * weights
@@ -64,7 +64,7 @@ class TestLowBitOptimizer(TechniqueSuite):
         assert figures["share"] == quantised / figures["state_bytes"]
 
     def test_learning_rates_stay_numbers(self, tmp_path: Path, data: Path) -> None:
-        with opened(self.on({"compiled": False}), tmp_path / "run", data) as run:
+        with opened(self.config_with({"compiled": False}), tmp_path / "run", data) as run:
             rate = take_step(run)["learning_rate"]
             assert [group["lr"] for group in run.optimizers["adamw"].param_groups] == [rate, rate]
 
@@ -72,7 +72,7 @@ class TestLowBitOptimizer(TechniqueSuite):
         with opened(TINY, tmp_path / "plain", data) as run:
             take_step(run)
             plain = run.optimizers["adamw"].state_dict()
-        with opened(self.on({"compiled": False}), tmp_path / "run", data) as run:
+        with opened(self.config_with({"compiled": False}), tmp_path / "run", data) as run:
             run.optimizers["adamw"].load_state_dict(plain)
             for index, weight in enumerate(w for g in run.optimizers["adamw"].param_groups for w in g["params"]):
                 momentum = run.optimizers["adamw"].state[weight]["exp_avg"]
@@ -82,7 +82,7 @@ class TestLowBitOptimizer(TechniqueSuite):
                 torch.testing.assert_close(near, given, rtol=0.1, atol=0.05 * float(given.abs().max()))
 
     def test_model_without_a_large_tensor_is_refused(self, tmp_path: Path, data: Path) -> None:
-        config = self.on({"compiled": False}).changed({"model.d_model": 16})
+        config = self.config_with({"compiled": False}).changed({"model.d_model": 16})
         with pytest.raises(UsageError, match="would quantise nothing"):
             train_run(config, tmp_path / "run", data)
 

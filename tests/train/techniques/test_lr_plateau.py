@@ -22,7 +22,7 @@ class TestPlateau(TechniqueSuite):
         run.operations.update = stray.step
 
     def test_rate_is_lowered_after_evaluations_without_improvement(self, tmp_path: Path, data: Path) -> None:
-        config = self.on({"patience": 2, "factor": 0.25})
+        config = self.config_with({"patience": 2, "factor": 0.25})
         with opened(config, tmp_path / "run", data) as run:
             for loss in (3.0, 3.0, 3.0):
                 run.plateau.add(loss)
@@ -31,13 +31,13 @@ class TestPlateau(TechniqueSuite):
             assert figures["learning_rates"] == pytest.approx([0.25 * config.optim.lr])
 
     def test_schedule_that_ignores_evaluations_is_an_error(self, tmp_path: Path, data: Path) -> None:
-        with opened(self.on({}), tmp_path / "run", data) as run:
+        with opened(self.config_with({}), tmp_path / "run", data) as run:
             run.plateau = Plateau(TINY.schedule)
             with pytest.raises(TechniqueNotActiveError, match="from 1 of its peak to 1"):
                 verified_step(run)
 
     def test_muon_has_its_own_rate(self, tmp_path: Path, data: Path) -> None:
-        config = self.on({}).changed({"optim.name": "muon"})
+        config = self.config_with({}).changed({"optim.name": "muon"})
         with opened(config, tmp_path / "run", data) as run:
             rates = verified_step(run)["lr-plateau"]["learning_rates"]
             assert rates == sorted([config.optim.lr, config.optim.muon_lr])

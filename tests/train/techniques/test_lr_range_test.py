@@ -33,7 +33,7 @@ class TestRangeTest(TechniqueSuite):
         run.operations.update = stray.step
 
     def test_rates_rise_exponentially_from_the_lowest_to_the_highest(self, tmp_path: Path, data: Path) -> None:
-        train_run(self.on({"lowest": 1e-5, "highest": 1e-2}), tmp_path, data)
+        train_run(self.config_with({"lowest": 1e-5, "highest": 1e-2}), tmp_path, data)
         lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
         rates = [line["learning_rate"] for line in lines if line["kind"] == "train"]
         assert len(rates) == STEPS
@@ -43,7 +43,7 @@ class TestRangeTest(TechniqueSuite):
         assert factors == pytest.approx([math.exp(math.log(1e3) / (STEPS - 1))] * (STEPS - 1))
 
     def test_group_with_a_stale_rate_is_an_error(self, tmp_path: Path, data: Path) -> None:
-        with opened(self.on({}), tmp_path / "run", data) as run:
+        with opened(self.config_with({}), tmp_path / "run", data) as run:
             optimizer, update = run.optimizers["adamw"], run.operations.update
 
             def update_with_one_stale_rate() -> None:
@@ -55,7 +55,7 @@ class TestRangeTest(TechniqueSuite):
                 verified_step(run)
 
     def test_rates_are_proved_if_the_update_is_skipped(self, tmp_path: Path, data: Path) -> None:
-        with opened(self.on({}), tmp_path / "run", data) as run:
+        with opened(self.config_with({}), tmp_path / "run", data) as run:
             run.operations.accepts = lambda loss, norm: False
             assert verified_step(run)["lr-range-test"]["learning_rates"] == pytest.approx([1e-6])
 

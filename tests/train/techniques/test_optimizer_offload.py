@@ -47,17 +47,17 @@ class TestOptimizerOffload(TechniqueSuite):
     def test_run_is_bit_identical_to_the_fused_adamw(self, tmp_path: Path, data: Path) -> None:
         """With clipping and accumulation, which use the gradients on the device."""
         train_run(FUSED, tmp_path / "plain", data)
-        train_run(self.on({}), tmp_path / "on", data)
+        train_run(self.config_with({}), tmp_path / "on", data)
         assert losses(tmp_path / "on") == losses(tmp_path / "plain")
 
     def test_skipped_update_leaves_no_gradient(self, tmp_path: Path, data: Path) -> None:
-        with opened(self.on({}), tmp_path / "run", data) as run:
+        with opened(self.config_with({}), tmp_path / "run", data) as run:
             run.operations.accepts = lambda loss, norm: False
             take_step(run)
             assert all(each.grad is None for each in run.model.parameters())
 
     def test_muon_stays_on_the_device(self, tmp_path: Path, data: Path) -> None:
-        config = self.on({}).changed({"optim.name": "muon"})
+        config = self.config_with({}).changed({"optim.name": "muon"})
         with opened(config, tmp_path / "run", data) as run:
             verified_step(run)
             assert isinstance(run.optimizers["muon"], torch.optim.Muon)

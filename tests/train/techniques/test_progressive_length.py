@@ -33,7 +33,7 @@ class TestProgressiveLength(TechniqueSuite):
 
     def test_windows_grow_and_steps_train_the_same_tokens(self, tmp_path: Path, data: Path) -> None:
         seen = {}
-        for name, config in (("plain", self.config), ("on", self.on({}))):
+        for name, config in (("plain", self.config), ("on", self.config_with({}))):
             with opened(config, tmp_path / name, data) as run:
                 seen[name] = watched(run)
                 for _ in range(STEPS):
@@ -44,13 +44,13 @@ class TestProgressiveLength(TechniqueSuite):
             assert torch.equal(plain.flatten(), short.flatten())
 
     def test_targets_are_cut_like_inputs(self, tmp_path: Path, data: Path) -> None:
-        with opened(self.on({}), tmp_path / "run", data) as run:
+        with opened(self.config_with({}), tmp_path / "run", data) as run:
             inputs, targets = next(run.batches)
             assert inputs.shape == targets.shape == (16, 4)
             assert torch.equal(inputs[:, 1:], targets[:, :-1])
 
     def test_evaluation_always_has_full_windows(self, tmp_path: Path, data: Path) -> None:
-        with opened(self.on({}), tmp_path / "run", data) as run:
+        with opened(self.config_with({}), tmp_path / "run", data) as run:
             evaluated = []
             run.model.tokens.register_forward_pre_hook(
                 lambda module, inputs: None if torch.is_grad_enabled() else evaluated.append(inputs[0].shape[1])
@@ -60,13 +60,13 @@ class TestProgressiveLength(TechniqueSuite):
 
     def test_mfu_counts_attention_of_the_current_length(self, tmp_path: Path, data: Path) -> None:
         """The first step is not counted."""
-        with opened(self.on({}), tmp_path / "run", data) as run:
+        with opened(self.config_with({}), tmp_path / "run", data) as run:
             train(run, SilentListener())
             tokens, flops = run.progress.tokens // STEPS, run.config.model.flops_per_token
             assert run.speed.flops == sum(tokens * flops(length) for length in (4, 8, 16, 16, 16))
 
     def test_proof_has_the_stage(self, tmp_path: Path, data: Path) -> None:
-        with opened(self.on({}), tmp_path / "run", data) as run:
+        with opened(self.config_with({}), tmp_path / "run", data) as run:
             figures = verified_step(run)["progressive-length"]
             assert figures == {"length": 4, "windows": 32, "tokens": 128, "stage": 1}
 

@@ -36,20 +36,20 @@ class TestQuantisedForward(TechniqueSuite):
             del layer.forward
 
     def test_one_plain_layer_is_an_error(self, tmp_path: Path, data: Path) -> None:
-        with opened(self.on({}), tmp_path / "run", data) as run:
+        with opened(self.config_with({}), tmp_path / "run", data) as run:
             del linear_layers(run.model)[-1].forward
             with pytest.raises(TechniqueNotActiveError, match="of 8 linear layers 1 did not"):
                 verified_step(run)
 
     def test_other_rounding_is_an_error(self, tmp_path: Path, data: Path) -> None:
-        with opened(self.on({}), tmp_path / "run", data) as run:
+        with opened(self.config_with({}), tmp_path / "run", data) as run:
             for layer in linear_layers(run.model):
                 layer.forward = _with_bfloat16_weights(layer)  # type: ignore[method-assign]
             with pytest.raises(TechniqueNotActiveError, match="8 did not"):
                 verified_step(run)
 
     def test_proof_has_the_distances(self, tmp_path: Path, data: Path) -> None:
-        with opened(self.on({}), tmp_path / "run", data) as run:
+        with opened(self.config_with({}), tmp_path / "run", data) as run:
             figures = verified_step(run)["quantised-forward"]
         assert figures["layers"] == 8
         assert figures["distance"] < 1e-5 < 1e-3 < figures["distance_of_plain"]

@@ -26,7 +26,7 @@ class TestFloat8(TechniqueSuite):
         TINY.changed({"loop.device": "cuda", "model.d_model": 64, "model.context_length": 64}), {"compile": {}}
     )
 
-    def on(self, variant: Mapping[str, Any]) -> Config:
+    def config_with(self, variant: Mapping[str, Any]) -> Config:
         return with_techniques(self.config, {"quantised-forward": variant})
 
     def break_on_purpose(self, run: Run) -> None:
@@ -38,7 +38,7 @@ class TestFloat8(TechniqueSuite):
 
     def test_losses_are_close_to_float32(self, tmp_path: Path, data: Path) -> None:
         train_run(self.config, tmp_path / "plain", data)
-        train_run(self.on({"mode": "float8"}), tmp_path / "float8", data)
+        train_run(self.config_with({"mode": "float8"}), tmp_path / "float8", data)
         plain, found = ([loss for *_, loss in losses(tmp_path / name)] for name in ("plain", "float8"))
         assert found != plain
         assert found == pytest.approx(plain, rel=0.03)

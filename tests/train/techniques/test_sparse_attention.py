@@ -46,13 +46,13 @@ class TestSparseAttention(TechniqueSuite):
         run.model.blocks[1].attention.kernel = functional.scaled_dot_product_attention
 
     def test_kernel_that_keeps_too_much_is_an_error(self, tmp_path: Path, data: Path) -> None:
-        with opened(self.on({"block": 4, "keep": 2}), tmp_path / "run", data) as run:
+        with opened(self.config_with({"block": 4, "keep": 2}), tmp_path / "run", data) as run:
             run.model.blocks[0].attention.kernel.keep = 3
             with pytest.raises(TechniqueNotActiveError, match="attention in 1 of 2 blocks did not attend to 2 blocks"):
                 verified_step(run)
 
     def test_proof_has_the_density(self, tmp_path: Path, data: Path) -> None:
-        with opened(self.on({"block": 4, "keep": 2}), tmp_path / "run", data) as run:
+        with opened(self.config_with({"block": 4, "keep": 2}), tmp_path / "run", data) as run:
             verified_step(run)
             # 4 blocks of 4: 10 pairs within each, and one complete block before each of the last three.
             assert run.techniques.proofs["sparse-attention"].figures["density"] == (4 * 10 + 3 * 16) / (16 * 17 / 2)

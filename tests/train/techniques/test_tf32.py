@@ -1,4 +1,4 @@
-"""TF32, on a simulated chip where this one does not round."""
+"""TF32, on a simulated device where this one does not round."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ _KEPT = {"tf32": ~0x1FFF, "bf16": ~0xFFFF}
 
 @pytest.fixture(autouse=True)
 def chip(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulate a chip that rounds factors when the setting is on."""
+    """Simulate a device that rounds operands when the setting is on."""
 
     def product(left: Tensor, right: Tensor) -> Tensor:
         kept = _KEPT.get(tf32._precision(left.device), ~0)
@@ -36,7 +36,7 @@ class TestTf32(TechniqueSuite):
         # Set, and overwritten before the first step.
         torch.set_float32_matmul_precision("highest")
 
-    def test_chip_that_ignores_the_setting_is_an_error(
+    def test_device_that_ignores_the_setting_is_an_error(
         self, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """It accepts the setting, and multiplies as before."""
@@ -44,7 +44,7 @@ class TestTf32(TechniqueSuite):
             monkeypatch.setattr(tf32, "_matmul", torch.mm)
             assert tf32._precision(run.device) == "tf32"
             if tf32._matmul_error(run.device) > tf32._ROUNDED:
-                pytest.skip("this chip shortens float32 products")
+                pytest.skip("this device rounds the operands of float32 matmuls")
             with pytest.raises(TechniqueNotActiveError, match="exact to"):
                 verified_step(run)
 
@@ -74,7 +74,7 @@ def test_errors_differ_by_precision() -> None:
     assert exact < 1e-6 < tf32._ROUNDED < 1e-4 < short < 1e-3 < shorter < 1e-2
 
 
-def test_chip_that_does_not_round_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_that_does_not_round_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Tf32(Tf32Settings()).lacks(CPU) is None
     monkeypatch.setattr(tf32, "_matmul", lambda left, right: (left.double() @ right.double()).float())
     assert "they are exact to" in str(Tf32(Tf32Settings()).lacks(CPU))

@@ -40,7 +40,7 @@ class ArmPair(msgspec.Struct, frozen=True):
     """One arm against another in one measure; they may differ only in the settings ``changed``, if it is given."""
 
     measure: str
-    over: str
+    baseline: str
     arm: str
     changed: frozenset[str] | None = None
 
@@ -56,8 +56,8 @@ class PublishedClaim(msgspec.Struct, frozen=True):
     documented: ArmPair  # the comparison as it was published
     isolating: tuple[ArmPair, ...]  # arms that differ only in what the claim names
     also: tuple[ArmPair, ...] = ()  # shown beside them, without influence on the verdict
-    mixed: str = ""  # what else differs, even between the isolating arms
-    wrong: str = ""  # the error in the claim, or in how it was measured
+    confounders: str = ""  # what else differs, even between the isolating arms
+    error: str = ""  # the error in the claim, or in how it was measured
 
     @property
     def gain(self) -> tuple[float, float]:
@@ -74,7 +74,7 @@ class PublishedClaims(msgspec.Struct, frozen=True):
     def arms(self) -> set[str]:
         """Return the names of the arms that the claims are checked with."""
         pairs = [pair for claim in self.claims for pair in (claim.documented, *claim.isolating, *claim.also)]
-        return {name for pair in pairs for name in (pair.over, pair.arm)}
+        return {name for pair in pairs for name in (pair.baseline, pair.arm)}
 
 
 @cache
@@ -99,7 +99,7 @@ def check_claims(samples: Samples) -> Iterator[Claim]:
 def _check(samples: Samples, claim: PublishedClaim) -> Claim:
     needed = (claim.documented, *claim.isolating)
     found = {
-        pair: samples.compare(pair.arm, pair.over, samples.results.measure(pair.measure))
+        pair: samples.compare(pair.arm, pair.baseline, samples.results.measure(pair.measure))
         for pair in (*needed, *claim.also)
     }
     ours = "; ".join(_described(samples, pair, comparison) for pair, comparison in found.items() if comparison)
@@ -118,17 +118,17 @@ def _check(samples: Samples, claim: PublishedClaim) -> Claim:
 def _obstacle(samples: Samples, pair: ArmPair, found: Comparison | None) -> str | None:
     """Return why a comparison cannot be judged; None if it can."""
     arms = {arm.name: arm for arm in samples.arms}
-    missing = [name for name in (pair.over, pair.arm) if name not in arms]
+    missing = [name for name in (pair.baseline, pair.arm) if name not in arms]
     if missing:
         return f"the experiment has no {listed(missing)}"
     if found is None:
-        if failures := [*samples.failures(pair.over), *samples.failures(pair.arm)]:
+        if failures := [*samples.failures(pair.baseline), *samples.failures(pair.arm)]:
             return f"{failures[0].arm}: {failures[0].reason or failures[0].status}"
-        return f"{pair.over} and {pair.arm} have no block with {pair.measure} of both"
-    one, other = arms[pair.over].settings, arms[pair.arm].settings
+        return f"{pair.baseline} and {pair.arm} have no block with {pair.measure} of both"
+    one, other = arms[pair.baseline].settings, arms[pair.arm].settings
     differing = {key for key in one.keys() | other.keys() if one.get(key) != other.get(key)}
     if others := sorted(differing - (differing if pair.changed is None else pair.changed)):
-        return f"{pair.over} and {pair.arm} also differ in {listed(others)}: the cause is not isolated"
+        return f"{pair.baseline} and {pair.arm} also differ in {listed(others)}: the cause is not isolated"
     return None if found.low is not None else "one block gives no interval: use --runs 5"
 
 
@@ -167,16 +167,16 @@ def _verdict(claim: PublishedClaim, documented: str, isolated: Sequence[str]) ->
     if _claims_no_change(claim):
         claimed = difference(claim.gain[0])
         shown = f"one run each cannot show {claimed}, so this is read as no change of 25% or more: {shown}"
-    if agree and not claim.mixed:
+    if agree and not claim.confounders:
         return "reproduced", shown
-    reason = "; ".join(text for text in (shown, claim.mixed, claim.wrong) if text)
+    reason = "; ".join(text for text in (shown, claim.confounders, claim.error) if text)
     return ("confounded" if agree or documented == _SAME else "not reproduced"), reason
 
 
 def _described(samples: Samples, pair: ArmPair, found: Comparison) -> str:
     measure = samples.results.measure(pair.measure)
     label = measure.label if measure else pair.measure
-    head = f"{pair.arm} against {pair.over}, {label}: "
+    head = f"{pair.arm} against {pair.baseline}, {label}: "
     if measure is not None and measure.unit == "B":
         return f"{head}{number(1 / found.gain)} of the bytes"
     if found.gain >= 1:

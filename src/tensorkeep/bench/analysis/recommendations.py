@@ -1,7 +1,7 @@
 """Recommendations for this machine, computed from the results.
 
 Only an arm with the verdict *helps* is recommended; never the A/A control, an arm that does not sync what it wrote, or
-an arm that failed its gate even once. Where no arm helps, the sentence names that.
+an arm that failed its gate even once. Where no arm helps, the text reports it.
 """
 
 import math
@@ -25,7 +25,8 @@ _JUDGED = ("helps", "hurts", "within noise")
 def recommendations(samples: Samples) -> Iterator[Recommendation]:
     """Yield a recommendation for each purpose (saving, loading, size; speed, memory, loss), and one for all of them.
 
-    ``arm`` is None where nothing is recommended; the text says why. Measures on which no arm was judged are left out.
+    ``arm`` is None where nothing is recommended; the text gives the reason. Measures on which no arm was judged are
+    left out.
     """
     if samples.baseline is None:
         return

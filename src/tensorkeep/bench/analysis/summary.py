@@ -99,7 +99,7 @@ def _change_percent(samples: Samples, arm: Arm, measure: Measure) -> float | Non
 
 
 def _unjudged(samples: Samples, arm: Arm, measure: Measure) -> tuple[Verdict, str] | None:
-    """Return the verdict on an arm that did not run or is no alternative, with its reason; None if it is judged."""
+    """Return the verdict on an arm that did not run or is not an alternative, with its reason; None if it is judged."""
     why_not = _why_not_run(samples, arm.name, measure)
     if why_not is not None:
         return "not run", why_not

@@ -73,7 +73,7 @@ def _failures(samples: Samples) -> Iterator[Caution]:
     for arm in samples.arms:
         cells = samples.cells_of(arm.name)
         if cells and all(cell.status == "not-run" for cell in cells):
-            # Later blocks say only that the cell was not tried again.
+            # Later blocks record only that the cell was not tried again.
             absent[cells[0].reason].append(arm.name)
         else:
             present.append(arm)

@@ -79,6 +79,6 @@ def _read_outcome(code: int, out: str, err: str) -> Outcome:
         return msgspec.json.decode(lines[-1].removeprefix(MARK), type=Outcome)
     if code == -signal.SIGKILL:
         return Outcome("memory", "was killed by the kernel, most likely because memory ran out")
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    ending = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     last = (err.strip().splitlines() or ["without an error message"])[-1]
-    return Outcome("failed", f"its process {how}: {last[:_LONGEST_REASON]}")
+    return Outcome("failed", f"its process {ending}: {last[:_LONGEST_REASON]}")

@@ -26,7 +26,7 @@ from tensorkeep.version import __version__
 
 _PENDING: tuple[Status, ...] = ("planned", "disk")
 _FINAL: tuple[Status, ...] = ("gate", "failed", "timeout", "memory", "not-run")
-"""How a cell ends that would end the same way again."""
+"""Statuses that a second attempt would have again."""
 
 
 class Listener:

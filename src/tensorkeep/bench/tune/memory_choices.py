@@ -29,7 +29,7 @@ OPTIONS: tuple[tuple[Option, ...], ...] = (
     (Option("fused-cross-entropy", {}, 1.02),),
     (Option("low-bit-optimizer", {"bits": 8}, 1.04), Option("optimizer-offload", {}, 1.5)),
     (
-        Option("activation-checkpointing", {"keep": "products"}, 1.12),
+        Option("activation-checkpointing", {"keep": "matmuls"}, 1.12),
         Option("activation-checkpointing", {}, 1.3),
         Option("activation-swapping", {}, 1.6),
     ),

@@ -161,7 +161,7 @@ def fits(outcome: Outcome, memory: int) -> bool:
     if outcome.status == "memory":
         return False
     if outcome.status != "ok":
-        raise UsageError(f"a trial failed: {outcome.reason}", remedy="correct that, and try again")
+        raise UsageError(f"a trial failed: {outcome.reason}", remedy="fix the cause, and try again")
     return outcome.figures[MEMORY] <= memory
 
 

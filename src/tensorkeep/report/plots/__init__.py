@@ -11,7 +11,7 @@ from tensorkeep.report.plots.drawing import Plot, drawn
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# The three-way guide has three panels; for more arms the six-way guide adds a fourth, the improvement.
+# The published three-way comparison has three panels; for more arms the six-way one adds a fourth, the improvement.
 _FEW = 3
 
 

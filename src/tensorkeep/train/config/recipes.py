@@ -79,7 +79,7 @@ def shakespeare_char_gpu() -> Config:
 
 
 def chatgot_small_char() -> Config:
-    """4 layers of 256 on characters: the small model of the first ChatGoT."""
+    """4 layers of 256 on characters: a small model."""
     return Config(
         recipe="chatgot-small-char",
         model=ModelConfig(

@@ -1,6 +1,6 @@
 """The sections of a run's configuration: what can be set, and within which bounds.
 
-Types and bounds stand in the annotations (`msgspec.Meta`). `Section` checks them whenever a section is made, from code
+Types and bounds are in the annotations (`msgspec.Meta`). `Section` checks them whenever a section is made, from code
 or from a file.
 """
 
@@ -212,9 +212,9 @@ class LoopConfig(Section, frozen=True):
     steps : int
         Updates of the weights.
     batch_size : int
-        Sequences in a micro-batch, on all ranks together.
+        Sequences in a batch, on all ranks together.
     accumulate : int
-        Micro-batches whose gradients make one step.
+        Batches whose gradients make one step.
     seed : int
         Of the initial weights, the order of the data, and dropout.
     device : str

@@ -84,7 +84,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     seed: Annotated[int, msgspec.Meta(ge=0)]
     splits: dict[str, Split]
 
-    def about(self, tokenizer: Tokenizer) -> dict[str, Any]:
+    def description(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """Return all fields as plain values, with only the name of the tokenizer, and the fingerprint."""
         return {**msgspec.to_builtins(self), "tokenizer": tokenizer.name, "fingerprint": self.fingerprint(tokenizer)}
 
@@ -112,7 +112,7 @@ class Dataset:
     tokenizer : Tokenizer
     fingerprint : str
         16 hexadecimal digits that depend on every token and on the tokenizer, and on nothing else.
-    about : dict
+    description : dict
         The contents of ``data.json`` as plain values, with the name of the tokenizer and the fingerprint.
     """
 
@@ -121,7 +121,7 @@ class Dataset:
     validation: Tokens
     tokenizer: Tokenizer
     fingerprint: str
-    about: dict[str, Any]
+    description: dict[str, Any]
 
     @property
     def vocab_size(self) -> int:
@@ -198,7 +198,7 @@ def _read(
             validation=tokens[VALIDATION],
             tokenizer=tokenizer,
             fingerprint=layout.fingerprint(tokenizer),
-            about=layout.about(tokenizer),
+            description=layout.description(tokenizer),
         )
         if check is not None:
             check(dataset)

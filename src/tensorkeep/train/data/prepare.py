@@ -44,11 +44,11 @@ class Prepared:
     """What `prepare` made: the folder, for `Dataset.open`, and the description of its data, as in `Dataset`."""
 
     path: Path
-    about: dict[str, Any]
+    description: dict[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as plain values."""
-        return {"path": str(self.path), **self.about}
+        return {"path": str(self.path), **self.description}
 
 
 def prepare(
@@ -112,7 +112,7 @@ def prepare(
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     _ = Path(folder, "text.txt").write_text("to be or not to be" * 9)
     ...     prepared = prepare(f"{folder}/text.txt", f"{folder}/data", tokenizer="byte")
-    >>> prepared.about["vocab_size"], prepared.about["splits"]["train"]["tokens"]
+    >>> prepared.description["vocab_size"], prepared.description["splits"]["train"]["tokens"]
     (256, 145)
     """
     rule = SplitRule(validation, seed)
@@ -128,7 +128,7 @@ def prepare(
         layout = _layout(first, counts, learned, rule, splits)
         write_small(commit.path / FILE, sealed.seal(layout))
         commit.publish()
-        return Prepared(commit.destination, layout.about(learned))
+        return Prepared(commit.destination, layout.description(learned))
 
 
 def _learn(source: Source, learn: Learn, rule: SplitRule, meter: Meter) -> tuple[Reading, dict[str, int], Tokenizer]:
@@ -194,7 +194,7 @@ def _write_tokens(
                 if corpus.has_documents and files[split].tokens > before:
                     files[split].add(np.array([tokenizer.end_of_document], tokenizer.dtype))
         except UsageError as error:
-            # The first pass has encoded every character: a new one was not there then.
+            # A character that cannot be encoded was added after the first pass.
             raise changed from error
         if reading.digest() != first.digest():
             raise changed

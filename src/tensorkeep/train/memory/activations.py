@@ -100,10 +100,10 @@ class Activations:
         return None if settings is None else int(settings.get("every", 1))
 
     def _checkpointed_block(self) -> int:
-        """Return the bytes that a recomputed block keeps: its input, and with ``keep="products"`` its matmuls."""
+        """Return the bytes that a recomputed block keeps: its input, and with ``keep="matmuls"`` its matmuls."""
         model = self.model
         kept = _FLOAT * self.tokens * model.d_model
-        if self.techniques["activation-checkpointing"].get("keep") != "products":
+        if self.techniques["activation-checkpointing"].get("keep") != "matmuls":
             return kept
         matmuls = (3 + 1 + 1 + 1) * model.d_model + (2 if model.gated else 1) * model.mlp_width
         return kept + self.tokens * (self.width * matmuls + _FLOAT * model.n_heads)

@@ -8,10 +8,10 @@ from tensorkeep.train.config.sections import ScheduleConfig
 _SMOOTHED_OVER = 0.05
 """The fraction of the test over which the loss is smoothed: less is noisy, more notices a rise too late."""
 
-_RAN_AWAY = 4.0
+_DIVERGED_RATIO = 4.0
 """The test ends when the smoothed loss is this many times its lowest value, as in fastai: the weights diverged."""
 
-_ROSE = 1.1
+_MINIMUM_RATIO = 1.1
 """The lowest loss counts as a minimum once the smoothed loss has risen to this many times it."""
 
 _SAFETY = 10.0
@@ -108,10 +108,10 @@ class RangeTest:
         self.smoothed += (loss - self.smoothed) * max(1 / self.steps, min(1.0, 1 / (_SMOOTHED_OVER * steps)))
         if self.smoothed < self.lowest:
             self.lowest, self.lowest_rate = self.smoothed, rate
-        self.over = self.smoothed > _RAN_AWAY * self.lowest
+        self.over = self.smoothed > _DIVERGED_RATIO * self.lowest
 
     def suggestion(self) -> float | None:
         """Return the learning rate to train with; None if the loss never rose, so that higher rates must be tried."""
-        if not self.steps or not (self.over or self.smoothed > _ROSE * self.lowest):
+        if not self.steps or not (self.over or self.smoothed > _MINIMUM_RATIO * self.lowest):
             return None
         return self.lowest_rate / _SAFETY

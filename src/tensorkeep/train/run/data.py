@@ -87,11 +87,11 @@ def _verified(place: PathLike, meter: Meter, check: Callable[[Dataset], None] | 
 def _preparation(dataset: Dataset, *, asked: int | None = None) -> dict[str, Any]:
     """Return the settings by which data was prepared.
 
-    The vocabulary size of ``"bpe"`` is an upper bound, which a short text does not reach: ``asked`` may have been it.
+    The vocabulary size of ``"bpe"`` is an upper bound, so ``asked`` may be larger than the vocabulary.
     """
-    tokenizer = dataset.about["tokenizer"]
+    tokenizer = dataset.description["tokenizer"]
     size = max(dataset.vocab_size, asked or 0) if tokenizer == "bpe" else None
-    return dict(zip(_PREPARATION, (tokenizer, size, dataset.about["validation"]), strict=True))
+    return dict(zip(_PREPARATION, (tokenizer, size, dataset.description["validation"]), strict=True))
 
 
 def _check_given(config: Config, given: Collection[str], actual: dict[str, Any], path: Path) -> None:

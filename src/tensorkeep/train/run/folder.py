@@ -45,7 +45,7 @@ class DataRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     fingerprint: str
     path: str = DATA
-    about: dict[str, Any] = {}  # msgspec copies it for each instance
+    description: dict[str, Any] = msgspec.field(name="about", default_factory=dict)
 
 
 class GitState(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,7 +144,9 @@ class RunFolder:
         record = RunRecord(
             config=config,
             data=DataRecord(
-                path=DATA if place == self.data else str(place), fingerprint=dataset.fingerprint, about=dataset.about
+                path=DATA if place == self.data else str(place),
+                fingerprint=dataset.fingerprint,
+                description=dataset.description,
             ),
             started=_now(),
             git=_git(),

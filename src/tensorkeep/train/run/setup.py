@@ -1,7 +1,7 @@
 """Setting up a `Run`, ready for its next step, from a configuration, a folder and data.
 
-`open_run` is the only way in, for new and resumed runs. It joins the ranks, refuses what would fail later, opens the
-data, builds the model and what belongs to it, applies the techniques, and restores the last checkpoint.
+`open_run` is the only entry point, for new and resumed runs. It joins the ranks, refuses what would fail later, opens
+the data, builds the model and what belongs to it, applies the techniques, and restores the last checkpoint.
 """
 
 import logging
@@ -48,8 +48,8 @@ _MAY_CHANGE = (
     *("log.", "sample.", "checkpoint.", "loop.on_divergence", "loop.device", "loop.threads", "data.source"),
     *(f"{TECHNIQUES}{name}" for name in TOGETHER),
 )
-"""Prefixes of the settings that a resumed run may change: they do not affect its results, except for
-rounding on another machine."""
+"""Prefixes of the settings that a resumed run may change. They do not affect its results, with two exceptions: rounding
+on another machine, and ``loop.on_divergence``, by which a run that diverges ends or skips an update."""
 
 
 @dataclass(kw_only=True)
@@ -130,7 +130,7 @@ def open_run(config: Config, folder: RunFolder, data: Dataset | OpenData, *, res
         run = _build(final, folder, dataset, device, techniques, world, manager, log)
         stack.enter_context(manager)
         stack.enter_context(log)
-        # Not `run.config`, in which techniques divide the batch among ranks.
+        # Not `run.config`, in which techniques shard the batch.
         _start(run, final, record, changed)
         yield run
 

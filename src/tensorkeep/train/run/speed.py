@@ -13,8 +13,8 @@ import torch
 _SIZES = (512, 1024, 2048, 4096, 8192)
 _SECONDS = 0.1
 """How long each matrix size is measured."""
-_LONG = 0.02
-"""Once a matmul takes this many seconds, larger ones are not tried: a CPU that gets here gains nothing from them."""
+_MAX_SECONDS = 0.02
+"""Once a matmul takes this many seconds, larger ones are not tried: on such a slow CPU they are not faster."""
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
@@ -29,7 +29,7 @@ def measured_peak(device: torch.device, dtype: torch.dtype = torch.float32) -> f
         factors = (torch.randn(size, size, generator=generator, device=device, dtype=dtype) for _ in range(2))
         seconds = _fastest_matmul(*factors)
         best = max(best, 2.0 * size**3 / seconds)
-        if seconds > _LONG:
+        if seconds > _MAX_SECONDS:
             break
     if device.type == "cuda":
         # The memory of these matrices must not count as memory of the training.
@@ -100,6 +100,6 @@ class Speedometer:
     def _rates(self, tokens: int, flops: int, seconds: float) -> dict[str, float]:
         if not seconds:
             return {}
-        # A rate that was reached is possible: this corrects a peak that was measured too low on a busy machine.
+        # The peak is at least the rate reached in training; on a busy machine it may be measured too low.
         self.peak = max(self.peak, flops / seconds)
         return {"tokens_per_second": tokens / seconds, "mfu": flops / seconds / self.peak}

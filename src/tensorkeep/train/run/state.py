@@ -46,7 +46,7 @@ class Progress:
     skipped: int = 0
     """Updates skipped because the loss or the gradient norm was not finite."""
     skipped_in_a_row: int = 0
-    """Those since the last update that was made."""
+    """Updates skipped since the last applied one."""
     range_test: RangeTest = field(default_factory=RangeTest)
 
     def state_dict(self) -> dict[str, Any]:

@@ -32,13 +32,13 @@ class CheckpointingSettings(Section, frozen=True):
     Attributes
     ----------
     keep : str
-        ``"nothing"``: only the input of a block is kept. ``"products"``: the results of matmuls and attention are kept
+        ``"nothing"``: only the input of a block is kept. ``"matmuls"``: the results of matmuls and attention are kept
         too, so that only cheap operations are recomputed.
     every : int
         1 for each block, 2 for every second one, and so on.
     """
 
-    keep: Literal["nothing", "products"] = "nothing"
+    keep: Literal["nothing", "matmuls"] = "nothing"
     every: Count = 1
 
 
@@ -79,7 +79,7 @@ class ActivationCheckpointing(Technique):
 
 def _checkpointed(forward: Callable[..., Tensor], *, keep: str) -> Callable[..., Tensor]:
     options: dict[str, Any] = {"use_reentrant": False}
-    if keep == "products":
+    if keep == "matmuls":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _KEPT)
 
     def checkpointed_forward(*inputs: Any) -> Tensor:

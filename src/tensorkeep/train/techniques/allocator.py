@@ -45,13 +45,13 @@ class Allocator(Technique):
     kind: ClassVar = "systems"
     changes: ClassVar = "process"
     summary: ClassVar = "verifies the settings of the CUDA allocator, above all expandable segments"
-    effect: ClassVar = "less memory reserved beyond that of tensors, where their sizes vary; no difference in speed"
+    effect: ClassVar = "less fragmentation when tensor sizes vary; no difference in speed"
     reference: ClassVar = "docs.pytorch.org/docs/stable/notes/cuda.html, PYTORCH_ALLOC_CONF"
     Settings: ClassVar = AllocatorSettings
     settings: AllocatorSettings
 
     def lacks(self, machine: Machine) -> str | None:
-        """Return that CUDA is missing, or the environment that is needed: torch has read it already."""
+        """Return the missing requirement; torch has read the environment already."""
         if sys.platform == "win32":
             return "needs Linux: on Windows the driver has no expandable segments"
         requested = {name: str(value) for name, value in self._requested().items()}

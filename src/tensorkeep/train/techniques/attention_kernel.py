@@ -37,7 +37,7 @@ _NODES = {
 }
 """The kernel that leaves a node of that name in the autograd graph."""
 
-_PASSED = ("View", "UnsafeView", "Reshape", "Clone", "Transpose", "Permute", "ToCopy")
+_PASS_THROUGH_NODES = ("View", "UnsafeView", "Reshape", "Clone", "Transpose", "Permute", "ToCopy")
 """Nodes that do not compute. The kernel "math" computes in 32 bits, and casts its result to the dtype of its input."""
 
 
@@ -170,7 +170,7 @@ def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
 def _kernel_of(tensor: Tensor) -> str:
     """Return the kernel that computed a tensor, which may have been reshaped or cast afterwards."""
     node = tensor.grad_fn
-    while node is not None and node.name().removesuffix("Backward0") in _PASSED:
+    while node is not None and node.name().removesuffix("Backward0") in _PASS_THROUGH_NODES:
         node = node.next_functions[0][0]
     name = "nothing" if node is None else node.name()
     return next((kernel for begin, kernel in _NODES.items() if name.startswith(begin)), name)

@@ -145,7 +145,8 @@ class Compile(Technique):
             warm_up_loss(run)
         except TorchDynamoException as error:
             reason = " ".join(str(error).split("\n\n")[0].split())
-            raise self.not_active(f"torch could not compile: {reason}", "leave compile out, or repair that") from error
+            remedy = "leave compile out, or fix the cause"
+            raise self.not_active(f"torch could not compile: {reason}", remedy) from error
         self._seconds, self._counts_after_warm_up = time.perf_counter() - begin, _counts()
 
     def verify(self, run: Run) -> Verification:

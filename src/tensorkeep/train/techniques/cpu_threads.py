@@ -18,7 +18,7 @@ from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
 from tensorkeep.train.techniques.requirements import Machine
 
-_MOST = 65535
+_MAX_CPU = 65535
 """The highest processor number that is accepted."""
 _SEVERAL = "several processes of a machine would all take the same cores: use torchrun --numa-binding"
 
@@ -53,7 +53,7 @@ class CpuThreads(Technique):
     changes: ClassVar = "process"
     tolerance: ClassVar = 1e-3
     summary: ClassVar = "computes with one thread per physical core, and binds the process to those cores"
-    effect: ClassVar = "a real factor where torch would use hyper-threads or share cores; no effect elsewhere"
+    effect: ClassVar = "faster where torch would use hyper-threads or cores that others use; no effect elsewhere"
     reference: ClassVar = "docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html; sched_setaffinity(2)"
     Settings: ClassVar = CpuThreadsSettings
     conflicts: ClassVar = dict.fromkeys(("ddp", "fsdp", "tensor-parallel", "pipeline-parallel"), _SEVERAL)
@@ -145,7 +145,7 @@ def _parse_cores(text: str) -> set[int]:
         ranges = [[int(end) for end in part.split("-")] for part in text.split(",")]
     except ValueError:
         ranges = []
-    if not ranges or any(len(each) > 2 or not each[0] <= each[-1] <= _MOST for each in ranges):
+    if not ranges or any(len(each) > 2 or not each[0] <= each[-1] <= _MAX_CPU for each in ranges):
         raise UsageError(f"cores is {text!r}", remedy='give numbers and ranges, such as "0-3,8", or "auto"')
     return {core for each in ranges for core in range(each[0], each[-1] + 1)}
 

@@ -1,4 +1,4 @@
-"""CUDA graphs: the kernels of the loss and of its gradient are recorded once, and replayed together."""
+"""CUDA graphs: the kernels of the loss and of its gradient are captured once, and replayed together."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,21 +15,21 @@ from tensorkeep.train.techniques.base import Proof, Technique, Verification
 from tensorkeep.train.techniques.warm_up import Loss, compute_and_discard, warm_up_loss
 
 _WARM_UPS = 3
-_COMMUNICATION = "the processes communicate within a step, which is not recorded"
+_COMMUNICATION = "the processes communicate within a step, which cannot be captured"
 
 
 class CudaGraphs(Technique):
-    """Removes the time that kernels wait for Python. Optimizer, clipping and evaluation are not recorded."""
+    """Removes the time that kernels wait for Python. Optimizer, clipping and evaluation are not captured."""
 
     name: ClassVar = "cuda-graphs"
     kind: ClassVar = "systems"
     changes: ClassVar = "compilation"
     tolerance: ClassVar = 1e-3
-    summary: ClassVar = "records the kernels of a batch, forward and backward, and replays them"
+    summary: ClassVar = "captures the kernels of a batch, forward and backward, and replays them"
     effect: ClassVar = "up to several times the speed for small models, whose kernels take less time than their launch"
     reference: ClassVar = "docs.pytorch.org/docs/stable/notes/cuda.html, CUDA graphs"
     conflicts: ClassVar = {
-        "activation-checkpointing": "it reads the state of random numbers, which is not possible in a recording",
+        "activation-checkpointing": "it reads the state of random numbers, which is not possible in a capture",
         **dict.fromkeys(("ddp", "fsdp", "tensor-parallel", "pipeline-parallel"), _COMMUNICATION),
     }
     after: ClassVar = ("compile",)
@@ -58,8 +58,8 @@ class CudaGraphs(Technique):
             if self._observed:
                 compute_and_discard(run, inner, inputs, targets)
             if inputs.shape != self._graphs.shape:
-                found, recorded = (list(shape) for shape in (inputs.shape, self._graphs.shape))
-                raise self.not_active(f"a batch has shape {found}, the graph {recorded}", "leave it out")
+                found, captured = (list(shape) for shape in (inputs.shape, self._graphs.shape))
+                raise self.not_active(f"a batch has shape {found}, the graph {captured}", "leave it out")
             # Autograd calls backward only if an input needs a gradient.
             anchor = torch.zeros((), device=run.device, requires_grad=True)
             value: Tensor = _Replayed.apply(self._graphs, anchor, inputs, targets)  # type: ignore[no-untyped-call]
@@ -68,7 +68,7 @@ class CudaGraphs(Technique):
         run.operations.loss = loss
 
     def warm_up(self, run: Run) -> None:
-        """Record, while no technique observes."""
+        """Capture, while no technique observes."""
         warm_up_loss(run)
 
     def verify(self, run: Run) -> Verification:
@@ -109,14 +109,14 @@ class LossGraphs:
                     self._compute()
                     found = torch.autograd.grad(self._value, parameters, allow_unused=True)
             self._scale = torch.ones_like(self._value)
-            # A parameter without a gradient has none with graphs either: weight decay distinguishes None from zeros.
+            # Parameters without a gradient keep grad=None; with zeros, weight decay would change them.
             used = [each for each, gradient in zip(parameters, found, strict=True) if gradient is not None]
             self._gradients = {parameter: torch.zeros_like(parameter) for parameter in used}
             del found
             # One pool: the gradient may reuse the loss's memory, because each loss is followed by its gradient.
             pool = torch.cuda.graph_pool_handle() if inputs.is_cuda else None
-            self._replay_loss = record(self._compute, pool)
-            self._replay_gradient = record(self._add_gradient, pool)
+            self._replay_loss = capture(self._compute, pool)
+            self._replay_gradient = capture(self._add_gradient, pool)
 
     def _compute(self) -> None:
         self._value = self._loss(self._inputs, self._targets)
@@ -164,7 +164,7 @@ class _Replayed(torch.autograd.Function):
 
 @contextmanager
 def _side_stream(device: torch.device) -> Iterator[None]:
-    """Run on another stream, as torch requires of the warm-up before a recording."""
+    """Run on another stream, as torch requires of the warm-up before a capture."""
     if device.type != "cuda":
         yield
         return
@@ -176,8 +176,8 @@ def _side_stream(device: torch.device) -> Iterator[None]:
     current.wait_stream(side)
 
 
-def record(work: Callable[[], None], pool: Any) -> Callable[[], None]:
-    """Record work on the GPU; return the function that replays the same kernels on the same memory."""
+def capture(work: Callable[[], None], pool: Any) -> Callable[[], None]:
+    """Capture work on the GPU; return the function that replays the same kernels on the same memory."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         work()

@@ -49,7 +49,7 @@ class FusedCrossEntropy(Technique):
     conflicts: ClassVar = {
         "tensor-parallel": "the head is sharded, and the processes compute the loss together",
         "pipeline-parallel": "only the last stage computes the loss",
-        "fsdp": "the weights of the head are gathered when the whole model is called, which it is not",
+        "fsdp": "fsdp gathers the head in the model's forward, which this technique does not call",
     }
     settings: FusedCrossEntropySettings
 

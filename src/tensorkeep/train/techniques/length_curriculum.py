@@ -109,7 +109,7 @@ class LengthCurriculum(Technique):
 
 def _document_lengths(run: Run) -> npt.NDArray[np.int64]:
     """Return the length in tokens of each document of the training split, with the token that ends it."""
-    documents = run.dataset.about["splits"][TRAIN]["documents"]
+    documents = run.dataset.description["splits"][TRAIN]["documents"]
     if documents is None or documents < 2:
         raise UsageError(
             "length-curriculum needs documents of different lengths, and the text is one document",

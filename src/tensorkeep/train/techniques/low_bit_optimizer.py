@@ -19,7 +19,7 @@ _CLASSES = {8: "AdamW8bit", 4: "AdamW4bit", "fp8": "AdamWFp8"}
 _SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 """The states that are quantised, and whether they are signed: the momentum, and the variance."""
 
-_LEAST = 4096
+_MIN_ELEMENTS = 4096
 """torchao quantises states of so many elements or more."""
 
 
@@ -61,7 +61,7 @@ class LowBitOptimizer(Technique):
     }
 
     def lacks(self, machine: Machine) -> str | None:
-        """Return that torchao is missing, or a compiler."""
+        """Return the missing requirement."""
         lack = machine.lacks_package("torchao", install="torchao")
         return lack or (machine.lacks_compiler() if self.settings.compiled else None)
 
@@ -71,7 +71,8 @@ class LowBitOptimizer(Technique):
         self._block_size = optimizer.block_size
         if not any(map(self._is_large, _weights(optimizer))):
             raise UsageError(
-                f"low-bit-optimizer would quantise nothing: all weights of AdamW have fewer than {_LEAST:,} elements",
+                "low-bit-optimizer would quantise nothing: all weights of AdamW have fewer than "
+                f"{_MIN_ELEMENTS:,} elements",
                 remedy="leave it out, or use a larger model (--model.d_model)",
             )
         run.optimizers["adamw"] = optimizer
@@ -79,14 +80,14 @@ class LowBitOptimizer(Technique):
             run.operations.update = torch.compiler.set_stance("force_eager")(run.operations.update)
 
     def _is_large(self, weight: Tensor) -> bool:
-        return weight.numel() >= _LEAST and weight.numel() % self._block_size == 0
+        return weight.numel() >= _MIN_ELEMENTS and weight.numel() % self._block_size == 0
 
     def verify(self, run: Run) -> Verification:
         """Check after the update which states are quantised, and their fraction of the bytes."""
         with count_updates(run) as updates:
             yield
         optimizer = run.optimizers["adamw"]
-        if not updates.made:
+        if not updates.count:
             return None
         if not updates.optimizer_steps["adamw"]:
             raise self.not_active("the update was made without it")

@@ -50,7 +50,7 @@ class MixedPrecision(Technique):
     changes: ClassVar = "loss"
     tolerance: ClassVar = 0.02
     summary: ClassVar = "computes matmuls in 16 bits, and keeps weights, optimizer and losses in 32"
-    effect: ClassVar = "up to twice the speed, or more, where the chip multiplies 16-bit matrices faster"
+    effect: ClassVar = "up to twice the speed, or more, where the device multiplies 16-bit matrices faster"
     reference: ClassVar = "arXiv 1710.03740; torch.amp"
     Settings: ClassVar = MixedPrecisionSettings
     settings: MixedPrecisionSettings
@@ -168,7 +168,7 @@ def _formatted(dtypes: Counter[torch.dtype]) -> str:
 
 
 def _fastest(device: torch.device) -> _Precision:
-    """Return the precision with the fastest matmuls, measured: a chip may support both without being faster."""
+    """Return the precision with the fastest matmuls, measured: a device may support both without being faster."""
     plain = measured_peak(device)
     peaks = {name: measured_peak(device, dtype) for name, dtype in _DTYPES.items()}
     best = max(peaks, key=lambda name: peaks[name])

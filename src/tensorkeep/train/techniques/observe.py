@@ -84,7 +84,7 @@ def record_inputs(run: Run) -> Iterator[list[Tensor]]:
 class Updates:
     """How many updates of the weights were made, 0 if the gradient was not finite, and the steps of each optimizer."""
 
-    made: int = 0
+    count: int = 0
     optimizer_steps: Counter[str] = field(default_factory=Counter)
 
 
@@ -94,7 +94,7 @@ def count_updates(run: Run) -> Iterator[Updates]:
     updates, update = Updates(), run.operations.update
 
     def counting_update() -> None:
-        updates.made += 1
+        updates.count += 1
         update()
 
     def counting_hook(name: str) -> Any:

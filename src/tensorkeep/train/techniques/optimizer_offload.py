@@ -46,7 +46,7 @@ class OptimizerOffload(Technique):
         with count_updates(run) as updates:
             before = getattr(run.optimizers["adamw"], "fetched_bytes", 0)
             yield
-        if not updates.made:
+        if not updates.count:
             return None
         optimizer = run.optimizers["adamw"]
         expected = sum(weight.nbytes for group in optimizer.param_groups for weight in group["params"])

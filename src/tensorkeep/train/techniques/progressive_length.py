@@ -63,7 +63,7 @@ class ProgressiveLength(Technique):
     reference: ClassVar = "arXiv 2108.06084"
     Settings: ClassVar = ProgressiveLengthSettings
     conflicts: ClassVar = {
-        "cuda-graphs": "a graph is recorded for one shape, and the shape of batches changes",
+        "cuda-graphs": "a graph is captured for one shape, and the shape of batches changes",
         "pipeline-parallel": "stages send each other tensors of one shape, and the shape of batches changes",
     }
     # These draw full windows.

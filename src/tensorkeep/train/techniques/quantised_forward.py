@@ -19,8 +19,8 @@ from tensorkeep.train.techniques.requirements import Machine
 _LARGEST = 127
 """Levels are -127 to 127, symmetric around 0."""
 
-_NEARER = 0.5
-"""The distance from the product of 8-bit integers must be below this fraction of that from the float product."""
+_MAX_DISTANCE_RATIO = 0.5
+"""The error against int8 matmuls must be below this fraction of the error against float matmuls."""
 
 _COMPARED = 256
 """Tokens of a batch whose results are compared."""
@@ -102,7 +102,7 @@ class QuantisedForward(Technique):
         distances: dict[nn.Linear, tuple[float, float]] = {}
         with hooked(each.register_forward_hook(partial(_record_distances, distances)) for each in layers):
             yield
-        near = sum(from_integers < _NEARER * from_plain for from_plain, from_integers in distances.values())
+        near = sum(from_integers < _MAX_DISTANCE_RATIO * from_plain for from_plain, from_integers in distances.values())
         if near < len(layers):
             raise self.not_active(
                 f"of {len(layers)} linear layers {len(layers) - near} did not return products of 8-bit integers"
@@ -173,7 +173,7 @@ def _quantised(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
 
 
 def to_float8(blocks: nn.Module, *, emulate: bool = False) -> None:
-    """Replace linear layers by torchao's, with the same parameters; emulated in float32 for chips without float8."""
+    """Replace linear layers by torchao's, with the same parameters; emulated in float32 for devices without float8."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     convert_to_float8_training(blocks, config=Float8LinearConfig(emulate=emulate))

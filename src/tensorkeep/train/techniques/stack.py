@@ -22,7 +22,7 @@ COMBINATIONS: dict[str, tuple[str, ...]] = {
 """Named combinations: A for speed, B for memory with long contexts, C for memory alone."""
 
 _MOST_OBSERVED = 40
-"""A technique must be proved within so many steps: no run may skip as many updates in a row."""
+"""A technique must be proved within this many steps. More than `MOST_SKIPPED`: a run that skips updates ends first."""
 
 
 def expanded(names: Iterable[str]) -> list[str]:

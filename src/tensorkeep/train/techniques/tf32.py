@@ -1,4 +1,4 @@
-"""TF32: float32 matmuls whose operands are rounded to fewer bits by the chip."""
+"""TF32: float32 matmuls whose operands are rounded to fewer bits by the device."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -40,7 +40,7 @@ class Tf32(Technique):
     kind: ClassVar = "systems"
     changes: ClassVar = "process"
     tolerance: ClassVar = 0.02
-    summary: ClassVar = "lets the chip round the operands of float32 matmuls"
+    summary: ClassVar = "lets the device round the operands of float32 matmuls"
     effect: ClassVar = "matmuls up to eight times as fast as in float32, and half as fast as in 16 bits"
     reference: ClassVar = "docs.pytorch.org/docs/stable/notes/cuda.html, TensorFloat-32"
     Settings: ClassVar = Tf32Settings
@@ -48,7 +48,7 @@ class Tf32(Technique):
     settings: Tf32Settings
 
     def lacks(self, machine: Machine) -> str | None:
-        """Return what chip it needs. On a CPU a matmul is tried, because torch accepts the setting on any CPU."""
+        """Return what device it needs. On a CPU a matmul is tried, because torch accepts the setting on any CPU."""
         precision = self.settings.precision
         if machine.on_cuda:
             return "needs a CPU for bf16" if precision == "bf16" else machine.lacks_cuda(least=(8, 0))
@@ -57,7 +57,7 @@ class Tf32(Technique):
             error = _matmul_error(machine.device)
         if error > _ROUNDED:
             return None
-        return f"needs a chip that rounds float32 matmuls to {precision}; here they are exact to {error:.0e}"
+        return f"needs a device that rounds float32 matmuls to {precision}; here they are exact to {error:.0e}"
 
     def process(self) -> AbstractContextManager[None]:
         """Restore the precision at the end."""
@@ -87,7 +87,7 @@ class Tf32(Technique):
         if min(errors) < _ROUNDED:
             raise self.not_active(
                 f"a matmul in the step was exact to {min(errors):.0e}, the precision of float32 itself",
-                "leave it out: the chip does not round",
+                "leave it out: the device does not round",
             )
         return Proof(
             f"matmuls were off by {max(errors):.0e}, as in {requested}", precision=requested, error=max(errors)

@@ -30,7 +30,7 @@ class TritonKernel(Technique):
     conflicts: ClassVar = {"compile": "the compiler fuses activations itself"}
 
     def lacks(self, machine: Machine) -> str | None:
-        """Return that a GPU that Triton supports, or Triton itself, is missing."""
+        """Return the missing requirement."""
         return machine.lacks_cuda(least=(8, 0)) or machine.lacks_package("triton", install="triton")
 
     def apply(self, run: Run) -> None:

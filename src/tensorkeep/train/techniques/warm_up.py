@@ -1,8 +1,8 @@
 """Warm up a step: compute a loss and its gradient, and leave no trace in the run or in the random states.
 
-Compiled code and recorded graphs run no Python hooks, and hooks are how most techniques observe a step. Therefore a
-technique that compiles or records does so in a warm-up, while no hooks are installed. While the first step is observed,
-it also computes each batch once in plain Python, so that the hooks of other techniques run.
+Compiled code and captured graphs run no Python hooks, and hooks are how most techniques observe a step. Therefore a
+technique that compiles or captures does so in a warm-up, while no hooks are installed. While the first step is
+observed, it also computes each batch once in plain Python, so that the hooks of other techniques run.
 """
 
 from collections.abc import Callable, Iterator

@@ -25,7 +25,7 @@ DEFAULT_VOCAB_SIZE = 4096
 SMALLEST_VOCAB_SIZE = 257
 """256 bytes and the end of a document."""
 
-_LEAST_OFTEN = 2
+_MIN_FREQUENCY = 2
 """Occurrences of a pair; merging a pair that occurs once saves nothing."""
 
 
@@ -70,7 +70,7 @@ class BpeTokenizer(Tokenizer):
         learner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         trainer = tokenizers.trainers.BpeTrainer(
             vocab_size=vocab_size - documents,
-            min_frequency=_LEAST_OFTEN,
+            min_frequency=_MIN_FREQUENCY,
             show_progress=False,
             initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         )

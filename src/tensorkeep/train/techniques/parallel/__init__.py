@@ -25,7 +25,7 @@ class Parallel(Technique):
     # With dropout, each process draws other zeros; without it, only the order of sums differs.
     tolerance: ClassVar = 0.05
     # Its own name has no effect: a technique is on once.
-    conflicts: ClassVar = dict.fromkeys(TOGETHER, "each would divide the processes by itself")
+    conflicts: ClassVar = dict.fromkeys(TOGETHER, "both need all ranks")
 
     def lacks(self, machine: Machine) -> str | None:
         """Return the command that starts the processes, unless they are started."""

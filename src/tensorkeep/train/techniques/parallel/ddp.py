@@ -21,7 +21,7 @@ class Ddp(Parallel):
 
     name: ClassVar = "ddp"
     summary: ClassVar = "lets each process train its rows of every batch, and averages their gradients"
-    effect: ClassVar = "almost as many times the speed as there are devices, while a batch keeps each of them busy"
+    effect: ClassVar = "nearly linear speed-up if the batch per device is large enough"
     reference: ClassVar = "arXiv 2006.15704; torch.nn.parallel.DistributedDataParallel"
 
     parallel: DistributedDataParallel

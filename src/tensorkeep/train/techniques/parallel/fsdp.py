@@ -23,7 +23,7 @@ class Fsdp(ShardedParallel):
 
     name: ClassVar = "fsdp"
     summary: ClassVar = "shards weights, gradients and optimizer states among processes, and gathers block by block"
-    effect: ClassVar = "the state takes as many times less memory as there are devices; 1.5 times as much is sent"
+    effect: ClassVar = "state memory is divided by the number of devices; 1.5 times the communication of ddp"
     reference: ClassVar = "arXiv 2304.11277; torch.distributed.fsdp.fully_shard"
 
     def apply(self, run: Run) -> None:

@@ -49,7 +49,9 @@ class PipelineParallel(Parallel):
 
     name: ClassVar = "pipeline-parallel"
     summary: ClassVar = "gives each process some of the blocks, through which micro-batches pass one after the other"
-    effect: ClassVar = "as many times less memory as there are devices, and little to send, but some of them wait"
+    effect: ClassVar = (
+        "memory is divided by the number of stages; little communication; devices are idle in the pipeline bubble"
+    )
     reference: ClassVar = "arXiv 1811.06965; torch.distributed.pipelining"
     Settings: ClassVar = PipelineSettings
     conflicts: ClassVar = {
@@ -165,13 +167,13 @@ class PipelineParallel(Parallel):
         if counts != expected:
             raise self.not_active(f"the blocks computed {counts} micro-batches instead of {expected}")
         own = self.stages.own()
-        held = [
+        foreign = [
             name
             for name, each in run.model.named_parameters()
             if name not in own and each.untyped_storage().nbytes() > 16
         ]
-        if held:
-            raise self.not_active(f"this process holds {len(held)} weights of other stages, such as {held[0]}")
+        if foreign:
+            raise self.not_active(f"this process holds {len(foreign)} weights of other stages, such as {foreign[0]}")
         return Proof(
             f"{self.settings.parts} micro-batches passed through {len(self.stages.blocks)} of {len(blocks)} blocks in "
             f"this one of {run.world.size} processes, which has {len(own)} weights",

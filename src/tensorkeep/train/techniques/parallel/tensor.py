@@ -33,7 +33,7 @@ class TensorParallel(ShardedParallel):
 
     name: ClassVar = "tensor-parallel"
     summary: ClassVar = "shards the matrices of every block among processes, by heads and by hidden units"
-    effect: ClassVar = "blocks take as many times less memory as there are devices; every block waits for them twice"
+    effect: ClassVar = "the memory of the blocks is divided by the number of devices; two all-reduces per block"
     reference: ClassVar = "arXiv 1909.08053; torch.distributed.tensor.parallel.parallelize_module"
     conflicts: ClassVar = {**Parallel.conflicts, "activation-swapping": "it cannot move the sharded activations"}
 
