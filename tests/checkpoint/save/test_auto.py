@@ -248,7 +248,7 @@ def test_the_report_has_the_choice_and_the_reason(tmp_path: Path, tiny: None, mo
     report = tensorkeep.save({"w": torch.zeros(1000)}, tmp_path / "ckpt", compression="auto")
     assert report.compression == "lossless"
     assert report.auto is not None
-    assert report.auto["rates"] == {"gather": 8 * GB, "code": 1.4 * GB, "share": 0.66, "disk": 0.2 * GB}
+    assert report.auto["rates"] == {"gather": 8 * GB, "code": 1.4 * GB, "compressed_fraction": 0.66, "disk": 0.2 * GB}
     assert report.as_dict()["auto"]["seconds"]["lossless"] < report.auto["seconds"]["none"]
     assert tensorkeep.info(tmp_path / "ckpt").details["compression"] == "lossless"
     again = tensorkeep.convert(tmp_path / "ckpt", tmp_path / "c.safetensors", to="safetensors", compression="auto")

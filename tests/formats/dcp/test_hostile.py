@@ -299,7 +299,7 @@ def test_expanded_tensor_is_refused(tmp_path: Path) -> None:
 
     write_chunks(tmp_path / "c", {"w": torch.ones(50)}, change=change)
     (tmp_path / "c" / "__0_0.distcp").write_bytes(content.getvalue())
-    with FORMAT.open(tmp_path / "c", OpenSettings()) as reader, pytest.raises(CorruptCheckpointError, match="repeats"):
+    with FORMAT.open(tmp_path / "c", OpenSettings()) as reader, pytest.raises(CorruptCheckpointError, match="overlap"):
         load(reader)
 
 

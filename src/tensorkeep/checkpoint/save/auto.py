@@ -10,10 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -90,14 +89,6 @@ class Decision:
     seconds: dict[str, float] | None = None
     again: bool = False
     measuring_seconds: float = 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it as plain values, as reports contain it; ``compressed_fraction`` has the key ``share`` there."""
-        values = asdict(self)
-        if self.rates is not None:
-            names = {"compressed_fraction": "share"}
-            values["rates"] = {names.get(name, name): rate for name, rate in values["rates"].items()}
-        return values
 
 
 def decide(

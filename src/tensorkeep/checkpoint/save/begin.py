@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -138,7 +138,7 @@ def begin_save(
         compression=settings.compression,
         state_bytes=sum(leaf.nbytes for leaf in flat.leaves.values()),
         tensors=len(flat.leaves),
-        auto=None if decision is None else decision.as_dict(),
+        auto=None if decision is None else asdict(decision),
         settings_from=request.settings_from,
     )
     job = SaveJob(os.fspath(request.path), write, make_report, memory, request.started, fits, on_durable)
