@@ -3,6 +3,7 @@
 import ast
 import re
 import sys
+import textwrap
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -136,7 +137,8 @@ def tree(folder: Path = SOURCE, indent: str = "  ") -> list[str]:
     lines = []
     for path in files:
         line = f"{indent}{path.name:<{width}}  {summary(path)}"
-        lines.append(line if len(line) <= 118 else f"{line[: line.rfind(' ', 0, 115)]} ...")
+        below = " " * (len(indent) + width + 2)
+        lines += textwrap.wrap(line, 118, subsequent_indent=below, break_long_words=False, break_on_hyphens=False)
     for inner in sorted(path for path in folder.iterdir() if list(path.rglob("*.py"))):
         lines += [f"{indent}{inner.name}/", *tree(inner, indent + "  ")]
     return lines

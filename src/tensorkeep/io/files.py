@@ -1,4 +1,4 @@
-"""Parallel direct writes of one new file; turns errors of the operating system into ours, with remedies.
+"""Parallel direct writes of one new file; converts OSError to StoreError, with a remedy.
 
 A buffered write of a checkpoint costs a copy, and then a flush that ``fsync`` waits for. So files are written with
 O_DIRECT. Where it is refused (tmpfs, some network file systems), the same calls go through the page cache.

@@ -1,4 +1,4 @@
-"""The report as one offline page of HTML, escaped: fills ``report/page/template.html.j2``."""
+"""The report as one offline page of HTML: which tables it has; fills ``report/page/template.html.j2``."""
 
 import base64
 import hashlib

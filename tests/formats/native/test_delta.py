@@ -144,7 +144,7 @@ def test_damage_in_a_base_names_the_damaged_file(tmp_path: Path) -> None:
 
 
 def test_chains_of_several_differences_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(previous, "DEEPEST", 3)
+    monkeypatch.setattr(previous, "MAX_CHAIN_LENGTH", 3)
     state = weights(1)
     tensorkeep.save(state, tmp_path / "0", incremental=True)
     for number in (1, 2, 3):

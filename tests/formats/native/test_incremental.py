@@ -217,7 +217,7 @@ def test_differences_are_smaller_and_load(tmp_path: Path) -> None:
         assert tensorkeep.verify(tmp_path / str(number)).ok
         assert (
             tensorkeep.info(tmp_path / str(number)).details.get("history", {}).get("deepest_chain", 0)
-            <= previous.DEEPEST
+            <= previous.MAX_CHAIN_LENGTH
         )
 
 

@@ -72,7 +72,7 @@ class Samples:
         return self.results.statistics(arm.name, measure.name)
 
     def failures(self, arm: str) -> list[Cell]:
-        """Return an arm's cells that were reached, or can never be, and have no figures."""
+        """Return an arm's cells without figures, except those that are still planned."""
         return [cell for cell in self.cells_of(arm) if cell.status not in ("ok", "planned")]
 
     def failed_gate(self, arm: str) -> bool:

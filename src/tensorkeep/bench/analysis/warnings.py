@@ -31,7 +31,7 @@ _FAILED = {
     "not-run": "not run",
 }
 _REMEDIES = {
-    "gate": "do not use it for this state; the reason of its cells names the difference",
+    "gate": "do not use it for this state; the field `reason` of its cells names the difference",
     "failed": "run the command of its cell by itself to see the full error",
     "timeout": "raise --time-limit, or use a smaller model",
     "memory": "raise --memory-limit, or use a smaller model",

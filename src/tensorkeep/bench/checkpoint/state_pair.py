@@ -44,7 +44,7 @@ class StatePair:
         return all(leaf.writable for leaf in self.flat.leaves.values())
 
     def wipe_target(self) -> None:
-        """Overwrite the target, so that values of an earlier load cannot pass the gate."""
+        """Overwrite the target, so that a load that does nothing fails the comparison."""
         for leaf in flatten(self.target).leaves.values():
             memory = leaf.host_bytes()
             if memory is not None and leaf.writable:

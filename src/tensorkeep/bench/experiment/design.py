@@ -60,7 +60,7 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"se
 
 
 class Combination(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Several changes together; the name is made of theirs unless given."""
+    """Several changes together; by default, its name joins theirs."""
 
     changes: tuple[Text, ...]
     name: Text | None = None

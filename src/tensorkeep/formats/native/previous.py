@@ -1,4 +1,4 @@
-"""The base of an incremental save: an earlier checkpoint whose unchanged blocks are reused.
+"""The base of an incremental save: which blocks are reused, and which are stored as differences.
 
 The files that hold such blocks are hard-linked into the new checkpoint's directory, so that each checkpoint is complete
 in itself: the file system counts the links, and removing one checkpoint never breaks another. A block that has changed
@@ -31,10 +31,10 @@ Below that, its blocks are written again: otherwise a file might be kept for eve
 MOST_FILES = 64
 """Files of earlier saves that one checkpoint may have, unless twice the number of its own files is more."""
 
-MOST_DIFFERENCES = 7
+MAX_DIFFERENCES_IN_A_ROW = 7
 """How many times in a row a block is stored as a difference before it is stored in full again."""
 
-DEEPEST = 1
+MAX_CHAIN_LENGTH = 1
 """Differences to undo when a block is read: more of them make it smaller, and slower to read."""
 
 
@@ -120,15 +120,15 @@ class PreviousCheckpoint:
     def base_of(self, block: Block) -> DifferenceBase | None:
         """Return the blocks that a changed block may be stored as the difference from, or None."""
         found = self._earlier(block) if self._delta and block.nbytes >= SMALLEST_DIFFERENCE else None
-        if found is None or found[1].age >= MOST_DIFFERENCES:
+        if found is None or found[1].age >= MAX_DIFFERENCES_IN_A_ROW:
             return None
         record, place = found
         own = BaseRecord(record.codec, record.length, record.raw, record.stored, place.file, place.offset)
         records = [own, *place.bases]
         stored = self._opened.block(record, place)
         chain = [stored, *stored.bases]
-        # The nearest block that does not make the chain too deep.
-        first = max(0, len(records) - DEEPEST)
+        # The newest base that keeps the chain within the maximum length.
+        first = max(0, len(records) - MAX_CHAIN_LENGTH)
         top = chain[first]
         # Without the checksum of its raw bytes, which `read` compares.
         undigested = replace(top, raw="", bases=tuple(chain[first + 1 :]))

@@ -1,4 +1,4 @@
-"""Reading safetensors files and sharded directories, without trusting anything in them."""
+"""Detecting and reading safetensors files and sharded directories, without trusting anything in them."""
 
 import re
 import stat

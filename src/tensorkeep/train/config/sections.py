@@ -1,4 +1,4 @@
-"""The sections of a run's configuration: what can be set, and within which bounds.
+"""The sections of a run's configuration: each setting with its default and bounds.
 
 Types and bounds are in the annotations (`msgspec.Meta`). `Section` checks them whenever a section is made, from code
 or from a file.

@@ -138,7 +138,7 @@ def _open_again(config: Config, folder: RunFolder, given: Collection[str], meter
         return found
     if place != folder.data and not moved:
         raise NotFoundError(
-            "the data of the run is no longer there", path=place, remedy="give its new place: --data FOLDER"
+            "the data of the run is no longer there", path=place, remedy="give its new location: --data FOLDER"
         )
     return _verified(_prepared(config, folder, meter, overwrite=False), meter, folder.check_data)
 

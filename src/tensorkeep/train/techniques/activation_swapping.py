@@ -56,7 +56,7 @@ class ActivationSwapping(Technique):
     conflicts: ClassVar = {
         "activation-checkpointing": "checkpointed blocks save nothing that could be moved",
         "compile": "compiled code fetches everything it saved at once, which needs the memory that should be saved",
-        "cuda-graphs": "a captured graph does not ask for saved tensors, so none could be moved back",
+        "cuda-graphs": "replaying a captured graph does not run the saved-tensor hooks, so none could be moved back",
         "fsdp": "it gathers weights again for the backward pass, and they would be moved like activations",
     }
     settings: ActivationSwappingSettings

@@ -161,7 +161,7 @@ class ActivationFunction(Technique):
     effect: ClassVar = "often a slightly lower loss with ReLU^2 or a gated activation, at equal parameters and time"
     reference: ClassVar = "arXiv 2002.05202, arXiv 2109.08668"
     Settings: ClassVar = ActivationSettings
-    conflicts: ClassVar = {"pipeline-parallel": "its proof needs every block, and each process has only some of them"}
+    conflicts: ClassVar = {"pipeline-parallel": "its activity check needs every block, but each process has only some"}
     settings: ActivationSettings
     verify = prove_activation
 

@@ -54,7 +54,9 @@ class LengthCurriculum(Technique):
     kind: ClassVar = "algorithmic"
     changes: ClassVar = "data"
     summary: ClassVar = "draws windows from short documents at first, and adds longer ones in stages"
-    effect: ClassVar = "none on speed; a lower loss early on, rarely at the end: compare at the same number of tokens"
+    effect: ClassVar = (
+        "no change in speed; a lower loss early on, rarely at the end: compare at the same number of tokens"
+    )
     reference: ClassVar = "arXiv 1903.09848"
     Settings: ClassVar = LengthCurriculumSettings
     conflicts: ClassVar = {

@@ -54,7 +54,9 @@ class QuantisedForward(Technique):
     kind: ClassVar = "algorithmic"
     changes: ClassVar = "model"
     summary: ClassVar = "rounds the operands of the blocks' matmuls to 8 bits"
-    effect: ClassVar = "int8: slower, it measures the loss only; float8: up to 1.3 times the speed for large models"
+    effect: ClassVar = (
+        "int8: slower, use it only to see the effect on the loss; float8: up to 1.3 times the speed for large models"
+    )
     reference: ClassVar = "arXiv 1712.05877, arXiv 2209.05433; torchao.float8"
     Settings: ClassVar = QuantisedForwardSettings
     settings: QuantisedForwardSettings

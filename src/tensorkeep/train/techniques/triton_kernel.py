@@ -25,7 +25,9 @@ class TritonKernel(Technique):
     changes: ClassVar = "model"
     tolerance: ClassVar = 0.01
     summary: ClassVar = "computes SwiGLU, GeGLU or squared ReLU in one kernel each way, without intermediate results"
-    effect: ClassVar = "a third fewer activations of the MLP, and a few per cent of a step's time; compile does as much"
+    effect: ClassVar = (
+        "a third less memory for activations of the MLP, and a few per cent of a step's time; compile does as much"
+    )
     reference: ClassVar = "arXiv 2410.10989; Tillet et al., MAPL 2019, doi 10.1145/3315508.3329973"
     conflicts: ClassVar = {"compile": "the compiler fuses activations itself"}
 

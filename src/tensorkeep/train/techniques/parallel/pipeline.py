@@ -20,7 +20,7 @@ from tensorkeep.train.techniques.parallel.stages import StageModule, Stages, sav
 from tensorkeep.train.techniques.wrapped_batches import WrappedBatches
 
 _SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-_ALL_BLOCKS = "its proof needs every block, and each process has only some of them"
+_ALL_BLOCKS = "its activity check needs every block, but each process has only some"
 _ALL_WEIGHTS = "it handles the optimizer states of all weights, and each process has only some of them"
 
 
