@@ -59,7 +59,7 @@ class TestActivationFunction(TechniqueSuite):
 
 
 def test_pipeline_parallel_conflicts() -> None:
-    with pytest.raises(UsageError, match="each process has only some of them"):
+    with pytest.raises(UsageError, match="each process has only some"):
         Stack.of({"activation-function": {}, "pipeline-parallel": {}})
 
 
