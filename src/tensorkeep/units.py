@@ -74,3 +74,8 @@ def _three_digits(value: float) -> str:
     if abs(value) >= 99.95:
         return f"{value:.0f}"
     return f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count and its noun, such as ``1 tensor`` or ``2,370 tensors``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -6,8 +6,8 @@ from tensorkeep.checkpoint.inspect.convert import convert as write_converted
 from tensorkeep.checkpoint.save.job import SaveReport
 from tensorkeep.cli.options import SIZE, Globs, Switch, Threads
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import counted, print_lines, ratio
-from tensorkeep.units import format_bytes, format_rate, format_seconds
+from tensorkeep.cli.text import print_lines, ratio
+from tensorkeep.units import counted, format_bytes, format_rate, format_seconds
 
 
 def convert(

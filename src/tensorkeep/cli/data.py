@@ -8,10 +8,10 @@ from cyclopts import Parameter
 
 from tensorkeep.cli.options import Switch
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import Table, counted, print_lines
+from tensorkeep.cli.text import Table, print_lines
 from tensorkeep.train.data.dataset import SPLITS, Dataset
 from tensorkeep.train.data.prepare import prepare as make
-from tensorkeep.units import format_bytes
+from tensorkeep.units import counted, format_bytes
 
 _SAMPLE = 200
 """Number of characters that ``data info`` shows."""

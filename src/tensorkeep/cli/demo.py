@@ -18,9 +18,9 @@ from tensorkeep.bench.run.rounds import Rounds, run_rounds, tool_measurements
 from tensorkeep.checkpoint.load.verify import VerifyReport
 from tensorkeep.cli.options import AtLeastOne, Switch
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import Table, counted, print_lines
+from tensorkeep.cli.text import Table, print_lines
 from tensorkeep.errors import UsageError
-from tensorkeep.units import format_bytes, format_seconds
+from tensorkeep.units import counted, format_bytes, format_seconds
 
 _LABELS = {measure.name: measure.label for measure in MEASURES}
 

@@ -10,8 +10,9 @@ from tensorkeep.checkpoint.inspect.diff import DiffReport
 from tensorkeep.checkpoint.inspect.diff import diff as compare
 from tensorkeep.cli.options import Globs, MemoryBudget, Threads
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import Table, counted, print_lines
+from tensorkeep.cli.text import Table, print_lines
 from tensorkeep.io.buffers import DEFAULT_BUDGET
+from tensorkeep.units import counted
 
 Tolerance = Annotated[float, Parameter(validator=Number(gte=0))]
 

@@ -9,11 +9,12 @@ from cyclopts.validators import Number
 
 from tensorkeep.cli.options import Run, Which
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import counted, print_lines
+from tensorkeep.cli.text import print_lines
 from tensorkeep.train.generate import generate as continue_prompt
 from tensorkeep.train.generate import prompt_ids
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.trained import load_trained
+from tensorkeep.units import counted
 
 
 def generate(

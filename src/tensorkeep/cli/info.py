@@ -12,10 +12,10 @@ from tensorkeep.checkpoint.inspect.info import InfoReport, Total, describe
 from tensorkeep.checkpoint.inspect.info import info as read_info
 from tensorkeep.cli.options import InputFormat, Switch
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import Table, counted, print_lines, ratio
+from tensorkeep.cli.text import Table, print_lines, ratio
 from tensorkeep.formats.base import Entry
 from tensorkeep.state import names
-from tensorkeep.units import format_bytes
+from tensorkeep.units import counted, format_bytes
 
 
 def info(

@@ -9,10 +9,10 @@ from tensorkeep.checkpoint.manager.retention import KeepBest, KeepThinned
 from tensorkeep.checkpoint.manager.steps import Step, check_removable, step_path
 from tensorkeep.cli.options import Switch
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import counted, print_lines
+from tensorkeep.cli.text import print_lines
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, TensorkeepError, UsageError
 from tensorkeep.formats.native.directory import freed_bytes
-from tensorkeep.units import format_bytes
+from tensorkeep.units import counted, format_bytes
 
 
 def prune(

@@ -21,11 +21,6 @@ def print_lines(*lines: str) -> None:
         print(printable(line))
 
 
-def counted(count: int, noun: str) -> str:
-    """Return a count and its noun, such as ``1 tensor`` or ``2,370 tensors``."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
 def ratio(nbytes: int, stored_bytes: int) -> str:
     """Return how many times smaller the stored bytes are, such as ``1.49x``."""
     return f"{nbytes / stored_bytes:.2f}x" if stored_bytes else "-"

@@ -7,10 +7,9 @@ from typing import Any
 from tensorkeep.bench.demo.training import RepeatedSteps, TrainingDemo
 from tensorkeep.checkpoint.inspect.info import info
 from tensorkeep.cli.output import Output
-from tensorkeep.cli.text import counted
 from tensorkeep.train.generate import generate, prompt_ids
 from tensorkeep.train.run.trained import load_trained
-from tensorkeep.units import format_bytes
+from tensorkeep.units import counted, format_bytes
 
 _PROMPT = "def "
 _TOKENS = 300

@@ -13,9 +13,9 @@ from tensorkeep.bench.tune.tuned_file import check_writable, read_text, with_tab
 from tensorkeep.checkpoint.settings import FILE_NAME
 from tensorkeep.cli.options import Size, Switch
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import Table, counted, print_lines, printable, ratio
+from tensorkeep.cli.text import Table, print_lines, printable, ratio
 from tensorkeep.errors import NotFoundError, UsageError
-from tensorkeep.units import format_bytes, format_rate
+from tensorkeep.units import counted, format_bytes, format_rate
 from tensorkeep.version import __version__
 
 

@@ -11,11 +11,11 @@ from tensorkeep.checkpoint.load.verify import verify as check
 from tensorkeep.cli.errors import as_failure, error_lines, most_severe
 from tensorkeep.cli.options import InputFormat, MemoryBudget, Threads
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import counted, print_lines
+from tensorkeep.cli.text import print_lines
 from tensorkeep.errors import CorruptCheckpointError, TensorkeepError
 from tensorkeep.formats.base import Problem
 from tensorkeep.io.buffers import DEFAULT_BUDGET
-from tensorkeep.units import format_bytes, format_rate, format_seconds
+from tensorkeep.units import counted, format_bytes, format_rate, format_seconds
 
 
 def verify(

@@ -1,9 +1,10 @@
 """The sentences of a report: subject, verdicts, noise, and missing results."""
 
 from tensorkeep.bench.analysis.warnings import too_noisy
-from tensorkeep.bench.analysis.wording import capitalised, counted, difference, gain, interval
+from tensorkeep.bench.analysis.wording import capitalised, difference, gain, interval
 from tensorkeep.bench.results import Measure, Recommendation, Results, Statistics
 from tensorkeep.report.measures import compared_arms
+from tensorkeep.units import counted
 
 _COUNTED = {
     "helps": "better",

@@ -9,8 +9,9 @@ import math
 from collections.abc import Sequence
 
 from tensorkeep.bench.analysis.statistics import LEVEL, Comparison
-from tensorkeep.bench.analysis.wording import counted, difference, interval_95, number
+from tensorkeep.bench.analysis.wording import difference, interval_95, number
 from tensorkeep.bench.results import Noise, Verdict
+from tensorkeep.units import counted
 
 SMALLEST = 1.001
 """The smallest gain that counts as a difference, where the A/A control shows no noise at all."""

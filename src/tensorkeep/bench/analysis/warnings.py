@@ -11,9 +11,9 @@ from statistics import median
 from tensorkeep.bench.analysis.samples import Samples
 from tensorkeep.bench.analysis.statistics import blocks_needed
 from tensorkeep.bench.analysis.verdicts import SMALLEST
-from tensorkeep.bench.analysis.wording import counted, difference, gain, gate_words, interval, listed, number
+from tensorkeep.bench.analysis.wording import difference, gain, gate_words, interval, listed, number
 from tensorkeep.bench.results import Caution, Measure, Results
-from tensorkeep.units import format_bytes, format_seconds
+from tensorkeep.units import counted, format_bytes, format_seconds
 
 _NOISY = 0.10
 _WIDE = 1.05

@@ -88,11 +88,6 @@ def listed(names: Sequence[str], most: int = 6) -> str:
     return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
-def counted(count: int, noun: str) -> str:
-    """Return a count and its noun, such as ``1 run`` or ``12 runs``."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
 def capitalised(text: str) -> str:
     """Return a text that begins with a capital letter."""
     return text[:1].upper() + text[1:]

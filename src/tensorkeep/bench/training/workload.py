@@ -10,7 +10,6 @@ import msgspec
 import torch
 from msgspec import Meta
 
-from tensorkeep.bench.analysis.wording import counted
 from tensorkeep.bench.experiment.validation import convert
 from tensorkeep.bench.experiment.workload import Outcome, Prepared, Task, Workload
 from tensorkeep.bench.results import Measure, Settings, Subject
@@ -32,7 +31,7 @@ from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.run.data import absolute_source
 from tensorkeep.train.run.device import chosen_device
-from tensorkeep.units import format_bytes
+from tensorkeep.units import counted, format_bytes
 
 _INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _BYTES_PER_WEIGHT = 4

@@ -12,13 +12,13 @@ from typing import Literal
 
 from tensorkeep.bench.analysis.statistics import Comparison, compare, describe, holm
 from tensorkeep.bench.analysis.verdicts import judge
-from tensorkeep.bench.analysis.wording import counted
 from tensorkeep.bench.checkpoint.measure import SAVE, STORED
 from tensorkeep.bench.results import Settings
 from tensorkeep.bench.run.rounds import Rounds
 from tensorkeep.formats.write import BLOCK_BYTES, thread_bytes
 from tensorkeep.io.buffers import DEFAULT_BUDGET
 from tensorkeep.io.parallel import default_threads
+from tensorkeep.units import counted
 
 SMALLEST_GAIN = 1.05
 """How many times faster a setting must be to replace the first one."""
