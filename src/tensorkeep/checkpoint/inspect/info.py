@@ -1,4 +1,4 @@
-"""`tensorkeep.info`: what a checkpoint contains, without reading a tensor."""
+"""`tensorkeep.info`: what a checkpoint contains, without reading a tensor; the report and its JSON."""
 
 import os
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""Opening arrays, and reading byte ranges with each chunk decoded once where memory allows.
+"""Opening arrays, refusing chunks too large to decode, and reading byte ranges.
 
 Reading is cheapest in full rows of chunks. If such a row is too large to be read at once, smaller ranges are read
 through a cache that holds it, so that a sequential load still decodes each chunk once.

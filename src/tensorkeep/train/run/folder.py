@@ -1,4 +1,4 @@
-"""The folder of a run: record of its start, tokenizer, log, checkpoints and data."""
+"""The folder of a run: its record, tokenizer, log and checkpoints; refuses data other than the run began with."""
 
 import os
 import subprocess
