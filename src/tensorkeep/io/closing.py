@@ -1,14 +1,15 @@
 """Base class of context managers that call `close()`."""
 
+from abc import ABC, abstractmethod
 from typing import Self
 
 
-class Closing:
+class Closing(ABC):
     """A context manager that calls its `close`."""
 
+    @abstractmethod
     def close(self) -> None:
         """Release what it holds; a second call does nothing."""
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         return self
