@@ -1,11 +1,11 @@
 """``tensorkeep prune``: delete the steps of a run that no retention rule keeps."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from tensorkeep.checkpoint.manager.manager import CheckpointManager
-from tensorkeep.checkpoint.manager.retention import KeepBest, KeepThinned
+from tensorkeep.checkpoint.manager.retention import KeepBest, KeepThinned, best_step
 from tensorkeep.checkpoint.manager.steps import Step, check_removable, step_path
 from tensorkeep.cli.options import Switch
 from tensorkeep.cli.output import DEFAULT, Output
@@ -23,7 +23,7 @@ def prune(
     keep_every: int | None = None,
     keep_best: int | None = None,
     metric: str | None = None,
-    mode: str = "min",
+    mode: Literal["min", "max"] | None = None,
     keep_thinned: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative=())] = (),
     broken: Annotated[bool, Switch] = False,
     dry_run: Annotated[bool, Switch] = False,
@@ -46,7 +46,7 @@ def prune(
     metric
         The metric of --keep-best; may be omitted if the steps have only one.
     mode
-        Whether the metric is better when smaller (min) or larger (max).
+        Whether the smallest (min) or the largest (max) value of the metric is best; by default known from its name.
     keep_thinned
         Keep fewer of the older steps: AGE:DISTANCE pairs such as 1h:0 1d:1h 30d:1d.
     broken
@@ -67,6 +67,8 @@ def prune(
             raise NotACheckpointError(
                 "contains no steps", path=root, remedy="give the folder that contains step-000100"
             )
+        if keep_best is not None and found.steps and best_step(found.steps, metric, mode) is None:
+            raise UsageError("no step has a metric to find the best by", path=root, remedy="omit --keep-best")
         unwanted = [step.number for step in manager.prune(dry_run=True)]
         # A step that could not be read, or of a later version, may be intact; other folders belong to the user.
         damage = {number for number, error in found.broken.items() if isinstance(error, CorruptCheckpointError)}

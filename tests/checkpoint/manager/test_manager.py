@@ -90,7 +90,32 @@ def test_the_best_are_kept_and_found(tmp_path: Path) -> None:
         assert best is not None
         assert worst is not None
         assert (best.number, worst.number) == (2, 4)
-        assert manager.best("unknown") is None
+        with pytest.raises(tensorkeep.UsageError, match="'los', only accuracy, loss"):
+            manager.best("los")
+
+
+def test_the_best_by_a_metric_and_mode_of_the_manager(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, keep_best=2, metric="score", mode="max") as manager:
+        for number, score in [(1, 3.0), (2, 1.0), (3, 5.0), (4, 2.0)]:
+            manager.save(number, state(number), metrics={"score": score, "loss": score}).wait()
+        assert numbers(manager) == [1, 3, 4]
+        best, least = manager.best(), manager.best("loss")
+    assert best is not None
+    assert least is not None
+    assert (best.number, least.number) == (3, 4)
+    with pytest.raises(tensorkeep.UsageError, match="'score' does not say"):
+        CheckpointManager(tmp_path, keep_best=2, metric="score")
+    with pytest.raises(tensorkeep.UsageError, match="keep_best is a rule"):
+        CheckpointManager(tmp_path, keep_best=KeepBest(1, "loss"), mode="max")
+
+
+def test_a_mistyped_metric_deletes_nothing_and_warns(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep_last=1, keep_best=1, metric="val_loss", asynchronous=False)
+    manager.save(0, state(0), metrics={"validation_loss": 1.0})
+    with pytest.warns(UserWarning, match="not deleted: no step has the metric 'val_loss', only validation_loss"):
+        manager.save(1, state(1), metrics={"validation_loss": 1.0})
+    assert numbers(manager) == [0, 1]
+    manager.close()
 
 
 def test_a_saved_step_is_not_saved_again_unless_asked(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from tensorkeep import (
     Step,
     UsageError,
 )
-from tensorkeep.checkpoint.manager.retention import Keep, KeepAll, keep_rule, run_times, unwanted
+from tensorkeep.checkpoint.manager.retention import Keep, KeepAll, best_step, keep_rule, run_times, unwanted
 
 
 def step(number: int, saved_at: float = 0.0, metrics: Mapping[str, float] | None = None) -> Step:
@@ -52,7 +52,6 @@ def test_the_best_are_kept() -> None:
     assert KeepBest(2).wanted(steps) == {1, 4}
     assert [found.number for found in KeepBest(9, "loss").ranked(steps)] == [4, 1, 3, 0]
     assert KeepBest(1, "loss", "max").wanted(steps) == {0}
-    assert KeepBest(1, "accuracy").wanted(steps) == set()
     assert KeepBest(1).wanted([]) == set()
 
 
@@ -60,6 +59,46 @@ def test_a_metric_that_is_not_clear_has_to_be_named() -> None:
     steps = [step(1, metrics={"loss": 1.0, "accuracy": 0.5})]
     with pytest.raises(UsageError, match="several metrics: accuracy, loss"):
         KeepBest(1).wanted(steps)
+
+
+def test_a_metric_that_no_step_has_is_an_error_that_names_the_others() -> None:
+    steps = [step(number, metrics={"val_loss": 1.0, "accuracy": 0.5}) for number in range(5)]
+    with pytest.raises(UsageError, match=r"no step has the metric 'vall_loss', only accuracy, val_loss\n.*'val_loss'"):
+        unwanted(KeepBest(1, "vall_loss") | KeepLast(1), steps)
+
+
+@pytest.mark.parametrize("metrics", [{}, {"loss": math.nan}])
+def test_while_there_is_nothing_to_compare_all_steps_are_kept(metrics: dict[str, float]) -> None:
+    steps = [step(number, metrics=metrics) for number in range(5)]
+    assert unwanted(KeepBest(1) | KeepLast(1), steps) == []
+    compared = [*steps, step(5, metrics={"loss": 1.0}), step(6)]
+    assert unwanted(KeepBest(1) | KeepLast(1), compared) == steps
+
+
+def test_a_direction_that_is_not_known_is_asked_for() -> None:
+    with pytest.raises(UsageError, match=r"'score' does not say .*\n.*mode=\"max\" \(--mode\)"):
+        KeepBest(1, "score")
+    with pytest.raises(UsageError, match="'score' does not say"):
+        KeepBest(1).wanted([step(1, metrics={"score": 1.0})])
+    with pytest.raises(UsageError, match="'score' does not say"):
+        KeepBest(1).check({"score": 1.0})
+    assert KeepBest(1, mode="max").wanted([step(1, metrics={"score": 1.0}), step(2, metrics={"score": 0.5})]) == {1}
+
+
+def test_the_best_step_of_a_run() -> None:
+    names = ("train_loss", "eval/loss", "accuracy")
+    steps = [step(n, metrics=dict(zip(names, values, strict=True))) for n, values in enumerate([(1, 2, 3), (2, 1, 4)])]
+    steps.append(step(2))
+    assert best_step(steps) == steps[1]
+    assert best_step(steps, "train_loss") == steps[0]
+    assert best_step(steps, "accuracy") == steps[1]
+    assert best_step(steps, "accuracy", "min") == steps[0]
+    assert best_step([step(1)]) is None
+    assert best_step([step(1, metrics={"loss": math.nan})]) is None
+    with pytest.raises(UsageError, match="several metrics: accuracy, f1"):
+        best_step([step(1, metrics={"f1": 1.0, "accuracy": 1.0})])
+    with pytest.raises(UsageError, match="mode is 'least'"):
+        best_step(steps, "accuracy", "least")
 
 
 HOUR = 3600.0

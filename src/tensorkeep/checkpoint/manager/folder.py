@@ -111,4 +111,4 @@ class StepFolder:
         """Warn if a step could not be deleted since the last call."""
         error, self._not_deleted = self._not_deleted, None
         if error is not None:
-            warnings.warn(f"a step that no rule keeps was not deleted: {error}", stacklevel=stacklevel + 1)
+            warnings.warn(f"an old step was not deleted: {error}", stacklevel=stacklevel + 1)

@@ -5,7 +5,6 @@ import os
 import time
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -13,7 +12,7 @@ from typing import Any, Literal, Self
 from tensorkeep.checkpoint.arguments import MemorySize, checked_path
 from tensorkeep.checkpoint.load.load import LoadRequest
 from tensorkeep.checkpoint.manager.folder import StepFolder
-from tensorkeep.checkpoint.manager.retention import Keep, KeepBest, keep_rule, unwanted
+from tensorkeep.checkpoint.manager.retention import Keep, KeepBest, best_rule, best_step, keep_rule, unwanted
 from tensorkeep.checkpoint.manager.steps import Step, StepListing, checked_metrics, is_damaged, list_steps, step_number
 from tensorkeep.checkpoint.manager.triggers import SaveWhen
 from tensorkeep.checkpoint.restore.restore import restore_state
@@ -44,7 +43,11 @@ class CheckpointManager:
     keep_last, keep_every : int, optional
         Keep the last N steps; keep the steps whose number is a multiple of N.
     keep_best : int or KeepBest, optional
-        Keep the N best steps by their metric; see `KeepBest` for which metric.
+        Keep the N best steps by ``metric``; all steps until one has metrics. See `KeepBest`.
+    metric : str, optional
+        The metric of ``keep_best`` and of `best`; may be omitted if the steps have only one.
+    mode : {"min", "max"}, optional
+        Which of its values is best. By default known from its name: small for ``val_loss``, large for ``accuracy``.
     keep : Keep, optional
         Any other rule. A step is kept if any rule keeps it; without rules, all are. Steps are deleted after a later one
         is durable; the last one never is.
@@ -89,6 +92,8 @@ class CheckpointManager:
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_best: int | KeepBest | None = None,
+        metric: str | None = None,
+        mode: str | None = None,
         keep: Keep | None = None,
         save_when: SaveWhen | None = None,
         compression: str | None = None,
@@ -109,9 +114,9 @@ class CheckpointManager:
             )
         self.root = Path(os.path.abspath(checked_path(root)))
         self._folder = StepFolder(self.root)
-        self.keep = keep_rule(keep_last, keep_every, keep_best, keep)
+        self._best_rule = best_rule(keep_best, metric, mode)
+        self.keep = keep_rule(keep_last, keep_every, self._best_rule if keep_best is not None else None, keep)
         self.save_when = save_when
-        self._best_rule = keep_best if isinstance(keep_best, KeepBest) else KeepBest()
         self._asynchronous = asynchronous
         copies = copies_of(when_busy)
         self._budget = checked_budget(memory_budget, copies=copies, delta=delta, background=asynchronous)
@@ -215,14 +220,18 @@ class CheckpointManager:
         return next(iter(self._folder.newest_first(stacklevel=2)), None)
 
     def best(self, metric: str | None = None, mode: str | None = None) -> Step | None:
-        """Return the best complete step by a metric, or None if no step has it.
+        """Return the best complete step by a metric, or None if no step has metrics or all values are NaN.
 
-        The metric, and whether its ``"min"`` or ``"max"`` is best, are by default those of ``keep_best``, or the only
-        metric that the steps have and ``"min"``; UsageError if the steps have several.
+        The metric is by default that of the manager or of ``keep_best``, else the only one that the steps have, or
+        their validation loss, or their loss; the mode is that of the manager, or known from the name.
+
+        Raises UsageError if no step has the metric although some have others, if several may be meant, or if the mode
+        is not known.
         """
         rule = self._best_rule
-        rule = replace(rule, metric=metric or rule.metric, mode=mode or rule.mode)
-        return next(iter(rule.ranked(self.steps())), None)
+        if metric in (None, rule.metric):
+            mode = mode or rule.mode
+        return best_step(self.steps(), metric or rule.metric, mode)
 
     def restore(
         self,

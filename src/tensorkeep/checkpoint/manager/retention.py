@@ -4,13 +4,20 @@ A rule never deletes anything. The manager deletes what no rule keeps, after a l
 never deleted.
 """
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from tensorkeep.checkpoint.arguments import check_count
+from tensorkeep.checkpoint.manager.metrics import (
+    checked_mode,
+    metric_names,
+    mode_of,
+    only_metric,
+    ranked,
+    usual_metric,
+)
 from tensorkeep.checkpoint.manager.steps import Step
 from tensorkeep.errors import UsageError
 from tensorkeep.units import parse_seconds
@@ -117,44 +124,51 @@ class KeepEvery(Keep):
 class KeepBest(Keep):
     """Keeps the ``count`` best steps by a metric; of equally good steps the later ones.
 
-    The best values are the smallest, or with ``mode="max"`` the largest; a step without the metric, or with NaN, is not
-    among the best. The name of the metric may be left out if the steps have only one.
+    Whether the smallest or the largest values are best is the ``mode``, or else known from the name of the metric:
+    ``loss``, ``perplexity``, ``error``, ``mse`` and others are best when small, ``accuracy``, ``f1``, ``bleu``,
+    ``auc``, ``reward`` and others when large, also within longer names such as ``val_loss`` or ``eval/top1_accuracy``.
+    The name of the metric may be omitted if the steps have only one.
+
+    A step without the metric, or with NaN, is not among the best; another rule may keep it. As long as there is nothing
+    to compare, since no step has metrics or all values are NaN, all steps are kept.
 
     Raises
     ------
     UsageError
-        If the count is below 1 or the mode is unknown; from `wanted`, if the steps have several metrics and none is
-        named.
+        If the count is below 1 or the mode is unknown, or is neither given nor known from the name. From `wanted`, if
+        no step has the metric although some have others, or they have several metrics and none is named.
 
     Examples
     --------
     >>> from tensorkeep import KeepBest
-    >>> KeepBest(3, "accuracy", mode="max")
-    KeepBest(count=3, metric='accuracy', mode='max')
+    >>> KeepBest(3, "accuracy")
+    KeepBest(count=3, metric='accuracy', mode=None)
+    >>> KeepBest(3, "score", mode="max")
+    KeepBest(count=3, metric='score', mode='max')
     """
 
     count: int = 1
     metric: str | None = None
-    mode: str = "min"
+    mode: str | None = None
 
     def __post_init__(self) -> None:
         check_count("keep_best", self.count)
-        if self.mode not in ("min", "max"):
-            raise UsageError(f"mode is {self.mode!r}", remedy='give "min" or "max"')
+        checked_mode(self.mode)
+        if self.metric is not None:
+            mode_of(self.metric, self.mode)
 
     def wanted(self, steps: Sequence[Step]) -> set[int]:
-        return {step.number for step in self.ranked(steps)[: self.count]}
+        return {step.number for step in (self.ranked(steps)[: self.count] or steps)}
 
     def check(self, metrics: Mapping[str, object]) -> None:
-        if self.metric is None:
-            _only(metrics)
+        metric = self.metric or only_metric(metrics.keys())
+        if metric is not None:
+            mode_of(metric, self.mode)
 
     def ranked(self, steps: Sequence[Step]) -> list[Step]:
-        """Return the steps that have the metric, best first."""
-        name = self.metric if self.metric is not None else _only({name for step in steps for name in step.metrics})
-        sign = 1 if self.mode == "min" else -1
-        rated = [step for step in steps if name is not None and not math.isnan(step.metrics.get(name, math.nan))]
-        return sorted(rated, key=lambda step: (sign * step.metrics[name or ""], -step.number))
+        """Return the steps that have the metric, best first; raise as `wanted`."""
+        metric = self.metric or only_metric(metric_names(steps))
+        return [] if metric is None else ranked(steps, metric, self.mode)
 
 
 @dataclass(frozen=True)
@@ -204,18 +218,38 @@ class KeepThinned(Keep):
         return kept
 
 
-def keep_rule(
-    keep_last: int | None, keep_every: int | None, keep_best: int | KeepBest | None, keep: Keep | None
-) -> Keep:
+def best_rule(keep_best: int | KeepBest | None, metric: str | None, mode: str | None) -> KeepBest:
+    """Return the rule of the best steps for the arguments of `CheckpointManager`, also if it shall not keep any."""
+    if not isinstance(keep_best, KeepBest):
+        return KeepBest(1 if keep_best is None else keep_best, metric, mode)
+    if metric is not None or mode is not None:
+        raise UsageError("metric and mode are given, and keep_best is a rule", remedy="give them to KeepBest")
+    return keep_best
+
+
+def keep_rule(keep_last: int | None, keep_every: int | None, keep_best: KeepBest | None, keep: Keep | None) -> Keep:
     """Return the rule for the arguments of `CheckpointManager`; all steps are kept if none is given."""
     arguments = [
         None if keep_last is None else KeepLast(keep_last),
         None if keep_every is None else KeepEvery(keep_every),
-        keep_best if keep_best is None or isinstance(keep_best, KeepBest) else KeepBest(keep_best),
+        keep_best,
         keep,
     ]
     rules = tuple(rule for rule in arguments if rule is not None)
     return KeepAny(rules) if rules else KeepAll()
+
+
+def best_step(steps: Sequence[Step], metric: str | None = None, mode: str | None = None) -> Step | None:
+    """Return the best step by a metric, or None if no step has metrics or all its values are NaN.
+
+    Without a metric it is the only one that the steps have, or else their validation loss or their loss.
+
+    Raises UsageError if no step has the metric although some have others, if several may be meant, or if the mode is
+    neither given nor known from the name.
+    """
+    checked_mode(mode)
+    metric = metric or usual_metric(metric_names(steps))
+    return None if metric is None else next(iter(ranked(steps, metric, mode)), None)
 
 
 def unwanted(rule: Keep, steps: Sequence[Step], protect: Collection[int] = ()) -> list[Step]:
@@ -225,6 +259,8 @@ def unwanted(rule: Keep, steps: Sequence[Step], protect: Collection[int] = ()) -
     the new one, so that new steps are kept although higher old ones exist: a run that returned from step 1000 keeps its
     last two, 600 and 700, beside the last two of all, 900 and 1000, until it overtakes those.
     """
+    if len(steps) < 2:
+        return []
     kept = rule.wanted(steps).union(protect)
     for number in protect:
         kept |= rule.wanted([step for step in steps if step.number <= number])
@@ -248,13 +284,3 @@ def run_times(steps: Sequence[Step]) -> list[float]:
         usual = pace * count
         times.append(times[-1] + (seconds if 0 <= seconds <= 2 * usual else usual))
     return times
-
-
-def _only(metrics: Iterable[str]) -> str | None:
-    """Return the only metric, or None without any; UsageError if there are several."""
-    names = sorted(metrics)
-    if len(names) > 1:
-        raise UsageError(
-            f"the steps have several metrics: {', '.join(names)}", remedy='name one, such as KeepBest(1, "loss")'
-        )
-    return next(iter(names), None)

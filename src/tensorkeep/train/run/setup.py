@@ -163,16 +163,20 @@ def check_settings(config: Config, folder: RunFolder) -> tuple[torch.device, Che
     device = chosen_device(config.loop.device)
     Stack.of(config.techniques).check(Machine(device))
     check_optimizers(config.optim, device)
-    return device, _manager(folder, config.checkpoint), RunLog(folder.log, tensorboard=config.log.tensorboard)
+    return (
+        device,
+        _manager(folder, config.checkpoint, evaluates=config.eval.every > 0),
+        RunLog(folder.log, tensorboard=config.log.tensorboard),
+    )
 
 
-def _manager(folder: RunFolder, config: CheckpointConfig) -> CheckpointManager:
+def _manager(folder: RunFolder, config: CheckpointConfig, *, evaluates: bool) -> CheckpointManager:
     """Return the manager of the run's checkpoints, after a check of the settings of its saves."""
     try:
         manager = CheckpointManager(
             folder.checkpoints,
             keep_last=config.keep_last,
-            keep_best=KeepBest(config.keep_best, METRIC) if config.keep_best else None,
+            keep_best=KeepBest(config.keep_best, METRIC) if config.keep_best and evaluates else None,
             compression=config.compression,
             incremental=config.incremental,
             asynchronous=config.asynchronous,

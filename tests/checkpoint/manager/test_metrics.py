@@ -1,0 +1,39 @@
+"""The direction of a metric by its name, and which metric is meant when none is named."""
+
+import pytest
+
+from tensorkeep import UsageError
+from tensorkeep.checkpoint.manager.metrics import direction, usual_metric
+
+NAMES = {
+    "min": "loss val_loss eval/loss valLoss validation_loss train.loss perplexity val_ppl top1_error wer"
+    " MSE rmse loss_0 bpb",
+    "max": "acc accuracy val_acc top1_accuracy acc@5 acc5 f1 macro_f1 F1 bleu bleu4 rougeL rouge1 auc roc_auc mAP"
+    " map50 r2 mean_reward eval/accuracy",
+    None: "score lr step accumulated accuracy_loss neg_mse negative_loss loss_scale mapping rank format"
+    " tokens_per_second",
+}
+
+
+@pytest.mark.parametrize(("mode", "name"), [(mode, name) for mode, names in NAMES.items() for name in names.split()])
+def test_the_direction_of_a_metric_by_its_name(mode: str | None, name: str) -> None:
+    assert direction(name) == mode
+
+
+@pytest.mark.parametrize(
+    ("names", "usual"),
+    [
+        (["score"], "score"),
+        (["loss", "accuracy"], "loss"),
+        (["loss", "val_loss"], "val_loss"),
+        (["train/loss", "eval/loss", "eval/accuracy"], "eval/loss"),
+        ([], None),
+    ],
+)
+def test_the_metric_that_is_meant(names: list[str], usual: str | None) -> None:
+    assert usual_metric(names) == usual
+
+
+def test_several_metrics_that_might_be_meant() -> None:
+    with pytest.raises(UsageError, match=r"several metrics: a_loss, b_loss\n.*metric=\"a_loss\" \(--metric a_loss\)"):
+        usual_metric(["b_loss", "a_loss"])
