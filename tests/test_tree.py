@@ -16,6 +16,7 @@ SOURCE = ROOT / "src" / "tensorkeep"
 LAYERS = {
     "errors": 0,
     "units": 0,
+    "paths": 0,
     "plugins": 0,
     "version": 0,
     "machine": 1,

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tensorkeep.checkpoint.arguments import checked_path
 from tensorkeep.checkpoint.load.load import load
 from tensorkeep.checkpoint.save.save import save
 from tensorkeep.errors import PathLike
@@ -14,6 +13,7 @@ from tensorkeep.formats.blockfile.plan import SUFFIX
 from tensorkeep.formats.safetensors.reader import begins_like_safetensors
 from tensorkeep.io.commit import Commit
 from tensorkeep.io.files import store_errors
+from tensorkeep.paths import checked_path
 
 if TYPE_CHECKING:
     import torch

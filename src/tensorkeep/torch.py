@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 from tensorkeep.checkpoint.finding import find_format
 from tensorkeep.checkpoint.load.load import load as _load
 from tensorkeep.checkpoint.load.verify import verify
+from tensorkeep.checkpoint.manager.address import checkpoint_path
 from tensorkeep.checkpoint.save.save import save as _save
 from tensorkeep.errors import CorruptCheckpointError, PathLike, UnsupportedError, UsageError
 from tensorkeep.io.files import store_errors
@@ -146,6 +147,7 @@ def _load_mapped(path: PathLike, map_location: Any) -> Any:
     """Let torch place each storage, since our reader does not know its device; the file is verified first."""
     import torch
 
+    path = checkpoint_path(path)
     if find_format(path).name != "torch":
         raise UnsupportedError(
             f"only torch files can be loaded with a {type(map_location).__name__} as map_location",

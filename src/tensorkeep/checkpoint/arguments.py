@@ -1,8 +1,6 @@
 """Checks of arguments that several calls have."""
 
-import os
-
-from tensorkeep.errors import PathLike, UsageError
+from tensorkeep.errors import UsageError
 from tensorkeep.io.buffers import BufferPool
 from tensorkeep.io.parallel import default_threads
 from tensorkeep.state.strided import Device
@@ -10,13 +8,6 @@ from tensorkeep.units import parse_bytes
 
 MemorySize = int | str
 """Bytes, as a number or as a text such as ``"256MiB"``."""
-
-
-def checked_path(path: PathLike) -> PathLike:
-    """Return the path; UsageError if it contains a NUL."""
-    if "\0" in os.fspath(path):
-        raise UsageError(f"{os.fspath(path)!r} is not a path: it contains a NUL", remedy="check the path")
-    return path
 
 
 def budget_pool(memory_budget: MemorySize) -> BufferPool:

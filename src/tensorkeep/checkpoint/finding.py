@@ -27,7 +27,7 @@ def find_format(path: PathLike) -> Format:
     if found is not None:
         return found
     listed = names_in(place)[:_MOST_LOOKED_AT] if stat.S_ISDIR(file_mode(place)) else []
-    inside = [name for name in listed if _is_checkpoint(place / name)]
+    inside = [name for name in listed if is_checkpoint(place / name)]
     if inside:
         raise _folder_error(inside, path)
     remedy = f"known formats: {', '.join(FORMATS.names())}"
@@ -54,10 +54,10 @@ def _recognised(place: Path) -> Format | None:
     return next((found for found in map(FORMATS.get, FORMATS.names()) if found.recognises(place)), None)
 
 
-def _is_checkpoint(place: Path) -> bool:
+def is_checkpoint(place: Path) -> bool:
+    """Return whether a format recognises a path; False if it cannot be read."""
     try:
         return _recognised(place) is not None
-    # The names are only suggestions: one that cannot be read is left out.
     except TensorkeepError:
         return False
 

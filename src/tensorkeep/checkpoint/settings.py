@@ -18,6 +18,7 @@ from tensorkeep.codecs.base import CODECS
 from tensorkeep.errors import PathLike, UsageError, did_you_mean
 from tensorkeep.io.buffers import MINIMUM_BUDGET
 from tensorkeep.io.files import store_errors
+from tensorkeep.paths import checked_path
 from tensorkeep.units import format_bytes, parse_bytes
 
 FILE_NAME = "tensorkeep.toml"
@@ -61,7 +62,7 @@ def read_settings(settings: SettingsSource | None) -> SaveTable:
         return settings
     if isinstance(settings, Mapping):
         return parse({TABLE: dict(settings)}, None)
-    path = Path(settings)
+    path = Path(checked_path(settings))
     with store_errors(path, "read the settings"):
         # Without O_NONBLOCK, opening a pipe waits for a writer.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

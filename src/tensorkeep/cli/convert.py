@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 from tensorkeep.checkpoint.inspect.convert import convert as write_converted
 from tensorkeep.checkpoint.save.job import SaveReport
+from tensorkeep.cli.addresses import checkpoint_at
 from tensorkeep.cli.options import SIZE, Globs, Switch, Threads
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import print_lines, ratio
@@ -31,7 +32,7 @@ def convert(
     Parameters
     ----------
     source
-        The checkpoint to read; it is never changed.
+        The checkpoint to read, or a step of a run (RUN, RUN@1200, RUN@best); it is never changed.
     destination
         The path of the new checkpoint; it becomes visible when it is complete.
     to
@@ -52,6 +53,7 @@ def convert(
     memory_budget
         The limit on the memory of all buffers; 256MiB by default.
     """
+    source = checkpoint_at(source, output)
     options: dict[str, Any] = {} if shard_bytes is None else {"shard_bytes": shard_bytes}
     with output.meter("converting") as progress:
         report = write_converted(

@@ -8,6 +8,7 @@ from cyclopts.validators import Number
 
 from tensorkeep.checkpoint.inspect.diff import DiffReport
 from tensorkeep.checkpoint.inspect.diff import diff as compare
+from tensorkeep.cli.addresses import checkpoint_at
 from tensorkeep.cli.options import Globs, MemoryBudget, Threads
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table, print_lines
@@ -34,7 +35,7 @@ def diff(
     Parameters
     ----------
     a
-        The first checkpoint.
+        The first checkpoint, or a step of a run: RUN for the last one, RUN@1200, RUN@best, RUN@best:METRIC.
     b
         The second checkpoint.
     atol
@@ -44,6 +45,7 @@ def diff(
     select
         Compare only tensors whose names match this glob, without plain values; may be repeated.
     """
+    a, b = checkpoint_at(a, output), checkpoint_at(b, output)
     with output.meter("comparing") as progress:
         report = compare(
             a, b, atol=atol, rtol=rtol, select=select, progress=progress, threads=threads, memory_budget=memory_budget

@@ -10,6 +10,7 @@ from cyclopts.validators import Number
 
 from tensorkeep.checkpoint.inspect.info import InfoReport, Total, describe
 from tensorkeep.checkpoint.inspect.info import info as read_info
+from tensorkeep.cli.addresses import checkpoint_at
 from tensorkeep.cli.options import InputFormat, Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table, print_lines, ratio
@@ -31,10 +32,11 @@ def info(
     Parameters
     ----------
     path
-        The checkpoint.
+        The checkpoint, or a step of a run: RUN for the last one, RUN@1200, RUN@best, RUN@best:METRIC.
     largest
         How many of the largest tensors to show.
     """
+    path = checkpoint_at(path, output)
     report = read_info(path, format=format)
     output.show(report.as_dict(largest=largest), lambda: _print_info(report, largest))
 
@@ -52,12 +54,13 @@ def ls(
     Parameters
     ----------
     path
-        The checkpoint.
+        The checkpoint, or a step of a run: RUN for the last one, RUN@1200, RUN@best, RUN@best:METRIC.
     globs
         Only the tensors whose names match one of these, such as 'model.layers.0.*'.
     long
         Also show the part of the state that each tensor belongs to, and the tensor whose storage it shares.
     """
+    path = checkpoint_at(path, output)
     report = read_info(path, format=format)
     by_name = {entry.name: entry for entry in report.entries}
     entries = [by_name[name] for name in names.select(by_name, globs)] if globs else report.entries

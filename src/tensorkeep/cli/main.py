@@ -12,7 +12,7 @@ from functools import partial
 from cyclopts import App
 
 from tensorkeep.cli.errors import BROKEN_PIPE, report_error
-from tensorkeep.cli.options import flags_after_command, from_environment, from_file
+from tensorkeep.cli.options import flags_after_command, from_environment, from_file, with_local_paths
 from tensorkeep.cli.output import Output, finish_stdout, logging_to_stderr, make_streams_safe
 from tensorkeep.errors import StoreError
 from tensorkeep.version import __version__
@@ -61,7 +61,7 @@ def build_app() -> App:
         help_format="plaintext",
         help_epilogue=_EPILOGUE,
         version=__version__,
-        config=(from_environment, partial(from_file, [name.partition(" ")[0] for name in _COMMANDS])),
+        config=(from_environment, partial(from_file, [name.partition(" ")[0] for name in _COMMANDS]), with_local_paths),
     )
     groups: dict[str, App] = {}
     for position, (name, (module, summary)) in enumerate(_COMMANDS.items()):

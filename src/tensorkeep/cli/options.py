@@ -6,10 +6,11 @@ are merged in the same order by ``train/config/arguments.py``.
 """
 
 import difflib
+import os
 import tomllib
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from cyclopts import App, Parameter
 from cyclopts.argument import ArgumentCollection
@@ -19,6 +20,7 @@ from cyclopts.validators import Number
 
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.errors import UsageError
+from tensorkeep.paths import checked_path
 from tensorkeep.units import parse_bytes
 
 _PREFIX = "TENSORKEEP_"
@@ -97,6 +99,13 @@ def from_environment(app: App, commands: tuple[str, ...], arguments: ArgumentCol
     Env(_PREFIX, command=False)(app, commands, options)
 
 
+def with_local_paths(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Expand ``~`` in the options that are paths, and refuse URLs, before they become `Path`."""
+    for argument in arguments:
+        if Path in (argument.hint, *get_args(argument.hint)):
+            argument.tokens[:] = [token.evolve(value=os.fspath(checked_path(token.value))) for token in argument.tokens]
+
+
 def from_file(known: Collection[str], app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
     """Take options from the TOML file of ``-C`` or ``TENSORKEEP_CONFIG``; each table must name a known command."""
     tokens = [argument.tokens for argument in arguments if argument.name == "--config" and argument.tokens]
@@ -119,7 +128,7 @@ def from_file(known: Collection[str], app: App, commands: tuple[str, ...], argum
 
 def _read(path: str) -> dict[str, Any]:
     try:
-        with Path(path).open("rb") as file:
+        with Path(checked_path(path)).open("rb") as file:
             return tomllib.load(file)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"is not TOML: {error}", path=path, remedy="correct the file") from error

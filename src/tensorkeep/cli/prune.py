@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from tensorkeep.checkpoint.manager.address import run_root
 from tensorkeep.checkpoint.manager.manager import CheckpointManager
 from tensorkeep.checkpoint.manager.retention import KeepBest, KeepThinned, best_step
 from tensorkeep.checkpoint.manager.steps import Step, check_removable, step_path
@@ -57,16 +58,13 @@ def prune(
     """
     if keep_last is None and keep_every is None and keep_best is None and not keep_thinned and not broken:
         raise UsageError("no retention rule is given", remedy="give --keep-last, --keep-every, --keep-best or others")
+    root = str(run_root(root))
     best = None if keep_best is None else KeepBest(keep_best, metric, mode)
     thinned = KeepThinned(tuple(map(_interval, keep_thinned))) if keep_thinned else None
     with CheckpointManager(
         root, keep_last=keep_last, keep_every=keep_every, keep_best=best, keep=thinned, asynchronous=False
     ) as manager:
         found = manager.listing()
-        if not found.steps and not found.broken:
-            raise NotACheckpointError(
-                "contains no steps", path=root, remedy="give the folder that contains step-000100"
-            )
         if keep_best is not None and found.steps and best_step(found.steps, metric, mode) is None:
             raise UsageError("no step has a metric to find the best by", path=root, remedy="omit --keep-best")
         unwanted = [step.number for step in manager.prune(dry_run=True)]

@@ -1,5 +1,6 @@
 """``tensorkeep verify``: check every checksum of checkpoints."""
 
+import os
 import sys
 import time
 from typing import Annotated, Any
@@ -8,6 +9,8 @@ from cyclopts import Parameter
 
 from tensorkeep.checkpoint.load.verify import VerifyReport
 from tensorkeep.checkpoint.load.verify import verify as check
+from tensorkeep.checkpoint.manager.address import steps_of_run
+from tensorkeep.cli.addresses import checkpoint_at
 from tensorkeep.cli.errors import as_failure, error_lines, most_severe
 from tensorkeep.cli.options import InputFormat, MemoryBudget, Threads
 from tensorkeep.cli.output import DEFAULT, Output
@@ -30,18 +33,20 @@ def verify(
     Parameters
     ----------
     paths
-        The checkpoints. All are checked; the exit code is the most severe, in the order 4 (corrupt), 3 (I/O),
-        5 (not a checkpoint), 7 (unsupported).
+        The checkpoints; of a run, all steps. All are checked; the exit code is the most severe, in the order
+        4 (corrupt), 3 (I/O), 5 (not a checkpoint), 7 (unsupported).
     """
     documents: list[dict[str, Any]] = []
     codes: list[int] = []
-    for path in paths:
+    chosen = [os.fspath(each) for path in paths for each in steps_of_run(path) or (path,)]
+    for path in chosen:
         begin = time.perf_counter()
         try:
             with output.meter(f"verifying {path}") as progress:
-                report = check(path, format=format, progress=progress, threads=threads, memory_budget=memory_budget)
+                place = checkpoint_at(path, output)
+                report = check(place, format=format, progress=progress, threads=threads, memory_budget=memory_budget)
         except (TensorkeepError, OSError) as error:
-            if len(paths) == 1:
+            if len(chosen) == 1:
                 raise
             failure = as_failure(error)
             print(*error_lines(failure), sep="\n", file=sys.stderr)

@@ -10,12 +10,12 @@ import msgspec
 import torch
 from torch import Tensor
 
-from tensorkeep.checkpoint.arguments import checked_path
 from tensorkeep.checkpoint.save.save import save
 from tensorkeep.errors import PathLike, StateMismatchError, UsageError
 from tensorkeep.io.commit import Commit
 from tensorkeep.io.files import write_small
 from tensorkeep.io.temporaries import remove_abandoned
+from tensorkeep.paths import checked_path
 from tensorkeep.train.data.tokenizers.base import library
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT

@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tensorkeep.checkpoint.arguments import MemorySize, checked_path
+from tensorkeep.checkpoint.arguments import MemorySize
 from tensorkeep.checkpoint.finding import open_reader
 from tensorkeep.checkpoint.load.ranges import reading_threads
+from tensorkeep.checkpoint.manager.address import checkpoint_path
 from tensorkeep.checkpoint.save.begin import begin_save, check_request
 from tensorkeep.checkpoint.save.job import SaveReport
 from tensorkeep.checkpoint.save.memory import SaveMemory
@@ -17,6 +18,7 @@ from tensorkeep.checkpoint.settings import SettingsSource
 from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.formats.base import OpenSettings, Reader
 from tensorkeep.io.parallel import Progress
+from tensorkeep.paths import checked_path
 from tensorkeep.state import names
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat, prune
@@ -48,7 +50,7 @@ def convert(
     Parameters
     ----------
     src : path-like
-        A checkpoint of any format.
+        A checkpoint of any format, or a step of a run such as ``"run"`` or ``"run@1200"``; see `tensorkeep.load`.
     dst : path-like
         The path of the new checkpoint; missing parent folders are created.
     to : str
@@ -89,10 +91,11 @@ def convert(
     'safetensors'
     >>> folder.cleanup()
     """
+    src, dst = checkpoint_path(src), checked_path(dst)
     request = check_request(dst, compression, to, overwrite, None, progress, threads, memory_budget, settings, options)
     with (
         closing(SaveMemory(request.memory_budget)) as memory,
-        open_reader(checked_path(src), OpenSettings(verify=verify, pool=memory.single_pool()), format) as reader,
+        open_reader(src, OpenSettings(verify=verify, pool=memory.single_pool()), format) as reader,
     ):
         _check_outside(src, dst)
         write = replace(

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, checked_path, thread_count
+from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, thread_count
 from tensorkeep.checkpoint.finding import open_reader
 from tensorkeep.checkpoint.inspect.comparing import TensorDiff, Tolerance, compare
+from tensorkeep.checkpoint.manager.address import checkpoint_path
 from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.formats.base import Entry, OpenSettings, Reader
 from tensorkeep.io.buffers import DEFAULT_BUDGET
@@ -82,6 +83,7 @@ def diff(
     Parameters
     ----------
     a, b : path-like
+        Checkpoints, or steps of runs such as ``"run"`` or ``"run@1200"``; see `tensorkeep.load`.
     atol, rtol : float
         Elements are the same when ``|a - b| <= atol + rtol * |b|``. With both 0 their bits are compared, so that a NaN
         equals itself and -0.0 differs from 0.0.
@@ -122,11 +124,8 @@ def diff(
             raise UsageError(f"a tolerance of {value} is not allowed", remedy="give a finite number of 0 or more")
     count = thread_count(threads)
     settings = OpenSettings(verify=verify, pool=budget_pool(memory_budget))
-    with (
-        settings.pool as pool,
-        open_reader(checked_path(a), settings) as left,
-        open_reader(checked_path(b), settings) as right,
-    ):
+    a, b = checkpoint_path(a), checkpoint_path(b)
+    with settings.pool as pool, open_reader(a, settings) as left, open_reader(b, settings) as right:
         both = dict.fromkeys([*left.entries, *right.entries])
         chosen = both.keys() if select is None else set(names.select(both, select))
         common = [name for name in left.entries if name in right.entries and name in chosen]

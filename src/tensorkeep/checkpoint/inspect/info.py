@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tensorkeep.checkpoint.arguments import checked_path
 from tensorkeep.checkpoint.finding import open_reader
+from tensorkeep.checkpoint.manager.address import checkpoint_path
 from tensorkeep.errors import PathLike
 from tensorkeep.formats.base import Entry, OpenSettings
 
@@ -72,6 +72,7 @@ def info(path: PathLike, *, format: str | None = None) -> InfoReport:
     Parameters
     ----------
     path : path-like
+        A checkpoint, or a step of a run such as ``"run"`` or ``"run@1200"``; see `tensorkeep.load`.
     format : str, optional
         The name of the format, instead of looking at the files.
 
@@ -93,7 +94,8 @@ def info(path: PathLike, *, format: str | None = None) -> InfoReport:
     (1, 100, ['model.w'])
     >>> folder.cleanup()
     """
-    with open_reader(checked_path(path), OpenSettings(), format) as reader:
+    path = checkpoint_path(path)
+    with open_reader(path, OpenSettings(), format) as reader:
         entries = list(reader.entries.values())
         return InfoReport(
             path=os.fspath(path),

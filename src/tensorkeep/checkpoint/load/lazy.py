@@ -5,11 +5,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, checked_path
+from tensorkeep.checkpoint.arguments import MemorySize, budget_pool
 from tensorkeep.checkpoint.finding import open_reader
 from tensorkeep.checkpoint.load.load import LoadRequest, load_open
 from tensorkeep.checkpoint.load.ranges import contiguous_in, fill, strided_view
 from tensorkeep.checkpoint.load.verify import VerifyReport, verify_open
+from tensorkeep.checkpoint.manager.address import checkpoint_path
 from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.formats.base import OpenSettings, Reader
 from tensorkeep.io.buffers import DEFAULT_BUDGET, BufferPool
@@ -31,6 +32,7 @@ def open(
     Parameters
     ----------
     path : path-like
+        A checkpoint, or a step of a run such as ``"run"`` or ``"run@1200"``; see `load`.
     verify : bool
         Check each block that is read against its checksum, where the format has any.
     format : str, optional
@@ -58,7 +60,7 @@ def open(
     >>> folder.cleanup()
     """
     settings = OpenSettings(verify=verify, pool=budget_pool(memory_budget), page_cache=True)
-    return Checkpoint(open_reader(checked_path(path), settings, format), settings)
+    return Checkpoint(open_reader(checkpoint_path(path), settings, format), settings)
 
 
 class Checkpoint(Closing, Mapping[str, "LazyTensor"]):

@@ -4,9 +4,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, check_device, checked_path, thread_count
+from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, check_device, thread_count
 from tensorkeep.checkpoint.finding import open_reader
 from tensorkeep.checkpoint.load.targets import LoadPlan, match_targets
+from tensorkeep.checkpoint.manager.address import checkpoint_path
 from tensorkeep.errors import CorruptCheckpointError, PathLike, UnsupportedError, UsageError
 from tensorkeep.formats.base import OpenSettings, Reader
 from tensorkeep.io.buffers import DEFAULT_BUDGET, BufferPool
@@ -48,7 +49,8 @@ def load(
     Parameters
     ----------
     path : path-like
-        The checkpoint; its format is found by looking at the files.
+        The checkpoint; its format is found by looking at the files. Or a run: its folder for the last complete step,
+        ``"RUN@1200"`` for a step, ``"RUN@best"`` or ``"RUN@best:METRIC"`` for the best one.
     into : nested state, optional
         Tensors and arrays to fill in place, on whatever device they are; the fastest way, because no new memory is
         touched. Names, shapes, dtypes and shared memory are compared first, and nothing is touched unless all of them
@@ -106,7 +108,7 @@ def load(
     >>> folder.cleanup()
     """
     settings = OpenSettings(verify=verify, page_cache=page_cache, pool=budget_pool(memory_budget))
-    with settings.pool as pool, open_reader(checked_path(path), settings, format) as reader:
+    with settings.pool as pool, open_reader(checkpoint_path(path), settings, format) as reader:
         return load_open(reader, pool, LoadRequest(into, select, device, progress, threads))
 
 

@@ -3,13 +3,14 @@
 import os
 import threading
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, checked_path, thread_count
+from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, thread_count
 from tensorkeep.checkpoint.finding import find_format
 from tensorkeep.checkpoint.load.ranges import read_all
+from tensorkeep.checkpoint.manager.address import checkpoint_path, steps_of_run
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, PathLike
 from tensorkeep.formats.base import FORMATS, OpenSettings, Problem, Reader
 from tensorkeep.io.buffers import DEFAULT_BUDGET, BufferPool
@@ -57,10 +58,13 @@ def verify(
 
     Parameters
     ----------
+    path : path-like
+        A checkpoint, a step of a run such as ``"run@1200"``, or a run, of which all steps are verified.
     format : str, optional
         The name of the format, instead of looking at the files.
     progress : callable, optional
-        Called with (bytes done, bytes in all), from the reading threads, one call at a time.
+        Called with (bytes done, bytes in all), from the reading threads, one call at a time; of a run, for each step
+        anew.
     threads : int, optional
         Reading threads; twice the cores, between 2 and 8, by default.
     memory_budget : int or str
@@ -84,13 +88,44 @@ def verify(
     >>> folder.cleanup()
     """
     count = thread_count(threads)
-    chosen = FORMATS.get(format) if format else find_format(checked_path(path))
-    with budget_pool(memory_budget) as pool, ExitStack() as stack:
+    steps = steps_of_run(path)
+    with budget_pool(memory_budget) as pool:
+        if steps:
+            return _verify_run(path, steps, pool, count, progress)
+        return _verify_one(Path(checkpoint_path(path)), format, pool, count, progress)
+
+
+def _verify_one(
+    path: Path, format: str | None, pool: BufferPool, threads: int, progress: Progress | None
+) -> VerifyReport:
+    chosen = FORMATS.get(format) if format else find_format(path)
+    with ExitStack() as stack:
         try:
-            reader = stack.enter_context(chosen.open(Path(checked_path(path)), OpenSettings(verify=True, pool=pool)))
+            reader = stack.enter_context(chosen.open(path, OpenSettings(verify=True, pool=pool)))
         except CorruptCheckpointError as error:
             return VerifyReport(os.fspath(path), chosen.name, False, None, 0, 0, [_problem(error)])
-        return verify_open(reader, pool, threads=count, progress=progress)
+        return verify_open(reader, pool, threads=threads, progress=progress)
+
+
+def _verify_run(
+    run: PathLike, steps: list[Path], pool: BufferPool, threads: int, progress: Progress | None
+) -> VerifyReport:
+    """Verify all steps of a run; the file of a problem is relative to the folder of the steps."""
+    problems: list[Problem] = []
+    checked: str | None = None
+    tensors = nbytes = 0
+    for step in steps:
+        try:
+            report = _verify_one(step, "native", pool, threads, progress)
+        except NotACheckpointError as error:
+            # Unless its writer has deleted it meanwhile.
+            if os.path.lexists(step):
+                problems.append(Problem(error.message, step.name))
+            continue
+        problems += [replace(each, file="/".join([step.name, *filter(None, [each.file])])) for each in report.problems]
+        checked = checked or report.checked
+        tensors, nbytes = tensors + report.tensors, nbytes + report.nbytes
+    return VerifyReport(os.fspath(run), "native", not problems, checked, tensors, nbytes, problems)
 
 
 def verify_open(

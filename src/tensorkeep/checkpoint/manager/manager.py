@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from tensorkeep.checkpoint.arguments import MemorySize, checked_path
+from tensorkeep.checkpoint.arguments import MemorySize
 from tensorkeep.checkpoint.load.load import LoadRequest
 from tensorkeep.checkpoint.manager.folder import StepFolder
 from tensorkeep.checkpoint.manager.retention import Keep, KeepBest, best_rule, best_step, keep_rule, unwanted
@@ -25,6 +25,7 @@ from tensorkeep.checkpoint.settings import SettingsSource, read_settings
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, PathLike, UsageError
 from tensorkeep.formats.write import StepRecord
 from tensorkeep.io.parallel import Progress
+from tensorkeep.paths import checked_path
 from tensorkeep.state.strided import Device
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from tensorkeep.checkpoint.arguments import MemorySize, checked_path, thread_count
+from tensorkeep.checkpoint.arguments import MemorySize, thread_count
 from tensorkeep.checkpoint.save import auto
 from tensorkeep.checkpoint.save.job import SaveJob, SaveReport
 from tensorkeep.checkpoint.save.memory import SaveMemory
@@ -21,6 +21,7 @@ from tensorkeep.formats.base import FORMATS
 from tensorkeep.formats.native.writer import NativeOptions
 from tensorkeep.formats.write import StepRecord, WriteSettings
 from tensorkeep.io.parallel import Progress
+from tensorkeep.paths import checked_path
 from tensorkeep.state import cuda
 from tensorkeep.state.leaf import Leaf, Source
 from tensorkeep.state.tree import Flat, flatten
@@ -67,7 +68,9 @@ def check_request(
     buffers of a save without a copy.
     """
     started = time.perf_counter() if started is None else started
-    checked_path(path)
+    path = checked_path(path)
+    if isinstance(base := options.get("base"), str | os.PathLike):
+        options = {**options, "base": checked_path(base)}
     format = format or _BY_SUFFIX.get(Path(path).suffix.lower(), "native")
     given = {**options, "compression": compression, "threads": threads, "memory_budget": memory_budget}
     table = read_settings(settings)

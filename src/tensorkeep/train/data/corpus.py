@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from tensorkeep.checkpoint.arguments import checked_path
 from tensorkeep.errors import NotACheckpointError, NotFoundError, PathLike, UsageError
 from tensorkeep.io.files import store_error, store_errors
+from tensorkeep.paths import checked_path
 
 STDIN = "-"
 STDLIB = "stdlib"

@@ -15,7 +15,6 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 import numpy as np
 
-from tensorkeep.checkpoint.arguments import checked_path
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, PathLike, UnsupportedError
 from tensorkeep.formats import sealed
 from tensorkeep.formats.sealed import new_hasher
@@ -23,6 +22,7 @@ from tensorkeep.io.directory import Directory, read_directory
 from tensorkeep.io.files import store_errors
 from tensorkeep.io.parallel import Meter, Progress
 from tensorkeep.io.source_file import SourceFile
+from tensorkeep.paths import checked_path
 from tensorkeep.train.data.tokenizers.base import Tokenizer, Tokens, token_dtype
 from tensorkeep.train.data.tokenizers.known import tokenizer_from_dict
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from tensorkeep.checkpoint.arguments import checked_path
 from tensorkeep.errors import DestinationExistsError, PathLike, StoreError, UsageError
 from tensorkeep.formats import sealed
 from tensorkeep.formats.sealed import new_hasher
 from tensorkeep.io.commit import Commit
 from tensorkeep.io.files import DirectFile, write_small
 from tensorkeep.io.parallel import Meter, Progress
+from tensorkeep.paths import checked_path
 from tensorkeep.train.data.corpus import Source, open_source
 from tensorkeep.train.data.dataset import (
     FILE,

@@ -8,6 +8,7 @@ from typing import Any
 
 from tensorkeep.errors import NotFoundError, PathLike, TensorkeepError, UsageError
 from tensorkeep.io.parallel import Progress
+from tensorkeep.paths import checked_path
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.corpus import STDIN, STDLIB
 from tensorkeep.train.data.dataset import FILE, Dataset
@@ -23,6 +24,7 @@ _PREPARATION = ("data.tokenizer", "data.vocab_size", "data.validation")
 
 def absolute_source(source: str) -> str:
     """Return a source as an absolute path if it is an existing path, so that it is found from any folder."""
+    source = os.fspath(checked_path(source))
     return os.path.abspath(source) if source not in (STDIN, STDLIB) and os.path.exists(source) else source
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from tensorkeep import machine
+from tensorkeep.checkpoint.manager.address import CHECKPOINTS
 from tensorkeep.checkpoint.manager.steps import numbers_in
 from tensorkeep.errors import (
     CorruptCheckpointError,
@@ -22,6 +23,7 @@ from tensorkeep.formats import sealed
 from tensorkeep.io.commit import replace_file
 from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import store_error
+from tensorkeep.paths import checked_path
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.data.tokenizers.base import Tokenizer
@@ -33,7 +35,6 @@ Changes = dict[str, tuple[Any, Any]]
 RECORD = "run.json"
 TOKENIZER = "tokenizer.json"
 LOG = "log.jsonl"
-CHECKPOINTS = "checkpoints"
 DATA = "data"
 
 
@@ -89,7 +90,7 @@ class RunFolder:
     """
 
     def __init__(self, path: PathLike) -> None:
-        self.path = Path(os.path.abspath(path))
+        self.path = Path(os.path.abspath(checked_path(path)))
         self.log = self.path / LOG
         self.checkpoints = self.path / CHECKPOINTS
         self.data = self.path / DATA

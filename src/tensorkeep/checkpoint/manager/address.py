@@ -1,0 +1,148 @@
+"""Addresses of checkpoints: a path, a run's folder, ``RUN@latest``, ``RUN@best``, ``RUN@best:METRIC`` or ``RUN@1200``.
+
+The folder of a run is the root of a `CheckpointManager`, or a folder that has it as ``checkpoints/``. Where one
+checkpoint is read, it stands for the last complete step. A path that exists is taken literally, ``@`` included.
+"""
+
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+from tensorkeep.checkpoint.finding import is_checkpoint
+from tensorkeep.checkpoint.manager.metrics import metric_names, usual_metric
+from tensorkeep.checkpoint.manager.retention import best_step
+from tensorkeep.checkpoint.manager.steps import list_steps, numbers_in, read_step, step_path
+from tensorkeep.errors import NotACheckpointError, NotFoundError, PathLike, TensorkeepError, UsageError
+from tensorkeep.paths import checked_path
+
+CHECKPOINTS = "checkpoints"
+
+_ADDRESS = re.compile(r"(.+)@([^@/]*)", re.DOTALL)
+_FORMS = "write RUN@latest, RUN@best, RUN@best:METRIC, or RUN@1200 with the number of a step"
+_NEAREST = 4
+
+
+class Address(NamedTuple):
+    """What an address names.
+
+    Attributes
+    ----------
+    path : path-like
+        The checkpoint.
+    step : int or None
+        Its number, if it was found as a step of a run.
+    reason : str or None
+        Why this step, if the address does not give its number: ``"the latest"``.
+    skipped : mapping of int to TensorkeepError
+        Later steps that are damaged or incomplete.
+    """
+
+    path: PathLike
+    step: int | None = None
+    reason: str | None = None
+    skipped: Mapping[int, TensorkeepError] = MappingProxyType({})
+
+
+def checkpoint_path(path: PathLike) -> PathLike:
+    """Return the path of the checkpoint that an address names, and warn of later steps that are skipped.
+
+    Raises as `find_checkpoint`.
+    """
+    address = find_checkpoint(path)
+    for number, error in address.skipped.items():
+        warnings.warn(f"step {number} is skipped: {error}", stacklevel=3)
+    return address.path
+
+
+def find_checkpoint(path: PathLike) -> Address:
+    """Return what an address names; a path that is neither a run nor a step of one is returned as it is.
+
+    Raises NotFoundError if the step or its run does not exist; NotACheckpointError if the folder has no steps;
+    UsageError if a step is given in another form; the error of the last step if all are damaged.
+    """
+    place, wanted = split_address(path)
+    if wanted is None:
+        root = find_run(place)
+        return Address(place) if root is None else _latest(root)
+    root = run_root(place)
+    if wanted == "latest":
+        return _latest(root)
+    if wanted.isdecimal():
+        return Address(_existing_step(root, int(wanted)), int(wanted))
+    best, colon, metric = wanted.partition(":")
+    if best != "best" or (colon and not metric):
+        raise UsageError(f"{wanted!r} is not a step", path=path, remedy=_FORMS)
+    return _best(root, metric or None)
+
+
+def split_address(path: PathLike) -> tuple[PathLike, str | None]:
+    """Return the path of an address, and what stands behind its ``@``, or None."""
+    path = checked_path(path)
+    match = None if os.path.lexists(path) else _ADDRESS.fullmatch(os.fspath(path))
+    return (path, None) if match is None else (match[1], match[2])
+
+
+def steps_of_run(path: PathLike) -> list[Path]:
+    """Return the paths of all steps of a run, damaged ones included; an empty list if the path is not a run."""
+    place, wanted = split_address(path)
+    root = find_run(place) if wanted is None else None
+    return [] if root is None else [step_path(root, number) for number in numbers_in(root)]
+
+
+def find_run(path: PathLike) -> Path | None:
+    """Return the folder that contains the steps of a run; None if the path is a checkpoint, or not a run."""
+    root = _root_of(Path(path))
+    return None if root is not None and is_checkpoint(Path(path)) else root
+
+
+def run_root(path: PathLike) -> Path:
+    """Return the folder that contains the steps of a run.
+
+    Raises UsageError if the path is the address of one step; NotFoundError, NotACheckpointError if it is not a run.
+    """
+    place, wanted = split_address(path)
+    if wanted is not None:
+        raise UsageError("is one step, not a run", path=path, remedy=f"leave out @{wanted}")
+    root = _root_of(Path(place))
+    if root is not None:
+        return root
+    if not os.path.lexists(place):
+        raise NotFoundError("does not exist", path=place, remedy="check the path")
+    raise NotACheckpointError("contains no steps", path=place, remedy="give the folder that contains step-000100")
+
+
+def _root_of(folder: Path) -> Path | None:
+    return next((place for place in (folder, folder / CHECKPOINTS) if numbers_in(place)), None)
+
+
+def _latest(root: Path) -> Address:
+    skipped: dict[int, TensorkeepError] = {}
+    for number in reversed(numbers_in(root)):
+        try:
+            return Address(read_step(root, number).path, number, "the latest", skipped)
+        except TensorkeepError as error:
+            # Unless its writer has deleted it meanwhile.
+            if os.path.lexists(step_path(root, number)):
+                skipped[number] = error
+    raise next(iter(skipped.values()), NotACheckpointError("contains no steps", path=root))
+
+
+def _best(root: Path, metric: str | None) -> Address:
+    steps = list_steps(root).steps
+    metric = metric or usual_metric(metric_names(steps))
+    step = best_step(steps, metric)
+    if step is None:
+        raise NotFoundError("has no step with a metric", path=root, remedy="give the number of a step, or @latest")
+    return Address(step.path, step.number, f"the best: {metric} {step.metrics[metric or '']:.6g}")
+
+
+def _existing_step(root: Path, number: int) -> Path:
+    path = step_path(root, number)
+    if os.path.lexists(path):
+        return path
+    near = sorted(sorted(numbers_in(root), key=lambda other: abs(other - number))[:_NEAREST])
+    raise NotFoundError(f"has no step {number}", path=root, remedy=f"the nearest steps are {', '.join(map(str, near))}")

@@ -1,0 +1,100 @@
+"""Paths that users give: URLs are refused everywhere, ``~`` is expanded everywhere."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tensorkeep
+from tensorkeep.cli.main import main
+from tensorkeep.errors import UnsupportedError, UsageError
+from tensorkeep.paths import checked_path
+from tensorkeep.train.run.folder import RunFolder
+
+URL = "s3://bucket/run"
+CALLS: dict[str, Callable[[str], Any]] = {
+    "save": lambda path: tensorkeep.save({}, path),
+    "save_async": lambda path: tensorkeep.save_async({}, path),
+    "base": lambda path: tensorkeep.save({}, "unused", base=path),
+    "load": tensorkeep.load,
+    "open": tensorkeep.open,
+    "verify": tensorkeep.verify,
+    "info": tensorkeep.info,
+    "diff": lambda path: tensorkeep.diff(path, path),
+    "convert from": lambda path: tensorkeep.convert(path, "unused"),
+    "convert to": lambda path: tensorkeep.convert("unused", path),
+    "manager": tensorkeep.CheckpointManager,
+    "run": RunFolder,
+}
+COMMANDS = (
+    *("info", "ls", "verify", "generate", "report", "data info", "convert --to native x", "diff x", "prune --keep-last 1"),
+    *("train shakespeare-char-cpu --out", "train shakespeare-char-cpu --out unused --data", "env --path", "env -C"),
+    *("bench checkpoint --from", "bench checkpoint --dir", "bench claims --out", "export unused --out"),
+    *("data prepare --out unused", "data prepare stdlib --out", "demo --dir", "tune checkpoint", "tune training --out"),
+)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_url_is_refused_and_no_folder_is_made(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UnsupportedError, match="s3:// is not supported yet") as caught:
+        CALLS[call](URL)
+    assert caught.value.path == URL
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_url_on_the_command_line_is_refused(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*command.split(), URL]) == 7
+    assert f"error: {URL}: s3:// is not supported yet" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("url", ["gs://b/x", "az://b", "https://host/x.pt", "hf://a/b", "S3://b", "abfs+x.y-z://b"])
+def test_every_scheme_is_refused(url: str) -> None:
+    with pytest.raises(UnsupportedError, match="not supported yet"):
+        checked_path(url)
+
+
+def test_a_file_url_names_the_remedy() -> None:
+    with pytest.raises(UnsupportedError, match="without file://"):
+        checked_path("file:///tmp/x")
+
+
+def test_a_path_object_that_was_a_url_is_refused() -> None:
+    with pytest.raises(UnsupportedError):
+        checked_path(Path(URL))
+
+
+@pytest.mark.parametrize("path", ["a:/b", "run/x://y", "a@b", "C:/x", "x:y", "s3:/bucket"])
+def test_other_names_are_paths(path: str) -> None:
+    assert checked_path(path) == path
+
+
+def test_the_home_directory_is_expanded_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    report = tensorkeep.save({"step": 1}, "~/one")
+    assert report.path == str(tmp_path / "one")
+    tensorkeep.save({"step": 1}, Path("~/incremental"), base="~/one")
+    with tensorkeep.CheckpointManager("~/run") as manager:
+        manager.save(1, {"step": 1})
+    assert tensorkeep.load("~/one") == tensorkeep.load("~/run") == {"step": 1}
+    assert tensorkeep.convert("~/one", "~/two").path == str(tmp_path / "two")
+    assert tensorkeep.diff("~/one", "~/two").equal
+    assert tensorkeep.verify("~/one").ok
+    assert RunFolder("~/chat").path == tmp_path / "chat"
+    assert main(["env", "--path", "~"]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["incremental", "one", "run", "two"]
+
+
+def test_an_unknown_user_is_an_error_and_not_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="there is no user 'nobody-here'"):
+        tensorkeep.save({}, "~nobody-here/run")
+    (tmp_path / "~nobody-here").mkdir()
+    assert tensorkeep.save({}, "~nobody-here/run").path == "~nobody-here/run"
