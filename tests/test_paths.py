@@ -28,7 +28,17 @@ CALLS: dict[str, Callable[[str], Any]] = {
     "run": RunFolder,
 }
 COMMANDS = (
-    *("info", "ls", "verify", "generate", "report", "data info", "convert --to native x", "diff x", "prune --keep-last 1"),
+    *(
+        "info",
+        "ls",
+        "verify",
+        "generate",
+        "report",
+        "data info",
+        "convert --to native x",
+        "diff x",
+        "prune --keep-last 1",
+    ),
     *("train shakespeare-char-cpu --out", "train shakespeare-char-cpu --out unused --data", "env --path", "env -C"),
     *("bench checkpoint --from", "bench checkpoint --dir", "bench claims --out", "export unused --out"),
     *("data prepare --out unused", "data prepare stdlib --out", "demo --dir", "tune checkpoint", "tune training --out"),
