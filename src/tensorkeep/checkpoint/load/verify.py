@@ -63,8 +63,8 @@ def verify(
     format : str, optional
         The name of the format, instead of looking at the files.
     progress : callable, optional
-        Called with (bytes done, bytes in all), from the reading threads, one call at a time; of a run, for each step
-        anew.
+        Called with (bytes done, bytes in all), from the reading threads, one call at a time; of a run, step by
+        step.
     threads : int, optional
         Reading threads; twice the cores, between 2 and 8, by default.
     memory_budget : int or str
