@@ -15,7 +15,9 @@ SCHEMA = 1
 
 Status = Literal["ok", "planned", "gate", "failed", "timeout", "memory", "disk", "not-run"]
 Role = Literal["baseline", "control", "arm"]
-Verdict = Literal["baseline", "control", "helps", "hurts", "within noise", "too few runs", "not run"]
+Judged = Literal["helps", "hurts", "about the same", "within noise"]
+"""The verdicts on an arm that was compared with the baseline often enough, on a state that is large enough."""
+Verdict = Literal["baseline", "control", Judged, "too few runs", "too small", "not run"]
 ClaimVerdict = Literal["reproduced", "not reproduced", "confounded", "not run"]
 PlaceKind = Literal["arm", "control", "base", "full", "alone", "without", "step", "point", "combination"]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]

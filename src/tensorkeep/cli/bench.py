@@ -45,8 +45,9 @@ def checkpoint(
         raise UsageError("--from and --model exclude each other", remedy="give one of them")
     settings = _given(slow_model=slow_model, with_optimizer=with_optimizer)
     if model is not None or source is not None:
-        # Either one replaces both settings of the experiment.
-        settings |= {"model": model, "from": None if source is None else str(source)}
+        # Either one replaces all three settings of the experiment.
+        chosen = {"model": model, "from": None if source is None else str(source)}
+        settings = {"slow_model": None, **settings, **chosen}
     return run_experiment("checkpoint", "peers", settings, options, output, directory)
 
 

@@ -1,14 +1,16 @@
 """The sentences of a report: subject, verdicts, noise, and missing results."""
 
+from tensorkeep.bench.analysis.verdicts import TOO_SMALL, too_small
 from tensorkeep.bench.analysis.warnings import too_noisy
 from tensorkeep.bench.analysis.wording import capitalised, difference, gain, interval
 from tensorkeep.bench.results import Measure, Recommendation, Results, Statistics
 from tensorkeep.report.measures import compared_arms
-from tensorkeep.units import counted
+from tensorkeep.units import counted, format_bytes
 
 _COUNTED = {
     "helps": "better",
     "hurts": "worse",
+    "about the same": "about the same",
     "within noise": "within noise",
     "too few runs": "with too few runs",
     "not run": "not run",
@@ -31,7 +33,12 @@ def completeness(results: Results) -> str:
 
 
 def headlines(results: Results) -> list[str]:
-    """Return one sentence per primary measure: the best arm that helps, and how many arms have which verdict."""
+    """Return one sentence per primary measure: the best arm that helps, and how many arms have which verdict.
+
+    A state that is too small has one sentence.
+    """
+    if too_small(results):
+        return [f"{capitalised(TOO_SMALL.format(format_bytes(results.subject.bytes or 0)))}."]
     if results.baseline is None:
         return ["The experiment has no baseline, so no arm is called better or worse."]
     return [_headline(results, measure, results.baseline) for measure in results.primary()]

@@ -11,9 +11,11 @@ from tensorkeep.units import format_rate
 TONES: dict[str | None, str] = {
     "helps": "good",
     "hurts": "bad",
+    "about the same": "faint",
     "within noise": "faint",
     "not run": "faint",
     "too few runs": "faint",
+    "too small": "faint",
 }
 
 STATUS = {

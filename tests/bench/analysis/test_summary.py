@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from bench.documents import GIB, MEASURES, broken, document, results, summarise, truth
 from tensorkeep.bench.analysis.recommendations import candidates
 from tensorkeep.bench.analysis.samples import Samples
+from tensorkeep.bench.analysis.wording import capitalised
 from tensorkeep.bench.results_file import read_results
+from tensorkeep.report.headlines import headlines
 
 ARMS = {"torch": truth(), "fast": truth(0.4, cold=0.5), "small": truth(1.0, stored=0.66), "slow": truth(3.0)}
 
@@ -443,6 +445,74 @@ def test_a_recommendation_names_arms_that_are_not_clearly_behind() -> None:
     summary = summarise(document({"torch": truth(), "b": truth(0.300), "c": truth(0.301), "d": truth(0.5)}))
     assert "not clearly behind" in summary["recommendations"][0]["text"]
     assert " d " not in summary["recommendations"][0]["text"]
+
+
+# 36 times faster than the baseline at 6% more bytes, beside one that is 9 times faster and 6% smaller.
+SIX_WAY = {"tensorstore": truth(36.0, cold=20.0), "torch": truth(stored=1.06), "t5x": truth(4.0, cold=3.0, stored=0.94)}
+
+
+def test_a_few_percent_of_bytes_do_not_outweigh_many_times_the_speed() -> None:
+    summary = summarise(document(SIX_WAY))
+    assert words(summary, "stored")["torch"] == "hurts"
+    assert recommended(summary) == {"saving": "torch", "loading": "torch", "size": "t5x", "all": "torch"}
+    assert "size: 1.06 of the bytes of tensorstore" in summary["recommendations"][3]["text"]
+
+
+def test_an_arm_that_is_ten_times_slower_than_another_is_never_recommended() -> None:
+    summary = summarise(document({**SIX_WAY, "t5x": truth(12.0, cold=3.0, stored=0.5)}, noise=0.0))
+    assert recommended(summary) == {"saving": "torch", "loading": "torch", "size": None, "all": "torch"}
+    assert summary["recommendations"][2]["text"] == (
+        "on this machine, size: no arm is shown to be better than tensorstore; "
+        "t5x is left out: 12.0 times slower than torch (durable save)"
+    )
+    slower_than_the_baseline = summarise(document({"torch": truth(), "small": truth(11.0, stored=0.5)}))
+    assert recommended(slower_than_the_baseline)["size"] is None
+
+
+def test_more_than_a_tenth_worse_is_not_better_all_round() -> None:
+    for fraction, arm in ((1.09, "b"), (1.2, None)):
+        made = document({"torch": truth(), "b": truth(0.5, cold=fraction)}, noise=0.005)
+        assert recommended(summarise(made))["all"] == arm
+
+
+def test_differences_below_five_percent_are_about_the_same_and_not_recommended() -> None:
+    summary = summarise(document({"torch": truth(), "b": truth(0.97), "c": truth(0.9)}, noise=0.001))
+    assert (words(summary)["b"], words(summary)["c"]) == ("about the same", "helps")
+    assert recommended(summary)["saving"] == "c"
+
+
+def test_a_small_state_has_no_verdict_and_no_recommendation() -> None:
+    made = document(ARMS, noise=0.3)
+    made["subject"]["bytes"] = 525_000
+    summary = summarise(made)
+    assert words(summary) == {
+        "torch": "baseline",
+        "control": "control",
+        **dict.fromkeys(ARMS.keys() - {"torch"}, "too small"),
+    }
+    assert summary["recommendations"] == []
+    [only] = summary["warnings"]
+    assert only["text"].startswith("a state of 525 kB is too small to time")
+    found = results({**made, "summary": summary})
+    assert headlines(found) == [f"{capitalised(only['text'])}."]
+
+
+def test_a_technique_within_noise_is_not_recommended() -> None:
+    speed = {"name": "tokens_per_second", "label": "speed", "unit": "tokens/s", "better": "higher", "primary": True}
+    loss = {"name": "loss", "label": "loss", "unit": "nats", "better": "lower", "primary": True}
+    rates = {"plain": 1000.0, "equal": 1001.0, "little": 1030.0, "faster": 1500.0, "worse": 1600.0}
+    arms = {name: {"tokens_per_second": rate, "loss": 2.1 if name == "worse" else 2.0} for name, rate in rates.items()}
+    made = {**document(arms, noise=0.004, workload="training"), "measures": [speed, loss]}
+    summary = summarise(made)
+    assert words(summary, "tokens_per_second") == {
+        "plain": "baseline",
+        "control": "control",
+        "equal": "within noise",
+        "little": "about the same",
+        "faster": "helps",
+        "worse": "helps",
+    }
+    assert recommended(summary) == {"speed": "worse", "loss": None, "all": "faster"}
 
 
 # Designs

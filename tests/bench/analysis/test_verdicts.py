@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorkeep.bench.analysis.statistics import Comparison, compare, holm
-from tensorkeep.bench.analysis.verdicts import judge, noise_of
-from tensorkeep.bench.results import Noise
+from tensorkeep.bench.analysis.verdicts import PRACTICAL, judge, noise_of, threshold
+from tensorkeep.bench.results import Measure, Noise
 
 
 def comparison(gain: float, low: float | None, high: float | None, *, p: float = 0.01, n: int = 5) -> Comparison:
@@ -31,13 +31,22 @@ LOUD = Noise(0.8, 1.1, 1.25, 5)
         (comparison(0.81, 0.8, 0.82), 0.01, LOUD, "within noise"),
         (comparison(1.3, 1.26, 1.4), 0.01, LOUD, "helps"),
         (comparison(0.79, 0.75, 0.82), 0.01, LOUD, "hurts"),
-        (comparison(1.0005, 1.0004, 1.0006), 0.0, None, "within noise"),  # negligible
-        (comparison(1.01, 1.009, 1.011), 0.0, None, "helps"),
+        (comparison(1.0005, 1.0004, 1.0006), 0.0, None, "about the same"),  # certain, and negligible
+        (comparison(1.04, 1.03, 1.05), 0.0, QUIET, "about the same"),
+        (comparison(0.96, 0.95, 0.97), 0.0, QUIET, "about the same"),
+        (comparison(1.06, 1.05, 1.07), 0.0, QUIET, "helps"),
+        (comparison(0.94, 0.93, 0.95), 0.0, QUIET, "hurts"),
         (Comparison(1, 3.0, None, None, None, None), None, QUIET, "too few runs"),
     ],
 )
 def test_verdicts(found: Comparison, p_holm: float | None, noise: Noise | None, word: str) -> None:
     assert judge(found, p_holm, noise)[0] == word
+
+
+def test_small_differences_of_losses_count() -> None:
+    loss, speed = Measure("loss", "loss", "nats"), Measure("speed", "speed", "tokens/s", better="higher")
+    assert judge(comparison(1.01, 1.009, 1.011), 0.0, None, threshold(loss))[0] == "helps"
+    assert judge(comparison(1.01, 1.009, 1.011), 0.0, None, threshold(speed))[0] == "about the same"
 
 
 def test_reasons_carry_the_figures() -> None:
@@ -55,7 +64,7 @@ def test_reasons_carry_the_figures() -> None:
     assert judge(comparison(3.0, 2.0, 4.0), 0.01, wild)[1] == (
         "the difference, a factor of 3.00, does not exceed the A/A control's: a factor of 10.0"
     )
-    assert "0.1%" in judge(comparison(1.0005, 1.0004, 1.0006), 0.0, None)[1]
+    assert judge(comparison(1.04, 1.03, 1.05), 0.0, None)[1] == ("the difference, 4%, is too small to matter: below 5%")
     assert judge(Comparison(1, 3.0, None, None, None, None), None, None)[1].startswith("1 block cannot")
 
 
@@ -70,10 +79,10 @@ def test_the_noise_floor_is_the_farther_end_of_the_control() -> None:
 @given(st.lists(st.floats(-1, 1), min_size=2, max_size=8), st.floats(1, 1.5))
 def test_the_inverse_ratio_has_the_opposite_verdict(values: list[float], floor: float) -> None:
     noise = Noise(1 / floor, floor, floor, 5)
-    opposite = {"helps": "hurts", "hurts": "helps", "within noise": "within noise"}
+    opposite = {"helps": "hurts", "hurts": "helps", "within noise": "within noise", "about the same": "about the same"}
     one, other = compare(values), compare([-value for value in values])
     # At the very edge the last digit decides.
-    if abs(abs(math.log(one.gain)) - math.log(max(floor, 1.001))) > 1e-9 and abs(one.p - 0.05) > 1e-9:
+    if abs(abs(math.log(one.gain)) - math.log(max(floor, PRACTICAL))) > 1e-9 and abs(one.p - 0.05) > 1e-9:
         assert judge(other, other.p, noise)[0] == opposite[judge(one, one.p, noise)[0]]
 
 

@@ -10,10 +10,11 @@ from tensorkeep.bench.analysis.effects import effects_of, interactions_of, steps
 from tensorkeep.bench.analysis.recommendations import recommendations
 from tensorkeep.bench.analysis.samples import Samples
 from tensorkeep.bench.analysis.statistics import Comparison, describe, detectable_gain, holm
-from tensorkeep.bench.analysis.verdicts import SMALLEST, judge, noise_of
+from tensorkeep.bench.analysis.verdicts import SMALLEST_STATE, judge, noise_of, threshold, too_small
 from tensorkeep.bench.analysis.warnings import cautions
 from tensorkeep.bench.analysis.wording import gate_words
 from tensorkeep.bench.results import Arm, Measure, Noise, Results, Statistics, Summary, Verdict
+from tensorkeep.units import format_bytes
 
 
 def summarise(results: Results) -> Summary:
@@ -63,7 +64,9 @@ def _statistics(
     verdict: tuple[Verdict, str] | tuple[None, None] = (None, None)
     if measure.primary:
         verdict = _unjudged(samples, arm, measure) or (
-            judge(found, p_holm, noise) if found else ("not run", _why_not_compared(samples, measure))
+            judge(found, p_holm, noise, threshold(measure))
+            if found
+            else ("not run", _why_not_compared(samples, measure))
         )
     return Statistics(
         **(asdict(describe(raw)) if raw else {}),
@@ -74,18 +77,18 @@ def _statistics(
         change_percent=_change_percent(samples, arm, measure) if found else None,
         p=found and found.p,
         p_holm=p_holm,
-        detectable=_detectable(found, len(adjusted), noise) if found else None,
+        detectable=_detectable(found, len(adjusted), noise, threshold(measure)) if found else None,
         verdict=verdict[0],
         reason=verdict[1],
     )
 
 
-def _detectable(comparison: Comparison, tests: int, noise: Noise | None) -> float | None:
-    """Return the smallest gain that would have counted: shown by the test, and above the noise floor."""
+def _detectable(comparison: Comparison, tests: int, noise: Noise | None, least: float) -> float | None:
+    """Return the smallest gain that would have counted: shown by the test, above the noise floor and ``least``."""
     if comparison.std is None:
         return None
     by_test = detectable_gain(comparison.std, comparison.n, tests)
-    return None if by_test is None else max(by_test, SMALLEST, noise.floor if noise else 1.0)
+    return None if by_test is None else max(by_test, least, noise.floor if noise else 1.0)
 
 
 def _change_percent(samples: Samples, arm: Arm, measure: Measure) -> float | None:
@@ -105,7 +108,11 @@ def _unjudged(samples: Samples, arm: Arm, measure: Measure) -> tuple[Verdict, st
         return "not run", why_not
     if arm.role == "baseline":
         return "baseline", "the others are compared with it"
-    return ("control", f"{samples.baseline} measured again: any difference is noise") if arm.role == "control" else None
+    if arm.role == "control":
+        return "control", f"{samples.baseline} measured again: any difference is noise"
+    if too_small(samples.results):
+        return "too small", f"states below {format_bytes(SMALLEST_STATE)} are too small to time"
+    return None
 
 
 def _why_not_run(samples: Samples, arm: str, measure: Measure) -> str | None:

@@ -1,8 +1,9 @@
-"""The verdict on an arm: helps, hurts, within noise, or too few runs.
+"""The verdict on an arm: helps, hurts, about the same, within noise, too few runs, or a state too small to time.
 
 A difference counts only if three things agree: the test, adjusted for all arms of the measure; the 95% interval, which
 must lie on one side of 1; and the A/A control, the baseline measured again under another name, whose own difference is
-noise. Differences below 0.1% never count: sizes have no noise, and a few bytes of header are not worth a verdict.
+noise. A difference of less than 5% is shown but does not matter: the arms are about the same. Losses are the exception:
+0.1% of them counts. No arm is judged on a checkpoint below 256 MB: opening files dominates so short a time.
 """
 
 import math
@@ -10,11 +11,34 @@ from collections.abc import Sequence
 
 from tensorkeep.bench.analysis.statistics import LEVEL, Comparison
 from tensorkeep.bench.analysis.wording import difference, interval_95, number
-from tensorkeep.bench.results import Noise, Verdict
-from tensorkeep.units import counted
+from tensorkeep.bench.results import Measure, Noise, Results, Verdict
+from tensorkeep.units import counted, format_bytes
 
 SMALLEST = 1.001
-"""The smallest gain that counts as a difference, where the A/A control shows no noise at all."""
+"""The smallest gain that counts as a difference of losses."""
+
+PRACTICAL = 1.05
+"""The smallest gain in time, rate or bytes that is worth a verdict."""
+
+SMALLEST_STATE = 256_000_000
+"""Bytes of the smallest checkpoint whose times are judged."""
+
+
+TOO_SMALL = (
+    "a state of {} is too small to time: opening files, caches and the first use of memory dominate, so no tool is "
+    f"called better or worse, and none is recommended; {format_bytes(SMALLEST_STATE)} or more is large enough"
+)
+
+
+def threshold(measure: Measure) -> float:
+    """Return the smallest gain in a measure that is worth a verdict."""
+    return SMALLEST if measure.unit == "nats" else PRACTICAL
+
+
+def too_small(results: Results) -> bool:
+    """Return whether checkpoints were measured on a state that is too small for verdicts and recommendations."""
+    nbytes = results.subject.bytes
+    return results.experiment.workload == "checkpoint" and nbytes is not None and nbytes < SMALLEST_STATE
 
 
 def noise_of(controls: Sequence[Comparison]) -> Noise | None:
@@ -26,11 +50,13 @@ def noise_of(controls: Sequence[Comparison]) -> Noise | None:
     return Noise(min(lows), max(highs), max(1 / min(lows), max(highs), 1.0), min(blocks))
 
 
-def judge(comparison: Comparison, p_holm: float | None, noise: Noise | None) -> tuple[Verdict, str]:
+def judge(
+    comparison: Comparison, p_holm: float | None, noise: Noise | None, least: float = PRACTICAL
+) -> tuple[Verdict, str]:
     """Return the verdict on an arm that was compared with the baseline, and a sentence that explains it.
 
-    ``p_holm`` is the comparison's p-value, adjusted across the arms of the measure. Without noise, a gain needs only to
-    exceed `SMALLEST`.
+    ``p_holm`` is the comparison's p-value, adjusted across the arms of the measure. A gain must exceed the noise and
+    ``least``.
     """
     low, high = comparison.low, comparison.high
     if p_holm is None or low is None or high is None:
@@ -44,8 +70,11 @@ def judge(comparison: Comparison, p_holm: float | None, noise: Noise | None) -> 
         return "within noise", (
             f"the difference, {difference(size)}, does not exceed the A/A control's: {difference(noisy.floor)}"
         )
-    if size <= SMALLEST:
-        return "within noise", f"the difference, {difference(size)}, is negligible: below 0.1%"
+    if size <= least:
+        return (
+            "about the same",
+            f"the difference, {difference(size)}, is too small to matter: below {difference(least)}",
+        )
     beyond = f", beyond the noise of {difference(noisy.floor)}" if noisy else ""
     if comparison.gain > 1:
         return "helps", f"{number(size)} times better ({interval_95(low, high)}, {p}){beyond}"

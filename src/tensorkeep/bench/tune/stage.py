@@ -20,9 +20,6 @@ from tensorkeep.io.buffers import DEFAULT_BUDGET
 from tensorkeep.io.parallel import default_threads
 from tensorkeep.units import counted
 
-SMALLEST_GAIN = 1.05
-"""How many times faster a setting must be to replace the first one."""
-
 FEWEST_ROUNDS = 5
 """Fewer rounds give no verdict: times of a disk have outliers, against which a test of a few values is not robust."""
 
@@ -86,9 +83,7 @@ class Stage:
         others = list(self.comparisons)
         adjusted = holm([self.comparisons[each].p or 0.0 for each in others])[others.index(setting)]
         word, _ = judge(comparison, adjusted, None)
-        if word == "helps" and comparison.gain >= SMALLEST_GAIN:
-            return "faster"
-        return "slower" if word == "hurts" and comparison.gain <= 1 / SMALLEST_GAIN else "within noise"
+        return "faster" if word == "helps" else "slower" if word == "hurts" else "within noise"
 
     def winner(self) -> Setting:
         """Return the fastest of the settings that are faster than the first, or else the first."""

@@ -166,6 +166,11 @@ def _colour(results: Results, arm: Arm, measure: Measure) -> str:
 
 
 def _legend(figure: "Figure", results: Results) -> None:
-    words = {d.BASE: "baseline", d.GOOD: "better", d.BAD: "worse", d.NEUTRAL: "within noise, or no verdict"}
+    words = {
+        d.BASE: "baseline",
+        d.GOOD: "better",
+        d.BAD: "worse",
+        d.NEUTRAL: "about the same, within noise, or no verdict",
+    }
     figure.legend(handles=d.patches(words), loc="outside upper left", ncols=4, handlelength=1.0, columnspacing=1.4)
     d.footnote(figure, _NOTE + d.left_out(results))

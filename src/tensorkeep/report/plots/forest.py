@@ -109,7 +109,7 @@ def _thin_ticks(figure: "Figure") -> None:
 def _legend(figure: "Figure", results: Results, *, arrows: bool) -> None:
     from matplotlib.lines import Line2D
 
-    words = {"better": d.BETTER, "worse": d.WORSE, "within noise, or too few runs": d.UNSETTLED}
+    words = {"better": d.BETTER, "worse": d.WORSE, "about the same, within noise, or no verdict": d.UNSETTLED}
     lines = [
         Line2D([], [], marker=m.shape, color=m.colour, markerfacecolor=m.fill, label=word, markersize=5.5)
         for word, m in words.items()

@@ -30,14 +30,14 @@ def impact_panel(axes: "Axes", results: Results, arms: list[Arm]) -> None:
                 text = "baseline" if arm.name == results.baseline else "-" if results.ran(arm.name) else "not run"
                 axes.text(column, row, text, ha="center", va="center", fontsize=7.5, color=d.FAINT, style="italic")
                 continue
-            settled = found.verdict not in ("within noise", "too few runs")
+            settled = found.verdict in ("helps", "hurts")
             draw_field(axes, column, row, found.gain if settled else None, percent(found.change_percent))
     # One word below the other: fields are narrow.
     names = ["\n".join(clipped(word, 12) for word in one.label.split()[:2]) for one in measures]
     axes.set_xticks(range(len(measures)), names, fontsize=8)
     axes.set_xlim(-0.5, max(len(measures), 1) - 0.5)
     axes.tick_params(axis="x", length=0, labelcolor=d.INK)
-    axes.set_xlabel("grey: within noise; blue: better; orange: worse")
+    axes.set_xlabel("grey: about the same, within noise or no verdict; blue: better; orange: worse")
     axes.spines["bottom"].set_visible(False)
 
 
