@@ -61,6 +61,7 @@ def test_arguments_without_a_meaning_are_ignored(tmp_path: Path) -> None:
             "unsupported",
             "before version 1.6",
         ),
+        (lambda path: tensorkeep.torch.save(torch.nn.Linear(1, 1), path), "unsupported-leaf", "state_dict"),
         (lambda path: tensorkeep.torch.save(STATE, io.StringIO()), "usage", "text file"),
         (lambda path: tensorkeep.torch.save(STATE, 5), "usage", "int is neither a path nor a binary file"),
         (lambda path: tensorkeep.torch.load(object()), "usage", "object is neither a path nor a binary file"),

@@ -37,6 +37,7 @@ def test_public_names() -> None:
         "SaveReport",
         "SaveWhen",
         "StateMismatchError",
+        "StateMismatchWarning",
         "Step",
         "StoreError",
         "TechniqueNotActiveError",

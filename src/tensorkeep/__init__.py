@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from tensorkeep.checkpoint.manager.retention import Keep, KeepBest, KeepEvery, KeepLast, KeepThinned
     from tensorkeep.checkpoint.manager.steps import Step
     from tensorkeep.checkpoint.manager.triggers import EverySteps, EveryTime, OnSignal, SaveWhen
-    from tensorkeep.checkpoint.restore.stateful import RandomState
     from tensorkeep.checkpoint.save.job import PendingSave, SaveReport
     from tensorkeep.checkpoint.save.save import save, save_async
+    from tensorkeep.checkpoint.stateful import RandomState
     from tensorkeep.errors import (
         BusyError,
         CorruptCheckpointError,
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         OutOfMemoryError,
         RanksDisagreeError,
         StateMismatchError,
+        StateMismatchWarning,
         StoreError,
         TechniqueNotActiveError,
         TensorkeepError,
@@ -53,7 +54,7 @@ _EXPORTS = {
     "checkpoint.manager.retention": ("Keep", "KeepBest", "KeepEvery", "KeepLast", "KeepThinned"),
     "checkpoint.manager.steps": ("Step",),
     "checkpoint.manager.triggers": ("EverySteps", "EveryTime", "OnSignal", "SaveWhen"),
-    "checkpoint.restore.stateful": ("RandomState",),
+    "checkpoint.stateful": ("RandomState",),
     "checkpoint.save.job": ("PendingSave", "SaveReport"),
     "checkpoint.save.save": ("save", "save_async"),
     "state.registry": ("register",),
@@ -61,13 +62,13 @@ _EXPORTS = {
 _MODULES = {name: module for module, names in _EXPORTS.items() for name in names}
 
 __all__ = [
-    "BusyError", "Checkpoint", "CheckpointManager", "CorruptCheckpointError", "DestinationExistsError", "DiffReport",
-    "DivergedError", "EverySteps", "EveryTime", "InfoReport", "Keep", "KeepBest", "KeepEvery", "KeepLast",
-    "KeepThinned", "LazyTensor", "MissingExtraError", "NotACheckpointError", "NotFoundError", "OnSignal",
-    "OutOfMemoryError", "PendingSave", "RandomState", "RanksDisagreeError", "SaveReport", "SaveWhen",
-    "StateMismatchError", "Step", "StoreError", "TechniqueNotActiveError", "TensorkeepError", "UnsupportedError",
-    "UnsupportedLeafError", "UsageError", "VerifyReport", "__version__", "convert", "diff", "info", "load", "open",
-    "register", "save", "save_async", "verify"
+    "BusyError", "Checkpoint", "CheckpointManager", "CorruptCheckpointError", "DestinationExistsError",
+    "DiffReport", "DivergedError", "EverySteps", "EveryTime", "InfoReport", "Keep", "KeepBest", "KeepEvery",
+    "KeepLast", "KeepThinned", "LazyTensor", "MissingExtraError", "NotACheckpointError", "NotFoundError",
+    "OnSignal", "OutOfMemoryError", "PendingSave", "RandomState", "RanksDisagreeError", "SaveReport",
+    "SaveWhen", "StateMismatchError", "StateMismatchWarning", "Step", "StoreError", "TechniqueNotActiveError",
+    "TensorkeepError", "UnsupportedError", "UnsupportedLeafError", "UsageError", "VerifyReport", "__version__",
+    "convert", "diff", "info", "load", "open", "register", "save", "save_async", "verify"
 ]  # fmt: skip
 
 

@@ -24,6 +24,7 @@ exception that it resembles as a second base, so that ``except FileNotFoundError
 import difflib
 import errno as codes
 import os
+import sys
 from collections.abc import Collection
 from typing import ClassVar, TypedDict, Unpack
 
@@ -126,6 +127,31 @@ class StateMismatchError(UsageError, kind="state-mismatch"):
     different: tuple[str, ...] = ()
 
 
+class StateMismatchWarning(UserWarning):
+    """A load with ``strict=False`` skipped what does not fit.
+
+    Attributes
+    ----------
+    missing, extra, different : tuple of str
+        Names that only the state has, that only the checkpoint has, and that differ in shape.
+
+    Examples
+    --------
+    >>> import tempfile, torch, tensorkeep, warnings
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> _ = tensorkeep.save({"w": torch.ones(2), "b": torch.ones(1)}, f"{folder.name}/c")
+    >>> with warnings.catch_warnings(record=True, action="always") as caught:
+    ...     _ = tensorkeep.load(f"{folder.name}/c", into={"w": torch.zeros(2)}, strict=False)
+    >>> caught[0].message.extra
+    ('b',)
+    >>> folder.cleanup()
+    """
+
+    missing: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
+    different: tuple[str, ...] = ()
+
+
 class StoreError(TensorkeepError, OSError, kind="store", exit_code=3):
     """The disk or the network failed: no space, no permission, an I/O error.
 
@@ -210,6 +236,15 @@ def did_you_mean(name: str, known: Collection[str], what: str = "known") -> str:
     """Return the remedy for an unknown name: the nearest known one, or all of them after ``what``."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"{what}: {', '.join(known) or 'none'}"
+
+
+def stack_level_of_caller() -> int:
+    """Return the ``stacklevel`` with which the function that calls this warns the code that uses this package."""
+    package = __name__.partition(".")[0]
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and f"{frame.f_globals.get('__name__')}.".startswith(f"{package}."):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def is_out_of_memory(error: BaseException) -> bool:

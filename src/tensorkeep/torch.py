@@ -23,6 +23,7 @@ from tensorkeep.checkpoint.manager.address import checkpoint_path
 from tensorkeep.checkpoint.save.save import save as _save
 from tensorkeep.errors import CorruptCheckpointError, PathLike, UnsupportedError, UsageError
 from tensorkeep.io.files import store_errors
+from tensorkeep.state.tree import flatten
 
 if TYPE_CHECKING:
     import torch
@@ -78,6 +79,7 @@ def save(
             "the file format of torch before version 1.6 cannot be written",
             remedy="leave _use_new_zipfile_serialization out; every later torch reads the new files",
         )
+    flatten(obj)  # refuses a module, which torch would pickle, and our save would replace by its state dict
     if isinstance(f, str | os.PathLike):
         _save(obj, f, format="torch", overwrite=True)
         return

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tensorkeep
-from tensorkeep.checkpoint.restore.stateful import RandomState
+from tensorkeep.checkpoint.stateful import RandomState
 from tensorkeep.cli.train import stop_on_signals
 from tensorkeep.testing.equality import difference
 from tensorkeep.train.config.config import Config

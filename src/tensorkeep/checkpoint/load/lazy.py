@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tensorkeep.checkpoint.arguments import MemorySize, budget_pool
 from tensorkeep.checkpoint.finding import open_reader
-from tensorkeep.checkpoint.load.load import LoadRequest, load_open
+from tensorkeep.checkpoint.load.into import LoadRequest, load_open
 from tensorkeep.checkpoint.load.ranges import contiguous_in, fill, strided_view
 from tensorkeep.checkpoint.load.verify import VerifyReport, verify_open
 from tensorkeep.checkpoint.manager.address import checkpoint_path
@@ -114,6 +114,7 @@ class Checkpoint(Closing, Mapping[str, "LazyTensor"]):
         into: Any = None,
         select: str | Iterable[str] | None = None,
         device: Device = None,
+        strict: bool = True,
         progress: Progress | None = None,
         threads: int | None = None,
     ) -> Any:
@@ -122,7 +123,7 @@ class Checkpoint(Closing, Mapping[str, "LazyTensor"]):
         Checksums and the memory budget are those of `tensorkeep.open`.
         """
         reader, pool = self._open()
-        return load_open(reader, pool, LoadRequest(into, select, device, progress, threads))
+        return load_open(reader, pool, LoadRequest(into, select, device, strict, progress, threads))
 
     def close(self) -> None:
         """Close the files; lazy tensors can then not be read. A second call does nothing."""

@@ -1,31 +1,17 @@
 """`tensorkeep.load`: a state, or some of its tensors, into new memory or into tensors that exist."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
-from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, check_device, thread_count
+from tensorkeep.checkpoint.arguments import MemorySize, budget_pool
 from tensorkeep.checkpoint.finding import open_reader
-from tensorkeep.checkpoint.load.targets import LoadPlan, match_targets
+from tensorkeep.checkpoint.load.into import LoadRequest, load_open
 from tensorkeep.checkpoint.manager.address import checkpoint_path
-from tensorkeep.errors import CorruptCheckpointError, PathLike, UnsupportedError, UsageError
-from tensorkeep.formats.base import OpenSettings, Reader
-from tensorkeep.io.buffers import DEFAULT_BUDGET, BufferPool
+from tensorkeep.errors import PathLike
+from tensorkeep.formats.base import OpenSettings
+from tensorkeep.io.buffers import DEFAULT_BUDGET
 from tensorkeep.io.parallel import Progress
-from tensorkeep.state import names
 from tensorkeep.state.strided import Device
-from tensorkeep.state.tree import prune, state_leaves, unflatten
-
-
-@dataclass(frozen=True, slots=True)
-class LoadRequest:
-    """The arguments that all ways to load a state have; see `load`."""
-
-    into: Any = None
-    select: str | Iterable[str] | None = None
-    device: Device = None
-    progress: Progress | None = None
-    threads: int | None = None
 
 
 def load(
@@ -34,6 +20,7 @@ def load(
     into: Any = None,
     select: str | Iterable[str] | None = None,
     device: Device = None,
+    strict: bool = True,
     verify: bool = True,
     page_cache: bool = False,
     format: str | None = None,
@@ -51,15 +38,24 @@ def load(
     path : path-like
         The checkpoint; its format is found by looking at the files. Or a run: its folder for the last complete step,
         ``"RUN@1200"`` for a step, ``"RUN@best"`` or ``"RUN@best:METRIC"`` for the best one.
-    into : nested state, optional
-        Tensors and arrays to fill in place, on whatever device they are; the fastest way, because no new memory is
-        touched. Names, shapes, dtypes and shared memory are compared first, and nothing is touched unless all of them
-        fit. Tensors that share memory in the state must share it in the checkpoint as well.
+    into : nested state or object, optional
+        Tensors and arrays to fill in place, on whatever device they are, and objects with a ``load_state_dict()``
+        (modules, optimizers, schedulers, `tensorkeep.RandomState`), also one object alone. Filling is the fastest way,
+        because no new memory is touched. Names, shapes, dtypes and shared memory are compared first, and nothing is
+        touched unless all of them fit: an object with a ``check_state_dict()`` is asked then. A new optimizer takes the
+        state that was saved.
+
+        A dict may lack entries of the checkpoint's top level, which are then not loaded: ``into={"model": model}``
+        leaves a saved optimizer alone. Within each entry, and in a dict of tensors, nothing may be missing or extra.
     select : str or list of str, optional
         Globs on the names; only these tensors are read, and with ``into`` only these are filled. Tensors that are not
         selected are left out of dicts and replaced by None in lists.
     device : torch.device or str, optional
         Where new tensors go; the CPU by default.
+    strict : bool
+        With False, what fits ``into`` by name and shape is loaded, and a `StateMismatchWarning` names the rest, which
+        is left unchanged. Dtypes must still be the same. Objects other than modules are loaded as a whole or, if
+        the checkpoint does not have them, not at all.
     verify : bool
         Check every block that is read against its checksum, where the format has any.
     page_cache : bool
@@ -77,7 +73,8 @@ def load(
     Returns
     -------
     state
-        The state as it was saved; with ``into``, with the tensors, parameters and arrays that were given.
+        The state as it was saved. With ``into``, the given objects, tensors, parameters and arrays are in it, and
+        other entries only if they hold no tensors, such as a step. If ``into`` is one object, that object.
 
     Raises
     ------
@@ -87,7 +84,8 @@ def load(
         If a byte is not what was written; it names the file, the tensor and the block. Tensors given to ``into`` may
         then be partly filled.
     StateMismatchError
-        If ``into`` does not fit; nothing was touched.
+        If ``into`` does not fit. Usually nothing was touched; the message names the cases in which an object refuses
+        its state later. With ``strict=False``, if nothing fits.
     UsageError
         If a pattern matches nothing, the device does not exist, or arguments exclude each other.
     UnsupportedError, OutOfMemoryError, StoreError
@@ -105,40 +103,15 @@ def load(
     >>> _ = tensorkeep.load(f"{folder.name}/c", into={"model": {"w": weight}}, select="model.w")
     >>> weight
     tensor([1., 1.])
+
+    Objects are saved by their ``state_dict()``, and loaded by their ``load_state_dict()``:
+
+    >>> model, average = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    >>> _ = tensorkeep.save({"model": model, "average": average, "step": 8}, f"{folder.name}/d")
+    >>> tensorkeep.load(f"{folder.name}/d", into={"model": model})
+    {'model': Linear(in_features=2, out_features=2, bias=True), 'step': 8}
     >>> folder.cleanup()
     """
     settings = OpenSettings(verify=verify, page_cache=page_cache, pool=budget_pool(memory_budget))
     with settings.pool as pool, open_reader(checkpoint_path(path), settings, format) as reader:
-        return load_open(reader, pool, LoadRequest(into, select, device, progress, threads))
-
-
-def load_open(reader: Reader, pool: BufferPool, request: LoadRequest) -> Any:
-    """Load from an open checkpoint; see `load`."""
-    into, select, device = request.into, request.select, request.device
-    if into is not None and device is not None:
-        raise UsageError(
-            "`into` and `device` exclude each other", remedy="leave out `device`: tensors in `into` keep their devices"
-        )
-    threads = thread_count(request.threads)
-    check_device(device)
-    chosen = list(reader.entries) if select is None else names.select(reader.entries, select)
-    skeleton = reader.flat.skeleton if select is None else prune(reader.flat.skeleton, set(chosen))
-    given = {} if into is None else match_targets(state_leaves(into), reader, chosen, partial=select is not None)
-    plan = LoadPlan(reader, chosen, given, device)
-    plan.read(threads, pool, request.progress)
-    return rebuild(reader, skeleton, plan.values(), as_given=into is not None)
-
-
-def rebuild(reader: Reader, skeleton: object, values: Mapping[str, Any], *, as_given: bool) -> Any:
-    """Return the state that a skeleton describes, with these values for its tensors; see `unflatten`.
-
-    Raises CorruptCheckpointError if a value of the skeleton cannot be rebuilt.
-    """
-    try:
-        return unflatten(skeleton, values, as_is=as_given)
-    except UnsupportedError as error:
-        raise UnsupportedError(error.message, path=reader.path, remedy=error.remedy) from None
-    except (ValueError, TypeError, OverflowError) as error:
-        raise CorruptCheckpointError(
-            f"its structure cannot be rebuilt ({error})", path=reader.path, remedy="take another checkpoint or copy"
-        ) from error
+        return load_open(reader, pool, LoadRequest(into, select, device, strict, progress, threads))

@@ -20,7 +20,13 @@ from tensorkeep.state.strided import Array, Device
 from tensorkeep.units import format_bytes
 
 _MOST_NAMED = 5
-_REMEDY = "load without `into`, or `select` the tensors that both have"
+_REMEDY = (
+    "leave entries that do not fit out of `into`, load only what fits (strict=False), or select the tensors to load "
+    '(select=["model.*"])'
+)
+_CAST_REMEDY = (
+    "convert the state to the saved dtype first (module.to(torch.bfloat16)), or load without `into` and convert then"
+)
 
 
 class Target(NamedTuple):
@@ -39,33 +45,45 @@ class Differences:
     """Names of tensors by how the given state does not fit a checkpoint.
 
     They are only in the state (``missing``), only in the checkpoint (``extra``), or in both, but ``different`` in
-    dtype, shape or library, as the text describes, or not writable in place.
+    dtype, shape or library, as the text describes, or not writable in place. ``only_dtypes`` is whether all that
+    differs is the dtype of tensors.
     """
 
     missing: list[str] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
     different: dict[str, str] = field(default_factory=dict)
     unwritable: list[str] = field(default_factory=list)
+    only_dtypes: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.extra or self.different or self.unwritable)
 
-    def error(self, path: Path, *, remedy: str = _REMEDY) -> StateMismatchError:
+    def error(self, path: Path) -> StateMismatchError:
         """Return the error that names up to five tensors of each kind."""
-        more = len(self.different) - _MOST_NAMED
+        missing, extra, different = self.names()
         return StateMismatchError(
-            "the state given to `into` does not fit the checkpoint; nothing was touched\n"
-            + _listed("only in the state", self.missing)
+            f"the state given to `into` does not fit the checkpoint; nothing was touched\n{self.lines()}",
+            path=path,
+            remedy=_CAST_REMEDY if self.only_dtypes else _REMEDY,
+            missing=missing,
+            extra=extra,
+            different=different,
+        )
+
+    def names(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+        """Return the missing, the extra and the different names."""
+        return tuple(self.missing), tuple(self.extra), tuple(self.different)
+
+    def lines(self) -> str:
+        """Return lines that name up to five tensors of each kind."""
+        more = len(self.different) - _MOST_NAMED
+        return (
+            _listed("only in the state", self.missing)
             + _listed("only in the checkpoint", self.extra)
             + "".join(f"  {name}: {what}\n" for name, what in list(self.different.items())[:_MOST_NAMED])
             + (f"  and {more} more that differ\n" if more > 0 else "")
-            + _listed("not writable in place", self.unwritable),
-            path=path,
-            remedy=remedy,
-            missing=tuple(self.missing),
-            extra=tuple(self.extra),
-            different=tuple(self.different),
-        )
+            + _listed("not writable in place", self.unwritable)
+        ).rstrip()
 
 
 def match_targets(
@@ -106,12 +124,15 @@ def compare(given: Mapping[str, StateLeaf], reader: Reader, chosen: list[str], *
     wanted = set(chosen)
     targets = _targets(given, chosen)
     differences = {name: difference_of(target.leaf, reader, name) for name, target in targets.items()}
-    return Differences(
+    found = Differences(
         missing=[] if partial else [name for name in given if name not in wanted],
         extra=[name for name in chosen if name not in given],
         different={name: what for name, what in differences.items() if what is not None},
         unwritable=[name for name, target in targets.items() if target.fills and not target.leaf.writable],
     )
+    same_shapes = all(targets[name].leaf.shape == reader.entries[name].shape for name in found.different)
+    found.only_dtypes = same_shapes and not (found.missing or found.extra or found.unwritable)
+    return found
 
 
 def sharing_conflict_of(

@@ -9,21 +9,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from tensorkeep.checkpoint.arguments import MemorySize
-from tensorkeep.checkpoint.load.load import LoadRequest
+from tensorkeep.checkpoint.arguments import MemorySize, budget_pool
+from tensorkeep.checkpoint.finding import open_reader
+from tensorkeep.checkpoint.load.into import LoadRequest, load_open
 from tensorkeep.checkpoint.manager.folder import StepFolder
 from tensorkeep.checkpoint.manager.retention import Keep, KeepBest, best_rule, best_step, keep_rule, unwanted
 from tensorkeep.checkpoint.manager.steps import Step, StepListing, checked_metrics, is_damaged, list_steps, step_number
 from tensorkeep.checkpoint.manager.triggers import SaveWhen
-from tensorkeep.checkpoint.restore.restore import restore_state
-from tensorkeep.checkpoint.restore.stateful import expand
 from tensorkeep.checkpoint.save.begin import begin_save, check_request, flat_state
 from tensorkeep.checkpoint.save.job import PendingSave
 from tensorkeep.checkpoint.save.memory import checked_budget
 from tensorkeep.checkpoint.save.queue import SaveQueue, WhenBusy, copies_of
 from tensorkeep.checkpoint.settings import SettingsSource, read_settings
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, PathLike, UsageError
+from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.write import StepRecord
+from tensorkeep.io.buffers import DEFAULT_BUDGET
 from tensorkeep.io.parallel import Progress
 from tensorkeep.paths import checked_path
 from tensorkeep.state.strided import Device
@@ -181,7 +182,7 @@ class CheckpointManager:
             overwrite = overwrite or (os.path.lexists(path) and (path in self._damaged or is_damaged(path)))
             self._folder.check_free(step, overwrite=overwrite, stacklevel=2)
             request = self._request(path, overwrite=overwrite, step=record, started=started)
-            flat = flat_state(expand(state))
+            flat = flat_state(state)
             on_durable = partial(self._note_saved, path, step)
             prepare = partial(begin_save, flat, request, copy=self._asynchronous, on_durable=on_durable)
             pending = PendingSave((self._queue.add if self._asynchronous else self._queue.run)(prepare))
@@ -241,6 +242,7 @@ class CheckpointManager:
         *,
         select: str | Iterable[str] | None = None,
         device: Device = None,
+        strict: bool = True,
         threads: int | None = None,
         progress: Progress | None = None,
     ) -> Any:
@@ -254,11 +256,12 @@ class CheckpointManager:
         into : nested state, optional
             Tensors and arrays to fill in place, and objects with a ``load_state_dict()``. What is missing, extra or of
             another shape is named before anything is changed. An object with a ``check_state_dict()`` is asked then.
-            The returned state contains them.
+            Entries of the saved state that are not given are not loaded. The returned state contains what was given,
+            and the saved plain values.
         select : str or list of str, optional
             Names, or globs, of what is restored; with ``into`` all else is left as it is. Of objects other
             than modules, all tensors or none are selected.
-        device, threads, progress : optional
+        device, strict, threads, progress : optional
             The same as those of `tensorkeep.load`.
 
         Raises
@@ -272,7 +275,7 @@ class CheckpointManager:
             refuses its state later.
         """
         self._queue.drain()
-        request = LoadRequest(into, select, device, progress, threads)
+        request = LoadRequest(into, select, device, strict, progress, threads)
         if step is not None:
             return self._restore(self._folder.path_of(step), request)
         first_error: CorruptCheckpointError | None = None
@@ -292,7 +295,9 @@ class CheckpointManager:
         )
 
     def _restore(self, path: Path, request: LoadRequest) -> Any:
-        state = restore_state(path, request, memory_budget=self._budget)
+        settings = OpenSettings(pool=budget_pool(self._budget or DEFAULT_BUDGET))
+        with settings.pool as pool, open_reader(path, settings, "native") as reader:
+            state = load_open(reader, pool, request)
         if request.select is None:
             self._base = path
         return state

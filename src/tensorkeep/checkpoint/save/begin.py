@@ -16,6 +16,7 @@ from tensorkeep.checkpoint.save import auto
 from tensorkeep.checkpoint.save.job import SaveJob, SaveReport
 from tensorkeep.checkpoint.save.memory import SaveMemory
 from tensorkeep.checkpoint.settings import SettingsSource, read_settings
+from tensorkeep.checkpoint.stateful import expand
 from tensorkeep.errors import DestinationExistsError, PathLike, UsageError
 from tensorkeep.formats.base import FORMATS
 from tensorkeep.formats.native.writer import NativeOptions
@@ -93,8 +94,11 @@ def check_request(
 
 
 def flat_state(state: object) -> Flat[Leaf]:
-    """Return a state taken apart into leaves that other threads may read now; raise as `flatten`."""
-    flat = flatten(state)
+    """Return a state taken apart into leaves that other threads may read now; raise as `flatten`.
+
+    Objects with a ``state_dict()`` are replaced by what it returns.
+    """
+    flat = flatten(expand(state))
     cuda.wait_for_caller(flat.leaves.values())
     return flat
 

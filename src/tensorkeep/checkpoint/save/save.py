@@ -31,9 +31,10 @@ def save(
 
     Parameters
     ----------
-    state : nested dict, list, tuple of tensors, arrays and plain values
-        For example ``{"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 100}``. Tensors of
-        any shape, strides and device. Sparse, nested, quantised and sub-byte tensors are refused, with a remedy.
+    state : nested dict, list, tuple of tensors, arrays, plain values and objects
+        For example ``{"model": model, "optimizer": optimizer, "step": 100}``, or one model. Objects with a
+        ``state_dict()`` are replaced by what it returns. Tensors of any shape, strides and device; sparse, nested,
+        quantised and sub-byte ones are refused, with a remedy.
     path : path-like
         The path of the new checkpoint; missing parent folders are created.
     compression : str, optional
@@ -118,7 +119,7 @@ def save_async(
 
     Parameters
     ----------
-    state : nested dict, list, tuple of tensors, arrays and plain values
+    state : nested dict, list, tuple of tensors, arrays, plain values and objects
     path : path-like
         The path of the new checkpoint; missing parent folders are created.
     memory_budget : int or str, optional

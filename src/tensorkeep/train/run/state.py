@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tensorkeep.checkpoint.manager.manager import CheckpointManager
-from tensorkeep.checkpoint.restore.stateful import RandomState
+from tensorkeep.checkpoint.stateful import RandomState
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.data.batches import BatchSource
 from tensorkeep.train.data.dataset import Dataset

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from tensorkeep.checkpoint.restore.stateful import expand
+from tensorkeep.checkpoint.stateful import expand
 from tensorkeep.errors import RanksDisagreeError, TensorkeepError, UsageError
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tensorkeep.checkpoint.restore.stateful import items, with_items
+from tensorkeep.checkpoint.stateful import items, with_items
 from tensorkeep.errors import TensorkeepError
 from tensorkeep.formats.base import Entry
 from tensorkeep.state.leaf import LeafKind, allocate

@@ -1,17 +1,17 @@
-"""Restoring a training state: tensors in place, objects by ``load_state_dict``, everything checked first."""
+"""Loading from an open checkpoint: a new state, or into tensors in place and objects by ``load_state_dict``."""
 
 import copy
+from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from tensorkeep.checkpoint.arguments import budget_pool, check_device, thread_count
-from tensorkeep.checkpoint.finding import open_reader
-from tensorkeep.checkpoint.load.load import LoadRequest, load_open, rebuild
+from tensorkeep.checkpoint.arguments import check_device, thread_count
+from tensorkeep.checkpoint.load.match import StateMatch
+from tensorkeep.checkpoint.load.object_checks import REFUSALS, is_module
+from tensorkeep.checkpoint.load.rebuild import rebuild
 from tensorkeep.checkpoint.load.targets import LoadPlan
-from tensorkeep.checkpoint.restore.match import StateMatch
-from tensorkeep.checkpoint.restore.object_checks import REFUSALS, is_module
-from tensorkeep.checkpoint.restore.stateful import (
+from tensorkeep.checkpoint.stateful import (
     StatefulObject,
     is_below,
     load_objects,
@@ -19,41 +19,67 @@ from tensorkeep.checkpoint.restore.stateful import (
     value_at,
     wrap_objects,
 )
-from tensorkeep.errors import StateMismatchError, TensorkeepError
-from tensorkeep.formats.base import OpenSettings, Reader
-from tensorkeep.io.buffers import DEFAULT_BUDGET, BufferPool
+from tensorkeep.errors import StateMismatchError, TensorkeepError, UsageError
+from tensorkeep.formats.base import Reader
+from tensorkeep.io.buffers import BufferPool
 from tensorkeep.io.parallel import Progress
 from tensorkeep.state import names
+from tensorkeep.state.strided import Device
 from tensorkeep.state.tree import prune, state_leaves
 
 
-def restore_state(path: Path, request: LoadRequest, *, memory_budget: int | None = None) -> Any:
-    """Load a native checkpoint, into tensors and objects if they are given; see `CheckpointManager.restore`.
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """The arguments that all ways to load a state have; see `tensorkeep.load`."""
 
-    First everything is compared. An object with a ``check_state_dict(state)`` is given its saved state, with tensors
-    that have a shape and a dtype but no data. Then the objects of which no tensor is filled in place (schedulers,
-    scalers, a new optimizer) are loaded; if one refuses, all of them get their previous states back. Only then are the
-    tensors of modules and of the other objects overwritten.
+    into: Any = None
+    select: str | Iterable[str] | None = None
+    device: Device = None
+    strict: bool = True
+    progress: Progress | None = None
+    threads: int | None = None
+
+
+def load_open(reader: Reader, pool: BufferPool, request: LoadRequest) -> Any:
+    """Load from an open checkpoint, into tensors and objects if they are given; see `tensorkeep.load`.
+
+    With ``into``, everything is compared first. An object with a ``check_state_dict(state)`` is given its saved state,
+    with tensors that have a shape and a dtype but no data. Then the objects of which no tensor is filled in place
+    (schedulers, scalers, a new optimizer) are loaded; if one refuses, all of them get their previous states back. Only
+    then are the tensors of modules and of the other objects overwritten.
 
     Raises StateMismatchError if ``into`` does not fit; its message states whether tensors are overwritten already.
     """
-    budget = DEFAULT_BUDGET if memory_budget is None else memory_budget
+    _check_request(request)
     threads = thread_count(request.threads)
+    if request.into is not None:
+        return _IntoState(reader, request).load(threads, pool, request.progress)
+    select = request.select
+    chosen = list(reader.entries) if select is None else names.select(reader.entries, select)
+    skeleton = reader.flat.skeleton if select is None else prune(reader.flat.skeleton, set(chosen))
+    plan = LoadPlan(reader, chosen, {}, request.device)
+    plan.read(threads, pool, request.progress)
+    return rebuild(reader, skeleton, plan.values(), as_given=False)
+
+
+def _check_request(request: LoadRequest) -> None:
+    if request.into is None:
+        if not request.strict:
+            raise UsageError("strict=False needs `into`", remedy="give the state to load into, or `select` tensors")
+    elif request.device is not None:
+        raise UsageError(
+            "`into` and `device` exclude each other", remedy="leave out `device`: tensors in `into` keep their devices"
+        )
     check_device(request.device)
-    with budget_pool(budget) as pool, open_reader(path, OpenSettings(pool=pool), "native") as reader:
-        if request.into is None:
-            return load_open(reader, pool, request)
-        return _Restoring(reader, request).run(threads, pool, request.progress)
 
 
-class _Restoring:
-    """A state that is known to fit the checkpoint that it is restored from."""
+class _IntoState:
+    """A state that is known to fit the checkpoint that it is loaded from."""
 
     def __init__(self, reader: Reader, request: LoadRequest) -> None:
         self._reader = reader
-        self._partial = request.select is not None
         self._state = wrap_objects(request.into)
-        self._match = StateMatch(reader, self._state, request.select)
+        self._match = StateMatch(reader, self._state, request.select, strict=request.strict)
         targets = self._match.targets()
         self._first = self._match.loaded_first()
         self._done = set(self._match.unselected)  # objects that are loaded already, or not at all
@@ -63,8 +89,8 @@ class _Restoring:
         self._first_plan = LoadPlan(reader, [name for name in chosen if name in first_names], {}, request.device)
         self._plan = LoadPlan(reader, [name for name in chosen if name not in first_names], targets, request.device)
 
-    def run(self, threads: int, pool: BufferPool, progress: Progress | None) -> Any:
-        """Restore; return the state."""
+    def load(self, threads: int, pool: BufferPool, progress: Progress | None) -> Any:
+        """Load; return the state."""
         skeleton, total = self._reader.flat.skeleton, self._first_plan.nbytes + self._plan.nbytes
         self._first_plan.read(threads, pool, _offset_progress(progress, 0, total))
         values = self._values(self._first_plan)
@@ -73,9 +99,11 @@ class _Restoring:
         self._tensors_read = True
         self._plan.read(threads, pool, _offset_progress(progress, self._first_plan.nbytes, total))
         values |= self._values(self._plan)
-        if self._partial:
+        if values.keys() != self._reader.entries.keys():
             skeleton = prune(skeleton, values.keys())
-        return load_objects(self._state, rebuild(self._reader, skeleton, values, as_given=True), self._load)
+        loaded = load_objects(self._state, rebuild(self._reader, skeleton, values, as_given=True), self._load)
+        self._match.warn_of_skipped()
+        return loaded
 
     def _values(self, plan: LoadPlan) -> dict[str, Any]:
         """Return what was read, with numpy scalars as such."""
@@ -103,7 +131,7 @@ class _Restoring:
             return
         value = stateful.value
         try:
-            if self._partial and is_module(value):
+            if self._match.partial and is_module(value):
                 value.load_state_dict(state, strict=False)
             else:
                 value.load_state_dict(state)
@@ -114,7 +142,7 @@ class _Restoring:
                 f"the {type(value).__name__} at {names.display(path)!r} does not accept its saved state: {error}; "
                 + ("the tensors of the state are overwritten already" if self._tensors_read else "nothing was touched"),
                 path=self._reader.path,
-                remedy="restore into an object that was made in the same way",
+                remedy="load into an object that was made in the same way",
                 different=(names.display(path),),
             ) from error
 

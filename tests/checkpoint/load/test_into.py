@@ -12,9 +12,7 @@ from torch import nn
 
 import tensorkeep
 from tensorkeep import CheckpointManager, RandomState
-from tensorkeep.checkpoint.load.load import LoadRequest
-from tensorkeep.checkpoint.restore.restore import restore_state
-from tensorkeep.checkpoint.restore.stateful import expand
+from tensorkeep.checkpoint.stateful import expand
 from tensorkeep.testing.equality import same
 
 
@@ -24,7 +22,7 @@ def saved(state: Any, path: Path) -> Path:
 
 
 def restore(path: Path, into: Any, **options: Any) -> Any:
-    return restore_state(path, LoadRequest(into, **options))
+    return tensorkeep.load(path, into=into, **options)
 
 
 def refusal(path: Path, into: Any, model: nn.Module, **options: Any) -> tensorkeep.StateMismatchError:
@@ -201,7 +199,7 @@ def test_keys_of_one_side_are_named_whatever_their_values(tmp_path: Path) -> Non
     model = linear(0)
     error = refusal(path, {"model": model, "optimizer": scheduled(0)[0], "best": 1.0}, model)
     assert error.missing == ("best",)
-    assert error.extra == ("scheduler", "rng", "epoch")
+    assert not error.extra, "entries of the top level may be left out"
 
 
 def test_inner_keys_are_compared_in_containers_with_tensors(tmp_path: Path) -> None:
@@ -538,3 +536,144 @@ def test_a_step_that_was_begun_before_it_was_found_damaged_leaves_nothing_behind
         restored = CheckpointManager(tmp_path).restore(into=into)
     assert same(expand(restored), expand(first))
     assert restored["model"] is into["model"]
+
+
+# Entries of the top level that are not given
+
+
+def training_checkpoint(path: Path) -> Path:
+    model = linear(1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1)
+    state = {"model": model, "optimizer": optimizer, "mask": torch.ones(3), "best": np.float64(0.5), "step": 7}
+    tensorkeep.save(state, path / "run")
+    return path / "run"
+
+
+def test_objects_are_saved_and_loaded_like_their_states(tmp_path: Path) -> None:
+    path = training_checkpoint(tmp_path)
+    model = linear(0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = tensorkeep.load(path, into={"model": model, "optimizer": optimizer, "mask": torch.zeros(3), "step": 0})
+    assert found["model"] is model
+    assert found["optimizer"] is optimizer
+    assert found["step"] == 7
+    assert is_filled(model, 1)
+    saved_state = tensorkeep.load(path)
+    assert same(optimizer.state_dict(), saved_state["optimizer"]), "a new AdamW takes the saved state"
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_entries_that_are_not_given_are_left_alone(tmp_path: Path, opened: bool) -> None:
+    path = training_checkpoint(tmp_path)
+    model = linear(0)
+    if opened:
+        with tensorkeep.open(path) as checkpoint:
+            found = checkpoint.load(into={"model": model})
+    else:
+        found = tensorkeep.load(path, into={"model": model})
+    assert found == {"model": model, "best": 0.5, "step": 7}
+    assert found["model"] is model
+    assert is_filled(model, 1)
+
+
+def test_a_manager_restores_only_what_is_given(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"model": linear(1), "optimizer": torch.optim.AdamW(linear(1).parameters())}).wait()
+        model = linear(0)
+        manager.restore(into={"model": model})
+    assert is_filled(model, 1)
+
+
+def test_one_object_alone(tmp_path: Path) -> None:
+    tensorkeep.save(linear(1), tmp_path / "saved")
+    tensorkeep.save_async(linear(2), tmp_path / "later").wait()
+    for name, value in (("saved", 1), ("later", 2)):
+        model = linear(0)
+        assert tensorkeep.load(tmp_path / name, into=model) is model
+        assert is_filled(model, value)
+
+
+def test_within_an_entry_nothing_may_be_missing(tmp_path: Path) -> None:
+    path = training_checkpoint(tmp_path)
+    model = nn.Linear(4, 4, bias=False)
+    assert refusal(path, {"model": model}, model).extra == ("model.bias",)
+    assert refusal(path, {"model": {"weight": model.weight}}, model).extra == ("model.bias",)
+
+
+def test_a_dict_of_tensors_is_complete(tmp_path: Path) -> None:
+    state = {**linear(1).state_dict(), "optimizer": {"m": torch.ones(2)}, "step": 7}
+    tensorkeep.save(state, tmp_path / "flat")
+    model = nn.Linear(4, 4, bias=False)
+    assert refusal(tmp_path / "flat", dict(model.state_dict()), model).extra == ("bias",)
+    found = tensorkeep.load(tmp_path / "flat", into=dict(linear(0).state_dict()))
+    assert list(found) == ["weight", "bias", "step"]
+
+
+def test_a_flat_file_fits_a_nested_state(tmp_path: Path) -> None:
+    import safetensors.torch
+
+    safetensors.torch.save_file({"model.w": torch.ones(2), "model.b": torch.ones(1)}, tmp_path / "a.safetensors")
+    weight, bias = torch.zeros(2), torch.zeros(1)
+    tensorkeep.load(tmp_path / "a.safetensors", into={"model": {"w": weight, "b": bias}})
+    assert weight.sum() + bias.sum() == 3
+
+
+# What is not strict
+
+
+def test_not_strict_loads_what_fits_and_names_the_rest(tmp_path: Path) -> None:
+    saved_model = nn.ModuleDict({"body": linear(1), "head": nn.Linear(4, 2), "old": nn.Linear(1, 1)})
+    tensorkeep.save({"model": saved_model, "average": linear(1).state_dict(), "step": 7}, tmp_path / "c")
+    model = nn.ModuleDict({"body": linear(0), "head": nn.Linear(4, 3), "new": nn.Linear(1, 1)})
+    head, average = model["head"].weight.detach().clone(), dict(nn.Linear(4, 4, bias=False).state_dict())
+    with pytest.warns(tensorkeep.StateMismatchWarning) as caught:
+        found = tensorkeep.load(
+            tmp_path / "c", into={"model": model, "average": average, "rng": RandomState()}, strict=False
+        )
+    [warning] = [each.message for each in caught]
+    assert isinstance(warning, tensorkeep.StateMismatchWarning)
+    assert caught[0].filename == __file__
+    assert warning.missing == ("rng", "model.new.weight", "model.new.bias")
+    assert warning.extra == ("model.old.weight", "model.old.bias", "average.bias")
+    assert warning.different == ("model.head.weight", "model.head.bias")
+    assert is_filled(model["body"], 1)
+    assert torch.equal(model["head"].weight, head)
+    assert bool((average["weight"] == 1).all())
+    assert (found["model"], found["step"]) == (model, 7)
+
+
+def test_not_strict_warns_of_nothing_if_all_fits(tmp_path: Path) -> None:
+    model = linear(0)
+    tensorkeep.load(training_checkpoint(tmp_path), into={"model": model}, strict=False)
+    assert is_filled(model, 1)
+
+
+def test_not_strict_is_an_error_if_nothing_fits(tmp_path: Path) -> None:
+    path = training_checkpoint(tmp_path)
+    model = nn.ModuleDict({"module": linear(0)})
+    assert "only in the checkpoint: model.weight" in str(refusal(path, {"model": model}, model, strict=False))
+
+
+def test_not_strict_does_not_cast(tmp_path: Path) -> None:
+    model = linear(0).double()
+    error = refusal(training_checkpoint(tmp_path), {"model": model}, model, strict=False)
+    assert error.different == ("model.weight", "model.bias")
+    assert "convert the state to the saved dtype first" in str(error)
+
+
+def test_not_strict_needs_all_of_an_optimizer(tmp_path: Path) -> None:
+    path = training_checkpoint(tmp_path)
+    model = linear(0)
+    other = torch.optim.AdamW([model.weight])
+    error = refusal(path, {"model": model, "optimizer": other}, model, strict=False)
+    assert error.different == ("optimizer",)
+
+
+def test_not_strict_needs_a_state(tmp_path: Path) -> None:
+    with pytest.raises(tensorkeep.UsageError, match="strict=False needs `into`"):
+        tensorkeep.load(training_checkpoint(tmp_path), strict=False)

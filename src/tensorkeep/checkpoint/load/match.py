@@ -1,36 +1,30 @@
 """Matching a training state with a checkpoint: what does not fit, and which tensors are filled in place."""
 
-import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from tensorkeep.checkpoint.load.load import rebuild
-from tensorkeep.checkpoint.load.targets import Target, compare, difference_of, match_targets, sharing_conflict_of
-from tensorkeep.checkpoint.restore.object_checks import SavedTensor, has_check, is_module, refusals
-from tensorkeep.checkpoint.restore.stateful import (
-    StatefulObject,
-    container_kind,
-    is_below,
-    items,
-    paths_to,
-    unwrap_states,
-    value_at,
+from tensorkeep.checkpoint.load.keys import KeyComparison
+from tensorkeep.checkpoint.load.object_checks import SavedTensor, has_check, is_module, refusals
+from tensorkeep.checkpoint.load.rebuild import rebuild
+from tensorkeep.checkpoint.load.targets import (
+    Differences,
+    Target,
+    compare,
+    difference_of,
+    match_targets,
+    sharing_conflict_of,
 )
-from tensorkeep.errors import UsageError
+from tensorkeep.checkpoint.stateful import StatefulObject, is_below, items, paths_to, unwrap_states
+from tensorkeep.errors import StateMismatchWarning, UsageError, stack_level_of_caller
 from tensorkeep.formats.base import Reader
 from tensorkeep.state import names
-from tensorkeep.state.names import Key, Path, display
+from tensorkeep.state.names import Path, display
 from tensorkeep.state.skeleton_writer import StateLeaf
 from tensorkeep.state.tree import state_leaves
 
 _EXTRA_STATE = "_extra_state"
-_REMEDY = (
-    "give `into` the keys and objects that were saved, or leave some of them out and `select` the tensors of the rest, "
-    'such as select=["model.*"]'
-)
 
 
 @dataclass(slots=True)
@@ -48,16 +42,19 @@ class StateMatch:
 
     The tensors of a module, and those outside of objects, must match exactly. Other objects may still be empty, as a
     new optimizer is, and take what was saved; tensors that they have must be of the saved shape, unless the object
-    checks that itself. Numpy scalars are values and come back as they were saved. With ``select`` the state may have
-    other keys than the checkpoint.
+    checks that itself. Numpy scalars are values and come back as they were saved. A dict may lack parts of the
+    checkpoint (see `KeyComparison`). With ``select`` the state may have other keys than the checkpoint. Without
+    ``strict`` that holds as well, and tensors of modules and outside of objects that do not fit by name and shape are
+    skipped; StateMismatchError if that leaves none of them.
 
     ``objects`` has each object by the keys that lead to it, ``chosen`` the names of the wanted tensors, ``new`` those
-    that are loaded into new memory, and ``unselected`` the objects of which nothing is wanted.
+    that are loaded into new memory, ``unselected`` the objects of which nothing is wanted, and ``skipped`` what was
+    not strict. ``partial`` is whether either may have other keys.
     """
 
-    def __init__(self, reader: Reader, state: Any, select: str | Iterable[str] | None) -> None:
+    def __init__(self, reader: Reader, state: Any, select: str | Iterable[str] | None, *, strict: bool = True) -> None:
         self._reader = reader
-        self._partial = select is not None
+        self.partial = select is not None
         state_dicts = unwrap_states(state)
         self._given = state_leaves(state_dicts)
         self._given_paths = {name: given.path for name, given in self._given.items()}
@@ -67,14 +64,20 @@ class StateMatch:
         saved = rebuild(reader, reader.flat.skeleton, self.saved_tensors, as_given=True)
         paths = {tensor.name: path for path, tensor in paths_to(saved, SavedTensor)}
         self._saved_paths = {name: paths.get(name, ()) for name in reader.entries}
-        self._keys = _KeyComparison(state, saved)
+        self._keys = KeyComparison(state, saved)
+        self._keys.ignore_nesting(self._given_paths, self._saved_paths)
         self.objects = {path: _MatchedObject(*found) for path, found in self._keys.objects.items()}
         self._different: dict[str, str] = {}
         self._replaced: set[str] = set()  # given tensors that are not filled
         self.new: set[str] = set()
+        self.skipped = Differences()
         self.chosen, self.unselected = _select_tensors(select, self._saved_paths, self._keys.objects)
+        if select is None:
+            self.chosen = [name for name in self.chosen if not is_below(self._saved_paths[name], self._keys.left_out)]
         self._assign_to_objects()
         self._check_objects()
+        if not strict:
+            self._skip_misfits()
 
     def _assign_to_objects(self) -> None:
         """Find the object that each tensor belongs to."""
@@ -133,28 +136,53 @@ class StateMatch:
 
     def targets(self) -> dict[str, Target]:
         """Return what is filled in place; StateMismatchError names up to five misfits of each kind."""
-        self._check()
+        found = self._differences()
+        if found:
+            raise found.error(self._reader.path)
         while (owner := self._owner_of_conflict()) is not None:
             self.new |= owner.wanted
             self._replaced |= owner.given
-        return match_targets(self._filled(), self._reader, self._kept(), partial=self._partial)
+        return match_targets(self._filled(), self._reader, self._kept(), partial=self.partial)
 
-    def _check(self) -> None:
-        found = compare(self._filled(), self._reader, self._kept(), partial=self._partial)
+    def _differences(self) -> Differences:
+        """Return what does not fit: keys, tensors, and the states of objects."""
+        found = compare(self._filled(), self._reader, self._kept(), partial=self.partial)
         keys = self._keys
         different = {path: what for path, what in keys.different.items() if self._is_wanted(path)}
-        named = {*different} if self._partial else {*different, *keys.missing, *keys.extra}
+        named = {*different} if self.partial else {*different, *keys.missing, *keys.extra}
         found.missing = [name for name in found.missing if not is_below(self._given_paths[name], named)]
         found.extra = [name for name in found.extra if not is_below(self._saved_paths[name], named)]
-        if not self._partial:
+        if not self.partial:
             found.missing = list(dict.fromkeys([*map(display, keys.missing), *found.missing]))
             found.extra = list(dict.fromkeys([*map(display, keys.extra), *found.extra]))
+        found.only_dtypes = found.only_dtypes and not (different or self._different or found.missing or found.extra)
         found.different = {display(path): what for path, what in different.items()} | found.different | self._different
-        if found:
-            raise found.error(self._reader.path, remedy=_REMEDY)
+        return found
+
+    def _skip_misfits(self) -> None:
+        """Leave out the tensors that do not fit by name and shape, other than those of objects but modules."""
+        self.skipped = self._differences()
+        entries, filled, kept = self._reader.entries, self._filled(), self._kept()
+        fitting = {name for name in kept if name in filled and filled[name].leaf.shape == entries[name].shape}
+        if kept and not fitting:
+            raise self.skipped.error(self._reader.path)
+        misfits = {*kept} - fitting
+        self.chosen = [name for name in self.chosen if name not in misfits]
+        self.partial = True
+        self.skipped.unwritable = []
+        errors = self._differences().different
+        self.skipped.different = {name: what for name, what in self.skipped.different.items() if name not in errors}
+
+    def warn_of_skipped(self) -> None:
+        """Issue a `StateMismatchWarning` if anything was skipped."""
+        if self.skipped:
+            text = f"{self._reader.path}: loaded what fits and skipped the rest (strict=False)\n{self.skipped.lines()}"
+            warning = StateMismatchWarning(text)
+            warning.missing, warning.extra, warning.different = self.skipped.names()
+            warnings.warn(warning, stacklevel=stack_level_of_caller())
 
     def _is_wanted(self, path: Path) -> bool:
-        return not self._partial or any(is_below(self._saved_paths[name], {path}) for name in self.chosen)
+        return not self.partial or any(is_below(self._saved_paths[name], {path}) for name in self.chosen)
 
     def _owner_of_conflict(self) -> _MatchedObject | None:
         """Return an object whose tensors share memory in the state only, and that can be given new memory."""
@@ -187,79 +215,6 @@ class StateMatch:
             if names <= self.new and not shared and not any(is_module(each.stateful.value) for each in inside):
                 found[path] = names
         return found
-
-
-class _KeyComparison:
-    """Which keys of a state and of a checkpoint differ, and the objects that are in both.
-
-    Objects of the state are wrapped, and in the checkpoint's `SavedTensor` stands for tensors. Keys of the top level
-    and of containers with objects or tensors (or arrays) in either are compared. Other containers are restored as
-    saved. The states of objects are not compared, except for the keys of modules. ``different`` describes values of
-    different kinds; ``objects`` has the saved state beside each object.
-    """
-
-    def __init__(self, state: Any, saved: Any) -> None:
-        self.missing: list[Path] = []
-        self.extra: list[Path] = []
-        self.different: dict[Path, str] = {}
-        self.objects: dict[Path, tuple[StatefulObject, Any]] = {}
-        ends = [path for path, tensor in paths_to(saved, SavedTensor) if tensor.kind != "npscalar"]
-        ends += [path for path, _ in paths_to(state, (StatefulObject, *_array_types()))]
-        self._leading = {path[:length] for path in ends for length in range(len(path))}
-        self._visit(state, saved, ())
-
-    def _visit(self, given: Any, saved: Any, path: Path) -> None:
-        """Compare what both have under the same keys."""
-        if isinstance(given, StatefulObject):
-            self._object(given, saved, path)
-        elif not path or path in self._leading:
-            self._containers(given, saved, path)
-        elif isinstance(saved, SavedTensor):
-            if saved.kind != "npscalar" and not isinstance(given, _array_types()):
-                self.different[path] = _kinds(given, saved)
-        elif isinstance(given, _array_types()):
-            self.different[path] = _kinds(given, saved)
-
-    def _containers(self, given: Any, saved: Any, path: Path) -> None:
-        if container_kind(given) != container_kind(saved):
-            self.different[path] = _kinds(given, saved)
-            return
-        for key, (mine, theirs) in self._keys(given, saved, path).items():
-            self._visit(mine, theirs, (*path, key))
-
-    def _keys(self, given: Any, saved: Any, path: Path) -> dict[Key, tuple[Any, Any]]:
-        """Note the keys that differ; return the items of the others."""
-        mine, theirs = dict(items(given) or []), dict(items(saved) or [])
-        self.missing += [(*path, key) for key in mine if key not in theirs]
-        self.extra += [(*path, key) for key in theirs if key not in mine]
-        return {key: (item, theirs[key]) for key, item in mine.items() if key in theirs}
-
-    def _object(self, given: StatefulObject, saved: Any, path: Path) -> None:
-        self.objects[path] = given, saved
-        if is_module(given.value):
-            self._keys(given.state, saved, path)
-        for keys, inner in paths_to(given.state, StatefulObject):
-            try:
-                inner_saved = value_at(saved, keys)
-            except KeyError:
-                self.missing.append((*path, *keys))
-            else:
-                self._visit(inner, inner_saved, (*path, *keys))
-
-
-def _array_types() -> tuple[type, ...]:
-    torch = sys.modules.get("torch")
-    return (np.ndarray,) if torch is None else (np.ndarray, torch.Tensor)
-
-
-def _kinds(given: Any, saved: Any) -> str:
-    return f"{_kind(given)} in the state, {_kind(saved)} saved"
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, (SavedTensor, *_array_types())):
-        return "tensor"
-    return container_kind(value) or type(value).__name__
 
 
 def _is_extra_state(keys: Path, path: Path) -> bool:

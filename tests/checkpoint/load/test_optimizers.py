@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 import tensorkeep
-from tensorkeep.checkpoint.load.load import LoadRequest
-from tensorkeep.checkpoint.restore.restore import restore_state
-from tensorkeep.checkpoint.restore.stateful import expand
+from tensorkeep.checkpoint.stateful import expand
 from tensorkeep.testing.equality import same
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -71,7 +69,7 @@ def saved(state: Any, path: Path) -> Path:
 
 
 def restore(path: Path, into: Any) -> Any:
-    return restore_state(path, LoadRequest(into))
+    return tensorkeep.load(path, into=into)
 
 
 @pytest.mark.parametrize("steps", [0, 1], ids=["new", "used"])

@@ -1,1 +1,0 @@
-"""Restoring a training state: tensors in place, objects through their `load_state_dict`."""
