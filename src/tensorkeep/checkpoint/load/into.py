@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tensorkeep.checkpoint.arguments import check_device, thread_count
+from tensorkeep.checkpoint.finding import open_reader
 from tensorkeep.checkpoint.load.match import StateMatch
 from tensorkeep.checkpoint.load.object_checks import REFUSALS, is_module
 from tensorkeep.checkpoint.load.rebuild import rebuild
@@ -19,8 +20,8 @@ from tensorkeep.checkpoint.stateful import (
     value_at,
     wrap_objects,
 )
-from tensorkeep.errors import StateMismatchError, TensorkeepError, UsageError
-from tensorkeep.formats.base import Reader
+from tensorkeep.errors import PathLike, StateMismatchError, TensorkeepError, UsageError
+from tensorkeep.formats.base import OpenSettings, Reader
 from tensorkeep.io.buffers import BufferPool
 from tensorkeep.io.parallel import Progress
 from tensorkeep.state import names
@@ -38,6 +39,12 @@ class LoadRequest:
     strict: bool = True
     progress: Progress | None = None
     threads: int | None = None
+
+
+def load_path(path: PathLike, settings: OpenSettings, request: LoadRequest, format: str | None = None) -> Any:
+    """Load the checkpoint at a path, with buffers that are freed afterwards; see `load_open`."""
+    with settings.pool as pool, open_reader(path, settings, format) as reader:
+        return load_open(reader, pool, request)
 
 
 def load_open(reader: Reader, pool: BufferPool, request: LoadRequest) -> Any:

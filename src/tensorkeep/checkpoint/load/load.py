@@ -4,8 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from tensorkeep.checkpoint.arguments import MemorySize, budget_pool
-from tensorkeep.checkpoint.finding import open_reader
-from tensorkeep.checkpoint.load.into import LoadRequest, load_open
+from tensorkeep.checkpoint.load.into import LoadRequest, load_path
 from tensorkeep.checkpoint.manager.address import checkpoint_path
 from tensorkeep.errors import PathLike
 from tensorkeep.formats.base import OpenSettings
@@ -113,5 +112,5 @@ def load(
     >>> folder.cleanup()
     """
     settings = OpenSettings(verify=verify, page_cache=page_cache, pool=budget_pool(memory_budget))
-    with settings.pool as pool, open_reader(checkpoint_path(path), settings, format) as reader:
-        return load_open(reader, pool, LoadRequest(into, select, device, strict, progress, threads))
+    request = LoadRequest(into, select, device, strict, progress, threads)
+    return load_path(checkpoint_path(path), settings, request, format)

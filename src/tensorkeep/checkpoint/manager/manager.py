@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from tensorkeep.checkpoint.arguments import MemorySize, budget_pool
-from tensorkeep.checkpoint.finding import open_reader
-from tensorkeep.checkpoint.load.into import LoadRequest, load_open
+from tensorkeep.checkpoint.load.into import LoadRequest, load_path
 from tensorkeep.checkpoint.manager.folder import StepFolder
 from tensorkeep.checkpoint.manager.retention import Keep, KeepBest, best_rule, best_step, keep_rule, unwanted
 from tensorkeep.checkpoint.manager.steps import Step, StepListing, checked_metrics, is_damaged, list_steps, step_number
@@ -256,8 +255,7 @@ class CheckpointManager:
         into : nested state, optional
             Tensors and arrays to fill in place, and objects with a ``load_state_dict()``. What is missing, extra or of
             another shape is named before anything is changed. An object with a ``check_state_dict()`` is asked then.
-            Entries of the saved state that are not given are not loaded. The returned state contains what was given,
-            and the saved plain values.
+            Saved entries that are not given are not loaded. The returned state contains what was given.
         select : str or list of str, optional
             Names, or globs, of what is restored; with ``into`` all else is left as it is. Of objects other
             than modules, all tensors or none are selected.
@@ -296,8 +294,7 @@ class CheckpointManager:
 
     def _restore(self, path: Path, request: LoadRequest) -> Any:
         settings = OpenSettings(pool=budget_pool(self._budget or DEFAULT_BUDGET))
-        with settings.pool as pool, open_reader(path, settings, "native") as reader:
-            state = load_open(reader, pool, request)
+        state = load_path(path, settings, request, "native")
         if request.select is None:
             self._base = path
         return state
