@@ -12,6 +12,7 @@ from functools import partial
 from cyclopts import App
 
 from tensorkeep.cli.errors import BROKEN_PIPE, report_error
+from tensorkeep.cli.openmp import limit_spinning
 from tensorkeep.cli.options import flags_after_command, from_environment, from_file, with_local_paths
 from tensorkeep.cli.output import Output, finish_stdout, logging_to_stderr, make_streams_safe
 from tensorkeep.errors import StoreError
@@ -98,9 +99,9 @@ def _run(tokens: list[str]) -> int:
     as_json = "--json" in tokens or os.environ.get("TENSORKEEP_JSON", "").lower() in ("1", "true", "yes")
     output = Output(json=as_json, verbose=not {"-v", "--verbose"}.isdisjoint(tokens))
     try:
-        command, bound, _ = build_app().parse_args(
-            flags_after_command(tokens, _GROUPS), exit_on_error=False, print_error=False
-        )
+        tokens = flags_after_command(tokens, _GROUPS)
+        limit_spinning(tokens, os.environ)
+        command, bound, _ = build_app().parse_args(tokens, exit_on_error=False, print_error=False)
         output = bound.arguments.get("output", output)
         with logging_to_stderr(output):
             return command(*bound.args, **bound.kwargs) or 0

@@ -9,7 +9,9 @@ builds from a configuration, a folder and data::
 What a step does can be changed by techniques, which replace the functions of `tensorkeep.train.operations.Operations`.
 """
 
+import logging
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from tensorkeep.checkpoint.save.job import PendingSave
+from tensorkeep.machine import usable_processors
 from tensorkeep.train.data.batches import windows
 from tensorkeep.train.evaluate import evaluate, evaluation_batch_size
 from tensorkeep.train.generate import generate, prompt_ids
@@ -29,6 +32,8 @@ from tensorkeep.train.optim.schedules import learning_rate_factor
 from tensorkeep.train.run.device import peak_memory
 from tensorkeep.train.run.setup import OpenRun
 from tensorkeep.train.run.state import METRIC, Run
+
+logger = logging.getLogger(__name__)
 
 
 class Listener(Protocol):
@@ -181,7 +186,22 @@ def _timed(run: Run) -> Iterator[None]:
         trained = run.progress.tokens - tokens
         # Attention over a shorter context, as techniques may draw, takes fewer operations.
         flops = trained * run.config.model.flops_per_token(run.batches.context_length)
-        run.speed.add(trained, flops, run.clock.seconds["train"] - before)
+        seconds = run.clock.seconds["train"] - before
+        run.speed.add(trained, flops, seconds)
+        slower = run.slowdown.add(flops, seconds)
+        if slower is not None and run.world.is_main:
+            _warn_of_slowdown(run, slower)
+
+
+def _warn_of_slowdown(run: Run, ratio: float) -> None:
+    """Log that training has become slower; the usual cause is another process."""
+    load, cpus = os.getloadavg()[0], len(usable_processors())
+    run.log.write(run.progress.step, "slowdown", ratio=ratio, load=load, cpus=cpus)
+    logger.warning(
+        "training is %.0f times slower than before, at step %d: the load of this machine is %.1f on %d CPUs; stop what "
+        "else computes here, or keep it off the CPUs of this run (taskset)",
+        *(ratio, run.progress.step, load, cpus),
+    )
 
 
 def _update_range_test(run: Run, listener: Listener, record: dict[str, float]) -> None:

@@ -4,6 +4,7 @@ MFU (model FLOP utilisation; Chowdhery et al., arXiv 2204.02311) is the rate of 
 a fraction of the fastest rate that the machine reaches.
 """
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -103,3 +104,36 @@ class Speedometer:
         # The peak is at least the rate reached in training; on a busy machine it may be measured too low.
         self.peak = max(self.peak, flops / seconds)
         return {"tokens_per_second": tokens / seconds, "mfu": flops / seconds / self.peak}
+
+
+class SlowdownDetector:
+    """Notices when training has become five times slower than it was before.
+
+    Rates are those of windows, of at least 10 steps and 5 seconds of training, compared with the median of all windows
+    before. Rates are of floating-point operations, because techniques may change the length of sequences.
+    """
+
+    STEPS = 10
+    SECONDS = 5.0
+    LEAST_BEFORE = 3
+    """Windows that must have passed before one can be slow."""
+    RATIO = 5.0
+
+    def __init__(self) -> None:
+        self._rates: list[float] = []
+        self._steps = 0
+        self._flops = 0
+        self._seconds = 0.0
+        self._reported = False
+
+    def add(self, flops: int, seconds: float) -> float | None:
+        """Add a step; return how many times slower training has become, once, at the end of the first slow window."""
+        self._steps, self._flops, self._seconds = self._steps + 1, self._flops + flops, self._seconds + seconds
+        if self._reported or self._steps < self.STEPS or self._seconds < self.SECONDS:
+            return None
+        rate = self._flops / self._seconds
+        earlier = statistics.median(self._rates) if len(self._rates) >= self.LEAST_BEFORE else 0.0
+        self._rates.append(rate)
+        self._steps, self._flops, self._seconds = 0, 0, 0.0
+        self._reported = rate * self.RATIO <= earlier
+        return earlier / rate if self._reported else None

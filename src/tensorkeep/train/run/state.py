@@ -23,7 +23,7 @@ from tensorkeep.train.optim.optimizers import Optimizers
 from tensorkeep.train.optim.schedules import Plateau, RangeTest
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.log import RunLog
-from tensorkeep.train.run.speed import Clock, Speedometer
+from tensorkeep.train.run.speed import Clock, SlowdownDetector, Speedometer
 from tensorkeep.train.run.world import World
 
 METRIC = "validation_loss"
@@ -93,6 +93,7 @@ class Run:
     replicas: int = 1
     progress: Progress = field(default_factory=Progress)
     clock: Clock = field(default_factory=Clock)
+    slowdown: SlowdownDetector = field(default_factory=SlowdownDetector)
     notes: tuple[str, ...] = ()
     drawn: range = field(default=range(0), init=False)
 

@@ -1,0 +1,66 @@
+"""The warning about training that has become much slower."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from tensorkeep.train.run.speed import Clock, SlowdownDetector
+from tensorkeep.train.run.state import Run
+from train.tiny_training import CONFIG, lines, prepared, run
+
+
+def windows(detector: SlowdownDetector, *seconds: float) -> list[float | None]:
+    """Add a window of ten steps for each duration of a step; return what was reported in each window."""
+    found = []
+    for each in seconds:
+        reports = [detector.add(100, each) for _ in range(10)]
+        assert reports[:-1] == [None] * 9
+        found.append(reports[-1])
+    return found
+
+
+def test_a_fifth_of_the_earlier_median_is_reported_once() -> None:
+    assert windows(SlowdownDetector(), 1.0, 1.0, 1.2, 0.8, 4.9, 5.5, 9.0) == [*[None] * 5, pytest.approx(5.5), None]
+
+
+def test_nothing_is_reported_before_the_usual_speed_is_known() -> None:
+    assert windows(SlowdownDetector(), 1.0, 1.0, 9.0) == [None, None, None]
+
+
+def test_a_few_slow_steps_are_not_reported() -> None:
+    detector = SlowdownDetector()
+    windows(detector, 1.0, 1.0, 1.0)
+    assert [detector.add(100, seconds) for seconds in (9.0, 9.0, *[1.0] * 8)] == [None] * 10
+
+
+def test_short_steps_are_compared_over_seconds() -> None:
+    detector = SlowdownDetector()
+    for _ in range(240):
+        assert detector.add(100, 0.0625) is None
+    assert [detector.add(100, 0.4375) for _ in range(12)] == [*[None] * 11, pytest.approx(7.0)]
+
+
+def test_a_run_that_slows_down_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    elapsed = 0.0
+
+    def with_fake_clock(opened: Run) -> None:
+        real = opened.model.loss
+
+        def loss(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            nonlocal elapsed
+            elapsed += 1.0 if opened.progress.step <= 31 else 7.0
+            found: torch.Tensor = real(inputs, targets)
+            return found
+
+        opened.model.loss = loss  # type: ignore[method-assign]
+        opened.clock = Clock(lambda: elapsed)
+
+    config = CONFIG.changed({"loop.steps": 70})
+    with caplog.at_level(logging.WARNING, "tensorkeep"):
+        run(config, tmp_path / "run", prepared(tmp_path), arrange=with_fake_clock)
+    assert [(line["step"], round(line["ratio"])) for line in lines(tmp_path / "run", "slowdown")] == [(41, 7)]
+    (message,) = caplog.messages
+    assert message.startswith("training is 7 times slower than before, at step 41: the load of this machine is ")
+    assert "taskset" in message
