@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from tensorkeep.bench.analysis.verdicts import too_small
 from tensorkeep.bench.analysis.wording import capitalised
 from tensorkeep.bench.results import Results
 from tensorkeep.bench.results_file import read_results
@@ -82,6 +83,8 @@ def print_tables(found: Results) -> None:
     """Print the tables of a run; the verdict comes last, because the end of a long output stays on the screen."""
     print(found.experiment.title or found.experiment.name)
     print(measured_by(found))
+    if small := too_small(found):
+        print(*headlines(found))
     print()
     print(six_way_text(found) if found.experiment.name in _MILLISECONDS else isolated_text(found))
     tables = [verdict_table(found, measure) for measure in found.primary()]
@@ -91,7 +94,7 @@ def print_tables(found: Results) -> None:
             print(f"\n{table.title}")
             Table(table.headings, table.texts()).show()
     _print_claims(claims_table(found))
-    _print_section("Noise", noise_lines(found))
+    _print_section("Noise", [] if small else noise_lines(found))
     _print_section("Effects that this design cannot separate", aliases_lines(found))
     warnings = [f"{one.text}: {one.remedy}" if one.remedy else one.text for one in found.summary.warnings]
     _print_section("Warnings", warnings)

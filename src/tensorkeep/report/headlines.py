@@ -38,7 +38,7 @@ def headlines(results: Results) -> list[str]:
     A state that is too small has one sentence.
     """
     if too_small(results):
-        return [f"{capitalised(TOO_SMALL.format(format_bytes(results.subject.bytes or 0)))}."]
+        return [f"{capitalised(TOO_SMALL.format(format_bytes(results.subject.bytes or 0)))}"]
     if results.baseline is None:
         return ["The experiment has no baseline, so no arm is called better or worse."]
     return [_headline(results, measure, results.baseline) for measure in results.primary()]

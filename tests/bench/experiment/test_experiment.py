@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tensorkeep.bench.analysis.verdicts import SMALLEST_STATE
 from tensorkeep.bench.checkpoint import models
 from tensorkeep.bench.checkpoint.tools.registry import parse_tool
 from tensorkeep.bench.checkpoint.workload import DEFAULT_MODEL
@@ -138,8 +139,14 @@ def test_shipped_experiment_is_valid_and_complete(name: str) -> None:
         assert all(arm.about for arm in planned.arms)
     nbytes = models.parse(planned.experiment.settings["model"]).nbytes
     assert nbytes < 5e8
+    slow = planned.experiment.settings.get("slow_model") or planned.experiment.settings["model"]
     many_files = any(arm.settings.get("chunk") == "64" for arm in planned.arms)
-    assert not many_files or nbytes < 1e8, "chunks of 64 x 64 run at a few MB/s"
+    assert not many_files or models.parse(slow).nbytes < 1e8, "chunks of 64 x 64 run at a few MB/s"
+
+
+@pytest.mark.parametrize("name", ["peers", "three-way", "six-way", "isolated"])
+def test_shipped_comparisons_are_large_enough_for_verdicts(name: str) -> None:
+    assert models.parse(read_experiment(name).experiment.settings["model"]).nbytes >= SMALLEST_STATE
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from tensorkeep.bench.analysis.statistics import LEVEL, Comparison
 from tensorkeep.bench.analysis.wording import difference, interval_95, number
 from tensorkeep.bench.results import Measure, Noise, Results, Verdict
-from tensorkeep.units import counted, format_bytes
+from tensorkeep.units import counted
 
 SMALLEST = 1.001
 """The smallest gain that counts as a difference of losses."""
@@ -26,7 +26,7 @@ SMALLEST_STATE = 256_000_000
 
 TOO_SMALL = (
     "a state of {} is too small to time: opening files, caches and the first use of memory dominate, so no tool is "
-    f"called better or worse, and none is recommended; {format_bytes(SMALLEST_STATE)} or more is large enough"
+    "called better or worse, and none is recommended; 256 MB is enough: --model openllama-3b:scale=0.1 has 700 MB"
 )
 
 

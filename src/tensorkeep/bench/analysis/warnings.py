@@ -10,7 +10,7 @@ from statistics import median
 
 from tensorkeep.bench.analysis.samples import Samples
 from tensorkeep.bench.analysis.statistics import blocks_needed
-from tensorkeep.bench.analysis.verdicts import TOO_SMALL, threshold, too_small
+from tensorkeep.bench.analysis.verdicts import threshold, too_small
 from tensorkeep.bench.analysis.wording import difference, gain, gate_words, interval, listed, number
 from tensorkeep.bench.results import Caution, Measure, Results
 from tensorkeep.units import counted, format_bytes, format_seconds
@@ -41,13 +41,13 @@ _REMEDIES = {
 
 
 def cautions(samples: Samples) -> Iterator[Caution]:
-    """Yield all warnings, the gravest first; of a state that is too small to time, only that and what failed."""
+    """Yield all warnings, the gravest first; of a state that is too small to time, only what failed."""
     searches: tuple[Callable[[Samples], Iterator[Caution]], ...] = (
         *(_unreached, _failures, _missing_measures, _no_control, _wide_control),
         *(_noisy_runs, _odd_blocks, _too_few, _smaller_subjects, _too_short),
     )
     if too_small(samples.results):
-        searches = (_too_small, _unreached, _failures)
+        searches = (_unreached, _failures)
     for search in searches:
         yield from search(samples)
 
@@ -60,11 +60,6 @@ def too_noisy(results: Results, measure: Measure) -> str:
         return ""
     spans = interval(noise.low, noise.high)
     return f"after {counted(noise.n, 'block')} no verdict is possible: the baseline against itself spans {spans} (95%)"
-
-
-def _too_small(samples: Samples) -> Iterator[Caution]:
-    text = TOO_SMALL.format(format_bytes(samples.results.subject.bytes or 0))
-    yield Caution(text, "--model openllama-3b:scale=0.1 measures a state of 0.7 GB")
 
 
 def _unreached(samples: Samples) -> Iterator[Caution]:
