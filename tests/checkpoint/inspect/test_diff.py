@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 from collections import OrderedDict
+import os
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,17 @@ def compare(tmp_path: Path, a: Any, b: Any, **options: Any) -> tensorkeep.DiffRe
 
 def test_equal(tmp_path: Path) -> None:
     report = compare(tmp_path, base(), base())
+    assert report
     assert report.equal
     assert report.identical == 2
+
+
+def test_a_report_is_true_if_nothing_differs_or_no_problem_was_found(tmp_path: Path) -> None:
+    assert not compare(tmp_path, base(), base() | {"step": 2})
+    file = tmp_path / "a" / "model.safetensors"
+    assert tensorkeep.verify(tmp_path / "a")
+    os.truncate(file, file.stat().st_size - 1)
+    assert not tensorkeep.verify(tmp_path / "a")
 
 
 def test_every_kind_of_difference(tmp_path: Path) -> None:

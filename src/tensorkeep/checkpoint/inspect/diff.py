@@ -29,7 +29,7 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class DiffReport:
-    """How two checkpoints differ.
+    """How two checkpoints differ; ``bool(report)`` is its ``equal``, so true if they do not.
 
     Attributes
     ----------
@@ -59,6 +59,9 @@ class DiffReport:
     changed: list[TensorDiff]
     identical: int
     values: list[Mismatch]
+
+    def __bool__(self) -> bool:
+        return self.equal
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values, as ``--json`` prints it."""

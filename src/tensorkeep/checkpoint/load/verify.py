@@ -19,7 +19,7 @@ from tensorkeep.io.parallel import Progress
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """The result of `tensorkeep.verify`.
+    """The result of `tensorkeep.verify`; ``bool(report)`` is its ``ok``.
 
     Attributes
     ----------
@@ -39,6 +39,9 @@ class VerifyReport:
     tensors: int
     nbytes: int
     problems: list[Problem]
+
+    def __bool__(self) -> bool:
+        return self.ok
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values, as ``--json`` prints it."""
