@@ -3,7 +3,7 @@
 import pytest
 
 from tensorkeep.errors import UsageError
-from tensorkeep.units import format_bytes, format_rate, format_seconds, parse_bytes, parse_seconds
+from tensorkeep.units import format_age, format_bytes, format_rate, format_seconds, parse_bytes, parse_seconds
 
 
 @pytest.mark.parametrize(
@@ -62,3 +62,11 @@ def test_parse_seconds_refuses_other_texts(text: str) -> None:
 def test_format_rate() -> None:
     assert format_rate(4.82e9, 2) == "2.41 GB/s"
     assert format_rate(1, 0) == "-"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-5, "0 s"), (42, "42 s"), (330, "6 min"), (3 * 3600, "3 h"), (12.3 * 86400, "12 d"), (1e9, "11,574 d")],
+)
+def test_format_age(seconds: float, text: str) -> None:
+    assert format_age(seconds) == text

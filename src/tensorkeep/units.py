@@ -57,6 +57,14 @@ def format_seconds(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+def format_age(seconds: float) -> str:
+    """Return how long ago something was, in one unit, such as ``42 s``, ``5 min``, ``3 h`` or ``12 d``."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:,.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
 def parse_seconds(text: str | float) -> float:
     """Return the seconds that a text such as ``90s`` or ``2 hours`` stands for; UsageError for another one."""
     return _parse(str(text), _SECONDS, "a duration", "90s or 10min")

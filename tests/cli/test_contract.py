@@ -69,6 +69,7 @@ FLAGS = {
         "--keep-thinned",
         "--broken",
         "--dry-run",
+        *("--yes", "-y"),
     },
     "tune checkpoint": {"--seconds", "--size", "--from", "--out", "--dry-run"},
     "tune training": {

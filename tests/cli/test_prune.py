@@ -1,5 +1,7 @@
 """``tensorkeep prune`` deletes damaged steps and steps that no rule keeps, and nothing else."""
 
+import io
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,14 +55,14 @@ def test_other_folders_and_intact_steps_are_kept(root: Path, run_json: RunJson) 
     body = sealed.read(Directory(later), "manifest.json")
     (later / "manifest.json").write_bytes(sealed.seal({**body, "version": body["version"] + 1}))
     before = content(root)
-    real = reader.manifests.read
+    real = reader.manifests.read_outline
 
     def read(directory: Directory) -> Any:
         if directory.path.name == "step-000003":
             raise StoreError("cannot read: Input/output error", path=directory.path)
         return real(directory)
 
-    with mock.patch.object(reader.manifests, "read", read):
+    with mock.patch.object(reader.manifests, "read_outline", read):
         code, document = run_json("prune", root, "--keep-last", "9", "--broken")
     assert code == 0
     assert document["deleted_broken"] == [4]
@@ -91,3 +93,87 @@ def test_a_step_with_files_of_the_user_is_kept(
     output = capsys.readouterr().out
     assert output.count("kept: step 1: ") == 1
     assert output.count("kept: step 4: ") == 1
+
+
+@pytest.fixture
+def answer(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Return a function that makes stdin and stderr a terminal, at which this is typed."""
+
+    def type_in(text: str) -> None:
+        stdin = io.StringIO(text)
+        monkeypatch.setattr(stdin, "isatty", lambda: True)
+        monkeypatch.setattr(sys, "stdin", stdin)
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+
+    return type_in
+
+
+@pytest.mark.parametrize("typed", ["n\n", "\n", "", "maybe\n"])
+def test_on_a_terminal_nothing_is_deleted_without_a_yes(
+    root: Path, typed: str, answer: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = content(root)
+    answer(typed)
+    assert main(["prune", str(root), "--keep-last", "1"]) == 1
+    assert content(root) == before
+    printed = capsys.readouterr()
+    assert "delete:\nstep" in printed.out
+    assert "kept: 5\n" in printed.out
+    assert "deleted" not in printed.out
+    assert "Delete 3 steps and free " in printed.err
+    assert "nothing was deleted" in printed.err
+
+
+def test_a_question_that_is_interrupted_deletes_nothing(
+    root: Path, answer: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = content(root)
+    answer("")
+    monkeypatch.setattr(sys.stdin, "readline", mock.Mock(side_effect=KeyboardInterrupt))
+    assert main(["prune", str(root), "--keep-last", "1"]) == 130
+    assert content(root) == before
+
+
+@pytest.mark.parametrize(
+    ("typed", "more"), [("y\n", []), ("YES\n", []), ("n\n", ["--yes"]), ("n\n", ["-y"]), ("n\n", ["--json"])]
+)
+def test_a_yes_deletes_on_a_terminal(root: Path, typed: str, more: list[str], answer: Callable[[str], None]) -> None:
+    answer(typed)
+    assert main(["prune", str(root), "--keep-last", "1", *more]) == 0
+    assert names_in(root) == ["step-000004", "step-000005"]
+
+
+def test_nothing_is_asked_if_nothing_would_be_deleted(
+    root: Path, answer: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer("n\n")
+    assert main(["prune", str(root), "--keep-last", "9"]) == 0
+    assert "Delete" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ([], "no rule says which steps to keep"),
+        (["--keep-best", "2", "--metric", "los"], "no step has the metric 'los', only loss, score"),
+        (["--keep-best", "2"], "several metrics: loss, score"),
+        (["--keep-best", "2", "--metric", "score"], "'score' does not say"),
+        (["--keep-best", "2", "--metric", "loss", "--mode", "least"], "--mode"),
+    ],
+)
+def test_rules_that_are_not_clear_are_refused_and_nothing_is_deleted(
+    tmp_path: Path, rules: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        for number in range(3):
+            manager.save(number, {"w": torch.zeros(1)}, metrics={"loss": 1.0, "score": 2.0})
+    capsys.readouterr()
+    assert main(["prune", str(tmp_path), *rules]) == 2
+    assert message in capsys.readouterr().err
+    assert len(names_in(tmp_path)) == 3
+
+
+def test_the_best_of_steps_without_metrics_are_refused(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prune", str(root), "--keep-best", "1"]) == 2
+    assert "no step has a value of a metric" in capsys.readouterr().err
+    assert len(names_in(root)) == 5

@@ -1,10 +1,10 @@
 """Comparing checkpoints."""
 
 import math
+import os
 import subprocess
 import sys
 from collections import OrderedDict
-import os
 from pathlib import Path
 from typing import Any
 

@@ -31,7 +31,7 @@ def foreign_names(path: Path) -> list[str]:
     """
     try:
         with Directory(path) as directory:
-            listed = {manifests.FILE_NAME, *(file.name for file in manifests.read(directory).files)}
+            listed = {manifests.FILE_NAME, *(file.name for file in manifests.read_outline(directory).files)}
     except (CorruptCheckpointError, UnsupportedError):
         # A damaged manifest lists nothing that can be relied on.
         return [name for name in names_in(path) if not name.endswith(_OUR_NAMES)]
@@ -72,9 +72,9 @@ def summarise(path: Path) -> Summary:
 
 
 def _summarise(directory: Directory) -> Summary:
-    manifest = manifests.read(directory)
+    outline = manifests.read_outline(directory)
     nbytes = own_bytes = 0
-    sizes: dict[str, int | None] = {manifests.FILE_NAME: None, **{file.name: file.bytes for file in manifest.files}}
+    sizes: dict[str, int | None] = {manifests.FILE_NAME: None, **{file.name: file.bytes for file in outline.files}}
     for name, size in sizes.items():
         path = directory.path / name
         try:
@@ -88,7 +88,7 @@ def _summarise(directory: Directory) -> Summary:
         nbytes += status.st_size
         own_bytes += occupied_bytes(status) if status.st_nlink == 1 else 0
     directory.close()
-    return Summary(manifest.step, nbytes, own_bytes)
+    return Summary(outline.step, nbytes, own_bytes)
 
 
 def freed_bytes(checkpoints: Iterable[os.PathLike[str]]) -> int:

@@ -7,9 +7,8 @@ only if it has a valid manifest. The format is specified in ``docs/reference/nat
 import re
 from collections import Counter
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -17,7 +16,16 @@ from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, Unsup
 from tensorkeep.formats import sealed
 from tensorkeep.formats.blockfile.header import MAX_HEADER_BYTES
 from tensorkeep.formats.blockfile.plan import BlockRecord
-from tensorkeep.formats.native.records import FEATURES, PLACES, VERSION, BaseRecord, LeafRecord, Manifest
+from tensorkeep.formats.native.records import (
+    FEATURES,
+    PLACES,
+    VERSION,
+    BaseRecord,
+    FileRecord,
+    LeafRecord,
+    Manifest,
+)
+from tensorkeep.formats.write import StepRecord
 from tensorkeep.io.directory import Directory
 from tensorkeep.state.dtypes import BY_NAME
 
@@ -25,8 +33,21 @@ FILE_NAME = sealed.MANIFEST_NAME
 
 _DIGEST = re.compile(r"[0-9a-f]{16}|[0-9a-f]{32}")
 
-_CACHED_BYTES = 256 * 1024
-"""Manifests of up to this size are cached; parsing a larger one takes no time compared with reading its tensors."""
+Body = TypeVar("Body")
+
+
+class Outline(msgspec.Struct, frozen=True):
+    """The part of a manifest that describes the checkpoint as a whole, without its tensors."""
+
+    format: str
+    version: int
+    features: list[str]
+    files: list[FileRecord]
+    step: StepRecord | None = None
+
+
+class _Content(msgspec.Struct, Generic[Body]):
+    body: Body
 
 
 def read(directory: Directory) -> Manifest:
@@ -35,12 +56,22 @@ def read(directory: Directory) -> Manifest:
     Raises NotACheckpointError if it does not exist; CorruptCheckpointError if it is damaged or breaks a rule;
     UnsupportedError if a later version wrote it.
     """
+    return parse(_content(directory), directory.path / FILE_NAME)
+
+
+def read_outline(directory: Directory) -> Outline:
+    """Read the outline of a manifest: its checksum is checked, its tensors are not decoded, which takes the most time.
+
+    Raises the errors of `read`.
+    """
+    content, path = _content(directory), directory.path / FILE_NAME
     try:
-        content = sealed.read_content(directory, FILE_NAME)
-    except NotACheckpointError as error:
-        raise NotACheckpointError("holds no manifest, so it is not a checkpoint", path=directory.path) from error
-    path = directory.path / FILE_NAME
-    return _parse_cached(content, path) if len(content) <= _CACHED_BYTES else parse(content, path)
+        outline = msgspec.json.decode(content, type=_Content[Outline]).body
+    except (msgspec.DecodeError, RecursionError) as error:
+        _check_version(sealed.body_of(content, path), path)
+        raise CorruptCheckpointError(f"is not a manifest ({error})", path=path) from error
+    _check_version({name: getattr(outline, name) for name in ("format", "version", "features")}, path)
+    return outline
 
 
 def parse(content: bytes, path: Path) -> Manifest:
@@ -58,8 +89,11 @@ def parse(content: bytes, path: Path) -> Manifest:
     return manifest
 
 
-# A manager reads the manifests of the same few steps at every save, while training needs the cores.
-_parse_cached = lru_cache(maxsize=8)(parse)
+def _content(directory: Directory) -> bytes:
+    try:
+        return sealed.read_content(directory, FILE_NAME)
+    except NotACheckpointError as error:
+        raise NotACheckpointError("holds no manifest, so it is not a checkpoint", path=directory.path) from error
 
 
 def _check_version(body: dict[str, Any], path: Path) -> None:
