@@ -20,7 +20,7 @@ from tensorkeep.formats.native.directory import freed_bytes
 from tensorkeep.units import counted, format_age, format_bytes
 
 _RULES = (
-    "give one or more of --keep-last 3, --keep-every 1000, --keep-best 2 (by --metric NAME), --keep-thinned 1h:0 1d:1h; "
+    "give --keep-last 3, --keep-every 1000, --keep-best 2 (by --metric NAME), --keep-thinned 1h:0 1d:1h, or several; "
     "--broken for damaged steps only; and --dry-run to see first what they delete"
 )
 
