@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tensorkeep.bench.checkpoint.measure import INTO_WARM, SAVE, STORED, WARM, check_equal
+from tensorkeep.bench.checkpoint.gate import check_equal
+from tensorkeep.bench.checkpoint.measure import INTO_WARM, SAVE, STORED, WARM
 from tensorkeep.bench.checkpoint.models import parse
 from tensorkeep.bench.checkpoint.probes import files_of
 from tensorkeep.bench.checkpoint.state_pair import StatePair

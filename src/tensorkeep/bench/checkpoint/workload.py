@@ -11,8 +11,9 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from tensorkeep.bench.checkpoint import measure
+from tensorkeep.bench.checkpoint.first_load import call_once
 from tensorkeep.bench.checkpoint.models import add_adamw_state, build, parse
-from tensorkeep.bench.checkpoint.probes import check_capacity, remove
+from tensorkeep.bench.checkpoint.probes import check_capacity
 from tensorkeep.bench.checkpoint.state_pair import StatePair
 from tensorkeep.bench.checkpoint.tools.array_tools import TensorstoreTool
 from tensorkeep.bench.checkpoint.tools.base import Tool
@@ -36,13 +37,14 @@ DEFAULT_MODEL = "openllama-3b:scale=0.03:layers=4:float16"
 _OVERHEAD_BYTES = 512 * 1024**2
 _WIDENED = 2.1
 """Bytes on disk of a half-precision state that is stored as float32, in multiples of its own, with a margin."""
-_WARM_UP_ELEMENTS = 4096
 
 MEASURES = (
     Measure(measure.SAVE, "durable save", "s", "until the checkpoint is safely on the disk (fsync)", primary=True),
     Measure(measure.RETURNED, "save returned", "s", "until the call returned, durable or not"),
+    Measure(measure.FIRST, "first load", "s", "in a new process that has loaded nothing; files cached", primary=True),
     Measure(measure.COLD, "load, cold", "s", "none of the files in the page cache (mincore)", primary=True),
-    Measure(measure.WARM, "load, warm", "s", "all of the files in the page cache", primary=True),
+    Measure(measure.WARM, "load, warm", "s", "a repeated load, all of the files in the page cache", primary=True),
+    Measure(measure.INTO_FIRST, "first load into", "s", "into existing tensors, in a new process; files cached"),
     Measure(measure.INTO_COLD, "load into, cold", "s", "into existing tensors, as when a training run resumes"),
     Measure(measure.INTO_WARM, "load into, warm", "s", "into existing tensors, the files in the page cache"),
     Measure(measure.STORED, "on disk", "B", "the bytes of all files", primary=True),
@@ -135,7 +137,7 @@ class CheckpointWorkload(Workload[CheckpointSettings, Tool]):
         return Prepared(given, slow, subject, slow_subject)
 
     def measures_of(self, settings: CheckpointSettings) -> list[str]:
-        optional = () if settings.into else (measure.INTO_COLD, measure.INTO_WARM)
+        optional = () if settings.into else (measure.INTO_FIRST, measure.INTO_COLD, measure.INTO_WARM)
         return [each.name for each in MEASURES if each.name not in optional]
 
     def measure(self, task: Task) -> Outcome:
@@ -145,7 +147,7 @@ class CheckpointWorkload(Workload[CheckpointSettings, Tool]):
         with first.clock("build"):
             states = StatePair(msgspec.convert(task.input, CheckpointInput).load())
         with first.clock("first call"):
-            _call_once(tool, folder)
+            call_once(tool, folder)
         outcome = measure.measure_tool(tool, task.arm, states, folder / f"state{tool.suffix}", task.measures)
         return msgspec.structs.replace(outcome, clocks={**first.clocks, **outcome.clocks})
 
@@ -167,19 +169,6 @@ def _describe(name: str, state: Any) -> Subject:
         dtypes[leaf.dtype.name] += leaf.nbytes
     nbytes = sum(dtypes.values())
     return Subject(f"{name}: {len(leaves):,} tensors, {format_bytes(nbytes)}", len(leaves), nbytes, dict(dtypes))
-
-
-def _call_once(tool: Tool, folder: Path) -> None:
-    """Save and load a few kilobytes, so that imports and other work of the first call are in no figure."""
-    import torch
-
-    path = folder / f"first-call{tool.suffix}"
-    state = tool.view({"a": torch.ones(_WARM_UP_ELEMENTS), "b": torch.ones(2, 2)})
-    try:
-        tool.save(state, path)
-        tool.load(path)
-    finally:
-        remove(path)
 
 
 WORKLOAD = CheckpointWorkload()

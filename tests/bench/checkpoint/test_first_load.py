@@ -1,0 +1,66 @@
+"""First loads in a new process: figures, the gate, and errors of tools."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.broken_tools import LoadsZeros, Raises
+from tensorkeep.bench.checkpoint.first_load import FreshProcess, run_in_new_process
+from tensorkeep.bench.checkpoint.gate import digest
+from tensorkeep.bench.checkpoint.measure import FIRST, FIRST_LOADS, INTO_FIRST, measure_tool
+from tensorkeep.bench.checkpoint.state_pair import StatePair
+from tensorkeep.bench.checkpoint.tools.base import Tool
+from tensorkeep.bench.checkpoint.tools.registry import COMMON_TOOLS
+from tensorkeep.bench.experiment.workload import GateError
+
+
+def state() -> dict[str, Any]:
+    torch.manual_seed(0)
+    tied = torch.randn(64, 32)
+    return {"model": {"wte": tied, "head": tied, "t": torch.randn(9, 7).t()}, "moments": [torch.zeros(3)], "step": 7}
+
+
+@pytest.mark.parametrize("name", COMMON_TOOLS)
+def test_first_loads_pass_the_gate(name: str, tmp_path: Path) -> None:
+    tool = COMMON_TOOLS[name]
+    figures = measure_tool(tool, name, StatePair(state()), tmp_path / f"x{tool.suffix}", FIRST_LOADS).figures
+    assert figures[FIRST] > 0
+    assert figures[INTO_FIRST] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_each_call_has_its_own_process() -> None:
+    processes = {run_in_new_process(os.getpid) for _ in range(2)}
+    assert len(processes) == 2
+    assert os.getpid() not in processes
+
+
+@pytest.mark.parametrize("into", [False, True])
+def test_other_values_fail_the_gate(into: bool, tmp_path: Path) -> None:
+    states = StatePair({"w": torch.ones(8)})
+    with pytest.raises(GateError, match="zeros loaded values that differ"):
+        FreshProcess(LoadsZeros(), tmp_path / "x.pt", states.of(LoadsZeros())).load("zeros", into=into)
+
+
+def test_errors_of_the_tool_and_a_lost_process_are_raised(tmp_path: Path) -> None:
+    tool: Tool = Raises()
+    with pytest.raises(ValueError, match="no such thing"):
+        FreshProcess(tool, tmp_path / "x.pt", StatePair(state()).of(tool)).load("raises")
+    with pytest.raises(ChildProcessError, match="exit code 3"):
+        run_in_new_process(os._exit, 3)
+
+
+def test_digest_depends_on_structure_names_dtypes_and_every_bit() -> None:
+    first = {"a": torch.zeros(4), "b": 1}
+    others: list[dict[str, Any]] = [
+        {"a": torch.zeros(4), "b": 2},
+        {"c": torch.zeros(4), "b": 1},
+        {"a": torch.zeros(2, 2), "b": 1},
+        {"a": torch.zeros(4, dtype=torch.int32), "b": 1},
+        {"a": -torch.zeros(4), "b": 1},
+    ]
+    assert digest(first) == digest({"b": 1, "a": torch.zeros(4)})
+    assert len({digest(one) for one in [first, *others]}) == 6
