@@ -5,9 +5,7 @@ a GPU, lazily conjugated. If the memory is that stream already, `Leaf.host_bytes
 range of the stream is gathered, with extra memory of the range's size only.
 """
 
-import ctypes
 import math
-import mmap
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +14,6 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import numpy as np
 
 from tensorkeep.errors import OutOfMemoryError, UnsupportedLeafError, UsageError
-from tensorkeep.machine import libc
 from tensorkeep.state.dtypes import DType, check_numpy, check_torch
 from tensorkeep.state.strided import (
     Array,
@@ -248,25 +245,8 @@ def allocate(kind: LeafKind, dtype: DType, shape: Sequence[int], *, device: Devi
         import torch
 
         # Allocated as integers, because torch warns when some exotic dtypes are created.
-        tensor = torch.empty(tuple(shape), dtype=integer_dtype(dtype.itemsize) or target, device=device)
-        if tensor.device.type == "cpu":
-            _advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
-        return tensor.view(target)
+        return torch.empty(tuple(shape), dtype=integer_dtype(dtype.itemsize) or target, device=device).view(target)
     except (MemoryError, RuntimeError, ValueError) as error:
         size = format_bytes(math.prod(shape) * dtype.itemsize)
         raise OutOfMemoryError(f"cannot allocate {size} for a {dtype} of shape {tuple(shape)}: {error}") from error
 
-
-_HUGE_PAGE_BYTES = 2 * 1024**2
-
-
-def _advise_huge_pages(address: int, nbytes: int) -> None:
-    """Ask the kernel to back untouched memory by huge pages, as numpy does for its own.
-
-    The time to fill new memory is that of the first touch of each page: with pages of 4 KiB three times that of the
-    read. A kernel that declines changes only the speed.
-    """
-    if nbytes >= 2 * _HUGE_PAGE_BYTES:
-        start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = (address + nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
-        libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)

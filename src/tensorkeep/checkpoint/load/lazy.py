@@ -15,6 +15,7 @@ from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.formats.base import OpenSettings, Reader
 from tensorkeep.io.buffers import DEFAULT_BUDGET, BufferPool
 from tensorkeep.io.closing import Closing
+from tensorkeep.io.pages import NewPages
 from tensorkeep.io.parallel import Progress
 from tensorkeep.state.leaf import Leaf, allocate
 from tensorkeep.state.strided import Array, Device
@@ -188,7 +189,7 @@ class LazyTensor:
         low, high, first = self._row_range(places)
         shape = (high - low, *self.shape[1:]) if self.shape else ()
         leaf = Leaf(self.name, self._kind, self._dtype, allocate(self._kind, self._dtype, shape))
-        fill(reader, self.name, leaf, pool, start=low * prod(self.shape[1:]) * self._dtype.itemsize)
+        fill(reader, self.name, leaf, pool, NewPages(), start=low * prod(self.shape[1:]) * self._dtype.itemsize)
         return leaf.array[(*first, *places[1:])]
 
     def _row_range(self, places: tuple[Any, ...]) -> tuple[int, int, tuple[Any, ...]]:

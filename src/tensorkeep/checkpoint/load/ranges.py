@@ -1,6 +1,6 @@
 """Reading tensors in ranges: many in parallel, or one, stored itself or a view of a stored tensor."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 
 from tensorkeep.errors import CorruptCheckpointError
@@ -8,6 +8,7 @@ from tensorkeep.formats.base import Reader
 from tensorkeep.formats.write import BLOCK_BYTES, thread_bytes
 from tensorkeep.io import parallel
 from tensorkeep.io.buffers import BufferPool
+from tensorkeep.io.pages import NewPages
 from tensorkeep.io.parallel import Meter, Progress
 from tensorkeep.state.aliases import make_view
 from tensorkeep.state.leaf import Leaf, LeafKind, allocate
@@ -24,22 +25,25 @@ def read_all(
     *,
     threads: int,
     pool: BufferPool,
+    untouched: Collection[str] = (),
     progress: Progress | None = None,
     on_error: Callable[[Exception], None] | None = None,
     extent: Callable[[str], int] | None = None,
 ) -> None:
     """Read stored tensors in parallel into their destinations; with None a tensor is checked and discarded.
 
+    The destinations of ``untouched`` names are newly allocated.
     ``on_error`` is called with the error of a range that cannot be read, after which the others are still read; without
     it the first error is raised. ``extent`` returns how many bytes of a tensor to read from its start, instead of all.
     """
     sizes = {name: extent(name) if extent else reader.flat.leaves[name].nbytes for name in destinations}
     meter = Meter(sum(sizes.values()), progress)
+    pages = NewPages()
 
     def task(ranges: list[Range]) -> None:
         for name, start, stop in ranges:
             try:
-                _read(reader, name, start, stop, destinations[name], pool)
+                _read(reader, name, start, stop, destinations[name], pool, pages if name in untouched else None)
             except Exception as error:
                 if on_error is None:
                     raise
@@ -53,12 +57,26 @@ def read_all(
 
 
 def _read(
-    reader: Reader, name: str, start: int, stop: int, leaf: Leaf | None, pool: BufferPool, *, first: int = 0
+    reader: Reader,
+    name: str,
+    start: int,
+    stop: int,
+    leaf: Leaf | None,
+    pool: BufferPool,
+    pages: NewPages | None = None,
+    *,
+    first: int = 0,
 ) -> None:
-    """Read a range of a stored tensor into a leaf that begins at its byte ``first``; without a leaf, only check it."""
+    """Read a range of a stored tensor into a leaf that begins at its byte ``first``; without a leaf, only check it.
+
+    ``pages`` populates the leaf's memory, which is newly allocated.
+    """
     host = None if leaf is None else leaf.host_bytes()
     if host is not None:
-        reader.read(name, start, stop, host[start - first : stop - first])
+        out = host[start - first : stop - first]
+        if pages is not None:
+            pages.populate(out)
+        reader.read(name, start, stop, out)
         return
     with pool.acquire(stop - start) as buffer:
         reader.read(name, start, stop, buffer[: stop - start])
@@ -107,10 +125,13 @@ def contiguous_in(reader: Reader, name: str) -> tuple[str, int] | None:
     return (alias.of, alias.offset_elements * reader.entries[name].dtype.itemsize) if alias.is_contiguous else None
 
 
-def fill(reader: Reader, name: str, leaf: Leaf, pool: BufferPool, *, start: int = 0) -> None:
+def fill(
+    reader: Reader, name: str, leaf: Leaf, pool: BufferPool, pages: NewPages | None = None, *, start: int = 0
+) -> None:
     """Fill a leaf with the bytes of a tensor from ``start`` on, a multiple of the item size, in this thread.
 
-    For a view that is not contiguous, the full stored tensor is loaded, and ``start`` is 0.
+    ``pages`` populates the leaf's memory, which is newly allocated. For a view that is not contiguous, the full stored
+    tensor is loaded, and ``start`` is 0.
     """
     place = contiguous_in(reader, name)
     if place is None:
@@ -119,14 +140,14 @@ def fill(reader: Reader, name: str, leaf: Leaf, pool: BufferPool, *, start: int 
     stored, offset = place
     first = offset + start
     for begin, end in grid(first, first + leaf.nbytes, reader.block_bytes(stored)):
-        _read(reader, stored, begin, end, leaf, pool, first=first)
+        _read(reader, stored, begin, end, leaf, pool, pages, first=first)
 
 
 def strided_view(reader: Reader, name: str, kind: LeafKind, pool: BufferPool) -> Leaf:
     """Return a view that is not contiguous, having loaded the stored tensor into new memory."""
     alias, entry = reader.flat.aliases[name], reader.entries[name]
     base = Leaf(alias.of, kind, entry.dtype, allocate(kind, entry.dtype, reader.flat.leaves[alias.of].shape))
-    fill(reader, alias.of, base, pool)
+    fill(reader, alias.of, base, pool, NewPages())
     try:
         return Leaf(name, kind, entry.dtype, make_view(base.array, alias))
     except (ValueError, TypeError, OverflowError) as error:

@@ -224,7 +224,8 @@ class LoadPlan:
     def read(self, threads: int, pool: BufferPool, progress: Progress | None) -> None:
         """Read everything into its memory."""
         cuda.wait_for_caller(self._memory.values())
-        read_all(self._reader, self._stored, threads=threads, pool=pool, progress=progress)
+        untouched = self._memory.keys() - self._given.keys()
+        read_all(self._reader, self._stored, threads=threads, pool=pool, untouched=untouched, progress=progress)
         cuda.wait_for_copies(self._memory.values())
         for leaf in self._views:
             place = contiguous_in(self._reader, leaf.name)
