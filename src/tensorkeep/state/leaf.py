@@ -249,4 +249,3 @@ def allocate(kind: LeafKind, dtype: DType, shape: Sequence[int], *, device: Devi
     except (MemoryError, RuntimeError, ValueError) as error:
         size = format_bytes(math.prod(shape) * dtype.itemsize)
         raise OutOfMemoryError(f"cannot allocate {size} for a {dtype} of shape {tuple(shape)}: {error}") from error
-
