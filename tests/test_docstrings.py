@@ -12,7 +12,7 @@ import tensorkeep
 SOURCE = Path(tensorkeep.__file__).parent
 WITH_EXAMPLES = [path for path in sorted(SOURCE.rglob("*.py")) if "    >>> " in path.read_text()]
 # Users do not construct these: functions return them.
-RETURNED = {"Checkpoint", "DiffReport", "InfoReport", "LazyTensor", "SaveReport", "Step", "VerifyReport"}
+RETURNED = {"Checkpoint", "DiffReport", "InfoReport", "LazyTensor", "RunLog", "SaveReport", "Step", "VerifyReport"}
 PUBLIC = [name for name in tensorkeep.__all__ if not name.startswith("__") and not name.endswith("Error")]
 
 

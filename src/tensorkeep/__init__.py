@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tensorkeep.checkpoint.inspect.convert import convert
     from tensorkeep.checkpoint.inspect.diff import DiffReport, diff
     from tensorkeep.checkpoint.inspect.info import InfoReport, info
+    from tensorkeep.checkpoint.inspect.log import RunLog, log
     from tensorkeep.checkpoint.load.lazy import Checkpoint, LazyTensor, open
     from tensorkeep.checkpoint.load.load import load
     from tensorkeep.checkpoint.load.verify import VerifyReport, verify
@@ -47,6 +48,7 @@ _EXPORTS = {
     "checkpoint.inspect.convert": ("convert",),
     "checkpoint.inspect.diff": ("DiffReport", "diff"),
     "checkpoint.inspect.info": ("InfoReport", "info"),
+    "checkpoint.inspect.log": ("RunLog", "log"),
     "checkpoint.load.verify": ("VerifyReport", "verify"),
     "checkpoint.load.lazy": ("Checkpoint", "LazyTensor", "open"),
     "checkpoint.load.load": ("load",),
@@ -65,10 +67,10 @@ __all__ = [
     "BusyError", "Checkpoint", "CheckpointManager", "CorruptCheckpointError", "DestinationExistsError",
     "DiffReport", "DivergedError", "EverySteps", "EveryTime", "InfoReport", "Keep", "KeepBest", "KeepEvery",
     "KeepLast", "KeepThinned", "LazyTensor", "MissingExtraError", "NotACheckpointError", "NotFoundError",
-    "OnSignal", "OutOfMemoryError", "PendingSave", "RandomState", "RanksDisagreeError", "SaveReport",
+    "OnSignal", "OutOfMemoryError", "PendingSave", "RandomState", "RanksDisagreeError", "RunLog", "SaveReport",
     "SaveWhen", "StateMismatchError", "StateMismatchWarning", "Step", "StoreError", "TechniqueNotActiveError",
     "TensorkeepError", "UnsupportedError", "UnsupportedLeafError", "UsageError", "VerifyReport", "__version__",
-    "convert", "diff", "info", "load", "open", "register", "save", "save_async", "verify"
+    "convert", "diff", "info", "load", "log", "open", "register", "save", "save_async", "verify"
 ]  # fmt: skip
 
 

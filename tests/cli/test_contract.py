@@ -22,6 +22,7 @@ MUCH = {"--threads", "--memory-budget"}
 FLAGS = {
     "info": {"--largest", "--format"},
     "ls": {"--long", "-l", "--format"},
+    "log": {"--last", "--metric", "--mode", "--verify"},
     "verify": {"--format", *MUCH},
     "diff": {"--atol", "--rtol", "--select", *MUCH},
     "convert": {
@@ -87,8 +88,8 @@ def program(*arguments: str | Path, **environment: str) -> subprocess.CompletedP
 def test_the_commands_are_those_documented(capsys: pytest.CaptureFixture[str]) -> None:
     commands = [name for name in build_app() if not name.startswith("-")]
     assert commands == [
-        *("info", "ls", "verify", "diff", "convert", "prune", "env", "bench", "data", "train", "generate", "export"),
-        *("report", "tune", "demo"),
+        *("info", "ls", "log", "verify", "diff", "convert", "prune", "env", "bench", "data", "train", "generate"),
+        *("export", "report", "tune", "demo"),
     ]
     groups = [f"{group} {name}" for group in ("bench", "data", "tune") for name in build_app()[group] if name[0] != "-"]
     assert groups == [

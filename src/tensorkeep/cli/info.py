@@ -10,7 +10,10 @@ from cyclopts.validators import Number
 
 from tensorkeep.checkpoint.inspect.info import InfoReport, Total, describe
 from tensorkeep.checkpoint.inspect.info import info as read_info
+from tensorkeep.checkpoint.inspect.log import log
+from tensorkeep.checkpoint.manager.address import steps_of_run
 from tensorkeep.cli.addresses import checkpoint_at
+from tensorkeep.cli.log import print_summary
 from tensorkeep.cli.options import InputFormat, Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table, print_lines, ratio
@@ -27,15 +30,19 @@ def info(
     format: InputFormat = None,
     output: Output = DEFAULT,
 ) -> None:
-    """Show what a checkpoint contains, without reading a tensor.
+    """Show what a checkpoint contains, or sum up a training run; no tensor is read.
 
     Parameters
     ----------
     path
-        The checkpoint, or a step of a run: RUN for the last one, RUN@1200, RUN@best, RUN@best:METRIC.
+        The checkpoint, or a step of a run: RUN@latest, RUN@1200, RUN@best, RUN@best:METRIC. RUN alone is summed up.
     largest
         How many of the largest tensors to show.
     """
+    if steps_of_run(path):
+        run = log(path)
+        output.show(run.summary(), lambda: print_summary(run))
+        return
     path = checkpoint_at(path, output)
     report = read_info(path, format=format)
     output.show(report.as_dict(largest=largest), lambda: _print_info(report, largest))

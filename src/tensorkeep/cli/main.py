@@ -19,8 +19,9 @@ from tensorkeep.errors import StoreError
 from tensorkeep.version import __version__
 
 _COMMANDS = {
-    "info": ("info:info", "Show what a checkpoint contains, without reading a tensor."),
+    "info": ("info:info", "Show what a checkpoint contains, or sum up a training run; no tensor is read."),
     "ls": ("info:ls", "List the tensors of a checkpoint."),
+    "log": ("log:log", "List the steps of a training run, the newest first."),
     "verify": ("verify:verify", "Read checkpoints completely and check every checksum."),
     "diff": ("diff:diff", "Compare two checkpoints of any format; exit code 1 if they differ."),
     "convert": ("convert:convert", "Write a checkpoint in another format or with another compression."),

@@ -19,7 +19,7 @@ from tensorkeep.errors import (
     TensorkeepError,
     UsageError,
 )
-from tensorkeep.formats.native.directory import foreign_names, is_native, summarise
+from tensorkeep.formats.native.directory import Summary, foreign_names, is_native, summarise
 from tensorkeep.formats.probe import names_in
 from tensorkeep.io.commit import remove_checkpoint
 from tensorkeep.io.files import store_errors
@@ -89,14 +89,19 @@ def numbers_in(root: PathLike) -> list[int]:
 def read_step(root: PathLike, number: int) -> Step:
     """Return a step by its manifest, having checked that its files exist and have the right sizes."""
     path = step_path(root, number)
-    record, nbytes, own = summarise(path)
+    return step_of(path, number, summarise(path))
+
+
+def step_of(path: Path, number: int, summary: Summary) -> Step:
+    """Return a step by the summary of its checkpoint."""
+    record = summary.outline.step
     with store_errors(path, "look at the step"):
         try:
             saved_at = record.saved_at if record else path.stat().st_mtime
         except FileNotFoundError as error:
             raise NotFoundError("this step does not exist", path=path) from error
     metrics = MappingProxyType({name: float(value) for name, value in record.metrics.items()} if record else {})
-    return Step(number, os.fspath(path), saved_at, metrics, nbytes, own)
+    return Step(number, os.fspath(path), saved_at, metrics, summary.nbytes, summary.own_bytes)
 
 
 def is_damaged(path: Path) -> bool:

@@ -11,7 +11,6 @@ from tensorkeep.formats.blockfile.plan import INDEX_SUFFIX, SUFFIX
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.reader import missing_file, occupied_bytes, wrong_size
 from tensorkeep.formats.probe import first_bytes, names_in
-from tensorkeep.formats.write import StepRecord
 from tensorkeep.io.directory import Directory, read_directory
 from tensorkeep.io.files import store_error, store_errors
 
@@ -56,11 +55,20 @@ def is_replaceable(path: Path) -> bool:
 
 
 class Summary(NamedTuple):
-    """The step that a checkpoint is, the bytes of its files, and the disk space of those that nothing else links to."""
+    """The outline of a checkpoint, and the status of its files."""
 
-    step: StepRecord | None
-    nbytes: int
-    own_bytes: int
+    outline: manifests.Outline
+    files: list[os.stat_result]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files."""
+        return sum(status.st_size for status in self.files)
+
+    @property
+    def own_bytes(self) -> int:
+        """The disk space of the files that nothing else links to."""
+        return sum(occupied_bytes(status) for status in self.files if status.st_nlink == 1)
 
 
 def summarise(path: Path) -> Summary:
@@ -73,7 +81,7 @@ def summarise(path: Path) -> Summary:
 
 def _summarise(directory: Directory) -> Summary:
     outline = manifests.read_outline(directory)
-    nbytes = own_bytes = 0
+    files: list[os.stat_result] = []
     sizes: dict[str, int | None] = {manifests.FILE_NAME: None, **{file.name: file.bytes for file in outline.files}}
     for name, size in sizes.items():
         path = directory.path / name
@@ -85,10 +93,9 @@ def _summarise(directory: Directory) -> Summary:
             raise store_error(error, path, "look at the file") from error
         if size not in (None, status.st_size):
             raise wrong_size(path, status.st_size, size or 0)
-        nbytes += status.st_size
-        own_bytes += occupied_bytes(status) if status.st_nlink == 1 else 0
+        files.append(status)
     directory.close()
-    return Summary(outline.step, nbytes, own_bytes)
+    return Summary(outline, files)
 
 
 def freed_bytes(checkpoints: Iterable[os.PathLike[str]]) -> int:

@@ -7,6 +7,7 @@ only if it has a valid manifest. The format is specified in ``docs/reference/nat
 import re
 from collections import Counter
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -21,6 +22,7 @@ from tensorkeep.formats.native.records import (
     PLACES,
     VERSION,
     BaseRecord,
+    Count,
     FileRecord,
     LeafRecord,
     Manifest,
@@ -36,14 +38,28 @@ _DIGEST = re.compile(r"[0-9a-f]{16}|[0-9a-f]{32}")
 Body = TypeVar("Body")
 
 
+class TensorOutline(msgspec.Struct, frozen=True):
+    """What the raw bytes of a stored tensor follow from."""
+
+    dtype: str
+    shape: tuple[Count, ...]
+
+
 class Outline(msgspec.Struct, frozen=True):
-    """The part of a manifest that describes the checkpoint as a whole, without its tensors."""
+    """The part of a manifest that describes the checkpoint as a whole, without its blocks."""
 
     format: str
     version: int
     features: list[str]
+    compression: str
     files: list[FileRecord]
+    leaves: list[TensorOutline]
     step: StepRecord | None = None
+
+    @property
+    def state_bytes(self) -> int:
+        """Raw bytes of all stored tensors."""
+        return sum(prod(leaf.shape) * BY_NAME[leaf.dtype].itemsize for leaf in self.leaves)
 
 
 class _Content(msgspec.Struct, Generic[Body]):
@@ -60,7 +76,7 @@ def read(directory: Directory) -> Manifest:
 
 
 def read_outline(directory: Directory) -> Outline:
-    """Read the outline of a manifest: its checksum is checked, its tensors are not decoded, which takes the most time.
+    """Read the outline of a manifest: its checksum is checked, its blocks are not decoded, which takes the most time.
 
     Raises the errors of `read`.
     """
@@ -71,6 +87,8 @@ def read_outline(directory: Directory) -> Outline:
         _check_version(sealed.body_of(content, path), path)
         raise CorruptCheckpointError(f"is not a manifest ({error})", path=path) from error
     _check_version({name: getattr(outline, name) for name in ("format", "version", "features")}, path)
+    for leaf in outline.leaves:
+        _check_dtype(leaf.dtype, path)
     return outline
 
 
@@ -111,6 +129,11 @@ def _check_version(body: dict[str, Any], path: Path) -> None:
         )
 
 
+def _check_dtype(dtype: str, path: Path, name: str | None = None) -> None:
+    if dtype not in BY_NAME:
+        raise UnsupportedError(f"has dtype {dtype!r}, which this release does not know", path=path, name=name)
+
+
 class _Rules:
     """The rules that types and ranges of the records do not express; the first broken one raises."""
 
@@ -144,10 +167,7 @@ class _Rules:
                 raise self._corrupt(f"file {file.name} cannot have a head of {file.head_bytes:,} bytes")
 
     def _check_leaf(self, leaf: LeafRecord) -> None:
-        if leaf.dtype not in BY_NAME:
-            raise UnsupportedError(
-                f"has dtype {leaf.dtype!r}, which this release does not know", path=self.path, name=leaf.name
-            )
+        _check_dtype(leaf.dtype, self.path, leaf.name)
         self._check_file_numbers([leaf.file], leaf.name)
         count = -(-leaf.nbytes // self.manifest.block_bytes)
         if len(leaf.blocks) != count:

@@ -1,0 +1,119 @@
+"""``tensorkeep log``: the steps of a run; and the summary of a run that ``tensorkeep info RUN`` shows."""
+
+import sys
+import time
+from contextlib import nullcontext
+from datetime import UTC, datetime
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from tensorkeep.checkpoint.inspect.log import LoggedStep, RunLog
+from tensorkeep.checkpoint.inspect.log import log as read_log
+from tensorkeep.cli.options import Switch
+from tensorkeep.cli.output import DEFAULT, Output
+from tensorkeep.cli.text import Table, print_lines, ratio
+from tensorkeep.errors import CorruptCheckpointError
+from tensorkeep.units import counted, format_age, format_bytes
+
+_ON_A_TERMINAL = 20
+_WHICH = {"min": "smallest", "max": "largest"}
+
+
+def log(
+    run: str,
+    /,
+    *,
+    last: Annotated[int | None, Parameter(validator=Number(gte=1))] = None,
+    metric: str | None = None,
+    mode: Literal["min", "max"] | None = None,
+    verify: Annotated[bool, Switch] = False,
+    output: Output = DEFAULT,
+) -> int:
+    """List the steps of a training run, the newest first.
+
+    Damaged and incomplete steps are named. Without --verify only manifests are read, and the sizes of files checked.
+
+    Parameters
+    ----------
+    run
+        The folder of the run.
+    last
+        Show this many of the last steps; by default 20 on a terminal, else all.
+    metric
+        Show only this metric, and star the best step by it; by default all, and the validation loss, the loss or the
+        only metric.
+    mode
+        Whether the smallest (min) or the largest (max) value of the metric is best; by default known from its name.
+    verify
+        Read every byte of every step; the exit code is 4 if one is damaged.
+    """
+    with output.meter(f"verifying {run}") if verify else nullcontext() as progress:
+        found = read_log(run, metric=metric, mode=mode, verify=verify, progress=progress)
+    count = last or (_ON_A_TERMINAL if sys.stdout.isatty() else len(found.steps))
+    names = [metric] if metric else _metrics(found)
+    output.show(found.as_dict(last=last), lambda: _print_log(found, found.steps[-count:][::-1], names))
+    return CorruptCheckpointError.exit_code if verify and any(step.problem for step in found.steps) else 0
+
+
+def print_summary(found: RunLog) -> None:
+    """Print the totals of a run."""
+    total = found.summary()
+    first, last = found.steps[0], found.steps[-1]
+    print_lines(f"{found.path}: {counted(len(found.steps), 'step')}, {first.number} to {last.number}")
+    times = [step.saved_at for step in found.steps if step.saved_at is not None]
+    if times:
+        print(f"saved {_moment(times[0])} to {_moment(times[-1])}")
+    shared = total["nbytes"] - total["new_bytes"]
+    sharing = f"; files shared between steps, {format_bytes(shared)}, count once" if shared else ""
+    print(f"occupies {format_bytes(total['occupied_bytes'])} on the disk{sharing}")
+    if total["incremental_steps"]:
+        adds = format_bytes(total["median_incremental_bytes"])
+        print(f"{counted(total['incremental_steps'], 'incremental step')}: each adds {adds} (median)")
+    if found.best:
+        print_lines(f"best: step {found.best.number}, {_reason(found)}")
+    print_lines(*(f"step {number}: {problem}" for number, problem in total["problems"].items()))
+    if total["metrics"]:
+        print()
+        ranges = [(name, total["metrics"][name]) for name in _metrics(found)]
+        rows = [(name, *(f"{of[key]:.5g}" for key in ("first", "last", "min", "max"))) for name, of in ranges]
+        Table(("metric", ">first", ">last", ">smallest", ">largest"), rows).show()
+
+
+def _print_log(found: RunLog, shown: list[LoggedStep], names: list[str]) -> None:
+    now = time.time()
+    coded = any(step.compression not in (None, "none") for step in shown)
+    damaged = any(step.problem for step in shown)
+    headings = ["", ">step", ">age", *(f">{name}" for name in names), ">size", ">new"]
+    headings += [">ratio"] * coded + ["problem"] * damaged
+    rows = []
+    for step in shown:
+        metrics = step.metrics or {}
+        row = ["*" if step.best else "", f"{step.number}"]
+        row.append("-" if step.saved_at is None else format_age(now - step.saved_at))
+        row += [f"{metrics[name]:.5g}" if name in metrics else "-" for name in names]
+        row += [format_bytes(step.nbytes), format_bytes(step.new_bytes)]
+        row += [ratio(step.state_bytes, step.nbytes)] * coded + [step.problem or ""] * damaged
+        rows.append(row)
+    Table(tuple(headings), rows, spare=tuple(names[1:])).show()
+    if found.best:
+        print_lines(f"* best: step {found.best.number}, {_reason(found)}")
+    if len(shown) < len(found.steps):
+        more = counted(len(found.steps) - len(shown), "earlier step")
+        print_lines(f"and {more} (--last {len(found.steps)} shows all)")
+
+
+def _metrics(found: RunLog) -> list[str]:
+    """Return the names of all metrics; the one that the best step is found by comes first."""
+    names = dict.fromkeys(name for step in found.steps for name in step.metrics or {})
+    return sorted(names, key=lambda name: name != found.metric)
+
+
+def _reason(found: RunLog) -> str:
+    assert found.best and found.best.metrics and found.metric and found.mode
+    return f"{found.metric} {found.best.metrics[found.metric]:.5g} ({_WHICH[found.mode]})"
+
+
+def _moment(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

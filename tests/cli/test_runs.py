@@ -1,0 +1,106 @@
+"""Runs on the command line: addresses of steps, `log`, and `info` of a run."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tensorkeep
+from tensorkeep.cli.main import main
+
+RunJson = Callable[..., tuple[int, Any]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Steps 1 to 30 with a loss that is smallest at 7, as ``run`` in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    with tensorkeep.CheckpointManager("run/checkpoints", compression="lossless") as manager:
+        for step in range(1, 31):
+            state = {"w": torch.full((9000,), step, dtype=torch.bfloat16)}
+            manager.save(step, state, metrics={"loss": abs(step - 7) + 0.5, "lr": 1e-3})
+    return "run"
+
+
+def test_log_lists_the_newest_step_first(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["log", run]) == 0
+    heading, *rows, best = capsys.readouterr().out.splitlines()
+    assert heading.split() == ["step", "age", "loss", "lr", "size", "new", "ratio"]
+    assert [int(re.findall(r"\d+", row)[0]) for row in rows] == list(range(30, 0, -1))
+    assert [row for row in rows if row.startswith("*")] == [rows[23]]
+    assert best == "* best: step 7, loss 0.5 (smallest)"
+
+
+def test_log_of_the_last_steps(run: str, run_json: RunJson, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["log", run, "--last", "2", "--metric", "lr", "--mode", "max"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "loss" not in lines[0]
+    assert len(lines) == 5
+    assert lines[-1] == "and 28 earlier steps (--last 30 shows all)"
+    _, document = run_json("log", run, "--last", "2")
+    assert ([step["number"] for step in document["steps"]], document["count"]) == ([29, 30], 30)
+    assert main(["log", run, "--metric", "lr"]) == 2
+
+
+def test_log_names_damage_and_verifies(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(run, "checkpoints/step-000030/model.safetensors")
+    path = path if path.exists() else next(Path(run, "checkpoints/step-000030").glob("*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 255
+    path.write_bytes(data)
+    assert main(["log", run, "--last", "1"]) == 0
+    assert "problem" not in capsys.readouterr().out
+    assert main(["log", run, "--verify"]) == 4
+    assert f"damaged: {path.name}: " in capsys.readouterr().out
+    path.write_bytes(data[:-1])
+    assert main(["log", run, "--last", "1"]) == 0
+    assert f"damaged: {path.name}: " in capsys.readouterr().out
+
+
+def test_info_sums_up_a_run(run: str, run_json: RunJson, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", run]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "run/checkpoints: 30 steps, 1 to 30"
+    assert "best: step 7, loss 0.5 (smallest)" in lines
+    code, document = run_json("info", run)
+    assert code == 0
+    assert (document["steps"], document["best"]["number"], document["metrics"]["loss"]["max"]) == (30, 7, 23.5)
+    code, document = run_json("info", f"{run}@best")
+    assert document["details"]["step"]["number"] == 7
+
+
+def test_the_step_that_was_chosen_is_named_on_stderr(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ls", run]) == 0
+    assert capsys.readouterr().err == "run: step 30, the latest\n"
+    assert main(["ls", "run@best"]) == 0
+    assert capsys.readouterr().err == "run@best: step 7, the best: loss 0.5\n"
+    assert main(["ls", "run@12"]) == 0
+    assert capsys.readouterr().err == ""
+    Path("run/checkpoints/step-000030/manifest.json").write_bytes(b"{}")
+    assert main(["ls", run]) == 0
+    warning, chosen = capsys.readouterr().err.splitlines()
+    assert warning.startswith("warning: step 30 is skipped: run/checkpoints/step-000030/manifest.json: its checksum")
+    assert chosen == "run: step 29, the latest"
+
+
+def test_verify_of_a_run_verifies_every_step(run: str, run_json: RunJson) -> None:
+    manifest = Path("run/checkpoints/step-000003/manifest.json")
+    manifest.write_bytes(manifest.read_bytes()[:-5])
+    code, document = run_json("verify", run)
+    assert (code, document["ok"], len(document["checkpoints"])) == (4, False, 30)
+    assert [each["path"] for each in document["checkpoints"] if not each["ok"]] == ["run/checkpoints/step-000003"]
+    assert run_json("verify", "run@latest", "run@4")[0] == 0
+
+
+def test_commands_take_steps_of_runs(run: str, run_json: RunJson) -> None:
+    assert run_json("diff", "run@1", "run@2")[0] == 1
+    assert run_json("convert", "run@5", "five.pt", "--to", "torch")[0] == 0
+    assert torch.load("five.pt")["w"][0] == 5
+    code, document = run_json("prune", run, "--keep-last", "28", "--dry-run")
+    assert (code, [step["step"] for step in document["deleted"]]) == (0, [1, 2])
+    code, document = run_json("ls", "run@44")
+    assert code == 5
+    assert document["error"]["remedy"] == "the nearest steps are 27, 28, 29, 30"
