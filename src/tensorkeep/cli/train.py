@@ -27,6 +27,7 @@ from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import train as run_loop
 from tensorkeep.train.run.data import absolute_source, open_data
 from tensorkeep.train.run.folder import RunFolder
+from tensorkeep.train.run.resume import current_config
 from tensorkeep.train.run.setup import open_run
 from tensorkeep.train.run.world import World
 
@@ -186,7 +187,7 @@ def _with_source(words: dict[str, str], data: str | None) -> dict[str, str]:
 
 def _base(recipe: str | None, folder: RunFolder, *, resume: bool) -> Config:
     if resume and folder.exists():
-        config = folder.record().config
+        config = current_config(folder.record())
         if recipe is not None and recipe != config.recipe:
             raise UsageError(
                 f"is a run of {config.recipe!r}, not of {recipe!r}",

@@ -12,7 +12,8 @@ from tensorkeep.errors import UnsupportedError, UsageError
 from tensorkeep.testing.equality import difference
 from tensorkeep.testing.technique_suite import TINY, last_state, losses
 from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.setup import changed_settings, check_settings, joined
+from tensorkeep.train.run.resume import changed_settings
+from tensorkeep.train.run.setup import check_settings, joined
 from tensorkeep.train.techniques.stack import Stack
 from train.techniques.several_processes import ProcessPool, Results, task
 

@@ -16,7 +16,7 @@ from tensorkeep.checkpoint.manager.manager import CheckpointManager
 from tensorkeep.checkpoint.manager.retention import KeepBest
 from tensorkeep.errors import OutOfMemoryError, RanksDisagreeError, UsageError
 from tensorkeep.formats.blockfile.data_file import find_codec
-from tensorkeep.train.config.config import TECHNIQUES, Config, differences
+from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.sections import CheckpointConfig
 from tensorkeep.train.data.batches import Batches, check_window
 from tensorkeep.train.data.dataset import Dataset
@@ -32,10 +32,11 @@ from tensorkeep.train.run.data import with_data
 from tensorkeep.train.run.device import chosen_device, surroundings
 from tensorkeep.train.run.folder import Changes, RunFolder, RunRecord
 from tensorkeep.train.run.log import RunLog
+from tensorkeep.train.run.resume import changed_settings, current_config, notes_on_changes
 from tensorkeep.train.run.speed import Speedometer, measured_peak
 from tensorkeep.train.run.state import METRIC, Run, RunRandomState
 from tensorkeep.train.run.world import World, can_join, join, launched_ranks
-from tensorkeep.train.techniques.parallel import TOGETHER, Parallel
+from tensorkeep.train.techniques.parallel import Parallel
 from tensorkeep.train.techniques.requirements import Machine
 from tensorkeep.train.techniques.stack import Stack
 
@@ -43,13 +44,6 @@ logger = logging.getLogger(__name__)
 
 OpenData = Callable[[World], Dataset]
 """Opens the data of a run, given its ranks; a collective."""
-
-_MAY_CHANGE = (
-    *("log.", "sample.", "checkpoint.", "loop.on_divergence", "loop.device", "loop.threads", "data.source"),
-    *(f"{TECHNIQUES}{name}" for name in TOGETHER),
-)
-"""Prefixes of the settings that a resumed run may change. They do not affect its results, with two exceptions: rounding
-on another machine, and ``loop.on_divergence``, by which a run that diverges ends or skips an update."""
 
 
 @dataclass(kw_only=True)
@@ -206,23 +200,6 @@ def _configured(config: Config, world: World) -> tuple[Stack, Config]:
     return techniques, config
 
 
-def changed_settings(record: RunRecord, config: Config, folder: RunFolder) -> Changes:
-    """Return the settings that differ from a run's start; UsageError if one of them decides what the run computes."""
-    found = differences(record.config, config)
-    refused = [
-        f"{name}: {before!r} then, {now!r} now"
-        for name, (before, now) in found.items()
-        if not name.startswith(_MAY_CHANGE)
-    ]
-    if refused:
-        raise UsageError(
-            f"was started with another configuration: {'; '.join(refused)}",
-            path=folder.path,
-            remedy="leave these settings out to resume with those of the run, or start a new run in another --out",
-        )
-    return found
-
-
 def _build(
     config: Config,
     folder: RunFolder,
@@ -308,6 +285,8 @@ def _start(run: OpenRun, config: Config, record: RunRecord | None, changed: Chan
     if moved:
         differing = "; ".join(f"{name} was {before}, and is {now}" for name, (before, now) in moved.items())
         run.notes = (f"results may differ in the last bits from those of an uninterrupted run: {differing}",)
+    if record is not None:
+        run.notes += tuple(notes_on_changes(current_config(record), config, run.progress.step))
     if world.is_main:
         run.log.begin(run.progress.step)
         if record is not None:

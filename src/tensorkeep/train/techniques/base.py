@@ -90,6 +90,9 @@ class Technique(ABC):
         Names of the techniques with the same `changes` that must be applied before it.
     needs_cuda : bool
         Whether it can run on CUDA devices only; see `lacks` for other requirements.
+    depends_on_steps : bool
+        Whether what it does in a step depends on ``loop.steps``, so that a run that is made longer differs from one
+        that had this length from its start.
     """
 
     name: ClassVar[str]
@@ -103,6 +106,7 @@ class Technique(ABC):
     conflicts: ClassVar[Mapping[str, str]] = {}
     after: ClassVar[tuple[str, ...]] = ()
     needs_cuda: ClassVar[bool] = False
+    depends_on_steps: ClassVar[bool] = False
     settings: Any
     """A technique with settings annotates their type: ``settings: MySettings``."""
 

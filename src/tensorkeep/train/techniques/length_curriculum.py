@@ -58,6 +58,7 @@ class LengthCurriculum(Technique):
         "no change in speed; a lower loss early on, rarely at the end: compare at the same number of tokens"
     )
     reference: ClassVar = "arXiv 1903.09848"
+    depends_on_steps: ClassVar = True
     Settings: ClassVar = LengthCurriculumSettings
     conflicts: ClassVar = {
         "loss-curriculum": "each chooses the windows that are trained",

@@ -46,6 +46,7 @@ class LossCurriculum(Technique):
     summary: ClassVar = "draws more windows than it trains, and trains the easiest at first, the hardest at last"
     effect: ClassVar = "each candidate costs a forward pass, two of them about 0.7 of a step: compare at equal time"
     reference: ClassVar = "arXiv 1511.06343"
+    depends_on_steps: ClassVar = True
     Settings: ClassVar = LossCurriculumSettings
     conflicts: ClassVar = {
         "pipeline-parallel": "no process has the full model, which the losses of the candidates need",

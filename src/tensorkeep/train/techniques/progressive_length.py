@@ -61,6 +61,7 @@ class ProgressiveLength(Technique):
     summary: ClassVar = "cuts windows into short pieces at first, and trains as many tokens in each step"
     effect: ClassVar = "faster steps at first where attention takes much of the time, from a context of about 1,024 on"
     reference: ClassVar = "arXiv 2108.06084"
+    depends_on_steps: ClassVar = True
     Settings: ClassVar = ProgressiveLengthSettings
     conflicts: ClassVar = {
         "cuda-graphs": "a graph is captured for one shape, and the shape of batches changes",
