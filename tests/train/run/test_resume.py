@@ -133,7 +133,7 @@ def test_run_that_was_made_longer_cannot_become_shorter_again(tmp_path: Path, da
 
 
 def test_techniques_whose_stages_depend_on_the_length_make_a_longer_run_differ(tmp_path: Path, data: Path) -> None:
-    config = CONFIG.changed({"techniques.progressive-length.pieces": [2, 1], "techniques.progressive-length.shares": [0.5, 0.5]})
+    config = CONFIG.changed({"techniques.progressive-length": {"pieces": [2, 1], "shares": [0.5, 0.5]}})
     run(config, tmp_path / "run", data)
     (note,) = notes(config.changed({"loop.steps": 24}), tmp_path / "run", data)
     assert "the result differs from that of a run of 24 steps" in note
