@@ -42,6 +42,7 @@ def test_public_names() -> None:
         "Step",
         "StoreError",
         "TechniqueNotActiveError",
+        "TensorNotFoundError",
         "TensorkeepError",
         "UnsupportedError",
         "UnsupportedLeafError",

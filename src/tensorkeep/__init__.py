@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         StoreError,
         TechniqueNotActiveError,
         TensorkeepError,
+        TensorNotFoundError,
         UnsupportedError,
         UnsupportedLeafError,
         UsageError,
@@ -69,8 +70,9 @@ __all__ = [
     "KeepLast", "KeepThinned", "LazyTensor", "MissingExtraError", "NotACheckpointError", "NotFoundError",
     "OnSignal", "OutOfMemoryError", "PendingSave", "RandomState", "RanksDisagreeError", "RunLog", "SaveReport",
     "SaveWhen", "StateMismatchError", "StateMismatchWarning", "Step", "StoreError", "TechniqueNotActiveError",
-    "TensorkeepError", "UnsupportedError", "UnsupportedLeafError", "UsageError", "VerifyReport", "__version__",
-    "convert", "diff", "info", "load", "log", "open", "register", "save", "save_async", "verify"
+    "TensorNotFoundError", "TensorkeepError", "UnsupportedError", "UnsupportedLeafError", "UsageError",
+    "VerifyReport", "__version__", "convert", "diff", "info", "load", "log", "open", "register", "save",
+    "save_async", "verify"
 ]  # fmt: skip
 
 

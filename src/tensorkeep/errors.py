@@ -6,7 +6,8 @@ exception that it resembles as a second base, so that ``except FileNotFoundError
     TensorkeepError
     ├── DivergedError (ArithmeticError)             1  training diverged; resume from a checkpoint with gentler settings
     ├── UsageError (ValueError)                     2  change the call
-    │   └── StateMismatchError                      2  the state given to ``into=`` does not fit the checkpoint
+    │   ├── StateMismatchError                      2  the state given to ``into=`` does not fit the checkpoint
+    │   └── TensorNotFoundError (KeyError)          2  an open checkpoint has no tensor of this name
     ├── StoreError (OSError)                        3  the disk or the network failed
     │   └── BusyError (BlockingIOError)             3  another process is writing there; wait or stop it
     ├── OutOfMemoryError (MemoryError)              3  an allocation failed, or a memory budget is too small
@@ -125,6 +126,10 @@ class StateMismatchError(UsageError, kind="state-mismatch"):
     missing: tuple[str, ...] = ()
     extra: tuple[str, ...] = ()
     different: tuple[str, ...] = ()
+
+
+class TensorNotFoundError(UsageError, KeyError, kind="tensor-not-found"):
+    """An open checkpoint has no tensor of this name."""
 
 
 class StateMismatchWarning(UserWarning):

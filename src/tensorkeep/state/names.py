@@ -126,12 +126,13 @@ def select(names: Iterable[str], patterns: str | Iterable[str]) -> list[str]:
         if not matching or _MAGIC.search(pattern):
             matching |= {name for name in candidates if fnmatchcase(name, pattern)}
         if not matching:
-            raise UsageError(f"no tensor matches {pattern!r}", remedy=_nearest(candidates, pattern))
+            raise UsageError(f"no tensor matches {pattern!r}", remedy=nearest(candidates, pattern))
         chosen |= matching
     return [name for name in candidates if name in chosen]
 
 
-def _nearest(names: list[str], pattern: str) -> str:
+def nearest(names: list[str], pattern: str) -> str:
+    """Return the remedy for a pattern or a name that matches no tensor: names that are like it."""
     if not names:
         return "the checkpoint has no tensors"
     if any(name.startswith(f"{pattern}.") for name in names):

@@ -158,3 +158,21 @@ def test_reading_stays_within_the_budget(path: Path) -> None:
         ckpt["big"].load(out=out)
         assert 0 < ckpt._settings.pool.peak_bytes <= 64 * 2**20
         assert out[8, 5] == 8 * 2**20 + 5
+
+
+def test_an_unknown_name_is_a_key_error_with_the_nearest(path: Path) -> None:
+    with tensorkeep.open(path) as checkpoint:
+        name = next(iter(checkpoint))
+        with pytest.raises(KeyError, match=f"has no tensor '{name}x'\ndid you mean '{name}'") as caught:
+            checkpoint[f"{name}x"]
+        assert isinstance(caught.value, tensorkeep.TensorNotFoundError)
+        assert "nothing" not in checkpoint
+        assert checkpoint.get("nothing") is None
+
+
+def test_to_reads_onto_a_device_or_as_another_dtype(tmp_path: Path) -> None:
+    tensorkeep.save({"t": torch.arange(6.0).reshape(2, 3), "a": np.arange(3)}, tmp_path / "c")
+    with tensorkeep.open(tmp_path / "c") as checkpoint:
+        assert same(checkpoint["t"].to("cpu", torch.bfloat16), torch.arange(6.0).reshape(2, 3).bfloat16())
+        assert same(checkpoint["a"].to(torch.float32), torch.arange(3.0))
+        assert checkpoint["t"].to("meta").device.type == "meta"

@@ -19,8 +19,8 @@ from tensorkeep.errors import (
 )
 from tensorkeep.formats import native
 from tensorkeep.formats.base import OpenSettings
-from tensorkeep.formats.blockfile.plan import BlockFileOptions
 from tensorkeep.formats.safetensors import FORMAT
+from tensorkeep.formats.safetensors.writer import SafetensorsOptions
 from tensorkeep.formats.write import WriteSettings
 from tensorkeep.state.dtypes import BY_SAFETENSORS
 from tensorkeep.state.tree import flatten
@@ -109,7 +109,7 @@ class TestNames:
     def test_order_of_a_flat_dict_is_preserved(self, tmp_path: Path) -> None:
         state = {"z": noise("uint8", 3), "a": noise("float64", 2), "m": noise("bfloat16", 9)}
         save(state, tmp_path / "x.safetensors")
-        save(state, tmp_path / "shards", options=BlockFileOptions(shard_bytes=16))
+        save(state, tmp_path / "shards", options=SafetensorsOptions(shard_bytes=16))
         assert difference(state, read(tmp_path / "x.safetensors")) is None
         assert difference(state, read(tmp_path / "shards")) is None
 
@@ -123,7 +123,7 @@ class TestNames:
 class TestShards:
     def test_shards_and_index_have_the_names_of_hugging_face(self, tmp_path: Path) -> None:
         state = {f"w{number}": noise("float32", 10, seed=number) for number in range(5)}
-        save(state, tmp_path / "model", options=BlockFileOptions(shard_bytes="80"))
+        save(state, tmp_path / "model", options=SafetensorsOptions(shard_bytes="80"))
         names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
         index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
         assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [*names, "model.safetensors.index.json"]
@@ -140,7 +140,7 @@ class TestShards:
 
     def test_hugging_face_cache_of_links_is_read(self, tmp_path: Path) -> None:
         """The Hugging Face cache: a snapshot of symbolic links to files named by their hashes."""
-        save(plain_state(), tmp_path / "model", options=BlockFileOptions(shard_bytes=100))
+        save(plain_state(), tmp_path / "model", options=SafetensorsOptions(shard_bytes=100))
         (tmp_path / "blobs").mkdir()
         (tmp_path / "snapshot").mkdir()
         for number, path in enumerate((tmp_path / "model").iterdir()):
@@ -157,7 +157,7 @@ class TestShards:
         save(
             {f"w{number}": noise("float32", 10) for number in range(3)},
             tmp_path / "m",
-            options=BlockFileOptions(shard_bytes=80),
+            options=SafetensorsOptions(shard_bytes=80),
         )
         return tmp_path / "m"
 
@@ -240,12 +240,12 @@ class TestShards:
 class TestSettings:
     def test_shard_size_is_refused_for_a_single_file(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="directory"):
-            save({}, tmp_path / "x.safetensors", options=BlockFileOptions(shard_bytes=100))
+            save({}, tmp_path / "x.safetensors", options=SafetensorsOptions(shard_bytes=100))
 
     @pytest.mark.parametrize("size", [0, -1, "many"])
     def test_invalid_shard_size_is_refused(self, tmp_path: Path, size: Any) -> None:
         with pytest.raises(UsageError):
-            save({}, tmp_path / "x", options=BlockFileOptions(shard_bytes=size))
+            save({}, tmp_path / "x", options=SafetensorsOptions(shard_bytes=size))
 
     @pytest.mark.parametrize("metadata", [{"a": 1}, {"a": {"b": "c"}}, {"a": None}, {"tensorkeep": "x"}])
     def test_metadata_other_than_strings_is_refused(self, tmp_path: Path, metadata: dict[str, Any]) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from tensorkeep.errors import CorruptCheckpointError, TensorkeepError, UnsupportedError
 from tensorkeep.formats.base import OpenSettings
-from tensorkeep.formats.blockfile.plan import BlockFileOptions
 from tensorkeep.formats.safetensors import FORMAT
+from tensorkeep.formats.safetensors.writer import SafetensorsOptions
 from tensorkeep.formats.write import WriteSettings
 from tensorkeep.io.source_file import SourceFile
 from tensorkeep.state.tree import flatten
@@ -157,7 +157,7 @@ class TestUntrustedNotes:
         save(
             {"a": {"x": noise("float32", 10), "y": noise("float32", 10)}},
             tmp_path / "m",
-            options=BlockFileOptions(shard_bytes=40),
+            options=SafetensorsOptions(shard_bytes=40),
         )
         first, second = sorted((tmp_path / "m").glob("*.safetensors"))
         length = int.from_bytes(first.read_bytes()[:8], "little")

@@ -11,13 +11,14 @@ from tensorkeep.checkpoint.load.into import LoadRequest, load_open
 from tensorkeep.checkpoint.load.ranges import contiguous_in, fill, strided_view
 from tensorkeep.checkpoint.load.verify import VerifyReport, verify_open
 from tensorkeep.checkpoint.manager.address import checkpoint_path
-from tensorkeep.errors import PathLike, UsageError
+from tensorkeep.errors import PathLike, TensorNotFoundError, UsageError
 from tensorkeep.formats.base import OpenSettings, Reader
 from tensorkeep.io.buffers import DEFAULT_BUDGET, BufferPool
 from tensorkeep.io.closing import Closing
 from tensorkeep.io.pages import NewPages
 from tensorkeep.io.parallel import Progress
-from tensorkeep.state.leaf import Leaf, allocate
+from tensorkeep.state.leaf import Leaf, LeafKind, allocate
+from tensorkeep.state.names import nearest
 from tensorkeep.state.strided import Array, Device
 
 if TYPE_CHECKING:
@@ -84,6 +85,9 @@ class Checkpoint(Closing, Mapping[str, "LazyTensor"]):
         return sum(leaf.nbytes for leaf in self._reader.flat.leaves.values())
 
     def __getitem__(self, name: str) -> "LazyTensor":
+        """Return a lazy tensor; TensorNotFoundError, a KeyError, names the nearest ones if it does not exist."""
+        if name not in self._reader.entries:
+            raise TensorNotFoundError(f"has no tensor {name!r}", path=self.path, remedy=nearest(list(self), name))
         return LazyTensor(self, name)
 
     def __iter__(self) -> Iterator[str]:
@@ -171,6 +175,14 @@ class LazyTensor:
     def __repr__(self) -> str:
         return f"<LazyTensor {self.name!r}: {self._dtype} {list(self.shape)}>"
 
+    def to(self, *args: Any, **kwargs: Any) -> "torch.Tensor":
+        """Return the full tensor on a device, or of another dtype: ``to("cuda")``, ``to(torch.float32)``.
+
+        The arguments are those of `torch.Tensor.to`. What was saved as a numpy array is returned as a tensor as well.
+        """
+        tensor: torch.Tensor = self._read((...,), "tensor")
+        return tensor.to(*args, **kwargs)
+
     def __getitem__(self, index: Any) -> Array:
         """Return the selected elements as a tensor, or as an array if it was saved as one.
 
@@ -182,13 +194,16 @@ class LazyTensor:
         CorruptCheckpointError, IndexError, UsageError
             If a block that is read is damaged, the index is out of range, or the checkpoint is closed.
         """
-        places = index if isinstance(index, tuple) else (index,)
+        return self._read(index if isinstance(index, tuple) else (index,), self._kind)
+
+    def _read(self, places: tuple[Any, ...], kind: LeafKind) -> Array:
+        """Return the selected elements as a leaf of this kind."""
         reader, pool = self._checkpoint._open()
         if contiguous_in(reader, self.name) is None:
-            return strided_view(reader, self.name, self._kind, pool).array[places]
+            return strided_view(reader, self.name, kind, pool).array[places]
         low, high, first = self._row_range(places)
         shape = (high - low, *self.shape[1:]) if self.shape else ()
-        leaf = Leaf(self.name, self._kind, self._dtype, allocate(self._kind, self._dtype, shape))
+        leaf = Leaf(self.name, kind, self._dtype, allocate(kind, self._dtype, shape))
         fill(reader, self.name, leaf, pool, NewPages(), start=low * prod(self.shape[1:]) * self._dtype.itemsize)
         return leaf.array[(*first, *places[1:])]
 

@@ -15,7 +15,7 @@ import msgspec
 from tensorkeep.codecs.base import CODECS, Codec
 from tensorkeep.errors import UsageError
 from tensorkeep.formats.blockfile import header
-from tensorkeep.formats.blockfile.notes import FRAMEWORK_KEY, METADATA_KEY, Description, describe
+from tensorkeep.formats.blockfile.notes import METADATA_KEY, Description, describe
 from tensorkeep.formats.blockfile.plan import BlockKey, BlockRecord, FilePlan, tasks_of
 from tensorkeep.formats.sealed import digest
 from tensorkeep.formats.write import BLOCK_BYTES, thread_bytes
@@ -137,7 +137,7 @@ class DataFile(ABC):
 
     def _header(self, description: Description, size: int | None) -> bytes:
         records, notes = description
-        metadata = {FRAMEWORK_KEY: "pt", **self.plan.metadata}
+        metadata = dict(self.plan.metadata)
         if notes is not None:
             metadata[METADATA_KEY] = msgspec.json.encode(notes).decode()
         if self.plan.header_order:

@@ -29,8 +29,6 @@ from tensorkeep.formats.write import BLOCK_BYTES
 from tensorkeep.state.dtypes import BY_NAME
 
 METADATA_KEY = "tensorkeep"
-FRAMEWORK_KEY = "format"
-"""The metadata key by which safetensors files name the library of their tensors (``pt``)."""
 VERSION = 1
 CHANGES_VERSION = 2
 """The version of notes that a reader of version 1 would misread."""

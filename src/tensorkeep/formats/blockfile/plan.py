@@ -21,6 +21,9 @@ from tensorkeep.units import parse_bytes
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
+FRAMEWORK_KEY = "format"
+"""The metadata key by which safetensors files name the library of their tensors."""
+FRAMEWORK = "pt"
 DEFAULT_SHARD_BYTES = 4 * 1024**3
 MAX_BLOCK_BYTES = 64 * 1024**2
 
@@ -59,15 +62,15 @@ class FilePlan:
     """One data file; its leaves are in the order of the data, with raw offsets that begin at 0.
 
     ``header_order`` has the keys in the order in which the header lists them, if that is another one. ``metadata`` is
-    the header's ``__metadata__``, without the entries that Tensorkeep adds. ``structure`` is that of the state, in
-    checkpoints without a manifest.
+    the header's ``__metadata__``, without the entry that describes coded tensors and the state. ``structure`` is that
+    of the state, in checkpoints without a manifest.
     """
 
     name: str
     part: str
     leaves: tuple[LeafInFile, ...]
     header_order: tuple[str, ...] = ()
-    metadata: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=lambda: {FRAMEWORK_KEY: FRAMEWORK})
     structure: Structure | None = None
 
     @property

@@ -9,9 +9,8 @@ their dotted names and `tensorkeep.load` returns the nested state.
 from pathlib import Path
 
 from tensorkeep.formats.base import Format, OpenSettings, Reader
-from tensorkeep.formats.blockfile.plan import BlockFileOptions
 from tensorkeep.formats.safetensors.reader import SafetensorsReader, locate
-from tensorkeep.formats.safetensors.writer import write
+from tensorkeep.formats.safetensors.writer import SafetensorsOptions, write
 from tensorkeep.formats.write import WriteResult, WriteSettings
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
@@ -25,7 +24,7 @@ class SafetensorsFormat(Format):
     """
 
     name = "safetensors"
-    options = BlockFileOptions
+    options = SafetensorsOptions
 
     def recognises(self, path: Path) -> bool:
         return locate(path) is not None

@@ -13,8 +13,8 @@ from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError
 from tensorkeep.formats.base import OpenSettings, Reader
 from tensorkeep.formats.blockfile import header
 from tensorkeep.formats.blockfile.header import MAX_HEADER_BYTES, SUB_BYTE, Header, TensorRecord
-from tensorkeep.formats.blockfile.notes import FRAMEWORK_KEY, METADATA_KEY, Notes, parse
-from tensorkeep.formats.blockfile.plan import INDEX_SUFFIX, SUFFIX
+from tensorkeep.formats.blockfile.notes import METADATA_KEY, Notes, parse
+from tensorkeep.formats.blockfile.plan import FRAMEWORK_KEY, INDEX_SUFFIX, SUFFIX
 from tensorkeep.formats.blockfile.read import BlockReader, StoredTensor, lay_out
 from tensorkeep.formats.probe import file_mode, first_bytes, names_in
 from tensorkeep.formats.sealed import MANIFEST_NAME
@@ -128,6 +128,11 @@ class SafetensorsReader(Reader):
             structure = Structure(skeleton, {}, {name: (DEFAULT_PART, name) for name in names})
         else:
             names = {key: key for key in homes}
+        files = {id(found): number for number, found in enumerate(data)}
+        self._places = {
+            name: (files[id(homes[key])], homes[key].header.records[key].start, homes[key].header.records[key].stop)
+            for name, key in names.items()
+        }
         tensors = {name: _stored(name, key, homes[key]) for name, key in names.items()}
         leaves = {name: tensor.leaf(self) for name, tensor in tensors.items()}
         self._set_state(structure.flat(leaves), structures[0].file.path if structures else place)
@@ -135,6 +140,10 @@ class SafetensorsReader(Reader):
 
     def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
         self._blocks.read(self._tensors[name], start, stop, out)
+
+    def offset_order(self) -> list[str]:
+        """Return the names of the stored tensors in the order of their bytes, file by file."""
+        return sorted(self._places, key=self._places.__getitem__)
 
     def block_bytes(self, name: str) -> int:
         return self._tensors[name].block_bytes

@@ -7,8 +7,16 @@ from typing import Any
 from tensorkeep.errors import UnsupportedError, UsageError
 from tensorkeep.formats.blockfile.coded_file import CodedDataFile
 from tensorkeep.formats.blockfile.data_file import DataFile, WriteContext, find_codec, index_content, write_files
-from tensorkeep.formats.blockfile.notes import FRAMEWORK_KEY, METADATA_KEY
-from tensorkeep.formats.blockfile.plan import INDEX_SUFFIX, SUFFIX, BlockFileOptions, FilePlan, plan_files
+from tensorkeep.formats.blockfile.notes import METADATA_KEY
+from tensorkeep.formats.blockfile.plan import (
+    FRAMEWORK,
+    FRAMEWORK_KEY,
+    INDEX_SUFFIX,
+    SUFFIX,
+    BlockFileOptions,
+    FilePlan,
+    plan_files,
+)
 from tensorkeep.formats.blockfile.raw_file import RawDataFile
 from tensorkeep.formats.safetensors.reader import begins_like_safetensors, locate
 from tensorkeep.formats.structure import Structure
@@ -21,16 +29,29 @@ from tensorkeep.state.names import DEFAULT_PART
 from tensorkeep.state.tree import Flat
 
 
+class SafetensorsOptions(BlockFileOptions, frozen=True):
+    """The options of the safetensors format.
+
+    Attributes
+    ----------
+    framework : str or None
+        The library of the tensors, which the files name in their metadata as ``format``; None leaves that out.
+    """
+
+    framework: str | None = FRAMEWORK
+
+
 def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> WriteResult:
     """Write a state as safetensors; see `tensorkeep.formats.base.Format.write`."""
     single = destination.suffix == SUFFIX
-    options = settings.options_as(BlockFileOptions)
+    options = settings.options_as(SafetensorsOptions)
     if single and options.shard_bytes is not None:
         raise UsageError(
             "shard_bytes needs a directory, and this names one file", path=destination, remedy=f"leave {SUFFIX} out"
         )
     codec = find_codec(settings.compression)
-    metadata = _checked_metadata(settings.metadata, destination)
+    framework = {} if options.framework is None else {FRAMEWORK_KEY: options.framework}
+    metadata = _checked_metadata(framework | settings.metadata, destination)
     if single:
         size = sum(leaf.nbytes for leaf in flat.leaves.values()) + 1
         plans = [replace(plan, name=destination.name) for plan in _plans(flat, size, metadata)]
@@ -82,7 +103,7 @@ def _is_replaceable_directory(path: Path) -> bool:
 
 def _checked_metadata(metadata: dict[str, Any], destination: Path) -> dict[str, str]:
     for key, value in metadata.items():
-        if key in (METADATA_KEY, FRAMEWORK_KEY):
+        if key == METADATA_KEY:
             raise UnsupportedError(f"the metadata key {key!r} is reserved", path=destination, remedy="rename it")
         if not isinstance(key, str) or not isinstance(value, str):
             raise UnsupportedError(

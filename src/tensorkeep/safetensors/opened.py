@@ -1,0 +1,173 @@
+"""`safe_open`: a safetensors file whose tensors, or slices of them, are read when they are asked for."""
+
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from tensorkeep.checkpoint.arguments import check_device
+from tensorkeep.checkpoint.finding import open_reader
+from tensorkeep.checkpoint.load.lazy import Checkpoint, LazyTensor
+from tensorkeep.checkpoint.load.targets import LoadPlan
+from tensorkeep.errors import PathLike, UsageError
+from tensorkeep.formats.base import OpenSettings
+from tensorkeep.formats.safetensors.reader import SafetensorsReader
+from tensorkeep.io.buffers import BufferPool
+from tensorkeep.io.parallel import default_threads
+from tensorkeep.paths import checked_path
+from tensorkeep.safetensors.compatible import check_backend, framework_of, safetensor_errors
+from tensorkeep.state.dtypes import DType
+from tensorkeep.state.leaf import Leaf
+from tensorkeep.state.strided import Array
+
+if TYPE_CHECKING:
+    import torch
+
+    Device = torch.device | str | int
+
+
+class safe_open:  # noqa: N801
+    """Open a safetensors file, or a directory of shards with an index, without reading a tensor; a context manager.
+
+    Parameters
+    ----------
+    filename : path-like
+    framework : str
+        ``"pt"`` for torch tensors, ``"np"`` for numpy arrays.
+    device : torch.device, str or int
+        Where tensors go; an int is the index of a CUDA device.
+    backend : str
+        Accepted, and without effect.
+
+    Raises
+    ------
+    NotFoundError, SafetensorError
+        If nothing is at the path; if it is not a safetensors file, is damaged, or an argument is wrong.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> from tensorkeep.safetensors import safe_open, save_file
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> save_file({"w": torch.arange(6.0).reshape(3, 2)}, f"{folder.name}/a.safetensors", {"step": "7"})
+    >>> with safe_open(f"{folder.name}/a.safetensors", framework="pt") as file:
+    ...     file.keys(), file.metadata(), file.get_slice("w")[1:, 0]
+    (['w'], {'step': '7'}, tensor([2., 4.]))
+    >>> folder.cleanup()
+    """
+
+    def __init__(self, filename: PathLike, framework: str, device: "Device" = "cpu", *, backend: str = "mmap") -> None:
+        with safetensor_errors():
+            check_backend(backend)
+            self._framework = framework_of(framework)
+            self._device = self._checked_device(device)
+            settings = OpenSettings(verify=True, pool=BufferPool(), page_cache=True)
+            reader = open_reader(checked_path(filename), settings, "safetensors")
+            assert isinstance(reader, SafetensorsReader)
+            self._reader = reader
+            self._checkpoint = Checkpoint(reader, settings)
+            self._closed = False
+
+    def _checked_device(self, device: "Device") -> "torch.device | None":
+        """Return the device of new tensors, None for the CPU."""
+        if self._framework == "np" or str(device) == "cpu":
+            return None
+        import torch
+
+        check_device(device)  # type: ignore[arg-type]
+        return torch.device(device)
+
+    def keys(self) -> list[str]:
+        """Return the names of the tensors, sorted."""
+        return sorted(self._open())
+
+    def offset_keys(self) -> list[str]:
+        """Return the names of the stored tensors, in the order of their bytes in the file."""
+        self._open()
+        return self._reader.offset_order()
+
+    def metadata(self) -> dict[str, str] | None:
+        """Return the metadata that the file was saved with; None if it has none."""
+        self._open()
+        framework = self._reader.details["framework"]
+        return {**({} if framework is None else {"format": framework}), **self._reader.metadata} or None
+
+    def get_tensor(self, name: str) -> Array:
+        """Return a tensor; SafetensorError if it does not exist or is damaged."""
+        return self.get_slice(name)[...]
+
+    def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, Array]:
+        """Return all tensors, or those of some names, read in parallel."""
+        checkpoint = self._open()
+        with safetensor_errors():
+            chosen = list(checkpoint) if names is None else [checkpoint[name].name for name in names]
+            plan = LoadPlan(self._reader, chosen, {}, self._device)
+            plan.read(default_threads(), checkpoint._settings.pool, None)
+            values = plan.values()
+            return {name: self._as_framework(values[name], self._reader.entries[name].dtype) for name in chosen}
+
+    def get_slice(self, name: str) -> "TensorSlice":
+        """Return a tensor of which any slice can be read; SafetensorError if it does not exist."""
+        with safetensor_errors():
+            return TensorSlice(self, self._open()[name])
+
+    def _open(self) -> Checkpoint:
+        if self._closed:
+            with safetensor_errors():
+                raise UsageError("is closed", path=self._checkpoint.path, remedy="read it within the with block")
+        return self._checkpoint
+
+    def _as_framework(self, value: Array, dtype: DType) -> Array:
+        """Return an array or a tensor in the memory of this one, or on the device."""
+        if self._framework == "np":
+            if isinstance(value, np.ndarray):
+                return value
+            content = Leaf("", "tensor", dtype, value.contiguous()).host_bytes()
+            assert content is not None
+            return content.view(dtype.numpy).reshape(tuple(value.shape))
+        import torch
+
+        if isinstance(value, np.ndarray):
+            value = torch.from_numpy(value.reshape(-1).view(np.uint8)).view(dtype.torch).reshape(value.shape)
+        return value if self._device is None else value.to(self._device)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._closed = True
+        self._checkpoint.close()
+
+    def __repr__(self) -> str:
+        return f"<safe_open {os.fspath(self._checkpoint.path)!r}>"
+
+
+class TensorSlice:
+    """A tensor of an open file; indexing it reads the rows that the first index selects."""
+
+    def __init__(self, file: safe_open, tensor: LazyTensor) -> None:
+        self._file = file
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        """Return the shape."""
+        return list(self._tensor.shape)
+
+    def get_dtype(self) -> str:
+        """Return the dtype, as the file names it, such as ``"BF16"``."""
+        return self._dtype.safetensors or "U8"
+
+    @property
+    def _dtype(self) -> DType:
+        return self._file._reader.entries[self._tensor.name].dtype
+
+    def __getitem__(self, index: Any) -> Array:
+        """Return the selected elements; SafetensorError if the file is closed, or damaged, or lacks such an index."""
+        self._file._open()
+        with safetensor_errors():
+            try:
+                selected = self._tensor[index]
+            except IndexError as error:
+                raise UsageError(str(error), path=self._file._checkpoint.path, name=self._tensor.name) from None
+            return self._file._as_framework(selected, self._dtype)
