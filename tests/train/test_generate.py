@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tensorkeep.errors import UsageError
-from tensorkeep.train.generate import Sampling, generate
+from tensorkeep.train.generate import Sampling, generate, generate_stream
 from tensorkeep.train.model.config import ModelConfig
 from tensorkeep.train.model.gpt import GPT
 
@@ -196,6 +196,24 @@ def test_on_token_receives_each_token_as_it_is_drawn() -> None:
     model, seen = build(), []
     ids = generate(model, [[1, 2], [3, 4]], max_new_tokens=5, on_token=seen.append)
     assert seen == ids[:, 2:].T.tolist()
+
+
+def test_stream_yields_the_tokens_of_generate() -> None:
+    model = build()
+    model.train()
+    stream = generate_stream(model, [[1, 2], [3, 4]], max_new_tokens=5, seed=2)
+    assert iter(stream) is stream
+    found = []
+    for tokens in stream:
+        assert torch.is_grad_enabled() and model.training
+        found.append(tokens)
+    assert found == generate(model, [[1, 2], [3, 4]], max_new_tokens=5, seed=2)[:, 2:].T.tolist()
+    assert list(generate_stream(model, [1], max_new_tokens=0)) == []
+
+
+def test_stream_refuses_invalid_arguments_when_it_is_called() -> None:
+    with pytest.raises(UsageError, match="max_new_tokens is -1"):
+        generate_stream(build(), [1], max_new_tokens=-1)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """``tensorkeep generate``: continue a text with the model of a run."""
 
-import sys
 import time
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -9,9 +9,8 @@ from cyclopts.validators import Number
 
 from tensorkeep.cli.options import Run, Which
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import print_lines
-from tensorkeep.train.generate import generate as continue_prompt
-from tensorkeep.train.generate import prompt_ids
+from tensorkeep.cli.text import printable
+from tensorkeep.train.generate import generate_stream, prompt_ids
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.trained import load_trained
 from tensorkeep.units import counted
@@ -22,7 +21,9 @@ def generate(
     /,
     *,
     prompt: str | None = None,
-    tokens: Annotated[int, Parameter(validator=Number(gte=1, lte=1_000_000))] = 200,
+    tokens: Annotated[
+        int, Parameter(name=["--tokens", "--max-new-tokens"], validator=Number(gte=1, lte=1_000_000))
+    ] = 200,
     temperature: float = 0.8,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -32,7 +33,7 @@ def generate(
     cache: bool = True,
     output: Output = DEFAULT,
 ) -> None:
-    """Continue a text with the model of a run.
+    """Continue a text with the model of a run, and print it as it is generated.
 
     Parameters
     ----------
@@ -54,10 +55,8 @@ def generate(
         Cache keys and values between tokens.
     """
     trained = load_trained(RunFolder(run), which=which, device=device)
-    ids = prompt_ids(trained.tokenizer, prompt)
-    begin = time.perf_counter()
-    end = trained.tokenizer.end_of_document
-    found = continue_prompt(
+    tokenizer, ids, count = trained.tokenizer, prompt_ids(trained.tokenizer, prompt), 0
+    drawn = generate_stream(
         trained.model,
         ids,
         max_new_tokens=tokens,
@@ -65,15 +64,37 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         seed=seed,
-        stop=end,
-        vocab_size=trained.tokenizer.vocab_size,
+        stop=tokenizer.end_of_document,
+        vocab_size=tokenizer.vocab_size,
         use_cache=cache,
-    ).tolist()
+    )
+
+    def prompt_and_new() -> Iterator[int]:
+        nonlocal count
+        yield from ids
+        for (token,) in drawn:
+            count += 1
+            yield token
+
+    begin = time.perf_counter()
+    text = _show_stream(tokenizer.decode_stream(prompt_and_new()), output)
     seconds = time.perf_counter() - begin
-    text = trained.tokenizer.decode(found)
-    count = len(found) - len(ids)
     document: dict[str, Any] = {"step": trained.step.number, "text": text, "tokens": count, "seconds": seconds}
-    output.show(document, lambda: print_lines(*text.splitlines()))
+    output.show(document, lambda: None)
     if not output.json:
         output.note(f"{counted(count, 'token')} after step {trained.step.number}: {count / seconds:,.0f} tokens/s")
-    sys.stdout.flush()
+
+
+def _show_stream(pieces: Iterator[str], output: Output) -> str:
+    """Print pieces of text as they come, unless the output is JSON, and a line end; return the text."""
+    text = ""
+    try:
+        for piece in pieces:
+            text += piece
+            if output.shows_text:
+                print("\n".join(map(printable, piece.split("\n"))), end="", flush=True)
+    finally:
+        # Also after Ctrl-C, so that the message and the shell's prompt begin on a new line.
+        if output.shows_text and text and not text.endswith("\n"):
+            print(flush=True)
+    return text

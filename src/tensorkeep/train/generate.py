@@ -1,7 +1,7 @@
 """Text generation: token by token, with temperature, top-k, top-p and a key-value cache."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -108,7 +108,7 @@ def generate(
     use_cache: bool = True,
     on_token: OnToken | None = None,
 ) -> Tensor:
-    """Continue one prompt, or several prompts of equal length.
+    """Continue one prompt, or several prompts of equal length; `generate_stream` yields the tokens one by one.
 
     The model attends to the last ``context_length`` tokens. The cache changes the result by rounding only. The global
     random state is neither used nor changed, and each module keeps its training mode.
@@ -156,24 +156,93 @@ def generate(
     >>> generate(model, [1, 2, 3], max_new_tokens=4, seed=1).shape
     torch.Size([7])
     """
+    drawn: list[list[int]] = []
+    for tokens in generate_stream(
+        model,
+        prompt_ids,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop=stop,
+        vocab_size=vocab_size,
+        use_cache=use_cache,
+    ):
+        drawn.append(tokens)
+        if on_token is not None:
+            on_token(tokens)
+    prompt, _ = _checked_ids(prompt_ids, None, model.config.vocab_size)
+    rows = prompt.reshape(-1, prompt.shape[-1]).cpu()
+    new = torch.tensor(drawn, dtype=torch.int64).view(len(drawn), len(rows)).T
+    return torch.cat([rows, new], dim=1).view(*prompt.shape[:-1], -1).to(model.tokens.weight.device)
+
+
+def generate_stream(
+    model: GPT,
+    prompt_ids: Prompt,
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    stop: int | Collection[int] | None = None,
+    vocab_size: int | None = None,
+    use_cache: bool = True,
+) -> Iterator[list[int]]:
+    """Continue one prompt, or several prompts of equal length, token by token.
+
+    The arguments are checked at once. Gradients and the training mode of the model are as before between two tokens,
+    and the model must not be changed.
+
+    Parameters
+    ----------
+    model, prompt_ids, max_new_tokens, temperature, top_k, top_p, seed, stop, vocab_size, use_cache
+        See `generate`.
+
+    Returns
+    -------
+    iterator of list of int
+        The new tokens as soon as they are drawn, one for each prompt.
+
+    Raises
+    ------
+    UsageError
+        If an argument is out of range, or the model's logits are not finite.
+
+    Examples
+    --------
+    >>> from tensorkeep.train.model.config import ModelConfig
+    >>> model = GPT(ModelConfig(vocab_size=9, context_length=8, n_layers=1, n_heads=1, d_model=4))
+    >>> tokens = [token for (token,) in generate_stream(model, [1, 2, 3], max_new_tokens=4, seed=1)]
+    >>> tokens == generate(model, [1, 2, 3], max_new_tokens=4, seed=1)[3:].tolist()
+    True
+    """
     sampling = Sampling(temperature, top_k, top_p)
     _check_numbers(max_new_tokens, seed, vocab_size)
     prompt, stops = _checked_ids(prompt_ids, stop, model.config.vocab_size)
     length = prompt.shape[-1]
     ids = functional.pad(prompt.reshape(-1, length), (0, max_new_tokens)).to(model.tokens.weight.device)
+    cache = model.new_cache(len(ids)) if use_cache else None
     generator = torch.Generator().manual_seed(seed)
-    # Not inference_mode, which does not support sharded weights.
-    with torch.no_grad(), evaluating(model):
-        cache = model.new_cache(len(ids)) if use_cache else None
+
+    def draw(position: int, ended: Tensor) -> Tensor:
+        # Not inference_mode, which does not support sharded weights. Not open while the caller uses the token.
+        with torch.no_grad(), evaluating(model):
+            logits = _next_logits(model, ids[:, :position], cache)[:, :vocab_size]
+        return torch.where(ended, ids[:, position - 1].cpu(), sampling.choose(logits, generator))
+
+    def stream() -> Iterator[list[int]]:
         ended = torch.zeros(len(ids), dtype=torch.bool)
-        while length < ids.shape[1] and not ended.all():
-            logits = _next_logits(model, ids[:, :length], cache)[:, :vocab_size]
-            ids[:, length] = drawn = torch.where(ended, ids[:, length - 1].cpu(), sampling.choose(logits, generator))
-            length += 1
+        for position in range(length, ids.shape[1]):
+            ids[:, position] = drawn = draw(position, ended)
             ended = torch.isin(drawn, stops)
-            if on_token is not None:
-                on_token(drawn.tolist())
-    return ids[:, :length].clone().view(*prompt.shape[:-1], length)
+            yield drawn.tolist()
+            if ended.all():
+                return
+
+    return stream()
 
 
 def _check_numbers(max_new_tokens: int, seed: int, vocab_size: int | None) -> None:

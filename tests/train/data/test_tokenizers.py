@@ -51,6 +51,32 @@ def test_characters_round_trip_from_any_pieces(pieces: list[str]) -> None:
     assert tokenizer.vocab_size == len(set(text)) + 1
 
 
+IDS = st.lists(st.integers(0, 10**6), max_size=40)
+
+
+@given(IDS, st.integers(0, 2))
+def test_streamed_text_is_that_of_decode(pairs: Tokenizer, ids: list[int], which: int) -> None:
+    tokenizer = (pairs, ByteTokenizer(documents=True), learned("char", [CORPUS], ends=True))[which]
+    ids = [id % tokenizer.vocab_size for id in ids]
+    assert "".join(tokenizer.decode_stream(ids)) == tokenizer.decode(ids)
+
+
+def test_streamed_text_has_complete_characters_as_soon_as_they_are_known() -> None:
+    tokenizer = ByteTokenizer(documents=False)
+    read: list[int] = []
+
+    def ids() -> Iterator[int]:
+        for id in "aé🙂b".encode():
+            read.append(id)
+            yield id
+
+    pieces = [(piece, len(read)) for piece in tokenizer.decode_stream(ids())]
+    assert pieces == [("a", 1), ("é", 3), ("🙂", 7), ("b", 8)]
+    assert list(tokenizer.decode_stream("é".encode()[:1])) == ["\ufffd"]
+    with pytest.raises(UsageError, match="256 is not a token of byte"):
+        list(tokenizer.decode_stream([256]))
+
+
 @given(PIECES)
 def test_bytes_round_trip_from_any_pieces(pieces: list[str]) -> None:
     tokenizer = ByteTokenizer(documents=True)

@@ -1,8 +1,9 @@
 """The contract of a tokenizer, and code that all tokenizers share."""
 
+import codecs
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -76,18 +77,36 @@ class Tokenizer(ABC):
         Raises UsageError if an id is not in the vocabulary.
         """
         flat = np.asarray(ids).astype(np.int64).ravel()
-        outside = flat[(flat < 0) | (flat >= self.vocab_size)]
-        if outside.size:
-            raise UsageError(
-                f"{outside[0]} is not a token of {self.name}, whose vocabulary has {self.vocab_size:,}",
-                remedy="use the tokenizer that the tokens were made with",
-            )
+        self._check(flat)
         if self.end_of_document is None:
             return self._decode(flat)
         ends = np.flatnonzero(flat == self.end_of_document)
         # Every piece but the first begins with the end-of-document token.
         first, *others = np.split(flat, ends)
         return END_OF_DOCUMENT.join([self._decode(first), *(self._decode(part[1:]) for part in others)])
+
+    def decode_stream(self, ids: Iterable[int]) -> Iterator[str]:
+        """Yield the text of ids as soon as its characters are complete; joined, it is the text of `decode`.
+
+        A token may end within a character, of which UTF-8 has up to four bytes.
+
+        Raises UsageError if an id is not in the vocabulary.
+        """
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for id in ids:
+            self._check(np.array([id]))
+            if text := decoder.decode(END_OF_DOCUMENT.encode() if id == self.end_of_document else self._bytes(id)):
+                yield text
+        if rest := decoder.decode(b"", final=True):
+            yield rest
+
+    def _check(self, ids: Ids) -> None:
+        outside = ids[(ids < 0) | (ids >= self.vocab_size)]
+        if outside.size:
+            raise UsageError(
+                f"{outside[0]} is not a token of {self.name}, whose vocabulary has {self.vocab_size:,}",
+                remedy="use the tokenizer that the tokens were made with",
+            )
 
     def hugging_face_json(self) -> str | None:
         """Return the ``tokenizer.json`` of Hugging Face's libraries; None if this tokenizer cannot be written so."""
@@ -104,6 +123,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def _decode(self, ids: Ids) -> str:
         """Return the text of ids that are in the vocabulary and not the end-of-document token."""
+
+    @abstractmethod
+    def _bytes(self, id: int) -> bytes:
+        """Return the UTF-8 of one token, which is in the vocabulary and not the end-of-document token."""
 
 
 LONGEST_UNCUT = 1 << 20

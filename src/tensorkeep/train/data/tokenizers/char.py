@@ -68,6 +68,9 @@ class CharTokenizer(Tokenizer):
     def _decode(self, ids: Ids) -> str:
         return self._codes[ids].tobytes().decode("utf-32-le")
 
+    def _bytes(self, id: int) -> bytes:
+        return self.characters[id].encode()
+
 
 class ByteTokenizer(Tokenizer):
     """The 256 bytes of UTF-8, which encode every text; with ``documents``, a 257th token ends a document."""
@@ -91,6 +94,9 @@ class ByteTokenizer(Tokenizer):
 
     def _decode(self, ids: Ids) -> str:
         return ids.astype(np.uint8).tobytes().decode(errors="replace")
+
+    def _bytes(self, id: int) -> bytes:
+        return bytes([id])
 
 
 class _Stored(msgspec.Struct):

@@ -1,0 +1,85 @@
+"""``tensorkeep generate``: text is printed as it is generated."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tensorkeep.cli import generate as command
+from tensorkeep.cli.main import main
+from train.tiny_training import CONFIG, prepared
+from train.tiny_training import run as train_run
+
+PROMPT = [*("--prompt", "the "), *("--seed", "4")]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("generate")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tensorkeep.train.run.setup.measured_peak", lambda device: 1e9)
+        train_run(CONFIG.changed({"loop.steps": 1}), folder / "run", prepared(folder))
+    return folder / "run"
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, before_token: Any) -> None:
+    """Call a function before each token, with the number of tokens so far."""
+    real = command.generate_stream
+
+    def stream(*arguments: Any, **options: Any) -> Iterator[list[int]]:
+        for number, tokens in enumerate(real(*arguments, **options)):
+            before_token(number)
+            yield tokens
+
+    monkeypatch.setattr(command, "generate_stream", stream)
+
+
+def test_each_token_is_printed_before_the_next_is_generated(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed: list[str] = []
+    watched(monkeypatch, lambda number: printed.append(capsys.readouterr().out))
+    assert main(["generate", str(run), *PROMPT, "--max-new-tokens", "5"]) == 0
+    out, errors = capsys.readouterr()
+    # The prompt is printed character by character, too: characters are the tokens of this run.
+    assert (printed[0], [len(each) for each in printed[1:]]) == ("the ", [1] * 4)
+    streamed = "".join([*printed, out])
+    assert streamed.endswith("\n") and errors.startswith("5 tokens after step 1: ")
+    assert main(["generate", str(run), *PROMPT, "--tokens", "5", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["text"].rstrip("\n"), document["tokens"]) == (streamed.rstrip("\n"), 5)
+
+
+@pytest.mark.parametrize("options", [[], ["--json"], ["-q"]])
+def test_ctrl_c_ends_the_line(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    def interrupt(number: int) -> None:
+        if number == 3:
+            raise KeyboardInterrupt
+
+    watched(monkeypatch, interrupt)
+    assert main(["generate", str(run), *PROMPT, *options]) == 130
+    out, errors = capsys.readouterr()
+    assert errors == "interrupted\n"
+    if options == ["--json"]:
+        assert json.loads(out)["error"]["kind"] == "interrupted"
+    else:
+        assert [len(line) for line in out.split("\n")] == ([0] if options else [len("the ") + 3, 0])
+
+
+def test_closed_output_ends_it_quietly(run: Path) -> None:
+    words = [sys.executable, "-m", "tensorkeep", "generate", str(run), *PROMPT, "--tokens", "100000"]
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.read(10).startswith(b"the ")
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait(timeout=60)) == (b"", 141)
+    process.stderr.close()
