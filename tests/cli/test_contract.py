@@ -31,6 +31,7 @@ FLAGS = {
         "--select",
         "--overwrite",
         "--drop-metadata",
+        "--force",
         "--format",
         "--shard-bytes",
         *MUCH,

@@ -113,7 +113,7 @@ def test_truncated_files_are_refused(checkpoint: Path, record_property: Any) -> 
 
 
 def test_a_missing_file_is_named(checkpoint: Path) -> None:
-    for file in sorted(checkpoint.glob("*.safetensors")):
+    for file in sorted(checkpoint.glob("*.[st]*")):
         aside = file.rename(file.with_suffix(".aside"))
         with pytest.raises(tensorkeep.CorruptCheckpointError, match="missing") as caught:
             tensorkeep.load(checkpoint)
@@ -123,7 +123,7 @@ def test_a_missing_file_is_named(checkpoint: Path) -> None:
 
 
 def test_links_out_of_the_checkpoint_are_refused(checkpoint: Path, tmp_path: Path) -> None:
-    file = min(checkpoint.glob("*.safetensors"))
+    file = min(checkpoint.glob("*.[st]*"))
     outside = tmp_path / "outside"
     shutil.move(file, outside)
     file.symlink_to(outside)
@@ -132,7 +132,7 @@ def test_links_out_of_the_checkpoint_are_refused(checkpoint: Path, tmp_path: Pat
 
 
 def test_a_pipe_in_the_place_of_a_file_does_not_hang(checkpoint: Path) -> None:
-    file = min(checkpoint.glob("*.safetensors"))
+    file = min(checkpoint.glob("*.[st]*"))
     file.unlink()
     os.mkfifo(file)
     with pytest.raises(tensorkeep.CorruptCheckpointError, match="not a regular file"):

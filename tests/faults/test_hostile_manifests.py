@@ -223,7 +223,7 @@ def test_a_decompression_bomb_is_refused_before_decompression(tmp_path: Path) ->
     tensorkeep.save({"w": torch.arange(4096.0)}, tmp_path / "ckpt", compression="zstd")
     bomb = zstandard.ZstdCompressor(level=19).compress(bytes(2 * 1024**3 // 8))
     body = body_of(tmp_path / "ckpt")
-    file = tmp_path / "ckpt" / "model.safetensors"
+    file = tmp_path / "ckpt" / "model.tensorkeep"
     head = file.read_bytes()[: leaf(body)["offset"]]
     file.write_bytes(head + bomb)
     leaf(body)["blocks"] = [["zstd", len(bomb), "0" * 16, digest(bomb)]]
@@ -241,7 +241,7 @@ def test_a_state_larger_than_memory_is_refused_before_allocation(tmp_path: Path)
     blocks = 200_000  # of 16 MiB: 3 TB
     leaf(body)["blocks"] = [["zstd", 1, "0" * 16, "0" * 16]] * blocks
     leaf(body)["shape"] = [blocks * body["block_bytes"]]
-    file = tmp_path / "ckpt" / "model.safetensors"
+    file = tmp_path / "ckpt" / "model.tensorkeep"
     with file.open("r+b") as target:
         target.truncate(leaf(body)["offset"] + blocks)
     body["files"][0]["bytes"] = file.stat().st_size

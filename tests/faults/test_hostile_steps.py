@@ -74,7 +74,7 @@ EDITS: dict[str, Callable[[Body], None]] = {
     "a difference of which the base is left out": sets(*DIFFERENCE, 2, to=[]),
     "places without the feature": sets("features", to=["wide-digests"]),
     "a linked file as one of its own": sets("files", 1, "origin", to=""),
-    "a link out of the directory": sets("files", 1, "name", to="../1/model.safetensors"),
+    "a link out of the directory": sets("files", 1, "name", to="../1/model.tensorkeep"),
     "two files that differ in case only": lambda body: sets(
         "files", 1, "name", to=at(body, "files", 0, "name").upper()
     )(body),
@@ -113,8 +113,8 @@ def test_a_false_base_does_not_damage_later_saves(step: Path, name: str) -> None
 
 
 def test_a_linked_file_that_is_a_symbolic_link_is_refused(step: Path) -> None:
-    linked = step / "from-1-model.safetensors"
+    linked = step / "from-1-model.tensorkeep"
     linked.unlink()
-    linked.symlink_to(step.with_name("1") / "model.safetensors")
+    linked.symlink_to(step.with_name("1") / "model.tensorkeep")
     with pytest.raises(tensorkeep.CorruptCheckpointError, match="symbolic link"):
         tensorkeep.open(step)

@@ -60,7 +60,7 @@ def test_a_base_copied_without_syncing_becomes_durable_with_the_step_that_links_
     with power_loss.recorded(root) as recording:
         copy_without_syncing(root / "a", root / "copy")
         tensorkeep.save(state, root / "b", base=root / "copy")
-    assert (root / "b" / "from-copy-model.safetensors").exists()
+    assert (root / "b" / "from-copy-model.tensorkeep").exists()
     last = [case for case in recording.crashes() if f"after {len(recording.events)} of" in case[0]]
     for number, (_, write_out) in enumerate(last):
         write_out(tmp_path / str(number))

@@ -68,7 +68,7 @@ def test_more_files_than_file_descriptors(tmp_path: Path, compression: str) -> N
     tensorkeep.save(wide, tmp_path / "ckpt", compression=compression)
     assert tensorkeep.verify(tmp_path / "ckpt").ok
     assert same(tensorkeep.load(tmp_path / "ckpt"), wide)
-    tensorkeep.save(wide, tmp_path / "st", format="safetensors", shard_bytes=32, compression=compression)
+    tensorkeep.save(wide, tmp_path / "st", format="safetensors", shard_bytes=32, compression=compression, force=True)
     assert same(tensorkeep.load(tmp_path / "st"), wide)
 
 

@@ -66,14 +66,14 @@ def test_compressed_file_is_a_valid_safetensors_file(tmp_path: Path) -> None:
         tmp_path / "c",
         compression="lossless",
     )
-    with safe_open(tmp_path / "c" / "model.safetensors", framework="pt") as file:
+    with safe_open(tmp_path / "c" / "model.tensorkeep", framework="pt") as file:
         stored = file.get_tensor("w")
         note = json.loads(file.metadata()["tensorkeep"])["tensors"]["w"]
     assert stored.dtype == torch.uint8
     assert len(stored) < 0.7 * weights.nbytes
     assert (note["dtype"], note["shape"]) == ("bfloat16", [300, 200])
     # The file alone is enough to decode it.
-    assert torch.equal(tensorkeep.load(tmp_path / "c" / "model.safetensors")["w"], weights)
+    assert torch.equal(tensorkeep.load(tmp_path / "c" / "model.tensorkeep")["w"], weights)
 
 
 def test_dtypes_that_safetensors_lacks_are_stored_as_bytes(tmp_path: Path) -> None:

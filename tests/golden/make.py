@@ -1,6 +1,6 @@
 """Write golden checkpoints of the current format; only for a new version or feature, never again for an old one.
 
-Usage: python tests/golden/make.py native-2 [changes]
+Usage: python tests/golden/make.py native-1-suffix [changes]
 """
 
 import sys

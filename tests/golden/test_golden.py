@@ -42,12 +42,18 @@ def test_golden_checkpoint_loads(path: Path) -> None:
 
 def test_golden_steps_are_incremental() -> None:
     """Shows that they do not hold full copies under another name."""
-    histories = {path.name: tensorkeep.info(path).details.get("history", {}) for path in GOLDEN if path.name in CHANGES}
-    assert histories["delta-later"]["deepest_chain"] == 1
-    assert histories["raw-later"]["deepest_chain"] == 0
-    for kind in ("raw", "delta"):
-        files = {path.name for path in (HERE / "native-1-changes" / f"{kind}-later").iterdir()}
-        assert any(name.startswith("from-") for name in files)
+    for folder in ("native-1-changes", "native-1-suffix-changes"):
+        for kind, deepest in (("raw", 0), ("delta", 1)):
+            path = HERE / folder / f"{kind}-later"
+            assert tensorkeep.info(path).details["history"]["deepest_chain"] == deepest
+            assert any(file.name.startswith("from-") for file in path.iterdir())
+
+
+def test_compressed_data_files_had_the_suffix_of_safetensors_at_first() -> None:
+    """Shows that the golden checkpoints cover both names."""
+    for kind in ("lossless", "zstd", "gzip"):
+        assert (HERE / "native-1" / kind / "model.safetensors").exists()
+        assert (HERE / "native-1-suffix" / kind / "model.tensorkeep").exists()
 
 
 def test_a_checkpoint_spelled_out_by_hand(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ def convert(
     shard_bytes: Annotated[int | None, SIZE] = None,
     threads: Threads = None,
     memory_budget: Annotated[int | None, SIZE] = None,
+    force: Annotated[bool, Switch] = False,
     output: Output = DEFAULT,
 ) -> None:
     """Write a checkpoint in another format or with another compression.
@@ -52,9 +53,13 @@ def convert(
         Start a new file after this many bytes, such as 4GB.
     memory_budget
         The limit on the memory of all buffers; 256MiB by default.
+    force
+        Write compressed tensors into a safetensors file, although other tools would read them as bytes.
     """
     source = checkpoint_at(source, output)
     options: dict[str, Any] = {} if shard_bytes is None else {"shard_bytes": shard_bytes}
+    if force:
+        options["force"] = True
     with output.meter("converting") as progress:
         report = write_converted(
             source,

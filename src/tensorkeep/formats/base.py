@@ -279,6 +279,13 @@ class Format(ABC):
             If options contradict each other.
         """
 
+    def check(self, destination: Path, settings: WriteSettings) -> None:
+        """Check the arguments of a save before the state is looked at; UsageError if they do not fit together.
+
+        The compression may still be ``"auto"``. The default accepts everything.
+        """
+        return
+
     def begin(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> StagedWrite:
         """Return a staged write, which first copies the state and then writes the copy.
 

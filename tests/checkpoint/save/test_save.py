@@ -115,7 +115,7 @@ def test_lossless_never_ends_larger_than_raw_and_its_headers(tmp_path: Path) -> 
     # What does not shrink is stored as it is, for other tools to read.
     from safetensors.torch import load_file
 
-    assert torch.equal(load_file(tmp_path / "ckpt" / "model.safetensors")["w"], noise)
+    assert torch.equal(load_file(tmp_path / "ckpt" / "model.tensorkeep")["w"], noise)
 
 
 @pytest.mark.parametrize(

@@ -68,11 +68,11 @@ def test_the_version_refuses_readers_without_differences(tmp_path: Path) -> None
     tensorkeep.save(trained(state), tmp_path / "b", base=tmp_path / "a", **DELTA)
     assert "delta" in codecs(tmp_path / "b")
     # Such a reader finds every field that it needs, so only the version stops it from loading differences as weights.
-    found = notes(tmp_path / "b" / "changes-model.safetensors")
+    found = notes(tmp_path / "b" / "changes-model.tensorkeep")
     assert found.tensors["w0"].blocks
     assert found.version == 2
     with pytest.raises(tensorkeep.UnsupportedError, match="blocks in other files"):
-        tensorkeep.load(tmp_path / "b" / "changes-model.safetensors")
+        tensorkeep.load(tmp_path / "b" / "changes-model.tensorkeep")
 
 
 def test_fully_stored_tensors_of_an_incremental_file_are_read_by_any_reader(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_fully_stored_tensors_of_an_incremental_file_are_read_by_any_reader(tmp_
     tensorkeep.save(state, tmp_path / "a", incremental=True, **LOSSLESS)
     state["w1"] = weights(2, seed=9)["w1"]
     tensorkeep.save(state, tmp_path / "b", base=tmp_path / "a", **LOSSLESS)
-    alone = tmp_path / "b" / "changes-model.safetensors"
+    alone = tmp_path / "b" / "changes-model.tensorkeep"
     assert notes(alone).version == 1
     assert same(tensorkeep.load(alone), {"w1": state["w1"]})
 
@@ -88,7 +88,7 @@ def test_fully_stored_tensors_of_an_incremental_file_are_read_by_any_reader(tmp_
 def test_a_bad_sector_in_an_earlier_step_does_not_stop_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = weights()
     tensorkeep.save(state, tmp_path / "a", incremental=True, **LOSSLESS)
-    bad = (tmp_path / "a" / "model.safetensors").stat().st_ino
+    bad = (tmp_path / "a" / "model.tensorkeep").stat().st_ino
     real, failures = os.preadv, []
 
     def preadv(fd: int, *arguments: Any) -> int:
@@ -137,10 +137,10 @@ def test_damage_in_a_base_names_the_damaged_file(tmp_path: Path) -> None:
     tensorkeep.save(trained(state), tmp_path / "b", base=tmp_path / "a", **DELTA)
     assert "delta" in codecs(tmp_path / "b")
     flip(tmp_path / "a" / "model.safetensors", -1000)
-    assert [problem.file for problem in tensorkeep.verify(tmp_path / "b").problems] == ["from-a-model.safetensors"]
+    assert [problem.file for problem in tensorkeep.verify(tmp_path / "b").problems] == ["from-a-model.tensorkeep"]
     with pytest.raises(tensorkeep.CorruptCheckpointError) as caught:
         tensorkeep.load(tmp_path / "b")
-    assert caught.value.path == str(tmp_path / "b" / "from-a-model.safetensors")
+    assert caught.value.path == str(tmp_path / "b" / "from-a-model.tensorkeep")
 
 
 def test_chains_of_several_differences_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +153,7 @@ def test_chains_of_several_differences_are_decoded(tmp_path: Path, monkeypatch: 
         assert tensorkeep.info(tmp_path / str(number)).details["history"]["deepest_chain"] == number
         assert same(tensorkeep.load(tmp_path / str(number)), state)
     flip(tmp_path / "0" / "model.safetensors", -1000)
-    assert [problem.file for problem in tensorkeep.verify(tmp_path / "3").problems] == ["from-0-model.safetensors"]
+    assert [problem.file for problem in tensorkeep.verify(tmp_path / "3").problems] == ["from-0-model.tensorkeep"]
 
 
 def patched(size: int, patches: list[int], length: int, *, noise: slice) -> tuple[np.ndarray, np.ndarray]:

@@ -47,8 +47,9 @@ def test_only_changed_blocks_are_written(tmp_path: Path, compression: str) -> No
     assert report.new_bytes < 0.08 * full.stored_bytes
     assert same(tensorkeep.load(tmp_path / "2"), second)
     assert tensorkeep.verify(tmp_path / "2").ok
-    linked = files(tmp_path / "2")["from-1-model.safetensors"]
-    assert linked.st_ino == files(tmp_path / "1")["model.safetensors"].st_ino
+    linked = files(tmp_path / "2")["from-1-model.tensorkeep"]
+    suffix = "safetensors" if compression == "none" else "tensorkeep"
+    assert linked.st_ino == files(tmp_path / "1")[f"model.{suffix}"].st_ino
 
 
 def test_each_step_is_complete_without_the_others(tmp_path: Path, compression: str) -> None:
@@ -167,7 +168,7 @@ def test_a_file_of_changes_is_refused_alone(tmp_path: Path) -> None:
     tensorkeep.save({"t": tensor}, tmp_path / "1", incremental=True)
     tensor[0] = 7
     tensorkeep.save({"t": tensor}, tmp_path / "2", base=tmp_path / "1")
-    alone = tmp_path / "2" / "changes-model.safetensors"
+    alone = tmp_path / "2" / "changes-model.tensorkeep"
     with safe_open(alone, "pt") as file:  # still a safetensors file
         assert file.get_tensor("t").dtype == torch.uint8
     with pytest.raises(tensorkeep.UnsupportedError, match="blocks in other files"):
@@ -246,7 +247,7 @@ def test_noise_is_not_stored_as_a_difference(tmp_path: Path) -> None:
 def test_a_damaged_block_is_not_used_for_a_difference(tmp_path: Path) -> None:
     state = small_weights(2)
     tensorkeep.save(state, tmp_path / "1", incremental=True, compression="lossless")
-    data = tmp_path / "1" / "model.safetensors"
+    data = tmp_path / "1" / "model.tensorkeep"
     content = bytearray(data.read_bytes())
     content[len(content) // 4] ^= 1
     data.write_bytes(content)

@@ -32,7 +32,7 @@ def test_the_base_is_the_current_directory(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path / "a")
     report = tensorkeep.save(second, tmp_path / "b", base=".")
     assert report.base == "."
-    assert (tmp_path / "b" / "from-a-model.safetensors").exists()
+    assert (tmp_path / "b" / "from-a-model.tensorkeep").exists()
     assert same(tensorkeep.load(tmp_path / "b"), second)
 
 
@@ -55,7 +55,7 @@ def test_a_base_whose_name_is_not_valid_unicode(tmp_path: Path) -> None:
     tensorkeep.save(state, base, incremental=True)
     report = tensorkeep.save(state, tmp_path / "b", base=base)
     assert report.base == base
-    assert (tmp_path / "b" / "from-c_k-_-model.safetensors").exists()
+    assert (tmp_path / "b" / "from-c_k-_-model.tensorkeep").exists()
     assert same(tensorkeep.load(tmp_path / "b"), state)
 
 

@@ -2,13 +2,12 @@
 
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 import tensorkeep
-from tensorkeep.errors import CorruptCheckpointError
+from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
 from tensorkeep.formats import sealed
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.io.directory import Directory
@@ -32,10 +31,30 @@ def change(path: Path, **fields: Any) -> None:
     (path / manifests.FILE_NAME).write_bytes(sealed.seal({**body, **fields}))
 
 
-def test_a_manifest_of_the_same_bytes_is_parsed_once(saved: Path) -> None:
-    first = read(saved)
-    with mock.patch.object(manifests, "parse", side_effect=AssertionError):
-        assert read(saved) == first
+def test_the_outline_of_a_manifest_is_read_without_its_tensors(saved: Path) -> None:
+    with Directory(saved) as directory:
+        whole, outline = manifests.read(directory), manifests.read_outline(directory)
+    assert (outline.files, outline.step) == (whole.files, whole.step)
+    change(saved, leaves="damaged")
+    with Directory(saved) as directory:
+        assert manifests.read_outline(directory) == outline
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"version": 2, "files": "of another kind"}, UnsupportedError, "version 2"),
+        ({"features": ["later"]}, UnsupportedError, "later"),
+        ({"files": [{"name": "../x", "bytes": 1, "head_bytes": 1, "head": ""}]}, CorruptCheckpointError, "regex"),
+        ({"format": "other"}, CorruptCheckpointError, "not the manifest of a Tensorkeep checkpoint"),
+    ],
+)
+def test_the_outline_of_a_later_or_damaged_manifest_is_refused(
+    saved: Path, fields: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    change(saved, **fields)
+    with Directory(saved) as directory, pytest.raises(error, match=message):
+        manifests.read_outline(directory)
 
 
 def test_a_changed_manifest_is_read_again(saved: Path) -> None:
@@ -59,13 +78,6 @@ def test_changes_to_loaded_metadata_do_not_reach_the_next_reader(saved: Path) ->
         checkpoint.metadata["tags"].append("mine")
     with tensorkeep.open(saved) as checkpoint:
         assert checkpoint.metadata == {"tags": ["first"]}
-
-
-def test_a_large_manifest_is_not_cached(saved: Path) -> None:
-    with mock.patch.object(manifests, "_CACHED_BYTES", 10), mock.patch.object(manifests, "parse") as parse:
-        read(saved)
-        read(saved)
-    assert parse.call_count == 2
 
 
 @pytest.mark.parametrize("depth", [100, 300, 450, 600, 900])

@@ -34,7 +34,7 @@ def occupied(*folders: Path) -> int:
 def test_info_reports_the_disk_usage_of_a_step(reports: list[SaveReport]) -> None:
     path = Path(reports[-1].path)
     space = tensorkeep.info(path).details["space"]
-    shared = path / "from-step-000001-model.safetensors"
+    shared = path / "from-step-000001-model.tensorkeep"
     assert space["shared_bytes"] == shared.stat().st_blocks * 512 > 0
     assert space["own_bytes"] + space["shared_bytes"] == space["occupied_bytes"] == occupied(path)
     for report in reports[:-1]:

@@ -259,7 +259,7 @@ class TestCoded:
         weights = (torch.randn(300, 200) * 0.02).to(torch.bfloat16)
         state = {"model": {"w": weights, "c": noise("complex128", 3)}, "step": 1}
         native.FORMAT.write(flatten(state), tmp_path / "step", WriteSettings(compression="lossless"))
-        file = tmp_path / "step" / "model.safetensors"
+        file = tmp_path / "step" / "model.tensorkeep"
         assert not FORMAT.recognises(tmp_path / "step")
         assert difference(dict(sorted(state["model"].items())), dict(sorted(read(file).items()))) is None
         with FORMAT.open(file, OpenSettings()) as reader:

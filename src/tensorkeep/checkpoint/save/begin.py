@@ -28,7 +28,7 @@ from tensorkeep.state.leaf import Leaf, Source
 from tensorkeep.state.tree import Flat, flatten
 from tensorkeep.units import parse_bytes
 
-_BY_SUFFIX = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch"}
+_BY_SUFFIX = {".safetensors": "safetensors", ".tensorkeep": "safetensors", ".pt": "torch", ".pth": "torch"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,7 @@ def check_request(
         options=FORMATS.get(format).parse_options(options),
         step=step,
     )
+    FORMATS.get(format).check(Path(path), write)
     budget = None if taken["memory_budget"] is None else parse_bytes(taken["memory_budget"])
     return SaveRequest(path, format, write, budget, table.path if used else None, started)
 

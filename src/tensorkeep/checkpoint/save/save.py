@@ -43,8 +43,8 @@ def save(
         of a codec.
     format : str, optional
         ``"native"``, ``"torch"``, ``"safetensors"``, ``"dcp"`` (torch's distributed checkpoints), ``"tensorstore"``
-        (Zarr arrays), ``"t5x"``, or a plug-in's. By default the path's suffix decides: ``.safetensors`` is a
-        safetensors file, ``.pt`` and ``.pth`` are torch files, all else is native.
+        (Zarr arrays), ``"t5x"``, or a plug-in's. By default the path's suffix decides: ``.safetensors`` and
+        ``.tensorkeep`` are single safetensors files, ``.pt`` and ``.pth`` torch files, all else is native.
     overwrite : bool
         Replace an existing checkpoint of the same format. It stays intact until the new one is durable.
     metadata : dict, optional
@@ -65,6 +65,8 @@ def save(
         write through the page cache (safetensors as well); ``incremental=True``, so that later checkpoints can build
         on this one; ``base=PATH``, to build on that checkpoint and write only the blocks that have changed; and
         ``delta=True``, to store these as differences where that is smaller (``compression="lossless"`` only).
+        Safetensors: ``shard_bytes``, ``direct_io``, and ``force=True``, to compress tensors although other tools would
+        read their bytes as tensors of uint8; a file named ``*.tensorkeep`` needs no ``force``.
 
     Raises
     ------

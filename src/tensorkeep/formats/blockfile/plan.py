@@ -24,6 +24,10 @@ INDEX_SUFFIX = ".safetensors.index.json"
 FRAMEWORK_KEY = "format"
 """The metadata key by which safetensors files name the library of their tensors."""
 FRAMEWORK = "pt"
+
+CODED_SUFFIX = ".tensorkeep"
+"""The suffix of data files that other tools must not take for weights: they would read coded tensors as bytes."""
+
 DEFAULT_SHARD_BYTES = 4 * 1024**3
 MAX_BLOCK_BYTES = 64 * 1024**2
 
@@ -118,10 +122,11 @@ def blocks_of(leaf: LeafInFile) -> Iterator[Block]:
         yield Block(leaf, index, start, min(start + BLOCK_BYTES, leaf.source.nbytes))
 
 
-def plan_files(flat: Flat[Source], shard_bytes: int | str | None = None) -> list[FilePlan]:
+def plan_files(flat: Flat[Source], shard_bytes: int | str | None = None, *, suffix: str = SUFFIX) -> list[FilePlan]:
     """Return the data files of a state: one set for each part, none above ``shard_bytes`` unless one leaf is.
 
-    Names follow Hugging Face: ``model.safetensors`` alone, ``model-00001-of-00003.safetensors`` in a set.
+    Names follow Hugging Face: ``model.safetensors`` alone, ``model-00001-of-00003.safetensors`` in a set. Coded files
+    have another suffix.
 
     Raises UsageError if ``shard_bytes`` is not a positive size.
     """
@@ -133,10 +138,12 @@ def plan_files(flat: Flat[Source], shard_bytes: int | str | None = None) -> list
         part, key = flat.parts[name]
         parts.setdefault(part, []).append((source, key))
     stems = part_file_stems(list(parts))
-    return [plan for part, leaves in parts.items() for plan in _shards(part, stems[part], leaves, limit)]
+    return [plan for part, leaves in parts.items() for plan in _shards(part, stems[part], suffix, leaves, limit)]
 
 
-def _shards(part: str, stem: str, leaves: list[tuple[Source, str]], shard_bytes: int) -> Iterator[FilePlan]:
+def _shards(
+    part: str, stem: str, suffix: str, leaves: list[tuple[Source, str]], shard_bytes: int
+) -> Iterator[FilePlan]:
     # Wide elements first: every leaf then begins at a multiple of its item size, which readers that map a file need.
     ordered = sorted(leaves, key=lambda leaf: -leaf[0].dtype.itemsize)
     shards: list[list[tuple[Source, str]]] = [[]]
@@ -148,10 +155,15 @@ def _shards(part: str, stem: str, leaves: list[tuple[Source, str]], shard_bytes:
         shards[-1].append(leaf)
         size += leaf[0].nbytes
     for number, shard in enumerate(shards, start=1):
-        suffix = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+        place = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
         starts = accumulate((source.nbytes for source, _ in shard), initial=0)
         placed = [LeafInFile(source, part, key, start) for (source, key), start in zip(shard, starts, strict=False)]
-        yield FilePlan(f"{stem}{suffix}{SUFFIX}", part, tuple(placed))
+        yield FilePlan(f"{stem}{place}{suffix}", part, tuple(placed))
+
+
+def coded_name(name: str) -> str:
+    """Return the name of a data file with the suffix of coded files."""
+    return name.rpartition(".")[0] + CODED_SUFFIX
 
 
 def tasks_of(plan: FilePlan) -> list[list[Block]]:

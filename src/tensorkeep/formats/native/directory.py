@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 from tensorkeep.errors import CorruptCheckpointError, DestinationExistsError, UnsupportedError
 from tensorkeep.formats import sealed
-from tensorkeep.formats.blockfile.plan import INDEX_SUFFIX, SUFFIX
+from tensorkeep.formats.blockfile.plan import CODED_SUFFIX, INDEX_SUFFIX, SUFFIX
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.reader import missing_file, occupied_bytes, wrong_size
 from tensorkeep.formats.probe import first_bytes, names_in
 from tensorkeep.io.directory import Directory, read_directory
 from tensorkeep.io.files import store_error, store_errors
 
-_OUR_NAMES = (manifests.FILE_NAME, SUFFIX, INDEX_SUFFIX)
+_OUR_NAMES = (manifests.FILE_NAME, SUFFIX, CODED_SUFFIX, INDEX_SUFFIX)
 
 
 def is_native(path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from tensorkeep.codecs import probe, zstd
 from tensorkeep.formats.blockfile.coded_file import CodedDataFile, encode
 from tensorkeep.formats.blockfile.data_file import WriteContext
 from tensorkeep.formats.blockfile.notes import Description, describe, describe_longest
-from tensorkeep.formats.blockfile.plan import Block, BlockKey, BlockRecord, FilePlan
+from tensorkeep.formats.blockfile.plan import Block, BlockKey, BlockRecord, FilePlan, coded_name
 from tensorkeep.formats.blockfile.read import scratch_bytes
 from tensorkeep.formats.native.previous import DifferenceBase, PreviousCheckpoint
 from tensorkeep.formats.native.records import PlaceRecord
@@ -19,7 +20,7 @@ from tensorkeep.io.buffers import round_up
 from tensorkeep.io.files import Bytes
 
 NAME_PREFIX = "changes-"
-"""Prefix of files with only some blocks of a part, so that other tools do not load them as complete."""
+"""Prefix of files with only some blocks of a part; their suffix keeps other tools from loading them as complete."""
 
 WORTH_A_DIFFERENCE = 0.95
 """A difference is stored if it takes less than this fraction of the full block, because it costs more to read."""
@@ -45,7 +46,7 @@ class ChangesFile(CodedDataFile):
         self, directory: Path, plan: FilePlan, context: WriteContext, previous: PreviousCheckpoint, *, delta: bool
     ) -> None:
         self._delta = delta
-        super().__init__(directory, plan, context, prefix=NAME_PREFIX)
+        super().__init__(directory, replace(plan, name=coded_name(plan.name)), context, prefix=NAME_PREFIX)
         self.found: dict[BlockKey, tuple[BlockRecord, PlaceRecord]] = {}
         self.bases: dict[BlockKey, DifferenceBase] = {}
         self._previous = previous

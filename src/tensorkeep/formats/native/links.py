@@ -10,6 +10,7 @@ from collections.abc import Container
 from pathlib import Path
 
 from tensorkeep.errors import CorruptCheckpointError
+from tensorkeep.formats.blockfile.plan import coded_name
 from tensorkeep.formats.native.reader import OpenFiles
 from tensorkeep.formats.native.records import FILE_NAME_PATTERN, FileRecord
 from tensorkeep.io.files import store_errors
@@ -54,6 +55,8 @@ class Links:
     def _name(self, record: FileRecord) -> str:
         """Return a name that is unique among the links, also where the file system ignores case."""
         name = record.name if record.name.startswith(_PREFIX) else f"{_PREFIX}{self._origin}-{record.name}"
+        # Other tools must not take the tensors of an earlier step for those of this one.
+        name = coded_name(name)
         stem, _, suffix = name.rpartition(".")
         tried, count = name, 1
         while tried.casefold() in self._taken:

@@ -22,7 +22,9 @@ from tensorkeep.formats.blockfile.data_file import (
 )
 from tensorkeep.formats.blockfile.gather import staging_bytes
 from tensorkeep.formats.blockfile.plan import (
+    CODED_SUFFIX,
     INDEX_SUFFIX,
+    SUFFIX,
     Block,
     BlockFileOptions,
     BlockRecord,
@@ -96,7 +98,8 @@ class NativeWrite(StagedWrite):
     def __init__(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> None:
         super().__init__(flat, destination, settings)
         self._options = options = settings.options_as(NativeOptions)
-        self._plans = plan_files(flat, options.shard_bytes)
+        suffix = SUFFIX if settings.compression == "none" else CODED_SUFFIX
+        self._plans = plan_files(flat, options.shard_bytes, suffix=suffix)
         self._codec = find_codec(settings.compression)
         self._staging: Staging | None = None
         if options.delta and settings.compression != "lossless":
@@ -140,7 +143,7 @@ class NativeWrite(StagedWrite):
                 used = previous if previous and previous.link_into(commit.path, len(self._plans)) else None
                 files = self._write_files(commit.path, used)
                 records = [FileRecord(file.name, file.size, file.header_size, file.header_digest) for file in files]
-                if used is None:
+                if used is None and settings.compression == "none":
                     records += _write_indexes(commit.path, files)
                 linked, numbers = used.finish(len(records)) if used else ([], {})
             if previous:

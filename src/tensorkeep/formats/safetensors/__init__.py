@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tensorkeep.formats.base import Format, OpenSettings, Reader
 from tensorkeep.formats.safetensors.reader import SafetensorsReader, locate
-from tensorkeep.formats.safetensors.writer import SafetensorsOptions, write
+from tensorkeep.formats.safetensors.writer import SafetensorsOptions, check_compression, write
 from tensorkeep.formats.write import WriteResult, WriteSettings
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
@@ -19,8 +19,8 @@ from tensorkeep.state.tree import Flat
 class SafetensorsFormat(Format):
     """One safetensors file, or a directory of shards with an index; see `tensorkeep.formats.base.Format`.
 
-    A destination that ends in ``.safetensors`` becomes one file, any other a directory of shards. Metadata maps strings
-    to strings.
+    A destination that ends in ``.safetensors`` or ``.tensorkeep`` becomes one file, any other a directory of shards.
+    Compressed tensors need the suffix ``.tensorkeep``, or ``force``. Metadata maps strings to strings.
     """
 
     name = "safetensors"
@@ -31,6 +31,9 @@ class SafetensorsFormat(Format):
 
     def open(self, path: Path, settings: OpenSettings) -> Reader:
         return SafetensorsReader(path, settings)
+
+    def check(self, destination: Path, settings: WriteSettings) -> None:
+        check_compression(destination, settings)
 
     def write(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> WriteResult:
         return write(flat, destination, settings)

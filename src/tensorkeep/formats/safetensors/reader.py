@@ -14,7 +14,7 @@ from tensorkeep.formats.base import OpenSettings, Reader
 from tensorkeep.formats.blockfile import header
 from tensorkeep.formats.blockfile.header import MAX_HEADER_BYTES, SUB_BYTE, Header, TensorRecord
 from tensorkeep.formats.blockfile.notes import METADATA_KEY, Notes, parse
-from tensorkeep.formats.blockfile.plan import FRAMEWORK_KEY, INDEX_SUFFIX, SUFFIX
+from tensorkeep.formats.blockfile.plan import CODED_SUFFIX, FRAMEWORK_KEY, INDEX_SUFFIX, SUFFIX
 from tensorkeep.formats.blockfile.read import BlockReader, StoredTensor, lay_out
 from tensorkeep.formats.probe import file_mode, first_bytes, names_in
 from tensorkeep.formats.sealed import MANIFEST_NAME
@@ -34,7 +34,7 @@ def locate(path: Path) -> Path | None:
         return _locate_in(path)
     if not stat.S_ISREG(mode):
         return None
-    if path.name.endswith((SUFFIX, INDEX_SUFFIX)):
+    if path.name.endswith((SUFFIX, CODED_SUFFIX, INDEX_SUFFIX)):
         return path
     return path if begins_like_safetensors(path) else None
 
@@ -50,7 +50,7 @@ def _locate_in(directory: Path) -> Path | None:
         return None
     names = names_in(directory)
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
-    found = indexes or [name for name in names if name.endswith(SUFFIX)]
+    found = indexes or [name for name in names if name.endswith((SUFFIX, CODED_SUFFIX))]
     return directory / found[0] if len(found) == 1 else None
 
 

@@ -9,6 +9,7 @@ from tensorkeep.formats.blockfile.coded_file import CodedDataFile
 from tensorkeep.formats.blockfile.data_file import DataFile, WriteContext, find_codec, index_content, write_files
 from tensorkeep.formats.blockfile.notes import METADATA_KEY
 from tensorkeep.formats.blockfile.plan import (
+    CODED_SUFFIX,
     FRAMEWORK,
     FRAMEWORK_KEY,
     INDEX_SUFFIX,
@@ -36,18 +37,36 @@ class SafetensorsOptions(BlockFileOptions, frozen=True):
     ----------
     framework : str or None
         The library of the tensors, which the files name in their metadata as ``format``; None leaves that out.
+    force : bool
+        Whether to write compressed tensors although other tools would read their bytes as tensors of uint8.
     """
 
     framework: str | None = FRAMEWORK
+    force: bool = False
+
+
+def check_compression(destination: Path, settings: WriteSettings) -> None:
+    """Refuse compressed tensors in files that other tools take for weights, unless they are forced."""
+    if settings.compression == "none" or settings.options_as(SafetensorsOptions).force:
+        return
+    if destination.suffix != CODED_SUFFIX:
+        raise UsageError(
+            "compressed tensors in a safetensors file are uint8 bytes to other tools, not weights",
+            path=destination,
+            remedy=f"leave the compression out, name the file {destination.stem}{CODED_SUFFIX}, or force it "
+            "(force=True, --force)",
+        )
 
 
 def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> WriteResult:
     """Write a state as safetensors; see `tensorkeep.formats.base.Format.write`."""
-    single = destination.suffix == SUFFIX
+    single = destination.suffix in (SUFFIX, CODED_SUFFIX)
     options = settings.options_as(SafetensorsOptions)
     if single and options.shard_bytes is not None:
         raise UsageError(
-            "shard_bytes needs a directory, and this names one file", path=destination, remedy=f"leave {SUFFIX} out"
+            "shard_bytes needs a directory, and this names one file",
+            path=destination,
+            remedy=f"leave {destination.suffix} out",
         )
     codec = find_codec(settings.compression)
     framework = {} if options.framework is None else {FRAMEWORK_KEY: options.framework}
