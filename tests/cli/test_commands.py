@@ -99,7 +99,19 @@ def test_diff(first: Path, second: Path, capsys: pytest.CaptureFixture[str], run
     code, document = run_json("diff", first, second)
     assert (code, document["equal"], document["added"]) == (1, False, ["model.extra"])
     assert document["changed"] == [
-        {"name": "model.bias", "elements": 7, "different": 1, "largest": 0.5, "share": 1 / 7}
+        {
+            "name": "model.bias",
+            "elements": 7,
+            "different": 1,
+            "largest": 0.5,
+            "share": 1 / 7,
+            "norm_a": 0.0,
+            "norm_b": 0.5,
+            "norm_difference": 0.5,
+            "dot": 0.0,
+            "relative_l2": None,
+            "cosine": None,
+        }
     ]
 
 

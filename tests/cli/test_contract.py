@@ -24,7 +24,7 @@ FLAGS = {
     "ls": {"--long", "-l", "--format"},
     "log": {"--last", "--metric", "--mode", "--verify"},
     "verify": {"--format", *MUCH},
-    "diff": {"--atol", "--rtol", "--select", *MUCH},
+    "diff": {"--atol", "--rtol", "--select", "--by-layer", "--depth", "--top", "--stat", *MUCH},
     "convert": {
         "--to",
         "--compression",

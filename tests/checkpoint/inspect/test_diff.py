@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import tensorkeep
+from tensorkeep.checkpoint.inspect import distances
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.testing.equality import same
 
@@ -234,3 +235,102 @@ print(peak() - before)
         [sys.executable, "-c", code, tmp_path / "a", tmp_path / "b"], capture_output=True, text=True, check=True
     )
     assert int(run.stdout) * 1024 < 64 * 2**20 + 40 * 2**20
+
+
+def test_relative_l2_cosine_and_largest_difference(tmp_path: Path) -> None:
+    a, b = torch.randn(7000, dtype=torch.float64), torch.randn(7000, dtype=torch.float64)
+    (changed,) = compare(tmp_path, {"w": a}, {"w": b}).changed
+    assert changed.relative_l2 == pytest.approx(float((a - b).norm() / a.norm()))
+    assert changed.cosine == pytest.approx(float(torch.nn.functional.cosine_similarity(a, b, dim=0)))
+    assert changed.largest == pytest.approx(float((a - b).abs().max()))
+    assert changed.norm_b == pytest.approx(float(b.norm()))
+
+
+def test_the_norm_of_a_changed_tensor_includes_its_unchanged_blocks(tmp_path: Path) -> None:
+    a = torch.full((5 * 2**20,), 2.0)
+    b = a.clone()
+    b[-1] = 0
+    (changed,) = compare(tmp_path, {"w": a, "same": torch.ones(9)}, {"w": b, "same": torch.ones(9)}).changed
+    assert changed.norm_a == pytest.approx(2 * math.sqrt(len(a)))
+    assert changed.relative_l2 == pytest.approx(1 / math.sqrt(len(a)))
+
+
+def test_tensors_with_equal_bits_are_not_computed_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distances, "_of_piece", None)
+    assert compare(tmp_path, base(), base()).equal
+
+
+def test_complex_numbers_have_norms_and_a_cosine(tmp_path: Path) -> None:
+    a, b = torch.tensor([3 + 4j, 1j]), torch.tensor([3 + 4j, -1j])
+    (changed,) = compare(tmp_path, {"w": a}, {"w": b}).changed
+    assert (changed.norm_difference, changed.norm_a**2, changed.dot) == (2.0, pytest.approx(26), 24.0)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "relative", "cosine"),
+    [
+        ([0.0, 0.0], [0.0, 1.0], math.inf, None),
+        ([1.0, math.nan], [2.0, math.nan], 1.0, 1.0),
+        ([1.0, math.nan], [1.0, 2.0], math.inf, 1.0),
+        ([1.0, math.inf], [3.0, math.inf], 2.0, 1.0),
+        ([1.0, math.inf], [1.0, -math.inf], math.inf, 1.0),
+        ([1.0, 2.0], [-1.0, -2.0], 2.0, -1.0),
+        ([0.0, 1.0], [-0.0, 1.0], 0.0, 1.0),
+    ],
+)
+def test_the_relative_difference_of_special_numbers(
+    tmp_path: Path, a: list[float], b: list[float], relative: float, cosine: float | None
+) -> None:
+    (changed,) = compare(tmp_path, {"w": torch.tensor(a)}, {"w": torch.tensor(b)}).changed
+    assert (changed.relative_l2, changed.cosine) == (relative, cosine if cosine is None else pytest.approx(cosine))
+
+
+def test_an_infinity_is_within_no_tolerance_of_a_number(tmp_path: Path) -> None:
+    a, b = {"w": torch.tensor([1.0, math.nan])}, {"w": torch.tensor([math.inf, math.nan])}
+    assert compare(tmp_path / "1", a, b, rtol=0.1).changed[0].different == 1
+    assert compare(tmp_path / "2", b, b, rtol=0.1).equal
+
+
+def test_other_dtypes_are_compared_by_value(tmp_path: Path) -> None:
+    a = {"exact": torch.ones(5), "rounded": torch.full((4,), 1.001), "ints": torch.arange(3)}
+    b = {"exact": torch.ones(5).bfloat16(), "rounded": a["rounded"].bfloat16(), "ints": torch.arange(3.0)}
+    report = compare(tmp_path / "1", a, b)
+    assert not report.equal
+    assert {each.name for each in report.retyped} == set(a)
+    found = {each.name: each for each in report.converted}
+    assert {name: each.different for name, each in found.items()} == {"exact": 0, "ints": 0, "rounded": 4}
+    assert found["rounded"].relative_l2 == pytest.approx(0.001 / 1.001, rel=1e-3)
+    assert report.converted[0].name == "rounded"
+    tolerant = compare(tmp_path / "2", a, b, rtol=0.01)
+    assert [each.different for each in tolerant.converted] == [0, 0, 0]
+    assert not tolerant.equal
+
+
+def test_other_dtypes_of_several_blocks(tmp_path: Path) -> None:
+    a = torch.zeros(9 * 2**20 + 5)
+    b = a.bfloat16()
+    b[[0, 4 * 2**20, 8 * 2**20, -1]] = 1
+    (found,) = compare(tmp_path, {"w": a}, {"w": b}, threads=2).converted
+    assert (found.different, found.norm_difference) == (4, 2.0)
+
+
+def test_the_most_changed_tensor_comes_first_and_layers_sum_up(tmp_path: Path) -> None:
+    def state(*steps: float) -> dict[str, Any]:
+        first, second, head = (torch.tensor([3.0, 4.0 + step]) for step in steps)
+        return {"model": {"blocks": [{"w": first, "b": torch.ones(2)}, {"w": second}], "head": {"w": head}}}
+
+    report = compare(tmp_path, state(0, 0, 0), state(1, 5, 0.5))
+    assert [each.name for each in report.changed] == ["model.blocks.1.w", "model.blocks.0.w", "model.head.w"]
+    layers = report.by_layer()
+    assert [(each.name, each.relative_l2) for each in layers] == [
+        ("model.blocks.1", 1.0),
+        ("model.blocks.0", 0.2),
+        ("model.head", 0.1),
+    ]
+    assert [each.name for each in report.by_layer(2)] == ["model.blocks", "model.head"]
+    (total,) = report.by_layer(1)
+    assert total.norm_difference == report.total.norm_difference == pytest.approx(math.sqrt(1 + 25 + 0.25))
+    assert (total.elements, total.different, total.largest) == (6, 3, 5.0)
+    document = report.as_dict(depth=1)
+    assert [each["name"] for each in document["layers"]] == ["model"]
+    assert document["changed"][0]["relative_l2"] == 1.0

@@ -1,18 +1,20 @@
-"""Comparing the tensors of two checkpoints in parallel: how many elements differ, and by how much at most."""
+"""Comparing the tensors of two checkpoints in parallel: how many elements differ, and by how much."""
 
 import functools
+import math
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
+from tensorkeep.checkpoint.inspect.distances import Distances, Tolerance, distances, norm_of_equal
 from tensorkeep.checkpoint.load.ranges import contiguous_in, grid, reading_threads, strided_view
-from tensorkeep.formats.base import Reader
+from tensorkeep.formats.base import Entry, Reader
 from tensorkeep.formats.write import BLOCK_BYTES
 from tensorkeep.io import parallel
-from tensorkeep.io.buffers import ALIGNMENT, BufferPool
+from tensorkeep.io.buffers import BufferPool
 from tensorkeep.io.files import Bytes
 from tensorkeep.io.parallel import Meter, Progress
 from tensorkeep.state.dtypes import DType
@@ -21,37 +23,71 @@ from tensorkeep.state.leaf import LeafKind
 _CUT_BYTES = 4 * 1024**2
 """Raw bytes of a range of a view, which need not be aligned to blocks."""
 
-_PIECE = 2**18
-"""Elements that are compared at once, so that intermediate results stay in the cache of the core."""
-
 _Reading = Callable[[int, int, Bytes], None]
 """Reads a range of a tensor's raw bytes."""
 
 
-class Tolerance(NamedTuple):
-    """Elements are the same when ``|a - b| <= atol + rtol * |b|``; with both 0 their bits are compared."""
-
-    atol: float
-    rtol: float
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class TensorDiff:
-    """How one tensor differs.
+    """How one tensor differs, or the tensors of one layer together.
 
-    ``different`` of its ``elements`` are beyond the tolerance; with no tolerance given, they have other bits.
-    ``largest`` is the largest absolute difference, infinite for NaN against a number.
+    ``different`` of its ``elements`` are beyond the tolerance; with no tolerance given, they have other bits. All else
+    is computed in float64.
+
+    Attributes
+    ----------
+    largest : float
+        The largest absolute difference, infinite for NaN against a number.
+    norm_a, norm_b, norm_difference, dot : float
+        The L2 norms of a, b and a - b, and the dot product of a and b, over the elements that are finite in both; an
+        infinity or NaN against another value makes ``norm_difference`` infinite. All are 0 for equal tensors.
     """
 
     name: str
     elements: int
     different: int = 0
     largest: float = 0.0
+    norm_a: float = 0.0
+    norm_b: float = 0.0
+    norm_difference: float = 0.0
+    dot: float = 0.0
 
     @property
     def share(self) -> float:
         """The fraction of elements that differ."""
         return self.different / self.elements if self.elements else 0.0
+
+    @property
+    def relative_l2(self) -> float:
+        """The relative L2 difference ``||a - b|| / ||a||``; infinite if only a is 0."""
+        if self.norm_difference in (0, math.inf):
+            return self.norm_difference
+        return self.norm_difference / self.norm_a if self.norm_a else math.inf
+
+    @property
+    def cosine(self) -> float | None:
+        """The cosine similarity of a and b; None if one of them is 0."""
+        product = self.norm_a * self.norm_b
+        return max(-1.0, min(1.0, self.dot / product)) if product and math.isfinite(product) else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as plain values, with what follows from them."""
+        return {**asdict(self), "share": self.share, "relative_l2": self.relative_l2, "cosine": self.cosine}
+
+
+def together(name: str, tensors: Iterable[TensorDiff]) -> TensorDiff:
+    """Return how several tensors differ, as if they were one."""
+    found = list(tensors)
+    return TensorDiff(
+        name,
+        elements=sum(each.elements for each in found),
+        different=sum(each.different for each in found),
+        largest=max((each.largest for each in found), default=0.0),
+        norm_a=math.hypot(*(each.norm_a for each in found)),
+        norm_b=math.hypot(*(each.norm_b for each in found)),
+        norm_difference=math.hypot(*(each.norm_difference for each in found)),
+        dot=math.fsum(each.dot for each in found),
+    )
 
 
 def compare(
@@ -63,48 +99,123 @@ def compare(
     pool: BufferPool,
     progress: Progress | None,
 ) -> list[TensorDiff]:
-    """Compare tensors that both checkpoints have, of equal dtypes and shapes."""
-    found = {n: TensorDiff(n, left.entries[n].nbytes // left.entries[n].dtype.itemsize) for n in common}
+    """Compare tensors that both checkpoints have, of equal shapes; those of other dtypes by their values."""
 
     def is_same_view(name: str) -> bool:
         """Return whether both have the same view of a stored tensor that is compared itself."""
         alias = left.flat.aliases.get(name)
-        return alias is not None and alias == right.flat.aliases.get(name) and alias.of in found
+        same_type = left.entries[name].dtype == right.entries[name].dtype
+        return alias is not None and alias == right.flat.aliases.get(name) and alias.of in compared and same_type
 
-    differing = [name for name in common if not is_same_view(name)]
-    full = dict.fromkeys(name for name in differing if _is_full(left, name) and _is_full(right, name))
-    meter = Meter(sum(left.entries[name].nbytes for name in differing), progress)
-    lock = threading.Lock()
-
-    def add(name: str, one: _Reading, other: _Reading, start: int, stop: int, buffer: Bytes) -> None:
-        """Compare a range of one tensor; the buffer is at least twice as large."""
-        half = len(buffer) // 2 // ALIGNMENT * ALIGNMENT
-        first, second = buffer[: stop - start], buffer[half : half + stop - start]
-        one(start, stop, first)
-        other(start, stop, second)
-        count, largest = _differences(first, second, left.entries[name].dtype, tolerance)
-        with lock:
-            found[name].different += count
-            found[name].largest = max(found[name].largest, largest)
-        meter.add(stop - start)
-
-    def task(name: str, start: int, stop: int) -> None:
-        with pool.acquire(2 * BLOCK_BYTES) as buffer:
-            add(name, _reading(left, name, pool), _reading(right, name, pool), start, stop, buffer)
-
-    tasks = (
-        functools.partial(task, name, start, stop)
-        for name in full
-        for start, stop in grid(0, left.entries[name].nbytes, BLOCK_BYTES)
+    compared = set(common)
+    comparison = _Comparison(left, right, tolerance, pool)
+    separate = [name for name in common if not is_same_view(name)]
+    full = dict.fromkeys(name for name in separate if _is_full(left, name) and _is_full(right, name))
+    meter = Meter(sum(left.entries[name].nbytes for name in separate), progress)
+    usable = reading_threads(threads, pool, left, right)
+    parallel.run(
+        (
+            functools.partial(comparison.read_and_add, name, start, stop, meter)
+            for name in full
+            for start, stop in grid(0, _elements(left.entries[name]), BLOCK_BYTES // comparison.widest(name))
+        ),
+        usable,
     )
-    parallel.run(tasks, reading_threads(threads, pool, left, right))
-    for name in (name for name in differing if name not in full):
+    for name in (name for name in separate if name not in full):
+        comparison.add_view(name, meter)
+    # The norm of a tensor that has changed includes the ranges that have not.
+    parallel.run(
+        (
+            functools.partial(comparison.add_equal, name, start, stop)
+            for name, ranges in comparison.equal.items()
+            if any(part.different for _, part in comparison.parts[name])
+            for start, stop in ranges
+        ),
+        usable,
+    )
+    return [comparison.result(name) for name in common]
+
+
+class _Comparison:
+    """The parts of each tensor that were compared, by their first elements, and the ranges that are equal."""
+
+    def __init__(self, left: Reader, right: Reader, tolerance: Tolerance, pool: BufferPool) -> None:
+        self.left, self.right = left, right
+        self._tolerance = tolerance
+        self._pool = pool
+        self._lock = threading.Lock()
+        self.parts: dict[str, list[tuple[int, Distances]]] = {name: [] for name in left.entries}
+        self.equal: dict[str, list[tuple[int, int]]] = {}
+
+    def dtypes(self, name: str) -> tuple[DType, DType]:
+        return self.left.entries[name].dtype, self.right.entries[name].dtype
+
+    def widest(self, name: str) -> int:
+        """Return the larger of the two item sizes of a tensor."""
+        return max(dtype.itemsize for dtype in self.dtypes(name))
+
+    def read_and_add(self, name: str, start: int, stop: int, meter: Meter) -> None:
+        """Compare a range of elements of a full tensor."""
+        one, other = _reading(self.left, name, self._pool), _reading(self.right, name, self._pool)
+        with self._pool.acquire(2 * BLOCK_BYTES) as buffer:
+            part = self._distances(name, one, other, start, stop, (buffer[:BLOCK_BYTES], buffer[BLOCK_BYTES:]))
+        with self._lock:
+            if part is None:
+                self.equal.setdefault(name, []).append((start, stop))
+            else:
+                self.parts[name].append((start, part))
+        meter.add((stop - start) * self.dtypes(name)[0].itemsize)
+
+    def add_view(self, name: str, meter: Meter) -> None:
+        """Compare a tensor that is a strided view in one of them."""
         # For a range that cuts blocks, the reader also holds the full blocks: short ranges, one at a time.
-        buffer = np.empty(2 * _CUT_BYTES, np.uint8)
-        one, other = _reading(left, name, pool), _reading(right, name, pool)
-        for start, stop in grid(0, left.entries[name].nbytes, _CUT_BYTES):
-            add(name, one, other, start, stop, buffer)
-    return list(found.values())
+        buffers = np.empty(_CUT_BYTES, np.uint8), np.empty(_CUT_BYTES, np.uint8)
+        one, other = _reading(self.left, name, self._pool), _reading(self.right, name, self._pool)
+        dtype, _ = self.dtypes(name)
+        for start, stop in grid(0, _elements(self.left.entries[name]), _CUT_BYTES // self.widest(name)):
+            part = self._distances(name, one, other, start, stop, buffers)
+            equal = None if part else norm_of_equal(buffers[0][: (stop - start) * dtype.itemsize], dtype)
+            self.parts[name].append((start, part or equal or Distances()))
+            meter.add((stop - start) * dtype.itemsize)
+
+    def add_equal(self, name: str, start: int, stop: int) -> None:
+        """Add the norm of a range that is equal in both."""
+        dtype, _ = self.dtypes(name)
+        size = dtype.itemsize
+        with self._pool.acquire(BLOCK_BYTES) as buffer:
+            data = buffer[: (stop - start) * size]
+            _reading(self.left, name, self._pool)(start * size, stop * size, data)
+            part = norm_of_equal(data, dtype)
+        with self._lock:
+            self.parts[name].append((start, part))
+
+    def _distances(
+        self, name: str, one: _Reading, other: _Reading, start: int, stop: int, buffers: tuple[Bytes, Bytes]
+    ) -> Distances | None:
+        a, b = (dtype.itemsize for dtype in self.dtypes(name))
+        first, second = buffers[0][: (stop - start) * a], buffers[1][: (stop - start) * b]
+        one(start * a, stop * a, first)
+        other(start * b, stop * b, second)
+        return distances(first, second, self.dtypes(name), self._tolerance)
+
+    def result(self, name: str) -> TensorDiff:
+        """Return how a tensor differs."""
+        total = Distances.total(part for _, part in sorted(self.parts[name]))
+        elements = _elements(self.left.entries[name])
+        return TensorDiff(
+            name,
+            elements,
+            total.different,
+            total.largest,
+            norm_a=math.sqrt(total.first),
+            norm_b=math.sqrt(total.second),
+            norm_difference=math.sqrt(total.difference),
+            dot=total.dot,
+        )
+
+
+def _elements(entry: Entry) -> int:
+    return entry.nbytes // entry.dtype.itemsize
 
 
 def _is_full(reader: Reader, name: str) -> bool:
@@ -122,60 +233,3 @@ def _reading(reader: Reader, name: str, pool: BufferPool) -> _Reading:
     if min(reader.flat.aliases[name].strides, default=0) < 0:
         kind = "ndarray"
     return strided_view(reader, name, kind, pool).read
-
-
-def _differences(one: Bytes, other: Bytes, dtype: DType, tolerance: Tolerance) -> tuple[int, float]:
-    """Return how many elements differ, and the largest absolute difference, infinite for NaN against a number."""
-    count, largest = 0, 0.0
-    step = _PIECE * dtype.itemsize
-    for start in range(0, len(one), step):
-        a, b = one[start : start + step], other[start : start + step]
-        if not np.array_equal(a, b):
-            found = _of_piece(a, b, dtype, tolerance)
-            count, largest = count + found[0], max(largest, found[1])
-    return count, largest
-
-
-def _of_piece(one: Bytes, other: Bytes, dtype: DType, tolerance: Tolerance) -> tuple[int, float]:
-    width = dtype.itemsize
-    if width == 16:
-        unlike = (one.view(np.uint64) != other.view(np.uint64)).reshape(-1, 2).any(axis=1)
-    else:
-        unlike = one.view(f"u{width}") != other.view(f"u{width}")
-    places = np.flatnonzero(unlike)
-    if width == 8 and dtype.kind in ("int", "uint"):
-        distance, size = _of_long_integers(one.view(dtype.numpy)[places], other.view(dtype.numpy)[places])
-    else:
-        distance, size = _of_numbers(_numbers(one, dtype, places), _numbers(other, dtype, places))
-    if not any(tolerance):
-        return len(places), float(distance.max())
-    with np.errstate(all="ignore"):
-        beyond = ~(distance <= tolerance.atol + tolerance.rtol * size)
-    return int(beyond.sum()), float(distance.max())
-
-
-def _of_long_integers(x: Any, y: Any) -> tuple[Any, Any]:
-    """Return |x - y| and |y| as float64. The subtraction is exact: float64 has no integers beyond 2**53."""
-    # Modulo 2**64 the difference of the larger and the smaller is exact, whatever the signs.
-    distance = np.maximum(x, y).view(np.uint64) - np.minimum(x, y).view(np.uint64)
-    return distance.astype(np.float64), np.abs(y.astype(np.float64))
-
-
-def _of_numbers(x: Any, y: Any) -> tuple[Any, Any]:
-    with np.errstate(all="ignore"):
-        distance = np.abs(x - y)
-        nan = np.isnan(x) & np.isnan(y)
-        distance[np.isnan(distance) & ~nan] = np.inf
-        distance[(x == y) | nan] = 0.0
-        return distance, np.abs(y)
-
-
-def _numbers(data: Bytes, dtype: DType, places: np.ndarray[Any, np.dtype[np.intp]]) -> Any:
-    """Return the elements at some places as float64 (complex128 for complex ones)."""
-    if dtype.has_numpy:
-        picked = data.view(dtype.numpy)[places]
-        return picked.astype(np.complex128 if dtype.kind == "complex" else np.float64)
-    if dtype.kind == "complex":
-        halves = data.view(np.float16).reshape(-1, 2)[places].astype(np.float64)
-        return halves[:, 0] + 1j * halves[:, 1]
-    return data[places].astype(np.float64)

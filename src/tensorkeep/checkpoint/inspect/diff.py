@@ -3,12 +3,13 @@
 import math
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, thread_count
 from tensorkeep.checkpoint.finding import open_reader
-from tensorkeep.checkpoint.inspect.comparing import TensorDiff, Tolerance, compare
+from tensorkeep.checkpoint.inspect.comparing import TensorDiff, compare, together
+from tensorkeep.checkpoint.inspect.distances import Tolerance
 from tensorkeep.checkpoint.manager.address import checkpoint_path
 from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.formats.base import Entry, OpenSettings, Reader
@@ -42,11 +43,14 @@ class DiffReport:
     reshaped, retyped : list of Mismatch
         Tensors of another shape, or of the same shape and another dtype.
     changed, identical : list of TensorDiff, int
-        Tensors with other values, most changed first, and how many are the same, within the tolerance.
+        Tensors with other values, the largest relative L2 difference first, and how many are the same, within the
+        tolerance.
     values : list of Mismatch
         Plain values that differ in type or in a bit; None if a checkpoint does not have it. For containers or tensors
         of different kinds (a list and a tuple, a tensor and an array), their kinds. An OrderedDict counts as a dict, a
         parameter as a tensor.
+    converted : list of TensorDiff
+        The values of the tensors in ``retyped``, compared as numbers.
     """
 
     a: str
@@ -59,14 +63,36 @@ class DiffReport:
     changed: list[TensorDiff]
     identical: int
     values: list[Mismatch]
+    converted: list[TensorDiff] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return self.equal
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the report as plain values, as ``--json`` prints it."""
-        changed = [{**asdict(found), "share": found.share} for found in self.changed]
-        return {**asdict(self), "changed": changed}
+    def as_dict(self, *, depth: int | None = None) -> dict[str, Any]:
+        """Return the report as plain values, as ``--json`` prints it, with the layers of `by_layer`."""
+        return {
+            **asdict(self),
+            "changed": [found.as_dict() for found in self.changed],
+            "converted": [found.as_dict() for found in self.converted],
+            "total": self.total.as_dict(),
+            "layers": [found.as_dict() for found in self.by_layer(depth)],
+        }
+
+    @property
+    def total(self) -> TensorDiff:
+        """How the changed tensors differ together."""
+        return together("", self.changed)
+
+    def by_layer(self, depth: int | None = None) -> list[TensorDiff]:
+        """Return how the changed tensors of each layer differ together, the largest relative L2 difference first.
+
+        A layer is named by the first ``depth`` components of the names of its tensors: by default up to the first
+        number (``model.blocks.3``), or without a number by all but the last component (``model.head``).
+        """
+        layers: dict[str, list[TensorDiff]] = {}
+        for found in self.changed:
+            layers.setdefault(_layer(found.name, depth), []).append(found)
+        return sorted((together(name, found) for name, found in layers.items()), key=_most_changed_first)
 
 
 def diff(
@@ -82,6 +108,9 @@ def diff(
     memory_budget: MemorySize = DEFAULT_BUDGET,
 ) -> DiffReport:
     """Compare two checkpoints of any formats; tensors are matched by name.
+
+    Tensors whose bits are equal are not computed with. Tensors of different dtypes differ, and their values are
+    compared as numbers.
 
     Parameters
     ----------
@@ -133,16 +162,32 @@ def diff(
         chosen = both.keys() if select is None else set(names.select(both, select))
         common = [name for name in left.entries if name in right.entries and name in chosen]
         reshaped, common = _mismatches(left, right, common, lambda entry: list(entry.shape))
-        retyped, common = _mismatches(left, right, common, lambda entry: entry.dtype.name)
-        found = compare(left, right, common, Tolerance(atol, rtol), count, pool, progress)
-        changed = sorted((d for d in found if d.different), key=lambda d: (-d.share, d.name))
+        retyped, _ = _mismatches(left, right, common, lambda entry: entry.dtype.name)
+        other_types = {mismatch.name for mismatch in retyped}
+        compared = compare(left, right, common, Tolerance(atol, rtol), count, pool, progress)
+        found = [each for each in compared if each.name not in other_types]
+        converted = sorted((each for each in compared if each.name in other_types), key=_most_changed_first)
+        changed = sorted((each for each in found if each.different), key=_most_changed_first)
         values = _values(left, right) if select is None else []
         added = [name for name in right.entries if name in chosen and name not in left.entries]
         removed = [name for name in left.entries if name in chosen and name not in right.entries]
         equal = not (added or removed or reshaped or retyped or changed or values)
         identical = len(found) - len(changed)
         a, b = os.fspath(a), os.fspath(b)
-        return DiffReport(a, b, equal, added, removed, reshaped, retyped, changed, identical, values)
+        return DiffReport(a, b, equal, added, removed, reshaped, retyped, changed, identical, values, converted)
+
+
+def _most_changed_first(found: TensorDiff) -> tuple[float, float, str]:
+    return -found.relative_l2, -found.share, found.name
+
+
+def _layer(name: str, depth: int | None) -> str:
+    """Return the layer that a tensor belongs to; see `DiffReport.by_layer`."""
+    parts = name.split(".")
+    if depth is None:
+        number = next((place for place, part in enumerate(parts) if part.isdecimal()), None)
+        depth = max(len(parts) - 1, 1) if number is None else number + 1
+    return ".".join(parts[:depth])
 
 
 def _mismatches(

@@ -1,0 +1,72 @@
+"""``tensorkeep diff``: what is listed, in which order, and how much of it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tensorkeep
+from tensorkeep.cli.main import main
+
+
+@pytest.fixture
+def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    """Two states with 25 blocks, of which each next one has changed more, and a tensor of another dtype."""
+    monkeypatch.chdir(tmp_path)
+    for name, factor, dtype in (("a", 0, torch.float32), ("b", 0.01, torch.bfloat16)):
+        blocks = [{"w": torch.ones(4) * (1 + factor * i), "b": torch.zeros(1) + factor} for i in range(1, 26)]
+        tensorkeep.save({"blocks": blocks, "cast": torch.full((3,), 1.001).to(dtype)}, name)
+    return "a", "b"
+
+
+def lines_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    assert main(["diff", *arguments]) == 1
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_most_changed_tensors_come_first(pair: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    lines = lines_of(capsys, *pair)
+    assert lines[0] == "different: a and b: tensors: 50 changed, 1 of another dtype"
+    assert lines[1].startswith("of the changed tensors, 125 of 125 elements differ (100.00%), relative L2 0.1")
+    assert lines[4].split() == ["name", "elements", "different", "rel.", "L2", "cosine", "max", "|a-b|"]
+    assert lines[5].split() == ["blocks.0.b", "1", "100.00%", "inf", "-", "0.01"]
+    assert lines[25] == "and 30 more (--top 0 shows all)"
+    assert lines[27:] == [
+        "of another dtype, compared by value:",
+        "name                         elements  different   rel. L2    cosine  max |a-b|",
+        "cast  (float32 -> bfloat16)         3    100.00%  0.000999  1.000000      0.001",
+    ]
+
+
+def test_how_many_are_listed(pair: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    lines = lines_of(capsys, *pair, "--select", "*.w", "--top", "2")
+    assert [line.split()[0] for line in lines[5:]] == ["blocks.24.w", "blocks.23.w", "and"]
+    assert lines[5].split()[3] == "0.25"
+    assert len(lines_of(capsys, *pair, "--select", "*.w", "--top", "0")) == 5 + 25
+
+
+def test_layers(pair: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    lines = lines_of(capsys, *pair, "--by-layer", "--top", "1")
+    assert lines[3] == "changed layers:"
+    assert lines[5].split()[:3] == ["blocks.24", "5", "100.00%"]
+    assert lines[6] == "and 24 more (--top 0 shows all)"
+    assert "blocks         125" in lines_of(capsys, *pair, "--by-layer", "--depth", "1")[5]
+    assert main(["diff", *pair, "--depth", "1"]) == 2
+
+
+def test_stat_is_one_line(pair: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = lines_of(capsys, *pair, "--stat")
+    assert line.startswith("different: tensors: 50 changed, 1 of another dtype; 125 of 125 elements differ")
+    assert main(["diff", "a", "a", "--stat"]) == 0
+    assert capsys.readouterr().out == "same: tensors: 51 identical\n"
+
+
+def test_json_has_everything(pair: tuple[str, str], run_json: Callable[..., tuple[int, Any]]) -> None:
+    code, document = run_json("diff", *pair, "--top", "1")
+    assert code == 1
+    assert [len(document[key]) for key in ("changed", "converted", "layers")] == [50, 1, 25]
+    assert document["total"]["different"] == 125
+    assert document["changed"][0]["relative_l2"] is None  # infinite, which JSON does not have
+    assert len(run_json("diff", *pair, "--by-layer", "--depth", "1")[1]["layers"]) == 1
