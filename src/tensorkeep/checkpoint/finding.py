@@ -51,7 +51,8 @@ def _existing(path: PathLike) -> Path:
 
 
 def _recognised(place: Path) -> Format | None:
-    return next((found for found in map(FORMATS.get, FORMATS.names()) if found.recognises(place)), None)
+    # Most checkpoints are native; the packages of other formats are then not imported.
+    return next((found for found in FORMATS.starting_with("native") if found.recognises(place)), None)
 
 
 def is_checkpoint(place: Path) -> bool:

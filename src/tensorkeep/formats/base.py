@@ -129,6 +129,13 @@ class Reader(Closing, ABC):
             If the stored bytes are not what was written; the content of ``out`` is then undefined.
         """
 
+    def mapped(self, name: str) -> Bytes | None:
+        """Return a stored tensor's bytes as memory mapped over the file, unverified; None if they cannot be mapped.
+
+        The mapping is private: what is written to it stays in memory. It outlives the reader.
+        """
+        return None
+
     def block_bytes(self, name: str) -> int:
         """Return the alignment, in bytes, at which reading a tensor is cheapest."""
         return BLOCK_BYTES

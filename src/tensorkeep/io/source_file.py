@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tensorkeep.errors import CorruptCheckpointError, NotFoundError
+from tensorkeep.errors import CorruptCheckpointError, NotFoundError, StoreError
 from tensorkeep.io.buffers import ALIGNMENT, round_down, round_up
 from tensorkeep.io.closing import Closing
 from tensorkeep.io.files import Bytes, store_error, transfers
@@ -44,6 +44,7 @@ class SourceFile(Closing):
         self._direct_fd = -1
         # The whole file, mapped for `mincore` only; the array keeps the mapping alive and has its address.
         self._pages: Bytes | None = None
+        self._mapped: Bytes | None = None
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
         try:
             self._fd = os.open(path if directory is None else path.name, flags, dir_fd=directory)
@@ -127,6 +128,22 @@ class SourceFile(Closing):
                 return
             done += round_down(count) if first + done + count < end else count
 
+    def map_private(self) -> Bytes:
+        """Return the whole file as memory: read when it is used, and private, so that writes do not reach the file.
+
+        The kernel kills a process that uses a page behind the end of a file that was truncated meanwhile.
+        """
+        if self._mapped is None:
+            import torch
+
+            # Unlike Python's, torch's mapping does not keep a descriptor open for as long as it lives.
+            try:
+                storage = torch.UntypedStorage.from_file(self.fd_path, False, self.size)
+            except RuntimeError as error:
+                raise StoreError(f"cannot be mapped ({error})", path=self.path, remedy="load it without mmap") from error
+            self._mapped = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+        return self._mapped
+
     def read(self, offset: int, count: int) -> bytes:
         """Return ``count`` bytes of the file."""
         out = np.empty(count, np.uint8)
@@ -135,7 +152,7 @@ class SourceFile(Closing):
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
-        self._pages = None
+        self._pages = self._mapped = None
         descriptors, self._fd, self._direct_fd = (self._fd, self._direct_fd), -1, -1
         for fd in descriptors:
             if fd >= 0:

@@ -137,6 +137,18 @@ class FormatSuite:
             else:
                 assert difference(state, self.read(path)) is None
 
+    def test_mapped_memory_has_the_bytes_that_are_read_and_does_not_change_the_file(self, saved: Path) -> None:
+        before = content(saved)
+        with self.format.open(saved, OpenSettings()) as reader:
+            for name, leaf in reader.flat.leaves.items():
+                expected = np.empty(leaf.nbytes, np.uint8)
+                reader.read(name, 0, leaf.nbytes, expected)
+                mapped = reader.mapped(name)
+                if mapped is not None:
+                    assert bytes(mapped) == bytes(expected)
+                    mapped[:] = 0
+        assert content(saved) == before
+
     def test_shared_storage_is_restored(self, saved: Path) -> None:
         model = self.read(saved)["model"]
         assert model["embed"] is model["head"]

@@ -300,7 +300,7 @@ def test_a_structure_that_contradicts_the_tensors_is_corrupt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Any
 ) -> None:
     from tensorkeep.checkpoint.finding import open_reader
-    from tensorkeep.checkpoint.load import load as module
+    from tensorkeep.checkpoint.load import into as module
 
     w = torch.arange(6)
     tensorkeep.save({"w": w, "v": w[2:]}, tmp_path / "c")

@@ -37,6 +37,8 @@ class LoadRequest:
     select: str | Iterable[str] | None = None
     device: Device = None
     strict: bool = True
+    mmap: bool = False
+    check_mapped: bool = False
     progress: Progress | None = None
     threads: int | None = None
 
@@ -64,8 +66,9 @@ def load_open(reader: Reader, pool: BufferPool, request: LoadRequest) -> Any:
     select = request.select
     chosen = list(reader.entries) if select is None else names.select(reader.entries, select)
     skeleton = reader.flat.skeleton if select is None else prune(reader.flat.skeleton, set(chosen))
-    plan = LoadPlan(reader, chosen, {}, request.device)
-    plan.read(threads, pool, request.progress)
+    plan = LoadPlan(reader, chosen, {}, request.device, mmap=request.mmap)
+    if request.check_mapped or not request.mmap:
+        plan.read(threads, pool, request.progress)
     return rebuild(reader, skeleton, plan.values(), as_given=False)
 
 
@@ -73,9 +76,15 @@ def _check_request(request: LoadRequest) -> None:
     if request.into is None:
         if not request.strict:
             raise UsageError("strict=False needs `into`", remedy="give the state to load into, or `select` tensors")
+    elif request.mmap:
+        raise UsageError("`into` and `mmap` exclude each other", remedy="leave out one of them")
     elif request.device is not None:
         raise UsageError(
             "`into` and `device` exclude each other", remedy="leave out `device`: tensors in `into` keep their devices"
+        )
+    if request.mmap and str(request.device or "cpu") != "cpu":
+        raise UsageError(
+            f"mapped tensors cannot be on device {str(request.device)!r}", remedy="leave out `mmap`, or move them later"
         )
     check_device(request.device)
 

@@ -128,7 +128,7 @@ class Checkpoint(Closing, Mapping[str, "LazyTensor"]):
         Checksums and the memory budget are those of `tensorkeep.open`.
         """
         reader, pool = self._open()
-        return load_open(reader, pool, LoadRequest(into, select, device, strict, progress, threads))
+        return load_open(reader, pool, LoadRequest(into, select, device, strict, progress=progress, threads=threads))
 
     def close(self) -> None:
         """Close the files; lazy tensors can then not be read. A second call does nothing."""

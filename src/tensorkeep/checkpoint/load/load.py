@@ -20,7 +20,8 @@ def load(
     select: str | Iterable[str] | None = None,
     device: Device = None,
     strict: bool = True,
-    verify: bool = True,
+    mmap: bool = False,
+    verify: bool | None = None,
     page_cache: bool = False,
     format: str | None = None,
     progress: Progress | None = None,
@@ -55,8 +56,14 @@ def load(
         With False, what fits ``into`` by name and shape is loaded, and a `StateMismatchWarning` names the rest, which
         is left unchanged. Dtypes must still be the same. Objects other than modules are loaded as a whole or, if
         the checkpoint does not have them, not at all.
-    verify : bool
-        Check every block that is read against its checksum, where the format has any.
+    mmap : bool
+        Return tensors over the mapped file (native, safetensors and torch files, uncompressed, on the CPU) instead of
+        copies in new memory. The call takes about a millisecond; data is read when it is used. Writing to such a tensor
+        changes memory only. The file must not be overwritten or truncated while they are in use; deleting or replacing
+        the checkpoint with Tensorkeep does no harm.
+    verify : bool, optional
+        Check every block that is read against its checksum, where the format has any. The default is True; with
+        ``mmap`` it is False, because checking reads the whole file.
     page_cache : bool
         Leave the files in the page cache, for other processes of this machine that load them as well. Otherwise only
         what is cached already is taken from there, and the rest is read directly, which is faster.
@@ -88,8 +95,9 @@ def load(
     UsageError
         If a pattern matches nothing, the device does not exist, or arguments exclude each other.
     UnsupportedError, OutOfMemoryError, StoreError
-        If the checkpoint has a dtype, class, codec or version that this installation does not know, the tensors are
-        larger than the memory of this machine, or the disk failed.
+        If the checkpoint has a dtype, class, codec or version that this installation does not know, or with ``mmap`` a
+        tensor that is not stored as it is in memory; the tensors are larger than the memory of this machine; or the
+        disk failed.
 
     Examples
     --------
@@ -111,6 +119,7 @@ def load(
     {'model': Linear(in_features=2, out_features=2, bias=True), 'step': 8}
     >>> folder.cleanup()
     """
-    settings = OpenSettings(verify=verify, page_cache=page_cache, pool=budget_pool(memory_budget))
-    request = LoadRequest(into, select, device, strict, progress, threads)
+    check = not mmap if verify is None else verify
+    settings = OpenSettings(verify=check, page_cache=page_cache or mmap, pool=budget_pool(memory_budget))
+    request = LoadRequest(into, select, device, strict, mmap, check, progress=progress, threads=threads)
     return load_path(checkpoint_path(path), settings, request, format)

@@ -273,7 +273,7 @@ class CheckpointManager:
             refuses its state later.
         """
         self._queue.drain()
-        request = LoadRequest(into, select, device, strict, progress, threads)
+        request = LoadRequest(into, select, device, strict, progress=progress, threads=threads)
         if step is not None:
             return self._restore(self._folder.path_of(step), request)
         first_error: CorruptCheckpointError | None = None

@@ -53,6 +53,15 @@ class StoredTensor:
     block_bytes: int
     blocks: tuple[StoredBlock, ...]
 
+    def mapped(self) -> Bytes | None:
+        """Return its bytes over the mapped file; None unless they are stored there raw, in order and without gaps."""
+        at = start = self.blocks[0].offset if self.blocks else 0
+        for block in self.blocks:
+            if block.file is not self.file or block.codec != "raw" or block.bases or block.offset != at:
+                return None
+            at += block.length
+        return self.file.map_private()[start:at] if at - start == self.nbytes else None
+
     def leaf(self, reader: Reader) -> StoredLeaf:
         """Return the tensor as a leaf of a reader's state."""
         # Each codec once; ``delta`` if a block is a difference.

@@ -53,6 +53,9 @@ class NativeReader(Reader):
     def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
         self._opened.blocks.read(self.tensors[name], start, stop, out)
 
+    def mapped(self, name: str) -> Bytes | None:
+        return self.tensors[name].mapped()
+
     def block_bytes(self, name: str) -> int:
         return self._manifest.block_bytes
 

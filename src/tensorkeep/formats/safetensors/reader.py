@@ -145,6 +145,9 @@ class SafetensorsReader(Reader):
         """Return the names of the stored tensors in the order of their bytes, file by file."""
         return sorted(self._places, key=self._places.__getitem__)
 
+    def mapped(self, name: str) -> Bytes | None:
+        return self._tensors[name].mapped()
+
     def block_bytes(self, name: str) -> int:
         return self._tensors[name].block_bytes
 

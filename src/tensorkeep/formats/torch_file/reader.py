@@ -70,6 +70,10 @@ class TorchReader(Reader):
             self._storages[name].check()
         leaf.read(start, stop, out)
 
+    def mapped(self, name: str) -> Bytes | None:
+        # The restricted unpickler maps the file privately.
+        return self._leaves[name].host_bytes()
+
     def bytes_to_check(self, name: str) -> int:
         # An expanded tensor may be larger than any file, and every read checks the full storage.
         leaf = self._leaves[name]

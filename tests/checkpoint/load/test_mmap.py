@@ -1,0 +1,128 @@
+"""`tensorkeep.load` with ``mmap=True``: tensors over the mapped file."""
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+import tensorkeep
+from tensorkeep.errors import CorruptCheckpointError, UnsupportedError, UsageError
+from tensorkeep.testing.equality import difference
+
+
+def make_state() -> dict[str, Any]:
+    weight = torch.randn(300, 70).bfloat16()
+    return {
+        "model": {"weight": weight, "tied": weight, "rows": weight[3:9], "bias": torch.nn.Parameter(torch.randn(5))},
+        "scalar": torch.tensor(1.5),
+        "empty": torch.empty(0, 4),
+        "array": np.arange(12, dtype=np.int32).reshape(3, 4),
+        "number": np.float64(0.1),
+        "flags": torch.tensor([True, False]),
+        "step": 7,
+    }
+
+
+@pytest.mark.parametrize("verify", [None, True, False])
+def test_a_state_is_the_same_as_without(tmp_path: Path, verify: bool | None) -> None:
+    state = make_state()
+    tensorkeep.save(state, tmp_path / "c")
+    loaded = tensorkeep.load(tmp_path / "c", mmap=True, verify=verify)
+    assert difference(state, loaded) is None
+    assert loaded["model"]["tied"] is loaded["model"]["weight"]
+    assert loaded["model"]["rows"].untyped_storage().data_ptr() == loaded["model"]["weight"].data_ptr()
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "weights.pt"])
+def test_files_of_other_tools_are_mapped(tmp_path: Path, name: str) -> None:
+    state = {"w": torch.randn(50, 3), "b": torch.randn(4).half()}
+    path = tmp_path / name
+    safetensors.torch.save_file(state, path) if path.suffix == ".safetensors" else torch.save(state, path)
+    loaded = tensorkeep.load(path, mmap=True)
+    assert difference(state, loaded) is None
+    assert is_mapped(loaded["w"], path)
+
+
+def test_no_memory_is_filled_until_data_is_used(tmp_path: Path) -> None:
+    tensorkeep.save({"w": torch.ones(1 << 22)}, tmp_path / "c")
+    loaded = tensorkeep.load(tmp_path / "c", mmap=True)
+    assert is_mapped(loaded["w"], tmp_path / "c" / "model.safetensors")
+
+
+def test_writes_stay_in_memory(tmp_path: Path) -> None:
+    tensorkeep.save({"w": torch.ones(10_000)}, tmp_path / "c")
+    loaded = tensorkeep.load(tmp_path / "c", mmap=True)
+    loaded["w"].zero_()
+    assert loaded["w"].sum() == 0
+    assert tensorkeep.verify(tmp_path / "c").ok
+    assert tensorkeep.load(tmp_path / "c", mmap=True)["w"].sum() == 10_000
+
+
+def test_tensors_outlive_the_checkpoint(tmp_path: Path) -> None:
+    tensorkeep.save({"w": torch.ones(10_000)}, tmp_path / "c")
+    loaded = tensorkeep.load(tmp_path / "c", mmap=True)
+    tensorkeep.save({"w": torch.zeros(10_000)}, tmp_path / "c", overwrite=True)
+    assert loaded["w"].sum() == 10_000
+    assert tensorkeep.load(tmp_path / "c")["w"].sum() == 0
+
+
+def test_only_selected_tensors_are_mapped(tmp_path: Path) -> None:
+    tensorkeep.save(make_state(), tmp_path / "c")
+    loaded = tensorkeep.load(tmp_path / "c", mmap=True, select="model.rows")
+    assert difference(loaded["model"], {"rows": tensorkeep.load(tmp_path / "c")["model"]["rows"]}) is None
+
+
+def test_damage_is_found_on_request(tmp_path: Path) -> None:
+    tensorkeep.save({"w": torch.ones(10_000)}, tmp_path / "c")
+    data = tmp_path / "c" / "model.safetensors"
+    content = bytearray(data.read_bytes())
+    content[-7] ^= 1
+    data.write_bytes(content)
+    tensorkeep.load(tmp_path / "c", mmap=True)
+    with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors.*'w'"):
+        tensorkeep.load(tmp_path / "c", mmap=True, verify=True)
+
+
+def test_compressed_tensors_are_refused(tmp_path: Path) -> None:
+    tensorkeep.save({"w": torch.randn(100_000).bfloat16()}, tmp_path / "c", compression="lossless")
+    with pytest.raises(UnsupportedError, match=r"'w': is stored as planes, so that it cannot be mapped\n.*convert"):
+        tensorkeep.load(tmp_path / "c", mmap=True)
+
+
+def test_a_tensor_in_pieces_is_refused(tmp_path: Path) -> None:
+    tensorkeep.save({"w": torch.ones(4)}, tmp_path / "c", format="dcp")
+    with pytest.raises(UnsupportedError, match="'w': is not stored in one aligned piece"):
+        tensorkeep.load(tmp_path / "c", mmap=True)
+
+
+def test_a_misaligned_tensor_is_refused(tmp_path: Path) -> None:
+    header = b'{"b":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"w":{"dtype":"F32","shape":[2],"data_offsets":[1,9]}}'
+    header += b" " * (-len(header) % 8)
+    path = tmp_path / "odd.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + b"\1" + struct.pack("<2f", 1, 2))
+    assert tensorkeep.load(path)["w"].tolist() == [1, 2]
+    with pytest.raises(UnsupportedError, match="'w': is not stored in one aligned piece"):
+        tensorkeep.load(path, mmap=True)
+
+
+@pytest.mark.parametrize("arguments", [{"into": {"w": torch.ones(2)}}, {"device": "meta"}], ids=str)
+def test_arguments_that_exclude_it(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    tensorkeep.save({"w": torch.ones(2)}, tmp_path / "c")
+    with pytest.raises(UsageError, match="mmap|mapped"):
+        tensorkeep.load(tmp_path / "c", mmap=True, **arguments)
+
+
+def is_mapped(tensor: torch.Tensor, path: Path) -> bool:
+    """Return whether a tensor lies in the mapping of a file."""
+    inode, address = str(path.stat().st_ino), tensor.data_ptr()
+    with open("/proc/self/maps") as lines:
+        for line in lines:
+            words = line.split()
+            begin, end = (int(bound, 16) for bound in words[0].split("-"))
+            if begin <= address < end:
+                return words[4] == inode
+    return False
