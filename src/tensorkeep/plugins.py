@@ -43,7 +43,7 @@ class Registry(Generic[P]):
         return sorted(self._entries)
 
     def starting_with(self, first: str) -> Iterator[P]:
-        """Yield the plug-ins, each imported when it is reached: a given one, the other built-in ones, third parties'."""
+        """Yield the plug-ins, each imported when it is reached: a given one, other built-in ones, third parties'."""
         names = dict.fromkeys([first, *sorted(self._built_in)])
         yield from map(self.get, names)
         yield from (self.get(name) for name in self.names() if name not in names)

@@ -140,7 +140,9 @@ class SourceFile(Closing):
             try:
                 storage = torch.UntypedStorage.from_file(self.fd_path, False, self.size)
             except RuntimeError as error:
-                raise StoreError(f"cannot be mapped ({error})", path=self.path, remedy="load it without mmap") from error
+                raise StoreError(
+                    f"cannot be mapped ({error})", path=self.path, remedy="load it without mmap"
+                ) from error
             self._mapped = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
         return self._mapped
 

@@ -100,7 +100,9 @@ def test_a_tensor_in_pieces_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_misaligned_tensor_is_refused(tmp_path: Path) -> None:
-    header = b'{"b":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"w":{"dtype":"F32","shape":[2],"data_offsets":[1,9]}}'
+    header = (
+        b'{"b":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"w":{"dtype":"F32","shape":[2],"data_offsets":[1,9]}}'
+    )
     header += b" " * (-len(header) % 8)
     path = tmp_path / "odd.safetensors"
     path.write_bytes(struct.pack("<Q", len(header)) + header + b"\1" + struct.pack("<2f", 1, 2))
@@ -112,7 +114,7 @@ def test_a_misaligned_tensor_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("arguments", [{"into": {"w": torch.ones(2)}}, {"device": "meta"}], ids=str)
 def test_arguments_that_exclude_it(tmp_path: Path, arguments: dict[str, Any]) -> None:
     tensorkeep.save({"w": torch.ones(2)}, tmp_path / "c")
-    with pytest.raises(UsageError, match="mmap|mapped"):
+    with pytest.raises(UsageError, match=r"mmap|mapped"):
         tensorkeep.load(tmp_path / "c", mmap=True, **arguments)
 
 
