@@ -138,12 +138,11 @@ class SourceFile(Closing):
 
             # Unlike Python's, torch's mapping does not keep a descriptor open for as long as it lives.
             try:
-                storage = torch.UntypedStorage.from_file(self.fd_path, False, self.size)
+                mapped = torch.from_file(self.fd_path, shared=False, size=self.size, dtype=torch.uint8)
             except RuntimeError as error:
-                raise StoreError(
-                    f"cannot be mapped ({error})", path=self.path, remedy="load it without mmap"
-                ) from error
-            self._mapped = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+                remedy = "load it without mmap"
+                raise StoreError(f"cannot be mapped ({error})", path=self.path, remedy=remedy) from error
+            self._mapped = mapped.numpy()
         return self._mapped
 
     def read(self, offset: int, count: int) -> bytes:
