@@ -57,7 +57,17 @@ FLAGS = {
         *("--list-recipes", "--list-settings", "--list-techniques"),
     },
     "generate": {
-        *("--prompt", "--tokens", "--temperature", "--top-k", "--top-p", "--seed", "--which", "--device"),
+        *(
+            "--prompt",
+            "--tokens",
+            "--max-new-tokens",
+            "--temperature",
+            "--top-k",
+            "--top-p",
+            "--seed",
+            "--which",
+            "--device",
+        ),
         *("--cache", "--no-cache"),
     },
     "export": {"--out", "--which", "--dtype", "--overwrite"},
@@ -77,6 +87,8 @@ FLAGS = {
     "tune training": {
         *("--memory", "--run", "--data", "--technique", "--largest", "--predict-only", "--out"),
     },
+    "completion": set(),
+    "man": set(),
     "demo": {"--scale", "--from", "--rounds", "--dir", "--training", "--out"},
 }
 
@@ -90,7 +102,7 @@ def test_the_commands_are_those_documented(capsys: pytest.CaptureFixture[str]) -
     commands = [name for name in build_app() if not name.startswith("-")]
     assert commands == [
         *("info", "ls", "log", "verify", "diff", "convert", "prune", "env", "bench", "data", "train", "generate"),
-        *("export", "report", "tune", "demo"),
+        *("export", "report", "tune", "demo", "completion", "man"),
     ]
     groups = [f"{group} {name}" for group in ("bench", "data", "tune") for name in build_app()[group] if name[0] != "-"]
     assert groups == [

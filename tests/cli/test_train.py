@@ -19,6 +19,7 @@ import torch
 import tensorkeep
 from tensorkeep.cli.main import main
 from tensorkeep.cli.train import resume_command
+from tensorkeep.errors import UsageError
 from tensorkeep.train.run.folder import RunFolder
 
 TINY = [
@@ -190,6 +191,25 @@ def test_resume_without_a_run_prepares_the_given_data(
     assert run_json(capsys, *command, "--data", text)[0] == 0
     about = json.loads((tmp_path / "run" / "run.json").read_text())["data"]["about"]
     assert about["vocab_size"] == len(set(text.read_text()))
+
+
+def test_the_default_data_is_named_before_it_is_prepared(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = "no --data is given: training on the sources of Python's standard library; --data FILE takes your text\n"
+
+    def prepared_later(*_: object, **__: object) -> None:
+        assert capsys.readouterr().err == note
+        raise UsageError("stop here")
+
+    command = ["train", RECIPE, "--out", str(tmp_path / "run"), *TINY, "--loop.steps", "1"]
+    assert main([*command, "--data", str(text)]) == 0
+    assert "no --data" not in capsys.readouterr().err
+    assert main([*command, "--resume"]) == 0
+    assert "no --data" not in capsys.readouterr().err
+    monkeypatch.setattr("tensorkeep.cli.train.open_data", prepared_later)
+    assert main(["train", RECIPE, "--out", str(tmp_path / "other"), *TINY]) == 2
+    assert "stop here" in capsys.readouterr().err
 
 
 def test_settings_may_stand_before_the_recipe(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:

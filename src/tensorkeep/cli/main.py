@@ -12,13 +12,14 @@ from functools import partial
 from cyclopts import App
 
 from tensorkeep.cli.errors import BROKEN_PIPE, report_error
+from tensorkeep.cli.examples import epilogue
 from tensorkeep.cli.openmp import limit_spinning
 from tensorkeep.cli.options import flags_after_command, from_environment, from_file, with_local_paths
 from tensorkeep.cli.output import Output, finish_stdout, logging_to_stderr, make_streams_safe
 from tensorkeep.errors import StoreError
 from tensorkeep.version import __version__
 
-_COMMANDS = {
+COMMANDS = {
     "info": ("info:info", "Show what a checkpoint contains, or sum up a training run; no tensor is read."),
     "ls": ("info:ls", "List the tensors of a checkpoint."),
     "log": ("log:log", "List the steps of a training run, the newest first."),
@@ -33,21 +34,23 @@ _COMMANDS = {
     "data prepare": ("data:prepare", "Tokenize text for a training run."),
     "data info": ("data:info", "Show the contents of a folder of prepared data."),
     "train": ("train:train", "Train a model, or resume a run."),
-    "generate": ("generate:generate", "Continue a text with the model of a run."),
+    "generate": ("generate:generate", "Continue a text with the model of a run, and print it as it is generated."),
     "export": ("export:export", "Export the model of a run for Hugging Face transformers."),
     "report": ("report:report", "Print the tables of a results file and write its report."),
     "tune checkpoint": ("tune:checkpoint", "Find the settings that save fastest in a folder."),
     "tune training": ("tune_training:training", "Find the techniques and the batch size that fit into a memory limit."),
     "demo": ("demo:demo", "Save, load, verify and damage a checkpoint, beside torch and safetensors."),
+    "completion": ("shell:completion", "Print the completion script of a shell."),
+    "man": ("shell:man", "Print the manual page, in the language of man."),
 }
 
-_GROUPS = {
+GROUPS = {
     "data": "Prepare text for training.",
     "bench": "Measure on this machine, and recommend what to use.",
     "tune": "Find the best settings for this machine.",
 }
 
-_EPILOGUE = """\
+EPILOGUE = """\
 Options also come from the environment (TENSORKEEP_MEMORY_BUDGET=1GiB) and from a TOML file (-C FILE) with one table \
 per command; a flag overrides the environment, the environment overrides the file.
 
@@ -61,19 +64,19 @@ def build_app() -> App:
         name="tensorkeep",
         help="Fast, verified, crash-safe checkpoints for PyTorch, in files that other tools open.",
         help_format="plaintext",
-        help_epilogue=_EPILOGUE,
+        help_epilogue=f"{EPILOGUE}\n\n{epilogue('')}",
         version=__version__,
-        config=(from_environment, partial(from_file, [name.partition(" ")[0] for name in _COMMANDS]), with_local_paths),
+        version_flags=["--version", "-V"],
+        config=(from_environment, partial(from_file, [name.partition(" ")[0] for name in COMMANDS]), with_local_paths),
     )
     groups: dict[str, App] = {}
-    for position, (name, (module, summary)) in enumerate(_COMMANDS.items()):
+    for position, (name, (module, summary)) in enumerate(COMMANDS.items()):
         group, _, rest = name.rpartition(" ")
         if group and group not in groups:
-            groups[group] = App(name=group, help=_GROUPS[group], sort_key=position, help_epilogue="")
+            groups[group] = App(name=group, help=GROUPS[group], sort_key=position, help_epilogue=epilogue(group))
             app.command(groups[group])
-        # An empty epilogue keeps that of the program out of the help of each command.
         groups.get(group, app).command(
-            f"tensorkeep.cli.{module}", name=rest, help=summary, sort_key=position, help_epilogue=""
+            f"tensorkeep.cli.{module}", name=rest, help=summary, sort_key=position, help_epilogue=epilogue(name)
         )
     return app
 
@@ -100,7 +103,7 @@ def _run(tokens: list[str]) -> int:
     as_json = "--json" in tokens or os.environ.get("TENSORKEEP_JSON", "").lower() in ("1", "true", "yes")
     output = Output(json=as_json, verbose=not {"-v", "--verbose"}.isdisjoint(tokens))
     try:
-        tokens = flags_after_command(tokens, _GROUPS)
+        tokens = flags_after_command(tokens, GROUPS)
         limit_spinning(tokens, os.environ)
         command, bound, _ = build_app().parse_args(tokens, exit_on_error=False, print_error=False)
         output = bound.arguments.get("output", output)

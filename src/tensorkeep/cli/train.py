@@ -23,6 +23,7 @@ from tensorkeep.errors import NotACheckpointError, OutOfMemoryError, UsageError,
 from tensorkeep.train.config.arguments import given_settings, read_words
 from tensorkeep.train.config.config import TECHNIQUES, Config, flat
 from tensorkeep.train.config.recipes import RECIPES, get_recipe
+from tensorkeep.train.data.corpus import STDLIB
 from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.loop import train as run_loop
 from tensorkeep.train.run.data import absolute_source, open_data
@@ -54,7 +55,8 @@ def train(
     recipe
         The recipe (see --list-recipes), and settings of it.
     data
-        A folder of tensorkeep data prepare, or a source that this command takes, which is prepared in the run's folder.
+        A folder of tensorkeep data prepare, or a source that this command takes, which is prepared in the run's folder;
+        by default the sources of Python's standard library.
     out
         The folder of the run; runs/RECIPE by default.
     resume
@@ -97,6 +99,10 @@ def _train(config: Config, folder: RunFolder, given: Mapping[str, object], outpu
         """Return the data of the run; rank 0 prepares it."""
         if not world.is_main:
             return Dataset.open(world.broadcast(""))
+        if config.data.source == STDLIB and "data.source" not in given and not (resume and folder.exists()):
+            output.note(
+                "no --data is given: training on the sources of Python's standard library; --data FILE takes your text"
+            )
         dataset = open_data(config, folder, resume=resume, given=given, meter=output.meter)
         world.broadcast(str(dataset.path))
         return dataset
