@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
+from tensorkeep.checkpoint.progress import progress_bar
 from tensorkeep.cli.text import print_lines, printable
 
 EVERYWHERE = Group("Everywhere", sort_key=100)
@@ -87,14 +88,8 @@ class Output:
         if not self.draws_progress:
             yield None
             return
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-        from rich.progress import TransferSpeedColumn as Speed
-
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), Speed())
-        with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(printable(doing), total=None)
-            yield lambda done, total: bar.update(task, completed=done, total=total)
+        with progress_bar(printable(doing)) as callback:
+            yield callback
 
 
 DEFAULT = Output()

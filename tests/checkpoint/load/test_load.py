@@ -326,3 +326,66 @@ assert tensorkeep.diff(sys.argv[1], sys.argv[1]).equal
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code, tmp_path / "c"], check=True)
+
+
+# Converted dtypes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, "float64", torch.float8_e4m3fn])
+def test_floating_point_is_converted(path: Path, dtype: Any) -> None:
+    saved = tensorkeep.load(path)
+    loaded = tensorkeep.load(path, dtype=dtype)
+    wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    for name, tensor in saved["model"].items():
+        assert same(loaded["model"][name], tensor.to(wanted))
+    assert loaded["step"] == 4
+
+
+def test_only_tensors_of_floating_point_are_converted(tmp_path: Path) -> None:
+    state = {
+        "ids": torch.arange(3),
+        "mask": torch.tensor([True]),
+        "array": np.ones(2, np.float32),
+        "complex": torch.ones(1, dtype=torch.complex64),
+        "half": torch.nn.Parameter(torch.ones(2, dtype=torch.float16)),
+        "scalar": np.float32(1),
+    }
+    tensorkeep.save(state, tmp_path / "c")
+    loaded = tensorkeep.load(tmp_path / "c", dtype=torch.bfloat16)
+    assert type(loaded["half"]) is torch.nn.Parameter
+    assert loaded["half"].dtype is torch.bfloat16
+    assert all(same(loaded[name], state[name]) for name in ("ids", "mask", "array", "complex", "scalar"))
+
+
+def test_converted_tensors_share_memory_as_the_saved_ones(tmp_path: Path) -> None:
+    base = torch.arange(60.0).reshape(6, 10)
+    tensorkeep.save({"w": base, "tied": base, "rows": base[2:4], "columns": base[:, 1]}, tmp_path / "c")
+    with tensorkeep.open(tmp_path / "c") as checkpoint:
+        loaded = checkpoint.load(dtype="bfloat16")
+        assert loaded["tied"] is loaded["w"]
+        assert loaded["rows"].untyped_storage().data_ptr() == loaded["w"].untyped_storage().data_ptr()
+        for name, tensor in (("rows", base[2:4]), ("columns", base[:, 1])):
+            assert torch.equal(loaded[name], tensor.bfloat16())
+            alone = checkpoint.load(select=name, dtype="bfloat16")[name]
+            assert torch.equal(alone, tensor.bfloat16())
+
+
+def test_tensors_are_converted_within_the_budget(tmp_path: Path) -> None:
+    tensorkeep.save({"w": torch.ones(60 * 2**20)}, tmp_path / "c")
+    with tensorkeep.open(tmp_path / "c", memory_budget="64MiB") as checkpoint:
+        loaded = checkpoint.load(dtype=torch.bfloat16)["w"]
+        assert bool((loaded == 1).all())
+        assert checkpoint._settings.pool.peak_bytes <= 64 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "bfloat61"}, "did you mean 'bfloat16'"),
+        ({"dtype": torch.int8}, "'int8' is not a dtype of floating point"),
+        ({"dtype": torch.float16, "into": {}}, "`into` and `dtype` exclude each other"),
+    ],
+)
+def test_dtypes_that_are_refused(path: Path, options: Any, message: str) -> None:
+    with pytest.raises(tensorkeep.UsageError, match=message):
+        tensorkeep.load(path, **options)

@@ -11,13 +11,13 @@ from tensorkeep.checkpoint.arguments import MemorySize
 from tensorkeep.checkpoint.finding import open_reader
 from tensorkeep.checkpoint.load.ranges import reading_threads
 from tensorkeep.checkpoint.manager.address import checkpoint_path
+from tensorkeep.checkpoint.progress import ProgressOption, drawn
 from tensorkeep.checkpoint.save.begin import begin_save, check_request
 from tensorkeep.checkpoint.save.job import SaveReport
 from tensorkeep.checkpoint.save.memory import SaveMemory
 from tensorkeep.checkpoint.settings import SettingsSource
 from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.formats.base import OpenSettings, Reader
-from tensorkeep.io.parallel import Progress
 from tensorkeep.paths import checked_path
 from tensorkeep.state import names
 from tensorkeep.state.leaf import Source
@@ -35,7 +35,7 @@ def convert(
     drop_metadata: bool = False,
     verify: bool = True,
     format: str | None = None,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
     threads: int | None = None,
     memory_budget: MemorySize | None = None,
     settings: SettingsSource | None = None,
@@ -92,14 +92,16 @@ def convert(
     >>> folder.cleanup()
     """
     src, dst = checkpoint_path(src), checked_path(dst)
-    request = check_request(dst, compression, to, overwrite, None, progress, threads, memory_budget, settings, options)
+    request = check_request(dst, compression, to, overwrite, None, None, threads, memory_budget, settings, options)
     with (
+        drawn(progress, "converting") as callback,
         closing(SaveMemory(request.memory_budget)) as memory,
         open_reader(src, OpenSettings(verify=verify, pool=memory.single_pool()), format) as reader,
     ):
         _check_outside(src, dst)
         write = replace(
             request.write,
+            progress=callback,
             metadata={} if drop_metadata else reader.metadata,
             threads=reading_threads(request.write.threads, memory.single_pool(), reader),
             step=reader.step,

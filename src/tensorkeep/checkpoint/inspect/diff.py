@@ -11,10 +11,10 @@ from tensorkeep.checkpoint.finding import open_reader
 from tensorkeep.checkpoint.inspect.comparing import TensorDiff, compare, together
 from tensorkeep.checkpoint.inspect.distances import Tolerance
 from tensorkeep.checkpoint.manager.address import checkpoint_path
+from tensorkeep.checkpoint.progress import ProgressOption, drawn
 from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.formats.base import Entry, OpenSettings, Reader
 from tensorkeep.io.buffers import DEFAULT_BUDGET
-from tensorkeep.io.parallel import Progress
 from tensorkeep.state import names
 from tensorkeep.state.tree import plain_values
 
@@ -103,7 +103,7 @@ def diff(
     rtol: float = 0.0,
     select: str | Iterable[str] | None = None,
     verify: bool = True,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
     threads: int | None = None,
     memory_budget: MemorySize = DEFAULT_BUDGET,
 ) -> DiffReport:
@@ -123,8 +123,9 @@ def diff(
         Globs on the names; only these tensors are compared, and no plain values.
     verify : bool
         Check every block that is read against its checksum, where the format has any.
-    progress : callable, optional
-        Called with (bytes done, bytes in all), from the reading threads, one call at a time.
+    progress : bool or callable, optional
+        True draws a bar on stderr if that is a terminal. A function is called with (bytes done, bytes in all), from
+        the reading threads, one call at a time.
     threads : int, optional
         Reading threads; twice the cores, between 2 and 8, by default.
     memory_budget : int or str
@@ -157,14 +158,19 @@ def diff(
     count = thread_count(threads)
     settings = OpenSettings(verify=verify, pool=budget_pool(memory_budget))
     a, b = checkpoint_path(a), checkpoint_path(b)
-    with settings.pool as pool, open_reader(a, settings) as left, open_reader(b, settings) as right:
+    with (
+        settings.pool as pool,
+        open_reader(a, settings) as left,
+        open_reader(b, settings) as right,
+        drawn(progress, "comparing") as callback,
+    ):
         both = dict.fromkeys([*left.entries, *right.entries])
         chosen = both.keys() if select is None else set(names.select(both, select))
         common = [name for name in left.entries if name in right.entries and name in chosen]
         reshaped, common = _mismatches(left, right, common, lambda entry: list(entry.shape))
         retyped, _ = _mismatches(left, right, common, lambda entry: entry.dtype.name)
         other_types = {mismatch.name for mismatch in retyped}
-        compared = compare(left, right, common, Tolerance(atol, rtol), count, pool, progress)
+        compared = compare(left, right, common, Tolerance(atol, rtol), count, pool, callback)
         found = [each for each in compared if each.name not in other_types]
         converted = sorted((each for each in compared if each.name in other_types), key=_most_changed_first)
         changed = sorted((each for each in found if each.different), key=_most_changed_first)

@@ -12,6 +12,7 @@ from tensorkeep.checkpoint.load.match import StateMatch
 from tensorkeep.checkpoint.load.object_checks import REFUSALS, is_module
 from tensorkeep.checkpoint.load.rebuild import rebuild
 from tensorkeep.checkpoint.load.targets import LoadPlan
+from tensorkeep.checkpoint.progress import ProgressOption, drawn
 from tensorkeep.checkpoint.stateful import (
     StatefulObject,
     is_below,
@@ -25,6 +26,7 @@ from tensorkeep.formats.base import OpenSettings, Reader
 from tensorkeep.io.buffers import BufferPool
 from tensorkeep.io.parallel import Progress
 from tensorkeep.state import names
+from tensorkeep.state.cast import DTypeLike, float_dtype
 from tensorkeep.state.strided import Device
 from tensorkeep.state.tree import prune, state_leaves
 
@@ -37,9 +39,10 @@ class LoadRequest:
     select: str | Iterable[str] | None = None
     device: Device = None
     strict: bool = True
+    dtype: DTypeLike = None
     mmap: bool = False
     check_mapped: bool = False
-    progress: Progress | None = None
+    progress: ProgressOption = None
     threads: int | None = None
 
 
@@ -60,15 +63,22 @@ def load_open(reader: Reader, pool: BufferPool, request: LoadRequest) -> Any:
     Raises StateMismatchError if ``into`` does not fit; its message states whether tensors are overwritten already.
     """
     _check_request(request)
-    threads = thread_count(request.threads)
-    if request.into is not None:
-        return _IntoState(reader, request).load(threads, pool, request.progress)
+    with drawn(request.progress, "loading") as progress:
+        threads = thread_count(request.threads)
+        if request.into is not None:
+            return _IntoState(reader, request).load(threads, pool, progress)
+        return _load_new(reader, request, threads, pool, progress)
+
+
+def _load_new(reader: Reader, request: LoadRequest, threads: int, pool: BufferPool, progress: Progress | None) -> Any:
+    """Load into new memory."""
     select = request.select
     chosen = list(reader.entries) if select is None else names.select(reader.entries, select)
     skeleton = reader.flat.skeleton if select is None else prune(reader.flat.skeleton, set(chosen))
-    plan = LoadPlan(reader, chosen, {}, request.device, mmap=request.mmap)
+    dtype = None if request.dtype is None else float_dtype(request.dtype)
+    plan = LoadPlan(reader, chosen, {}, request.device, dtype, mmap=request.mmap)
     if request.check_mapped or not request.mmap:
-        plan.read(threads, pool, request.progress)
+        plan.read(threads, pool, progress)
     return rebuild(reader, skeleton, plan.values(), as_given=False)
 
 
@@ -82,6 +92,13 @@ def _check_request(request: LoadRequest) -> None:
         raise UsageError(
             "`into` and `device` exclude each other", remedy="leave out `device`: tensors in `into` keep their devices"
         )
+    elif request.dtype is not None:
+        raise UsageError(
+            "`into` and `dtype` exclude each other",
+            remedy="leave out `dtype`: tensors in `into` keep their dtypes, which must be the saved ones",
+        )
+    if request.mmap and request.dtype is not None:
+        raise UsageError("`mmap` and `dtype` exclude each other", remedy="leave out `mmap`, or convert tensors later")
     if request.mmap and str(request.device or "cpu") != "cpu":
         raise UsageError(
             f"mapped tensors cannot be on device {str(request.device)!r}", remedy="leave out `mmap`, or move them later"

@@ -11,12 +11,13 @@ from tensorkeep.checkpoint.load.into import LoadRequest, load_open
 from tensorkeep.checkpoint.load.ranges import contiguous_in, fill, strided_view
 from tensorkeep.checkpoint.load.verify import VerifyReport, verify_open
 from tensorkeep.checkpoint.manager.address import checkpoint_path
+from tensorkeep.checkpoint.progress import ProgressOption, drawn
 from tensorkeep.errors import PathLike, TensorNotFoundError, UsageError
 from tensorkeep.formats.base import OpenSettings, Reader
 from tensorkeep.io.buffers import DEFAULT_BUDGET, BufferPool
 from tensorkeep.io.closing import Closing
 from tensorkeep.io.pages import NewPages
-from tensorkeep.io.parallel import Progress
+from tensorkeep.state.cast import DTypeLike
 from tensorkeep.state.leaf import Leaf, LeafKind, allocate
 from tensorkeep.state.names import nearest
 from tensorkeep.state.strided import Array, Device
@@ -99,7 +100,7 @@ class Checkpoint(Closing, Mapping[str, "LazyTensor"]):
     def __repr__(self) -> str:
         return f"<Checkpoint {str(self.path)!r} ({self.format}): {len(self)} tensors, {self.nbytes:,} bytes>"
 
-    def verify(self, *, progress: Progress | None = None, threads: int | None = None) -> VerifyReport:
+    def verify(self, *, progress: ProgressOption = None, threads: int | None = None) -> VerifyReport:
         """Read everything and check it, in the files that are open; see `tensorkeep.verify`.
 
         UsageError is raised if the checkpoint was opened with ``verify=False``, or is closed.
@@ -111,7 +112,8 @@ class Checkpoint(Closing, Mapping[str, "LazyTensor"]):
                 remedy="open it with verify=True, or call tensorkeep.verify",
             )
         reader, pool = self._open()
-        return verify_open(reader, pool, threads=threads, progress=progress)
+        with drawn(progress, "verifying") as callback:
+            return verify_open(reader, pool, threads=threads, progress=callback)
 
     def load(
         self,
@@ -119,8 +121,9 @@ class Checkpoint(Closing, Mapping[str, "LazyTensor"]):
         into: Any = None,
         select: str | Iterable[str] | None = None,
         device: Device = None,
+        dtype: DTypeLike = None,
         strict: bool = True,
-        progress: Progress | None = None,
+        progress: ProgressOption = None,
         threads: int | None = None,
     ) -> Any:
         """Load the state, or some of it, from the files that are open; see `tensorkeep.load`.
@@ -128,7 +131,9 @@ class Checkpoint(Closing, Mapping[str, "LazyTensor"]):
         Checksums and the memory budget are those of `tensorkeep.open`.
         """
         reader, pool = self._open()
-        return load_open(reader, pool, LoadRequest(into, select, device, strict, progress=progress, threads=threads))
+        return load_open(
+            reader, pool, LoadRequest(into, select, device, strict, dtype, progress=progress, threads=threads)
+        )
 
     def close(self) -> None:
         """Close the files; lazy tensors can then not be read. A second call does nothing."""

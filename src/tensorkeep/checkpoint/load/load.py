@@ -6,10 +6,11 @@ from typing import Any
 from tensorkeep.checkpoint.arguments import MemorySize, budget_pool
 from tensorkeep.checkpoint.load.into import LoadRequest, load_path
 from tensorkeep.checkpoint.manager.address import checkpoint_path
+from tensorkeep.checkpoint.progress import ProgressOption
 from tensorkeep.errors import PathLike
 from tensorkeep.formats.base import OpenSettings
 from tensorkeep.io.buffers import DEFAULT_BUDGET
-from tensorkeep.io.parallel import Progress
+from tensorkeep.state.cast import DTypeLike
 from tensorkeep.state.strided import Device
 
 
@@ -19,12 +20,13 @@ def load(
     into: Any = None,
     select: str | Iterable[str] | None = None,
     device: Device = None,
+    dtype: DTypeLike = None,
     strict: bool = True,
     mmap: bool = False,
     verify: bool | None = None,
     page_cache: bool = False,
     format: str | None = None,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
     threads: int | None = None,
     memory_budget: MemorySize = DEFAULT_BUDGET,
 ) -> Any:
@@ -52,6 +54,9 @@ def load(
         selected are left out of dicts and replaced by None in lists.
     device : torch.device or str, optional
         Where new tensors go; the CPU by default.
+    dtype : torch.dtype or str, optional
+        Convert tensors of floating point to this dtype while they are read, block by block, such as ``torch.bfloat16``
+        or ``"bfloat16"``. Other tensors and numpy arrays keep their dtypes. Not together with ``into``.
     strict : bool
         With False, what fits ``into`` by name and shape is loaded, and a `StateMismatchWarning` names the rest, which
         is left unchanged. Dtypes must still be the same. Objects other than modules are loaded as a whole or, if
@@ -69,8 +74,9 @@ def load(
         what is cached already is taken from there, and the rest is read directly, which is faster.
     format : str, optional
         The name of the format, instead of looking.
-    progress : callable, optional
-        Called with (bytes done, bytes in all), from the reading threads, one call at a time.
+    progress : bool or callable, optional
+        True draws a bar on stderr if that is a terminal. A function is called with (bytes done, bytes in all), from
+        the reading threads, one call at a time.
     threads : int, optional
         Reading threads; twice the cores, between 2 and 8, by default.
     memory_budget : int or str
@@ -121,5 +127,5 @@ def load(
     """
     check = not mmap if verify is None else verify
     settings = OpenSettings(verify=check, page_cache=page_cache or mmap, pool=budget_pool(memory_budget))
-    request = LoadRequest(into, select, device, strict, mmap, check, progress=progress, threads=threads)
+    request = LoadRequest(into, select, device, strict, dtype, mmap, check, progress, threads)
     return load_path(checkpoint_path(path), settings, request, format)

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ from tensorkeep.io.parallel import Progress
 from tensorkeep.machine import memory_limit
 from tensorkeep.state import cuda
 from tensorkeep.state.aliases import find_aliases, full_view, make_view, sharing_conflict
+from tensorkeep.state.cast import CastLeaf
+from tensorkeep.state.dtypes import DType
 from tensorkeep.state.leaf import Leaf, LeafKind, allocate
 from tensorkeep.state.skeleton_writer import StateLeaf
 from tensorkeep.state.strided import Array, Device
@@ -176,8 +179,9 @@ def _listed(what: str, found: list[str]) -> str:
 class LoadPlan:
     """The memory that each of the ``chosen`` tensors is loaded into, and the reading into it.
 
-    Those in ``given`` are filled in place; others get new memory on ``device``, or with ``mmap`` the memory of the
-    mapped file. Stored tensors are read in parallel; views with memory of their own are filled afterwards.
+    Those in ``given`` are filled in place; others get new memory on ``device``, torch tensors of floating point with
+    ``dtype``, or with ``mmap`` the memory of the mapped file. Stored tensors are read in parallel; views with memory of
+    their own are filled afterwards.
     """
 
     def __init__(
@@ -186,10 +190,12 @@ class LoadPlan:
         chosen: list[str],
         given: Mapping[str, Target],
         device: Device = None,
+        dtype: DType | None = None,
         *,
         mmap: bool = False,
     ) -> None:
         self._reader = reader
+        self._dtype = dtype
         self._mmap = mmap
         self._chosen = chosen
         self._given = given
@@ -210,7 +216,7 @@ class LoadPlan:
         """Allocate stored tensors; a single view of one that is not wanted gets memory for itself only."""
         flat, entries = self._reader.flat, self._reader.entries
         if not self._mmap:
-            _check_memory(self._reader, names, device)
+            self._check_memory(names, device)
         wanted = set(self._chosen)
         views = Counter(flat.aliases[n].of for n in names if n in flat.aliases)
         for name in names:
@@ -223,11 +229,29 @@ class LoadPlan:
             if stored not in self._memory:
                 kind, entry = self._reader.leaf_specs[name].kind, entries[stored]
                 where = device if kind in ("tensor", "parameter") else None
+                dtype = self._dtype_of(stored)
                 if self._mmap and entry.nbytes:
                     array = _mapped(self._reader, kind, entry)
                 else:
-                    array = allocate(kind, entry.dtype, entry.shape, device=where)
-                self._memory[stored] = Leaf(stored, kind, entry.dtype, array)
+                    array = allocate(kind, dtype, entry.shape, device=where)
+                self._memory[stored] = (Leaf if dtype is entry.dtype else CastLeaf)(stored, kind, entry.dtype, array)
+
+    def _dtype_of(self, name: str) -> DType:
+        """Return the dtype of a tensor in new memory."""
+        saved, kind = self._reader.entries[name].dtype, self._reader.leaf_specs[name].kind
+        is_converted = saved.kind == "float" and kind in ("tensor", "parameter")
+        return self._dtype if self._dtype is not None and is_converted else saved
+
+    def _check_memory(self, names: Iterable[str], device: Device) -> None:
+        """Raise if the tensors exceed the machine's memory; a malicious manifest can state any size."""
+        stored = {self._reader.entries[name].alias_of or name for name in names}
+        needed = sum(prod(self._reader.entries[name].shape) * self._dtype_of(name).itemsize for name in stored)
+        if device is None and needed > (limit := memory_limit()):
+            raise OutOfMemoryError(
+                f"needs {format_bytes(needed)} of memory, this process can have {format_bytes(limit)}",
+                path=self._reader.path,
+                remedy="`select` some of the tensors, or `tensorkeep.open` it and slice",
+            )
 
     @property
     def nbytes(self) -> int:
@@ -284,15 +308,3 @@ def _mapped(reader: Reader, kind: LeafKind, entry: Entry) -> Array:
     import torch
 
     return torch.from_numpy(content).view(entry.dtype.torch).view(entry.shape)
-
-
-def _check_memory(reader: Reader, chosen: Iterable[str], device: Device) -> None:
-    """Raise if the tensors exceed the machine's memory; a malicious manifest can state any size."""
-    stored = {reader.entries[name].alias_of or name for name in chosen}
-    needed = sum(reader.flat.leaves[name].nbytes for name in stored)
-    if device is None and needed > (limit := memory_limit()):
-        raise OutOfMemoryError(
-            f"needs {format_bytes(needed)} of memory, this process can have {format_bytes(limit)}",
-            path=reader.path,
-            remedy="`select` some of the tensors, or `tensorkeep.open` it and slice",
-        )

@@ -11,6 +11,7 @@ from tensorkeep.checkpoint.arguments import MemorySize, budget_pool, thread_coun
 from tensorkeep.checkpoint.finding import find_format
 from tensorkeep.checkpoint.load.ranges import read_all
 from tensorkeep.checkpoint.manager.address import checkpoint_path, steps_of_run
+from tensorkeep.checkpoint.progress import ProgressOption, drawn
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, PathLike
 from tensorkeep.formats.base import FORMATS, OpenSettings, Problem, Reader
 from tensorkeep.io.buffers import DEFAULT_BUDGET, BufferPool
@@ -52,7 +53,7 @@ def verify(
     path: PathLike,
     *,
     format: str | None = None,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
     threads: int | None = None,
     memory_budget: MemorySize = DEFAULT_BUDGET,
 ) -> VerifyReport:
@@ -65,9 +66,9 @@ def verify(
         A checkpoint, a step of a run such as ``"run@1200"``, or a run, of which all steps are verified.
     format : str, optional
         The name of the format, instead of looking at the files.
-    progress : callable, optional
-        Called with (bytes done, bytes in all), from the reading threads, one call at a time; of a run, step by
-        step.
+    progress : bool or callable, optional
+        True draws a bar on stderr if that is a terminal. A function is called with (bytes done, bytes in all), from
+        the reading threads, one call at a time; of a run, step by step.
     threads : int, optional
         Reading threads; twice the cores, between 2 and 8, by default.
     memory_budget : int or str
@@ -92,10 +93,10 @@ def verify(
     """
     count = thread_count(threads)
     steps = steps_of_run(path)
-    with budget_pool(memory_budget) as pool:
+    with budget_pool(memory_budget) as pool, drawn(progress, "verifying") as callback:
         if steps:
-            return _verify_run(path, steps, pool, count, progress)
-        return _verify_one(Path(checkpoint_path(path)), format, pool, count, progress)
+            return _verify_run(path, steps, pool, count, callback)
+        return _verify_one(Path(checkpoint_path(path)), format, pool, count, callback)
 
 
 def _verify_one(

@@ -15,6 +15,7 @@ from tensorkeep.checkpoint.manager.folder import StepFolder
 from tensorkeep.checkpoint.manager.retention import Keep, KeepBest, best_rule, best_step, keep_rule, unwanted
 from tensorkeep.checkpoint.manager.steps import Step, StepListing, checked_metrics, is_damaged, list_steps, step_number
 from tensorkeep.checkpoint.manager.triggers import SaveWhen
+from tensorkeep.checkpoint.progress import ProgressOption, callback_only
 from tensorkeep.checkpoint.save.begin import begin_save, check_request, flat_state
 from tensorkeep.checkpoint.save.job import PendingSave
 from tensorkeep.checkpoint.save.memory import checked_budget
@@ -24,7 +25,6 @@ from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, PathL
 from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.write import StepRecord
 from tensorkeep.io.buffers import DEFAULT_BUDGET
-from tensorkeep.io.parallel import Progress
 from tensorkeep.paths import checked_path
 from tensorkeep.state.strided import Device
 
@@ -103,7 +103,7 @@ class CheckpointManager:
         when_busy: WhenBusy = "wait",
         memory_budget: MemorySize | None = None,
         threads: int | None = None,
-        progress: Progress | None = None,
+        progress: ProgressOption = None,
         settings: SettingsSource | None = None,
     ) -> None:
         delta = incremental == "delta"
@@ -127,7 +127,7 @@ class CheckpointManager:
             format="native",
             compression="lossless" if delta else compression,
             threads=threads,
-            progress=progress,
+            progress=callback_only(progress),
             settings=read_settings(settings),
             options={"incremental": True, "base": self._find_base, "delta": delta} if incremental else {},
             copy=True,
@@ -243,7 +243,7 @@ class CheckpointManager:
         device: Device = None,
         strict: bool = True,
         threads: int | None = None,
-        progress: Progress | None = None,
+        progress: ProgressOption = None,
     ) -> Any:
         """Load a step, by default the last one that is complete and undamaged; return the state as it was saved.
 

@@ -4,13 +4,13 @@ from contextlib import closing
 from typing import Any
 
 from tensorkeep.checkpoint.arguments import MemorySize
+from tensorkeep.checkpoint.progress import ProgressOption, callback_only, drawn
 from tensorkeep.checkpoint.save.begin import begin_save, check_request, flat_state
 from tensorkeep.checkpoint.save.job import PendingSave, SaveReport
 from tensorkeep.checkpoint.save.memory import SaveMemory, checked_budget
 from tensorkeep.checkpoint.save.queue import SaveQueue
 from tensorkeep.checkpoint.settings import SettingsSource
 from tensorkeep.errors import PathLike
-from tensorkeep.io.parallel import Progress
 
 
 def save(
@@ -21,7 +21,7 @@ def save(
     format: str | None = None,
     overwrite: bool = False,
     metadata: dict[str, Any] | None = None,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
     threads: int | None = None,
     memory_budget: MemorySize | None = None,
     settings: SettingsSource | None = None,
@@ -49,8 +49,9 @@ def save(
         Replace an existing checkpoint of the same format. It stays intact until the new one is durable.
     metadata : dict, optional
         JSON values of your own, stored beside the state.
-    progress : callable, optional
-        Called with (bytes done, bytes in all), from the writing threads, one call at a time.
+    progress : bool or callable, optional
+        True draws a bar on stderr if that is a terminal. A function is called with (bytes done, bytes in all), from
+        the writing threads, one call at a time.
     threads : int, optional
         Writing threads; twice the cores, between 2 and 8, by default.
     memory_budget : int or str, optional
@@ -91,11 +92,12 @@ def save(
     100
     >>> folder.cleanup()
     """
-    request = check_request(
-        path, compression, format, overwrite, metadata, progress, threads, memory_budget, settings, options
-    )
-    with closing(SaveMemory(request.memory_budget)) as memory:
-        return begin_save(flat_state(state), request, memory).run()
+    with drawn(progress, "saving") as callback:
+        request = check_request(
+            path, compression, format, overwrite, metadata, callback, threads, memory_budget, settings, options
+        )
+        with closing(SaveMemory(request.memory_budget)) as memory:
+            return begin_save(flat_state(state), request, memory).run()
 
 
 def save_async(
@@ -106,7 +108,7 @@ def save_async(
     format: str | None = None,
     overwrite: bool = False,
     metadata: dict[str, Any] | None = None,
-    progress: Progress | None = None,
+    progress: ProgressOption = None,
     threads: int | None = None,
     memory_budget: MemorySize | None = None,
     settings: SettingsSource | None = None,
@@ -128,7 +130,9 @@ def save_async(
         Limit in bytes for the copy and all other buffers together, at least 128 MiB. For a larger state the caller
         waits until the last of it is copied; formats other than ``"native"`` refuse it. By default what the state
         needs, but at most half of the available memory. That of ``settings`` is not used.
-    compression, format, overwrite, metadata, progress, threads, settings, **options : optional
+    progress : callable, optional
+        Called with (bytes done, bytes in all), from the writing threads, one call at a time.
+    compression, format, overwrite, metadata, threads, settings, **options : optional
         The same as those of `tensorkeep.save`.
 
     Raises
@@ -154,8 +158,9 @@ def save_async(
     >>> folder.cleanup()
     """
     budget = checked_budget(memory_budget, delta=bool(options.get("delta")))
+    callback = callback_only(progress)
     request = check_request(
-        path, compression, format, overwrite, metadata, progress, threads, None, settings, options, copy=True
+        path, compression, format, overwrite, metadata, callback, threads, None, settings, options, copy=True
     )
     queue = SaveQueue("wait", budget, keep_buffers=False)
     try:

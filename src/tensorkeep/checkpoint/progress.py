@@ -1,0 +1,47 @@
+"""Progress bars: what ``progress=True`` draws, and the command line."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tensorkeep.errors import UsageError
+from tensorkeep.io.parallel import Progress
+
+ProgressOption = Progress | bool | None
+"""A callback, True for a progress bar, or nothing."""
+
+
+@contextmanager
+def progress_bar(doing: str) -> Iterator[Progress]:
+    """Draw a bar on stderr while the block runs; yield a callback that takes (bytes done, bytes in all)."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+    from rich.progress import TransferSpeedColumn as Speed
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), Speed())
+    with Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(doing, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def drawn(progress: ProgressOption, doing: str) -> Iterator[Progress | None]:
+    """Yield the callback to use: the given one, that of a bar if stderr is a terminal and True was given, or None."""
+    if not isinstance(progress, bool):
+        yield progress
+    elif progress and sys.stderr.isatty():
+        with progress_bar(doing) as callback:
+            yield callback
+    else:
+        yield None
+
+
+def callback_only(progress: ProgressOption) -> Progress | None:
+    """Return the callback of a background save, for which nothing is drawn; UsageError if True was given."""
+    if progress is True:
+        raise UsageError(
+            "progress=True draws a bar, which a save in the background would draw over the output of the program",
+            remedy="give a function of (bytes done, bytes in all)",
+        )
+    return None if progress is False else progress
