@@ -52,7 +52,7 @@ def test_layers(pair: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> No
     assert lines[3] == "changed layers:"
     assert lines[5].split()[:3] == ["blocks.24", "5", "100.00%"]
     assert lines[6] == "and 24 more (--top 0 shows all)"
-    assert "blocks         125" in lines_of(capsys, *pair, "--by-layer", "--depth", "1")[5]
+    assert "blocks       125" in lines_of(capsys, *pair, "--by-layer", "--depth", "1")[5]
     assert main(["diff", *pair, "--depth", "1"]) == 2
 
 

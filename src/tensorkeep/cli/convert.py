@@ -1,22 +1,35 @@
 """``tensorkeep convert``: write a checkpoint in another format or with another compression."""
 
-from typing import Annotated, Any
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
+from cyclopts import Parameter
+
+from tensorkeep.checkpoint.finding import find_format
 from tensorkeep.checkpoint.inspect.convert import convert as write_converted
+from tensorkeep.checkpoint.inspect.convert import format_for
 from tensorkeep.checkpoint.save.job import SaveReport
 from tensorkeep.cli.addresses import checkpoint_at
+from tensorkeep.cli.errors import as_failure, error_lines, most_severe
 from tensorkeep.cli.options import SIZE, Globs, Switch, Threads
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import print_lines, ratio
+from tensorkeep.errors import DestinationExistsError, TensorkeepError, UsageError
+from tensorkeep.paths import checked_path
 from tensorkeep.units import counted, format_bytes, format_rate, format_seconds
+
+_SUFFIXES = {"safetensors": ".safetensors", "torch": ".pt", "tensorstore": ".zarr"}
+"""The suffixes of new checkpoints in a folder; others have none."""
+
+_KNOWN_SUFFIXES = (".safetensors", ".tensorkeep", ".pt", ".pth", ".bin", ".ckpt", ".zarr")
 
 
 def convert(
-    source: str,
-    destination: str,
-    /,
-    *,
-    to: str,
+    *paths: Annotated[str, Parameter(required=True)],
+    to: str | None = None,
     compression: str | None = None,
     select: Globs = None,
     overwrite: Annotated[bool, Switch] = False,
@@ -27,17 +40,19 @@ def convert(
     memory_budget: Annotated[int | None, SIZE] = None,
     force: Annotated[bool, Switch] = False,
     output: Output = DEFAULT,
-) -> None:
+) -> int:
     """Write a checkpoint in another format or with another compression.
 
     Parameters
     ----------
-    source
-        The checkpoint to read, or a step of a run (RUN, RUN@1200, RUN@best); it is never changed.
-    destination
-        The path of the new checkpoint; it becomes visible when it is complete.
+    paths
+        SOURCE... DESTINATION. A source is a checkpoint, or a step of a run (RUN, RUN@1200, RUN@best), and is never
+        changed. The destination is the path of the new checkpoint; for several sources, or if it ends with a slash, the
+        folder for new checkpoints that are named after them. One that fails does not stop the others; the exit code is
+        the most severe. A new checkpoint becomes visible when it is complete.
     to
-        The format to write: native, torch, safetensors, dcp, tensorstore, t5x, or a plug-in's.
+        The format to write: native, torch, safetensors, dcp, tensorstore, t5x, or a plug-in's. By default the suffix
+        decides: .safetensors; .pt, .pth, .bin and .ckpt for torch; .zarr for tensorstore; otherwise native.
     compression
         none (the default); lossless, about a third smaller for bf16; auto, which measures both and takes the faster;
         or the name of a codec.
@@ -56,27 +71,114 @@ def convert(
     force
         Write compressed tensors into a safetensors file, although other tools would read them as bytes.
     """
-    source = checkpoint_at(source, output)
     options: dict[str, Any] = {} if shard_bytes is None else {"shard_bytes": shard_bytes}
     if force:
         options["force"] = True
-    with output.meter("converting") as progress:
-        report = write_converted(
-            source,
-            destination,
-            to=to,
-            compression=compression,
-            select=select,
-            overwrite=overwrite,
-            drop_metadata=drop_metadata,
-            format=format,
-            progress=progress,
-            threads=threads,
-            memory_budget=memory_budget,
-            settings=output.config,
-            **options,
+    jobs, into_folder = _plan(paths, to, output)
+    if to is None:
+        output.note(f"writing {_named(jobs[0].format)}, by the suffix of the destination (see --to)")
+
+    def run(job: _Job) -> SaveReport:
+        with output.meter(f"converting {job.source}") as progress:
+            return write_converted(
+                job.source,
+                job.destination,
+                to=job.format,
+                compression=compression,
+                select=select,
+                overwrite=overwrite,
+                drop_metadata=drop_metadata,
+                format=format,
+                progress=progress,
+                threads=threads,
+                memory_budget=memory_budget,
+                settings=output.config,
+                **options,
+            )
+
+    if into_folder:
+        return _run_all(jobs, run, output)
+    report = run(jobs[0])
+    output.show(report.as_dict(), lambda: _print_report(jobs[0].source, report))
+    return 0
+
+
+class _Job(NamedTuple):
+    """One checkpoint to convert."""
+
+    source: str
+    destination: str
+    format: str
+
+
+def _plan(paths: Sequence[str], to: str | None, output: Output) -> tuple[list[_Job], bool]:
+    """Return what to convert to what, and whether the destination is a folder for new checkpoints."""
+    if len(paths) < 2:
+        raise UsageError("no destination is given", remedy="give SOURCE... DESTINATION")
+    *sources, destination = paths
+    destination = os.fspath(checked_path(destination))
+    format = to or format_for(destination)
+    into_folder = len(sources) > 1 or (destination.endswith("/") and not _is_taken(destination))
+    if not into_folder:
+        return [_Job(checkpoint_at(sources[0], output), destination, format)], False
+    if _is_taken(destination):
+        raise DestinationExistsError(
+            "is not a folder for several checkpoints", path=destination, remedy="choose another"
         )
-    output.show(report.as_dict(), lambda: _print_report(source, report))
+    jobs: dict[str, _Job] = {}
+    for source in sources:
+        name = f"{_stem(source)}{_SUFFIXES.get(format, '')}"
+        if name in jobs:
+            raise UsageError(
+                f"{jobs[name].source} and {source} would both become {name}",
+                path=destination,
+                remedy="convert them one by one, under names of their own",
+            )
+        jobs[name] = _Job(source, os.path.join(destination, name), format)
+    return list(jobs.values()), True
+
+
+def _is_taken(destination: str) -> bool:
+    """Return whether a path is a file, or a checkpoint other than safetensors files in a folder."""
+    try:
+        return os.path.isfile(destination) or find_format(destination).name != "safetensors"
+    except TensorkeepError:
+        return False
+
+
+def _stem(source: str) -> str:
+    """Return the name of a source without the suffix of a format; ``run@1200`` keeps its step."""
+    path = Path(os.path.abspath(source))
+    return path.stem if path.suffix.lower() in _KNOWN_SUFFIXES else path.name
+
+
+def _run_all(jobs: list[_Job], run: Callable[[_Job], SaveReport], output: Output) -> int:
+    """Convert all; print each result, and the error of each that fails."""
+    documents: list[dict[str, Any]] = []
+    codes: list[int] = []
+    for job in jobs:
+        try:
+            source = checkpoint_at(job.source, output)
+            report = run(job._replace(source=source))
+        except (TensorkeepError, OSError) as error:
+            failure = as_failure(error)
+            print(*error_lines(failure), sep="\n", file=sys.stderr)
+            documents.append({"source": job.source, "ok": False, "error": failure.as_dict()})
+            codes.append(failure.exit_code)
+            continue
+        documents.append({"source": source, "ok": True, **report.as_dict()})
+        codes.append(0)
+        if output.shows_text:
+            _print_report(source, report)
+    failed = sum(map(bool, codes))
+    if failed and not output.quiet:
+        output.note(f"{counted(failed, 'checkpoint')} of {len(jobs)} failed")
+    output.show({"ok": not failed, "checkpoints": documents}, lambda: None)
+    return most_severe(codes)
+
+
+def _named(format: str) -> str:
+    return "a native checkpoint" if format == "native" else format
 
 
 def _print_report(source: str, report: SaveReport) -> None:

@@ -12,7 +12,7 @@ from tensorkeep.checkpoint.finding import open_reader
 from tensorkeep.checkpoint.load.ranges import reading_threads
 from tensorkeep.checkpoint.manager.address import checkpoint_path
 from tensorkeep.checkpoint.progress import ProgressOption, drawn
-from tensorkeep.checkpoint.save.begin import begin_save, check_request
+from tensorkeep.checkpoint.save.begin import begin_save, check_request, format_by_suffix
 from tensorkeep.checkpoint.save.job import SaveReport
 from tensorkeep.checkpoint.save.memory import SaveMemory
 from tensorkeep.checkpoint.settings import SettingsSource
@@ -23,12 +23,15 @@ from tensorkeep.state import names
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat, prune
 
+_OTHERS = {".bin": "torch", ".ckpt": "torch", ".zarr": "tensorstore"}
+"""Formats by the suffixes that other tools use; `save` writes what its caller calls ``.ckpt`` as a native one."""
+
 
 def convert(
     src: PathLike,
     dst: PathLike,
     *,
-    to: str = "native",
+    to: str | None = None,
     compression: str | None = None,
     select: str | Iterable[str] | None = None,
     overwrite: bool = False,
@@ -53,9 +56,10 @@ def convert(
         A checkpoint of any format, or a step of a run such as ``"run"`` or ``"run@1200"``; see `tensorkeep.load`.
     dst : path-like
         The path of the new checkpoint; missing parent folders are created.
-    to : str
+    to : str, optional
         The format to write: ``"native"``, ``"torch"``, ``"safetensors"``, ``"dcp"``, ``"tensorstore"``, ``"t5x"``, or a
-        plug-in's.
+        plug-in's. By default the suffix of ``dst`` decides: ``.safetensors``; ``.pt``, ``.pth``, ``.bin`` and ``.ckpt``
+        for torch; ``.zarr`` for tensorstore; all else is native.
     select : str or list of str, optional
         Globs on the names of tensors; only these are converted.
     drop_metadata : bool
@@ -87,11 +91,12 @@ def convert(
     >>> import tempfile, torch, tensorkeep
     >>> folder = tempfile.TemporaryDirectory()
     >>> _ = tensorkeep.save({"w": torch.ones(3)}, f"{folder.name}/a")
-    >>> tensorkeep.convert(f"{folder.name}/a", f"{folder.name}/b.safetensors", to="safetensors").format
+    >>> tensorkeep.convert(f"{folder.name}/a", f"{folder.name}/b.safetensors").format
     'safetensors'
     >>> folder.cleanup()
     """
     src, dst = checkpoint_path(src), checked_path(dst)
+    to = to or format_for(dst)
     request = check_request(dst, compression, to, overwrite, None, None, threads, memory_budget, settings, options)
     with (
         drawn(progress, "converting") as callback,
@@ -107,6 +112,11 @@ def convert(
             step=reader.step,
         )
         return begin_save(_selected(reader, select), replace(request, write=write), memory).run()
+
+
+def format_for(dst: PathLike) -> str:
+    """Return the format that a converted checkpoint of this name has: that of `tensorkeep.save`, or of other tools."""
+    return _OTHERS.get(Path(dst).suffix.lower()) or format_by_suffix(dst)
 
 
 def _check_outside(src: PathLike, dst: PathLike) -> None:

@@ -72,7 +72,7 @@ def check_request(
     path = checked_path(path)
     if isinstance(base := options.get("base"), str | os.PathLike):
         options = {**options, "base": checked_path(base)}
-    format = format or _BY_SUFFIX.get(Path(path).suffix.lower(), "native")
+    format = format or format_by_suffix(path)
     given = {**options, "compression": compression, "threads": threads, "memory_budget": memory_budget}
     table = read_settings(settings)
     left_out = ["memory_budget"] if copy else []
@@ -92,6 +92,11 @@ def check_request(
     FORMATS.get(format).check(Path(path), write)
     budget = None if taken["memory_budget"] is None else parse_bytes(taken["memory_budget"])
     return SaveRequest(path, format, write, budget, table.path if used else None, started)
+
+
+def format_by_suffix(path: PathLike) -> str:
+    """Return the format in which a checkpoint of this name is saved."""
+    return _BY_SUFFIX.get(Path(path).suffix.lower(), "native")
 
 
 def flat_state(state: object) -> Flat[Leaf]:
