@@ -74,13 +74,13 @@ def test_damaged_and_incomplete_steps_are_named(run: Path) -> None:
     manifest.write_bytes(manifest.read_bytes() + b"x")
     (run / "step-000040").write_text("a file")
     shutil.copytree(run / "step-000030", run / "step-000050")
-    (run / "step-000050" / "changes-model.safetensors").unlink()
+    (run / "step-000050" / "changes-model.tensorkeep").unlink()
     found = tensorkeep.log(run)
     assert {step.number: step.problem for step in found.steps if step.problem} == {
         10: "incomplete: holds no manifest, so it is not a checkpoint",
         20: "damaged: manifest.json: its checksum is wrong: the file is damaged",
         40: "incomplete: there is no such directory",
-        50: "damaged: changes-model.safetensors: the manifest lists this file, but it is missing",
+        50: "damaged: changes-model.tensorkeep: the manifest lists this file, but it is missing",
     }
     assert found.best is not None and found.best.number == 30
     assert found.steps[0].new_bytes > 200_000  # it still takes its space
@@ -88,14 +88,14 @@ def test_damaged_and_incomplete_steps_are_named(run: Path) -> None:
 
 
 def test_verify_finds_a_flipped_byte(run: Path) -> None:
-    file = run / "step-000020" / "changes-model.safetensors"
+    file = run / "step-000020" / "changes-model.tensorkeep"
     data = bytearray(file.read_bytes())
     data[-100] ^= 1
     file.write_bytes(data)
     assert not any(step.problem for step in tensorkeep.log(run).steps)
     found = tensorkeep.log(run, verify=True)
     (problem,) = [step.problem for step in found.steps if step.problem]
-    assert problem.startswith("damaged: changes-model.safetensors: 'model.w': its checksum is")
+    assert problem.startswith("damaged: changes-model.tensorkeep: 'model.w': its checksum is")
     assert found.best is not None and found.best.number == 30
 
 
