@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+# One stamp for each extra that is installed: `make demo` takes half of what `make test` needs, which adds the rest.
+DEMO := $(VENV)/.installed-demo
+DEV := $(VENV)/.installed-dev
 # Three workers for two cores, as some tests wait; one thread of torch each, as more would compete for the cores. The
 # tests of a class or module share fixtures, so that one worker runs them; the files run in their order, so that long
 # ones at the end do not leave a worker idle. Compiled Python is cached even where the environment forbids it: the tests
@@ -17,33 +19,31 @@ BENCH_ARGS ?=
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-$(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade "pip>=23.1"
-	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev]"
-	@touch $(STAMP)
+$(VENV)/.installed-%: pyproject.toml constraints.txt
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@echo "installing tensorkeep[$*] into $(VENV) ..."
+	@$(BIN)/pip install -qq --upgrade "pip>=23.1"
+	@$(BIN)/pip install -qq -c constraints.txt -e ".[$*]"
+	@touch $@
 
-demo: $(STAMP)  ## train a small GPT, kill it, resume it exactly; then save its checkpoint in six ways (a few minutes)
-	@rm -rf demo-run
-	@$(BIN)/tensorkeep demo --training --out demo-run $(DEMO_ARGS)
-	@$(BIN)/tensorkeep bench checkpoint --experiment six-way --from demo-run/checkpoints/step-001200 --runs 3 \
-		--out bench-demo --overwrite
+demo: $(DEMO)  ## saves, loads, a flipped bit, kills and a resumed training run, beside other tools (two minutes)
+	@$(BIN)/tensorkeep demo $(DEMO_ARGS)
 
-test: $(STAMP)  ## all tests but the exhaustive ones (about five minutes on 2 cores)
+test: $(DEV)  ## all tests but the exhaustive ones (about five minutes on 2 cores)
 	$(PYTEST) -m "not slow"
 
-check: $(STAMP)  ## formatting, lint, types
+check: $(DEV)  ## formatting, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: $(STAMP)  ## the speed that README states, as ratios against peers measured in the same run (tens of minutes)
+bench: $(DEV)  ## the speed that README states, as ratios against peers measured in the same run (tens of minutes)
 	@mkdir -p bench-results; missed=0; for each in ratios training_saves plain_training; do \
 		$(BIN)/python benchmarks/$$each.py --out bench-results/$$each.json $(BENCH_ARGS) || missed=1; \
 	done; exit $$missed
 
-torture: $(STAMP)  ## the exhaustive tests: every operation killed, every byte flipped (tens of minutes)
+torture: $(DEV)  ## the exhaustive tests: every operation killed, every byte flipped (tens of minutes)
 	$(PYTEST) -m slow --timeout 900
 
 clean:  ## remove the environment and what the tools left
-	rm -rf $(VENV) demo-run bench-demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) demo-run tensorkeep-demo.html .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -147,13 +147,14 @@ def private_bytes(process: int) -> int:
     return sizes.get("RssAnon", 0) + sizes.get("RssShmem", 0)
 
 
-def written_bytes() -> int:
-    """Return the bytes that this process has caused to be written to disks; UnsupportedError if not counted."""
-    for line in _lines(_PROC / "self" / "io"):
+def written_bytes(pid: int | None = None) -> int:
+    """Return the bytes that a process, or this one, has caused to be written; UnsupportedError if not counted."""
+    path = _PROC / ("self" if pid is None else str(pid)) / "io"
+    for line in _lines(path):
         name, _, count = line.partition(": ")
         if name == "write_bytes":
             return int(count)
-    raise UnsupportedError("the kernel does not count what is written", path=_PROC / "self" / "io")
+    raise UnsupportedError("the kernel does not count what is written", path=path)
 
 
 _NO_LIMIT = 2**60

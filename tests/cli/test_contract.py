@@ -89,7 +89,7 @@ FLAGS = {
     },
     "completion": set(),
     "man": set(),
-    "demo": {"--scale", "--from", "--rounds", "--dir", "--training", "--out"},
+    "demo": {"--size", "--scale", "--from", "--rounds", "--dir", "--training", "--out"},
 }
 
 

@@ -1,4 +1,4 @@
-"""``tensorkeep demo`` and ``tensorkeep demo --training``: text, JSON, damage, interrupts, and the losses compared."""
+"""``tensorkeep demo`` and ``tensorkeep demo --training``: text, JSON, page, interrupts, and the losses compared."""
 
 import json
 import os
@@ -9,19 +9,24 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 import tensorkeep
-from tensorkeep.bench.demo import training
-from tensorkeep.bench.demo.training import KilledRun, TrainingDemo
+from bench.documents import document, results, truth
+from tensorkeep.bench.analysis.summary import summarise
+from tensorkeep.bench.demo import six_way, training
+from tensorkeep.bench.demo.training import ComparedRuns, KilledRun, TrainingDemo
 from tensorkeep.checkpoint.manager.steps import Step
+from tensorkeep.cli.charts import sparkline
 from tensorkeep.cli.main import main
 from tensorkeep.cli.output import Output
 from tensorkeep.cli.training_demo import training_demo
 from tensorkeep.errors import StoreError
 
-ARMS = {"torch", "safetensors", "tensorkeep", "tensorkeep-lossless"}
+ARMS = {"torch", "safetensors", "tensorkeep", "tensorkeep-lossless", "tensorstore"}
+SIX_WAY = ("tensorstore", "pytorch", "t5x", "ts+concurrency", "ts+chunks", "ts+compression")
 SMALL = ["demo", "--scale", "0.001", "--rounds", "1", "--no-progress"]
 
 
@@ -33,51 +38,98 @@ def own_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_demo_measures_verifies_damages_and_cleans_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--dir", str(tmp_path)]) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    assert list(tmp_path.iterdir()) == []
-    for heading in ("1. The state", "2. Save and load", "3. Verify", "4. Damage", "Next: "):
-        assert heading in out
-    assert "237 tensors" in out
-    header = next(line.split() for line in out.splitlines() if "safetensors" in line.split())
-    assert set(header) == ARMS
-    row = next(line for line in out.splitlines() if line.startswith("durable save "))
-    assert len(re.findall(r"\d+\.\d\dx", row)) == len(ARMS - {"torch"})
-    assert re.search(r"`tensorkeep verify` finds it: \S+: tensor '\S+': block \d", " ".join(out.split()))
-    assert "did not notice" not in out
+def run_demo(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tensorkeep", "demo", "--rounds", "1", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
-def test_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--json", "--dir", str(tmp_path)]) == 0
-    document = json.loads(capsys.readouterr().out)
+def test_demo_of_the_users_checkpoint_keeps_every_promise(own_checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    page = tmp_path / "page.html"
+    done = run_demo("--from", own_checkpoint, "--json", "--dir", tmp_path / "work", "--out", page)
+    assert (done.returncode, done.stderr) == (0, "")
+    document = json.loads(done.stdout)
     assert document["ok"] is True
-    assert document["tensors"] == 237
-    assert document["verify"]["ok"] is True
-    assert set(document["measures"]["save"]) == ARMS
-    assert document["measures"]["stored"]["tensorkeep-lossless"]["against_torch"]["median"] < 0.9
+    assert (document["tensors"], document["state_bytes"]) == (2, 300 * 200 * 4 + 16)
+    assert set(document["measures"]["save"]) == set(document["measures"]["load_first"]) == ARMS
     assert {cell["arm"] for cell in document["rounds"]["cells"]} == ARMS
     flip = document["damage"]["flip"]
     [problem] = document["damage"]["verify"]["problems"]
     assert (problem["file"], problem["name"], problem["block"]) == (flip["file"], flip["name"], flip["block"])
+    silent = {peer["tool"]: peer["silent"] for peer in document["damage"]["peers"]}
+    assert silent == {"torch": True, "safetensors": True}
+    assert {kill["tool"]: kill["intact"] for kill in document["kills"]} == {"torch": False, "tensorkeep": True}
+    assert all(0 < kill["written"] < kill["nbytes"] for kill in document["kills"])
+    training = document["training"]
+    assert training["exact"] is True
+    assert training["same"] == len(training["unbroken"]) == 100
+    assert training["resumed_from"] < training["killed_at"] < 100
+    arms = {cell["arm"]: cell["status"] for cell in document["six_way"]["cells"]}
+    assert set(arms) == {*SIX_WAY, "tensorkeep", "tensorkeep-lossless"}
+    assert set(arms.values()) == {"ok"}
+    assert document["six_way"]["summary"]["recommendations"] == []
+    assert document["page"] == str(page)
+    text = page.read_text()
+    assert all(arm in text for arm in (*ARMS, *arms))
+    assert "http" not in text.replace("http-equiv", "").replace("http://www.w3.org", "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "work"]
+    assert list((tmp_path / "work").iterdir()) == []
+    assert tensorkeep.verify(own_checkpoint).ok
 
 
+@pytest.fixture
+def quick_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the parts that take long by their results."""
+    losses = [4.0, 3.0, 2.0, 1.5]
+    monkeypatch.setattr(training, "compare_runs", lambda *_, **__: ComparedRuns(losses, losses, 3, 2))
+    found = results(document({name: truth() for name in (*SIX_WAY, "tensorkeep")}, runs=1))
+    found = msgspec.structs.replace(found, summary=summarise(found))
+    monkeypatch.setattr(six_way, "compare_six_ways", lambda *_, **__: found)
+
+
+@pytest.mark.usefixtures("quick_parts")
+def test_text_has_five_parts_five_facts_and_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    assert main([*SMALL, "--dir", str(tmp_path), "--out", str(page)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert list(tmp_path.iterdir()) == [page]
+    headings = ("1. Save", "2. One bit", "3. kill -9", "4. A small GPT", "5. Six")
+    places = [out.index(f"\n{heading}") for heading in headings]
+    assert places == sorted(places)
+    assert "237 tensors" in out
+    assert "these times say little" in " ".join(out.split())
+    assert len(re.findall(r"^   torch .*(ms|s|MB)$", out, re.MULTILINE)) == 3
+    assert len(re.findall(r"^ - ", out, re.MULTILINE)) == 5
+    assert "all 4 losses are the same" in " ".join(out.split())
+    assert out.splitlines()[-1].endswith(str(page))
+    assert all(len(line) <= 80 for line in out.splitlines() if str(tmp_path) not in line)
+    assert "\x1b" not in out
+
+
+@pytest.mark.usefixtures("quick_parts")
 def test_quiet_prints_nothing(own_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["demo", "--from", str(own_checkpoint), "--rounds", "1"]
+    arguments = ["demo", "--from", str(own_checkpoint), "--rounds", "1", "--out", str(tmp_path / "page.html")]
     assert main([*arguments, "-q", "--dir", str(tmp_path)]) == 0
     assert capsys.readouterr() == ("", "")
 
 
-def test_checkpoint_of_the_user(own_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["demo", "--from", str(own_checkpoint), "--rounds", "1"]
-    assert main([*arguments, "--json", "--dir", str(tmp_path)]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["tensors"] == 2
-    assert document["state_bytes"] == 300 * 200 * 4 + 16
-    assert set(document["measures"]["load_warm"]) == ARMS
-    assert list(tmp_path.iterdir()) == []
-    assert tensorkeep.verify(own_checkpoint).ok
+@pytest.mark.usefixtures("quick_parts")
+def test_broken_promise_is_reported_and_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    different = ComparedRuns([4.0, 3.0], [4.0, 3.1], 2, 1)
+    monkeypatch.setattr(training, "compare_runs", lambda *_, **__: different)
+    assert main([*SMALL, "--dir", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 1
+    assert "only 1 of 2 losses are the same" in " ".join(capsys.readouterr().out.split())
+
+
+def test_sparkline_has_a_level_for_each_mean() -> None:
+    assert sparkline([0.0, 0.0, 1.0, 1.0, 0.5, 0.5], 3, 0.0, 1.0) in ("▁█▅", ".%*", ".#*")
 
 
 @pytest.mark.parametrize(
@@ -85,6 +137,8 @@ def test_checkpoint_of_the_user(own_checkpoint: Path, tmp_path: Path, capsys: py
     [
         (["--scale", "0"], 2, "out of range"),
         (["--scale", "1", "--from", "x"], 2, "exclude each other"),
+        (["--size", "1GB", "--scale", "1"], 2, "exclude each other"),
+        (["--out", "page.txt"], 2, "ends in .html"),
         (["--rounds", "0"], 2, "rounds"),
         (["--from", "nothing-here"], 5, "nothing-here: does not exist"),
         (["--dir", "no/such/folder"], 3, "--dir"),
@@ -112,6 +166,7 @@ def test_interrupt_cleans_up(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import sys; from tensorkeep.cli.main import main; sys.exit(main())"]
     demo = subprocess.Popen(
         [*command, "demo", "--scale", "0.02", "--rounds", "1000", "--dir", str(tmp_path)],
+        start_new_session=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -122,7 +177,7 @@ def test_interrupt_cleans_up(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         assert demo.poll() is None
         time.sleep(0.01)
-    demo.send_signal(signal.SIGINT)
+    os.killpg(demo.pid, signal.SIGINT)  # As Ctrl-C in a terminal, which reaches all processes.
     _, err = demo.communicate(timeout=120)
     assert demo.returncode == 130
     assert err == "interrupted\n"
@@ -185,7 +240,7 @@ def test_run_is_killed_only_some_steps_after_a_checkpoint(tmp_path: Path, monkey
             self.process = subprocess.Popen(["sleep", "60"], text=True)
             return self.process
 
-        def _losses(self) -> dict[int, float]:
+        def losses(self) -> dict[int, float]:
             return {step: float(step) for step in logged}
 
         def _last_saved(self) -> Step:

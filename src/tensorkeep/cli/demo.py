@@ -1,177 +1,131 @@
-"""``tensorkeep demo``: a checkpoint saved, loaded, verified and damaged, beside other tools."""
+"""``tensorkeep demo``: speed, damage, kills and training, beside other tools, with one page of HTML."""
 
 import math
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 from cyclopts import Parameter
 
-from tensorkeep.bench.checkpoint.measure import STORED
 from tensorkeep.bench.checkpoint.state_pair import StatePair
-from tensorkeep.bench.checkpoint.tools.registry import COMMON_TOOLS
-from tensorkeep.bench.checkpoint.workload import MEASURES
-from tensorkeep.bench.demo import checkpoint as stages
-from tensorkeep.bench.demo.checkpoint import DamageReport, Figure, figures
-from tensorkeep.bench.run.rounds import Rounds, run_rounds, tool_measurements
-from tensorkeep.checkpoint.load.verify import VerifyReport
-from tensorkeep.cli.options import AtLeastOne, Switch
+from tensorkeep.bench.demo.damage import damage_and_verify, damage_peers, save_and_verify
+from tensorkeep.bench.demo.killed_save import kill_saves
+from tensorkeep.bench.demo.results import DemoResults
+from tensorkeep.bench.demo.speed import LONGEST_SECONDS, measure_rounds, measure_t5x
+from tensorkeep.bench.demo.state import DEFAULT_SCALE, SEED, build_states, scale_of_size, temporary_folder
+from tensorkeep.cli import demo_text
+from tensorkeep.cli.options import SIZE, AtLeastOne, Switch
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import Table, print_lines
 from tensorkeep.errors import UsageError
-from tensorkeep.units import counted, format_bytes, format_seconds
+from tensorkeep.units import counted, format_bytes
 
-_LABELS = {measure.name: measure.label for measure in MEASURES}
-
-_MEANINGS = {
-    # By a word in the names of the measures.
-    "save": "until the checkpoint is durable on the disk (fsync)",
-    "cold": "read from the disk: none of the files is in the page cache",
-    "warm": "the page cache holds the files",
-    "into": "into existing tensors, as when a training run is resumed",
-}
+_DEFAULT_ROUNDS = 3
+_STEPS, _EVERY = 100, 20
 
 
 def demo(
     *,
+    size: Annotated[int | None, SIZE] = None,
     scale: float | None = None,
-    source: Annotated[Path | None, Parameter(name="--from")] = None,
+    source: Annotated[Path | None, Parameter(name="--from", metavar="CHECKPOINT")] = None,
     rounds: Annotated[int | None, AtLeastOne] = None,
     directory: Annotated[Path, Parameter(name="--dir")] = Path(),
     training: Annotated[bool, Switch] = False,
-    out: Path = Path("demo-run"),
+    out: Path | None = None,
     output: Output = DEFAULT,
 ) -> int:
-    """Save, load, verify and damage a checkpoint, beside torch and safetensors.
+    """Show on this machine what Tensorkeep does, in about two minutes.
 
-    torch, safetensors, tensorkeep and tensorkeep-lossless save and load a state in interleaved rounds. Each loaded
-    state is compared with the saved one, bit for bit. Then one bit of a checkpoint is flipped, and tensorkeep verify
-    must find it. This takes about a minute. With --training, a small GPT is trained, killed and resumed instead; that
-    takes about two minutes.
+    It saves and loads 0.7 GB beside torch, safetensors, TensorStore and T5X; flips a bit; kills a save, and a training
+    run, with kill -9; and compares six ways to checkpoint. The results are printed, and written as one page of HTML.
 
     Parameters
     ----------
+    size
+        The size of the state, such as 200MB; 0.7 GB by default.
     scale
-        The size of the state, as a fraction of OpenLLaMA-3B; 0.1, the default, is 0.7 GB.
+        The same as a fraction of OpenLLaMA-3B, which has 6.9 GB: 0.1 by default.
     source
         Use the state of this checkpoint instead, of any format.
     rounds
-        Number of rounds; 3 by default, and fewer on a slow disk.
+        Number of rounds of the comparison; 3 by default, and fewer on a slow machine.
     directory
-        The folder to write in; what is written is removed.
+        The folder to measure in; what is written there is removed.
     training
-        Train a model, kill it, resume it, compare the steps that were computed twice, and generate text.
+        Only train a model: kill it, resume it, compare the steps that were computed twice, and generate text.
     out
-        The folder of the run of --training; it must not exist, and is kept.
+        The page to write, tensorkeep-demo.html by default. With --training: the folder of the run, demo-run by default,
+        which must not exist and is kept.
     """
     if training:
         # Imports the trainer, which the other demo does not need.
         from tensorkeep.cli.training_demo import training_demo
 
-        return 0 if training_demo(out, output)["ok"] else 1
-    if source is not None and scale is not None:
-        raise UsageError("--from and --scale exclude each other", remedy="give one of them")
-    scale = stages.DEFAULT_SCALE if scale is None else scale
-    count = rounds or stages.DEFAULT_ROUNDS
-    seconds = stages.LONGEST_SECONDS if rounds is None else math.inf
-    visits = count * len(COMMON_TOOLS)
-    with stages.temporary_folder(directory) as folder:
+        return 0 if training_demo(out or Path("demo-run"), output)["ok"] else 1
+    if sum(given is not None for given in (size, scale, source)) > 1:
+        raise UsageError("--size, --scale and --from exclude each other", remedy="give one of them")
+    if size is not None:
+        scale = scale_of_size(size)
+    from tensorkeep.report.demo_page import write_demo_page
+    from tensorkeep.report.files import check_page
+
+    page = out or Path("tensorkeep-demo.html")
+    check_page(page)
+    with temporary_folder(directory) as folder:
         with output.status("building the state"):
-            states = stages.build_states(folder, source, scale)
-        _print_state(output, states, source, scale)
-        with output.status("measuring") as status:
-
-            def progress(done: int, arm: str) -> None:
-                status(f"measuring {arm} ({done + 1} of at most {visits})")
-
-            arms = tool_measurements(COMMON_TOOLS, states, folder)
-            measured = run_rounds(arms, count, seed=stages.SEED, seconds=seconds, progress=progress)
-        _print_comparison(output, measured)
-        with output.status("verifying"):
-            intact = stages.save_and_verify(folder, states)
-            damaged = stages.damage_and_verify(folder)
-        _print_verified(output, intact, damaged)
-    found = intact.ok and not damaged.report.ok
-    document = {
-        "ok": found,
-        "source": None if source is None else str(source),
-        "tensors": len(states.flat.leaves),
-        "state_bytes": states.nbytes,
-        "measures": msgspec.to_builtins(figures(measured)),
-        "rounds": msgspec.to_builtins(measured),
-        "verify": intact.as_dict(),
-        "damage": {"flip": asdict(damaged.flip), "verify": damaged.report.as_dict(), "refusal": damaged.refusal},
-    }
-    output.show(document, lambda: _print_next(source))
-    return 0 if found else 1
+            states = build_states(folder, source, DEFAULT_SCALE if scale is None else scale)
+        results = _run(output, folder, states, source, rounds)
+    write_demo_page(results, page)
+    output.show({**results.document(), "page": str(page)}, lambda: demo_text.print_facts(output, results, str(page)))
+    return 0 if results.ok else 1
 
 
-def _print_state(output: Output, states: StatePair, source: Path | None, scale: float) -> None:
-    what = f"random bfloat16 weights, with the names and shapes of OpenLLaMA-3B scaled by {scale:g}"
-    limits = []
-    if source is not None:
-        what = str(source)
-        limits = ["safetensors stores only tensors under flat names, so only these are compared."]
-    amount = f"{counted(len(states.flat.leaves), 'tensor')}, {format_bytes(states.nbytes)}"
-    output.paragraph(f"1. The state: {amount}: {what}.", *limits)
+def _run(output: Output, folder: Path, states: StatePair, source: Path | None, rounds: int | None) -> DemoResults:
+    """Run the parts, and print each as soon as it is done."""
+    from tensorkeep.bench.demo.six_way import compare_six_ways
+    from tensorkeep.bench.demo.training import compare_runs
 
-
-def _print_comparison(output: Output, rounds: Rounds) -> None:
-    output.paragraph(
-        "2. Save and load with torch, safetensors, tensorkeep, and tensorkeep with lossless compression: the median of "
-        f"{counted(rounds.count, 'round')}, each in random order. 2.00x: twice as fast as torch in the same round. "
-        "66%: of the bytes that torch writes to the disk."
-    )
-    table = figures(rounds)
-    names = list(COMMON_TOOLS)
-    rows = [
-        (_LABELS[measure], *(_cell(name, measure, row.get(name)) for name in names)) for measure, row in table.items()
-    ]
-    output.print_lines("")
-    if output.shows_text:
-        Table(("=", *(f">{name}" for name in names)), rows).show()
-    notes = [f"not run: {reason}" for reason in rounds.not_run.values()]
-    notes += [f"{word}: {meaning}" for word, meaning in _MEANINGS.items() if any(word in measure for measure in table)]
-    if not any("cold" in measure for measure in table):
-        notes.append("cold: not measured, because this file system keeps its files in memory (try another --dir)")
-    checks = "Every load returned every bit. Of the four, only the two of tensorkeep verify checksums when they load."
-    output.paragraph(*notes, checks)
-
-
-def _cell(arm: str, measure: str, figure: Figure | None) -> str:
-    if figure is None:
-        return "-"
-    value = format_bytes(figure.median) if measure == STORED else format_seconds(figure.median)
-    if figure.against_torch is None or arm == "torch":
-        return value
-    ratio = figure.against_torch.median
-    return f"{value}  {f'{ratio:.0%}' if measure == STORED else f'{ratio:.2f}x':>6}"
-
-
-def _print_verified(output: Output, intact: VerifyReport, damaged: DamageReport) -> None:
-    verdict = "no damage" if intact.ok else "the checkpoint is corrupt"
-    output.paragraph(
-        f"3. Verify: `tensorkeep verify` reads all {counted(intact.tensors, 'tensor')} and checks the checksums "
-        f"({intact.checked}): {verdict}."
-    )
-    flip = damaged.flip
-    found = [
-        f"`tensorkeep verify` finds it: {problem.file}: tensor {problem.name!r}: block {problem.block}: "
-        f"{problem.message}."
-        for problem in damaged.report.problems
-    ]
-    output.paragraph(
-        f"4. Damage: one bit is flipped in a copy: byte {flip.offset:,} of {flip.file}, "
-        f"from 0x{flip.before:02x} to 0x{flip.after:02x}.",
-        *(found if not damaged.report.ok else ["`tensorkeep verify` did not notice."]),
-        f"`tensorkeep.load` refuses it: {damaged.refusal}.",
+    seconds = LONGEST_SECONDS if rounds is None else math.inf
+    with output.status("measuring") as status:
+        measured = measure_rounds(
+            states, folder, rounds or _DEFAULT_ROUNDS, progress=status, seed=SEED, seconds=seconds
+        )
+        status("saving and loading with T5X's settings")
+        t5x = measure_t5x(states, folder)
+    demo_text.print_speed(output, _describe(states, source), states.nbytes, measured, t5x)
+    with output.status("flipping a bit"):
+        intact = save_and_verify(folder, states)
+        damage = damage_and_verify(folder)
+        peers = damage_peers(folder, states, damage.flip.name)
+    demo_text.print_damage(output, damage, peers)
+    with output.status("killing saves"):
+        kills = kill_saves(folder, states)
+    demo_text.print_kills(output, kills)
+    with output.status("training") as status:
+        runs = compare_runs(folder, status, steps=_STEPS, every=_EVERY)
+    demo_text.print_training(output, runs)
+    with output.status("comparing six ways") as status:
+        six_way = compare_six_ways(folder, status)
+    demo_text.print_six_ways(output, six_way)
+    return DemoResults(
+        source=None if source is None else str(source),
+        description=_describe(states, source),
+        tensors=len(states.flat.leaves),
+        state_bytes=states.nbytes,
+        rounds=measured,
+        t5x=t5x,
+        intact=intact,
+        damage=damage,
+        peers=peers,
+        kills=kills,
+        training=runs,
+        six_way=six_way,
     )
 
 
-def _print_next(source: Path | None) -> None:
-    command = "demo --from YOUR_CHECKPOINT"
-    if source is not None:
-        command = f"convert {source} smaller --to native --compression lossless"
-    print_lines("", f"Next:       tensorkeep {command}")
-    print_lines('in Python:  tensorkeep.save(state, "step-1000", compression="lossless")')
+def _describe(states: StatePair, source: Path | None) -> str:
+    amount = f"{format_bytes(states.nbytes)} ({counted(len(states.flat.leaves), 'tensor')})"
+    return (
+        f"{amount} of random bfloat16 weights in the shapes of OpenLLaMA-3B"
+        if source is None
+        else f"{amount} of {source}"
+    )

@@ -39,7 +39,7 @@ COMMANDS = {
     "report": ("report:report", "Print the tables of a results file and write its report."),
     "tune checkpoint": ("tune:checkpoint", "Find the settings that save fastest in a folder."),
     "tune training": ("tune_training:training", "Find the techniques and the batch size that fit into a memory limit."),
-    "demo": ("demo:demo", "Save, load, verify and damage a checkpoint, beside torch and safetensors."),
+    "demo": ("demo:demo", "Show on this machine what Tensorkeep does, in about two minutes."),
     "completion": ("shell:completion", "Print the completion script of a shell."),
     "man": ("shell:man", "Print the manual page, in the language of man."),
 }

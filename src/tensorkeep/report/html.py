@@ -1,4 +1,4 @@
-"""The report as one offline page of HTML: which tables it has; fills ``report/page/template.html.j2``."""
+"""The report as one offline page of HTML: which tables it has; fills the templates of ``report/page``."""
 
 import base64
 import hashlib
@@ -31,27 +31,42 @@ def report_page(results: Results, plots: list[Plot]) -> str:
 
     Raises MissingExtraError if jinja2 is not installed.
     """
+    names = {plot.name for plot in plots}
+    return render_page(
+        "template.html.j2",
+        plots={plot.name: (plot.title, themed(plot)) for plot in plots},
+        # The six panels show all that the four show, and more.
+        comparison=next((name for name in ("impact", "comparison", "three-way") if name in names), None),
+        **_content(results),
+    )
+
+
+def render_page(template: str, **content: Any) -> str:
+    """Return a page of ``report/page``, self-contained, with this content.
+
+    Raises MissingExtraError if jinja2 is not installed.
+    """
     try:
         import jinja2
     except ImportError as error:
         remedy = "pip install 'tensorkeep[bench]'"
         raise MissingExtraError("the page needs jinja2, which is not installed", remedy=remedy) from error
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.FunctionLoader(_page_file),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     script = _page_file("report.js")
     colours = " ".join(f"--plot-{name}: {colour};" for name, colour in PALETTE.items() if name != "paper")
-    names = {plot.name for plot in plots}
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return environment.from_string(_page_file("template.html.j2")).render(
+    return environment.get_template(template).render(
         mark=MARK,
         style=f"{_page_file('report.css')}:root {{ {colours} }}\n",
         script=script,
         script_hash=f"sha256-{digest}",
-        plots={plot.name: (plot.title, themed(plot)) for plot in plots},
-        # The six panels show all that the four show, and more.
-        comparison=next((name for name in ("impact", "comparison", "three-way") if name in names), None),
-        **_content(results),
+        **content,
     )
 
 
@@ -93,9 +108,9 @@ def _content(results: Results) -> dict[str, Any]:
         "claims": claims_table(results),
         "not_run": not_run if not_run.rows else None,
         "observed": observed if observed.rows else None,
-        "environment": _facts(results.environment),
+        "environment": facts_of(results.environment),
         "subject": _subject(results.subject),
-        "arms": _arms(results),
+        "arms": arms_table(results),
         "cells": _cells(results),
         "left_out": max(0, len(results.cells) - _MOST_CELLS),
         "experiment": _json(msgspec.to_builtins(experiment)),
@@ -110,7 +125,7 @@ def _json(value: object) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False) if value else ""
 
 
-def _facts(environment: dict[str, Any]) -> list[tuple[str, str]]:
+def facts_of(environment: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the environment as (name, value); nested names are joined by blanks."""
     facts = []
     for key, value in environment.items():
@@ -118,7 +133,7 @@ def _facts(environment: dict[str, Any]) -> list[tuple[str, str]]:
         if isinstance(value, dict):
             if key == "versions":
                 value = {name: version or "not installed" for name, version in value.items()}
-            facts += [(f"{label}: {name}", text) for name, text in _facts(value)]
+            facts += [(f"{label}: {name}", text) for name, text in facts_of(value)]
         elif value is None or value == []:
             facts.append((label.removesuffix(" bytes"), "none"))
         elif isinstance(value, list):
@@ -144,7 +159,8 @@ def _subject(subject: Subject) -> list[tuple[str, str]]:
     return facts + [(name, format_bytes(count)) for name, count in subject.dtypes.items()]
 
 
-def _arms(results: Results) -> ReportTable:
+def arms_table(results: Results) -> ReportTable:
+    """Return the arms and their settings."""
     rows = []
     for arm in results.arms:
         settings = Entry(json.dumps(arm.settings, ensure_ascii=False), code=True)

@@ -17,7 +17,7 @@ from tensorkeep.bench.checkpoint.tools.base import Tool
 from tensorkeep.bench.checkpoint.tools.registry import COMMON_TOOLS
 from tensorkeep.bench.checkpoint.tools.torch_tools import TorchTool
 from tensorkeep.bench.checkpoint.workload import WORKLOAD
-from tensorkeep.bench.demo.checkpoint import flip_bit
+from tensorkeep.bench.demo.damage import flip_bit
 from tensorkeep.bench.experiment.workload import GateError, Outcome
 from tensorkeep.bench.run.rounds import tool_measurements
 from tensorkeep.checkpoint.load.verify import verify

@@ -1,4 +1,4 @@
-"""``tensorkeep demo --training``: train a small GPT, kill it, resume it, compare the losses."""
+"""Part 4 of the demo: train a small GPT, kill it, resume it, compare the losses with those of an unbroken run."""
 
 import json
 import os
@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tensorkeep.checkpoint.manager.manager import CheckpointManager
@@ -20,6 +21,8 @@ from tensorkeep.train.run.folder import RunFolder
 RECIPE = "shakespeare-char-cpu"
 
 _POLL_SECONDS = 0.05
+_USUAL = ("--eval.batches", "4")
+_QUICK = ("--loop.batch_size", "8", "--eval.batches", "1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +52,29 @@ class RepeatedSteps:
 class TrainingDemo:
     """A run in a new ``folder``, trained by separate processes that save ``every`` so many of its ``steps``."""
 
-    def __init__(self, folder: PathLike, *, steps: int, every: int, source: str = "stdlib") -> None:
+    def __init__(
+        self,
+        folder: PathLike,
+        *,
+        steps: int,
+        every: int,
+        source: str = "stdlib",
+        settings: Sequence[str] = ("--eval.batches", "4"),
+    ) -> None:
         self.folder = RunFolder(folder)
         self._steps = steps
         self._every = every
         self._source = source
+        self._settings = settings
 
     def prepare(self) -> Prepared:
         """Turn the source into tokens."""
         self.folder.check_new()
         return prepare(self._source, self.folder.data, tokenizer="char", overwrite=True)
+
+    def train(self, progress: Callable[[str], None]) -> dict[str, Any]:
+        """Train the run to its end without a break; return its summary."""
+        return self._finish(self._start(), "training without a break", progress)
 
     def train_until_killed(self, progress: Callable[[str], None]) -> KilledRun:
         """Start the run and kill it (SIGKILL) at a random step, some steps after a complete checkpoint."""
@@ -66,7 +82,7 @@ class TrainingDemo:
         process = self._start()
         try:
             while (killed := self._stop_if_due(process, least)) is None:
-                progress(f"training: step {max(self._losses(), default=0)} of {self._steps}, to be killed at random")
+                progress(f"training: step {max(self.losses(), default=0)} of {self._steps}, to be killed at random")
                 time.sleep(_POLL_SECONDS)
         finally:
             process.kill()
@@ -89,7 +105,7 @@ class TrainingDemo:
 
     def _state_if_killed(self, least: int) -> KilledRun | None:
         """Return the state of the run if it were killed now; None before ``least`` or right after a checkpoint."""
-        losses, saved = self._losses(), self._last_saved()
+        losses, saved = self.losses(), self._last_saved()
         step = max(losses, default=0)
         # Right after a checkpoint there would be no steps to repeat, and nothing to compare.
         if saved is None or step < max(least, saved.number + max(1, self._every // 3)):
@@ -98,11 +114,16 @@ class TrainingDemo:
 
     def resume(self, progress: Callable[[str], None]) -> dict[str, Any]:
         """Resume the run to its end; return its summary."""
-        process = self._start("--resume")
-        while process.poll() is None:
-            progress(f"resumed: step {max(self._losses(), default=0)} of {self._steps}")
-            time.sleep(_POLL_SECONDS)
-        output, _ = process.communicate()
+        return self._finish(self._start("--resume"), "resumed", progress)
+
+    def _finish(self, process: subprocess.Popen[str], doing: str, progress: Callable[[str], None]) -> dict[str, Any]:
+        try:
+            while process.poll() is None:
+                progress(f"{doing}: step {max(self.losses(), default=0)} of {self._steps}")
+                time.sleep(_POLL_SECONDS)
+        finally:
+            process.kill()
+            output, _ = process.communicate()
         if process.returncode:
             raise _failed(process)
         summary: dict[str, Any] = json.loads(output)
@@ -110,7 +131,7 @@ class TrainingDemo:
 
     def repeated(self, killed: KilledRun) -> RepeatedSteps:
         """Compare the losses that were computed twice."""
-        again = self._losses()
+        again = self.losses()
         steps = [step for step in killed.losses if step > killed.saved.number]
         different = tuple(step for step in steps if again.get(step) != killed.losses[step])
         return RepeatedSteps(killed.saved.number + 1, killed.step, len(steps), different)
@@ -126,7 +147,8 @@ class TrainingDemo:
         command = [sys.executable, "-m", "tensorkeep", "train", RECIPE, "--out", str(self.folder.path), "--json", *more]
         if not more:
             command += ["--data", str(self.folder.data), "--loop.steps", str(self._steps), "--log.every", "1"]
-            command += ["--checkpoint.every", str(self._every), "--eval.every", str(self._every), "--eval.batches", "4"]
+            command += ["--checkpoint.every", str(self._every), "--eval.every", str(self._every)]
+            command += self._settings
         # Errors go to a file, because nothing reads a pipe while the process runs.
         with (self.folder.path / "errors.txt").open("w") as errors:
             return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
@@ -138,7 +160,8 @@ class TrainingDemo:
             return None
         return steps[-1] if steps else None
 
-    def _losses(self) -> dict[int, float]:
+    def losses(self) -> dict[int, float]:
+        """Return the loss of each step in the log; of a step that was computed again, the later one."""
         try:
             lines = self.folder.log.read_text().splitlines()
         except FileNotFoundError:
@@ -152,6 +175,47 @@ class TrainingDemo:
             if entry["kind"] == "train":
                 losses[entry["step"]] = entry["loss"]
         return losses
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedRuns:
+    """The losses of an unbroken run, and of one that was killed and resumed."""
+
+    unbroken: list[float]
+    resumed: list[float]
+    killed_at: int
+    resumed_from: int
+
+    @property
+    def same(self) -> int:
+        """The number of steps whose losses are the same, bit for bit."""
+        return sum(one == other for one, other in zip(self.unbroken, self.resumed, strict=False))
+
+    @property
+    def exact(self) -> bool:
+        """Whether both runs have all steps, and every loss is the same."""
+        return len(self.unbroken) == len(self.resumed) == self.same > 0
+
+
+def compare_runs(
+    folder: Path, progress: Callable[[str], None], *, steps: int, every: int, source: str = "stdlib"
+) -> ComparedRuns:
+    """Train a run without a break, and the same run with a kill and a resumption, on the same data."""
+    runs = []
+    for name in ("unbroken", "killed"):
+        # Small batches: losses are compared, and nothing is to be learned.
+        run = TrainingDemo(folder / name, steps=steps, every=every, source=source, settings=_QUICK)
+        run.prepare()
+        runs.append(run)
+    unbroken, killed = runs
+    unbroken.train(progress)
+    at = killed.train_until_killed(progress)
+    killed.resume(progress)
+    return ComparedRuns(_in_order(unbroken.losses()), _in_order(killed.losses()), at.step, at.saved.number)
+
+
+def _in_order(losses: dict[int, float]) -> list[float]:
+    return [losses[step] for step in sorted(losses)]
 
 
 def _check_running(process: subprocess.Popen[str]) -> None:

@@ -1,0 +1,101 @@
+"""The results of the demo, as JSON and as five sentences."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import msgspec
+
+from tensorkeep.bench.analysis.wording import listed, number
+from tensorkeep.bench.checkpoint.measure import FIRST, SAVE, STORED
+from tensorkeep.bench.demo.damage import DamageReport, PeerDamage
+from tensorkeep.bench.demo.killed_save import KilledSave
+from tensorkeep.bench.demo.speed import SmallRun, figures
+from tensorkeep.bench.demo.training import ComparedRuns
+from tensorkeep.bench.results import Results
+from tensorkeep.bench.run.rounds import Rounds
+from tensorkeep.checkpoint.load.verify import VerifyReport
+from tensorkeep.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class DemoResults:
+    """Everything that the demo measured; ``description`` is a sentence about the state."""
+
+    source: str | None
+    description: str
+    tensors: int
+    state_bytes: int
+    rounds: Rounds
+    t5x: SmallRun
+    intact: VerifyReport
+    damage: DamageReport
+    peers: list[PeerDamage]
+    kills: list[KilledSave]
+    training: ComparedRuns
+    six_way: Results
+
+    @property
+    def ok(self) -> bool:
+        """Whether every promise of Tensorkeep was kept."""
+        kept = all(kill.intact for kill in self.kills if kill.tool == "tensorkeep")
+        return self.intact.ok and not self.damage.report.ok and kept and self.training.exact
+
+    def document(self) -> dict[str, Any]:
+        """Return the results as JSON values."""
+        damage = self.damage
+        return {
+            "ok": self.ok,
+            "source": self.source,
+            "tensors": self.tensors,
+            "state_bytes": self.state_bytes,
+            "measures": msgspec.to_builtins(figures(self.rounds)),
+            "rounds": msgspec.to_builtins(self.rounds),
+            "t5x": asdict(self.t5x),
+            "verify": self.intact.as_dict(),
+            "damage": {
+                "flip": asdict(damage.flip),
+                "verify": damage.report.as_dict(),
+                "refusal": damage.refusal,
+                "peers": [{**asdict(each), "silent": each.silent} for each in self.peers],
+            },
+            "kills": [asdict(each) for each in self.kills],
+            "training": {**asdict(self.training), "same": self.training.same, "exact": self.training.exact},
+            "six_way": msgspec.to_builtins(self.six_way),
+        }
+
+
+def facts(results: DemoResults) -> list[str]:
+    """Return what was measured, in five sentences."""
+    table = figures(results.rounds)
+    size = format_bytes(results.state_bytes)
+    save, load, stored = (
+        {arm: figure.median for arm, figure in table.get(measure, {}).items()} for measure in (SAVE, FIRST, STORED)
+    )
+    fraction = stored["tensorkeep-lossless"] / results.state_bytes
+    flip, training = results.damage.flip, results.training
+    silent = [
+        f"{each.tool} loaded {number(each.after or 0.0)} for {number(each.before)}"
+        for each in results.peers
+        if each.silent
+    ]
+    unnoticed = f"{listed(silent)}, without a word; " if silent else ""
+    left = {kill.tool: "whole, bit for bit" if kill.intact else "broken" for kill in results.kills}
+    return [
+        f"A durable save of {size}: {_times(save)}; lossless, in {fraction:.0%} of the bytes.",
+        f"The first load in a new process: {_times(load)}. Of these, only tensorkeep verifies what it reads.",
+        f"One flipped bit: {unnoticed}tensorkeep named tensor {flip.name}, block {flip.block}, and refused to load it.",
+        f"kill -9 during a save: the checkpoint of tensorkeep was {left['tensorkeep']}; that of torch.save was "
+        f"{left['torch']}.",
+        f"kill -9 during training: {training.same} of {len(training.unbroken)} losses are the same, bit for bit, as "
+        "without the kill.",
+    ]
+
+
+def _times(seconds: dict[str, float]) -> str:
+    words = {
+        "tensorkeep": "tensorkeep",
+        "tensorkeep-lossless": "lossless",
+        "torch": "torch",
+        "safetensors": "safetensors",
+    }
+    return ", ".join(f"{word} {format_seconds(seconds[arm])}" for arm, word in words.items() if arm in seconds)
