@@ -80,6 +80,13 @@ def test_from_text_to_text(tmp_path: Path, text: Path, capsys: pytest.CaptureFix
     again = run_json(capsys, "generate", run, "--prompt", "she ", "--tokens", "9", "--seed", "4", "--no-cache")[1]
     assert again["text"] == output["text"]
     assert main(["verify", str(run / "checkpoints" / "step-000012"), "-q"]) == 0
+    for address, step in ((run / "checkpoints", 12), (f"{run}@10", 10), (f"{run}/checkpoints@latest", 12)):
+        assert run_json(capsys, "generate", address, "--tokens", "1")[1]["step"] == step
+    assert run_json(capsys, "export", f"{run}@10", "--out", tmp_path / "ten")[1]["step"] == 10
+    assert run_json(capsys, "generate", f"{run}@6")[0] == 5
+    assert run_json(capsys, "generate", f"{run}@10", "--which", "best")[0] == 2
+    code, listed = run_json(capsys, "log", run)
+    assert (code, listed["metric"], [step["number"] for step in listed["steps"]]) == (0, "validation_loss", [10, 12])
     code, exported = run_json(capsys, "export", run, "--out", tmp_path / "hf")
     assert (code, exported["architecture"]) == (0, "GPT2LMHeadModel")
     assert (tmp_path / "hf" / "model.safetensors").exists()

@@ -8,8 +8,7 @@ from tensorkeep.cli.options import Run, Switch, Which
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import print_lines
 from tensorkeep.train.export import export as write_export
-from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.trained import load_trained
+from tensorkeep.train.run.trained import load_trained_at
 from tensorkeep.units import format_bytes
 
 
@@ -34,7 +33,7 @@ def export(
     overwrite
         Replace an existing export.
     """
-    trained = load_trained(RunFolder(run), which=which, device="cpu")
+    trained = load_trained_at(run, which=which, device="cpu")
     tokenizer = trained.tokenizer
     report = write_export(
         trained.model,

@@ -11,8 +11,7 @@ from tensorkeep.cli.options import Run, Which
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import printable
 from tensorkeep.train.generate import generate_stream, prompt_ids
-from tensorkeep.train.run.folder import RunFolder
-from tensorkeep.train.run.trained import load_trained
+from tensorkeep.train.run.trained import load_trained_at
 from tensorkeep.units import counted
 
 
@@ -54,7 +53,7 @@ def generate(
     cache
         Cache keys and values between tokens.
     """
-    trained = load_trained(RunFolder(run), which=which, device=device)
+    trained = load_trained_at(run, which=which, device=device)
     tokenizer, ids, count = trained.tokenizer, prompt_ids(trained.tokenizer, prompt), 0
     drawn = generate_stream(
         trained.model,

@@ -57,7 +57,7 @@ MemoryBudget = Annotated[Size, Parameter(help="The limit on the memory of all bu
 
 InputFormat = Annotated[str | None, Parameter(help="The format; detected by default.")]
 
-Run = Annotated[Path, Parameter(help="The folder of the run.")]
+Run = Annotated[Path, Parameter(help="The folder of the run, or a step of it: RUN@1200, RUN@best.")]
 
 Which = Annotated[Literal["last", "best"], Parameter(help="The last checkpoint, or the best one by validation loss.")]
 

@@ -5,9 +5,10 @@ from typing import Literal, NamedTuple
 import torch
 
 from tensorkeep.checkpoint.load.load import load
+from tensorkeep.checkpoint.manager.address import CHECKPOINTS, find_checkpoint, split_address
 from tensorkeep.checkpoint.manager.manager import CheckpointManager
-from tensorkeep.checkpoint.manager.steps import Step
-from tensorkeep.errors import NotACheckpointError
+from tensorkeep.checkpoint.manager.steps import Step, read_step
+from tensorkeep.errors import NotACheckpointError, PathLike, UsageError
 from tensorkeep.train.data.tokenizers.base import Tokenizer
 from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.run.device import chosen_device
@@ -25,18 +26,38 @@ class TrainedModel(NamedTuple):
     step: Step
 
 
-def load_trained(folder: RunFolder, *, which: Which = "last", device: str = "auto") -> TrainedModel:
+def load_trained_at(address: PathLike, *, which: Which = "last", device: str = "auto") -> TrainedModel:
+    """Return the model of a run at the address of its folder, its ``checkpoints/``, or one step such as ``run@1200``.
+
+    Raises as `load_trained` and `find_checkpoint`; UsageError if both a step and ``which="best"`` are given.
+    """
+    place, wanted = split_address(address)
+    folder = RunFolder(place)
+    if not folder.exists() and folder.path.name == CHECKPOINTS:
+        folder = RunFolder(folder.path.parent)
+    if wanted is None:
+        return load_trained(folder, which=which, device=device)
+    if which != "last":
+        raise UsageError(f"both a step and {which!r} are given", path=address, remedy=f"leave out --which {which}")
+    number = find_checkpoint(f"{folder.checkpoints}@{wanted}").step
+    return load_trained(folder, which=which, device=device, step=read_step(folder.checkpoints, number or 0))
+
+
+def load_trained(
+    folder: RunFolder, *, which: Which = "last", device: str = "auto", step: Step | None = None
+) -> TrainedModel:
     """Return the model of a run, with its averaged weights if the run averages them.
 
-    ``"best"`` is by the validation loss. The device is that of `chosen_device`.
+    ``"best"`` is by the validation loss; a step overrides that. The device is that of `chosen_device`.
 
     Raises NotACheckpointError if there is no run, or it has no checkpoint; CorruptCheckpointError if the checkpoint is
     damaged.
     """
     config = folder.record().config
     tokenizer = folder.tokenizer()
-    manager = CheckpointManager(folder.checkpoints)
-    step = manager.best(METRIC) if which == "best" else manager.latest()
+    if step is None:
+        manager = CheckpointManager(folder.checkpoints)
+        step = manager.best(METRIC) if which == "best" else manager.latest()
     if step is None:
         raise NotACheckpointError(
             f"holds no {which} checkpoint",
