@@ -20,12 +20,13 @@ EVERYWHERE = {"--json", "--quiet", "-q", "--verbose", "-v", "--progress", "--no-
 RUN = {"--runs", "--dir", "--out", "--resume", "--overwrite"}
 MUCH = {"--threads", "--memory-budget"}
 FLAGS = {
-    "info": {"--largest", "--format"},
-    "ls": {"--long", "-l", "--format"},
+    "info": {"--largest", "--format", "--allow"},
+    "ls": {"--allow", "--long", "-l", "--format"},
     "log": {"--last", "--metric", "--mode", "--verify"},
-    "verify": {"--format", *MUCH},
-    "diff": {"--atol", "--rtol", "--select", "--by-layer", "--depth", "--top", "--stat", *MUCH},
+    "verify": {"--allow", "--format", *MUCH},
+    "diff": {"--allow", "--atol", "--rtol", "--select", "--by-layer", "--depth", "--top", "--stat", *MUCH},
     "convert": {
+        "--allow",
         "--to",
         "--compression",
         "--select",

@@ -14,7 +14,7 @@ from tensorkeep.checkpoint.inspect.convert import format_for
 from tensorkeep.checkpoint.save.job import SaveReport
 from tensorkeep.cli.addresses import checkpoint_at
 from tensorkeep.cli.errors import as_failure, error_lines, most_severe
-from tensorkeep.cli.options import SIZE, Globs, Switch, Threads
+from tensorkeep.cli.options import SIZE, Allow, Globs, Switch, Threads
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import print_lines, ratio
 from tensorkeep.errors import DestinationExistsError, TensorkeepError, UsageError
@@ -39,6 +39,7 @@ def convert(
     threads: Threads = None,
     memory_budget: Annotated[int | None, SIZE] = None,
     force: Annotated[bool, Switch] = False,
+    allow: Allow = None,
     output: Output = DEFAULT,
 ) -> int:
     """Write a checkpoint in another format or with another compression.
@@ -89,6 +90,7 @@ def convert(
                 overwrite=overwrite,
                 drop_metadata=drop_metadata,
                 format=format,
+                allow=allow,
                 progress=progress,
                 threads=threads,
                 memory_budget=memory_budget,

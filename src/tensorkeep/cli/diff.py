@@ -12,7 +12,7 @@ from tensorkeep.checkpoint.inspect.comparing import TensorDiff
 from tensorkeep.checkpoint.inspect.diff import DiffReport
 from tensorkeep.checkpoint.inspect.diff import diff as compare
 from tensorkeep.cli.addresses import checkpoint_at
-from tensorkeep.cli.options import AtLeastOne, Globs, MemoryBudget, Switch, Threads
+from tensorkeep.cli.options import Allow, AtLeastOne, Globs, MemoryBudget, Switch, Threads
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table, print_lines
 from tensorkeep.errors import UsageError
@@ -38,6 +38,7 @@ def diff(
     stat: Annotated[bool, Switch] = False,
     threads: Threads = None,
     memory_budget: MemoryBudget = DEFAULT_BUDGET,
+    allow: Allow = None,
     output: Output = DEFAULT,
 ) -> int:
     """Compare two checkpoints of any format; exit code 1 if they differ.
@@ -68,7 +69,15 @@ def diff(
     a, b = checkpoint_at(a, output), checkpoint_at(b, output)
     with output.meter("comparing") as progress:
         report = compare(
-            a, b, atol=atol, rtol=rtol, select=select, progress=progress, threads=threads, memory_budget=memory_budget
+            a,
+            b,
+            atol=atol,
+            rtol=rtol,
+            select=select,
+            progress=progress,
+            threads=threads,
+            memory_budget=memory_budget,
+            allow=allow,
         )
     output.show(report.as_dict(depth=depth), lambda: _print_report(report, _Shown(top, by_layer, depth, stat)))
     return 0 if report.equal else 1

@@ -14,7 +14,7 @@ from tensorkeep.checkpoint.inspect.log import log
 from tensorkeep.checkpoint.manager.address import steps_of_run
 from tensorkeep.cli.addresses import checkpoint_at
 from tensorkeep.cli.log import print_summary
-from tensorkeep.cli.options import InputFormat, Switch
+from tensorkeep.cli.options import Allow, InputFormat, Switch
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import Table, print_lines, ratio
 from tensorkeep.formats.base import Entry
@@ -28,6 +28,7 @@ def info(
     *,
     largest: Annotated[int, Parameter(validator=Number(gte=0))] = 10,
     format: InputFormat = None,
+    allow: Allow = None,
     output: Output = DEFAULT,
 ) -> None:
     """Show what a checkpoint contains, or sum up a training run; no tensor is read.
@@ -44,7 +45,7 @@ def info(
         output.show(run.summary(), lambda: print_summary(run))
         return
     path = checkpoint_at(path, output)
-    report = read_info(path, format=format)
+    report = read_info(path, format=format, allow=allow)
     output.show(report.as_dict(largest=largest), lambda: _print_info(report, largest))
 
 
@@ -54,6 +55,7 @@ def ls(
     *globs: str,
     long: Annotated[bool, Switch, Parameter(name=["--long", "-l"])] = False,
     format: InputFormat = None,
+    allow: Allow = None,
     output: Output = DEFAULT,
 ) -> None:
     """List the tensors of a checkpoint.
@@ -68,7 +70,7 @@ def ls(
         Also show the part of the state that each tensor belongs to, and the tensor whose storage it shares.
     """
     path = checkpoint_at(path, output)
-    report = read_info(path, format=format)
+    report = read_info(path, format=format, allow=allow)
     by_name = {entry.name: entry for entry in report.entries}
     entries = [by_name[name] for name in names.select(by_name, globs)] if globs else report.entries
     document = {"path": path, "format": report.format, "tensors": [describe(entry) for entry in entries]}

@@ -55,6 +55,16 @@ Threads = Annotated[int | None, AtLeastOne, Parameter(help="The number of thread
 
 MemoryBudget = Annotated[Size, Parameter(help="The limit on the memory of all buffers.")]
 
+Allow = Annotated[
+    list[str] | None,
+    Parameter(
+        negative="",
+        metavar="CLASS",
+        help="Read objects of this class in torch.save files, such as argparse.Namespace, as dicts of their "
+        "attributes, without its code; may be repeated.",
+    ),
+]
+
 InputFormat = Annotated[str | None, Parameter(help="The format; detected by default.")]
 
 Run = Annotated[Path, Parameter(help="The folder of the run, or a step of it: RUN@1200, RUN@best.")]

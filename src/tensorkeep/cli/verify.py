@@ -12,7 +12,7 @@ from tensorkeep.checkpoint.load.verify import verify as check
 from tensorkeep.checkpoint.manager.address import steps_of_run
 from tensorkeep.cli.addresses import checkpoint_at
 from tensorkeep.cli.errors import as_failure, error_lines, most_severe
-from tensorkeep.cli.options import InputFormat, MemoryBudget, Threads
+from tensorkeep.cli.options import Allow, InputFormat, MemoryBudget, Threads
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import print_lines
 from tensorkeep.errors import CorruptCheckpointError, TensorkeepError
@@ -26,6 +26,7 @@ def verify(
     format: InputFormat = None,
     threads: Threads = None,
     memory_budget: MemoryBudget = DEFAULT_BUDGET,
+    allow: Allow = None,
     output: Output = DEFAULT,
 ) -> int:
     """Read checkpoints completely and check every checksum.
@@ -44,7 +45,9 @@ def verify(
         try:
             with output.meter(f"verifying {path}") as progress:
                 place = checkpoint_at(path, output)
-                report = check(place, format=format, progress=progress, threads=threads, memory_budget=memory_budget)
+                report = check(
+                    place, format=format, allow=allow, progress=progress, threads=threads, memory_budget=memory_budget
+                )
         except (TensorkeepError, OSError) as error:
             if len(chosen) == 1:
                 raise

@@ -221,11 +221,14 @@ class OpenSettings:
         Where the reader takes its buffers from; the caller uses the same pool, so that one budget holds for both.
     page_cache : bool
         Read everything through the page cache; otherwise only what is cached already, and the rest around it.
+    allow : frozenset of str
+        Names of classes in pickles whose objects are read as dicts of their attributes.
     """
 
     verify: bool = True
     pool: BufferPool = field(default_factory=BufferPool)
     page_cache: bool = False
+    allow: frozenset[str] = frozenset()
 
 
 class Format(ABC):

@@ -18,6 +18,7 @@ from tensorkeep.checkpoint.save.memory import SaveMemory
 from tensorkeep.checkpoint.settings import SettingsSource
 from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.formats.base import OpenSettings, Reader
+from tensorkeep.formats.torch_file.allowed import Allow, allowed_names
 from tensorkeep.paths import checked_path
 from tensorkeep.state import names
 from tensorkeep.state.leaf import Source
@@ -38,6 +39,7 @@ def convert(
     drop_metadata: bool = False,
     verify: bool = True,
     format: str | None = None,
+    allow: Allow | None = None,
     progress: ProgressOption = None,
     threads: int | None = None,
     memory_budget: MemorySize | None = None,
@@ -68,6 +70,9 @@ def convert(
         Check every block that is read against its checksum, where the format has any.
     format : str, optional
         The format of the source; found by looking at the files by default.
+    allow : str, class, or list of them, optional
+        Classes outside torch's allow list, such as ``"argparse.Namespace"``, whose objects in ``torch.save`` files are
+        read as dicts of their attributes; their code is not run.
     memory_budget : int or str, optional
         Limit in bytes for all buffers of reading and writing together; 256 MiB by default.
     compression, overwrite, progress, threads, settings, **options : optional
@@ -101,7 +106,9 @@ def convert(
     with (
         drawn(progress, "converting") as callback,
         closing(SaveMemory(request.memory_budget)) as memory,
-        open_reader(src, OpenSettings(verify=verify, pool=memory.single_pool()), format) as reader,
+        open_reader(
+            src, OpenSettings(verify=verify, pool=memory.single_pool(), allow=allowed_names(allow)), format
+        ) as reader,
     ):
         _check_outside(src, dst)
         write = replace(

@@ -14,6 +14,7 @@ from tensorkeep.checkpoint.manager.address import checkpoint_path
 from tensorkeep.checkpoint.progress import ProgressOption, drawn
 from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.formats.base import Entry, OpenSettings, Reader
+from tensorkeep.formats.torch_file.allowed import Allow, allowed_names
 from tensorkeep.io.buffers import DEFAULT_BUDGET
 from tensorkeep.state import names
 from tensorkeep.state.tree import plain_values
@@ -106,6 +107,7 @@ def diff(
     progress: ProgressOption = None,
     threads: int | None = None,
     memory_budget: MemorySize = DEFAULT_BUDGET,
+    allow: Allow | None = None,
 ) -> DiffReport:
     """Compare two checkpoints of any formats; tensors are matched by name.
 
@@ -131,6 +133,9 @@ def diff(
     memory_budget : int or str
         Limit in bytes for all buffers together, also as ``"256MiB"``. For a view that is not contiguous, such as a
         transposed tensor, the full stored tensor is loaded in addition, unless both checkpoints have the same view.
+    allow : str, class, or list of them, optional
+        Classes outside torch's allow list, such as ``"argparse.Namespace"``, whose objects in ``torch.save`` files are
+        read as dicts of their attributes; their code is not run.
 
     Raises
     ------
@@ -156,7 +161,7 @@ def diff(
         if not (value >= 0 and math.isfinite(value)):
             raise UsageError(f"a tolerance of {value} is not allowed", remedy="give a finite number of 0 or more")
     count = thread_count(threads)
-    settings = OpenSettings(verify=verify, pool=budget_pool(memory_budget))
+    settings = OpenSettings(verify=verify, pool=budget_pool(memory_budget), allow=allowed_names(allow))
     a, b = checkpoint_path(a), checkpoint_path(b)
     with (
         settings.pool as pool,

@@ -9,6 +9,7 @@ from tensorkeep.checkpoint.finding import open_reader
 from tensorkeep.checkpoint.manager.address import checkpoint_path
 from tensorkeep.errors import PathLike
 from tensorkeep.formats.base import Entry, OpenSettings
+from tensorkeep.formats.torch_file.allowed import Allow, allowed_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ def describe(entry: Entry) -> dict[str, Any]:
     return {**asdict(entry), "dtype": entry.dtype.name, "shape": list(entry.shape)}
 
 
-def info(path: PathLike, *, format: str | None = None) -> InfoReport:
+def info(path: PathLike, *, format: str | None = None, allow: Allow | None = None) -> InfoReport:
     """Return what a checkpoint of any format contains; no tensor is read.
 
     Parameters
@@ -75,6 +76,9 @@ def info(path: PathLike, *, format: str | None = None) -> InfoReport:
         A checkpoint, or a step of a run such as ``"run"`` or ``"run@1200"``; see `tensorkeep.load`.
     format : str, optional
         The name of the format, instead of looking at the files.
+    allow : str, class, or list of them, optional
+        Classes outside torch's allow list, such as ``"argparse.Namespace"``, whose objects in ``torch.save`` files are
+        read as dicts of their attributes; their code is not run.
 
     Raises
     ------
@@ -95,7 +99,7 @@ def info(path: PathLike, *, format: str | None = None) -> InfoReport:
     >>> folder.cleanup()
     """
     path = checkpoint_path(path)
-    with open_reader(path, OpenSettings(), format) as reader:
+    with open_reader(path, OpenSettings(allow=allowed_names(allow)), format) as reader:
         entries = list(reader.entries.values())
         return InfoReport(
             path=os.fspath(path),

@@ -14,6 +14,7 @@ from tensorkeep.checkpoint.manager.address import checkpoint_path
 from tensorkeep.checkpoint.progress import ProgressOption, drawn
 from tensorkeep.errors import PathLike, TensorNotFoundError, UsageError
 from tensorkeep.formats.base import OpenSettings, Reader
+from tensorkeep.formats.torch_file.allowed import Allow, allowed_names
 from tensorkeep.io.buffers import DEFAULT_BUDGET, BufferPool
 from tensorkeep.io.closing import Closing
 from tensorkeep.io.pages import NewPages
@@ -28,7 +29,12 @@ if TYPE_CHECKING:
 
 
 def open(
-    path: PathLike, *, verify: bool = True, format: str | None = None, memory_budget: MemorySize = DEFAULT_BUDGET
+    path: PathLike,
+    *,
+    verify: bool = True,
+    format: str | None = None,
+    allow: Allow | None = None,
+    memory_budget: MemorySize = DEFAULT_BUDGET,
 ) -> "Checkpoint":
     """Open a checkpoint of any format without reading a tensor; a context manager, and a mapping of lazy tensors.
 
@@ -40,6 +46,9 @@ def open(
         Check each block that is read against its checksum, where the format has any.
     format : str, optional
         The name of the format, instead of looking at the files.
+    allow : str, class, or list of them, optional
+        Classes outside torch's allow list, such as ``"argparse.Namespace"``, whose objects in ``torch.save`` files are
+        read as dicts of their attributes; their code is not run.
     memory_budget : int or str
         Limit in bytes for the buffers of reading, also as ``"256MiB"``.
 
@@ -62,7 +71,7 @@ def open(
             [4, 5]]))
     >>> folder.cleanup()
     """
-    settings = OpenSettings(verify=verify, pool=budget_pool(memory_budget), page_cache=True)
+    settings = OpenSettings(verify=verify, pool=budget_pool(memory_budget), page_cache=True, allow=allowed_names(allow))
     return Checkpoint(open_reader(checkpoint_path(path), settings, format), settings)
 
 

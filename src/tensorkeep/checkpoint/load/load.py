@@ -9,6 +9,7 @@ from tensorkeep.checkpoint.manager.address import checkpoint_path
 from tensorkeep.checkpoint.progress import ProgressOption
 from tensorkeep.errors import PathLike
 from tensorkeep.formats.base import OpenSettings
+from tensorkeep.formats.torch_file.allowed import Allow, allowed_names
 from tensorkeep.io.buffers import DEFAULT_BUDGET
 from tensorkeep.state.cast import DTypeLike
 from tensorkeep.state.strided import Device
@@ -26,6 +27,7 @@ def load(
     verify: bool | None = None,
     page_cache: bool = False,
     format: str | None = None,
+    allow: Allow | None = None,
     progress: ProgressOption = None,
     threads: int | None = None,
     memory_budget: MemorySize = DEFAULT_BUDGET,
@@ -74,6 +76,9 @@ def load(
         what is cached already is taken from there, and the rest is read directly, which is faster.
     format : str, optional
         The name of the format, instead of looking.
+    allow : str, class, or list of them, optional
+        Classes outside torch's allow list, such as ``"argparse.Namespace"``, whose objects in ``torch.save`` files are
+        read as dicts of their attributes; their code is not run.
     progress : bool or callable, optional
         True draws a bar on stderr if that is a terminal. A function is called with (bytes done, bytes in all), from
         the reading threads, one call at a time.
@@ -126,6 +131,8 @@ def load(
     >>> folder.cleanup()
     """
     check = not mmap if verify is None else verify
-    settings = OpenSettings(verify=check, page_cache=page_cache or mmap, pool=budget_pool(memory_budget))
+    settings = OpenSettings(
+        verify=check, page_cache=page_cache or mmap, pool=budget_pool(memory_budget), allow=allowed_names(allow)
+    )
     request = LoadRequest(into, select, device, strict, dtype, mmap, check, progress, threads)
     return load_path(checkpoint_path(path), settings, request, format)

@@ -14,6 +14,7 @@ from tensorkeep.checkpoint.manager.address import checkpoint_path, steps_of_run
 from tensorkeep.checkpoint.progress import ProgressOption, drawn
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, PathLike
 from tensorkeep.formats.base import FORMATS, OpenSettings, Problem, Reader
+from tensorkeep.formats.torch_file.allowed import Allow, allowed_names
 from tensorkeep.io.buffers import DEFAULT_BUDGET, BufferPool
 from tensorkeep.io.parallel import Progress
 
@@ -53,6 +54,7 @@ def verify(
     path: PathLike,
     *,
     format: str | None = None,
+    allow: Allow | None = None,
     progress: ProgressOption = None,
     threads: int | None = None,
     memory_budget: MemorySize = DEFAULT_BUDGET,
@@ -66,6 +68,9 @@ def verify(
         A checkpoint, a step of a run such as ``"run@1200"``, or a run, of which all steps are verified.
     format : str, optional
         The name of the format, instead of looking at the files.
+    allow : str, class, or list of them, optional
+        Classes outside torch's allow list, such as ``"argparse.Namespace"``, whose objects in ``torch.save`` files are
+        read as dicts of their attributes; their code is not run.
     progress : bool or callable, optional
         True draws a bar on stderr if that is a terminal. A function is called with (bytes done, bytes in all), from
         the reading threads, one call at a time; of a run, step by step.
@@ -96,16 +101,22 @@ def verify(
     with budget_pool(memory_budget) as pool, drawn(progress, "verifying") as callback:
         if steps:
             return _verify_run(path, steps, pool, count, callback)
-        return _verify_one(Path(checkpoint_path(path)), format, pool, count, callback)
+        allowed = allowed_names(allow)
+        return _verify_one(Path(checkpoint_path(path)), format, pool, count, callback, allowed)
 
 
 def _verify_one(
-    path: Path, format: str | None, pool: BufferPool, threads: int, progress: Progress | None
+    path: Path,
+    format: str | None,
+    pool: BufferPool,
+    threads: int,
+    progress: Progress | None,
+    allow: frozenset[str] = frozenset(),
 ) -> VerifyReport:
     chosen = FORMATS.get(format) if format else find_format(path)
     with ExitStack() as stack:
         try:
-            reader = stack.enter_context(chosen.open(path, OpenSettings(verify=True, pool=pool)))
+            reader = stack.enter_context(chosen.open(path, OpenSettings(verify=True, pool=pool, allow=allow)))
         except CorruptCheckpointError as error:
             return VerifyReport(os.fspath(path), chosen.name, False, None, 0, 0, [_problem(error)])
         return verify_open(reader, pool, threads=threads, progress=progress)

@@ -45,7 +45,7 @@ class TorchReader(Reader):
                 )
             archive = TorchZip(file, source.size, path)
             # By its descriptor: its path may be that of another file by now.
-            state = load_untrusted(source.fd_path, archive, path)
+            state = load_untrusted(source.fd_path, archive, path, settings.allow)
         with decoding(path):
             count_values(state, SHARED_VALUES + 4 * archive.pickle_bytes)
             flat = flatten(state)
@@ -66,7 +66,7 @@ class TorchReader(Reader):
 
     def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
         leaf = self._leaves[name]
-        if self._checks and leaf.nbytes:
+        if self._checks and leaf.nbytes and name in self._storages:
             self._storages[name].check()
         leaf.read(start, stop, out)
 
@@ -80,7 +80,9 @@ class TorchReader(Reader):
         return min(leaf.nbytes, self._own_bytes(name) // leaf.dtype.itemsize * leaf.dtype.itemsize)
 
     def _own_bytes(self, name: str) -> int:
-        """Return the bytes of a leaf's storage, which count for the first leaf in it."""
+        """Return the bytes of a leaf's storage, which count for the first leaf in it; an array is in the pickle."""
+        if name not in self._storages:
+            return self._leaves[name].nbytes
         storage = self._storages[name]
         return storage.nbytes if storage.name == name else 0
 
@@ -90,10 +92,12 @@ class TorchReader(Reader):
 
 
 def _storages(leaves: dict[str, Leaf], archive: TorchZip, size: int, path: Path) -> "dict[str, _Storage]":
-    """Return the storage of each leaf, by its name."""
+    """Return the storage of each tensor, by its name; arrays of numpy have none, they are in the pickle."""
     found: dict[tuple[int, int], _Storage] = {}
     storages = {}
     for name, leaf in leaves.items():
+        if not leaf.is_torch:
+            continue
         content = leaf.array.untyped_storage()
         place = content.data_ptr(), content.nbytes()
         storage = _Storage(leaf, archive, path)

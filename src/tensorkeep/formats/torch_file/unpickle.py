@@ -3,42 +3,46 @@
 import io
 import re
 import warnings
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 from tensorkeep.errors import CorruptCheckpointError, OutOfMemoryError, UnsupportedError
+from tensorkeep.formats.torch_file.allowed import COMMANDS, NUMPY, TRUST, allowing, with_plain_objects
 from tensorkeep.formats.torch_file.zip_file import TorchZip
 
 SHARED_VALUES = 1_000_000
 """Values that containers may add by containing one another; see `count_values`."""
 
-_TRUST = "if you trust it, load it with torch.load(weights_only=False) and save tensors and plain values"
 
-
-def restricted_load(file: str | io.BytesIO) -> Any:
+def restricted_load(file: str | io.BytesIO, allow: Collection[str] = ()) -> Any:
     """Return the content of a ``torch.save`` file: tensors and plain values only.
 
-    The tensors of a file that is given by its path are memory-mapped. Raises the errors of torch, of almost any type.
+    The tensors of a file that is given by its path are memory-mapped. Objects of the classes in ``allow`` become dicts
+    of their attributes. Raises the errors of torch, of almost any type.
     """
     import torch
 
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), allowing(allow):
         # Torch warns about some exotic dtypes.
         warnings.simplefilter("ignore", UserWarning)
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, str))
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, str))
+    return with_plain_objects(state) if allow else state
 
 
-def load_untrusted(file: str | io.BytesIO, archive: TorchZip, path: Path) -> Any:
+def load_untrusted(file: str | io.BytesIO, archive: TorchZip, path: Path, allow: Collection[str] = ()) -> Any:
     """Call `restricted_load` with a file whose container was checked, and raise its errors with the path.
 
     Raises UnsupportedError if it needs classes or functions that the restricted unpickler refuses;
     CorruptCheckpointError if it is damaged; OutOfMemoryError if there is not enough memory.
     """
     try:
-        return restricted_load(file)
+        return restricted_load(file, allow)
     except UnpicklingError as error:
-        raise _refusal(str(error), path, archive) from error
+        raise _refusal(str(error), path, archive, _unknown_names(file, allow)) from error
+    except UnsupportedError as error:
+        raise UnsupportedError(error.message, path=path, remedy=error.remedy) from error
     except MemoryError as error:
         raise OutOfMemoryError("there is not enough memory to open it", path=path) from error
     # Hostile bytes make torch and its unpickler raise almost any type.
@@ -47,18 +51,42 @@ def load_untrusted(file: str | io.BytesIO, archive: TorchZip, path: Path) -> Any
         raise CorruptCheckpointError(f"torch cannot read it ({type(error).__name__}: {reason})", path=path) from error
 
 
-def _refusal(message: str, path: Path, archive: TorchZip) -> UnsupportedError | CorruptCheckpointError:
+def _unknown_names(file: str | io.BytesIO, allow: Collection[str]) -> list[str]:
+    """Return the names of classes and functions that the pickle uses and nobody allows, as far as they can be found."""
+    import torch
+
+    if isinstance(file, io.BytesIO):
+        file.seek(0)
+    try:
+        return sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - set(allow))
+    # It is given up at the first operation that the unpickler would refuse.
+    except Exception:
+        return []
+
+
+def _refusal(
+    message: str, path: Path, archive: TorchZip, names: Sequence[str]
+) -> UnsupportedError | CorruptCheckpointError:
     found = re.search(r"GLOBAL ([^\s,]+)|unrecognized function ([^\s,]+)", message)
     if found:
-        calls = f"its pickle calls {found[1] or found[2]}: loading it would run code from the file"
-        return UnsupportedError(calls, path=path, remedy=_TRUST)
+        names = names or [found[1] or found[2]]
+        calls = f"its pickle calls {', '.join(names)}: loading it would run code from the file"
+        return UnsupportedError(calls, path=path, remedy=_way_on(names))
     reason = re.search(r"WeightsUnpickler error: (.{0,200})", message)
     detail = reason[1] if reason else message[:200]
     if archive.checksummed:
         # Its CRC-32 is right, so the pickle is not damaged.
         refuses = f"torch's restricted unpickler refuses its pickle ({detail})"
-        return UnsupportedError(refuses, path=path, remedy=_TRUST)
+        return UnsupportedError(refuses, path=path, remedy=TRUST)
     return CorruptCheckpointError(f"its pickle is damaged ({detail})", path=path)
+
+
+def _way_on(names: Sequence[str]) -> str:
+    commands = [name for name in names if COMMANDS.fullmatch(name)]
+    if commands:
+        return f"do not load it elsewhere: a checkpoint has no use for {commands[0]}, which runs code"
+    short = dict.fromkeys("numpy" if name in NUMPY else name for name in names)
+    return f"allow them, to read such objects as dicts of their attributes: {' '.join(f'--allow {s}' for s in short)}"
 
 
 def count_values(state: object, limit: int) -> int:
