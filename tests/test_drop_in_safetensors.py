@@ -126,6 +126,12 @@ def test_errors_are_theirs_and_ours(path: Path, call: Any, message: str) -> None
     assert path.read_bytes() == before
 
 
+def test_errors_name_the_file_that_was_given(tmp_path: Path) -> None:
+    with pytest.raises(ours.SafetensorError) as caught:
+        ours.save_file(TENSORS, tmp_path / "model.bin", {"a": 1})  # type: ignore[dict-item]
+    assert caught.value.path == str(tmp_path / "model.bin")
+
+
 def test_a_closed_file_is_an_error(path: Path) -> None:
     with ours.safe_open(path, "pt") as file:
         part = file.get_slice("b")

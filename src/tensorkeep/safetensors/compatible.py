@@ -104,7 +104,11 @@ def write_file(tensors: Mapping[str, Array], filename: PathLike, metadata: Mappi
     # By another name, the format would write a directory: the file is renamed when it is complete.
     with Commit(place, directory=False, overwrite=True, replaceable=begins_like_safetensors) as commit:
         whole = commit.path.with_name(f"model{SUFFIX}")
-        write(whole)
+        try:
+            write(whole)
+        except TensorkeepError as error:
+            error.path = os.fspath(place)
+            raise
         with store_errors(place, "save here"):
             os.rename(whole, commit.path)
         commit.publish()

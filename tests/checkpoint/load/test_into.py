@@ -677,3 +677,34 @@ def test_not_strict_needs_all_of_an_optimizer(tmp_path: Path) -> None:
 def test_not_strict_needs_a_state(tmp_path: Path) -> None:
     with pytest.raises(tensorkeep.UsageError, match="strict=False needs `into`"):
         tensorkeep.load(training_checkpoint(tmp_path), strict=False)
+
+
+# Remedies
+
+
+def wrapped(model: nn.Module) -> nn.Module:
+    return nn.ModuleDict({"module": model})
+
+
+@pytest.mark.parametrize(
+    ("state", "into", "remedy"),
+    [
+        (
+            {"model": linear(1), "step": 7},
+            linear(0),
+            "give it under the key that it was saved with: into={'model': ...}",
+        ),
+        (linear(1), {"model": linear(0)}, "it was saved alone: give it to `into` without a key"),
+        ({"model": wrapped(linear(1))}, {"model": linear(0)}, "only one of the models is wrapped"),
+        ({"model": linear(1)}, {"model": wrapped(linear(0))}, "only one of the models is wrapped"),
+        ({"model": linear(1)}, {"mdoel": linear(0), "step": 1}, "did you mean the key 'model'?"),
+        ({"model": linear(1)}, {"model": linear(0, width=5)}, "load only what fits (strict=False)"),
+        ({"model": linear(1)}, {"model": linear(0).half()}, "convert the state to the saved dtype first"),
+    ],
+)
+def test_mistakes_that_are_often_made_have_their_remedy(tmp_path: Path, state: Any, into: Any, remedy: str) -> None:
+    tensorkeep.save(state, tmp_path / "c")
+    with pytest.raises(tensorkeep.StateMismatchError) as caught:
+        tensorkeep.load(tmp_path / "c", into=into)
+    assert caught.value.remedy is not None
+    assert remedy in caught.value.remedy

@@ -1,5 +1,6 @@
 """Matching a training state with a checkpoint: what does not fit, and which tensors are filled in place."""
 
+import difflib
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from tensorkeep.checkpoint.load.targets import (
     sharing_conflict_of,
 )
 from tensorkeep.checkpoint.stateful import StatefulObject, is_below, items, paths_to, unwrap_states
-from tensorkeep.errors import StateMismatchWarning, UsageError, stack_level_of_caller
+from tensorkeep.errors import StateMismatchError, StateMismatchWarning, UsageError, stack_level_of_caller
 from tensorkeep.formats.base import Reader
 from tensorkeep.state import names
 from tensorkeep.state.names import Path, display
@@ -138,11 +139,27 @@ class StateMatch:
         """Return what is filled in place; StateMismatchError names up to five misfits of each kind."""
         found = self._differences()
         if found:
-            raise found.error(self._reader.path)
+            raise self._error(found)
         while (owner := self._owner_of_conflict()) is not None:
             self.new |= owner.wanted
             self._replaced |= owner.given
         return match_targets(self._filled(), self._reader, self._kept(), partial=self.partial)
+
+    def _error(self, found: Differences) -> StateMismatchError:
+        """Return the error about what does not fit, with the remedy of a mistake that is often made."""
+        saved, given = self._reader.entries.keys(), self._given.keys()
+        tops = dict.fromkeys(name.partition(".")[0] for name in saved)
+        unknown = [path[0] for path in self._keys.missing if len(path) == 1 and isinstance(path[0], str)]
+        remedy = None
+        if given and (around := [top for top in tops if all(f"{top}.{name}" in saved for name in given)]):
+            remedy = f"give it under the key that it was saved with: into={{{around[0]!r}: ...}}"
+        elif given and all(name.partition(".")[2] in saved for name in given):
+            remedy = "it was saved alone: give it to `into` without a key"
+        elif found.missing and {*map(_unwrapped, found.missing)} == {*map(_unwrapped, found.extra)}:
+            remedy = "only one of the models is wrapped, as by DataParallel or torch.compile: give the module inside"
+        elif unknown and (near := difflib.get_close_matches(unknown[0], tops, n=1)):
+            remedy = f"did you mean the key {near[0]!r}?"
+        return found.error(self._reader.path, remedy)
 
     def _differences(self) -> Differences:
         """Return what does not fit: keys, tensors, and the states of objects."""
@@ -165,7 +182,7 @@ class StateMatch:
         entries, filled, kept = self._reader.entries, self._filled(), self._kept()
         fitting = {name for name in kept if name in filled and filled[name].leaf.shape == entries[name].shape}
         if kept and not fitting:
-            raise self.skipped.error(self._reader.path)
+            raise self._error(self.skipped)
         misfits = {*kept} - fitting
         self.chosen = [name for name in self.chosen if name not in misfits]
         self.partial = True
@@ -215,6 +232,11 @@ class StateMatch:
             if names <= self.new and not shared and not any(is_module(each.stateful.value) for each in inside):
                 found[path] = names
         return found
+
+
+def _unwrapped(name: str) -> str:
+    """Return a name without the keys under which DataParallel and torch.compile hold a module."""
+    return ".".join(key for key in name.split(".") if key not in ("module", "_orig_mod"))
 
 
 def _is_extra_state(keys: Path, path: Path) -> bool:

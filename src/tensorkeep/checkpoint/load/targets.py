@@ -61,13 +61,13 @@ class Differences:
     def __bool__(self) -> bool:
         return bool(self.missing or self.extra or self.different or self.unwritable)
 
-    def error(self, path: Path) -> StateMismatchError:
+    def error(self, path: Path, remedy: str | None = None) -> StateMismatchError:
         """Return the error that names up to five tensors of each kind."""
         missing, extra, different = self.names()
         return StateMismatchError(
             f"the state given to `into` does not fit the checkpoint; nothing was touched\n{self.lines()}",
             path=path,
-            remedy=_CAST_REMEDY if self.only_dtypes else _REMEDY,
+            remedy=remedy or (_CAST_REMEDY if self.only_dtypes else _REMEDY),
             missing=missing,
             extra=extra,
             different=different,
