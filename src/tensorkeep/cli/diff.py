@@ -14,7 +14,7 @@ from tensorkeep.checkpoint.inspect.diff import diff as compare
 from tensorkeep.cli.addresses import checkpoint_at
 from tensorkeep.cli.options import Allow, AtLeastOne, Globs, MemoryBudget, Switch, Threads
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import Table, print_lines
+from tensorkeep.cli.text import Table, print_lines, print_verdict
 from tensorkeep.errors import UsageError
 from tensorkeep.io.buffers import DEFAULT_BUDGET
 from tensorkeep.units import counted
@@ -112,9 +112,9 @@ def _print_report(report: DiffReport, shown: _Shown) -> None:
     verdict = "same" if report.equal else "different"
     totals = _totals(report.total) if report.changed else ""
     if shown.stat:
-        print_lines(f"{verdict}: tensors: {summary}{values}" + (f"; {totals}" if totals else ""))
+        print_verdict(verdict, f": tensors: {summary}{values}" + (f"; {totals}" if totals else ""), good=report.equal)
         return
-    print_lines(f"{verdict}: {report.a} and {report.b}: tensors: {summary}{values}")
+    print_verdict(verdict, f": {report.a} and {report.b}: tensors: {summary}{values}", good=report.equal)
     print_lines(*([f"of the changed tensors, {totals}"] if totals else []))
     _print_lists(report, shown)
 

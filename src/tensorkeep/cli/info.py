@@ -82,7 +82,7 @@ def _print_info(report: InfoReport, largest: int) -> None:
     print_lines(f"{report.path}: {', '.join(_headline(report))}")
     summary = f"{counted(total.tensors, 'tensor')}, {counted(total.elements, 'element')}"
     stored = f"{format_bytes(total.stored_bytes)} stored ({ratio(total.nbytes, total.stored_bytes)})"
-    print(f"{summary}, {format_bytes(total.nbytes)} raw, {stored}")
+    print_lines(f"{summary}, {format_bytes(total.nbytes)} raw, {stored}")
     print_lines(*_history(report.details))
     for what, totals in (("dtype", report.by_dtype), ("part", report.by_part), ("codec", report.by_codec)):
         print()
@@ -147,6 +147,7 @@ def _totals(what: str, totals: dict[str, Total]) -> Table:
             )
             for name, total in sorted(totals.items(), key=lambda item: -item[1].nbytes)
         ],
+        spare=("elements", "ratio"),
     )
 
 
@@ -167,4 +168,4 @@ def _entries(entries: list[Entry], *, long: bool = False) -> Table:
     if long:
         headings += ("part", "alias of")
         rows = [(*row, entry.part, entry.alias_of or "") for row, entry in zip(rows, entries, strict=True)]
-    return Table(headings, rows, spare=("codec", "file"))
+    return Table(headings, rows, spare=("dtype", "stored", "codec", "file"))

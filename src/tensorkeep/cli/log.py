@@ -64,13 +64,13 @@ def print_summary(found: RunLog) -> None:
     print_lines(f"{found.path}: {counted(len(found.steps), 'step')}, {first.number} to {last.number}")
     times = [step.saved_at for step in found.steps if step.saved_at is not None]
     if times:
-        print(f"saved {_moment(times[0])} to {_moment(times[-1])}")
+        print_lines(f"saved {_moment(times[0])} to {_moment(times[-1])}")
     shared = total["nbytes"] - total["new_bytes"]
     sharing = f"; files shared between steps, {format_bytes(shared)}, count once" if shared else ""
-    print(f"occupies {format_bytes(total['occupied_bytes'])} on the disk{sharing}")
+    print_lines(f"occupies {format_bytes(total['occupied_bytes'])} on the disk{sharing}")
     if total["incremental_steps"]:
         adds = format_bytes(total["median_incremental_bytes"])
-        print(f"{counted(total['incremental_steps'], 'incremental step')}: each adds {adds} (median)")
+        print_lines(f"{counted(total['incremental_steps'], 'incremental step')}: each adds {adds} (median)")
     if found.best:
         print_lines(f"best: step {found.best.number}, {_reason(found)}")
     print_lines(*(f"step {number}: {problem}" for number, problem in total["problems"].items()))

@@ -1,11 +1,25 @@
 """Text and tables: fitted to a terminal, aligned and complete in a pipe."""
 
+import shutil
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _GAP = "  "
+
+_NARROWEST = 8
+"""Characters that a column of names or text has at least, unless all its cells are shorter."""
+
+_LONGEST_WORD = 16
+"""Longer words are shortened where a table is too wide."""
+
+_COMFORTABLE = 30
+"""Characters of names or text for which other columns are left out."""
 
 
 def printable(text: str) -> str:
@@ -16,9 +30,23 @@ def printable(text: str) -> str:
 
 
 def print_lines(*lines: str) -> None:
-    """Print lines with control characters escaped."""
+    """Print lines with control characters escaped; on a terminal they are wrapped between words."""
     for line in lines:
-        print(printable(line))
+        print(_wrapped(printable(line)))
+
+
+def _wrapped(line: str) -> str:
+    if not sys.stdout.isatty():
+        return line
+    indent = line[: len(line) - len(line.lstrip())]
+    wrapper = textwrap.TextWrapper(
+        _columns(), subsequent_indent=f"{indent}  ", break_long_words=False, break_on_hyphens=False
+    )
+    return wrapper.fill(line)
+
+
+def _columns() -> int:
+    return shutil.get_terminal_size().columns
 
 
 def ratio(nbytes: int, stored_bytes: int) -> str:
@@ -26,12 +54,60 @@ def ratio(nbytes: int, stored_bytes: int) -> str:
     return f"{nbytes / stored_bytes:.2f}x" if stored_bytes else "-"
 
 
+def elided(text: str, width: int) -> str:
+    """Return text in at most ``width`` characters: ``model.layers.0…weight`` instead of a long name."""
+    if len(text) <= width:
+        return text
+    # The end of a name or path says most; it begins after a dot or slash if that leaves enough of it.
+    least = width // 2
+    starts = (i + 1 for i in range(len(text) - least - 1, len(text) - 4) if text[i] in "./")
+    tail = text[next(starts, len(text) - least) :]
+    return f"{text[: width - len(tail) - 1].rstrip('./')}…{tail}"
+
+
+def print_verdict(verdict: str, rest: str, *, good: bool | None) -> None:
+    """Print a line that begins with a verdict: green, red, or yellow for None, where the terminal shows colours."""
+    if not sys.stdout.isatty():
+        print_lines(f"{verdict}{rest}")
+        return
+    from rich.text import Text
+
+    line = Text(_wrapped(printable(f"{verdict}{rest}")))
+    line.stylize(_COLOURS[good], 0, len(verdict))
+    _console().print(line, soft_wrap=True)
+
+
+_COLOURS: dict[bool | None, str] = {True: "green", False: "red", None: "yellow"}
+
+_VERDICTS = {
+    **dict.fromkeys(("helps", "reproduced"), True),
+    **dict.fromkeys(("hurts", "not reproduced"), False),
+    **dict.fromkeys(("within noise", "about the same", "confounded", "too few runs", "too small"), None),
+}
+"""Cells of tables that are coloured."""
+
+
+def _console() -> "Console":
+    """Return a console that prints text as it is; it respects NO_COLOR."""
+    from rich.console import Console
+
+    return Console(markup=False, highlight=False, emoji=False)
+
+
+def _style(heading: str, cell: str) -> str:
+    if heading == "problem":
+        return _COLOURS[False]
+    return _COLOURS[_VERDICTS[cell]] if cell in _VERDICTS else ""
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     """Rows of text under headings.
 
-    A leading ``>`` of a heading right-aligns its column, as for numbers; columns with ``>`` or ``=`` are never wrapped.
-    The columns ``spare`` are left out on a narrow terminal, the last one first, and named below the table.
+    A leading ``>`` of a heading right-aligns its column, as for numbers, which are always complete. Columns with ``=``
+    hold names and are never wrapped; all others are wrapped between words. A word that is too long for its column is
+    shortened in the middle. The columns ``spare`` are left out on a narrow terminal, the last one first, and named
+    below the table. Where that is not enough, each row is shown as a list of its cells.
     """
 
     headings: tuple[str, ...]
@@ -42,43 +118,87 @@ class Table:
         """Print the table, fitted to a terminal; into a pipe or a file nothing is cut or wrapped."""
         headings = tuple(heading.lstrip(">=") for heading in self.headings)
         rows = [tuple(map(printable, row)) for row in self.rows]
-        widths = [max(map(len, cells)) for cells in zip(headings, *rows, strict=True)]
         if sys.stdout.isatty():
-            self._show_fitted(headings, rows, widths)
+            self._show_fitted(headings, rows, _console())
         else:
-            self._show_complete([headings, *rows], widths)
+            self._show_complete([headings, *rows] if any(headings) else rows)
 
-    def _show_fitted(self, headings: tuple[str, ...], rows: list[tuple[str, ...]], widths: list[int]) -> None:
-        from rich.console import Console
-        from rich.table import Table as RichTable
-
-        console = Console(markup=False, highlight=False, emoji=False)
-        shown = list(range(len(headings)))
-        spare = [headings.index(heading) for heading in self.spare]
-        while spare and _width(shown, widths) > console.width:
-            shown.remove(spare.pop())
-        if all(self.headings[i][:1] in (">", "=") for i in shown) and _width(shown, widths) > console.width:
-            # Better lines that the terminal breaks than numbers without their last digits.
-            self._show_complete([headings, *rows], widths)
-            return
-        table = RichTable(box=None, pad_edge=False, padding=(0, len(_GAP), 0, 0), header_style="bold")
-        for i in shown:
-            mark = self.headings[i][:1]
-            justify: Literal["left", "right"] = "right" if mark == ">" else "left"
-            table.add_column(headings[i], justify=justify, no_wrap=mark in (">", "="), overflow="fold")
-        for row in rows:
-            table.add_row(*(row[i] for i in shown))
-        console.print(table)
-        hidden = [heading for i, heading in enumerate(headings) if i not in shown]
-        if hidden:
-            console.print(f"(not shown in {console.width} columns: {', '.join(hidden)})", style="dim")
-
-    def _show_complete(self, rows: list[tuple[str, ...]], widths: list[int]) -> None:
+    def _show_complete(self, rows: list[tuple[str, ...]]) -> None:
+        widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
         sides = [">" if heading.startswith(">") else "<" for heading in self.headings]
         for row in rows:
             cells = (f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True))
             print(_GAP.join(cells).rstrip())
 
+    def _show_fitted(self, headings: tuple[str, ...], rows: list[tuple[str, ...]], console: "Console") -> None:
+        columns = [_Column(self.headings[i], headings[i], [row[i] for row in rows]) for i in range(len(headings))]
+        hidden: list[str] = []
+        spare = list(self.spare)
+        while spare and _total(column.comfortable for column in columns) > console.width:
+            hidden.insert(0, spare.pop())
+            columns = [column for column in columns if column.heading != hidden[0]]
+        if _total(column.least for column in columns) <= console.width:
+            _print_columns(columns, console)
+        else:
+            hidden = []
+            _print_records(headings, rows, console)
+        if hidden:
+            console.print(f"(not shown in {console.width} columns: {', '.join(hidden)})", style="dim")
 
-def _width(shown: Sequence[int], widths: Sequence[int]) -> int:
-    return sum(widths[i] + len(_GAP) for i in shown) - len(_GAP)
+
+class _Column:
+    """A column of a table on a terminal: its cells, and how narrow and how wide it may be."""
+
+    def __init__(self, marked_heading: str, heading: str, cells: Sequence[str]) -> None:
+        self.mark = marked_heading[:1]
+        self.heading = heading
+        self.cells = cells
+        self.most = max(map(len, (heading, *cells)))
+        texts = (heading, *cells)
+        words = texts if self.mark == "=" else [word for text in texts for word in text.split()]
+        # A cell with a space that must not be wrapped holds figures, and is not shortened.
+        longest = max((len(word) if " " in word else min(len(word), _LONGEST_WORD) for word in words), default=0)
+        self.least = self.most if self.mark == ">" else min(self.most, max(longest, _NARROWEST))
+        self.comfortable = self.least if self.mark == ">" else min(self.most, max(longest, _COMFORTABLE))
+
+    def fitted(self, cell: str, width: int) -> str:
+        if self.mark in (">", "="):
+            return elided(cell, width)
+        return " ".join(elided(word, width) for word in cell.split(" "))
+
+
+def _total(widths: Iterable[int]) -> int:
+    found = list(widths)
+    return sum(found) + len(_GAP) * (len(found) - 1)
+
+
+def _print_columns(columns: Sequence[_Column], console: "Console") -> None:
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    widths = [column.least for column in columns]
+    spare = console.width - _total(widths)
+    # The columns that need least first, so that what they leave goes to the others.
+    order = sorted(range(len(columns)), key=lambda i: columns[i].most - widths[i])
+    for done, i in enumerate(order):
+        added = min(columns[i].most - widths[i], spare // (len(order) - done))
+        widths[i], spare = widths[i] + added, spare - added
+    table = RichTable(box=None, pad_edge=False, padding=(0, len(_GAP), 0, 0), header_style="bold")
+    table.show_header = any(column.heading for column in columns)
+    for column, width in zip(columns, widths, strict=True):
+        justify: Literal["left", "right"] = "right" if column.mark == ">" else "left"
+        table.add_column(column.fitted(column.heading, width), justify=justify, width=width)
+    for row in zip(*(column.cells for column in columns), strict=True):
+        cells = zip(columns, row, widths, strict=True)
+        table.add_row(*(Text(each.fitted(cell, width), _style(each.heading, cell)) for each, cell, width in cells))
+    console.print(table)
+
+
+def _print_records(headings: Sequence[str], rows: Sequence[Sequence[str]], console: "Console") -> None:
+    """Print each row as lines of a heading and a cell, with an empty line between rows."""
+    for number, row in enumerate(rows):
+        if number:
+            console.print()
+        pairs = [(heading, cell) for heading, cell in zip(headings, row, strict=True) if cell]
+        columns = [_Column("=", "", [heading for heading, _ in pairs]), _Column("", "", [cell for _, cell in pairs])]
+        _print_columns(columns, console)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tensorkeep.cli.output import Output
-from tensorkeep.cli.text import Table, print_lines, printable
+from tensorkeep.cli.text import Table, printable
 from tensorkeep.train.loop import Listener, Summary
 from tensorkeep.train.run.setup import OpenRun
 from tensorkeep.train.run.state import METRIC, Run
@@ -154,7 +154,8 @@ def print_summary(run: Run, summary: Summary) -> None:
         rows += _cost(summary)
     rows.append(("run", str(run.folder.path)))
     Table(("", ""), rows).show()
-    print_lines(f"next: tensorkeep generate {shlex.quote(str(run.folder.path))} --prompt TEXT")
+    # Not wrapped, so that it can be copied.
+    print(printable(f"next: tensorkeep generate {shlex.quote(str(run.folder.path))} --prompt TEXT"))
 
 
 def _cost(summary: Summary) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ from tensorkeep.cli.addresses import checkpoint_at
 from tensorkeep.cli.errors import as_failure, error_lines, most_severe
 from tensorkeep.cli.options import Allow, InputFormat, MemoryBudget, Threads
 from tensorkeep.cli.output import DEFAULT, Output
-from tensorkeep.cli.text import print_lines
+from tensorkeep.cli.text import print_lines, print_verdict
 from tensorkeep.errors import CorruptCheckpointError, TensorkeepError
 from tensorkeep.formats.base import Problem
 from tensorkeep.io.buffers import DEFAULT_BUDGET
@@ -67,13 +67,13 @@ def verify(
 
 def _print_report(report: VerifyReport, seconds: float, *, quiet: bool) -> None:
     if not report.ok:
-        print_lines(f"corrupt: {report.path}: {counted(len(report.problems), 'problem')}")
+        print_verdict("corrupt", f": {report.path}: {counted(len(report.problems), 'problem')}", good=False)
         print_lines(*(f"  {_describe(problem)}" for problem in report.problems))
     elif not quiet:
         checked = report.checked or f"structure only: {report.format} stores no checksums, so values cannot be checked"
         amount = f"{counted(report.tensors, 'tensor')}, {format_bytes(report.nbytes)}"
         speed = f"{format_seconds(seconds)} at {format_rate(report.nbytes, seconds)}"
-        print_lines(f"ok: {report.path}: {amount}, {checked}, {speed}")
+        print_verdict("ok", f": {report.path}: {amount}, {checked}, {speed}", good=True)
 
 
 def _describe(problem: Problem) -> str:

@@ -1,0 +1,162 @@
+"""Tables and lines on terminals of 50, 80 and 140 columns: no line is wider, no word broken, numbers are complete."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import tensorkeep
+from tensorkeep.cli.main import main
+from tensorkeep.cli.text import Table, elided, print_lines, print_verdict
+
+WIDTHS = (50, 80, 140)
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+NAME = "model.layers.{}.self_attention.query_key_value.weight"
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return what a call prints into a pipe (width 0), or on a terminal of a width."""
+
+    def show(call: Callable[[], object], width: int = 0) -> str:
+        capsys.readouterr()
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.stdout.isatty", lambda: bool(width))
+            patch.setenv("TERM", "xterm")
+            patch.setenv("COLUMNS", str(width or 80))
+            patch.setenv("LINES", "25")
+            patch.delenv("NO_COLOR", raising=False)
+            call()
+        return capsys.readouterr().out
+
+    return show
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two checkpoints that differ, a run of saved steps, text and prepared data."""
+    folder = tmp_path_factory.mktemp("widths")
+    model = {NAME.format(number): torch.full((8, 8), float(number)) for number in range(12)}
+    optimizer = {"state": {NAME.format(number): torch.ones(8) for number in range(12)}, "step": 100}
+    tensorkeep.save({"model": model, "optimizer": optimizer}, folder / "a", metadata={"description": "long words " * 9})
+    changed = {name: tensor + 1 for name, tensor in model.items()}
+    tensorkeep.save({"model": changed, "optimizer": {**optimizer, "step": 200}}, folder / "b")
+    with tensorkeep.CheckpointManager(folder / "run", incremental=True) as manager:
+        for step in (100, 200, 300):
+            metrics = {"validation_loss": 1 / step, "accuracy_of_the_validation_split": step / 1000}
+            manager.save(step, {"model": model}, metrics)
+    (folder / "text.txt").write_text("she sells sea shells on the sea shore; " * 60)
+    assert main(["data", "prepare", str(folder / "text.txt"), "--out", str(folder / "data"), "-q"]) == 0
+    return folder
+
+
+COMMANDS = [
+    ("info", "a"),
+    ("info", "run"),
+    ("ls", "a"),
+    ("ls", "a", "--long"),
+    ("log", "run"),
+    ("diff", "a", "b"),
+    ("verify", "a", "b"),
+    ("prune", "run", "--keep-last", "1", "--dry-run"),
+    ("data", "info", "data"),
+    ("train", "--list-recipes"),
+    ("train", "shakespeare-char-cpu", "--list-settings"),
+    ("train", "--list-techniques"),
+    ("bench", "checkpoint", "--list"),
+    ("bench", "training", "--list"),
+    ("env",),
+]
+
+
+def words(text: str) -> set[str]:
+    return set(COLOURS.sub("", text).split())
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_output_fits_the_terminal(
+    place: Path, monkeypatch: pytest.MonkeyPatch, shown: Callable[..., str], command: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(place)
+    complete = words(shown(lambda: main(command)))
+    for width in WIDTHS:
+        text = COLOURS.sub("", shown(lambda: main(command), width))
+        lines = text.splitlines()
+        assert text.strip()
+        too_wide = [line for line in lines if len(line) > width and len(line.split()) > 1]
+        assert too_wide == []
+        body = re.sub(r"\(not shown in [^)]*\)", "", text)
+        # Times and rates differ between two calls.
+        broken = {
+            word for word in words(body) - complete if "…" not in word and not re.search(r"\d|^[KMGT]?i?B/s", word)
+        }
+        assert broken <= {"s", "ms", "us"}, sorted(broken)
+
+
+@pytest.mark.parametrize(
+    ("text", "width", "expected"),
+    [
+        ("model.layers.0.weight", 30, "model.layers.0.weight"),
+        ("model.layers.11.self_attn.q_proj.weight", 24, "model.layers.11.s…weight"),
+        ("model.layers.11.self_attn.q_proj.weight", 32, "model.layers.11.se…q_proj.weight"),
+        ("/data/runs/one/checkpoints/step-000100", 20, "/data/run…tep-000100"),
+        ("x" * 30, 11, "xxxxx…xxxxx"),
+    ],
+)
+def test_long_names_are_shortened_in_the_middle(text: str, width: int, expected: str) -> None:
+    assert len(elided(text, width)) <= width
+    assert elided(text, width) == expected
+
+
+def test_numbers_are_right_aligned_and_never_shortened(shown: Callable[..., str]) -> None:
+    table = Table(("name", ">bytes"), [(NAME.format(0), "1,234,567,890"), (NAME.format(1), "5")])
+    lines = COLOURS.sub("", shown(table.show, 40)).splitlines()
+    assert [len(line) for line in lines] == [40, 40, 40]
+    assert [line.split()[-1] for line in lines] == ["bytes", "1,234,567,890", "5"]
+    assert lines[1].startswith("model.layers.0") and "…" in lines[1]
+
+
+def test_spare_columns_are_left_out_and_named(shown: Callable[..., str]) -> None:
+    table = Table(("name", ">a number", ">another number"), [("x" * 30, "1" * 16, "2" * 16)], spare=("another number",))
+    text = COLOURS.sub("", shown(table.show, 46))
+    assert "222" not in text and text.rstrip().endswith("(not shown in 46 columns: another number)")
+
+
+def test_rows_that_do_not_fit_become_lists(shown: Callable[..., str]) -> None:
+    table = Table((">first", ">second", ">third"), [("1" * 20, "2" * 20, "3" * 20), ("4", "5", "6")])
+    lines = [line.split() for line in shown(table.show, 40).splitlines() if line.strip()]
+    assert lines == [
+        *(["first", "1" * 20], ["second", "2" * 20], ["third", "3" * 20]),
+        *(["first", "4"], ["second", "5"], ["third", "6"]),
+    ]
+
+
+def test_lines_are_wrapped_between_words_on_a_terminal_only(shown: Callable[..., str]) -> None:
+    line = f"  one two {'x' * 30} three"
+    assert shown(lambda: print_lines(line)) == f"{line}\n"
+    assert shown(lambda: print_lines(line), 20).splitlines() == ["  one two", f"    {'x' * 30}", "    three"]
+
+
+@pytest.mark.parametrize(("good", "code"), [(True, "32"), (False, "31"), (None, "33")])
+def test_verdicts_are_coloured_on_a_terminal_unless_no_color_is_set(
+    shown: Callable[..., str], monkeypatch: pytest.MonkeyPatch, good: bool | None, code: str
+) -> None:
+    def show() -> None:
+        print_verdict("verdict", ": why", good=good)
+
+    def show_without_colour() -> None:
+        monkeypatch.setenv("NO_COLOR", "1")
+        show()
+
+    assert shown(show) == "verdict: why\n"
+    assert shown(show, 80) == f"\x1b[{code}mverdict\x1b[0m: why\n"
+    assert shown(show_without_colour, 80) == "verdict: why\n"
+
+
+def test_verdicts_in_tables_are_coloured(shown: Callable[..., str]) -> None:
+    rows = [("a", "helps"), ("b", "hurts"), ("c", "within noise"), ("d", "baseline")]
+    text = shown(Table(("=arm", "=verdict"), rows).show, 80)
+    assert "\x1b[32mhelps" in text and "\x1b[31mhurts" in text and "\x1b[33mwithin noise" in text
+    assert COLOURS.sub("", text).splitlines()[-1].split() == ["d", "baseline"]
