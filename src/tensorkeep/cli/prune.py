@@ -71,7 +71,7 @@ def prune(
     dry_run
         Delete nothing; print what would be deleted.
     yes
-        Delete without asking.
+        Delete without asking; a script, or --json, is not asked anyway.
     """
     if keep_last is None and keep_every is None and keep_best is None and not keep_thinned and not broken:
         raise UsageError("no rule says which steps to keep", remedy=_RULES)

@@ -1,5 +1,6 @@
 """Reading checkpoints that DCP wrote, with one rank or many."""
 
+import argparse
 import subprocess
 import sys
 import threading
@@ -137,3 +138,11 @@ def test_checkpoint_of_two_ranks_is_read(tmp_path: Path) -> None:
     assert found["step"] == 3
     for name, tensor in expected["model"].items():
         assert torch.equal(found["model"][name], tensor), name
+
+
+def test_objects_of_allowed_classes_are_read_as_dicts(tmp_path: Path) -> None:
+    real_save({"model": {"w": torch.ones(3)}, "args": argparse.Namespace(lr=0.1)}, tmp_path / "ours")
+    with pytest.raises(UnsupportedError, match=r"calls argparse\.Namespace: .*\n.*--allow argparse\.Namespace"):
+        tensorkeep.load(tmp_path / "ours")
+    found = tensorkeep.load(tmp_path / "ours", allow="argparse.Namespace")
+    assert difference({"model": {"w": torch.ones(3)}, "args": {"lr": 0.1}}, found) is None

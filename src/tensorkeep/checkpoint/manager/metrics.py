@@ -50,7 +50,7 @@ def mode_of(metric: str, mode: str | None) -> str:
 def only_metric(names: Collection[str]) -> str | None:
     """Return the only metric, or None without any; UsageError if there are several."""
     if len(names) > 1:
-        first = min(names, key=lambda name: (direction(name) is None, name))
+        first = min(names, key=lambda name: (direction(name) is None, "loss" not in _words(name), name))
         raise UsageError(
             f"the steps have several metrics: {', '.join(sorted(names))}",
             remedy=f'name the one that counts: metric="{first}" (--metric {first})',

@@ -1,6 +1,6 @@
 """Rebuilding the nested state of a distributed checkpoint without a sidecar."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +27,12 @@ class NestedState(NamedTuple):
     keys: dict[str, str]
 
 
-def rebuild(contents: Contents, files: Mapping[str, MappedFile], path: Path) -> NestedState:
+def rebuild(
+    contents: Contents, files: Mapping[str, MappedFile], path: Path, allow: Collection[str] = ()
+) -> NestedState:
     """Return the state as the metadata nests it; keys that were not text come back as text.
+
+    Objects of the classes in ``allow`` become dicts of their attributes.
 
     Raises CorruptCheckpointError if a value is damaged, or the state is nested too deeply; UnsupportedError if a value
     needs a class that torch's restricted unpickler refuses, or repeats its containers too often.
@@ -37,7 +41,7 @@ def rebuild(contents: Contents, files: Mapping[str, MappedFile], path: Path) -> 
     values: dict[str, Any] = dict(stand_ins)
     limit = SHARED_VALUES
     for name, location in contents.values.items():
-        values[name], pickle_bytes = load_value(name, location, files[location.file])
+        values[name], pickle_bytes = load_value(name, location, files[location.file], allow)
         limit += 4 * pickle_bytes
         with decoding(path, name):
             limit -= count_values(values[name], limit)

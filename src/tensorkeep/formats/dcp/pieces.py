@@ -9,6 +9,7 @@ import io
 import os
 import threading
 import zlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import prod
 from typing import Any, cast
@@ -92,7 +93,7 @@ class PieceZip:
                 )
 
 
-def load_value(name: str, location: Location, file: MappedFile) -> tuple[Any, int]:
+def load_value(name: str, location: Location, file: MappedFile, allow: Collection[str]) -> tuple[Any, int]:
     """Return a plain value, decoded by torch's restricted unpickler, and the length of its pickle.
 
     Raises CorruptCheckpointError if it is damaged; UnsupportedError if it needs classes that the restricted unpickler
@@ -101,7 +102,7 @@ def load_value(name: str, location: Location, file: MappedFile) -> tuple[Any, in
     piece = PieceZip(file, location)
     with decoding(file.path, name):
         piece.check()
-        value = load_untrusted(io.BytesIO(piece.content.tobytes()), piece.archive, file.path)
+        value = load_untrusted(io.BytesIO(piece.content.tobytes()), piece.archive, file.path, allow)
     return value, piece.archive.pickle_bytes
 
 

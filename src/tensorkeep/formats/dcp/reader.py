@@ -31,6 +31,7 @@ class DcpReader(Reader):
     def __init__(self, path: Path, settings: OpenSettings) -> None:
         self.path = path
         self._verify = settings.verify
+        self._allow = settings.allow
         read_directory(path, self._open)
 
     def _open(self, directory: Directory) -> None:
@@ -55,7 +56,7 @@ class DcpReader(Reader):
             flat = self._flat_of_sidecar(notes, directory.path)
             self._set_state(flat, directory.path / sidecar.FILE_NAME, notes.leaf_specs)
         else:
-            flat = self._flat_of_nested(rebuild(contents, self._files, self.path))
+            flat = self._flat_of_nested(rebuild(contents, self._files, self.path, self._allow))
             self._set_state(flat, directory.path / FILE_NAME)
         self.metadata = notes.metadata if notes is not None else {}
         first = next(contents.locations(), None)
