@@ -30,6 +30,18 @@ def test_torch_opens_what_was_saved(tmp_path: Path) -> None:
     assert same(tensorkeep.torch.load(path, "cpu", weights_only=True, mmap=True), STATE)
 
 
+def test_mapped_tensors_keep_writes_in_memory(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    torch.save(STATE, path)
+    loaded = tensorkeep.torch.load(path, mmap=True)
+    assert same(loaded, STATE)
+    loaded["w"].zero_()
+    assert same(tensorkeep.torch.load(path), STATE)
+    maps = Path("/proc/self/maps").read_text()
+    assert str(path) in maps, "the file is not mapped"
+    assert tensorkeep.torch.load(path, "meta", mmap=True)["w"].device.type == "meta"
+
+
 def test_any_format_is_opened(tmp_path: Path) -> None:
     torch.save(STATE, tmp_path / "a.pt")
     tensorkeep.save(STATE, tmp_path / "native")

@@ -110,8 +110,11 @@ def load(
         device, or a function of a storage and its device, is supported for torch files only.
     pickle_module, weights_only : optional
         Pickles other than Python's are refused, and so is False: it would run code from the file.
-    mmap, **pickle_load_args : optional
-        Ignored: the file is read directly and in parallel, and torch ignores ``encoding`` and the like as well.
+    mmap : bool, optional
+        Return tensors over the mapped file, whose bytes are read when they are used, and not checked. Writes to them
+        stay in memory. Without effect for another device than the CPU.
+    **pickle_load_args : optional
+        Ignored, as torch ignores ``encoding`` and the like.
 
     Raises
     ------
@@ -142,7 +145,8 @@ def load(
     with _on_disk(f) as path:
         if callable(map_location) or isinstance(map_location, Mapping):
             return _load_mapped(path, map_location)
-        return _load(path, device=map_location)
+        on_cpu = str(map_location or "cpu") == "cpu"
+        return _load(path, device=map_location, mmap=bool(mmap) and on_cpu)
 
 
 def _load_mapped(path: PathLike, map_location: Any) -> Any:
