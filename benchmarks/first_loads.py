@@ -1,0 +1,215 @@
+"""The first load of a process, which is the one that everybody waits for: ours beside torch and safetensors.
+
+Each sample is a new process that imports its library, reads the files once so that they are in the page cache, and then
+times one load. The tools take turns. How long new memory takes to fill depends on what the machine did before, so the
+rounds are made in three states: idle for some seconds, just after another process had most of the memory, and beside a
+process that keeps one processor busy. Prints a table with PASS or MISS; the exit code is 1 if a bound is missed.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tensorkeep import machine
+from tensorkeep.cli.text import Table
+from tensorkeep.units import format_bytes, parse_bytes
+
+SEED = 20_261_122
+TOOLS = {
+    "torch": "torch.load",
+    "safetensors": "safetensors load_file, then a copy",
+    "raw": "tensorkeep.load",
+    "lossless": "tensorkeep.load, lossless",
+    "into": "tensorkeep.load(into=)",
+    "safetensors-mmap": "safetensors load_file (mapped)",
+    "mmap": "tensorkeep.load(mmap=True)",
+    "safetensors-mmap-used": "safetensors load_file, every byte used",
+    "mmap-used": "tensorkeep.load(mmap=True), every byte used",
+}
+BOUNDS = [("raw", "torch", 1.0), ("into", "torch", 0.5), ("mmap", "safetensors-mmap", 1.2)]
+BOUNDS += [("mmap-used", "safetensors-mmap-used", 1.2)]
+"""The most that the time of a tool may be of another one's."""
+
+SETTLE_SECONDS = 5.0
+FULL = 0.7
+"""The fraction of the available memory that another process had just before."""
+
+
+def main() -> int:
+    """Measure, print, write; return the exit code."""
+    options = _options()
+    if options.worker:
+        print(measure(options.worker, options.dir))
+        return 0
+    results = []
+    for size in options.sizes:
+        with tempfile.TemporaryDirectory(prefix="tensorkeep-bench-", dir=options.dir) as folder:
+            spec, nbytes = make_files(parse_bytes(size), Path(folder))
+            for name, state in STATES.items():
+                samples = _rounds(state, Path(folder), options.rounds)
+                results.append({"spec": spec, "bytes": nbytes, "state": name, "seconds": samples})
+                _print(results[-1])
+    missed = sum(ratio > bound for result in results for _, _, ratio, bound in ratios(result))
+    if options.out:
+        document = {
+            "command": f"benchmarks/first_loads.py --rounds {options.rounds} --sizes {' '.join(options.sizes)}",
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "environment": {
+                "versions": machine.versions(), "processor": machine.processor(), "memory": machine.memory()
+            },
+            "results": results,
+        }  # fmt: skip
+        options.out.write_text(json.dumps(document, indent=1) + "\n")
+    return 1 if missed else 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--sizes", nargs="+", default=["0.7GB", "2GB"], help="about this much of bfloat16 weights")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--dir", type=Path, default=Path(), help="a folder on the disk to use")
+    parser.add_argument("--out", type=Path, help="the JSON file to write")
+    parser.add_argument("--worker", choices=TOOLS, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def make_files(size: int, folder: Path) -> tuple[str, int]:
+    """Save one model with every tool; return its spec and its bytes."""
+    import safetensors.torch
+    import torch
+
+    import tensorkeep
+    from tensorkeep.bench.checkpoint.models import build, parse, spec_of_size
+    from tensorkeep.state.tree import flatten
+
+    spec = spec_of_size(size)
+    state = {name: leaf.array for name, leaf in flatten(build(spec, seed=SEED)).leaves.items()}
+    torch.save(state, folder / "weights.pt")
+    safetensors.torch.save_file(state, folder / "weights.safetensors")
+    tensorkeep.save(state, folder / "raw")
+    tensorkeep.save(state, folder / "lossless", compression="lossless")
+    return spec, parse(spec).nbytes
+
+
+def measure(tool: str, folder: Path) -> float:
+    """Return the seconds of one load in this process, of files that are in the page cache."""
+    import safetensors.torch
+    import torch
+
+    import tensorkeep
+
+    def load() -> Any:
+        if tool == "torch":
+            return torch.load(folder / "weights.pt")
+        if tool == "safetensors":
+            return {name: tensor.clone() for name, tensor in safetensors.torch.load_file(weights).items()}
+        if tool.startswith("safetensors-mmap"):
+            return safetensors.torch.load_file(weights)
+        if tool == "into":
+            return tensorkeep.load(folder / "raw", into=existing)
+        if tool.startswith("mmap"):
+            return tensorkeep.load(folder / "raw", mmap=True)
+        return tensorkeep.load(folder / tool)
+
+    weights = folder / "weights.safetensors"
+    existing = {}
+    if tool == "into":
+        with tensorkeep.open(folder / "raw") as checkpoint:
+            existing = {name: torch.full(lazy.shape, 1, dtype=lazy.dtype) for name, lazy in checkpoint.items()}
+    read = {"torch": ["weights.pt"], "lossless": ["lossless"], "raw": ["raw"], "into": ["raw"]}
+    for name in read.get(tool, ["raw"] if tool.startswith("mmap") else ["weights.safetensors"]):
+        _read_once(folder / name)
+    started = time.perf_counter()
+    loaded = load()
+    if tool.endswith("used"):
+        for tensor in loaded.values():
+            tensor.view(torch.int64).sum()
+    return time.perf_counter() - started
+
+
+def _read_once(path: Path) -> None:
+    buffer = bytearray(1 << 20)
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        with open(file, "rb", buffering=0) as stream:
+            while stream.readinto(buffer):
+                pass
+
+
+def _settle() -> None:
+    time.sleep(SETTLE_SECONDS)
+
+
+def _fill_memory() -> None:
+    wanted = int(machine.memory()["available_bytes"] * FULL)
+    code = f"import mmap; m = mmap.mmap(-1, {wanted}); m.madvise(mmap.MADV_POPULATE_WRITE) if hasattr(mmap, "
+    code += f"'MADV_POPULATE_WRITE') else [m.__setitem__(at, 1) for at in range(0, {wanted}, 4096)]"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@contextmanager
+def _busy_process() -> Iterator[None]:
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+State = tuple[Callable[[], None], Callable[[], Any]]
+STATES: dict[str, State] = {
+    "idle": (_settle, nullcontext),
+    "just full": (_fill_memory, nullcontext),
+    "busy": (lambda: None, _busy_process),
+}
+"""What is done before each sample, and what runs beside it."""
+
+
+def _rounds(state: State, folder: Path, rounds: int) -> dict[str, list[float]]:
+    before, beside = state
+    samples: dict[str, list[float]] = {tool: [] for tool in TOOLS}
+    order = random.Random(SEED)
+    for _ in range(rounds):
+        for tool in order.sample(list(TOOLS), len(TOOLS)):
+            before()
+            with beside():
+                line = [sys.executable, __file__, "--worker", tool, "--dir", os.fspath(folder)]
+                done = subprocess.run(line, check=True, stdout=subprocess.PIPE, text=True)
+            samples[tool].append(float(done.stdout))
+            print(".", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    return samples
+
+
+def ratios(result: dict[str, Any]) -> Iterator[tuple[str, str, float, float]]:
+    """Yield each bound with the median of its ratios within the rounds: tool, other tool, ratio, bound."""
+    for tool, other, bound in BOUNDS:
+        pairs = zip(result["seconds"][tool], result["seconds"][other], strict=True)
+        yield tool, other, statistics.median(mine / theirs for mine, theirs in pairs), bound
+
+
+def _print(result: dict[str, Any]) -> None:
+    print(f"\n{result['spec']}, {format_bytes(result['bytes'])}, {result['state']}: seconds of the first load\n")
+    rows = [
+        (TOOLS[tool], *(f"{value:.4f}" for value in (statistics.median(seconds), min(seconds), max(seconds))))
+        for tool, seconds in result["seconds"].items()
+    ]
+    Table(("", ">median", ">least", ">most"), rows).show()
+    for tool, other, ratio, bound in ratios(result):
+        verdict = "PASS" if ratio <= bound else "MISS"
+        print(f"{verdict}  {TOOLS[tool]}: {ratio:.2f}x the time of {TOOLS[other]} (<= {bound}x)")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
