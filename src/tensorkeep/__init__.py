@@ -3,6 +3,7 @@
 The public names are imported on first use: ``import tensorkeep`` takes a few milliseconds and does not import torch.
 """
 
+import gc
 import importlib
 from typing import TYPE_CHECKING
 
@@ -79,8 +80,16 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'tensorkeep' has no attribute {name!r}")
-    # All other names are errors, from `errors`.
-    value = getattr(importlib.import_module(f"tensorkeep.{_MODULES.get(name, 'errors')}"), name)
+    # What is imported lives as long as the process: a garbage collection meanwhile would look at all objects of torch
+    # for nothing, which takes longer than the import.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        # All other names are errors, from `errors`.
+        value = getattr(importlib.import_module(f"tensorkeep.{_MODULES.get(name, 'errors')}"), name)
+    finally:
+        if collecting:
+            gc.enable()
     globals()[name] = value
     return value
 
