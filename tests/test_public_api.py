@@ -74,6 +74,7 @@ def test_importing_tensorkeep_imports_neither_torch_nor_numpy() -> None:
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_importing_a_public_name_leaves_garbage_collection_as_it_was(enabled: bool) -> None:
-    code = f"import gc; gc.{'enable' if enabled else 'disable'}(); import tensorkeep; tensorkeep.load; print(gc.isenabled())"
+    before = "enable" if enabled else "disable"
+    code = f"import gc; gc.{before}(); import tensorkeep; tensorkeep.load; print(gc.isenabled())"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == str(enabled)
