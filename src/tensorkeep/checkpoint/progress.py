@@ -10,6 +10,9 @@ from tensorkeep.io.parallel import Progress
 ProgressOption = Progress | bool | None
 """A callback, True for a progress bar, or nothing."""
 
+_FULL_WIDTH = 72
+"""Columns of a terminal on which a bar also has the rate and the remaining time."""
+
 
 @contextmanager
 def progress_bar(doing: str) -> Iterator[Progress]:
@@ -19,8 +22,11 @@ def progress_bar(doing: str) -> Iterator[Progress]:
     from rich.progress import Progress as Bar
     from rich.progress import TransferSpeedColumn as Speed
 
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), Speed())
-    with Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    columns = [TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn()]
+    if console.width >= _FULL_WIDTH:
+        columns += [Speed(), TimeRemainingColumn()]
+    with Bar(*columns, console=console, transient=True) as bar:
         task = bar.add_task(doing, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
