@@ -1,6 +1,8 @@
 """Runs on the command line: addresses of steps, `log`, and `info` of a run."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,3 +105,14 @@ def test_commands_take_steps_of_runs(run: str, run_json: RunJson) -> None:
     code, document = run_json("ls", "run@44")
     assert code == 5
     assert document["error"]["remedy"] == "the nearest steps are 27, 28, 29, 30"
+
+
+def test_looking_at_a_run_does_not_import_torch(run: str) -> None:
+    code = """
+import sys
+from tensorkeep.cli.main import main
+for words in ("log run", "info run", "ls run@best", "diff run@1 run@1", "prune run --keep-last 1 --dry-run"):
+    assert main(words.split()) == 0, words
+    assert "torch" not in sys.modules, words
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

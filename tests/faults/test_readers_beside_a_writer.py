@@ -3,7 +3,8 @@
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from tensorkeep import CheckpointManager
-from tensorkeep.formats.native import reader
+from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.io.directory import Directory
 from tensorkeep.testing.equality import same
 
@@ -21,18 +22,26 @@ def state(number: int) -> dict[str, Any]:
     return {"w": torch.full((3000,), float(number)), "n": number}
 
 
-def looking(meanwhile: Callable[[], object]) -> Any:
-    """Call a function after a manifest is read and before its files are opened."""
-    real = reader.manifests.read
+@contextmanager
+def looking(meanwhile: Callable[[], object]) -> Iterator[None]:
+    """Call a function once, after a manifest or its outline is read and before its files are opened."""
     once = [meanwhile]
 
-    def read(directory: Directory) -> Any:
-        manifest = real(directory)
-        if once:
-            once.pop()()
-        return manifest
+    def followed(real: Callable[[Directory], Any]) -> Callable[[Directory], Any]:
+        def read(directory: Directory) -> Any:
+            manifest = real(directory)
+            if once:
+                once.pop()()
+            return manifest
 
-    return mock.patch.object(reader.manifests, "read", read)
+        return read
+
+    with (
+        mock.patch.object(manifests, "read", followed(manifests.read)),
+        mock.patch.object(manifests, "read_outline", followed(manifests.read_outline)),
+    ):
+        yield
+    assert not once
 
 
 @pytest.mark.parametrize("look", ["latest", "restore", "listing"])

@@ -31,11 +31,11 @@ def change(path: Path, **fields: Any) -> None:
     (path / manifests.FILE_NAME).write_bytes(sealed.seal({**body, **fields}))
 
 
-def test_the_outline_of_a_manifest_is_read_without_its_tensors(saved: Path) -> None:
+def test_the_outline_of_a_manifest_is_read_without_its_blocks(saved: Path) -> None:
     with Directory(saved) as directory:
         whole, outline = manifests.read(directory), manifests.read_outline(directory)
-    assert (outline.files, outline.step) == (whole.files, whole.step)
-    change(saved, leaves="damaged")
+    assert (outline.files, outline.step, outline.state_bytes) == (whole.files, whole.step, 12)
+    change(saved, leaves=[{"dtype": "float32", "shape": [3], "blocks": "damaged"}])
     with Directory(saved) as directory:
         assert manifests.read_outline(directory) == outline
 
@@ -45,6 +45,8 @@ def test_the_outline_of_a_manifest_is_read_without_its_tensors(saved: Path) -> N
     [
         ({"version": 2, "files": "of another kind"}, UnsupportedError, "version 2"),
         ({"features": ["later"]}, UnsupportedError, "later"),
+        ({"leaves": [{"dtype": "float3", "shape": [1]}]}, UnsupportedError, "dtype 'float3'"),
+        ({"leaves": [{"dtype": "int8", "shape": [-1]}]}, CorruptCheckpointError, "is not a manifest"),
         ({"files": [{"name": "../x", "bytes": 1, "head_bytes": 1, "head": ""}]}, CorruptCheckpointError, "regex"),
         ({"format": "other"}, CorruptCheckpointError, "not the manifest of a Tensorkeep checkpoint"),
     ],
