@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from report import documents
+from report.demo_results import demo_results
+from tensorkeep.report.demo_page import write_demo_page
 from tensorkeep.report.files import write_report
 
 if TYPE_CHECKING:
@@ -110,6 +112,20 @@ def test_the_page_fits_and_is_legible(visit: Any, width: int, scheme: str) -> No
     contrasts = page.evaluate(CONTRASTS)
     assert len(contrasts) > 100
     assert min(contrasts)[0] >= 4.5, min(contrasts)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1400])
+def test_the_page_of_the_demo_fits_and_is_legible(visit: Any, width: int, scheme: str, tmp_path: Path) -> None:
+    file = tmp_path / "demo.html"
+    write_demo_page(demo_results(), file)
+    page = visit(width, scheme, file)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    contrasts = page.evaluate(CONTRASTS)
+    assert len(contrasts) > 100
+    assert min(contrasts)[0] >= 4.5, min(contrasts)
+    widths = page.evaluate("[...document.querySelectorAll('#speed .track span')].map((bar) => bar.clientWidth)")
+    assert 0 < widths[0] < widths[4] <= max(widths)
 
 
 def test_dark_mode_is_dark_and_print_is_not(visit: Any) -> None:

@@ -26,7 +26,7 @@ _OURS = (
     Arm("tensorkeep-lossless", settings={"tool": "tensorkeep", "compression": "lossless"}, about="A third smaller."),
 )
 _MODEL = "openllama-3b:scale=0.04:float16"
-_SLOW_MODEL = "openllama-3b:scale=0.015:layers=3:float16"
+_SLOW_MODEL = "openllama-3b:scale=0.012:layers=2:float16"
 
 
 def compare_six_ways(folder: Path, progress: Callable[[str], None], *, scale: float = 1.0) -> Results:

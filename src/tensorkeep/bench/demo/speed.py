@@ -37,7 +37,7 @@ TOOLS: dict[str, Tool] = {
 """The common tools, and TensorStore with the fastest of its settings that detect damage."""
 
 T5X = parse_tool({"tool": "t5x"})
-LONGEST_SECONDS = 45.0
+LONGEST_SECONDS = 40.0
 """Seconds after which no further round starts."""
 
 _T5X_FRACTION = 0.1
