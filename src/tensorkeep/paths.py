@@ -26,7 +26,9 @@ def checked_path(path: PathLike) -> PathLike:
     expanded = os.path.expanduser(text)
     # Unlike a shell: a mistyped user must not become a folder.
     if expanded.startswith("~") and not os.path.lexists(text.partition("/")[0]):
-        raise UsageError(f"there is no user {text[1:].partition('/')[0]!r}", path=text, remedy=f"check the name, or write ./{text}")
+        raise UsageError(
+            f"there is no user {text[1:].partition('/')[0]!r}", path=text, remedy=f"check the name, or write ./{text}"
+        )
     return expanded
 
 
