@@ -71,6 +71,21 @@ COMMANDS = [
 ]
 
 
+def test_tables_of_verdicts_fit_the_terminal(shown: Callable[..., str]) -> None:
+    results = Path(__file__).parents[2] / "benchmarks" / "results" / "isolated-bfloat16.json"
+
+    def report() -> None:
+        assert main(["report", str(results), "--tables-only"]) == 0
+
+    for width in WIDTHS:
+        # The comparison before it is the text of a fixed format.
+        text = COLOURS.sub("", shown(report, width)).partition("\ndurable save\n")[2]
+        assert [line for line in text.splitlines() if len(line) > width and len(line.split()) > 1] == []
+        heading = text.splitlines()[0].split()
+        assert heading[:2] == ["arm", "verdict"] and "gain" in heading
+        assert ("runs" in heading) == (width == 140)
+
+
 def words(text: str) -> set[str]:
     return set(COLOURS.sub("", text).split())
 

@@ -82,7 +82,7 @@ def _document(found: Results, written: list[Path]) -> dict[str, Any]:
 def print_tables(found: Results) -> None:
     """Print the tables of a run; the verdict comes last, because the end of a long output stays on the screen."""
     print(found.experiment.title or found.experiment.name)
-    print(measured_by(found))
+    print_lines(measured_by(found))
     if small := too_small(found):
         print(*headlines(found))
     print()
@@ -92,7 +92,7 @@ def print_tables(found: Results) -> None:
     for table in [*tables, observed_table(found), not_run_table(found)]:
         if table.rows:
             print(f"\n{table.title}")
-            Table(table.headings, table.texts()).show()
+            Table(table.headings, table.texts(), spare=_spare(table.headings)).show()
     _print_claims(claims_table(found))
     _print_section("Noise", [] if small else noise_lines(found))
     _print_section("Effects that this design cannot separate", aliases_lines(found))
@@ -102,21 +102,30 @@ def print_tables(found: Results) -> None:
     _print_section("Recommended for this machine", [capitalised(one.text) for one in found.summary.recommendations])
 
 
+def _spare(headings: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the columns of a table of verdicts that a narrow terminal may leave out, the most important one first."""
+    names = [heading.lstrip(">=") for heading in headings]
+    first = ["95% interval"]
+    if not {"verdict", "gain", *first} <= {*names}:
+        return ()
+    return (*first, *(name for name in names if name not in ("arm", "verdict", "gain", *first)))
+
+
 def _print_claims(table: ReportTable | None) -> None:
     """Print claims as a list, because their sentences are too long for columns."""
     if table is None:
         return
     print(f"\n{table.title}")
     for id_, verdict, claim, published, measured, reason in table.texts():
-        print(f"  {id_}  {claim}: {verdict}")
+        print_lines(f"  {id_}  {claim}: {verdict}")
         for word, text in (("published", published), ("measured", measured), ("reason", reason)):
             if text not in ("", "-"):
-                print(f"    {word.ljust(9)}  {text}")
+                print_lines(f"    {word.ljust(9)}  {text}")
 
 
 def _print_section(title: str, lines: list[str]) -> None:
     if lines:
-        print(f"\n{title}", *lines, sep="\n  ")
+        print_lines("", title, *(f"  {line}" for line in lines))
 
 
 def _print_written(written: list[Path]) -> None:
