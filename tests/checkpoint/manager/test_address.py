@@ -96,6 +96,14 @@ def test_a_run_whose_steps_are_all_damaged_raises_the_error_of_the_last(tmp_path
         tensorkeep.load(tmp_path / "run")
 
 
+def test_an_empty_path_is_not_the_run_in_the_current_folder(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run)
+    assert tensorkeep.load(".")["w"][0] == 300
+    for call in (tensorkeep.load, tensorkeep.verify, tensorkeep.log):
+        with pytest.raises(UsageError, match="the path is empty"):
+            call("")
+
+
 def test_the_best_of_a_run_without_metrics_is_an_error(tmp_path: Path) -> None:
     with tensorkeep.CheckpointManager(tmp_path / "run") as manager:
         manager.save(1, {"w": 8})

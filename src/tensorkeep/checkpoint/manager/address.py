@@ -82,6 +82,9 @@ def find_checkpoint(path: PathLike) -> Address:
 def split_address(path: PathLike) -> tuple[PathLike, str | None]:
     """Return the path of an address, and what stands behind its ``@``, or None."""
     path = checked_path(path)
+    # `Path` takes the empty string for the current folder, which may be a run.
+    if not os.fspath(path):
+        raise UsageError("the path is empty", remedy="give the path of a checkpoint or a run")
     match = None if os.path.lexists(path) else _ADDRESS.fullmatch(os.fspath(path))
     return (path, None) if match is None else (match[1], match[2])
 
