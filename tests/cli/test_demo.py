@@ -138,6 +138,7 @@ def test_sparkline_has_a_level_for_each_mean() -> None:
         (["--scale", "0"], 2, "out of range"),
         (["--scale", "1", "--from", "x"], 2, "exclude each other"),
         (["--size", "1GB", "--scale", "1"], 2, "exclude each other"),
+        (["--size", "0"], 2, "--size is 0 B, out of range"),
         (["--out", "page.txt"], 2, "ends in .html"),
         (["--rounds", "0"], 2, "rounds"),
         (["--from", "nothing-here"], 5, "nothing-here: does not exist"),

@@ -20,6 +20,7 @@ from tensorkeep.units import counted, format_bytes
 
 _DEFAULT_ROUNDS = 3
 _STEPS, _EVERY = 100, 20
+_SMALLEST, _LARGEST = 10**6, 100 * 10**9
 
 
 def demo(
@@ -64,6 +65,9 @@ def demo(
     if sum(given is not None for given in (size, scale, source)) > 1:
         raise UsageError("--size, --scale and --from exclude each other", remedy="give one of them")
     if size is not None:
+        if not _SMALLEST <= size <= _LARGEST:
+            limits = f"{format_bytes(_SMALLEST)} to {format_bytes(_LARGEST)}"
+            raise UsageError(f"--size is {format_bytes(size)}, out of range", remedy=f"give {limits}")
         scale = scale_of_size(size)
     from tensorkeep.report.demo_page import write_demo_page
     from tensorkeep.report.files import check_page
