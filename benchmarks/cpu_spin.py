@@ -29,7 +29,7 @@ from tensorkeep.train.data.prepare import prepare
 
 _DEFAULT_OF_LIBGOMP = "300000"
 """The spin count of libgomp without OMP_WAIT_POLICY; it is given, because `tensorkeep train` sets its own otherwise."""
-_COUNTS = ("300", "1000", "2000", "3000", "10000", "100000")
+_COUNTS = ("300", "1000", "2000", "4000", "10000", "100000", "1000000")
 ARMS: dict[str, dict[str, str]] = {
     "passive": {"OMP_WAIT_POLICY": "PASSIVE"},
     **{count: {"GOMP_SPINCOUNT": count} for count in _COUNTS},
