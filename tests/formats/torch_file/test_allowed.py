@@ -1,6 +1,7 @@
 """Classes outside torch's allow list: named in the error, read as dicts if allowed, and never executed."""
 
 import argparse
+import collections
 import pathlib
 from pathlib import Path
 from typing import Any
@@ -113,19 +114,26 @@ def test_the_code_of_an_allowed_class_is_not_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "name"),
+    ("value", "name", "arguments"),
     [
-        (pathlib.PurePosixPath("/a"), "pathlib.PurePosixPath"),
-        (Calls(Watched, 1), f"{__name__}.Watched"),
-        (Calls(print, 1), "builtins.print"),
+        (pathlib.PurePosixPath("/a"), "pathlib.PurePosixPath", ["/", "a"]),
+        (Calls(Watched, 1), f"{__name__}.Watched", [1]),
+        (Calls(print, 1), "builtins.print", [1]),
     ],
 )
-def test_an_object_that_only_its_code_rebuilds_is_refused(tmp_path: Path, value: object, name: str) -> None:
+def test_an_object_made_from_arguments_becomes_its_class_and_arguments(
+    tmp_path: Path, value: object, name: str, arguments: list[object]
+) -> None:
     torch.save({"x": value, "w": torch.ones(1)}, tmp_path / "x")
     EXECUTED.clear()
-    with pytest.raises(tensorkeep.UnsupportedError, match=f"an object of {name} is rebuilt by its own code"):
-        tensorkeep.load(tmp_path / "x", allow=name)
+    assert tensorkeep.load(tmp_path / "x", allow=name)["x"] == {"class": name, "arguments": arguments}
     assert EXECUTED == []
+
+
+def test_a_subclass_of_dict_is_refused_with_the_reason(tmp_path: Path) -> None:
+    torch.save({"x": collections.defaultdict(list, a=[1]), "w": torch.ones(1)}, tmp_path / "x")
+    with pytest.raises(tensorkeep.UnsupportedError, match="Can only SETITEM for dict"):
+        tensorkeep.load(tmp_path / "x", allow=["collections.defaultdict", "builtins.list"])
 
 
 @pytest.mark.parametrize("name", ["builtins.eval", "posix.system"])

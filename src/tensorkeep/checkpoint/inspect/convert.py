@@ -72,7 +72,7 @@ def convert(
         The format of the source; found by looking at the files by default.
     allow : str, class, or list of them, optional
         Classes outside torch's allow list, such as ``"argparse.Namespace"``, whose objects in ``torch.save`` files are
-        read as dicts of their attributes; their code is not run.
+        read as dicts; their code is not run.
     memory_budget : int or str, optional
         Limit in bytes for all buffers of reading and writing together; 256 MiB by default.
     compression, overwrite, progress, threads, settings, **options : optional

@@ -135,7 +135,7 @@ def diff(
         transposed tensor, the full stored tensor is loaded in addition, unless both checkpoints have the same view.
     allow : str, class, or list of them, optional
         Classes outside torch's allow list, such as ``"argparse.Namespace"``, whose objects in ``torch.save`` files are
-        read as dicts of their attributes; their code is not run.
+        read as dicts; their code is not run.
 
     Raises
     ------

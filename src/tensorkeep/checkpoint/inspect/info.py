@@ -78,7 +78,7 @@ def info(path: PathLike, *, format: str | None = None, allow: Allow | None = Non
         The name of the format, instead of looking at the files.
     allow : str, class, or list of them, optional
         Classes outside torch's allow list, such as ``"argparse.Namespace"``, whose objects in ``torch.save`` files are
-        read as dicts of their attributes; their code is not run.
+        read as dicts; their code is not run.
 
     Raises
     ------

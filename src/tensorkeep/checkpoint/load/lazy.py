@@ -48,7 +48,7 @@ def open(
         The name of the format, instead of looking at the files.
     allow : str, class, or list of them, optional
         Classes outside torch's allow list, such as ``"argparse.Namespace"``, whose objects in ``torch.save`` files are
-        read as dicts of their attributes; their code is not run.
+        read as dicts; their code is not run.
     memory_budget : int or str
         Limit in bytes for the buffers of reading, also as ``"256MiB"``.
 

@@ -70,7 +70,7 @@ def verify(
         The name of the format, instead of looking at the files.
     allow : str, class, or list of them, optional
         Classes outside torch's allow list, such as ``"argparse.Namespace"``, whose objects in ``torch.save`` files are
-        read as dicts of their attributes; their code is not run.
+        read as dicts; their code is not run.
     progress : bool or callable, optional
         True draws a bar on stderr if that is a terminal. A function is called with (bytes done, bytes in all), from
         the reading threads, one call at a time; of a run, step by step.

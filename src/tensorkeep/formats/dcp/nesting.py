@@ -32,7 +32,7 @@ def rebuild(
 ) -> NestedState:
     """Return the state as the metadata nests it; keys that were not text come back as text.
 
-    Objects of the classes in ``allow`` become dicts of their attributes.
+    Objects of the classes in ``allow`` become dicts.
 
     Raises CorruptCheckpointError if a value is damaged, or the state is nested too deeply; UnsupportedError if a value
     needs a class that torch's restricted unpickler refuses, or repeats its containers too often.

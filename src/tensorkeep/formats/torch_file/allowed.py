@@ -1,4 +1,4 @@
-"""Classes outside torch's allow list that the caller allows: read as dicts of their attributes, never executed.
+"""Classes outside torch's allow list that the caller allows: read as dicts, never executed.
 
 A pickle names classes and functions, and calls them. For each name that is allowed, torch's restricted unpickler gets a
 stand-in, which records what it is called with. The class itself is neither imported nor called, so that an allowed name
@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
-from tensorkeep.errors import UnsupportedError, UsageError
+from tensorkeep.errors import UsageError
 
 _NUMPY_MODULES = ("numpy.core.multiarray", "numpy._core.multiarray")
 NUMPY = {
@@ -109,9 +109,10 @@ def _numpy_globals(names: Collection[str]) -> list[Any]:
 
 
 def with_plain_objects(state: Any) -> Any:
-    """Return a state with dicts of the attributes of allowed objects; containers are changed in place.
+    """Return a state with dicts in place of allowed objects; containers are changed in place.
 
-    Raises UnsupportedError if an object is not described by its attributes.
+    An object becomes a dict of its attributes. One that is made from arguments, such as a path, becomes its class and
+    arguments.
     """
     return _plain(state, {})
 
@@ -131,20 +132,18 @@ def _plain(value: Any, known: dict[int, Any]) -> Any:
     elif type(value) is tuple:
         known[id(value)] = tuple(_plain(item, known) for item in value)
     elif isinstance(value, _StandIn):
-        attributes: dict[str, Any] = {}
-        known[id(value)] = attributes
-        attributes.update({name: _plain(item, known) for name, item in _attributes(value).items()})
+        contents: dict[str, Any] = {}
+        known[id(value)] = contents
+        contents.update({name: _plain(item, known) for name, item in _contents(value).items()})
     else:
         return value
     return known[id(value)]
 
 
-def _attributes(found: _StandIn) -> dict[str, Any]:
+def _contents(found: _StandIn) -> dict[str, Any]:
     state = found.state
     parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)  # the second has the slots
     if found.arguments or not all(part is None or isinstance(part, dict) for part in parts):
-        raise UnsupportedError(
-            f"an object of {found.name} is rebuilt by its own code, which is not run, and not from its attributes",
-            remedy=TRUST,
-        )
+        made = {"class": found.name, "arguments": list(found.arguments)}
+        return made if state is None else made | {"state": state}
     return {name: item for part in parts for name, item in (part or {}).items()}

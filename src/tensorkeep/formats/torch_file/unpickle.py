@@ -19,8 +19,8 @@ SHARED_VALUES = 1_000_000
 def restricted_load(file: str | io.BytesIO, allow: Collection[str] = ()) -> Any:
     """Return the content of a ``torch.save`` file: tensors and plain values only.
 
-    The tensors of a file that is given by its path are memory-mapped. Objects of the classes in ``allow`` become dicts
-    of their attributes. Raises the errors of torch, of almost any type.
+    The tensors of a file that is given by its path are memory-mapped. Objects of the classes in ``allow`` become
+    dicts. Raises the errors of torch, of almost any type.
     """
     import torch
 
@@ -72,7 +72,7 @@ def _refusal(
         names = names or [found[1] or found[2]]
         calls = f"its pickle calls {', '.join(names)}: loading it would run code from the file"
         return UnsupportedError(calls, path=path, remedy=_way_on(names))
-    reason = re.search(r"WeightsUnpickler error: (.{0,200})", message)
+    reason = re.search(r"WeightsUnpickler error:\s*(.{0,200})", message)
     detail = reason[1] if reason else message[:200]
     if archive.checksummed:
         # Its CRC-32 is right, so the pickle is not damaged.
@@ -86,7 +86,7 @@ def _way_on(names: Sequence[str]) -> str:
     if commands:
         return f"do not load it elsewhere: a checkpoint has no use for {commands[0]}, which runs code"
     short = dict.fromkeys("numpy" if name in NUMPY else name for name in names)
-    return f"allow them, to read such objects as dicts of their attributes: {' '.join(f'--allow {s}' for s in short)}"
+    return f"allow them, to read such objects as dicts without running their code: {' '.join(f'--allow {s}' for s in short)}"
 
 
 def count_values(state: object, limit: int) -> int:
