@@ -86,7 +86,8 @@ def _way_on(names: Sequence[str]) -> str:
     if commands:
         return f"do not load it elsewhere: a checkpoint has no use for {commands[0]}, which runs code"
     short = dict.fromkeys("numpy" if name in NUMPY else name for name in names)
-    return f"allow them, to read such objects as dicts without running their code: {' '.join(f'--allow {s}' for s in short)}"
+    options = " ".join(f"--allow {name}" for name in short)
+    return f"allow them, to read such objects as dicts without running their code: {options}"
 
 
 def count_values(state: object, limit: int) -> int:
