@@ -29,7 +29,9 @@ def lines_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
 def test_the_most_changed_tensors_come_first(pair: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     lines = lines_of(capsys, *pair)
     assert lines[0] == "different: a and b: tensors: 50 changed, 1 of another dtype"
-    assert lines[1].startswith("of the changed tensors, 125 of 125 elements differ (100.00%), relative L2 0.1")
+    assert lines[1].startswith(
+        "of the changed tensors, 125 of 125 elements differ (100.00%); floating point: relative L2 0.1"
+    )
     assert lines[4].split() == ["name", "elements", "different", "rel.", "L2", "cosine", "max", "|a-b|"]
     assert lines[5].split() == ["blocks.0.b", "1", "100.00%", "inf", "-", "0.01"]
     assert lines[25] == "and 30 more (--top 0 shows all)"
@@ -70,3 +72,13 @@ def test_json_has_everything(pair: tuple[str, str], run_json: Callable[..., tupl
     assert document["total"]["different"] == 125
     assert document["changed"][0]["relative_l2"] is None  # infinite, which JSON does not have
     assert len(run_json("diff", *pair, "--by-layer", "--depth", "1")[1]["layers"]) == 1
+
+
+def test_integers_have_no_norms_in_the_lists(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(tmp_path / name) for name in "ab"]
+    for path, byte in zip(paths, (0, 255), strict=True):
+        tensorkeep.save({"w": torch.ones(2) + byte / 510, "rng": torch.full((2,), byte, dtype=torch.uint8)}, path)
+    lines = lines_of(capsys, *paths)
+    assert lines[1].endswith("(100.00%); floating point: relative L2 0.5, cosine 1.000000, max |a-b| 0.5")
+    assert lines[-1].split() == ["rng", "2", "100.00%", "-", "-", "255"]
+    assert lines_of(capsys, *paths, "--select", "rng", "--stat")[0].endswith("2 of 2 elements differ (100.00%)")

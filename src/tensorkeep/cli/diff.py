@@ -148,8 +148,8 @@ def _print_diffs(title: str, diffs: Sequence[TensorDiff], shown: _Shown) -> None
             each.name,
             f"{each.elements:,}",
             _percent(each.share),
-            f"{each.relative_l2:.3g}",
-            "-" if each.cosine is None else f"{each.cosine:.6f}",
+            f"{each.relative_l2:.3g}" if each.floating else "-",
+            "-" if each.cosine is None or not each.floating else f"{each.cosine:.6f}",
             f"{each.largest:.4g}",
         )
         for each in entries
@@ -159,11 +159,12 @@ def _print_diffs(title: str, diffs: Sequence[TensorDiff], shown: _Shown) -> None
 
 
 def _totals(total: TensorDiff) -> str:
+    differ = f"{total.different:,} of {total.elements:,} elements differ ({_percent(total.share)})"
+    if not total.floating:
+        return differ
     cosine = "" if total.cosine is None else f", cosine {total.cosine:.6f}"
-    return (
-        f"{total.different:,} of {total.elements:,} elements differ ({_percent(total.share)}), "
-        f"relative L2 {total.relative_l2:.3g}{cosine}, max |a-b| {total.largest:.4g}"
-    )
+    distances = f"relative L2 {total.relative_l2:.3g}{cosine}, max |a-b| {total.largest:.4g}"
+    return f"{differ}; floating point: {distances}"
 
 
 def _percent(fraction: float) -> str:

@@ -2,6 +2,8 @@
 
 import errno
 import json
+import re
+import shlex
 import sys
 import traceback
 from collections.abc import Iterable
@@ -20,6 +22,10 @@ BROKEN_PIPE = 141
 _SEVERITY = (4, 3, 5, 7, 6, 2, 1, 0)
 
 
+_KEYWORD = re.compile(r"""\b(allow|drop_metadata|force|metric|mode|overwrite)=(True|\[[^\]]*\]|"[^"]*")""")
+"""Keywords of calls in the remedies of errors that the Python API raises as well."""
+
+
 class Interrupted(TensorkeepError, kind="interrupted", exit_code=130):
     """Ctrl-C."""
 
@@ -34,8 +40,12 @@ def most_severe(codes: Iterable[int]) -> int:
 
 
 def as_failure(error: BaseException) -> TensorkeepError:
-    """Return any exception as a TensorkeepError, which has an exit code and a message of at most two lines."""
+    """Return any exception as a TensorkeepError, which has an exit code and a message of at most two lines.
+
+    Its remedy names options of commands instead of keywords of calls.
+    """
     if isinstance(error, TensorkeepError):
+        error.remedy = error.remedy and _KEYWORD.sub(_as_option, error.remedy)
         return error
     if isinstance(error, CycloptsError):
         return _usage_error(error)
@@ -55,6 +65,15 @@ def as_failure(error: BaseException) -> TensorkeepError:
         f"{type(error).__name__}: {error}",
         remedy="this is a bug in tensorkeep: run the command again with -v and report the traceback",
     )
+
+
+def _as_option(keyword: re.Match[str]) -> str:
+    """Return a keyword of a call as options of a command: ``--allow a --allow b`` for ``allow=["a", "b"]``."""
+    option = f"--{keyword[1].replace('_', '-')}"
+    if keyword[2] == "True":
+        return option
+    value = json.loads(keyword[2])
+    return " ".join(f"{option} {shlex.quote(each)}" for each in (value if isinstance(value, list) else [value]))
 
 
 def report_error(error: BaseException, *, as_json: bool, verbose: bool) -> int:

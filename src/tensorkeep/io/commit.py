@@ -25,7 +25,7 @@ from tensorkeep.io.files import store_errors, sync_directory, write_small
 from tensorkeep.io.temporaries import lock, new_name, remove, remove_stale
 from tensorkeep.machine import libc
 
-_CHOOSE = "choose another path, or ask to overwrite it (overwrite=True, --overwrite)"
+_CHOOSE = "choose another path, or ask to overwrite it (overwrite=True)"
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1

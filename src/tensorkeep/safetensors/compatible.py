@@ -85,9 +85,10 @@ def checked_tensors(tensors: Any, kind: type) -> dict[str, Any]:
         raise UsageError(f"a {type(tensors).__name__} is not a dict of tensors", remedy="give names and tensors")
     for name, value in tensors.items():
         if not isinstance(name, str) or not isinstance(value, kind):
+            remedy = "flatten the dict" if isinstance(value, Mapping) else "convert it, or leave it out"
             raise UsageError(
-                f"a {type(value).__name__} at {name!r} is not a {kind.__name__} with a name",
-                remedy="flatten the dict; tensorkeep.save stores nested states",
+                f"the {type(value).__name__} at {name!r} is not a {kind.__name__} with a text as its name",
+                remedy=f"{remedy}; tensorkeep.save stores nested states of tensors, arrays and plain values",
             )
     return dict(tensors)
 

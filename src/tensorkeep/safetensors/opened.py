@@ -169,5 +169,7 @@ class TensorSlice:
             try:
                 selected = self._tensor[index]
             except IndexError as error:
-                raise UsageError(str(error), path=self._file._checkpoint.path, name=self._tensor.name) from None
+                path, shape = self._file._checkpoint.path, self.get_shape()
+                remedy = f"its shape is {shape}"
+                raise UsageError(str(error), path=path, name=self._tensor.name, remedy=remedy) from None
             return self._file._as_framework(selected, self._dtype)

@@ -21,7 +21,7 @@ def float_dtype(dtype: DTypeLike) -> DType:
     floats = [each.name for each in BY_NAME.values() if each.kind == "float" and each.has_torch]
     if name not in floats:
         raise UsageError(
-            f"{name!r} is not a dtype of floating point that torch has", remedy=did_you_mean(name, floats, "such are")
+            f"{name!r} is not a floating point dtype of torch", remedy=did_you_mean(name, floats, "give one of")
         )
     return BY_NAME[name]
 

@@ -334,3 +334,19 @@ def test_the_most_changed_tensor_comes_first_and_layers_sum_up(tmp_path: Path) -
     document = report.as_dict(depth=1)
     assert [each["name"] for each in document["layers"]] == ["model"]
     assert document["changed"][0]["relative_l2"] == 1.0
+
+
+def test_integers_do_not_drown_the_distances_of_floating_point_tensors(tmp_path: Path) -> None:
+    def state(step: float, byte: int) -> dict[str, Any]:
+        random = torch.full((9,), byte, dtype=torch.uint8)
+        return {"model": {"w": torch.tensor([3.0, 4.0 + step]), "ids": random}, "rng": {"cpu": random.clone()}}
+
+    report = compare(tmp_path, state(0, 0), state(0.5, 255))
+    total = report.total
+    assert (total.elements, total.different) == (20, 19)
+    assert (total.floating, total.largest, total.norm_difference) == (True, 0.5, 0.5)
+    assert total.relative_l2 == 0.1
+    assert [each.name for each in report.changed] == ["model.w", "model.ids", "rng.cpu"]
+    model, rng = report.by_layer()
+    assert (model.name, model.largest, model.different) == ("model", 0.5, 10)
+    assert (rng.name, rng.floating, rng.largest, rng.different) == ("rng", False, 255, 9)

@@ -672,6 +672,7 @@ def test_not_strict_needs_all_of_an_optimizer(tmp_path: Path) -> None:
     other = torch.optim.AdamW([model.weight])
     error = refusal(path, {"model": model, "optimizer": other}, model, strict=False)
     assert error.different == ("optimizer",)
+    assert str(error.remedy).startswith("leave entries that do not fit out of `into`: only")
 
 
 def test_not_strict_needs_a_state(tmp_path: Path) -> None:
@@ -699,7 +700,8 @@ def wrapped(model: nn.Module) -> nn.Module:
         ({"model": linear(1)}, {"model": wrapped(linear(0))}, "only one of the models is wrapped"),
         ({"model": linear(1)}, {"mdoel": linear(0), "step": 1}, "did you mean the key 'model'?"),
         ({"model": linear(1)}, {"model": linear(0, width=5)}, "load only what fits (strict=False)"),
-        ({"model": linear(1)}, {"model": linear(0).half()}, "convert the state to the saved dtype first"),
+        ({"model": linear(1)}, {"model": linear(0).half()}, "saved dtype first (module.to(torch.float32))"),
+        ({"model": linear(1)}, [linear(0)], "give a dict with keys that were saved, such as into={'model': ...}"),
     ],
 )
 def test_mistakes_that_are_often_made_have_their_remedy(tmp_path: Path, state: Any, into: Any, remedy: str) -> None:

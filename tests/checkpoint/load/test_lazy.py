@@ -160,6 +160,13 @@ def test_reading_stays_within_the_budget(path: Path) -> None:
         assert out[8, 5] == 8 * 2**20 + 5
 
 
+def test_a_name_that_is_not_a_text_is_unknown(path: Path) -> None:
+    with tensorkeep.open(path) as checkpoint:
+        assert (0 in checkpoint, checkpoint.get(0, "none")) == (False, "none")  # type: ignore[call-overload]
+        with pytest.raises(KeyError, match="has no tensor 0"):
+            checkpoint[0]  # type: ignore[index]
+
+
 def test_an_unknown_name_is_a_key_error_with_the_nearest(path: Path) -> None:
     with tensorkeep.open(path) as checkpoint:
         name = next(iter(checkpoint))

@@ -382,7 +382,7 @@ def test_tensors_are_converted_within_the_budget(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"dtype": "bfloat61"}, "did you mean 'bfloat16'"),
-        ({"dtype": torch.int8}, "'int8' is not a dtype of floating point"),
+        ({"dtype": torch.int8}, "'int8' is not a floating point dtype of torch"),
         ({"dtype": torch.float16, "into": {}}, "`into` and `dtype` exclude each other"),
     ],
 )

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tensorkeep
+import tensorkeep.torch
 from tensorkeep.checkpoint.manager.address import find_checkpoint, run_root
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, NotFoundError, UsageError
 
@@ -131,3 +132,22 @@ def test_wrong_addresses(run: Path, tmp_path: Path) -> None:
         tensorkeep.load(f"{tmp_path}@latest")
     with pytest.raises(UsageError, match="is one step, not a run"):
         run_root(f"{run}@100")
+
+
+def test_the_name_of_a_metric_may_have_slashes(tmp_path: Path) -> None:
+    with tensorkeep.CheckpointManager(tmp_path / "run") as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"w": step}, metrics={"eval/loss": abs(step - 2), "train/loss": 1 / step})
+    assert find_checkpoint(f"{tmp_path}/run@best:eval/loss").step == 2
+    assert tensorkeep.load(f"{tmp_path}/run@best:train/loss")["w"] == 3
+
+
+def test_the_warning_of_a_skipped_step_names_the_line_that_loads(tmp_path: Path) -> None:
+    with tensorkeep.CheckpointManager(tmp_path / "run") as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": torch.ones(3)})
+    (tmp_path / "run" / "step-000002" / "model.safetensors").unlink()
+    for load in (tensorkeep.load, tensorkeep.torch.load):
+        with pytest.warns(UserWarning, match="step 2 is skipped") as caught:
+            load(tmp_path / "run")
+        assert caught[0].filename == __file__

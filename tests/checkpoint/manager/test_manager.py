@@ -244,9 +244,12 @@ def test_deleting(tmp_path: Path) -> None:
         manager.delete(manager.steps()[0])
         assert numbers(manager) == [3]
         assert same(manager.restore(), state(3))
-        with pytest.raises(tensorkeep.NotACheckpointError, match="does not exist"):
-            manager.delete(2)
+        for call in (manager.delete, manager.restore):
+            with pytest.raises(tensorkeep.NotFoundError, match="has no step 2\nthe nearest steps are 3"):
+                call(2)
         manager.delete(3)
+        with pytest.raises(tensorkeep.NotFoundError, match="it has no steps"):
+            manager.restore(3)
         assert names(tmp_path) == []
         manager.save(4, state(4)).wait()
 

@@ -34,8 +34,13 @@ class TensorDiff:
     ``different`` of its ``elements`` are beyond the tolerance; with no tolerance given, they have other bits. All else
     is computed in float64.
 
+    Together, tensors of floating point and complex numbers are not mixed with integers, such as random states: if there
+    are any, distances and norms are theirs alone, while ``elements`` and ``different`` count every tensor.
+
     Attributes
     ----------
+    floating : bool
+        Whether distances and norms are those of floating point or complex numbers, rather than of integers.
     largest : float
         The largest absolute difference, infinite for NaN against a number.
     norm_a, norm_b, norm_difference, dot : float
@@ -51,6 +56,7 @@ class TensorDiff:
     norm_b: float = 0.0
     norm_difference: float = 0.0
     dot: float = 0.0
+    floating: bool = True
 
     @property
     def share(self) -> float:
@@ -76,17 +82,19 @@ class TensorDiff:
 
 
 def together(name: str, tensors: Iterable[TensorDiff]) -> TensorDiff:
-    """Return how several tensors differ, as if they were one."""
+    """Return how several tensors differ, with the distances of those of floating point if there are any."""
     found = list(tensors)
+    measured = [each for each in found if each.floating] or found
     return TensorDiff(
         name,
         elements=sum(each.elements for each in found),
         different=sum(each.different for each in found),
-        largest=max((each.largest for each in found), default=0.0),
-        norm_a=math.hypot(*(each.norm_a for each in found)),
-        norm_b=math.hypot(*(each.norm_b for each in found)),
-        norm_difference=math.hypot(*(each.norm_difference for each in found)),
-        dot=math.fsum(each.dot for each in found),
+        largest=max((each.largest for each in measured), default=0.0),
+        norm_a=math.hypot(*(each.norm_a for each in measured)),
+        norm_b=math.hypot(*(each.norm_b for each in measured)),
+        norm_difference=math.hypot(*(each.norm_difference for each in measured)),
+        dot=math.fsum(each.dot for each in measured),
+        floating=all(each.floating for each in measured),
     )
 
 
@@ -211,6 +219,7 @@ class _Comparison:
             norm_b=math.sqrt(total.second),
             norm_difference=math.sqrt(total.difference),
             dot=total.dot,
+            floating=any(dtype.kind in ("float", "complex") for dtype in self.dtypes(name)),
         )
 
 

@@ -44,8 +44,8 @@ class DiffReport:
     reshaped, retyped : list of Mismatch
         Tensors of another shape, or of the same shape and another dtype.
     changed, identical : list of TensorDiff, int
-        Tensors with other values, the largest relative L2 difference first, and how many are the same, within the
-        tolerance.
+        Tensors with other values, the largest relative L2 difference first and integers last, and how many are the
+        same, within the tolerance.
     values : list of Mismatch
         Plain values that differ in type or in a bit; None if a checkpoint does not have it. For containers or tensors
         of different kinds (a list and a tuple, a tensor and an array), their kinds. An OrderedDict counts as a dict, a
@@ -81,11 +81,11 @@ class DiffReport:
 
     @property
     def total(self) -> TensorDiff:
-        """How the changed tensors differ together."""
+        """How the changed tensors differ together; distances are those of floating point tensors, if there are any."""
         return together("", self.changed)
 
     def by_layer(self, depth: int | None = None) -> list[TensorDiff]:
-        """Return how the changed tensors of each layer differ together, the largest relative L2 difference first.
+        """Return how the changed tensors of each layer differ together, in the order of ``changed``; see `total`.
 
         A layer is named by the first ``depth`` components of the names of its tensors: by default up to the first
         number (``model.blocks.3``), or without a number by all but the last component (``model.head``).
@@ -188,8 +188,8 @@ def diff(
         return DiffReport(a, b, equal, added, removed, reshaped, retyped, changed, identical, values, converted)
 
 
-def _most_changed_first(found: TensorDiff) -> tuple[float, float, str]:
-    return -found.relative_l2, -found.share, found.name
+def _most_changed_first(found: TensorDiff) -> tuple[bool, float, float, str]:
+    return not found.floating, -found.relative_l2, -found.share, found.name
 
 
 def _layer(name: str, depth: int | None) -> str:

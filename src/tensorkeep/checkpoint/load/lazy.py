@@ -97,8 +97,11 @@ class Checkpoint(Closing, Mapping[str, "LazyTensor"]):
     def __getitem__(self, name: str) -> "LazyTensor":
         """Return a lazy tensor; TensorNotFoundError, a KeyError, names the nearest ones if it does not exist."""
         if name not in self._reader.entries:
-            raise TensorNotFoundError(f"has no tensor {name!r}", path=self.path, remedy=nearest(list(self), name))
+            raise TensorNotFoundError(f"has no tensor {name!r}", path=self.path, remedy=nearest(list(self), str(name)))
         return LazyTensor(self, name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._reader.entries
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._reader.entries)

@@ -55,6 +55,7 @@ class StateMatch:
 
     def __init__(self, reader: Reader, state: Any, select: str | Iterable[str] | None, *, strict: bool = True) -> None:
         self._reader = reader
+        self._strict = strict
         self.partial = select is not None
         state_dicts = unwrap_states(state)
         self._given = state_leaves(state_dicts)
@@ -157,8 +158,12 @@ class StateMatch:
             remedy = "it was saved alone: give it to `into` without a key"
         elif found.missing and {*map(_unwrapped, found.missing)} == {*map(_unwrapped, found.extra)}:
             remedy = "only one of the models is wrapped, as by DataParallel or torch.compile: give the module inside"
+        elif () in self._keys.different and tops:
+            remedy = f"give a dict with keys that were saved, such as into={{{next(iter(tops))!r}: ...}}"
         elif unknown and (near := difflib.get_close_matches(unknown[0], tops, n=1)):
             remedy = f"did you mean the key {near[0]!r}?"
+        elif not self._strict and not found.saved_dtype:
+            remedy = "leave entries that do not fit out of `into`: only tensors of modules and dicts are skipped"
         return found.error(self._reader.path, remedy)
 
     def _differences(self) -> Differences:
@@ -172,7 +177,8 @@ class StateMatch:
         if not self.partial:
             found.missing = list(dict.fromkeys([*map(display, keys.missing), *found.missing]))
             found.extra = list(dict.fromkeys([*map(display, keys.extra), *found.extra]))
-        found.only_dtypes = found.only_dtypes and not (different or self._different or found.missing or found.extra)
+        if different or self._different or found.missing or found.extra:
+            found.saved_dtype = None
         found.different = {display(path): what for path, what in different.items()} | found.different | self._different
         return found
 

@@ -27,9 +27,7 @@ _REMEDY = (
     "leave entries that do not fit out of `into`, load only what fits (strict=False), or select the tensors to load "
     '(select=["model.*"])'
 )
-_CAST_REMEDY = (
-    "convert the state to the saved dtype first (module.to(torch.bfloat16)), or load without `into` and convert then"
-)
+_CAST_REMEDY = "convert the state to the saved dtype first (module.to({})), or load without `into` and convert then"
 
 
 class Target(NamedTuple):
@@ -48,15 +46,15 @@ class Differences:
     """Names of tensors by how the given state does not fit a checkpoint.
 
     They are only in the state (``missing``), only in the checkpoint (``extra``), or in both, but ``different`` in
-    dtype, shape or library, as the text describes, or not writable in place. ``only_dtypes`` is whether all that
-    differs is the dtype of tensors.
+    dtype, shape or library, as the text describes, or not writable in place. If only the dtypes of tensors differ,
+    ``saved_dtype`` is one that was saved.
     """
 
     missing: list[str] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
     different: dict[str, str] = field(default_factory=dict)
     unwritable: list[str] = field(default_factory=list)
-    only_dtypes: bool = False
+    saved_dtype: DType | None = None
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.extra or self.different or self.unwritable)
@@ -67,7 +65,7 @@ class Differences:
         return StateMismatchError(
             f"the state given to `into` does not fit the checkpoint; nothing was touched\n{self.lines()}",
             path=path,
-            remedy=remedy or (_CAST_REMEDY if self.only_dtypes else _REMEDY),
+            remedy=remedy or (_CAST_REMEDY.format(f"torch.{self.saved_dtype}") if self.saved_dtype else _REMEDY),
             missing=missing,
             extra=extra,
             different=different,
@@ -134,7 +132,8 @@ def compare(given: Mapping[str, StateLeaf], reader: Reader, chosen: list[str], *
         unwritable=[name for name, target in targets.items() if target.fills and not target.leaf.writable],
     )
     same_shapes = all(targets[name].leaf.shape == reader.entries[name].shape for name in found.different)
-    found.only_dtypes = same_shapes and not (found.missing or found.extra or found.unwritable)
+    if found.different and same_shapes and not (found.missing or found.extra or found.unwritable):
+        found.saved_dtype = reader.entries[next(iter(found.different))].dtype
     return found
 
 

@@ -15,15 +15,22 @@ from typing import NamedTuple
 from tensorkeep.checkpoint.finding import is_checkpoint
 from tensorkeep.checkpoint.manager.metrics import metric_names, usual_metric
 from tensorkeep.checkpoint.manager.retention import best_step
-from tensorkeep.checkpoint.manager.steps import list_steps, numbers_in, read_step, step_path
-from tensorkeep.errors import NotACheckpointError, NotFoundError, PathLike, TensorkeepError, UsageError
+from tensorkeep.checkpoint.manager.steps import existing_step, list_steps, numbers_in, read_step, step_path
+from tensorkeep.errors import (
+    NotACheckpointError,
+    NotFoundError,
+    PathLike,
+    TensorkeepError,
+    UsageError,
+    stack_level_of_caller,
+)
 from tensorkeep.paths import checked_path
 
 CHECKPOINTS = "checkpoints"
 
-_ADDRESS = re.compile(r"(.+)@([^@/]*)", re.DOTALL)
+# The name of a metric may have slashes: ``eval/loss``.
+_ADDRESS = re.compile(r"(.+)@([^@/]*|best:[^@]*)", re.DOTALL)
 _FORMS = "write RUN@latest, RUN@best, RUN@best:METRIC, or RUN@1200 with the number of a step"
-_NEAREST = 4
 
 
 class Address(NamedTuple):
@@ -54,7 +61,7 @@ def checkpoint_path(path: PathLike) -> PathLike:
     """
     address = find_checkpoint(path)
     for number, error in address.skipped.items():
-        warnings.warn(f"step {number} is skipped: {error}", stacklevel=3)
+        warnings.warn(f"step {number} is skipped: {error}", stacklevel=stack_level_of_caller())
     return address.path
 
 
@@ -72,7 +79,7 @@ def find_checkpoint(path: PathLike) -> Address:
     if wanted == "latest":
         return _latest(root)
     if wanted.isdecimal():
-        return Address(_existing_step(root, int(wanted)), int(wanted))
+        return Address(existing_step(root, int(wanted)), int(wanted))
     best, colon, metric = wanted.partition(":")
     if best != "best" or (colon and not metric):
         raise UsageError(f"{wanted!r} is not a step", path=path, remedy=_FORMS)
@@ -141,11 +148,3 @@ def _best(root: Path, metric: str | None) -> Address:
     if step is None:
         raise NotFoundError("has no step with a metric", path=root, remedy="give the number of a step, or @latest")
     return Address(step.path, step.number, f"the best: {metric} {step.metrics[metric or '']:.6g}")
-
-
-def _existing_step(root: Path, number: int) -> Path:
-    path = step_path(root, number)
-    if os.path.lexists(path):
-        return path
-    near = sorted(sorted(numbers_in(root), key=lambda other: abs(other - number))[:_NEAREST])
-    raise NotFoundError(f"has no step {number}", path=root, remedy=f"the nearest steps are {', '.join(map(str, near))}")

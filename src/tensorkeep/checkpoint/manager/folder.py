@@ -9,8 +9,15 @@ from pathlib import Path
 
 from tensorkeep.checkpoint.forking import reset_in_child
 from tensorkeep.checkpoint.manager.retention import Keep, KeepAll, unwanted
-from tensorkeep.checkpoint.manager.steps import Step, list_steps, numbers_in, remove_step, step_path
-from tensorkeep.errors import DestinationExistsError, NotFoundError, TensorkeepError
+from tensorkeep.checkpoint.manager.steps import (
+    Step,
+    existing_step,
+    list_steps,
+    numbers_in,
+    remove_step,
+    step_path,
+)
+from tensorkeep.errors import DestinationExistsError, TensorkeepError
 from tensorkeep.io.lock import FolderLock
 from tensorkeep.io.temporaries import remove_abandoned
 
@@ -69,16 +76,14 @@ class StepFolder:
                 stacklevel=stacklevel + 1,
             )
 
-    def path_of(self, step: int | Step) -> Path:
-        """Return the path of a step, which need not exist."""
-        return step_path(self.root, step.number if isinstance(step, Step) else step)
+    def path_of(self, step: int | Step, *, exists: bool = False) -> Path:
+        """Return the path of a step; with ``exists``, NotFoundError if it does not exist."""
+        return (existing_step if exists else step_path)(self.root, step.number if isinstance(step, Step) else step)
 
     def delete(self, step: int | Step) -> None:
         """Delete a step; NotFoundError if it does not exist."""
-        path = self.path_of(step)
         self.claim()
-        if not os.path.lexists(path):
-            raise NotFoundError("this step does not exist", path=path, remedy="see steps()")
+        path = self.path_of(step, exists=True)
         with self._mutex:
             remove_step(path)
 

@@ -275,7 +275,7 @@ class CheckpointManager:
         self._queue.drain()
         request = LoadRequest(into, select, device, strict, progress=progress, threads=threads)
         if step is not None:
-            return self._restore(self._folder.path_of(step), request)
+            return self._restore(self._folder.path_of(step, exists=True), request)
         first_error: CorruptCheckpointError | None = None
         for found in self._folder.newest_first(stacklevel=2):
             path = Path(found.path)

@@ -1,5 +1,6 @@
 """Metrics of steps: which one ranks the steps, and whether its smallest or its largest value is best."""
 
+import json
 import math
 import re
 from collections.abc import Collection, Sequence
@@ -42,7 +43,7 @@ def mode_of(metric: str, mode: str | None) -> str:
     if found is None:
         raise UsageError(
             f"the name of the metric {metric!r} does not say whether its smallest or largest value is best",
-            remedy='give mode="min" or mode="max" (--mode)',
+            remedy='give mode="min" or mode="max"',
         )
     return found
 
@@ -53,7 +54,7 @@ def only_metric(names: Collection[str]) -> str | None:
         first = min(names, key=lambda name: (direction(name) is None, "loss" not in _words(name), name))
         raise UsageError(
             f"the steps have several metrics: {', '.join(sorted(names))}",
-            remedy=f'name the one that counts: metric="{first}" (--metric {first})',
+            remedy=f"name the one that counts: metric={json.dumps(first, ensure_ascii=False)}",
         )
     return next(iter(names), None)
 
@@ -85,7 +86,8 @@ def ranked(steps: Sequence[Step], metric: str, mode: str | None) -> list[Step]:
     if known and metric not in known:
         names = ", ".join(sorted(known))
         raise UsageError(
-            f"no step has the metric {metric!r}, only {names}", remedy=did_you_mean(metric, known, "name one of them")
+            f"no step has the metric {metric!r}, only {names}",
+            remedy=did_you_mean(metric, sorted(known), "name one of them"),
         )
     sign = 1 if mode_of(metric, mode) == "min" else -1
     rated = [step for step in steps if not math.isnan(step.metrics.get(metric, math.nan))]

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-(\d{6,18})")
 _LARGEST = 10**18 - 1
+_NEAREST = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,16 @@ def step_number(number: SupportsIndex, root: PathLike | None = None) -> int:
 def step_path(root: PathLike, number: SupportsIndex) -> Path:
     """Return the path of a step; UsageError as `step_number`."""
     return Path(root) / f"step-{step_number(number, root):06d}"
+
+
+def existing_step(root: PathLike, number: SupportsIndex) -> Path:
+    """Return the path of a step, complete or not; the NotFoundError names the nearest steps if it does not exist."""
+    path = step_path(root, number)
+    if os.path.lexists(path):
+        return path
+    found = sorted(sorted(numbers_in(root), key=lambda other: abs(other - operator.index(number)))[:_NEAREST])
+    remedy = f"the nearest steps are {', '.join(map(str, found))}" if found else "it has no steps: check the folder"
+    raise NotFoundError(f"has no step {number}", path=root, remedy=remedy)
 
 
 def numbers_in(root: PathLike) -> list[int]:

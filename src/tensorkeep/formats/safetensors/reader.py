@@ -84,7 +84,9 @@ class SafetensorsReader(Reader):
         place = locate(self.path)
         if place is None:
             raise NotACheckpointError(
-                "is neither a safetensors file, nor a directory with one or with an index", path=self.path
+                "is neither a safetensors file, nor a directory with one or with an index",
+                path=self.path,
+                remedy="check the path; tensorkeep.load reads checkpoints of every format",
             )
         # All files are opened at once, so that a checkpoint that is replaced meanwhile is read as it was.
         with ExitStack() as opened:

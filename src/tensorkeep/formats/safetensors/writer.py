@@ -54,7 +54,7 @@ def check_compression(destination: Path, settings: WriteSettings) -> None:
             "compressed tensors in a safetensors file are uint8 bytes to other tools, not weights",
             path=destination,
             remedy=f"leave the compression out, name the file {destination.stem}{CODED_SUFFIX}, or force it "
-            "(force=True, --force)",
+            "(force=True)",
         )
 
 
@@ -128,7 +128,7 @@ def _checked_metadata(metadata: dict[str, Any], destination: Path) -> dict[str, 
             raise UnsupportedError(
                 f"safetensors metadata maps strings to strings, and {key!r} does not fit",
                 path=destination,
-                remedy="give strings (json.dumps makes one of anything), or leave the metadata out (--drop-metadata)",
+                remedy="give strings, as json.dumps makes them, or leave the metadata out (drop_metadata=True)",
             )
     return metadata
 

@@ -8,8 +8,10 @@ exception: they are called, because only they know the values.
 
 import re
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, Self
 
 from tensorkeep.errors import UsageError
@@ -81,15 +83,45 @@ class _StandIn:
         self.state = state
 
 
+_MADE_HERE = "_stand_in"
+"""An attribute of the OrderedDicts that stand for objects, whose other attributes are left out."""
+
+Container = type[OrderedDict[Any, Any]] | type[list[Any]]
+
+_NOT_A_CONTAINER = re.compile(r"Can only (SETITEMS?|append|extend) .* but got <class '([^']+)'>")
+
+
+def container_of(message: str) -> tuple[str, Container] | None:
+    """Return the class whose object the restricted unpickler did not fill with items, and what it can fill instead."""
+    found = _NOT_A_CONTAINER.search(message)
+    return found and (found[2], OrderedDict if found[1].startswith("SETITEM") else list)
+
+
+def _stand_in(name: str, container: Container | None) -> type:
+    """Return the stand-in for a class; instances are containers, without attributes, if it is a subclass of one."""
+    module, _, own_name = name.rpartition(".")
+    attributes: dict[str, Any] = {"name": name, "__module__": module}
+    if container is not None:
+        attributes["__new__"] = lambda cls, *arguments: _empty(container)
+    return type(own_name, (_StandIn,), attributes)
+
+
+def _empty(container: Container) -> Any:
+    made = container()
+    if isinstance(made, OrderedDict):
+        vars(made)[_MADE_HERE] = True
+    return made
+
+
 @contextmanager
-def allowing(names: Collection[str]) -> Iterator[None]:
-    """Make torch's restricted unpickler accept these names while the block runs."""
+def allowing(names: Collection[str], containers: Mapping[str, Container] = MappingProxyType({})) -> Iterator[None]:
+    """Make torch's restricted unpickler accept these names while the block runs; see `container_of`."""
     if not names:
         yield
         return
     import torch
 
-    stand_ins: list[Any] = [(type("_StandIn", (_StandIn,), {"name": name}), name) for name in set(names) - NUMPY]
+    stand_ins: list[Any] = [(_stand_in(name, containers.get(name)), name) for name in set(names) - NUMPY]
     with _LOCK, torch.serialization.safe_globals(stand_ins + _numpy_globals(set(names) & NUMPY)):
         yield
 
@@ -112,7 +144,7 @@ def with_plain_objects(state: Any) -> Any:
     """Return a state with dicts in place of allowed objects; containers are changed in place.
 
     An object becomes a dict of its attributes. One that is made from arguments, such as a path, becomes its class and
-    arguments.
+    arguments. Objects of subclasses of dict and list are containers already.
     """
     return _plain(state, {})
 
@@ -122,19 +154,16 @@ def _plain(value: Any, known: dict[int, Any]) -> Any:
         return known[id(value)]
     if isinstance(value, type) and issubclass(value, _StandIn):
         return value.name
-    if isinstance(value, dict):
-        known[id(value)] = value
-        for key, item in value.items():
-            value[key] = _plain(item, known)
+    made_here = isinstance(value, _StandIn) or (isinstance(value, OrderedDict) and _MADE_HERE in vars(value))
+    if isinstance(value, dict) or made_here:
+        contents = known[id(value)] = {} if made_here else value
+        for key, item in (_contents(value) if isinstance(value, _StandIn) else value).items():
+            contents[key] = _plain(item, known)
     elif isinstance(value, list):
         known[id(value)] = value
         value[:] = [_plain(item, known) for item in value]
     elif type(value) is tuple:
         known[id(value)] = tuple(_plain(item, known) for item in value)
-    elif isinstance(value, _StandIn):
-        contents: dict[str, Any] = {}
-        known[id(value)] = contents
-        contents.update({name: _plain(item, known) for name, item in _contents(value).items()})
     else:
         return value
     return known[id(value)]

@@ -1,6 +1,7 @@
 """Loading through torch's restricted unpickler, with a limit on the expanded size."""
 
 import io
+import json
 import re
 import warnings
 from collections.abc import Collection, Sequence
@@ -9,7 +10,15 @@ from pickle import UnpicklingError
 from typing import Any
 
 from tensorkeep.errors import CorruptCheckpointError, OutOfMemoryError, UnsupportedError
-from tensorkeep.formats.torch_file.allowed import COMMANDS, NUMPY, TRUST, allowing, with_plain_objects
+from tensorkeep.formats.torch_file.allowed import (
+    COMMANDS,
+    NUMPY,
+    TRUST,
+    Container,
+    allowing,
+    container_of,
+    with_plain_objects,
+)
 from tensorkeep.formats.torch_file.zip_file import TorchZip
 
 SHARED_VALUES = 1_000_000
@@ -24,11 +33,22 @@ def restricted_load(file: str | io.BytesIO, allow: Collection[str] = ()) -> Any:
     """
     import torch
 
-    with warnings.catch_warnings(), allowing(allow):
-        # Torch warns about some exotic dtypes.
-        warnings.simplefilter("ignore", UserWarning)
-        state = torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, str))
-    return with_plain_objects(state) if allow else state
+    containers: dict[str, Container] = {}
+    while True:
+        try:
+            with warnings.catch_warnings(), allowing(allow, containers):
+                # Torch warns about some exotic dtypes.
+                warnings.simplefilter("ignore", UserWarning)
+                state = torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, str))
+            return with_plain_objects(state) if allow else state
+        except UnpicklingError as error:
+            # The pickle does not say which classes are subclasses of dict or list, before it fills their objects.
+            found = container_of(str(error))
+            if found is None or found[0] not in allow or found[0] in containers:
+                raise
+            containers[found[0]] = found[1]
+            if isinstance(file, io.BytesIO):
+                file.seek(0)
 
 
 def load_untrusted(file: str | io.BytesIO, archive: TorchZip, path: Path, allow: Collection[str] = ()) -> Any:
@@ -86,8 +106,7 @@ def _way_on(names: Sequence[str]) -> str:
     if commands:
         return f"do not load it elsewhere: a checkpoint has no use for {commands[0]}, which runs code"
     short = dict.fromkeys("numpy" if name in NUMPY else name for name in names)
-    options = " ".join(f"--allow {name}" for name in short)
-    return f"allow them, to read such objects as dicts without running their code: {options}"
+    return f"allow them, to read such objects as dicts without running their code: allow={json.dumps([*short])}"
 
 
 def count_values(state: object, limit: int) -> int:
@@ -111,7 +130,7 @@ def count_values(state: object, limit: int) -> int:
             if count > limit:
                 raise UnsupportedError(
                     f"its pickle expands to more than {limit:,} values",
-                    remedy="its containers contain one another many times: save each once",
+                    remedy="its containers contain themselves, or one another many times: save each once",
                 )
             waiting.extend(value.values() if isinstance(value, dict) else value)
     return count

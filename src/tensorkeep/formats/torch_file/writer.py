@@ -50,7 +50,7 @@ def _check_settings(destination: Path, settings: WriteSettings) -> None:
         text = f"torch files cannot be compressed with {settings.compression!r}"
         raise UnsupportedError(text, path=destination, remedy=remedy)
     if settings.metadata:
-        remedy = "put it into the state, or leave it out (--drop-metadata)"
+        remedy = "put it into the state, or leave it out (drop_metadata=True)"
         raise UnsupportedError("torch files cannot store metadata", path=destination, remedy=remedy)
 
 
