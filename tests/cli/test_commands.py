@@ -109,6 +109,7 @@ def test_diff(first: Path, second: Path, capsys: pytest.CaptureFixture[str], run
             "norm_b": 0.5,
             "norm_difference": 0.5,
             "dot": 0.0,
+            "floating": True,
             "relative_l2": None,
             "cosine": None,
         }
