@@ -45,14 +45,56 @@ def test_bash_completes(
     assert (set(done.stdout.split()), done.stderr) == (expected, "")
 
 
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_accept_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str], shell: str) -> None:
-    script = printed(capsys, "completion", shell)
-    assert all(name.split()[-1] in script for name in COMMANDS)
-    if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not installed")
-    (tmp_path / "script").write_text(script)
-    subprocess.run([shell, "-n", tmp_path / "script"], check=True)
+LOADED_BY_ZSH = """
+fpath=({folder})
+_arguments() {{ state=cmds }}
+_describe() {{ print -l $commands }}
+compdef() {{ print compdef $* }}
+autoload -Uz _tensorkeep
+_tensorkeep
+source {folder}/_tensorkeep
+"""
+
+
+def test_zsh_completes_files_and_loads_the_script_from_fpath_or_as_a_source(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = printed(capsys, "completion", "zsh")
+    assert "'1:The first checkpoint, or" in script and "'2:The second checkpoint.:_files'" in script
+    if shutil.which("zsh") is None:
+        pytest.skip("zsh is not installed")
+    (tmp_path / "_tensorkeep").write_text(script)
+    code = LOADED_BY_ZSH.format(folder=shlex.quote(str(tmp_path)))
+    done = subprocess.run(["zsh", "-fc", code], capture_output=True, text=True, check=True)
+    described, last = done.stdout.splitlines()[:-1], done.stdout.splitlines()[-1]
+    assert (len(described), last, done.stderr) == (
+        len({name.split()[0] for name in COMMANDS}),
+        "compdef _tensorkeep tensorkeep",
+        "",
+    )
+    assert "verify:Read checkpoints completely and check every checksum." in described
+
+
+def test_fish_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "script").write_text(printed(capsys, "completion", "fish"))
+    if shutil.which("fish") is None:
+        pytest.skip("fish is not installed")
+    code = f"source {shlex.quote(str(tmp_path / 'script'))}; complete -C 'tensorkeep ver'"
+    done = subprocess.run(["fish", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "verify\tRead checkpoints completely and check every checksum.\n"
+
+
+def test_bash_falls_back_to_files(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "complete -o bashdefault -o default -F _tensorkeep tensorkeep" in printed(capsys, "completion", "bash")
+
+
+def test_help_has_all_text_of_the_docstring_without_its_line_ends(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    shown = printed(capsys, "prune", "--help")
+    assert "All steps that no rule keeps are deleted, but never the last one, nor a step whose folder contains" in shown
+    assert "Also delete damaged steps. Folders that are not checkpoints, could not be read or were written by" in shown
 
 
 def test_an_unknown_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from cyclopts import App
 
 from tensorkeep.cli.errors import BROKEN_PIPE, report_error
 from tensorkeep.cli.examples import epilogue
+from tensorkeep.cli.help import Formatter, describe_fully
 from tensorkeep.cli.openmp import limit_spinning
 from tensorkeep.cli.options import flags_after_command, from_environment, from_file, with_local_paths
 from tensorkeep.cli.output import Output, finish_stdout, logging_to_stderr, make_streams_safe
@@ -64,6 +65,7 @@ def build_app() -> App:
         name="tensorkeep",
         help="Fast, verified, crash-safe checkpoints for PyTorch, in files that other tools open.",
         help_format="plaintext",
+        help_formatter=Formatter(),
         help_epilogue=f"{EPILOGUE}\n\n{epilogue('')}",
         version=__version__,
         version_flags=["--version", "-V"],
@@ -105,7 +107,11 @@ def _run(tokens: list[str]) -> int:
     try:
         tokens = flags_after_command(tokens, GROUPS)
         limit_spinning(tokens, os.environ)
-        command, bound, _ = build_app().parse_args(tokens, exit_on_error=False, print_error=False)
+        app = build_app()
+        words = [token for token in tokens if token not in app.help_flags]
+        if len(words) < len(tokens):
+            describe_fully(app.parse_commands(words)[1][-1])
+        command, bound, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)
         output = bound.arguments.get("output", output)
         with logging_to_stderr(output):
             return command(*bound.args, **bound.kwargs) or 0

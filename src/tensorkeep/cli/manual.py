@@ -9,6 +9,7 @@ from cyclopts.help import HelpPanel
 from rich.console import Console, ConsoleOptions
 
 from tensorkeep.cli.examples import EXAMPLES
+from tensorkeep.cli.help import describe_fully
 from tensorkeep.cli.output import EVERYWHERE
 from tensorkeep.version import __version__
 
@@ -39,6 +40,7 @@ def manual_page(build_app: Callable[[], App], commands: Sequence[str], groups: C
 
 def _help_of(app: App, command: str, lines: "_Lines") -> None:
     lines.raw(f'.SS "{command}"')
+    describe_fully(app.parse_commands(command.split())[1][-1])
     app.help_print(command.split(), console=_nowhere())
     _examples(command, lines)
 
