@@ -65,6 +65,12 @@ def processor() -> dict[str, Any]:
     }
 
 
+def thread_wait_seconds(*, proc: Path = _PROC) -> float:
+    """Return how long the threads of this process have waited for a processor, together; 0 if it is not counted."""
+    waits = (next(iter(_lines(task / "schedstat")), "").split() for task in (proc / "self" / "task").iterdir())
+    return sum(int(fields[1]) for fields in waits if len(fields) == 3) / 1e9
+
+
 def usable_processors() -> set[int]:
     """Return the numbers of the logical processors that this process may use."""
     return os.sched_getaffinity(0)

@@ -12,6 +12,7 @@ from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import printable
 from tensorkeep.train.generate import generate_stream, prompt_ids
 from tensorkeep.train.run.trained import load_trained_at
+from tensorkeep.train.spinning import SpinControl
 from tensorkeep.units import counted
 
 
@@ -76,7 +77,8 @@ def generate(
             yield token
 
     begin = time.perf_counter()
-    text = _show_stream(tokenizer.decode_stream(prompt_and_new()), output)
+    with SpinControl():
+        text = _show_stream(tokenizer.decode_stream(prompt_and_new()), output)
     seconds = time.perf_counter() - begin
     document: dict[str, Any] = {"step": trained.step.number, "text": text, "tokens": count, "seconds": seconds}
     output.show(document, lambda: None)

@@ -14,7 +14,6 @@ from cyclopts import App
 from tensorkeep.cli.errors import BROKEN_PIPE, report_error
 from tensorkeep.cli.examples import epilogue
 from tensorkeep.cli.help import Formatter, describe_fully
-from tensorkeep.cli.openmp import limit_spinning
 from tensorkeep.cli.options import flags_after_command, from_environment, from_file, with_local_paths
 from tensorkeep.cli.output import Output, finish_stdout, logging_to_stderr, make_streams_safe
 from tensorkeep.errors import StoreError

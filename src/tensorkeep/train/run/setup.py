@@ -36,6 +36,7 @@ from tensorkeep.train.run.resume import changed_settings, current_config, notes_
 from tensorkeep.train.run.speed import Speedometer, measured_peak
 from tensorkeep.train.run.state import METRIC, Run, RunRandomState
 from tensorkeep.train.run.world import World, can_join, join, launched_ranks
+from tensorkeep.train.spinning import SpinControl
 from tensorkeep.train.techniques.parallel import Parallel
 from tensorkeep.train.techniques.requirements import Machine
 from tensorkeep.train.techniques.stack import Stack
@@ -124,6 +125,8 @@ def open_run(config: Config, folder: RunFolder, data: Dataset | OpenData, *, res
         run = _build(final, folder, dataset, device, techniques, world, manager, log)
         stack.enter_context(manager)
         stack.enter_context(log)
+        if device.type == "cpu":
+            stack.enter_context(SpinControl())
         # Not `run.config`, in which techniques shard the batch.
         _start(run, final, record, changed)
         yield run
