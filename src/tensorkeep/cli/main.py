@@ -105,7 +105,6 @@ def _run(tokens: list[str]) -> int:
     output = Output(json=as_json, verbose=not {"-v", "--verbose"}.isdisjoint(tokens))
     try:
         tokens = flags_after_command(tokens, GROUPS)
-        limit_spinning(tokens, os.environ)
         app = build_app()
         words = [token for token in tokens if token not in app.help_flags]
         if len(words) < len(tokens):
