@@ -22,7 +22,7 @@ from tensorkeep.machine import thread_wait_seconds
 
 logger = logging.getLogger(__name__)
 
-INTERVAL = 0.5
+INTERVAL = 0.25
 """Seconds between two looks at how long the threads of this process waited for a processor."""
 _CONTENDED = 0.05
 _FREE = 0.02
