@@ -1,5 +1,6 @@
 """``tensorkeep.torch`` and ``tensorkeep.safetensors`` stand in for the functions of those libraries."""
 
+import argparse
 import errno
 import inspect
 import io
@@ -199,3 +200,13 @@ def test_safetensors_opens_what_was_saved(tmp_path: Path) -> None:
         assert file.metadata()["who"] == "me"
     with pytest.raises(tensorkeep.UnsupportedError, match="maps strings to strings"):
         tensorkeep.safetensors.save_file(tensors, path, metadata={"n": 1})  # type: ignore[dict-item]
+
+
+def test_torch_load_follows_its_own_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"w": torch.ones(1), "args": argparse.Namespace(lr=0.1)}, path)
+    with pytest.raises(tensorkeep.UnsupportedError, match=r"allow=\[\"argparse.Namespace\"\]"):
+        tensorkeep.torch.load(path)
+    assert tensorkeep.torch.load(path, allow=["argparse.Namespace"])["args"] == {"lr": 0.1}
+    with pytest.raises(tensorkeep.UsageError, match="needs one device"):
+        tensorkeep.torch.load(path, {"cuda": "cpu"}, allow=["argparse.Namespace"])

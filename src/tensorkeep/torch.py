@@ -114,7 +114,8 @@ def load(
         Return tensors over the mapped file, whose bytes are read when they are used, and not checked. Writes to them
         stay in memory. Without effect for another device than the CPU.
     **pickle_load_args : optional
-        Ignored, as torch ignores ``encoding`` and the like.
+        ``allow`` is that of `tensorkeep.load`, not together with a dict or a function as ``map_location``. Others are
+        ignored, as torch ignores ``encoding`` and the like.
 
     Raises
     ------
@@ -134,19 +135,22 @@ def load(
     {'w': tensor([1., 1.])}
     """
     _refuse_other_pickles(pickle_module)
+    allow = pickle_load_args.pop("allow", None)
     unknown = sorted(pickle_load_args.keys() - _UNPICKLER_ARGUMENTS)
     if unknown:
         raise UsageError(f"{unknown[0]!r} is not an argument of load", remedy="see the documentation of torch.load")
     if weights_only is not None and not weights_only:
         raise UsageError(
             "weights_only=False would run code from the file",
-            remedy="leave it out; save objects in another way than by pickling them",
+            remedy="leave it out; `allow` names the classes whose objects are read as dicts",
         )
     with _on_disk(f) as path:
         if callable(map_location) or isinstance(map_location, Mapping):
+            if allow is not None:
+                raise UsageError("`allow` needs one device as map_location", path=path, remedy="give a device, or none")
             return _load_mapped(path, map_location)
         on_cpu = str(map_location or "cpu") == "cpu"
-        return _load(path, device=map_location, mmap=bool(mmap) and on_cpu)
+        return _load(path, device=map_location, mmap=bool(mmap) and on_cpu, allow=allow)
 
 
 def _load_mapped(path: PathLike, map_location: Any) -> Any:

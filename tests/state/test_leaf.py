@@ -215,7 +215,7 @@ REFUSED = {
     "sparse": (lambda: torch.eye(2).to_sparse(), "sparse_coo", "to_dense"),
     "quantised": (quantised, "quantised", "int_repr"),
     "nested": (nested, "nested", "unbind"),
-    "meta": (lambda: torch.empty(2, device="meta"), "meta device", "materialise"),
+    "meta": (lambda: torch.empty(2, device="meta"), "meta device", "to_empty"),
     "lazy": (lambda: torch.nn.LazyLinear(3).weight, "lazy parameter", "run the module once"),
     "subclass": (lambda: torch.zeros(2).as_subclass(Subclass), "subclass Subclass", "to_local"),
     "parameter of a subclass": (

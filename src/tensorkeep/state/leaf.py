@@ -226,7 +226,7 @@ def _check_plain(name: str, tensor: "torch.Tensor") -> None:
     elif tensor.is_quantized:
         problem, remedy = "a quantised tensor", "save x.int_repr() with its scale and zero point, or x.dequantize()"
     elif tensor.is_meta:
-        problem, remedy = "a tensor on the meta device, which has no data", "materialise it first"
+        problem, remedy = "a tensor on the meta device, without memory,", "give it memory first: module.to_empty()"
     else:
         return
     raise UnsupportedLeafError(f"{problem} cannot be saved", name=name, remedy=remedy)

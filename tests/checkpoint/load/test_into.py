@@ -701,6 +701,7 @@ def wrapped(model: nn.Module) -> nn.Module:
         ({"model": linear(1)}, {"mdoel": linear(0), "step": 1}, "did you mean the key 'model'?"),
         ({"model": linear(1)}, {"model": linear(0, width=5)}, "load only what fits (strict=False)"),
         ({"model": linear(1)}, {"model": linear(0).half()}, "saved dtype first (module.to(torch.float32))"),
+        ({"w": torch.ones(2)}, {"w": np.ones(2, np.float32)}, "leave entries that do not fit out"),
         ({"model": linear(1)}, [linear(0)], "give a dict with keys that were saved, such as into={'model': ...}"),
     ],
 )

@@ -144,7 +144,7 @@ class StateMatch:
         while (owner := self._owner_of_conflict()) is not None:
             self.new |= owner.wanted
             self._replaced |= owner.given
-        return match_targets(self._filled(), self._reader, self._kept(), partial=self.partial)
+        return match_targets(self._filled(), self._reader, self._kept())
 
     def _error(self, found: Differences) -> StateMismatchError:
         """Return the error about what does not fit, with the remedy of a mistake that is often made."""

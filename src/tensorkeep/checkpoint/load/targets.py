@@ -87,16 +87,11 @@ class Differences:
         ).rstrip()
 
 
-def match_targets(
-    given: Mapping[str, StateLeaf], reader: Reader, chosen: list[str], *, partial: bool
-) -> dict[str, Target]:
-    """Return where each of the chosen tensors goes; StateMismatchError if the given leaves do not fit.
+def match_targets(given: Mapping[str, StateLeaf], reader: Reader, chosen: list[str]) -> dict[str, Target]:
+    """Return where each of the chosen tensors goes, which `compare` has found to fit.
 
-    ``partial`` allows the state to hold other tensors as well.
+    Raises StateMismatchError if tensors share memory in the state only.
     """
-    differences = compare(given, reader, chosen, partial=partial)
-    if differences:
-        raise differences.error(reader.path)
     conflict = sharing_conflict_of(given, reader, set(chosen))
     if conflict is not None:
         first, second = conflict
@@ -121,7 +116,10 @@ def _targets(given: Mapping[str, StateLeaf], chosen: list[str]) -> dict[str, Tar
 
 
 def compare(given: Mapping[str, StateLeaf], reader: Reader, chosen: list[str], *, partial: bool) -> Differences:
-    """Return what does not fit, without regard to shared memory; see `match_targets`."""
+    """Return what does not fit, without regard to shared memory.
+
+    ``partial`` allows the state to hold other tensors as well.
+    """
     wanted = set(chosen)
     targets = _targets(given, chosen)
     differences = {name: difference_of(target.leaf, reader, name) for name, target in targets.items()}
@@ -131,9 +129,13 @@ def compare(given: Mapping[str, StateLeaf], reader: Reader, chosen: list[str], *
         different={name: what for name, what in differences.items() if what is not None},
         unwritable=[name for name, target in targets.items() if target.fills and not target.leaf.writable],
     )
-    same_shapes = all(targets[name].leaf.shape == reader.entries[name].shape for name in found.different)
-    if found.different and same_shapes and not (found.missing or found.extra or found.unwritable):
-        found.saved_dtype = reader.entries[next(iter(found.different))].dtype
+    saved = [reader.entries[name] for name in found.different]
+    can_be_cast = all(
+        entry.dtype != targets[entry.name].leaf.dtype and entry.shape == targets[entry.name].leaf.shape
+        for entry in saved
+    )
+    if saved and can_be_cast and not (found.missing or found.extra or found.unwritable):
+        found.saved_dtype = saved[0].dtype
     return found
 
 

@@ -61,8 +61,6 @@ def load_untrusted(file: str | io.BytesIO, archive: TorchZip, path: Path, allow:
         return restricted_load(file, allow)
     except UnpicklingError as error:
         raise _refusal(str(error), path, archive, _unknown_names(file, allow)) from error
-    except UnsupportedError as error:
-        raise UnsupportedError(error.message, path=path, remedy=error.remedy) from error
     except MemoryError as error:
         raise OutOfMemoryError("there is not enough memory to open it", path=path) from error
     # Hostile bytes make torch and its unpickler raise almost any type.
