@@ -8,7 +8,7 @@ from rich.text import Text
 
 from tensorkeep.report.demo_bars import Bars
 
-_LABEL, _BAR = 24, 34
+_LABEL, _BAR, _TEXT = 24, 34, 12
 _LEVELS = "▁▂▃▄▅▆▇█"
 _PLAIN_LEVELS = ".:-=+*%#"
 
@@ -16,14 +16,15 @@ _PLAIN_LEVELS = ".:-=+*%#"
 def print_bars(bars: Bars) -> None:
     """Print a title and a bar per line; one that is longer than the others are is cut off and marked with ``>``."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
+    width = max(1, min(_BAR, console.width - _LABEL - _TEXT))
     console.print(Text(f"   {bars.title}", style="bold"))
     for bar in bars.bars:
-        length = max(1, round(_BAR * min(1.0, bar.value / bars.full)))
+        length = max(1, round(width * min(1.0, bar.value / bars.full)))
         drawn = _blocks("█", "#") * length
         if bar.value > bars.full * 1.001:
             drawn = drawn[:-1] + ">"
         style = "bold cyan" if bar.ours else "dim"
-        console.print(Text.assemble(f"   {bar.label:<{_LABEL - 3}}", (f"{drawn:<{_BAR}}", style), f"  {bar.text}"))
+        console.print(Text.assemble(f"   {bar.label:<{_LABEL - 3}}", (f"{drawn:<{width}}", style), f"  {bar.text}"))
 
 
 def sparkline(values: Sequence[float], width: int, low: float, high: float) -> str:

@@ -11,10 +11,12 @@ from tensorkeep.bench.results import Results
 from tensorkeep.bench.run.rounds import Rounds
 from tensorkeep.cli.charts import print_bars, sparkline
 from tensorkeep.cli.output import Output
-from tensorkeep.report.demo_bars import six_way_bars, speed_bars
+from tensorkeep.cli.text import columns
+from tensorkeep.report.demo_bars import Bars, six_way_bars, speed_bars
 from tensorkeep.units import counted, format_bytes, format_seconds
 
-_WIDTH = 60
+_WIDTH, _AROUND = 60, 21
+"""Characters of a curve, and those beside it."""
 
 
 def print_speed(output: Output, description: str, nbytes: int, rounds: Rounds, t5x: SmallRun) -> None:
@@ -24,10 +26,7 @@ def print_speed(output: Output, description: str, nbytes: int, rounds: Rounds, t
         "which every tool runs once, in random order. A save ends when the checkpoint is on the disk (fsync, for every "
         "tool). Each load is the first in a new process, of files in the page cache."
     )
-    for bars in speed_bars(rounds, t5x, nbytes):
-        output.print_lines("")
-        if output.shows_text:
-            print_bars(bars)
+    _print_bars(output, speed_bars(rounds, t5x, nbytes))
     notes = [f"{arm} was not run: {reason}." for arm, reason in rounds.not_run.items()]
     if nbytes < SMALLEST_STATE:
         small = format_bytes(SMALLEST_STATE)
@@ -39,7 +38,7 @@ def print_speed(output: Output, description: str, nbytes: int, rounds: Rounds, t
         "Every load returned every bit. tensorkeep and tensorstore verify checksums while they load, torch and "
         "safetensors do not. safetensors maps the file instead of reading it."
     )
-    output.paragraph(*notes)
+    output.paragraph(*(f"   {note}" for note in notes))
 
 
 def print_damage(output: Output, damage: DamageReport, peers: list[PeerDamage]) -> None:
@@ -83,11 +82,11 @@ def print_training(output: Output, runs: ComparedRuns) -> None:
         f"{runs.killed_at} and resumes from its checkpoint of step {runs.resumed_from}: {verdict}."
     )
     both = [*runs.unbroken, *runs.resumed]
-    ends = (min(both), max(both))
+    ends, width = (min(both), max(both)), max(1, min(_WIDTH, columns() - _AROUND))
     output.print_lines(
         "",
-        f"   no kill   {sparkline(runs.unbroken, _WIDTH, *ends)}  {runs.unbroken[-1]:.4f}",
-        f"   killed    {sparkline(runs.resumed, _WIDTH, *ends)}  {runs.resumed[-1]:.4f}",
+        f"   no kill   {sparkline(runs.unbroken, width, *ends)}  {runs.unbroken[-1]:.4f}",
+        f"   killed    {sparkline(runs.resumed, width, *ends)}  {runs.resumed[-1]:.4f}",
     )
 
 
@@ -97,10 +96,13 @@ def print_six_ways(output: Output, results: Results) -> None:
         "5. Six ways to checkpoint, and Tensorkeep: PyTorch, TensorStore as commonly documented, T5X's settings, and "
         "each of those settings alone. One run each, per GB of state: no verdict, an impression."
     )
-    if output.shows_text:
-        for bars in six_way_bars(results)[:1]:
-            output.print_lines("")
-            print_bars(bars)
+    _print_bars(output, six_way_bars(results)[:1])
+
+
+def _print_bars(output: Output, groups: list[Bars]) -> None:
+    for bars in groups if output.shows_text else ():
+        output.print_lines("")
+        print_bars(bars)
 
 
 def print_facts(output: Output, results: DemoResults, page: str) -> None:

@@ -61,10 +61,11 @@ def print_summary(found: RunLog) -> None:
     """Print the totals of a run."""
     total = found.summary()
     first, last = found.steps[0], found.steps[-1]
-    print_lines(f"{found.path}: {counted(len(found.steps), 'step')}, {first.number} to {last.number}")
+    numbers = f"{first.number} to {last.number}" if first is not last else f"{first.number}"
+    print_lines(f"{found.path}: {counted(len(found.steps), 'step')}, {numbers}")
     times = [step.saved_at for step in found.steps if step.saved_at is not None]
     if times:
-        print_lines(f"saved {_moment(times[0])} to {_moment(times[-1])}")
+        print_lines("saved " + " to ".join(dict.fromkeys((_moment(times[0]), _moment(times[-1])))))
     shared = total["nbytes"] - total["new_bytes"]
     sharing = f"; files shared between steps, {format_bytes(shared)}, count once" if shared else ""
     print_lines(f"occupies {format_bytes(total['occupied_bytes'])} on the disk{sharing}")

@@ -15,9 +15,12 @@ from typing import Annotated, Any
 from cyclopts import Group, Parameter
 
 from tensorkeep.checkpoint.progress import progress_bar
-from tensorkeep.cli.text import print_lines, printable
+from tensorkeep.cli.text import columns, elided, print_lines, printable
 
 EVERYWHERE = Group("Everywhere", sort_key=100)
+
+_LEAST_LABEL, _BAR_COLUMNS = 16, 28
+"""Columns of a terminal that the name of a progress bar always has, and those that it leaves to the bar."""
 
 
 @Parameter(name="*", group=EVERYWHERE, negative="", show_default=False)
@@ -57,8 +60,10 @@ class Output:
             sys.stdout.flush()
 
     def paragraph(self, *sentences: str) -> None:
-        """Print an empty line and some texts, each wrapped at 79 columns; names and paths are never broken."""
-        wrapper = textwrap.TextWrapper(79, subsequent_indent="   ", break_long_words=False, break_on_hyphens=False)
+        """Print an empty line and some texts, wrapped at 79 columns or less; names and paths are never broken."""
+        wrapper = textwrap.TextWrapper(
+            min(79, columns()), subsequent_indent="   ", break_long_words=False, break_on_hyphens=False
+        )
         self.print_lines("", *(line for text in sentences for line in wrapper.wrap(printable(text))))
 
     def note(self, text: str) -> None:
@@ -88,7 +93,7 @@ class Output:
         if not self.draws_progress:
             yield None
             return
-        with progress_bar(printable(doing)) as callback:
+        with progress_bar(elided(printable(doing), max(_LEAST_LABEL, columns() - _BAR_COLUMNS))) as callback:
             yield callback
 
 

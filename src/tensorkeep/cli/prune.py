@@ -37,7 +37,7 @@ def prune(
     keep_best: int | None = None,
     metric: str | None = None,
     mode: Literal["min", "max"] | None = None,
-    keep_thinned: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative=())] = (),
+    keep_thinned: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative=(), show_default=False)] = (),
     broken: Annotated[bool, Switch] = False,
     dry_run: Annotated[bool, Switch] = False,
     yes: Annotated[bool, Switch, Parameter(name=["--yes", "-y"])] = False,

@@ -40,12 +40,13 @@ def _wrapped(line: str) -> str:
         return line
     indent = line[: len(line) - len(line.lstrip())]
     wrapper = textwrap.TextWrapper(
-        _columns(), subsequent_indent=f"{indent}  ", break_long_words=False, break_on_hyphens=False
+        columns(), subsequent_indent=f"{indent}  ", break_long_words=False, break_on_hyphens=False
     )
     return wrapper.fill(line)
 
 
-def _columns() -> int:
+def columns() -> int:
+    """Return the width of the terminal, or 80 without one."""
     return shutil.get_terminal_size().columns
 
 

@@ -41,6 +41,8 @@ def headlines(results: Results) -> list[str]:
         return [f"{capitalised(TOO_SMALL.format(format_bytes(results.subject.bytes or 0)))}"]
     if results.baseline is None:
         return ["The experiment has no baseline, so no arm is called better or worse."]
+    if not results.ran(results.baseline):
+        return [f"The baseline, {results.baseline}, has no figures, so no arm is called better or worse."]
     return [_headline(results, measure, results.baseline) for measure in results.primary()]
 
 

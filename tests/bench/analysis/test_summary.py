@@ -431,13 +431,42 @@ def test_no_recommendation_where_no_arm_helps() -> None:
     summary = summarise(document({"torch": truth(), "same": truth(), "slow": truth(2.0)}))
     assert recommended(summary) == {"saving": None, "loading": None, "size": None, "all": None}
     assert summary["recommendations"][0]["text"] == ("on this machine, saving: no arm is shown to be better than torch")
-    assert "without making another worse" in summary["recommendations"][3]["text"]
+    assert (
+        summary["recommendations"][3]["text"] == "on this machine, all round: no arm is shown to be better than torch"
+    )
 
 
 def test_a_recommendation_names_what_becomes_worse() -> None:
     summary = summarise(document({"torch": truth(), "b": truth(0.3, cold=4.0)}))
     assert recommended(summary) == {"saving": "b", "loading": None, "size": None, "all": None}
     assert "; but worse in cold load (0.2" in summary["recommendations"][0]["text"]
+
+
+def test_a_recommendation_names_failures() -> None:
+    made = document({"torch": truth(), "fast": truth(0.5, cold=0.5)}, replaced=[broken("fast", 2)])
+    texts = [entry["text"] for entry in summarise(made)["recommendations"] if entry["arm"] == "fast"]
+    assert len(texts) == 3 and all("; but it failed in 1 of 5 blocks" in text for text in texts)
+
+
+def test_first_loads_are_recommended_and_count_all_round() -> None:
+    measure = {
+        "name": "load_first",
+        "label": "first load",
+        "unit": "s",
+        "better": "lower",
+        "primary": True,
+        "about": "",
+    }
+    arms = {"torch": truth(load_first=1.0), "fast": truth(0.5, load_first=2.0)}
+    made = document(arms)
+    made["measures"] = [*MEASURES, measure]
+    assert recommended(summarise(made)) == {
+        "saving": "fast",
+        "first load": None,
+        "loading": None,
+        "size": None,
+        "all": None,
+    }
 
 
 def test_a_recommendation_names_arms_that_are_not_clearly_behind() -> None:

@@ -245,7 +245,7 @@ def test_deleting(tmp_path: Path) -> None:
         assert numbers(manager) == [3]
         assert same(manager.restore(), state(3))
         for call in (manager.delete, manager.restore):
-            with pytest.raises(tensorkeep.NotFoundError, match="has no step 2\nthe nearest steps are 3"):
+            with pytest.raises(tensorkeep.NotFoundError, match="has no step 2\nthe nearest step is 3"):
                 call(2)
         manager.delete(3)
         with pytest.raises(tensorkeep.NotFoundError, match="it has no steps"):

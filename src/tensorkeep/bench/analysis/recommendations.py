@@ -15,6 +15,7 @@ from tensorkeep.bench.analysis.samples import Samples
 from tensorkeep.bench.analysis.verdicts import too_small
 from tensorkeep.bench.analysis.wording import interval_95, listed, number
 from tensorkeep.bench.results import Arm, Judged, Measure, Recommendation
+from tensorkeep.units import counted
 
 _SYNCING = ("sync", "fsync", "durable")
 _LOADS = ("load_cold", "load_warm")
@@ -31,7 +32,7 @@ _TOLERATED = 1.10
 
 
 def recommendations(samples: Samples) -> Iterator[Recommendation]:
-    """Yield a recommendation for each purpose (saving, loading, size; speed, memory, loss), and one for all of them.
+    """Yield a recommendation for each purpose (such as saving, or the speed of training), and one for all of them.
 
     ``arm`` is None where nothing is recommended; the text gives the reason. Measures on which no arm was judged are
     left out.
@@ -44,7 +45,8 @@ def recommendations(samples: Samples) -> Iterator[Recommendation]:
         if any(samples.statistics(arm, measure).verdict in get_args(Judged) for arm in samples.arms)
     }
     load = next((name for name in _LOADS if name in measures), "")
-    purposes = (("saving", "save"), ("loading", load), ("size", "stored"), *_OF_TRAINING)
+    first = ("first load", "load_first")
+    purposes = (("saving", "save"), first, ("loading", load), ("size", "stored"), *_OF_TRAINING)
     judged = {purpose: measures[name] for purpose, name in purposes if name in measures}
     for purpose, measure in judged.items():
         yield _single(samples, purpose, measure)
@@ -99,7 +101,7 @@ def _single(samples: Samples, purpose: str, measure: Measure) -> Recommendation:
     if purpose != "size":
         stored = samples.compare(best.name, samples.baseline, samples.results.measure("stored"))
         text += f", {number(1 / stored.gain)} of the bytes" if stored else ""
-    text += _peers(samples, ranked, measure) + _worse(samples, best) + left_out
+    text += _peers(samples, ranked, measure) + _worse(samples, best) + _failures(samples, best) + left_out
     return Recommendation(purpose, text, best.name, best.settings)
 
 
@@ -134,6 +136,11 @@ def _worse(samples: Samples, arm: Arm) -> str:
     return f"; but worse in {listed(worse)}" if worse else ""
 
 
+def _failures(samples: Samples, arm: Arm) -> str:
+    failed, blocks = len(samples.failures(arm.name)), len(samples.cells_of(arm.name))
+    return f"; but it failed in {failed} of {counted(blocks, 'block')}" if failed else ""
+
+
 def _what(purpose: str, measure: Measure) -> str:
     return f"{purpose} ({measure.label})" if purpose == "loading" else purpose
 
@@ -143,12 +150,15 @@ def _all_round(samples: Samples, judged: Mapping[str, Measure]) -> Recommendatio
     measures = list(judged.values())
     sound = [arm for arm in candidates(samples) if _is_better_all_round(samples, arm, measures)]
     if not sound:
-        text = f"no arm improves one of {listed(list(judged))} without making another worse"
+        helping = any(samples.statistics(arm, one).verdict == "helps" for arm in _sound(samples) for one in measures)
+        text = f"no arm is shown to be better than {samples.baseline}"
+        if helping:
+            text = f"no arm improves one of {listed(list(judged))} without making another worse"
         return Recommendation("all", f"on this machine, all round: {text}")
     front = list(_front(samples, sound, measures))
     best = max(front, key=lambda arm: _score(samples, arm, measures))
     parts = [f"{_what(*pair)}: {_part(samples, best, pair[1])}" for pair in judged.items()]
-    text = f"on this machine, all round: {best.name}; {'; '.join(parts)}"
+    text = f"on this machine, all round: {best.name}; {'; '.join(parts)}{_failures(samples, best)}"
     others = [arm.name for arm in front if arm is not best]
     if others:
         text += f"; {listed(others)} {'is' if len(others) == 1 else 'are'} better in some and worse in others"

@@ -59,7 +59,7 @@ class TrainingDemo:
         steps: int,
         every: int,
         source: str = "stdlib",
-        settings: Sequence[str] = ("--eval.batches", "4"),
+        settings: Sequence[str] = _USUAL,
     ) -> None:
         self.folder = RunFolder(folder)
         self._steps = steps

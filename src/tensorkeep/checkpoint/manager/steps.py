@@ -87,7 +87,9 @@ def existing_step(root: PathLike, number: SupportsIndex) -> Path:
     if os.path.lexists(path):
         return path
     found = sorted(sorted(numbers_in(root), key=lambda other: abs(other - operator.index(number)))[:_NEAREST])
-    remedy = f"the nearest steps are {', '.join(map(str, found))}" if found else "it has no steps: check the folder"
+    remedy = "it has no steps: check the folder"
+    if found:
+        remedy = f"the nearest step{'s are' if len(found) > 1 else ' is'} {', '.join(map(str, found))}"
     raise NotFoundError(f"has no step {number}", path=root, remedy=remedy)
 
 
