@@ -17,6 +17,7 @@ from tensorkeep.bench.results import Limits
 from tensorkeep.bench.run import runner
 from tensorkeep.bench.run.worker import run_task
 from tensorkeep.cli.main import main
+from tensorkeep.report import files as report_files
 
 
 @pytest.fixture(scope="session")
@@ -52,6 +53,12 @@ def cells_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
             remove(Path(task.directory))
 
     monkeypatch.setattr(runner, "run_cell", run_cell)
+
+
+@pytest.fixture
+def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write reports without plots, which take seconds, where the report is not what is tested."""
+    monkeypatch.setattr(report_files, "draw_plots", lambda results: [])
 
 
 @pytest.fixture

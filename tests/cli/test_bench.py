@@ -55,7 +55,7 @@ def test_run_reports_and_its_results_give_the_same_report_again(
     assert plots == {path.name: path.read_bytes() for path in (again / "plots").iterdir()}
 
 
-@pytest.mark.usefixtures("cells_in_process")
+@pytest.mark.usefixtures("cells_in_process", "without_plots")
 def test_own_checkpoint_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import torch
 
@@ -70,7 +70,7 @@ def test_own_checkpoint_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert tensorkeep.verify(own).ok
 
 
-@pytest.mark.usefixtures("cells_in_process")
+@pytest.mark.usefixtures("cells_in_process", "without_plots")
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_interrupted_run_keeps_its_results_and_resumes(number: int, tmp_path: Path) -> None:
     out = tmp_path / "out"
@@ -107,7 +107,7 @@ def measured_cells(folder: Path) -> int:
     return sum(cell["status"] == "ok" for cell in results(folder)["cells"])
 
 
-@pytest.mark.usefixtures("cells_in_process")
+@pytest.mark.usefixtures("cells_in_process", "without_plots")
 def test_configuration_of_an_isolated_suite_runs_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "phase4_config.json"
     file.write_text(
@@ -197,7 +197,7 @@ def test_invalid_arguments_are_refused_at_once(
     assert not (tmp_path / "out" / NAME).exists()
 
 
-@pytest.mark.usefixtures("cells_in_process")
+@pytest.mark.usefixtures("cells_in_process", "without_plots")
 def test_results_are_only_overwritten_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "results.json").write_text("{}")
     assert main([*RUN, "--out", str(tmp_path)]) == 6

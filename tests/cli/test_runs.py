@@ -1,6 +1,7 @@
 """Runs on the command line: addresses of steps, `log`, and `info` of a run."""
 
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,14 +17,22 @@ from tensorkeep.cli.main import main
 RunJson = Callable[..., tuple[int, Any]]
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Steps 1 to 30 with a loss that is smallest at 7, as ``run`` in the working directory."""
-    monkeypatch.chdir(tmp_path)
-    with tensorkeep.CheckpointManager("run/checkpoints", compression="lossless") as manager:
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps 1 to 30 with a loss that is smallest at 7."""
+    path = tmp_path_factory.mktemp("runs") / "run"
+    with tensorkeep.CheckpointManager(path / "checkpoints", compression="lossless") as manager:
         for step in range(1, 31):
             state = {"w": torch.full((9000,), step, dtype=torch.bfloat16)}
             manager.save(step, state, metrics={"loss": abs(step - 7) + 0.5, "lr": 1e-3})
+    return path
+
+
+@pytest.fixture
+def run(saved_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A copy of the run, as ``run`` in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(saved_run, "run")
     return "run"
 
 

@@ -29,7 +29,7 @@ _MODEL = "openllama-3b:scale=0.04:float16"
 _SLOW_MODEL = "openllama-3b:scale=0.012:layers=2:float16"
 
 
-def compare_six_ways(folder: Path, progress: Callable[[str], None], *, scale: float = 1.0) -> Results:
+def compare_six_ways(folder: Path, progress: Callable[[str], None]) -> Results:
     """Save and load once with each arm of the experiment ``six-way``, and with Tensorkeep, in this process.
 
     The arms of TensorStore are slow and work on a smaller state, so the figures are compared per byte. One run gives no
@@ -37,7 +37,7 @@ def compare_six_ways(folder: Path, progress: Callable[[str], None], *, scale: fl
     """
     shipped = read_experiment("six-way")
     arms = [replace(arm, slow=_is_array_tool(arm)) for arm in shipped.arms if arm.role != "control"]
-    models = {"model": _scaled(_MODEL, scale), "slow_model": _scaled(_SLOW_MODEL, scale)}
+    models = {"model": _MODEL, "slow_model": _SLOW_MODEL}
     experiment = replace(
         shipped.experiment,
         title="Six ways to checkpoint, and Tensorkeep",
@@ -49,11 +49,6 @@ def compare_six_ways(folder: Path, progress: Callable[[str], None], *, scale: fl
     run = ExperimentRun(replace(planned, measures=measures), folder / FILE_NAME, folder, _run_once)
     run.execute(_Progress(progress))
     return run.results
-
-
-def _scaled(spec: str, scale: float) -> str:
-    name, first, *rest = spec.split(":")
-    return ":".join((name, f"scale={float(first.removeprefix('scale=')) * scale:.10f}", *rest))
 
 
 def _is_array_tool(arm: Arm) -> bool:
