@@ -19,7 +19,7 @@ from tensorkeep.bench.analysis.summary import summarise
 from tensorkeep.bench.demo import six_way, training
 from tensorkeep.bench.demo.training import ComparedRuns, KilledRun, TrainingDemo
 from tensorkeep.checkpoint.manager.steps import Step
-from tensorkeep.cli import demo as command
+from tensorkeep.cli import demo as demo_command
 from tensorkeep.cli.charts import sparkline
 from tensorkeep.cli.main import main
 from tensorkeep.cli.output import Output
@@ -43,8 +43,8 @@ def own_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_demo_of_the_users_checkpoint_keeps_every_promise(
     own_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "_STEPS", 40)
-    monkeypatch.setattr(command, "_EVERY", 8)
+    monkeypatch.setattr(demo_command, "_STEPS", 40)
+    monkeypatch.setattr(demo_command, "_EVERY", 8)
     monkeypatch.setattr(training, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(training, "_QUICK", TINY)
     monkeypatch.setattr(six_way, "_MODEL", "openllama-3b:scale=0.001:float16")
