@@ -48,7 +48,7 @@ def test_errno_of_store_errors() -> None:
 
 def test_a_corrupt_block_is_named() -> None:
     error = errors.CorruptCheckpointError("the checksum differs", path="a", name="w", block=3)
-    assert str(error) == "a: tensor 'w' block 3: the checksum differs"
+    assert str(error) == "a: tensor 'w' block 3: the checksum differs\ntake another checkpoint or copy"
     assert error.as_dict()["block"] == 3
     assert str(errors.CorruptCheckpointError("the checksum differs", path="a", block=3)).startswith("a: file block 3: ")
 

@@ -192,6 +192,7 @@ class CorruptCheckpointError(TensorkeepError, ValueError, kind="corrupt", exit_c
         Index of the bad block within the tensor.
     """
 
+    remedy: str | None = "take another checkpoint or copy"
     block: int | None = None
 
     def _subject(self) -> str | None:

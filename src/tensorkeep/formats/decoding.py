@@ -28,6 +28,7 @@ def decoding(path: PathLike | None = None, name: str | None = None, *, what: str
     Traceback (most recent call last):
         ...
     tensorkeep.errors.CorruptCheckpointError: model/.metadata: tensor 'w': is malformed (invalid literal ...)
+    take another checkpoint or copy
     """
     try:
         yield

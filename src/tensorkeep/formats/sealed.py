@@ -81,9 +81,7 @@ def read_content(directory: Directory, name: str) -> bytes:
         content = file.read(0, file.size)
     digits, rest = content[len(OPENING) : len(OPENING) + _DIGITS], content[len(OPENING) + _DIGITS :]
     if not content.startswith(OPENING) or digest(rest).encode() != digits:
-        raise CorruptCheckpointError(
-            "its checksum is wrong: the file is damaged", path=path, remedy="take another checkpoint or copy"
-        )
+        raise CorruptCheckpointError("its checksum is wrong: the file is damaged", path=path)
     return content
 
 

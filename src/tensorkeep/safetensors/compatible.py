@@ -87,7 +87,7 @@ def checked_tensors(tensors: Any, kind: type) -> dict[str, Any]:
         if not isinstance(name, str) or not isinstance(value, kind):
             remedy = "flatten the dict" if isinstance(value, Mapping) else "convert it, or leave it out"
             raise UsageError(
-                f"the {type(value).__name__} at {name!r} is not a {kind.__name__} with a text as its name",
+                f"a {type(value).__name__} at {name!r} is not a {kind.__name__} with a name",
                 remedy=f"{remedy}; tensorkeep.save stores nested states of tensors, arrays and plain values",
             )
     return dict(tensors)

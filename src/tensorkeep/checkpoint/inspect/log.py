@@ -1,6 +1,7 @@
 """`tensorkeep.log`: the steps of a training run, their metrics and disk space, by manifests and file sizes only."""
 
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -210,13 +211,11 @@ def _metric(steps: list[Step], metric: str | None, mode: str | None) -> str | No
     """Return the metric to find the best step by; None if it is not given and not clear."""
     if metric is not None:
         return metric
-    try:
+    with suppress(UsageError):
         found = usual_metric(metric_names(steps))
-        if found:
-            mode_of(found, mode)
-    except UsageError:
-        return None
-    return found
+        if found and mode_of(found, mode):
+            return found
+    return None
 
 
 def _verified(path: Path, progress: Progress | None) -> str | None:

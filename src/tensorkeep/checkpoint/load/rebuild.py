@@ -18,6 +18,4 @@ def rebuild(reader: Reader, skeleton: object, values: Mapping[str, Any], *, as_g
     except UnsupportedError as error:
         raise UnsupportedError(error.message, path=reader.path, remedy=error.remedy) from None
     except (ValueError, TypeError, OverflowError) as error:
-        raise CorruptCheckpointError(
-            f"its structure cannot be rebuilt ({error})", path=reader.path, remedy="take another checkpoint or copy"
-        ) from error
+        raise CorruptCheckpointError(f"its structure cannot be rebuilt ({error})", path=reader.path) from error

@@ -161,5 +161,5 @@ def _check_tiling(records: list[TensorRecord], data_bytes: int) -> None:
     if end != data_bytes:
         raise CorruptCheckpointError(
             f"the header describes {end:,} bytes of data, the file holds {data_bytes:,}",
-            remedy="the file was cut short or written over: take another copy" if end > data_bytes else None,
+            remedy="the file was cut short, extended or written over: take another copy",
         )
