@@ -7,6 +7,7 @@ import random
 import shutil
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,16 @@ def test_resuming_an_ended_run_reports_that_nothing_was_left_to_do(tmp_path: Pat
     assert "done, after step 12; there were no steps left" in shown
     assert "nan" not in shown
     assert "tokens/s" not in shown
+
+
+def test_run_that_mostly_evaluates_advises_a_part_of_the_data(
+    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open_run(CONFIG, RunFolder(tmp_path / "run"), Dataset.open(data)) as opened:
+        summary = train(opened, Witness())
+        for evaluating, advised in ((30.0, True), (4.0, False)):
+            print_summary(opened, replace(summary, seconds={"evaluate": evaluating, "train": 3.0}))
+            assert ("--eval.batches 20" in capsys.readouterr().out) is advised
 
 
 def test_run_of_one_step_has_no_speed(tmp_path: Path, data: Path) -> None:

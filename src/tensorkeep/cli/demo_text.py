@@ -5,7 +5,7 @@ from tensorkeep.bench.analysis.wording import number
 from tensorkeep.bench.demo.damage import DamageReport, PeerDamage
 from tensorkeep.bench.demo.killed_save import KilledSave
 from tensorkeep.bench.demo.results import DemoResults, facts
-from tensorkeep.bench.demo.speed import SmallRun
+from tensorkeep.bench.demo.speed import SmallRun, notes
 from tensorkeep.bench.demo.training import ComparedRuns
 from tensorkeep.bench.results import Results
 from tensorkeep.bench.run.rounds import Rounds
@@ -27,18 +27,15 @@ def print_speed(output: Output, description: str, nbytes: int, rounds: Rounds, t
         "tool). Each load is the first in a new process, of files in the page cache."
     )
     _print_bars(output, speed_bars(rounds, t5x, nbytes))
-    notes = [f"{arm} was not run: {reason}." for arm, reason in rounds.not_run.items()]
+    sentences = notes(rounds, t5x)
     if nbytes < SMALLEST_STATE:
-        small = format_bytes(SMALLEST_STATE)
-        notes.append(f"Below {small}, opening files and caches dominate: these times say little about large states.")
-    if t5x.figures:
-        part = format_bytes(t5x.state_bytes)
-        notes.append(f"* T5X's settings (gzip) take too long: one run on {part}, scaled to the full state.")
-    notes.append(
+        small = f"Below {format_bytes(SMALLEST_STATE)}, opening files and caches dominate"
+        sentences.append(f"{small}: these times say little about large states.")
+    sentences.append(
         "Every load returned every bit. tensorkeep and tensorstore verify checksums while they load, torch and "
         "safetensors do not. safetensors maps the file instead of reading it."
     )
-    output.paragraph(*(f"   {note}" for note in notes))
+    output.paragraph(*(f"   {sentence}" for sentence in sentences))
 
 
 def print_damage(output: Output, damage: DamageReport, peers: list[PeerDamage]) -> None:
@@ -74,13 +71,7 @@ def print_kills(output: Output, kills: list[KilledSave]) -> None:
 
 def print_training(output: Output, runs: ComparedRuns) -> None:
     """Print both loss curves over each other."""
-    verdict = f"all {runs.same} losses are the same, bit for bit"
-    if not runs.exact:
-        verdict = f"only {runs.same} of {len(runs.unbroken)} losses are the same"
-    output.paragraph(
-        f"4. A small GPT trains {counted(len(runs.unbroken), 'step')}. The same run is killed (kill -9) at step "
-        f"{runs.killed_at} and resumes from its checkpoint of step {runs.resumed_from}: {verdict}."
-    )
+    output.paragraph(f"4. {runs.text()}")
     both = [*runs.unbroken, *runs.resumed]
     ends, width = (min(both), max(both)), max(1, min(_WIDTH, columns() - _AROUND))
     output.print_lines(

@@ -72,7 +72,7 @@ def train(
         Show the settings of the recipe.
     """
     if list_recipes:
-        about = {name: (make.__doc__ or "").split("\n", 1)[0] for name, make in RECIPES.items()}
+        about = {name: (make.__doc__ or "").split("\n", 1)[0].replace("``", "") for name, make in RECIPES.items()}
         output.show({"recipes": about}, Table(("recipe", "what it trains"), list(about.items())).show)
         return
     name, words = read_words(recipe, _options())

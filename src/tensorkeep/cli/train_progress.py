@@ -22,6 +22,9 @@ from tensorkeep.units import format_bytes, format_seconds
 _SECONDS_BETWEEN = 5.0
 """Seconds between two lines about training steps without a progress bar, so that a log file stays short."""
 
+_LONG_SECONDS = 10.0
+"""Seconds of evaluations that may take most of the time of a run without a remark."""
+
 
 def print_start(run: Run, output: Output) -> None:
     """Print what is trained, on which device and data, and the folder of the run."""
@@ -152,10 +155,17 @@ def print_summary(run: Run, summary: Summary) -> None:
         rows.append(("range test", _suggestion(summary.suggested_learning_rate)))
     if summary.steps:
         rows += _cost(summary)
+        if run.config.eval.batches is None and _evaluates_long(summary):
+            rows.append(("advice", "evaluate a part of the validation data, such as --eval.batches 20"))
     rows.append(("run", str(run.folder.path)))
     Table(("", ""), rows).show()
     # Not wrapped, so that it can be copied.
     print(printable(f"next: tensorkeep generate {shlex.quote(str(run.folder.path))} --prompt TEXT"))
+
+
+def _evaluates_long(summary: Summary) -> bool:
+    evaluating = summary.seconds.get("evaluate", 0.0)
+    return evaluating > max(_LONG_SECONDS, sum(summary.seconds.values()) / 2)
 
 
 def _cost(summary: Summary) -> list[tuple[str, str]]:

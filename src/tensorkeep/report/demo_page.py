@@ -6,6 +6,7 @@ from typing import Any
 from tensorkeep.bench.analysis.wording import number
 from tensorkeep.bench.checkpoint.measure import FIRST, SAVE, STORED
 from tensorkeep.bench.demo.results import DemoResults, facts
+from tensorkeep.bench.demo.speed import notes
 from tensorkeep.io.commit import replace_file
 from tensorkeep.report.comparison import improvements_table, isolated_table
 from tensorkeep.report.demo_bars import six_way_bars, speed_bars
@@ -29,10 +30,7 @@ def write_demo_page(results: DemoResults, page: Path) -> None:
 
 def demo_page(results: DemoResults) -> str:
     """Return the page."""
-    six_way, part = results.six_way, format_bytes(results.t5x.state_bytes)
-    notes = [f"{arm} was not run: {reason}." for arm, reason in results.rounds.not_run.items()]
-    if results.t5x.figures:
-        notes.append(f"* T5X's settings (gzip) take too long: one run on {part}, scaled to the full state.")
+    six_way = results.six_way
     return render_page(
         "demo.html.j2",
         title="Tensorkeep on this machine",
@@ -40,12 +38,12 @@ def demo_page(results: DemoResults) -> str:
         lines=facts(results),
         rounds=counted(results.rounds.count, "round"),
         speed=speed_bars(results.rounds, results.t5x, results.state_bytes),
-        notes=notes,
+        notes=notes(results.rounds, results.t5x),
         samples=_samples(results),
         flip=results.damage.flip,
         bit=_bit_table(results),
         kills=_kill_table(results),
-        training=_training(results),
+        training=results.training.text(),
         curves=_curves(results),
         six_about=six_way.experiment.about,
         six=six_way_bars(six_way),
@@ -102,15 +100,6 @@ def _kill_table(results: DemoResults) -> ReportTable:
         times = Entry(format_seconds(kill.seconds), kill.seconds), Entry(written, kill.written)
         rows.append((Entry(kill.tool), *times, left))
     return ReportTable("What is left", ("=tool", ">killed after", ">written by then", "the old checkpoint"), rows)
-
-
-def _training(results: DemoResults) -> str:
-    runs = results.training
-    return (
-        f"A small GPT trains {counted(len(runs.unbroken), 'step')}. The same run is killed (kill -9) at step "
-        f"{runs.killed_at} and resumes from its checkpoint of step {runs.resumed_from}: {runs.same} of "
-        f"{len(runs.unbroken)} losses are the same, bit for bit."
-    )
 
 
 def _curves(results: DemoResults) -> list[dict[str, Any]]:

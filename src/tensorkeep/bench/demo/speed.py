@@ -18,6 +18,7 @@ from tensorkeep.bench.checkpoint.tools.registry import COMMON_TOOLS, parse_tool
 from tensorkeep.bench.experiment.workload import Outcome
 from tensorkeep.bench.run.rounds import Rounds, run_rounds
 from tensorkeep.errors import TensorkeepError
+from tensorkeep.units import format_bytes
 
 SPEED_MEASURES = (SAVE, FIRST, STORED)
 TOOLS: dict[str, Tool] = {
@@ -108,6 +109,15 @@ def figures(rounds: Rounds) -> dict[str, dict[str, Figure]]:
             if values:
                 figure = Figure(describe(values).median, describe(ratios) if ratios else None)
                 found.setdefault(measure, {})[arm] = figure
+    return found
+
+
+def notes(rounds: Rounds, t5x: SmallRun) -> list[str]:
+    """Return the sentences on tools that did not run, and on T5X's smaller state."""
+    found = [f"{arm} was not run: {reason}." for arm, reason in rounds.not_run.items()]
+    if t5x.figures:
+        part = format_bytes(t5x.state_bytes)
+        found.append(f"* T5X's settings (gzip) take too long: one run on {part}, scaled to the full state.")
     return found
 
 

@@ -17,6 +17,7 @@ from tensorkeep.checkpoint.manager.steps import Step
 from tensorkeep.errors import PathLike, StoreError, TensorkeepError
 from tensorkeep.train.data.prepare import Prepared, prepare
 from tensorkeep.train.run.folder import RunFolder
+from tensorkeep.units import counted
 
 RECIPE = "shakespeare-char-cpu"
 
@@ -195,6 +196,16 @@ class ComparedRuns:
     def exact(self) -> bool:
         """Whether both runs have all steps, and every loss is the same."""
         return len(self.unbroken) == len(self.resumed) == self.same > 0
+
+    def text(self) -> str:
+        """Return what was done and found in two sentences."""
+        verdict = f"all {self.same} losses are the same, bit for bit"
+        if not self.exact:
+            verdict = f"only {self.same} of {len(self.unbroken)} losses are the same"
+        return (
+            f"A small GPT trains {counted(len(self.unbroken), 'step')}. The same run is killed (kill -9) at step "
+            f"{self.killed_at} and resumes from its checkpoint of step {self.resumed_from}: {verdict}."
+        )
 
 
 def compare_runs(
