@@ -22,6 +22,10 @@ _SECONDS = {
 }
 
 
+_FEW_BYTES = 10_000_000
+"""The time that fewer bytes take is that of opening files."""
+
+
 def format_bytes(count: float) -> str:
     """Return a byte count in decimal units with three significant digits, such as ``2.93 GB``."""
     if abs(count) < 999.5:
@@ -35,12 +39,18 @@ def format_bytes(count: float) -> str:
 
 def parse_bytes(text: str | int) -> int:
     """Return the bytes that a text such as ``256MiB`` or ``1024`` stands for; UsageError for another one."""
-    return int(_parse(str(text), _BYTES, "a size", "256MiB or 4GB"))
+    return text if type(text) is int else int(_parse(str(text), _BYTES, "a size", "256MiB or 4GB"))
 
 
 def format_rate(count: float, seconds: float) -> str:
     """Return bytes per second, such as ``2.41 GB/s``."""
     return f"{format_bytes(count / seconds)}/s" if seconds > 0 else "-"
+
+
+def format_speed(count: float, seconds: float) -> str:
+    """Return a duration, with the rate if there were enough bytes for one: ``4.56 s at 2.41 GB/s``."""
+    rate = f" at {format_rate(count, seconds)}" if count >= _FEW_BYTES else ""
+    return f"{format_seconds(seconds)}{rate}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -19,7 +19,7 @@ from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import print_lines, ratio
 from tensorkeep.errors import DestinationExistsError, TensorkeepError, UsageError
 from tensorkeep.paths import checked_path
-from tensorkeep.units import counted, format_bytes, format_rate, format_seconds
+from tensorkeep.units import counted, format_bytes, format_speed
 
 _SUFFIXES = {"safetensors": ".safetensors", "torch": ".pt", "tensorstore": ".zarr"}
 """The suffixes of new checkpoints in a folder; others have none."""
@@ -188,6 +188,5 @@ def _print_report(source: str, report: SaveReport) -> None:
     print_lines(
         f"converted {source} to {report.path} ({report.format}{coded}): {counted(report.tensors, 'tensor')}, "
         f"{format_bytes(report.state_bytes)} raw, {format_bytes(report.stored_bytes)} stored "
-        f"({ratio(report.state_bytes, report.stored_bytes)}), {format_seconds(report.seconds)} "
-        f"at {format_rate(report.state_bytes, report.seconds)}"
+        f"({ratio(report.state_bytes, report.stored_bytes)}), {format_speed(report.state_bytes, report.seconds)}"
     )

@@ -84,8 +84,9 @@ def print_training(output: Output, runs: ComparedRuns) -> None:
 def print_six_ways(output: Output, results: Results) -> None:
     """Print the six-way comparison."""
     output.paragraph(
-        "5. Six ways to checkpoint, and Tensorkeep: PyTorch, TensorStore as commonly documented, T5X's settings, and "
-        "each of those settings alone. One run each, per GB of state: no verdict, an impression."
+        "5. Six ways to checkpoint, and Tensorkeep: torch.save, TensorStore (ts) as its examples use it, the settings "
+        "of T5X, and TensorStore with one of these settings at a time (ts+...). Each ran once with a small state; the "
+        "figures are scaled to 1 GB, and one run gives only an impression."
     )
     _print_bars(output, six_way_bars(results)[:1])
 

@@ -174,6 +174,8 @@ def _percent(fraction: float) -> str:
 
 
 def _text(value: Any) -> str:
+    if value is None:
+        return "absent"
     if isinstance(value, dict) and len(value) == 1:
         # A value that JSON does not have is stored under its type: {"float": "0.1"}.
         (value,) = value.values()

@@ -66,7 +66,8 @@ def prune(
     keep_thinned
         Keep fewer of the older steps: AGE:DISTANCE pairs such as 1h:0 1d:1h 30d:1d.
     broken
-        Also delete damaged steps. Folders that are not checkpoints, could not be read or were written by a later
+        Also delete damaged steps: files that are missing or have another size, an unreadable manifest. (`verify` also
+        finds changed bytes.) Folders that are not checkpoints, could not be read or were written by a later
         version are kept.
     dry_run
         Delete nothing; print what would be deleted.
@@ -193,7 +194,7 @@ def _print(document: dict[str, Any], limit: int | None = None) -> None:
     shown = kept if len(kept) <= _SHOWN else [*kept[: _SHOWN // 2], "...", *kept[-_SHOWN // 2 :]]
     print_lines(*([f"kept: {', '.join(shown)}"] if kept else []))
     reasons = {**document["broken"], **document["left"]}
-    print_lines(*(f"kept: step {number}: {reason}" for number, reason in reasons.items()))
+    print_lines(*(f"kept: step {number}: {'; '.join(reason.splitlines())}" for number, reason in reasons.items()))
     print_lines(*([] if limit else [_summary(document)]))
 
 

@@ -146,7 +146,7 @@ def print_summary(run: Run, summary: Summary) -> None:
     """Print the summary of a run and the next command."""
     ended = f"{summary.reason}, after step {summary.step}"
     rows = [
-        ("ended", ended if summary.steps else f"{ended}; there were no steps left"),
+        ("ended", ended if summary.steps else f"{ended}; no steps were left (more: --resume --loop.steps N)"),
         ("validation loss", f"{summary.loss:.4f}, best {summary.best:.4f}"),
     ]
     if run.progress.skipped:

@@ -18,7 +18,7 @@ from tensorkeep.cli.text import print_lines, print_verdict
 from tensorkeep.errors import CorruptCheckpointError, TensorkeepError
 from tensorkeep.formats.base import Problem
 from tensorkeep.io.buffers import DEFAULT_BUDGET
-from tensorkeep.units import counted, format_bytes, format_rate, format_seconds
+from tensorkeep.units import counted, format_bytes, format_speed
 
 
 def verify(
@@ -72,7 +72,7 @@ def _print_report(report: VerifyReport, seconds: float, *, quiet: bool) -> None:
     elif not quiet:
         checked = report.checked or f"structure only: {report.format} stores no checksums, so values cannot be checked"
         amount = f"{counted(report.tensors, 'tensor')}, {format_bytes(report.nbytes)}"
-        speed = f"{format_seconds(seconds)} at {format_rate(report.nbytes, seconds)}"
+        speed = format_speed(report.nbytes, seconds)
         print_verdict("ok", f": {report.path}: {amount}, {checked}, {speed}", good=True)
 
 

@@ -711,3 +711,20 @@ def test_mistakes_that_are_often_made_have_their_remedy(tmp_path: Path, state: A
         tensorkeep.load(tmp_path / "c", into=into)
     assert caught.value.remedy is not None
     assert remedy in caught.value.remedy
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_unknown_key_is_answered_with_the_keys_that_were_saved(tmp_path: Path, strict: bool) -> None:
+    tensorkeep.save({"model": {"w": torch.ones(2)}, "step": 3}, tmp_path / "c")
+    with pytest.raises(tensorkeep.StateMismatchError, match="the keys that were saved are 'model'"):
+        tensorkeep.load(tmp_path / "c", into={"net": {"w": torch.ones(2)}}, strict=strict)
+
+
+def test_renamed_layers_are_answered_with_a_way_that_works(tmp_path: Path) -> None:
+    saved, renamed = torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2))
+    tensorkeep.save({"model": saved}, tmp_path / "c")
+    with pytest.raises(tensorkeep.StateMismatchError, match=r"rename the keys .* give it to load_state_dict"):
+        tensorkeep.load(tmp_path / "c", into={"model": renamed})
+    weights = tensorkeep.load(tmp_path / "c")["model"]
+    renamed.load_state_dict({f"0.{name}": tensor for name, tensor in weights.items()})
+    assert torch.equal(renamed[0].weight, saved.weight)

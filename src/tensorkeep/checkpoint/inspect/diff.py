@@ -17,7 +17,7 @@ from tensorkeep.formats.base import Entry, OpenSettings, Reader
 from tensorkeep.formats.torch_file.allowed import Allow, allowed_names
 from tensorkeep.io.buffers import DEFAULT_BUDGET
 from tensorkeep.state import names
-from tensorkeep.state.tree import plain_values
+from tensorkeep.state.tree import PlainValue, plain_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ class DiffReport:
         Tensors with other values, the largest relative L2 difference first and integers last, and how many are the
         same, within the tolerance.
     values : list of Mismatch
-        Plain values that differ in type or in a bit; None if a checkpoint does not have it. For containers or tensors
-        of different kinds (a list and a tuple, a tensor and an array), their kinds. An OrderedDict counts as a dict, a
-        parameter as a tensor.
+        Plain values that differ in type or in a bit; None if a checkpoint does not have it, and ``"None"`` for a None
+        that was saved. For containers or tensors of different kinds (a list and a tuple, a tensor and an array), their
+        kinds. An OrderedDict counts as a dict, a parameter as a tensor.
     converted : list of TensorDiff
         The values of the tensors in ``retyped``, compared as numbers.
     """
@@ -216,9 +216,14 @@ def _values(left: Reader, right: Reader) -> list[Mismatch]:
         a, b = first.get(path), second.get(path)
         if a and b:
             if not a.equals(b):
-                found.append(Mismatch(a.name, a.node, b.node))
+                found.append(Mismatch(a.name, _node(a), _node(b)))
         elif a and a.is_content:
-            found.append(Mismatch(a.name, a.node, None))
+            found.append(Mismatch(a.name, _node(a), None))
         elif b and b.is_content:
-            found.append(Mismatch(b.name, None, b.node))
+            found.append(Mismatch(b.name, None, _node(b)))
     return found
+
+
+def _node(found: PlainValue) -> Any:
+    """Return the node of a value; a None that was saved as a text, because None stands for no value."""
+    return "None" if found.node is None else found.node

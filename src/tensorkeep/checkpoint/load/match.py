@@ -162,6 +162,13 @@ class StateMatch:
             remedy = f"give a dict with keys that were saved, such as into={{{next(iter(tops))!r}: ...}}"
         elif unknown and (near := difflib.get_close_matches(unknown[0], tops, n=1)):
             remedy = f"did you mean the key {near[0]!r}?"
+        elif unknown:
+            remedy = f"the keys that were saved are {', '.join(map(repr, tops))}: give those that you want to load"
+        elif found.missing and found.extra and not found.different:
+            remedy = "for layers that have other names now, load without `into`, rename the keys of the dict that it "
+            remedy += (
+                "returns, and give it to load_state_dict(); otherwise load into a model that was made in the same way"
+            )
         elif not self._strict and not found.saved_dtype:
             remedy = "leave entries that do not fit out of `into`: only tensors of modules and dicts are skipped"
         return found.error(self._reader.path, remedy)
@@ -187,7 +194,7 @@ class StateMatch:
         self.skipped = self._differences()
         entries, filled, kept = self._reader.entries, self._filled(), self._kept()
         fitting = {name for name in kept if name in filled and filled[name].leaf.shape == entries[name].shape}
-        if kept and not fitting:
+        if (kept or filled) and not fitting:
             raise self._error(self.skipped)
         misfits = {*kept} - fitting
         self.chosen = [name for name in self.chosen if name not in misfits]
