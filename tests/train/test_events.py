@@ -151,7 +151,7 @@ def test_resuming_an_ended_run_reports_that_nothing_was_left_to_do(tmp_path: Pat
     again, summary, shown = ended(CONFIG, tmp_path / "my run", data, resume=True)
     assert (again["steps"], again["reason"], again["tokens_per_second"], again["mfu"]) == (0, "done", None, None)
     assert again["loss"] == first["loss"] == summary.loss
-    assert "done, after step 12; there were no steps left" in shown
+    assert "done, after step 12; no steps were left" in shown
     assert "nan" not in shown
     assert "tokens/s" not in shown
 

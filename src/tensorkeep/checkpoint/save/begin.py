@@ -126,7 +126,7 @@ def begin_save(
     path, settings = Path(request.path), request.write
     if not settings.overwrite and os.path.lexists(path):
         raise DestinationExistsError(
-            "exists already", path=path, remedy="choose another path, or replace it (overwrite=True, --overwrite)"
+            "exists already", path=path, remedy="choose another path, or replace it (overwrite=True)"
         )
     if not copy:
         settings = replace(settings, pool=memory.single_pool())
