@@ -94,7 +94,9 @@ def test_help_has_all_text_of_the_docstring_without_its_line_ends(
     monkeypatch.setenv("COLUMNS", "400")
     shown = printed(capsys, "prune", "--help")
     assert "All steps that no rule keeps are deleted, but never the last one, nor a step whose folder contains" in shown
-    assert "finds changed bytes.) Folders that are not checkpoints, could not be read or were written by a later" in shown
+    assert (
+        "finds changed bytes.) Folders that are not checkpoints, could not be read or were written by a later" in shown
+    )
 
 
 def test_an_unknown_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
