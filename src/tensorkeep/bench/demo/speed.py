@@ -117,7 +117,8 @@ def notes(rounds: Rounds, t5x: SmallRun) -> list[str]:
     found = [f"{arm} was not run: {reason}." for arm, reason in rounds.not_run.items()]
     if t5x.figures:
         part = format_bytes(t5x.state_bytes)
-        found.append(f"* T5X's settings (gzip) take too long: one run on {part}, scaled to the full state; its longest bars are cut off.")
+        scaled = f"one run on {part}, scaled to the full state; its longest bars are cut off"
+        found.append(f"* T5X's settings (gzip) take too long: {scaled}.")
     return found
 
 
