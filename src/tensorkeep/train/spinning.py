@@ -2,7 +2,7 @@
 
 torch's CPU wheels compute with libgomp, whose threads spin for about three milliseconds between two parallel regions
 before they sleep. On an idle machine this is fast, as a thread that sleeps has to be woken up. Beside a busy process it
-is ten times slower than sleeping: the spinning uses up the time slices that the threads need for the next region. The
+is at most half as fast as sleeping: the spinning uses up the time slices that the threads need for the next region. The
 number of spins is read once, when the library is loaded (``GOMP_SPINCOUNT``). But libgomp spins only 100 times while
 it manages more threads than there are processors (manual of libgomp, "GOMP_SPINCOUNT"), and that can be changed at any
 time: further threads, which only sleep, each start a team of OpenMP threads of their own. ``benchmarks/cpu_spin.py``
