@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "tensorkeep"
+CODER = ROOT / "src" / "coder"
 
 # A layer imports those with a smaller number. `codecs` and `io` must not import each other.
 LAYERS = {
@@ -115,7 +116,7 @@ def test_folders_are_small() -> None:
 
 
 def test_files_are_short() -> None:
-    for path in MODULES.values():
+    for path in [*MODULES.values(), *CODER.iterdir()]:
         assert len(path.read_text().splitlines()) <= MOST_LINES, path
 
 
@@ -124,16 +125,26 @@ def test_names_say_what_is_in_a_file() -> None:
         assert not {"utils", "helpers", "common", "misc"} & set(module.split(".")), module
 
 
+def docstring(path: Path) -> str | None:
+    """Return the docstring of a module, or the comment with which a C file begins."""
+    text = path.read_text()
+    if path.suffix == ".py":
+        return ast.get_docstring(ast.parse(text))
+    comment = re.match(r"/\*(.*?)\*/", text, re.DOTALL)
+    return comment and re.sub(r"\n *\*? *", "\n", comment[1]).strip()
+
+
 def summary(path: Path) -> str:
     """Return the first paragraph of the docstring of a module, on one line."""
-    docstring = ast.get_docstring(ast.parse(path.read_text()))
-    assert docstring, f"{path} has no docstring"
-    return " ".join(docstring.split("\n\n")[0].split()).rstrip(".")
+    text = docstring(path)
+    assert text, f"{path} has no docstring"
+    return " ".join(text.split("\n\n")[0].split()).rstrip(".")
 
 
 def tree(folder: Path = SOURCE, indent: str = "  ") -> list[str]:
     """Return the annotated tree of a folder, a line for each file."""
-    files = sorted(folder.glob("*.py"), key=lambda path: (path.name != "__init__.py", path.name))
+    files = [path for path in folder.iterdir() if path.suffix in (".py", ".c", ".h")]
+    files.sort(key=lambda path: (path.name != "__init__.py", path.name))
     width = max((len(path.name) for path in files), default=0)
     lines = []
     for path in files:
@@ -145,11 +156,15 @@ def tree(folder: Path = SOURCE, indent: str = "  ") -> list[str]:
     return lines
 
 
+def whole_tree() -> list[str]:
+    return ["src/coder/", *tree(CODER), "src/tensorkeep/", *tree()]
+
+
 def test_the_tree_in_the_docs_is_the_tree() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     block = re.search(r"```text\n(.*?)```", text, re.DOTALL)
     assert block is not None
-    assert block[1].splitlines() == ["src/tensorkeep/", *tree()], "run `python tests/test_tree.py` to update it"
+    assert block[1].splitlines() == whole_tree(), "run `python tests/test_tree.py` to update it"
 
 
 def test_files_named_in_the_architecture_page_exist() -> None:
@@ -162,6 +177,6 @@ def test_files_named_in_the_architecture_page_exist() -> None:
 
 if __name__ == "__main__":
     page = ROOT / "docs" / "architecture.md"
-    written = "\n".join(["src/tensorkeep/", *tree()])
+    written = "\n".join(whole_tree())
     page.write_text(re.sub(r"```text\n.*?```", lambda _: f"```text\n{written}\n```", page.read_text(), flags=re.DOTALL))
     sys.exit()

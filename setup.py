@@ -1,0 +1,56 @@
+"""The C extension, which pyproject.toml cannot describe: without a compiler, the installation is pure Python.
+
+With the extension, the wheel is for this platform and every later Python (cp311-abi3); without it, for any platform.
+"""
+
+import os
+import shlex
+import sys
+import sysconfig
+import tempfile
+from glob import glob
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.dist import Distribution
+from setuptools.errors import CCompilerError, ExecError, PlatformError
+
+CODER = Extension(
+    "tensorkeep.codecs._coder",
+    sources=sorted(glob("src/coder/*.c")),
+    depends=sorted(glob("src/coder/*.h")),
+    define_macros=[("Py_LIMITED_API", "0x030B0000")],
+    py_limited_api=True,
+    # setuptools puts CFLAGS before these, where they would lose: a sanitizer's build needs its own -O1 -g.
+    extra_compile_args=["-std=c11", "-O3", "-g0", *shlex.split(os.environ.get("CFLAGS", ""))],
+)
+
+
+def obstacle() -> str | None:
+    """Return why the extension is not built, found by compiling a file of one line; None if it is built."""
+    if os.environ.get("TENSORKEEP_NO_EXTENSION") == "1":
+        return "TENSORKEEP_NO_EXTENSION=1 is set"
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return "a free-threaded Python does not have the stable ABI"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "probe.c")
+        source.write_text("#include <Python.h>\n")
+        command = build_ext(Distribution({"ext_modules": [Extension("probe", [str(source)])]}))
+        command.build_lib = command.build_temp = folder
+        command.ensure_finalized()
+        try:
+            command.run()
+        except (CCompilerError, ExecError, PlatformError) as error:
+            return f"a C compiler and Python's headers are needed ({error})"
+    return None
+
+
+reason = obstacle()
+if reason:
+    print(f"tensorkeep: the coder is not compiled, the one in Python is used: {reason}", file=sys.stderr)
+    # An editable installation would still import the extension of an earlier build.
+    Path("src/tensorkeep/codecs/_coder.abi3.so").unlink(missing_ok=True)
+    setup()
+else:
+    setup(ext_modules=[CODER], options={"bdist_wheel": {"py_limited_api": "cp311"}})
