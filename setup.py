@@ -8,7 +8,6 @@ import shlex
 import sys
 import sysconfig
 import tempfile
-from glob import glob
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -16,10 +15,11 @@ from setuptools.command.build_ext import build_ext
 from setuptools.dist import Distribution
 from setuptools.errors import CCompilerError, ExecError, PlatformError
 
+FOLDER = Path("src/coder")
 CODER = Extension(
     "tensorkeep.codecs._coder",
-    sources=sorted(glob("src/coder/*.c")),
-    depends=sorted(glob("src/coder/*.h")),
+    sources=sorted(map(str, FOLDER.glob("*.c"))),
+    depends=sorted(map(str, FOLDER.glob("*.h"))),
     define_macros=[("Py_LIMITED_API", "0x030B0000")],
     py_limited_api=True,
     # setuptools puts CFLAGS before these, where they would lose: a sanitizer's build needs its own -O1 -g.
