@@ -34,7 +34,7 @@ def describe() -> str:
     >>> describe().partition(" ")[0] in ("compiled", "Python")
     True
     """
-    if compiled is not None:
+    if compiled:
         return f"compiled ({compiled.simd})"
     reason = f"{_VARIABLE}=python" if _required == "python" else "no compiled coder"
     return f"Python ({reason}: numpy + zstandard)"
