@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import tensorkeep
 from tensorkeep.checkpoint.load import verify as verify_module
 from tensorkeep.cli import verify as verify_command
 from tensorkeep.cli.main import main
 from tensorkeep.cli.text import Table, printable
+from tensorkeep.codecs import coder
 
 Run = Callable[..., tuple[int, Any]]
 
@@ -28,6 +30,18 @@ def test_info(first: Path, capsys: pytest.CaptureFixture[str], run_json: Run) ->
     assert code == 0
     assert document["by_dtype"]["bfloat16"]["elements"] == 4096
     assert document["metadata"] == {"run": "unit"}
+
+
+def test_info_names_the_coder_of_byte_planes_only(
+    first: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], run_json: Run
+) -> None:
+    assert run_json("info", first)[1]["coder"] is None
+    tensorkeep.save({"w": torch.randn(4096).bfloat16()}, tmp_path / "coded", compression="lossless")
+    assert run_json("info", tmp_path / "coded")[1]["coder"] == coder.describe()
+    assert main(["info", str(first)]) == main(["info", str(tmp_path / "coded")]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("coder")] == [
+        f"coder: {coder.describe()}"
+    ]
 
 
 def test_ls_cuts_nothing_in_a_pipe(first: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,8 +167,11 @@ def test_env(tmp_path: Path, capsys: pytest.CaptureFixture[str], run_json: Run) 
     assert document["storage"]["path"] == str(tmp_path.resolve())
     assert document["storage"]["direct_io"] in (True, False)
     assert list(tmp_path.iterdir()) == []
+    assert document["coder"] == coder.describe()
     assert main(["env", "--path", str(tmp_path)]) == 0
-    assert "direct I/O" in capsys.readouterr().out
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert ["coder", coder.describe()] in lines
+    assert "direct" in [first for first, _ in lines]
     assert main(["env", "--path", str(tmp_path / "absent")]) == 5
 
 

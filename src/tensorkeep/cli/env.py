@@ -1,23 +1,24 @@
-"""``tensorkeep env``: versions, hardware and file system."""
+"""``tensorkeep env``: versions, the coder in use, hardware and file system."""
 
 from pathlib import Path
 from typing import Any
 
 from tensorkeep.cli.output import DEFAULT, Output
 from tensorkeep.cli.text import print_lines
+from tensorkeep.codecs import coder
 from tensorkeep.machine import describe
 from tensorkeep.units import format_bytes
 
 
 def env(*, path: Path = Path(), output: Output = DEFAULT) -> None:
-    """Show versions, hardware and file system, for a bug report.
+    """Show versions, the coder in use, hardware and file system, for a bug report.
 
     Parameters
     ----------
     path
         The folder whose file system is shown; a small file is written there and removed.
     """
-    document = describe(path)
+    document = {**describe(path), "coder": coder.describe()}
     output.show(document, lambda: _print_environment(document))
 
 
@@ -32,6 +33,7 @@ def _print_environment(document: dict[str, Any]) -> None:
     direct = "yes" if storage["direct_io"] else "no: checkpoints go through the page cache"
     lines = [
         *((name, version or "not installed") for name, version in document["versions"].items()),
+        ("coder", document["coder"]),
         ("cpu", f"{processor['model']}, {processor['usable_cores']} of {processor['cores']} cores usable"),
         ("memory", ", ".join(f"{format_bytes(size)} {what}" for what, size in sizes.items() if size is not None)),
         ("huge pages", memory["transparent_huge_pages"] or "unknown"),

@@ -83,6 +83,8 @@ def _print_info(report: InfoReport, largest: int) -> None:
     summary = f"{counted(total.tensors, 'tensor')}, {counted(total.elements, 'element')}"
     stored = f"{format_bytes(total.stored_bytes)} stored ({ratio(total.nbytes, total.stored_bytes)})"
     print_lines(f"{summary}, {format_bytes(total.nbytes)} raw, {stored}")
+    if report.coder:
+        print_lines(f"coder: {report.coder}")
     print_lines(*_history(report.details))
     for what, totals in (("dtype", report.by_dtype), ("part", report.by_part), ("codec", report.by_codec)):
         print()

@@ -27,7 +27,7 @@ COMMANDS = {
     "diff": ("diff:diff", "Compare two checkpoints of any format; exit code 1 if they differ."),
     "convert": ("convert:convert", "Write a checkpoint in another format or with another compression."),
     "prune": ("prune:prune", "Delete old steps of a training run."),
-    "env": ("env:env", "Show versions, hardware and file system, for a bug report."),
+    "env": ("env:env", "Show versions, the coder in use, hardware and file system, for a bug report."),
     "bench checkpoint": ("bench:checkpoint", "Compare ways to save and load a checkpoint."),
     "bench claims": ("bench:claims", "Check published claims about checkpoint formats on this machine."),
     "bench training": ("bench:training", "Compare training techniques and settings of a recipe."),

@@ -21,6 +21,7 @@ from tensorkeep.bench.results import Arm, Cell, Limits, Results, Status
 from tensorkeep.bench.results_file import write_results
 from tensorkeep.bench.run.cell import command_of, run_cell
 from tensorkeep.bench.run.scratch import scratch_folder
+from tensorkeep.codecs import coder
 from tensorkeep.errors import StoreError, UsageError
 from tensorkeep.version import __version__
 
@@ -116,8 +117,10 @@ class ExperimentRun:
         found: dict[str, Any] = to_builtins(machine.describe(scratch))
         # The path as it was given: a results file is passed on, and must not show where a user's folders are.
         found["storage"]["path"] = str(scratch)
+        found["coder"] = coder.describe()
         before = self.results.environment
-        if before and any(before.get(key) != found[key] for key in ("versions", "processor")):
+        # Results of earlier versions do not have all of these.
+        if any(before.get(key, found[key]) != found[key] for key in ("versions", "processor", "coder")):
             raise UsageError(
                 "the machine or its software has changed since this run began", remedy="begin again with another --out"
             )

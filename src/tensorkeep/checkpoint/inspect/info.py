@@ -7,6 +7,7 @@ from typing import Any
 
 from tensorkeep.checkpoint.finding import open_reader
 from tensorkeep.checkpoint.manager.address import checkpoint_path
+from tensorkeep.codecs import coder
 from tensorkeep.errors import PathLike
 from tensorkeep.formats.base import Entry, OpenSettings
 from tensorkeep.formats.torch_file.allowed import Allow, allowed_names
@@ -38,6 +39,8 @@ class InfoReport:
         What was given when it was saved, and what the format adds: version, writer, files... For a native checkpoint
         also the ``space`` that it takes on the disk; for an incremental one its ``history``: the bytes that its save
         wrote, and those of the files that it shares with earlier ones.
+    coder : str or None
+        What decodes it on this machine, such as ``"compiled (avx2)"``; None if no tensor is stored as byte planes.
     """
 
     path: str
@@ -49,6 +52,7 @@ class InfoReport:
     entries: list[Entry]
     metadata: dict[str, Any]
     details: dict[str, Any]
+    coder: str | None = None
 
     def largest(self, count: int) -> list[Entry]:
         """Return the largest tensors, largest first."""
@@ -111,6 +115,7 @@ def info(path: PathLike, *, format: str | None = None, allow: Allow | None = Non
             entries=entries,
             metadata=reader.metadata,
             details=reader.details,
+            coder=coder.describe() if any("planes" in entry.codec.split("+") for entry in entries) else None,
         )
 
 
