@@ -25,7 +25,7 @@ from tensorkeep.formats.tensorstore.specs import MAX_DIMENSIONS, Layout, create_
 from tensorkeep.io import parallel
 from tensorkeep.io.files import Bytes
 from tensorkeep.io.parallel import Cancelled
-from tensorkeep.state.leaf import Source
+from tensorkeep.state.leaf import Leaf, Source
 
 _REGIONS = 4
 """A region takes at most this fraction of the budget, unless a chunk is larger, so that several are in flight."""
@@ -146,13 +146,16 @@ class _Job:
         self.layout = layout_of(source.dtype, source.shape, options)
         self.types = self.layout.types
         self.array: Any = None
+        in_place = self.host is not None and not self.types.converts
+        # TensorStore reads a chunk that it encodes more than once; the tensors of a state may change meanwhile.
+        self.copied = in_place and options.encodes and isinstance(source, Leaf)
 
     def cost(self, elements: int) -> int:
-        """Return the bytes in flight for so many elements: encoded, converted and gathered."""
+        """Return the bytes in flight for so many elements: encoded, copied or converted, and gathered."""
         stored, own = self.types.stored.itemsize, self.source.dtype.itemsize
         gathered = own if self.host is None else 0
-        converted = stored if self.types.converts else 0
-        return elements * (stored + converted + gathered)
+        copied = stored if self.copied or self.types.converts else 0
+        return elements * (stored + copied + gathered)
 
     def content(self, box: Box) -> npt.NDArray[Any]:
         """Return a region as it is stored; a view of the state's memory if that has the stored form."""
@@ -239,7 +242,7 @@ class _ArrayWriter:
             content = job.content(box)
             store = job.array.result()
             target = store[box] if box else store
-            future = target.write(content, can_reference_source_data_indefinitely=True).commit
+            future = target.write(content, can_reference_source_data_indefinitely=not job.copied).commit
             future.force()
         except BaseException as error:
             self._fail(error, job)

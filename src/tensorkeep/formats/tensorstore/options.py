@@ -99,6 +99,11 @@ class TensorStoreOptions(ArrayOptions, frozen=True):
         return self.zarr == 3 and self.checksum is not None
 
     @property
+    def encodes(self) -> bool:
+        """Whether a chunk is not stored as its bytes alone."""
+        return self.has_checksum or parse_compressor(self.compressor, self.zarr) is not None
+
+    @property
     def shard_limit(self) -> int | None:
         """``shard_bytes`` as a number."""
         return None if self.shard_bytes is None else max(1, parse_bytes(self.shard_bytes))

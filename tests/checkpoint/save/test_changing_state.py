@@ -1,0 +1,138 @@
+"""A state that other threads and processes change while it is saved: the checkpoint mixes values and is not damaged."""
+
+import multiprocessing
+import sys
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tensorkeep
+from tensorkeep.io.files import Bytes
+
+# Arguments of `save` by name. Every format, and everything that reads the state in a way of its own.
+SAVES: dict[str, dict[str, Any]] = {
+    "native": {},
+    "native incremental": {"incremental": True},
+    "native through the page cache": {"direct_io": False},
+    "safetensors": {"format": "safetensors"},
+    "safetensors shards": {"format": "safetensors", "shard_bytes": "8MiB"},
+    "tensorstore": {"format": "tensorstore"},
+    "tensorstore shards": {"format": "tensorstore", "chunk": "256KiB", "shard_bytes": "4MiB"},
+    "tensorstore ocdbt": {"format": "tensorstore", "kvstore": "ocdbt"},
+    "tensorstore float32": {"format": "tensorstore", "dtype": "float32"},
+    "tensorstore one": {"format": "tensorstore", "in_flight": "one"},
+    "tensorstore gzip": {"format": "tensorstore", "compressor": "gzip:1"},
+    "tensorstore zstd": {"format": "tensorstore", "compressor": "zstd:1"},
+    "tensorstore blosc": {"format": "tensorstore", "compressor": "blosc-lz4"},
+    "tensorstore zarr 2": {"format": "tensorstore", "zarr": 2},
+    "tensorstore zarr 2 gzip": {"format": "tensorstore", "zarr": 2, "compressor": "gzip:1"},
+    "t5x": {"format": "t5x", "compressor": "gzip:1"},
+    "t5x raw": {"format": "t5x", "compressor": None},
+}
+
+
+def make_state(scale: int) -> dict[str, Any]:
+    """Return tensors of several dtypes and layouts, the largest of 20 bytes times the scale."""
+    draw = torch.Generator().manual_seed(0)
+    weights = torch.randn(scale, generator=draw)
+    return {
+        "model": {
+            "bf16": torch.randn(10 * scale, generator=draw).bfloat16(),
+            "fp32": weights,
+            "transposed": torch.randn(scale // 64, 64, generator=draw).t(),
+            "rows": torch.randn(scale // 32, 64, generator=draw)[::2],
+            "zeros": torch.zeros(5 * scale, dtype=torch.int32),
+            "repeated": torch.randn(64, generator=draw).repeat(scale // 64),
+            "view": weights[: scale // 2],
+        },
+        "data": {
+            "tokens": torch.randint(0, 50_000, (scale,), generator=draw),
+            "mask": torch.rand(scale, generator=draw) < 0.1,
+            "noise": torch.randint(0, 256, (scale,), generator=draw).to(torch.uint8),
+            "numbers": [torch.tensor(1.0), torch.tensor(2, dtype=torch.int64)],
+        },
+    }
+
+
+def memory_of(state: dict[str, Any]) -> list[Bytes]:
+    """Return the memory of every tensor as bytes, with the gaps of those that have some."""
+    tensors = [*state["model"].values(), *state["data"].values(), *state["data"]["numbers"]]
+    storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    return [torch.empty(0, dtype=torch.uint8).set_(storage).numpy() for storage in storages]
+
+
+@contextmanager
+def changed_between_calls(memory: list[Bytes]) -> Iterator[None]:
+    """Change a byte in every 4 MiB of the state whenever a thread calls a function of Python or C, or returns."""
+    count = 0
+
+    def change(*_: object) -> None:
+        nonlocal count
+        count += 1
+        for view in memory:
+            view[count * 61 % min(len(view), 4 << 20) :: 4 << 20] ^= 1
+
+    threading.setprofile(change)
+    sys.setprofile(change)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+    assert count > 100
+
+
+@contextmanager
+def changed_by_a_thread(memory: list[Bytes]) -> Iterator[None]:
+    """Write all memory in another thread all the time, other values and zeros."""
+    over, rounds = threading.Event(), 0
+    originals = [view.copy() for view in memory]
+    ones = np.random.default_rng(0).integers(0, 2, max(map(len, memory)), np.uint8)
+
+    def write() -> None:
+        nonlocal rounds
+        while not over.is_set():
+            for view, original in zip(memory, originals, strict=True):
+                np.bitwise_xor(original, ones[: len(view)], out=view)
+                np.copyto(view, original)
+                view.fill(0)
+            rounds += 1
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    assert rounds
+
+
+def assert_intact(path: Path, format: str) -> None:
+    """Check a checkpoint with Tensorkeep, and its checksums with the standard library where that can."""
+    report = tensorkeep.verify(path)
+    assert report, report.problems
+    if format == "torch":
+        with zipfile.ZipFile(path) as file:
+            assert file.testzip() is None
+
+
+Changing = Callable[[list[Bytes]], Any]
+
+
+@pytest.mark.parametrize("name", SAVES)
+@pytest.mark.parametrize("changing", [changed_between_calls, changed_by_a_thread])
+def test_a_save_of_a_changing_state_verifies(changing: Changing, name: str, tmp_path: Path) -> None:
+    state = make_state(1 << 16 if changing is changed_between_calls else 1 << 19)
+    options = SAVES[name]
+    tensorkeep.save({}, tmp_path / "imports what it needs", **options)
+    with changing(memory_of(state)):
+        tensorkeep.save(state, tmp_path / "c", **options)
+    assert_intact(tmp_path / "c", options.get("format", "native"))
