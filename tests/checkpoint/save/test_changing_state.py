@@ -1,6 +1,5 @@
 """A state that other threads and processes change while it is saved: the checkpoint mixes values and is not damaged."""
 
-import multiprocessing
 import sys
 import threading
 import zipfile
