@@ -14,16 +14,18 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench torture clean
+.PHONY: help demo test check bench torture wheel clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-$(VENV)/.installed-%: pyproject.toml constraints.txt
+# The installation compiles the coder where a C compiler is, again after a change of its source.
+$(VENV)/.installed-%: pyproject.toml constraints.txt setup.py $(wildcard src/coder/*)
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo "installing tensorkeep[$*] into $(VENV) ..."
 	@$(BIN)/pip install -qq --upgrade "pip>=23.1"
 	@$(BIN)/pip install -qq -c constraints.txt -e ".[$*]"
+	@$(BIN)/python -c "from tensorkeep.codecs import coder; print('coder:', coder.describe())"
 	@touch $@
 
 demo: $(DEMO)  ## saves, loads, a flipped bit, kills and a resumed training run, beside other tools (two minutes)
@@ -45,5 +47,10 @@ bench: $(DEV)  ## the speed that README states, as ratios against peers measured
 torture: $(DEV)  ## the exhaustive tests: every operation killed, every byte flipped (tens of minutes)
 	$(PYTEST) -m slow --timeout 900
 
+wheel: $(DEV)  ## build the wheel and the source distribution in dist/; install and try both in empty environments
+	@rm -rf dist
+	@$(BIN)/python -m build -qq
+	@$(BIN)/python tests/wheels.py dist
+
 clean:  ## remove the environment and what the tools left
-	rm -rf $(VENV) demo-run tensorkeep-demo.html .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist src/tensorkeep.egg-info src/tensorkeep/codecs/_coder.abi3.so demo-run tensorkeep-demo.html .mypy_cache .pytest_cache .ruff_cache .hypothesis
