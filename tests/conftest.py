@@ -1,5 +1,6 @@
 """The profile of property tests, the order of tests, and the number of fault cases of each file at the end of a run."""
 
+import gc
 from collections import Counter
 from typing import Any
 
@@ -22,6 +23,16 @@ LONGEST = (
     "test_examples.py",
     "train/test_loop.py",
 )
+
+
+# Importing and collecting make millions of objects and no garbage, and a full collection later would visit them all.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage from here on, without visiting what exists already, in this process and in those forked from it."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
