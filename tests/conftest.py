@@ -30,7 +30,7 @@ gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage from here on, without visiting what exists already, in this process and in those forked from it."""
+    """Collect garbage again, without visiting the objects of the imports, here and in processes forked from this one."""
     gc.freeze()
     gc.enable()
 
