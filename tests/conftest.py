@@ -30,7 +30,7 @@ gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage again, without visiting the objects of the imports, here and in processes forked from this one."""
+    """Collect garbage again, without visiting the imported objects, here and in processes forked from this one."""
     gc.freeze()
     gc.enable()
 
