@@ -36,13 +36,14 @@ def obstacle() -> str | None:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "probe.c")
         source.write_text("#include <Python.h>\n")
-        command = build_ext(Distribution({"ext_modules": [Extension("probe", [str(source)])]}))
+        probe = Extension("probe", [str(source)], extra_compile_args=CODER.extra_compile_args)
+        command = build_ext(Distribution({"ext_modules": [probe]}))
         command.build_lib = command.build_temp = folder
         command.ensure_finalized()
         try:
             command.run()
         except (CCompilerError, ExecError, PlatformError) as error:
-            return f"a C compiler and Python's headers are needed ({error})"
+            return f"a C11 compiler and Python's headers are needed ({error})"
     return None
 
 
