@@ -22,6 +22,8 @@ SAVES: dict[str, dict[str, Any]] = {
     "native through the page cache": {"direct_io": False},
     "safetensors": {"format": "safetensors"},
     "safetensors shards": {"format": "safetensors", "shard_bytes": "8MiB"},
+    "torch": {"format": "torch"},
+    "dcp": {"format": "dcp"},
     "tensorstore": {"format": "tensorstore"},
     "tensorstore shards": {"format": "tensorstore", "chunk": "256KiB", "shard_bytes": "4MiB"},
     "tensorstore ocdbt": {"format": "tensorstore", "kvstore": "ocdbt"},

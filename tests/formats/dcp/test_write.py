@@ -150,7 +150,7 @@ def test_interrupt_ends_the_save_in_the_middle_of_a_tensor(tmp_path: Path, monke
             time.sleep(0.2)
         return real_write(fd, data, offset)
 
-    monkeypatch.setattr("tensorkeep.formats.torch_file.stream.BLOCK_BYTES", 4096)
+    monkeypatch.setattr("tensorkeep.formats.torch_file.stream._PIECE_BYTES", 4096)
     monkeypatch.setattr(os, "pwrite", interrupted)
     with pytest.raises(KeyboardInterrupt):
         tensorkeep.save({"t": torch.ones(4_000_000)}, tmp_path / "c", format="dcp", thread_count=1)

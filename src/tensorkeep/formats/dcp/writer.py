@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import IO, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -69,11 +69,10 @@ def write(
                     offset = stream.tell()
                     if item.leaf:
                         with tensors.get(item.name) as tensor:
-                            torch.save(tensor, cast(IO[bytes], stream))
+                            stream.save(tensor)
                         meter.add(tensors.nbytes(item.name))
                     else:
-                        torch.save(item.value, cast(IO[bytes], stream))
-                    stream.raise_failure()
+                        stream.save(item.value)
                     locations[item.name] = _StorageInfo(path.name, offset, stream.tell() - offset)
                 stream.finish()
 

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from pickle import PickleError
-from typing import IO, cast
 
 from tensorkeep.errors import UnsupportedError, UnsupportedLeafError
 from tensorkeep.formats.torch_file.stream import TorchStream
@@ -25,8 +24,6 @@ def write(
     flat: Flat[Source], destination: Path, settings: WriteSettings, replaceable: Callable[[Path], bool]
 ) -> WriteResult:
     """Write a state as one file; see `tensorkeep.formats.base.Format.write`."""
-    import torch
-
     _check_settings(destination, settings)
     specs = leaf_specs(flat.skeleton)
     _check_readable(flat, specs)
@@ -34,11 +31,7 @@ def write(
         values, copied = _materialise(flat, specs, settings.threads)
         meter = parallel.Meter(sum(leaf.nbytes for leaf in flat.leaves.values()), settings.progress)
         with TorchStream(commit.path, meter=meter) as stream:
-            try:
-                torch.save(unflatten(flat.skeleton, values), cast(IO[bytes], stream))
-            except Exception:
-                stream.raise_failure()
-                raise
+            stream.save(unflatten(flat.skeleton, values))
             size = stream.finish()
         commit.publish()
     return WriteResult(stored_bytes=size, new_bytes=size, peak_buffer_bytes=copied)
