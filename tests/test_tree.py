@@ -4,6 +4,7 @@ import ast
 import re
 import sys
 import textwrap
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -50,10 +51,15 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path, known: set[str]) -> set[str]:
     """Return the modules of the package that a file imports, anywhere in it, for type checking included."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             names = {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -71,17 +77,20 @@ def layer(module: str) -> str:
 
 
 MODULES = modules()
-GRAPH = {module: imports(path, set(MODULES)) - {module} for module, path in MODULES.items()}
 # The package itself hands out public names, which it imports on first use.
-INSIDE = {
-    module: GRAPH[module] - {"tensorkeep"} for module in MODULES if module not in ("tensorkeep", "tensorkeep.__main__")
-}
+INSIDE = MODULES.keys() - {"tensorkeep", "tensorkeep.__main__"}
+
+
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    """Return what each module imports."""
+    return {module: imports(MODULES[module], set(MODULES)) - {module, "tensorkeep"} for module in INSIDE}
 
 
 @pytest.mark.parametrize("module", sorted(INSIDE))
-def test_imports_point_to_lower_layers(module: str) -> None:
+def test_imports_point_to_lower_layers(module: str, graph: dict[str, set[str]]) -> None:
     own = layer(module)
-    for other in {layer(target) for target in INSIDE[module]} - {own}:
+    for other in {layer(target) for target in graph[module]} - {own}:
         below = LAYERS[other] < LAYERS[own] or LAYERS[own] == LAYERS[other] == 0
         assert below, f"{own} must not import {other}"
 
@@ -95,8 +104,8 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
     return []
 
 
-def test_no_circles_of_imports() -> None:
-    assert circle(INSIDE) == []
+def test_no_circles_of_imports(graph: dict[str, set[str]]) -> None:
+    assert circle(graph) == []
 
 
 def test_a_circle_is_found() -> None:
@@ -127,10 +136,9 @@ def test_names_say_what_is_in_a_file() -> None:
 
 def docstring(path: Path) -> str | None:
     """Return the docstring of a module, or the comment with which a C file begins."""
-    text = path.read_text()
     if path.suffix == ".py":
-        return ast.get_docstring(ast.parse(text))
-    comment = re.match(r"/\*(.*?)\*/", text, re.DOTALL)
+        return ast.get_docstring(parsed(path))
+    comment = re.match(r"/\*(.*?)\*/", path.read_text(), re.DOTALL)
     return comment and re.sub(r"\n *\*? *", "\n", comment[1]).strip()
 
 

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tensorkeep
+from tensorkeep.formats.blockfile.plan import MAX_BLOCK_BYTES
 from tensorkeep.formats.native.manifest import FILE_NAME
 from tensorkeep.formats.sealed import digest
 from tensorkeep.testing.equality import leaf_bytes
@@ -238,7 +239,8 @@ def test_a_decompression_bomb_is_refused_before_decompression(tmp_path: Path) ->
 def test_a_state_larger_than_memory_is_refused_before_allocation(tmp_path: Path) -> None:
     tensorkeep.save({"w": torch.zeros(1024, dtype=torch.uint8)}, tmp_path / "ckpt", compression="zstd")
     body = body_of(tmp_path / "ckpt")
-    blocks = 200_000  # of 16 MiB: 3 TB
+    body["block_bytes"] = MAX_BLOCK_BYTES
+    blocks = 50_000  # of 64 MiB: 3 TB
     leaf(body)["blocks"] = [["zstd", 1, "0" * 16, "0" * 16]] * blocks
     leaf(body)["shape"] = [blocks * body["block_bytes"]]
     file = tmp_path / "ckpt" / "model.tensorkeep"

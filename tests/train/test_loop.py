@@ -8,9 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -63,9 +64,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "prepared"
 
 
-@pytest.fixture(autouse=True)
-def quick_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorkeep.train.run.setup.measured_peak", lambda device: 1e9)
+@pytest.fixture(scope="module", autouse=True)
+def quick_peak() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr("tensorkeep.train.run.setup.measured_peak", lambda device: 1e9)
+        yield
 
 
 def run(
@@ -110,20 +113,32 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+class Whole(NamedTuple):
+    """A run that was not stopped."""
+
+    config: Config
+    folder: Path
+    summary: Summary
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, data: Path) -> Whole:
+    config, folder = CONFIG.changed(VARIANTS[request.param]), tmp_path_factory.mktemp("whole") / "run"
+    summary, _ = run(config, folder, data)
+    assert summary.reason == ("early stop" if request.param == "stopping early" else "done")
+    return Whole(config, folder, summary)
+
+
 @pytest.mark.parametrize("stop_after", [1, 5])
-def test_stopped_run_is_resumed_exactly(tmp_path: Path, data: Path, variant: str, stop_after: int) -> None:
-    config = CONFIG.changed(VARIANTS[variant])
-    whole, _ = run(config, tmp_path / "whole", data)
-    stopped, _ = run(config, tmp_path / "parts", data, stop_after=stop_after)
+def test_stopped_run_is_resumed_exactly(tmp_path: Path, data: Path, whole: Whole, stop_after: int) -> None:
+    stopped, _ = run(whole.config, tmp_path / "parts", data, stop_after=stop_after)
     assert (stopped.reason, stopped.step) == ("stopped", stop_after)
     random.random(), np.random.random(), torch.rand(5)  # another process would have other random states
-    ended, _ = run(config, tmp_path / "parts", data, resume=True)
-    assert (whole.reason, whole.step) == (ended.reason, ended.step)
-    assert whole.reason == ("early stop" if variant == "stopping early" else "done")
-    assert trace(tmp_path / "parts") == trace(tmp_path / "whole")
-    assert difference(last_state(tmp_path / "parts"), last_state(tmp_path / "whole")) is None
-    assert ended.best == whole.best
+    ended, _ = run(whole.config, tmp_path / "parts", data, resume=True)
+    assert (whole.summary.reason, whole.summary.step) == (ended.reason, ended.step)
+    assert trace(tmp_path / "parts") == trace(whole.folder)
+    assert difference(last_state(tmp_path / "parts"), last_state(whole.folder)) is None
+    assert ended.best == whole.summary.best
 
 
 def test_resuming_an_ended_run_changes_nothing(tmp_path: Path, data: Path) -> None:

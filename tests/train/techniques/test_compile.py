@@ -23,7 +23,9 @@ from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.compile import Compile, CompileSettings
 from tensorkeep.train.techniques.requirements import Machine
 
-TRACED = with_techniques(TINY, {"compile": {"backend": "aot_eager"}})
+# Tracing takes most of the time of these tests, and grows with the number of blocks.
+ONE_BLOCK = TINY.changed({"model.n_layers": 1})
+TRACED = with_techniques(ONE_BLOCK, {"compile": {"backend": "aot_eager"}})
 
 
 class TestCompile(TechniqueSuite):
@@ -40,7 +42,7 @@ def first_step(run: OpenRun) -> dict[str, Any]:
 
 
 def test_traced_loss_is_bit_identical(tmp_path: Path, data: Path) -> None:
-    train_run(TINY, tmp_path / "plain", data, stop_after=3)
+    train_run(ONE_BLOCK, tmp_path / "plain", data, stop_after=3)
     train_run(TRACED, tmp_path / "traced", data, stop_after=3)
     assert losses(tmp_path / "traced") == losses(tmp_path / "plain")
 
