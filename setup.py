@@ -22,8 +22,9 @@ CODER = Extension(
     depends=sorted(map(str, FOLDER.glob("*.h"))),
     define_macros=[("Py_LIMITED_API", "0x030B0000")],
     py_limited_api=True,
-    # setuptools puts CFLAGS before these, where they would lose: a sanitizer's build needs its own -O1 -g.
-    extra_compile_args=["-std=c11", "-O3", "-g0", *shlex.split(os.environ.get("CFLAGS", ""))],
+    # Hidden: no function of another library may take the place of one of ours. setuptools puts CFLAGS before these,
+    # where they would lose: a sanitizer's build needs its own -O1 -g.
+    extra_compile_args=["-std=c11", "-O3", "-g0", "-fvisibility=hidden", *shlex.split(os.environ.get("CFLAGS", ""))],
 )
 
 
@@ -33,6 +34,8 @@ def obstacle() -> str | None:
         return "TENSORKEEP_NO_EXTENSION=1 is set"
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         return "a free-threaded Python does not have the stable ABI"
+    if sys.byteorder != "little":
+        return "the compiled coder needs a little-endian processor"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "probe.c")
         source.write_text("#include <Python.h>\n")
