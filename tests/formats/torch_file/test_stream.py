@@ -79,6 +79,12 @@ def test_another_container_than_expected_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_tensor_can_be_resized_after_the_save(tmp_path: Path) -> None:
+    tensor = torch.ones(3)
+    written({"w": tensor}, tmp_path / "x")
+    assert tensor.resize_(1000).numel() == 1000
+
+
 def test_state_is_not_referenced_after_the_save(tmp_path: Path) -> None:
     tensor = torch.ones(3)
     storage = tensor.untyped_storage()

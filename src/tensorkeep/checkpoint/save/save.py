@@ -80,6 +80,12 @@ def save(
     BusyError, StoreError
         If another process is writing to ``path``, or the disk failed or is full. What was there before is intact.
 
+    Notes
+    -----
+    Another thread or process may change tensors during the call: the checkpoint still verifies, because its checksums
+    are those of the bytes that it stores. But tensors are read piece by piece, so that it may have old and new values
+    of them. For the values of one moment, change nothing until the call returns; `save_async` returns earlier.
+
     Examples
     --------
     >>> import tempfile, torch, tensorkeep

@@ -6,6 +6,7 @@ Torch records 0 as their CRC-32, in the descriptor behind each storage and in th
 files are those that torch writes alone, except for ``serialization_id``, torch's hash of all CRC-32.
 """
 
+import ctypes
 import pickle
 import struct
 import zlib
@@ -85,8 +86,10 @@ class TorchStream:
         """Append the bytes of a storage, and return their CRC-32."""
         import torch
 
-        # Its bytes as a tensor, of which `cpu` returns a copy only if it is on another device.
-        content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu().numpy()
+        if storage.device.type != "cpu":
+            storage = cast(Any, storage).cpu()
+        # By its address: after a call of `Tensor.numpy`, torch would never again let the caller resize the tensor.
+        content = np.frombuffer((ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr()), np.uint8)
         hashed = torch.serialization.get_crc32_options()
         crc = 0
         for start in range(0, len(content), _PIECE_BYTES):
