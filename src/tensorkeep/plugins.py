@@ -42,11 +42,10 @@ class Registry(Generic[P]):
         """Return the registered names in alphabetical order."""
         return sorted(self._entries)
 
-    def starting_with(self, first: str) -> Iterator[P]:
-        """Yield the plug-ins, each imported when it is reached: a given one, other built-in ones, third parties'."""
-        names = dict.fromkeys([first, *sorted(self._built_in)])
-        yield from map(self.get, names)
-        yield from (self.get(name) for name in self.names() if name not in names)
+    def __iter__(self) -> Iterator[P]:
+        """Yield the plug-ins, each imported when it is reached: built-in ones, then third parties'."""
+        yield from map(self.get, sorted(self._built_in))
+        yield from (self.get(name) for name in self.names() if name not in self._built_in)
 
     def get(self, name: str) -> P:
         """Return a plug-in; the remedy of the UnsupportedError for an unknown name gives the nearest one."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tensorkeep.errors import NotACheckpointError, NotFoundError, PathLike, TensorkeepError, UsageError
 from tensorkeep.formats.base import FORMATS, Format, OpenSettings, Reader
+from tensorkeep.formats.native import FORMAT as NATIVE
 from tensorkeep.formats.probe import file_mode, names_in
 
 _MOST_LOOKED_AT = 1000
@@ -51,8 +52,10 @@ def _existing(path: PathLike) -> Path:
 
 
 def _recognised(place: Path) -> Format | None:
-    # Most checkpoints are native; the packages of other formats are then not imported.
-    return next((found for found in FORMATS.starting_with("native") if found.recognises(place)), None)
+    # Most checkpoints are native; the other formats are then neither looked up nor imported.
+    if NATIVE.recognises(place):
+        return NATIVE
+    return next((found for found in FORMATS if found.recognises(place)), None)
 
 
 def is_checkpoint(place: Path) -> bool:

@@ -9,6 +9,7 @@ conformance suite. ``formats/write.py`` is the writing half of the contract: set
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_origin
@@ -36,8 +37,7 @@ from tensorkeep.state.skeleton_reader import LeafSpec
 from tensorkeep.state.tree import Flat
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True):
     """One tensor of a checkpoint, as `info`, `ls` and `diff` show it.
 
     Attributes
@@ -82,8 +82,8 @@ class Problem:
 class Reader(Closing, ABC):
     """An open checkpoint; a context manager.
 
-    A subclass sets ``path``, ``metadata`` and ``details``, and calls `_set_state`, which sets ``flat``, ``leaf_specs``
-    and ``entries``.
+    A subclass sets ``path``, ``metadata`` and ``details``, and calls `_set_state`, which sets ``flat`` and
+    ``leaf_specs``.
 
     Attributes
     ----------
@@ -112,7 +112,6 @@ class Reader(Closing, ABC):
     format: str
     flat: "Flat[StoredLeaf]"
     leaf_specs: dict[str, LeafSpec]
-    entries: dict[str, Entry]
     metadata: dict[str, Any]
     details: dict[str, Any]
     verifiable: str | None = None
@@ -156,7 +155,7 @@ class Reader(Closing, ABC):
         """Close the files; a second call does nothing."""
 
     def _set_state(self, flat: "Flat[StoredLeaf]", source: Path, leaf_specs: dict[str, LeafSpec] | None = None) -> None:
-        """Check that a state can be rebuilt from its description, and set `flat`, `leaf_specs` and `entries`.
+        """Check that a state can be rebuilt from its description, and set `flat` and `leaf_specs`.
 
         The stored tensors may be in any order. ``source`` is the file that describes the state, for errors;
         ``leaf_specs`` is the result of `check_structure`, if it was called already.
@@ -170,7 +169,11 @@ class Reader(Closing, ABC):
             raise CorruptCheckpointError(f"its description of the state is wrong: {error}", path=source) from error
         leaves = {name: flat.leaves[name] for name in self.leaf_specs if name in flat.leaves}
         self.flat = Flat(flat.skeleton, leaves, flat.aliases, flat.parts)
-        self.entries = {name: self._entry(name) for name in self.leaf_specs}
+
+    @cached_property
+    def entries(self) -> dict[str, Entry]:
+        """Every tensor by name, aliases included, in the state's order; made on first use."""
+        return {name: self._entry(name) for name in self.leaf_specs}
 
     def _entry(self, name: str) -> Entry:
         part, _ = self.flat.parts[name]
@@ -182,8 +185,7 @@ class Reader(Closing, ABC):
         return Entry(name, part, leaf.dtype, alias.shape, nbytes, 0, "alias", leaf.file, alias.of)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StoredLeaf:
+class StoredLeaf(msgspec.Struct, frozen=True, eq=False):
     """A tensor stored in a checkpoint; a `Source` for writers, so that converting never holds a whole state.
 
     ``stored_bytes`` are its bytes on disk, and ``file`` is the file that holds it, relative to the checkpoint;
@@ -194,9 +196,9 @@ class StoredLeaf:
     name: str
     dtype: DType
     shape: tuple[int, ...]
-    stored_bytes: int = field(kw_only=True)
-    file: str = field(kw_only=True)
-    codec: str = field(default="raw", kw_only=True)
+    stored_bytes: int
+    file: str
+    codec: str = "raw"
 
     @property
     def nbytes(self) -> int:

@@ -31,7 +31,8 @@ def file_mode(path: Path, *, follow_links: bool = True) -> int:
 def names_in(directory: Path) -> list[str]:
     """Return the names in a directory, sorted; an empty list if it is not a directory."""
     try:
-        return sorted(entry.name for entry in directory.iterdir())
+        with os.scandir(directory) as entries:
+            return sorted(entry.name for entry in entries)
     except OSError as error:
         _raise_unless_absent(error, directory)
         return []

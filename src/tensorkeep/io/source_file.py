@@ -30,8 +30,8 @@ class SourceFile(Closing):
 
     ``follow_links`` is whether the last component may be a symbolic link: a checkpoint never has one, so a link there
     leads out of it. With ``page_cache``, everything is read through the page cache, and so left there for the next
-    reader. ``directory`` is a descriptor of the directory that has the file, whatever its path is now. ``size`` is the
-    file's length when it was opened.
+    reader. ``directory`` is a descriptor of the directory that has the file, whatever its path is now. ``status`` is
+    the file's status when it was opened, and ``size`` its length.
 
     Raises NotFoundError if the file does not exist; CorruptCheckpointError if it is not a regular file, or a symbolic
     link that is not followed; StoreError if the operating system refuses to open it.
@@ -54,11 +54,11 @@ class SourceFile(Closing):
             if error.errno == errno.ELOOP and not follow_links:
                 raise CorruptCheckpointError("is a symbolic link, which a checkpoint never holds", path=path) from error
             raise store_error(error, path, "open the file") from error
-        status = os.fstat(self._fd)
-        if not stat.S_ISREG(status.st_mode):
+        self.status = os.fstat(self._fd)
+        if not stat.S_ISREG(self.status.st_mode):
             self.close()
             raise CorruptCheckpointError("is not a regular file", path=path)
-        self.size = status.st_size
+        self.size = self.status.st_size
         if page_cache or not self.size:
             return
         try:

@@ -57,7 +57,7 @@ class SkeletonReader:
 
     def decode(self, node: object, depth: int = 0) -> Any:
         """Return a node's value; raises ValueError or UnsupportedError."""
-        if node is None or isinstance(node, bool | int):
+        if node is None or isinstance(node, int):  # A bool is an int.
             return node
         if isinstance(node, str):
             return check_text(node)
@@ -81,8 +81,8 @@ class SkeletonReader:
     def _leaf(self, node: dict[str, object], kind: LeafKind) -> Any:
         name = check_text(node[kind])
         grad = node.get("requires_grad", kind == "parameter")
-        allowed = {kind, "requires_grad"} if kind in ("tensor", "parameter") else {kind}
-        if not name or not isinstance(grad, bool) or not node.keys() <= allowed:
+        is_plain = len(node) == 1 or (kind in ("tensor", "parameter") and node.keys() == {kind, "requires_grad"})
+        if not name or not isinstance(grad, bool) or not is_plain:
             raise ValueError(f"{brief(node)} is not a leaf")
         if name in self.leaf_specs:
             raise ValueError(f"two leaves are called {name!r}")

@@ -70,6 +70,25 @@ def test_tensors_outlive_the_checkpoint(tmp_path: Path) -> None:
     assert tensorkeep.load(tmp_path / "c")["w"].sum() == 0
 
 
+def test_each_tensor_has_a_storage_of_its_own_size(tmp_path: Path) -> None:
+    """`torch.save` of one tensor writes its whole storage, which must not be the file."""
+    tensorkeep.save({"w": torch.ones(3, 5), "b": torch.ones(2, dtype=torch.bfloat16)}, tmp_path / "c")
+    loaded = tensorkeep.load(tmp_path / "c", mmap=True)
+    assert [loaded[name].untyped_storage().nbytes() for name in "wb"] == [60, 4]
+
+
+def test_an_array_in_a_misaligned_place_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "c.safetensors"
+    tensorkeep.save({"w": np.ones(2, np.float32)}, path)
+    content = path.read_bytes()
+    (size,) = struct.unpack("<Q", content[:8])
+    # One byte more of header: the data begins at an odd place.
+    path.write_bytes(struct.pack("<Q", size + 1) + content[8 : 8 + size] + b" " + content[8 + size :])
+    assert tensorkeep.load(path)["w"].tolist() == [1, 1]
+    with pytest.raises(UnsupportedError, match="'w': is not stored in one aligned piece"):
+        tensorkeep.load(path, mmap=True)
+
+
 def test_only_selected_tensors_are_mapped(tmp_path: Path) -> None:
     tensorkeep.save(make_state(), tmp_path / "c")
     loaded = tensorkeep.load(tmp_path / "c", mmap=True, select="model.rows")

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
+
 from tensorkeep.checkpoint.finding import open_reader
 from tensorkeep.checkpoint.manager.address import checkpoint_path
 from tensorkeep.codecs import coder
@@ -68,7 +70,7 @@ class InfoReport:
 
 def describe(entry: Entry) -> dict[str, Any]:
     """Return an entry as plain values."""
-    return {**asdict(entry), "dtype": entry.dtype.name, "shape": list(entry.shape)}
+    return {**msgspec.structs.asdict(entry), "dtype": entry.dtype.name, "shape": list(entry.shape)}
 
 
 def info(path: PathLike, *, format: str | None = None, allow: Allow | None = None) -> InfoReport:

@@ -8,8 +8,10 @@ from typing import Any
 
 from tensorkeep.checkpoint.arguments import check_device, thread_count
 from tensorkeep.checkpoint.finding import open_reader
+from tensorkeep.checkpoint.load.mapped import map_tensors
 from tensorkeep.checkpoint.load.match import StateMatch
 from tensorkeep.checkpoint.load.object_checks import REFUSALS, is_module
+from tensorkeep.checkpoint.load.ranges import read_all
 from tensorkeep.checkpoint.load.rebuild import rebuild
 from tensorkeep.checkpoint.load.targets import LoadPlan
 from tensorkeep.checkpoint.progress import ProgressOption, drawn
@@ -71,15 +73,21 @@ def load_open(reader: Reader, pool: BufferPool, request: LoadRequest) -> Any:
 
 
 def _load_new(reader: Reader, request: LoadRequest, threads: int, pool: BufferPool, progress: Progress | None) -> Any:
-    """Load into new memory."""
+    """Load into new memory, or map the file."""
     select = request.select
-    chosen = list(reader.entries) if select is None else names.select(reader.entries, select)
+    chosen = list(reader.leaf_specs) if select is None else names.select(reader.leaf_specs, select)
     skeleton = reader.flat.skeleton if select is None else prune(reader.flat.skeleton, set(chosen))
     dtype = None if request.dtype is None else float_dtype(request.dtype)
-    plan = LoadPlan(reader, chosen, {}, request.device, dtype, mmap=request.mmap)
-    if request.check_mapped or not request.mmap:
+    if request.mmap:
+        values = map_tensors(reader, chosen)
+        if request.check_mapped:
+            stored = dict.fromkeys(reader.entries[name].alias_of or name for name in chosen)
+            read_all(reader, stored, threads=threads, pool=pool, progress=progress)
+    else:
+        plan = LoadPlan(reader, chosen, {}, request.device, dtype)
         plan.read(threads, pool, progress)
-    return rebuild(reader, skeleton, plan.values(), as_given=False)
+        values = plan.values()
+    return rebuild(reader, skeleton, values, as_given=False)
 
 
 def _check_request(request: LoadRequest) -> None:

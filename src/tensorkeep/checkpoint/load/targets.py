@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tensorkeep.checkpoint.load.ranges import contiguous_in, copy_range, fill, read_all
-from tensorkeep.errors import OutOfMemoryError, StateMismatchError, UnsupportedError
-from tensorkeep.formats.base import Entry, Reader
+from tensorkeep.errors import OutOfMemoryError, StateMismatchError
+from tensorkeep.formats.base import Reader
 from tensorkeep.io.buffers import BufferPool
 from tensorkeep.io.parallel import Progress
 from tensorkeep.machine import memory_limit
@@ -17,7 +17,7 @@ from tensorkeep.state import cuda
 from tensorkeep.state.aliases import find_aliases, full_view, make_view, sharing_conflict
 from tensorkeep.state.cast import CastLeaf
 from tensorkeep.state.dtypes import DType
-from tensorkeep.state.leaf import Leaf, LeafKind, allocate
+from tensorkeep.state.leaf import Leaf, allocate
 from tensorkeep.state.skeleton_writer import StateLeaf
 from tensorkeep.state.strided import Array, Device
 from tensorkeep.units import format_bytes
@@ -181,8 +181,7 @@ class LoadPlan:
     """The memory that each of the ``chosen`` tensors is loaded into, and the reading into it.
 
     Those in ``given`` are filled in place; others get new memory on ``device``, torch tensors of floating point with
-    ``dtype``, or with ``mmap`` the memory of the mapped file. Stored tensors are read in parallel; views with memory of
-    their own are filled afterwards.
+    ``dtype``. Stored tensors are read in parallel; views with memory of their own are filled afterwards.
     """
 
     def __init__(
@@ -192,12 +191,9 @@ class LoadPlan:
         given: Mapping[str, Target],
         device: Device = None,
         dtype: DType | None = None,
-        *,
-        mmap: bool = False,
     ) -> None:
         self._reader = reader
         self._dtype = dtype
-        self._mmap = mmap
         self._chosen = chosen
         self._given = given
         self._memory = {name: target.leaf for name, target in given.items() if target.fills}
@@ -216,25 +212,21 @@ class LoadPlan:
     def _allocate(self, names: list[str], device: Device) -> None:
         """Allocate stored tensors; a single view of one that is not wanted gets memory for itself only."""
         flat, entries = self._reader.flat, self._reader.entries
-        if not self._mmap:
-            self._check_memory(names, device)
+        self._check_memory(names, device)
         wanted = set(self._chosen)
-        views = Counter(flat.aliases[n].of for n in names if n in flat.aliases)
+        views = Counter([flat.aliases[n].of for n in names if n in flat.aliases])
         for name in names:
             base = entries[name].alias_of
             if base in wanted:
                 continue
             stored = name
-            if base is not None and (self._mmap or views[base] > 1 or entries[name].nbytes > flat.leaves[base].nbytes):
+            if base is not None and (views[base] > 1 or entries[name].nbytes > flat.leaves[base].nbytes):
                 stored = base
             if stored not in self._memory:
                 kind, entry = self._reader.leaf_specs[name].kind, entries[stored]
                 where = device if kind in ("tensor", "parameter") else None
                 dtype = self._dtype_of(stored)
-                if self._mmap and entry.nbytes:
-                    array = _mapped(self._reader, kind, entry)
-                else:
-                    array = allocate(kind, dtype, entry.shape, device=where)
+                array = allocate(kind, dtype, entry.shape, device=where)
                 self._memory[stored] = (Leaf if dtype is entry.dtype else CastLeaf)(stored, kind, entry.dtype, array)
 
     def _dtype_of(self, name: str) -> DType:
@@ -260,10 +252,7 @@ class LoadPlan:
         return sum(leaf.nbytes for leaf in self._stored.values())
 
     def read(self, threads: int, pool: BufferPool, progress: Progress | None) -> None:
-        """Read everything into its memory; what is mapped is only checked."""
-        if self._mmap:
-            read_all(self._reader, dict.fromkeys(self._stored), threads=threads, pool=pool, progress=progress)
-            return
+        """Read everything into its memory."""
         cuda.wait_for_caller(self._memory.values())
         untouched = self._memory.keys() - self._given.keys()
         read_all(self._reader, self._stored, threads=threads, pool=pool, untouched=untouched, progress=progress)
@@ -288,24 +277,3 @@ class LoadPlan:
                 base = self._given[alias.of].leaf if alias.of in self._given else self._memory[alias.of]
                 values[name] = make_view(base.array, alias)
         return values
-
-
-def _mapped(reader: Reader, kind: LeafKind, entry: Entry) -> Array:
-    """Return a stored tensor over the mapped file.
-
-    Raises UnsupportedError if its bytes are not stored as they are in memory: coded, in pieces, or not aligned.
-    """
-    content = reader.mapped(entry.name)
-    if content is None or content.ctypes.data % entry.dtype.itemsize:
-        how = f"is stored as {entry.codec}" if entry.codec != "raw" else "is not stored in one aligned piece"
-        raise UnsupportedError(
-            f"{how}, so that it cannot be mapped",
-            path=reader.path,
-            name=entry.name,
-            remedy="load without mmap, or `tensorkeep.convert` it with compression='none'",
-        )
-    if kind in ("ndarray", "npscalar"):
-        return content.view(entry.dtype.numpy).reshape(entry.shape)
-    import torch
-
-    return torch.from_numpy(content).view(entry.dtype.torch).view(entry.shape)

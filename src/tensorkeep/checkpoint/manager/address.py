@@ -24,6 +24,7 @@ from tensorkeep.errors import (
     UsageError,
     stack_level_of_caller,
 )
+from tensorkeep.formats.native import FORMAT as NATIVE
 from tensorkeep.paths import checked_path
 
 CHECKPOINTS = "checkpoints"
@@ -105,8 +106,10 @@ def steps_of_run(path: PathLike) -> list[Path]:
 
 def find_run(path: PathLike) -> Path | None:
     """Return the folder that contains the steps of a run; None if the path is a checkpoint, or not a run."""
-    root = _root_of(Path(path))
-    return None if root is not None and is_checkpoint(Path(path)) else root
+    folder = Path(path)
+    # Most paths are native checkpoints, which are recognised faster than their names are listed.
+    root = None if NATIVE.recognises(folder) else _root_of(folder)
+    return None if root is not None and is_checkpoint(folder) else root
 
 
 def run_root(path: PathLike) -> Path:

@@ -1,9 +1,9 @@
 """Reading tensors stored as blocks, raw or coded, with or without checksums."""
 
 from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import accumulate
 
+import msgspec
 import numpy as np
 
 from tensorkeep.codecs.base import CODECS, Codec, CodecError
@@ -24,8 +24,7 @@ _SMALL_BYTES = 1024**2
 _NO_BYTES = np.empty(0, np.uint8)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredBlock:
+class StoredBlock(msgspec.Struct, frozen=True):
     """One block: its stored bytes in a file, and the expected checksums of raw and stored bytes, empty if unknown.
 
     If ``bases`` is not empty, the block is a difference: its raw bytes are the XOR of what it and all of these decode
@@ -41,8 +40,7 @@ class StoredBlock:
     bases: "tuple[StoredBlock, ...]" = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(msgspec.Struct, frozen=True):
     """A tensor whose first block is in ``file``. Every block covers ``block_bytes`` raw bytes, except the last."""
 
     name: str
@@ -65,13 +63,13 @@ class StoredTensor:
     def leaf(self, reader: Reader) -> StoredLeaf:
         """Return the tensor as a leaf of a reader's state."""
         # Each codec once; ``delta`` if a block is a difference.
-        codecs = dict.fromkeys(name for b in self.blocks for name in (["delta"] if b.bases else []) + [b.codec])
+        codecs = dict.fromkeys([name for b in self.blocks for name in (("delta", b.codec) if b.bases else (b.codec,))])
         return StoredLeaf(
             reader,
             self.name,
             self.dtype,
             self.shape,
-            stored_bytes=sum(block.length for block in self.blocks),
+            stored_bytes=sum([block.length for block in self.blocks]),
             codec="+".join(codecs) or "raw",
             file=self.file.path.name,
         )

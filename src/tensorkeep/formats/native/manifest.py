@@ -66,6 +66,11 @@ class _Content(msgspec.Struct, Generic[Body]):
     body: Body
 
 
+# Made once: the first use of a type by msgspec costs as much as checking a small manifest.
+_MANIFEST_DECODER = msgspec.json.Decoder(_Content[Manifest])
+_OUTLINE_DECODER = msgspec.json.Decoder(_Content[Outline])
+
+
 def read(directory: Directory) -> Manifest:
     """Read the manifest of a checkpoint and check its rules.
 
@@ -80,13 +85,8 @@ def read_outline(directory: Directory) -> Outline:
 
     Raises the errors of `read`.
     """
-    content, path = _content(directory), directory.path / FILE_NAME
-    try:
-        outline = msgspec.json.decode(content, type=_Content[Outline]).body
-    except (msgspec.DecodeError, RecursionError) as error:
-        _check_version(sealed.body_of(content, path), path)
-        raise CorruptCheckpointError(f"is not a manifest ({error})", path=path) from error
-    _check_version({name: getattr(outline, name) for name in ("format", "version", "features")}, path)
+    path = directory.path / FILE_NAME
+    outline = _decoded(_OUTLINE_DECODER, _content(directory), path)
     for leaf in outline.leaves:
         _check_dtype(leaf.dtype, path)
     return outline
@@ -97,14 +97,21 @@ def parse(content: bytes, path: Path) -> Manifest:
 
     Raises CorruptCheckpointError if it breaks a rule; UnsupportedError if a later version wrote it.
     """
-    body = sealed.body_of(content, path)
-    _check_version(body, path)
-    try:
-        manifest = msgspec.convert(body, Manifest)
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise CorruptCheckpointError(f"is not a manifest ({error})", path=path) from error
+    manifest = _decoded(_MANIFEST_DECODER, content, path)
     _Rules(manifest, path).check()
     return manifest
+
+
+def _decoded(decoder: msgspec.json.Decoder[_Content[Body]], content: bytes, path: Path) -> Body:
+    """Return the records of a manifest, whose types and ranges are checked, and whose version this release reads."""
+    try:
+        body = decoder.decode(content).body
+    except (msgspec.DecodeError, RecursionError) as error:
+        # A later version may have changed any field.
+        _check_version(sealed.body_of(content, path), path)
+        raise CorruptCheckpointError(f"is not a manifest ({error})", path=path) from error
+    _check_version({name: getattr(body, name) for name in ("format", "version", "features")}, path)
+    return body
 
 
 def _content(directory: Directory) -> bytes:
@@ -143,7 +150,7 @@ class _Rules:
 
     def check(self) -> None:
         self._check_files()
-        self._check_unique("leaf", [leaf.name for leaf in self.manifest.leaves] + list(self.manifest.aliases))
+        self._check_unique("leaf", [*(leaf.name for leaf in self.manifest.leaves), *self.manifest.aliases])
         for leaf in self.manifest.leaves:
             self._check_leaf(leaf)
         self._check_coverage()
@@ -152,9 +159,8 @@ class _Rules:
         return CorruptCheckpointError(message, path=self.path, name=name, block=block)
 
     def _check_unique(self, what: str, names: Sequence[str]) -> None:
-        for name, count in Counter(names).items():
-            if count > 1:
-                raise self._corrupt(f"the {what} {name!r} occurs twice")
+        if len(set(names)) < len(names):
+            raise self._corrupt(f"the {what} {Counter(names).most_common(1)[0][0]!r} occurs twice")
 
     def _check_files(self) -> None:
         self._check_unique("file", [file.name.casefold() for file in self.manifest.files])
@@ -169,18 +175,19 @@ class _Rules:
     def _check_leaf(self, leaf: LeafRecord) -> None:
         _check_dtype(leaf.dtype, self.path, leaf.name)
         self._check_file_numbers([leaf.file], leaf.name)
-        count = -(-leaf.nbytes // self.manifest.block_bytes)
+        nbytes, block_bytes = leaf.nbytes, self.manifest.block_bytes
+        count = -(-nbytes // block_bytes)
         if len(leaf.blocks) != count:
-            raise self._corrupt(f"{leaf.nbytes:,} bytes are not {len(leaf.blocks)} blocks", leaf.name)
+            raise self._corrupt(f"{nbytes:,} bytes are not {len(leaf.blocks)} blocks", leaf.name)
         if leaf.places and PLACES not in self.manifest.features:
             raise self._corrupt(f"has blocks with places, which need the feature {PLACES!r}", leaf.name)
         if leaf.places and len(leaf.places) != count:
             raise self._corrupt(f"has {len(leaf.places)} places for {count} blocks", leaf.name)
-        for index, (block, place) in enumerate(leaf.located()):
-            raw_bytes = min(self.manifest.block_bytes, leaf.nbytes - index * self.manifest.block_bytes)
-            self._check_block(block, raw_bytes, leaf.name, index)
+        for index, block in enumerate(leaf.blocks):
+            self._check_block(block, min(block_bytes, nbytes - index * block_bytes), leaf.name, index)
+        for index, place in enumerate(leaf.places):
             for base in place.bases:
-                self._check_block(base, raw_bytes, leaf.name, index)
+                self._check_block(base, min(block_bytes, nbytes - index * block_bytes), leaf.name, index)
             self._check_file_numbers(place.files, leaf.name, index)
 
     def _check_file_numbers(self, numbers: list[int], name: str, block: int | None = None) -> None:
@@ -192,7 +199,7 @@ class _Rules:
         plain = block.codec == "raw" and not block.stored
         if not (block.length == raw_bytes if plain else 0 < block.length < raw_bytes + 2 * 4096):
             raise self._corrupt(f"{raw_bytes:,} bytes cannot be stored in {block.length:,}", name, index)
-        if not all(_DIGEST.fullmatch(digest) for digest in ((block.raw,) if plain else (block.raw, block.stored))):
+        if not (_DIGEST.fullmatch(block.raw) and (plain or _DIGEST.fullmatch(block.stored))):
             raise self._corrupt("has no checksum", name, index)
 
     def _check_coverage(self) -> None:

@@ -6,9 +6,11 @@ may be stored as the difference from the earlier one.
 """
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
+
+import msgspec
 
 from tensorkeep.codecs.base import CODECS
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, PathLike, StoreError, UnsupportedError
@@ -131,7 +133,7 @@ class PreviousCheckpoint:
         first = max(0, len(records) - MAX_CHAIN_LENGTH)
         top = chain[first]
         # Without the checksum of its raw bytes, which `read` compares.
-        undigested = replace(top, raw="", bases=tuple(chain[first + 1 :]))
+        undigested = msgspec.structs.replace(top, raw="", bases=tuple(chain[first + 1 :]))
         return DifferenceBase(records[first:], undigested, place.age + 1)
 
     def read(self, base: DifferenceBase, block: Block, out: Bytes, scratch: Bytes) -> bool:

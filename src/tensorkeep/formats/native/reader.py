@@ -36,8 +36,7 @@ class NativeReader(Reader):
             leaves = {name: tensor.leaf(self) for name, tensor in self.tensors.items()}
             structure = Structure(manifest.skeleton, manifest.aliases, manifest.parts())
             self._set_state(structure.flat(leaves), path / manifests.FILE_NAME)
-            # A copy: manifests are cached, and the caller may change its metadata.
-            self.metadata = msgspec.json.decode(msgspec.json.encode(manifest.metadata))
+            self.metadata = manifest.metadata
         except BaseException as error:
             self._opened.close()
             if isinstance(error, RecursionError):
@@ -45,7 +44,7 @@ class NativeReader(Reader):
             raise
         if WIDE_DIGESTS in manifest.features:
             self.verifiable = "xxh3-128 of every block"
-        if any(block.bases for tensor in self.tensors.values() for block in tensor.blocks):
+        if any(place.bases for leaf in manifest.leaves for place in leaf.places):
             self.buffers = 3
         self.step = manifest.step
         self.details = _details(manifest, [*self._opened.statuses, self._opened.manifest_status])
@@ -129,8 +128,9 @@ class OpenFiles:
             self.manifest = manifests.read(directory)
             for record in self.manifest.files:
                 self.files.append(self._open_file(record, page_cache=settings.page_cache))
-                self.statuses.append(self._status(record.name, self.files[-1]))
-            self.manifest_status = self._status(manifests.FILE_NAME)
+                self.statuses.append(self.files[-1].status)
+            with store_errors(self.path / manifests.FILE_NAME, "look at the file"):
+                self.manifest_status = os.stat(f"{directory.fd_path}/{manifests.FILE_NAME}")
         except BaseException:
             self._close_files()
             raise
@@ -146,16 +146,19 @@ class OpenFiles:
             raise wrong_size(file.path, file.size, record.bytes)
         return file
 
-    def _status(self, name: str, file: SourceFile | None = None) -> os.stat_result:
-        """Return the status of a file: of the open one if possible, because its name may stand for another by now."""
-        with store_errors(self.path / name, "look at the file"):
-            return os.stat(file.fd_path if file is not None else f"{self.directory.fd_path}/{name}")
-
     def tensor(self, leaf: LeafRecord) -> StoredTensor:
         """Return where a tensor is stored."""
-        blocks = tuple(self.block(block, place) for block, place in leaf.located())
-        file = blocks[0].file if blocks else self.files[leaf.file]
-        dtype = BY_NAME[leaf.dtype]
+        file, dtype = self.files[leaf.file], BY_NAME[leaf.dtype]
+        if leaf.places:
+            blocks = tuple(map(self.block, leaf.blocks, leaf.places))
+            file = blocks[0].file
+        else:
+            blocks = tuple(
+                [
+                    StoredBlock(file, block.codec, offset, block.length, block.raw, block.stored)
+                    for offset, block in zip(leaf.offsets(), leaf.blocks, strict=False)
+                ]
+            )
         return StoredTensor(leaf.name, dtype, leaf.shape, leaf.nbytes, file, self.manifest.block_bytes, blocks)
 
     def block(self, block: BlockRecord, place: PlaceRecord) -> StoredBlock:

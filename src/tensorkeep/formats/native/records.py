@@ -89,12 +89,12 @@ class LeafRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def nbytes(self) -> int:
         """Raw bytes."""
-        return int(prod(self.shape)) * BY_NAME[self.dtype].itemsize
+        return prod(self.shape) * BY_NAME[self.dtype].itemsize
 
     def ranges(self) -> Iterator[tuple[int, int, int]]:
         """Yield file, offset and length of everything that is stored."""
         if not self.places:
-            yield self.file, self.offset, sum(block.length for block in self.blocks)
+            yield self.file, self.offset, sum([block.length for block in self.blocks])
         for block, place in zip(self.blocks, self.places, strict=False):
             yield place.file, place.offset, block.length
             yield from ((base.file, base.offset, base.length) for base in place.bases)
@@ -103,8 +103,11 @@ class LeafRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         """Return each block with its place."""
         if self.places:
             return list(zip(self.blocks, self.places, strict=True))
-        starts = accumulate((block.length for block in self.blocks), initial=self.offset)
-        return [(block, PlaceRecord(self.file, start)) for block, start in zip(self.blocks, starts, strict=False)]
+        return [(block, PlaceRecord(self.file, at)) for block, at in zip(self.blocks, self.offsets(), strict=False)]
+
+    def offsets(self) -> Iterator[int]:
+        """Yield the offset of each block, and that of the end, of a tensor without places."""
+        return accumulate([block.length for block in self.blocks], initial=self.offset)
 
 
 class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
