@@ -1,4 +1,4 @@
-"""The profile of property tests, the order of tests, and the number of fault cases of each file at the end of a run."""
+"""The coder that is tested, the profile of property tests, the order of tests, and the number of fault cases of each file at the end of a run."""
 
 import gc
 from collections import Counter
@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tensorkeep.codecs import coder
 
 # A shared machine is sometimes slow; tests assert nothing about time.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -27,6 +29,10 @@ LONGEST = (
 
 # Importing and collecting make millions of objects and no garbage, and a full collection later would visit them all.
 gc.disable()
+
+
+def pytest_report_header() -> str:
+    return f"coder: {coder.describe()}"
 
 
 def pytest_collection_finish() -> None:
