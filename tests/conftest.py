@@ -1,4 +1,4 @@
-"""The coder that is tested, the profile of property tests, the order of tests, and the number of fault cases of each file at the end of a run."""
+"""The profile of property tests, the order of tests; a report with the coder, and the fault cases of each file."""
 
 import gc
 from collections import Counter
