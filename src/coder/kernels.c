@@ -1,0 +1,36 @@
+/* The inner loops, compiled for every processor of the platform, and for those with AVX2 and BMI2. */
+#include "coder.h"
+
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
+static ALWAYS_INLINE uint64_t load64(const uint8_t *at) {
+    uint64_t value;
+    memcpy(&value, at, sizeof value);
+    return value;
+}
+
+static ALWAYS_INLINE uint32_t load32(const uint8_t *at) {
+    uint32_t value;
+    memcpy(&value, at, sizeof value);
+    return value;
+}
+
+#define FUNCTION(name) plain_##name
+#include "kernels.inc"
+
+#if defined(__x86_64__)
+#undef FUNCTION
+#define FUNCTION(name) avx2_##name
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,bmi,bmi2,lzcnt"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,bmi,bmi2,lzcnt")
+#endif
+#include "kernels.inc"
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif
