@@ -38,16 +38,29 @@ typedef uint64_t multi_entry;
 /* The first symbol in the lower byte, its bits in the upper. */
 typedef uint16_t single_entry;
 
-struct decoding_tables {
+/* RFC 8878, 4.2.1: the first byte of a description states at most 127 more. */
+#define MAX_TREE 128
+
+/* The tables of the description that was read last: the frames of a plane often have the same. Zeros are valid. */
+struct decoder {
     multi_entry multi[TABLE_SIZE];
     single_entry single[TABLE_SIZE];
+    uint8_t description[MAX_TREE];
+    size_t description_size;
 };
 
-/* Memory of one call that codes. */
-struct workspace {
-    /* The codes of two symbols, the later one in the lower bits, by the 16 bits in which both lie; their length from bit
-       24 on. */
-    uint32_t pairs[1 << 16];
+/* The codes of two symbols, the later one in the lower bits; their length from bit 32 on; KNOWN if both have one. */
+typedef uint64_t pair_entry;
+#define KNOWN ((pair_entry)1 << 63)
+
+/* What is kept from one frame to the next, which hold the same plane of consecutive runs. Zeros are valid. */
+struct encoder {
+    struct code code;
+    uint8_t description[MAX_TREE];
+    size_t description_size; /* 0 if there is no code yet */
+    uint8_t seen[SYMBOLS];   /* which symbols have occurred, as far as is known */
+    uint8_t rows[SYMBOLS];   /* which rows of `pairs` hold entries */
+    pair_entry pairs[SYMBOLS][SYMBOLS]; /* by the two symbols, the later one first */
     uint8_t streams[4][STREAM_CAPACITY];
 };
 
@@ -58,14 +71,11 @@ struct kernels {
     /* The inverse of split. */
     void (*merge)(const uint8_t *const *planes, size_t count, int width, enum layout layout, uint8_t *raw);
     void (*histogram)(const uint8_t *data, size_t count, uint32_t *counts);
-    /* Fill `workspace->pairs` from a code. */
-    void (*make_pairs)(const struct code *code, uint32_t *pairs);
-    /* Write the streams of a block; `sizes` are their bytes. */
-    void (*encode_streams)(const uint8_t *data, size_t count, int streams, const struct code *code,
-                           struct workspace *workspace, size_t *sizes);
+    size_t (*encode_stream)(const uint8_t *data, size_t count, const struct code *code, const pair_entry *pairs,
+                            uint8_t *out);
     /* Return whether the streams decode to exactly `count` bytes. */
     int (*decode_streams)(const uint8_t *const *starts, const size_t *sizes, int streams,
-                          const struct decoding_tables *tables, uint8_t *out, size_t count);
+                          const struct decoder *decoder, uint8_t *out, size_t count);
 };
 
 extern const struct kernels plain_kernels;
@@ -76,13 +86,13 @@ extern const struct kernels avx2_kernels;
 /* huffman.c */
 void make_code(const uint32_t *counts, struct code *code);
 size_t write_tree(const struct code *code, uint8_t *out);
-size_t read_tree(const uint8_t *data, size_t size, struct decoding_tables *tables);
+size_t read_tree(const uint8_t *data, size_t size, struct decoder *decoder);
 
 /* frame.c */
 size_t frame_bound(size_t count);
-size_t encode_frame(const struct kernels *kernels, const uint8_t *data, size_t count, uint8_t *out,
-                    struct workspace *workspace);
-int decode_frame(const struct kernels *kernels, const uint8_t *frame, size_t size, uint8_t *out, size_t count,
-                 struct decoding_tables *tables);
+size_t encode_frame(const struct kernels *kernels, struct encoder *encoder, const uint8_t *data, size_t count,
+                    uint8_t *out);
+int decode_frame(const struct kernels *kernels, struct decoder *decoder, const uint8_t *frame, size_t size,
+                 uint8_t *out, size_t count);
 
 #endif

@@ -6,10 +6,15 @@
 #define BLOCK_HEADER 3
 #define JUMP_TABLE 6
 #define NO_SEQUENCES 1 /* bytes of a sequences section without any */
-#define MAX_TREE 129
 #define BLOCKS_PER_TREE 2
 /* A block is stored if coding it saves less than one byte in this many, as decoding it takes time. */
 #define LEAST_GAIN 64
+/* Up to 8 KiB of every 64 KiB are counted. */
+#define SAMPLE_PIECE 1024
+#define SAMPLE_EVERY 8192
+#define SAMPLED_FROM 65536
+/* The code of the frame before is taken again if it takes at most 1/512 more bits. */
+#define SIMILAR 512
 
 enum block_type { BLOCK_RAW = 0, BLOCK_RLE = 1, BLOCK_COMPRESSED = 2 };
 enum literals_type { LITERALS_COMPRESSED = 2, LITERALS_TREELESS = 3 };
@@ -45,77 +50,126 @@ static int size_bits(size_t count, int streams) {
     return streams == 1 || count < 1024 ? 10 : count < 16384 ? 14 : 18;
 }
 
-/* A code, and its description until a block has it. */
-struct coded_tree {
-    struct code code;
-    uint8_t description[MAX_TREE];
-    size_t size;
-    int written;
-};
-
-/* Write a block with a code; return its bytes, 0 if it does not shrink. */
-static size_t encode_block(const struct kernels *kernels, const uint8_t *data, size_t count, const uint32_t *counts,
-                           struct coded_tree *tree, uint8_t *out, struct workspace *workspace) {
+/* Write a block with the encoder's code; return its bytes, 0 if it does not shrink, and set `unknown` if a symbol has
+   no code. */
+static size_t encode_block(const struct kernels *kernels, struct encoder *encoder, const uint8_t *data, size_t count,
+                           int described, uint8_t *out, int *unknown) {
     int streams = count < FOUR_STREAMS_FROM ? 1 : 4, bits = size_bits(count, streams);
-    size_t header = (size_t)(4 + 2 * bits) / 8, jump = streams == 4 ? JUMP_TABLE : 0, sizes[4], content_bits = 0;
-    size_t tree_size = tree->written ? 0 : tree->size;
-    for (int symbol = 0; symbol < SYMBOLS; symbol++)
-        content_bits += (size_t)counts[symbol] * tree->code.bits[symbol];
-    size_t most = header + tree_size + jump + content_bits / 8 + (size_t)streams + NO_SEQUENCES;
-    if (!tree->size || most + count / LEAST_GAIN + 2 >= count) return 0;
-    kernels->encode_streams(data, count, streams, &tree->code, workspace, sizes);
+    size_t header = (size_t)(4 + 2 * bits) / 8, jump = streams == 4 ? JUMP_TABLE : 0, sizes[4];
+    size_t tree = described ? 0 : encoder->description_size, size = tree + jump;
+    size_t each = (count + (size_t)streams - 1) / (size_t)streams;
+    for (int i = 0; i < streams; i++) {
+        size_t start = (size_t)i * each;
+        sizes[i] = kernels->encode_stream(data + start, least(each, count - start), &encoder->code, encoder->pairs[0],
+                                          encoder->streams[i]);
+        *unknown |= sizes[i] == 0;
+        size += sizes[i];
+    }
+    if (*unknown || header + size + NO_SEQUENCES + count / LEAST_GAIN >= count) return 0;
+    uint64_t type = described ? LITERALS_TREELESS : LITERALS_COMPRESSED;
+    uint64_t format = streams == 1 ? 0 : (uint64_t)(bits - 6) / 4;
+    put_le(out, type | format << 2 | (uint64_t)count << 4 | (uint64_t)size << (4 + bits), header);
     uint8_t *at = out + header;
-    memcpy(at, tree->description, tree_size);
-    at += tree_size;
+    memcpy(at, encoder->description, tree);
+    at += tree;
     for (size_t i = 0; i < jump / 2; i++) put_le(at + 2 * i, sizes[i], 2);
     at += jump;
-    for (int i = 0; i < streams; at += sizes[i++]) memcpy(at, workspace->streams[i], sizes[i]);
-    uint64_t type = tree_size ? LITERALS_COMPRESSED : LITERALS_TREELESS;
-    uint64_t format = streams == 1 ? 0 : (uint64_t)(bits - 6) / 4, size = (uint64_t)(at - out) - header;
-    put_le(out, type | format << 2 | (uint64_t)count << 4 | size << (4 + bits), header);
+    for (int i = 0; i < streams; at += sizes[i++]) memcpy(at, encoder->streams[i], sizes[i]);
     *at++ = 0; /* no sequences */
-    tree->written = 1;
     return (size_t)(at - out);
 }
 
-/* Write the blocks of at most BLOCKS_PER_TREE * MAX_BLOCK bytes, with one code for all of them. */
-static size_t encode_blocks(const struct kernels *kernels, const uint8_t *data, size_t count, int last, uint8_t *out,
-                            struct workspace *workspace) {
-    uint32_t counts[BLOCKS_PER_TREE][SYMBOLS], total[SYMBOLS] = {0};
-    int blocks = (int)((count + MAX_BLOCK - 1) / MAX_BLOCK), symbols = 0;
-    for (int block = 0; block < blocks; block++) {
-        size_t start = (size_t)block * MAX_BLOCK;
-        kernels->histogram(data + start, least(MAX_BLOCK, count - start), counts[block]);
-        for (int symbol = 0; symbol < SYMBOLS; symbol++) total[symbol] += counts[block][symbol];
-    }
-    struct coded_tree tree = {.size = 0, .written = 0};
-    for (int symbol = 0; symbol < SYMBOLS; symbol++) symbols += total[symbol] > 0;
-    if (symbols > 1) {
-        make_code(total, &tree.code);
-        tree.size = write_tree(&tree.code, tree.description);
-    }
+/* Write blocks with the encoder's code; return their bytes, 0 if a symbol has no code. */
+static size_t encode_blocks(const struct kernels *kernels, struct encoder *encoder, const uint8_t *data, size_t count,
+                            int last, uint8_t *out) {
     uint8_t *at = out;
-    for (int block = 0; block < blocks; block++) {
-        const uint8_t *start = data + (size_t)block * MAX_BLOCK;
-        size_t length = least(MAX_BLOCK, count - (size_t)block * MAX_BLOCK), size = 1;
+    int described = 0;
+    for (size_t start = 0; start < count; start += MAX_BLOCK) {
+        const uint8_t *content = data + start;
+        size_t length = least(MAX_BLOCK, count - start), size = 0, field = length;
         enum block_type type = BLOCK_RLE;
-        if (counts[block][start[0]] == length) {
-            at[BLOCK_HEADER] = start[0];
+        int unknown = 0;
+        if (memcmp(content, content + 1, length - 1) == 0) {
+            at[BLOCK_HEADER] = content[0];
+            size = 1;
         } else {
-            size = encode_block(kernels, start, length, counts[block], &tree, at + BLOCK_HEADER, workspace);
+            if (encoder->description_size)
+                size = encode_block(kernels, encoder, content, length, described, at + BLOCK_HEADER, &unknown);
+            if (unknown) return 0;
             type = size ? BLOCK_COMPRESSED : BLOCK_RAW;
-            if (!size) memcpy(at + BLOCK_HEADER, start, size = length);
+            described |= size > 0;
+            field = size ? size : length;
+            if (!size) memcpy(at + BLOCK_HEADER, content, size = length);
         }
-        size_t field = type == BLOCK_COMPRESSED ? size : length;
-        put_le(at, field << 3 | (size_t)type << 1 | (size_t)(last && block == blocks - 1), BLOCK_HEADER);
+        put_le(at, field << 3 | (size_t)type << 1 | (size_t)(last && start + length == count), BLOCK_HEADER);
         at += BLOCK_HEADER + size;
     }
     return (size_t)(at - out);
 }
 
+static void make_pairs(struct encoder *encoder) {
+    const struct code *code = &encoder->code;
+    for (int later = 0; later < SYMBOLS; later++) {
+        pair_entry *row = encoder->pairs[later], bits = code->bits[later];
+        if (bits) {
+            pair_entry entry = KNOWN | bits << 32 | code->value[later];
+            for (int s = 0; s < SYMBOLS; s++)
+                row[s] = code->bits[s] ? entry + ((pair_entry)code->bits[s] << 32 | (pair_entry)code->value[s] << bits) : 0;
+        } else if (encoder->rows[later]) {
+            memset(row, 0, sizeof encoder->pairs[later]);
+        }
+        encoder->rows[later] = bits > 0;
+    }
+}
+
+/* Return the bits that symbols with these counts take, or a number that is never worth it if one has no code. */
+static uint64_t coded_bits(const struct code *code, const uint32_t *counts) {
+    uint64_t bits = 0;
+    for (int symbol = 0; symbol < SYMBOLS; symbol++) {
+        if (counts[symbol] && !code->bits[symbol]) return UINT64_MAX;
+        bits += (uint64_t)counts[symbol] * code->bits[symbol];
+    }
+    return bits;
+}
+
+/* Choose the code of symbols with these counts: that of the frame before if it is about as short. */
+static void choose_code(struct encoder *encoder, const uint32_t *counts) {
+    struct code code;
+    int symbols = 0;
+    for (int symbol = 0; symbol < SYMBOLS; symbol++) symbols += counts[symbol] > 0;
+    if (symbols > 1) {
+        make_code(counts, &code);
+        uint64_t bits = coded_bits(&code, counts);
+        if (encoder->description_size && coded_bits(&encoder->code, counts) <= bits + bits / SIMILAR) return;
+        encoder->code = code;
+    }
+    encoder->description_size = symbols > 1 ? write_tree(&code, encoder->description) : 0;
+    if (encoder->description_size) make_pairs(encoder);
+}
+
+/* Write the blocks that share a code. It is chosen by a sample and the symbols that have been seen before; where that
+   misses a symbol, by all bytes. */
+static size_t encode_group(const struct kernels *kernels, struct encoder *encoder, const uint8_t *data, size_t count,
+                           int last, uint8_t *out) {
+    uint32_t counts[SYMBOLS] = {0};
+    if (count >= SAMPLED_FROM) {
+        for (size_t start = 0; start + SAMPLE_PIECE <= count; start += SAMPLE_EVERY)
+            kernels->histogram(data + start, SAMPLE_PIECE, counts);
+        for (int symbol = 0; symbol < SYMBOLS; symbol++) counts[symbol] += encoder->seen[symbol];
+        choose_code(encoder, counts);
+        size_t size = encoder->description_size ? encode_blocks(kernels, encoder, data, count, last, out) : 0;
+        if (size) return size;
+        memset(counts, 0, sizeof counts);
+    }
+    kernels->histogram(data, count, counts);
+    for (int symbol = 0; symbol < SYMBOLS; symbol++) encoder->seen[symbol] |= counts[symbol] > 0;
+    choose_code(encoder, counts);
+    return encode_blocks(kernels, encoder, data, count, last, out);
+}
+
 /* Write a frame of at most frame_bound(count) bytes; return its length. */
-size_t encode_frame(const struct kernels *kernels, const uint8_t *data, size_t count, uint8_t *out,
-                    struct workspace *workspace) {
+size_t encode_frame(const struct kernels *kernels, struct encoder *encoder, const uint8_t *data, size_t count,
+                    uint8_t *out) {
     uint8_t *at = out + put_frame_header(out, count);
     if (!count) {
         put_le(at, 1, BLOCK_HEADER); /* the last block, of no bytes */
@@ -123,7 +177,7 @@ size_t encode_frame(const struct kernels *kernels, const uint8_t *data, size_t c
     }
     for (size_t start = 0; start < count; start += BLOCKS_PER_TREE * MAX_BLOCK) {
         size_t length = least(BLOCKS_PER_TREE * MAX_BLOCK, count - start);
-        at += encode_blocks(kernels, data + start, length, start + length == count, at, workspace);
+        at += encode_group(kernels, encoder, data + start, length, start + length == count, at);
     }
     return (size_t)(at - out);
 }
@@ -141,9 +195,9 @@ static size_t read_frame_header(const uint8_t *frame, size_t size, size_t count)
 }
 
 /* Decode a block of literals without sequences to `room` bytes or less; return how many, 0 if it is something else.
-   `has_tree` is whether the tables hold the code of a block before. */
-static size_t decode_block(const struct kernels *kernels, const uint8_t *block, size_t size, uint8_t *out, size_t room,
-                           struct decoding_tables *tables, int *has_tree) {
+   `has_tree` is whether the decoder holds the code of a block before. */
+static size_t decode_block(const struct kernels *kernels, struct decoder *decoder, const uint8_t *block, size_t size,
+                           uint8_t *out, size_t room, int *has_tree) {
     if (size < 3) return 0;
     int type = block[0] & 3, format = block[0] >> 2 & 3, streams = format == 0 ? 1 : 4;
     int bits = format == 0 ? 10 : 6 + 4 * format;
@@ -154,7 +208,7 @@ static size_t decode_block(const struct kernels *kernels, const uint8_t *block, 
     if (count == 0 || count > room || header + length + NO_SEQUENCES != size) return 0;
     const uint8_t *at = block + header;
     if (type == LITERALS_COMPRESSED) {
-        size_t used = read_tree(at, length, tables);
+        size_t used = read_tree(at, length, decoder);
         if (!used) return 0;
         at += used;
         length -= used;
@@ -176,13 +230,13 @@ static size_t decode_block(const struct kernels *kernels, const uint8_t *block, 
         }
         sizes[3] = rest;
     }
-    return kernels->decode_streams(starts, sizes, streams, tables, out, count) ? count : 0;
+    return kernels->decode_streams(starts, sizes, streams, decoder, out, count) ? count : 0;
 }
 
 /* Fill `out` with the content of a frame; return 0, with any bytes in `out`, if it is damaged or holds anything else
    than literals. */
-int decode_frame(const struct kernels *kernels, const uint8_t *frame, size_t size, uint8_t *out, size_t count,
-                 struct decoding_tables *tables) {
+int decode_frame(const struct kernels *kernels, struct decoder *decoder, const uint8_t *frame, size_t size,
+                 uint8_t *out, size_t count) {
     size_t at = read_frame_header(frame, size, count), done = 0;
     int last = 0, has_tree = 0;
     if (!at) return 0;
@@ -205,7 +259,7 @@ int decode_frame(const struct kernels *kernels, const uint8_t *frame, size_t siz
             break;
         case BLOCK_COMPRESSED:
             if (field > size - at) return 0;
-            length = decode_block(kernels, content, field, out + done, room, tables, &has_tree);
+            length = decode_block(kernels, decoder, content, field, out + done, room, &has_tree);
             if (!length) return 0;
             at += field;
             break;

@@ -74,7 +74,7 @@ static int weight_of(const struct code *code, int symbol) {
 
 /* Make the code of symbols with these counts, of which two or more are not zero, and at most 2**24 in all. */
 void make_code(const uint32_t *counts, struct code *code) {
-    uint32_t keys[SYMBOLS], lengths[SYMBOLS];
+    uint32_t keys[SYMBOLS], lengths[SYMBOLS] = {0};
     int n = 0;
     for (uint32_t symbol = 0; symbol < SYMBOLS; symbol++)
         if (counts[symbol]) keys[n++] = counts[symbol] << 8 | symbol;
@@ -239,12 +239,11 @@ size_t write_tree(const struct code *code, uint8_t *out) {
 
 /* Return `count` bits of a stream, at most 24, from a bit on; those outside the stream are zeros. */
 static uint32_t bits_at(const uint8_t *data, size_t size, ptrdiff_t bit, int count) {
+    ptrdiff_t byte = (bit - (bit & 7)) / 8;
     uint32_t value = 0;
-    for (int i = 0; i < count; i++) {
-        ptrdiff_t at = bit + i;
-        if (at >= 0 && (size_t)at / 8 < size) value |= (uint32_t)(data[at / 8] >> (at % 8) & 1) << i;
-    }
-    return value;
+    for (ptrdiff_t i = 0; i < 4; i++)
+        if (byte + i >= 0 && byte + i < (ptrdiff_t)size) value |= (uint32_t)data[byte + i] << (8 * i);
+    return value >> (bit & 7) & ((1u << count) - 1);
 }
 
 /* Read normalised counts; return the bytes that they take, 0 if they are damaged. */
@@ -317,41 +316,48 @@ static int complete_weights(uint8_t *weights, int n) {
     return longest + (rest == 1) >= 2 ? max_bits : 0;
 }
 
-static void make_tables(const uint8_t *weights, int n, int max_bits, struct decoding_tables *tables) {
-    uint32_t at = 0;
-    for (int weight = 1; weight <= max_bits; weight++) {
-        uint32_t span = 1u << (weight - 1 + MAX_BITS - max_bits);
-        for (int symbol = 0; symbol < n; symbol++) {
-            if (weights[symbol] != weight) continue;
-            single_entry entry = (single_entry)((max_bits + 1 - weight) << 8 | symbol);
-            for (uint32_t i = 0; i < span; i++) tables->single[at + i] = entry;
-            at += span;
-        }
-    }
-    for (uint32_t index = 0; index < TABLE_SIZE; index++) {
-        multi_entry symbols = 0;
-        uint32_t bits = 0, count = 0;
-        do {
-            single_entry entry = tables->single[(index << bits) & (TABLE_SIZE - 1)];
-            if (bits + (entry >> 8) > MAX_BITS) break;
-            symbols |= (multi_entry)(entry & 0xFF) << (8 * count++);
-            bits += entry >> 8;
-        } while (count < 4);
-        tables->multi[index] = symbols | (multi_entry)bits << 32 | (multi_entry)count << 40;
-    }
+/* Return an entry followed by that of the bits after it, or `otherwise` if these take more than MAX_BITS together. */
+static multi_entry joined(multi_entry entry, const multi_entry *table, uint32_t index, multi_entry otherwise) {
+    uint32_t bits = entry >> 32 & 0xFF, shift = 8 * (uint32_t)(entry >> 40);
+    multi_entry next = table[(index << bits) & (TABLE_SIZE - 1)];
+    multi_entry both = entry + ((next & 0xFFFFFFFF) << shift) + (next >> 32 << 32);
+    return bits + (next >> 32 & 0xFF) <= MAX_BITS ? both : otherwise;
 }
 
-/* Read the description of a code into tables; return the bytes that it takes, 0 if it is damaged. */
-size_t read_tree(const uint8_t *data, size_t size, struct decoding_tables *tables) {
+static void make_tables(const uint8_t *weights, int n, int max_bits, struct decoder *decoder) {
+    uint32_t span[WEIGHTS + 1] = {0}, start[WEIGHTS + 1] = {0};
+    for (int weight = 1; weight <= max_bits; weight++) span[weight] = 1u << (weight - 1 + MAX_BITS - max_bits);
+    for (int symbol = 0; symbol < n; symbol++)
+        for (int above = weights[symbol] + 1; weights[symbol] && above <= max_bits; above++)
+            start[above] += span[weights[symbol]];
+    for (int symbol = 0; symbol < n; symbol++) {
+        int weight = weights[symbol];
+        single_entry entry = (single_entry)((max_bits + 1 - weight) << 8 | symbol);
+        for (uint32_t i = 0; i < span[weight]; i++) decoder->single[start[weight]++] = entry;
+    }
+    /* First up to two symbols a look-up, then up to four, without branches. */
+    multi_entry two[TABLE_SIZE], one[TABLE_SIZE];
+    for (uint32_t i = 0; i < TABLE_SIZE; i++)
+        one[i] = (decoder->single[i] & 0xFF) | (multi_entry)(decoder->single[i] >> 8) << 32 | (multi_entry)1 << 40;
+    for (uint32_t i = 0; i < TABLE_SIZE; i++) two[i] = joined(one[i], one, i, one[i]);
+    for (uint32_t i = 0; i < TABLE_SIZE; i++)
+        decoder->multi[i] = joined(two[i], two, i, joined(two[i], one, i, two[i]));
+}
+
+/* Read the description of a code; return the bytes that it takes, 0 if it is damaged. */
+size_t read_tree(const uint8_t *data, size_t size, struct decoder *decoder) {
     uint8_t weights[SYMBOLS] = {0};
     if (!size) return 0;
     int n = data[0] > DIRECT ? data[0] - DIRECT : 0;
     size_t used = 1 + (n ? (size_t)(n + 1) / 2 : data[0]);
     if (used > size) return 0;
+    if (used == decoder->description_size && memcmp(data, decoder->description, used) == 0) return used;
     for (int i = 0; i < n; i++) weights[i] = i % 2 ? data[1 + i / 2] & 0xF : data[1 + i / 2] >> 4;
     if (!n) n = read_weights(data + 1, used - 1, weights);
     int max_bits = n ? complete_weights(weights, n) : 0;
     if (!max_bits) return 0;
-    make_tables(weights, n + 1, max_bits, tables);
+    make_tables(weights, n + 1, max_bits, decoder);
+    memcpy(decoder->description, data, used);
+    decoder->description_size = used;
     return used;
 }

@@ -9,14 +9,14 @@ static ALWAYS_INLINE uint64_t load64(const uint8_t *at) {
     return value;
 }
 
-static ALWAYS_INLINE uint32_t load32(const uint8_t *at) {
-    uint32_t value;
+static ALWAYS_INLINE uint16_t load16(const uint8_t *at) {
+    uint16_t value;
     memcpy(&value, at, sizeof value);
     return value;
 }
 
 #define FUNCTION(name) plain_##name
-#include "kernels.inc"
+#include "kernels.h"
 
 #if defined(__x86_64__)
 #undef FUNCTION
@@ -27,7 +27,7 @@ static ALWAYS_INLINE uint32_t load32(const uint8_t *at) {
 #pragma GCC push_options
 #pragma GCC target("avx2,bmi,bmi2,lzcnt")
 #endif
-#include "kernels.inc"
+#include "kernels.h"
 #if defined(__clang__)
 #pragma clang attribute pop
 #else

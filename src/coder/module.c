@@ -1,20 +1,171 @@
 /* The extension module tensorkeep.codecs._coder: what Python sees of the compiled coder. */
-
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "coder.h"
+
 /* One binary serves all processors of an architecture: the instructions are chosen when the module is imported. */
-static const char *instructions(void) {
+static const struct kernels *kernels = &plain_kernels;
+
+static int select_kernels(PyObject *module, int plain) {
+    const char *name = "plain";
+    kernels = &plain_kernels;
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2")) {
-        return "avx2";
+    if (!plain && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2")) {
+        kernels = &avx2_kernels;
+        name = "avx2";
     }
 #endif
-    return "plain";
+    return PyModule_AddStringConstant(module, "simd", name);
 }
 
+PyDoc_STRVAR(use_plain_doc, "use_plain($module, plain, /)\n--\n\n"
+                            "Use instructions that every processor of the architecture has, or the best of this one.");
+
+static PyObject *use_plain(PyObject *module, PyObject *argument) {
+    int plain = PyObject_IsTrue(argument);
+    if (plain < 0 || select_kernels(module, plain) < 0) return NULL;
+    Py_RETURN_NONE;
+}
+
+static void release(Py_buffer *buffers, int count) {
+    for (int i = 0; i < count; i++) PyBuffer_Release(&buffers[i]);
+}
+
+/* Get the buffers of all planes, a tuple; return their number, or -1 with an exception. */
+static int get_planes(PyObject *planes, Py_ssize_t count, int flags, Py_buffer *buffers, uint8_t **starts) {
+    Py_ssize_t width = PyTuple_Size(planes);
+    if (width < 0) return -1;
+    if (width != 1 && width != 2 && width != 4 && width != 8) {
+        PyErr_Format(PyExc_ValueError, "%zd planes", width);
+        return -1;
+    }
+    for (int i = 0; i < width; i++) {
+        PyObject *plane = PyTuple_GetItem(planes, i);
+        if (PyObject_GetBuffer(plane, &buffers[i], flags) < 0) {
+            release(buffers, i);
+            return -1;
+        }
+        starts[i] = buffers[i].buf;
+        if (buffers[i].len != count / width || count % width) {
+            PyErr_Format(PyExc_ValueError, "plane %d has %zd bytes of %zd", i, buffers[i].len, count / width);
+            release(buffers, i + 1);
+            return -1;
+        }
+    }
+    return (int)width;
+}
+
+static int check_layout(int layout, int width) {
+    if (layout == LAYOUT_BYTES || (layout == LAYOUT_EXPONENT && width > 1)) return 0;
+    PyErr_Format(PyExc_ValueError, "layout %d of %d planes", layout, width);
+    return -1;
+}
+
+PyDoc_STRVAR(split_doc, "split($module, raw, planes, layout, /)\n--\n\n"
+                        "Write byte k of every element to plane k; the number of planes is the elements' width.");
+
+static PyObject *split(PyObject *module, PyObject *arguments) {
+    Py_buffer raw, buffers[MAX_WIDTH];
+    PyObject *planes;
+    uint8_t *starts[MAX_WIDTH];
+    int layout;
+    (void)module;
+    if (!PyArg_ParseTuple(arguments, "y*O!i", &raw, &PyTuple_Type, &planes, &layout)) return NULL;
+    int width = get_planes(planes, raw.len, PyBUF_SIMPLE | PyBUF_WRITABLE, buffers, starts);
+    int failed = width < 0 || check_layout(layout, width) < 0;
+    if (!failed) {
+        Py_BEGIN_ALLOW_THREADS;
+        kernels->split(raw.buf, (size_t)(raw.len / width), width, (enum layout)layout, starts);
+        Py_END_ALLOW_THREADS;
+    }
+    release(buffers, width < 0 ? 0 : width);
+    PyBuffer_Release(&raw);
+    if (failed) return NULL;
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(merge_doc, "merge($module, planes, raw, layout, /)\n--\n\nFill elements from their planes.");
+
+static PyObject *merge(PyObject *module, PyObject *arguments) {
+    Py_buffer raw, buffers[MAX_WIDTH];
+    PyObject *planes;
+    uint8_t *starts[MAX_WIDTH];
+    int layout;
+    (void)module;
+    if (!PyArg_ParseTuple(arguments, "O!w*i", &PyTuple_Type, &planes, &raw, &layout)) return NULL;
+    int width = get_planes(planes, raw.len, PyBUF_SIMPLE, buffers, starts);
+    int failed = width < 0 || check_layout(layout, width) < 0;
+    if (!failed) {
+        Py_BEGIN_ALLOW_THREADS;
+        kernels->merge((const uint8_t *const *)starts, (size_t)(raw.len / width), width, (enum layout)layout, raw.buf);
+        Py_END_ALLOW_THREADS;
+    }
+    release(buffers, width < 0 ? 0 : width);
+    PyBuffer_Release(&raw);
+    if (failed) return NULL;
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(encode_frame_doc, "encode_frame($module, encoder, data, out, /)\n--\n\n"
+                               "Write a Zstandard frame to the front of `out`; return its length.");
+
+static PyObject *encode(PyObject *module, PyObject *arguments) {
+    Py_buffer encoder, data, out;
+    size_t length = 0;
+    (void)module;
+    if (!PyArg_ParseTuple(arguments, "w*y*w*", &encoder, &data, &out)) return NULL;
+    int failed = encoder.len != sizeof(struct encoder) || (size_t)out.len < frame_bound((size_t)data.len);
+    if (failed) {
+        PyErr_SetString(PyExc_ValueError, "`out` is too small, or the encoder has another size");
+    } else {
+        Py_BEGIN_ALLOW_THREADS;
+        length = encode_frame(kernels, encoder.buf, data.buf, (size_t)data.len, out.buf);
+        Py_END_ALLOW_THREADS;
+    }
+    PyBuffer_Release(&encoder);
+    PyBuffer_Release(&data);
+    PyBuffer_Release(&out);
+    return failed ? NULL : PyLong_FromSize_t(length);
+}
+
+PyDoc_STRVAR(decode_frame_doc, "decode_frame($module, decoder, frame, out, /)\n--\n\n"
+                               "Fill `out` with the content of a frame of literals; return False if it is anything else.");
+
+static PyObject *decode(PyObject *module, PyObject *arguments) {
+    Py_buffer decoder, frame, out;
+    int decoded = 0;
+    (void)module;
+    if (!PyArg_ParseTuple(arguments, "w*y*w*", &decoder, &frame, &out)) return NULL;
+    int failed = decoder.len != sizeof(struct decoder);
+    if (failed) {
+        PyErr_SetString(PyExc_ValueError, "the decoder has another size");
+    } else {
+        Py_BEGIN_ALLOW_THREADS;
+        decoded = decode_frame(kernels, decoder.buf, frame.buf, (size_t)frame.len, out.buf, (size_t)out.len);
+        Py_END_ALLOW_THREADS;
+    }
+    PyBuffer_Release(&decoder);
+    PyBuffer_Release(&frame);
+    PyBuffer_Release(&out);
+    return failed ? NULL : PyBool_FromLong(decoded);
+}
+
+static PyMethodDef methods[] = {
+    {"use_plain", use_plain, METH_O, use_plain_doc},
+    {"split", split, METH_VARARGS, split_doc},
+    {"merge", merge, METH_VARARGS, merge_doc},
+    {"encode_frame", encode, METH_VARARGS, encode_frame_doc},
+    {"decode_frame", decode, METH_VARARGS, decode_frame_doc},
+    {NULL, NULL, 0, NULL},
+};
+
 static int fill(PyObject *module) {
-    return PyModule_AddStringConstant(module, "simd", instructions());
+    return select_kernels(module, 0) < 0 ||
+                   PyModule_AddIntConstant(module, "ENCODER_BYTES", (long)sizeof(struct encoder)) < 0 ||
+                   PyModule_AddIntConstant(module, "DECODER_BYTES", (long)sizeof(struct decoder)) < 0
+               ? -1
+               : 0;
 }
 
 static PyModuleDef_Slot slots[] = {
@@ -26,6 +177,7 @@ static struct PyModuleDef definition = {
     .m_base = PyModuleDef_HEAD_INIT,
     .m_name = "tensorkeep.codecs._coder",
     .m_doc = "The compiled coder.",
+    .m_methods = methods,
     .m_slots = slots,
 };
 

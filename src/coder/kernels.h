@@ -71,7 +71,7 @@ static void FUNCTION(merge)(const uint8_t *const *planes, size_t count, int widt
 
 /* --- coding ------------------------------------------------------------------------------------------------------ */
 
-/* Four tables, as consecutive symbols are often the same, and a counter cannot be read right after it was written. */
+/* Add the counts of symbols. Four tables, as consecutive symbols are often the same, and a counter cannot be read right after it was written. */
 static void FUNCTION(histogram)(const uint8_t *data, size_t count, uint32_t *counts) {
     uint32_t table[4][SYMBOLS] = {{0}};
     size_t i = 0;
@@ -80,7 +80,7 @@ static void FUNCTION(histogram)(const uint8_t *data, size_t count, uint32_t *cou
         for (int k = 0; k < 8; k++) table[k % 4][word >> (8 * k) & 0xFF]++;
     }
     for (; i < count; i++) table[0][data[i]]++;
-    for (int s = 0; s < SYMBOLS; s++) counts[s] = table[0][s] + table[1][s] + table[2][s] + table[3][s];
+    for (int s = 0; s < SYMBOLS; s++) counts[s] += table[0][s] + table[1][s] + table[2][s] + table[3][s];
 }
 
 /* A stream that is being written, lowest bits first. */
@@ -101,58 +101,39 @@ static ALWAYS_INLINE void FUNCTION(put)(WRITER *writer, uint64_t value, uint64_t
     writer->count &= 7;
 }
 
-/* Put the codes of the four symbols that begin at `data`, the last first. */
-static ALWAYS_INLINE void FUNCTION(put_four)(WRITER *writer, const uint8_t *data, const uint32_t *pairs) {
-    uint32_t word = load32(data), high = pairs[word >> 16], low = pairs[word & 0xFFFF];
-    uint64_t bits = high >> 24;
-    FUNCTION(put)(writer, (high & 0xFFFFFF) | (uint64_t)(low & 0xFFFFFF) << bits, bits + (low >> 24));
+/* Return the code of the four symbols at `data`, the last in the lowest bits, and set `bits` to its length. */
+static ALWAYS_INLINE uint64_t FUNCTION(four)(const uint8_t *data, const pair_entry *pairs, uint64_t *bits,
+                                             pair_entry *known) {
+    pair_entry high = pairs[load16(data + 2)], low = pairs[load16(data)];
+    uint64_t shift = high >> 32 & 63;
+    *known &= high & low;
+    *bits = shift + (low >> 32 & 63);
+    return (uint32_t)high | (uint64_t)(uint32_t)low << shift;
 }
 
-static ALWAYS_INLINE void FUNCTION(put_one)(WRITER *writer, uint8_t symbol, const struct code *code) {
-    FUNCTION(put)(writer, code->value[symbol], code->bits[symbol]);
-}
-
-/* Fill the rows of symbols that occur. */
-static void FUNCTION(make_pairs)(const struct code *code, uint32_t *pairs) {
-    uint32_t value[SYMBOLS], bits[SYMBOLS];
-    for (int s = 0; s < SYMBOLS; s++) value[s] = code->value[s], bits[s] = code->bits[s];
-    for (int later = 0; later < SYMBOLS; later++) {
-        uint32_t shift = bits[later], entry = value[later] | shift << 24, *row = pairs + later * SYMBOLS;
-        if (!shift) continue;
-        for (int s = 0; s < SYMBOLS; s++) row[s] = entry + (value[s] << shift) + (bits[s] << 24);
+/* Write a stream of symbols, the last first; return its length, 0 if one has no code. */
+static size_t FUNCTION(encode_stream)(const uint8_t *data, size_t count, const struct code *code,
+                                      const pair_entry *pairs, uint8_t *out) {
+    WRITER writer = {0, 0, out};
+    pair_entry known = KNOWN;
+    for (; count % 8; count--) {
+        uint8_t symbol = data[count - 1];
+        if (!code->bits[symbol]) return 0;
+        FUNCTION(put)(&writer, code->value[symbol], code->bits[symbol]);
     }
-}
-
-static void FUNCTION(encode_streams)(const uint8_t *data, size_t count, int streams, const struct code *code,
-                                     struct workspace *workspace, size_t *sizes) {
-    const uint32_t *pairs = workspace->pairs;
-    size_t each = (count + (size_t)streams - 1) / (size_t)streams, left[4];
-    WRITER writers[4];
-    for (int s = 0; s < streams; s++) {
-        left[s] = s < streams - 1 ? each : count - (size_t)s * each;
-        writers[s] = (WRITER){0, 0, workspace->streams[s]};
-        for (; left[s] % 4; left[s]--) FUNCTION(put_one)(&writers[s], data[s * each + left[s] - 1], code);
-    }
-    if (streams == 4) {
-        /* Two at a time, so that the processor need not wait for one. */
-        for (int s = 0; s < 4; s += 2) {
-            WRITER a = writers[s], b = writers[s + 1];
-            const uint8_t *at_a = data + s * each + left[s], *at_b = data + (s + 1) * each + left[s + 1];
-            for (size_t n = left[s + 1]; n; n -= 4) {
-                FUNCTION(put_four)(&a, at_a -= 4, pairs);
-                FUNCTION(put_four)(&b, at_b -= 4, pairs);
-            }
-            left[s] -= left[s + 1];
-            left[s + 1] = 0;
-            writers[s] = a;
-            writers[s + 1] = b;
+    for (; count; count -= 8) {
+        uint64_t later_bits, bits, later = FUNCTION(four)(data + count - 4, pairs, &later_bits, &known),
+                                   value = FUNCTION(four)(data + count - 8, pairs, &bits, &known);
+        /* Eight codes take up to 88 bits, but most take far less than the 57 that are free. */
+        if (later_bits + bits <= 57) {
+            FUNCTION(put)(&writer, later | value << (later_bits & 63), later_bits + bits);
+        } else {
+            FUNCTION(put)(&writer, later, later_bits);
+            FUNCTION(put)(&writer, value, bits);
         }
     }
-    for (int s = 0; s < streams; s++) {
-        for (; left[s]; left[s] -= 4) FUNCTION(put_four)(&writers[s], data + s * each + left[s] - 4, pairs);
-        FUNCTION(put)(&writers[s], 1, 1);
-        sizes[s] = (size_t)(writers[s].out - workspace->streams[s]) + (writers[s].count > 0);
-    }
+    FUNCTION(put)(&writer, 1, 1);
+    return known ? (size_t)(writer.out - out) + (writer.count > 0) : 0;
 }
 
 /* --- decoding ---------------------------------------------------------------------------------------------------- */
@@ -209,8 +190,8 @@ static int FUNCTION(finish)(const uint8_t *start, size_t bit, uint8_t *out, cons
 }
 
 static int FUNCTION(decode_streams)(const uint8_t *const *starts, const size_t *sizes, int streams,
-                                    const struct decoding_tables *tables, uint8_t *out, size_t count) {
-    const multi_entry *multi = tables->multi;
+                                    const struct decoder *decoder, uint8_t *out, size_t count) {
+    const multi_entry *multi = decoder->multi;
     size_t each = (count + (size_t)streams - 1) / (size_t)streams, bit[4];
     READER readers[4];
     int fast = 1;
@@ -258,10 +239,10 @@ static int FUNCTION(decode_streams)(const uint8_t *const *starts, const size_t *
         }
     }
     for (int s = 0; s < streams; s++)
-        if (!FUNCTION(finish)(starts[s], bit[s], readers[s].out, readers[s].end, tables->single)) return 0;
+        if (!FUNCTION(finish)(starts[s], bit[s], readers[s].out, readers[s].end, decoder->single)) return 0;
     return 1;
 }
 
 const struct kernels FUNCTION(kernels) = {
-    FUNCTION(split), FUNCTION(merge), FUNCTION(histogram), FUNCTION(make_pairs), FUNCTION(encode_streams), FUNCTION(decode_streams),
+    FUNCTION(split), FUNCTION(merge), FUNCTION(histogram), FUNCTION(encode_stream), FUNCTION(decode_streams),
 };
