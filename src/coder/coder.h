@@ -90,6 +90,7 @@ size_t read_tree(const uint8_t *data, size_t size, struct decoder *decoder);
 
 /* frame.c */
 size_t frame_bound(size_t count);
+void reset_encoder(struct encoder *encoder);
 size_t encode_frame(const struct kernels *kernels, struct encoder *encoder, const uint8_t *data, size_t count,
                     uint8_t *out);
 int decode_frame(const struct kernels *kernels, struct decoder *decoder, const uint8_t *frame, size_t size,

@@ -167,6 +167,12 @@ static size_t encode_group(const struct kernels *kernels, struct encoder *encode
     return encode_blocks(kernels, encoder, data, count, last, out);
 }
 
+/* Forget the frames that were coded before. */
+void reset_encoder(struct encoder *encoder) {
+    encoder->description_size = 0;
+    memset(encoder->seen, 0, sizeof encoder->seen);
+}
+
 /* Write a frame of at most frame_bound(count) bytes; return its length. */
 size_t encode_frame(const struct kernels *kernels, struct encoder *encoder, const uint8_t *data, size_t count,
                     uint8_t *out) {

@@ -124,8 +124,8 @@ static size_t FUNCTION(encode_stream)(const uint8_t *data, size_t count, const s
     for (; count; count -= 8) {
         uint64_t later_bits, bits, later = FUNCTION(four)(data + count - 4, pairs, &later_bits, &known),
                                    value = FUNCTION(four)(data + count - 8, pairs, &bits, &known);
-        /* Eight codes take up to 88 bits, but most take far less than the 57 that are free. */
-        if (later_bits + bits <= 57) {
+        /* Eight codes take up to 88 bits, but most take less than the 56 that are free. */
+        if (later_bits + bits <= 56) {
             FUNCTION(put)(&writer, later | value << (later_bits & 63), later_bits + bits);
         } else {
             FUNCTION(put)(&writer, later, later_bits);

@@ -107,19 +107,22 @@ static PyObject *merge(PyObject *module, PyObject *arguments) {
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(encode_frame_doc, "encode_frame($module, encoder, data, out, /)\n--\n\n"
-                               "Write a Zstandard frame to the front of `out`; return its length.");
+PyDoc_STRVAR(encode_frame_doc, "encode_frame($module, encoder, data, out, first, /)\n--\n\n"
+                               "Write a Zstandard frame to the front of `out`; return its length. The code may be that "
+                               "of the frame before, unless this is the first of a block.");
 
 static PyObject *encode(PyObject *module, PyObject *arguments) {
     Py_buffer encoder, data, out;
     size_t length = 0;
+    int first;
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "w*y*w*", &encoder, &data, &out)) return NULL;
+    if (!PyArg_ParseTuple(arguments, "w*y*w*p", &encoder, &data, &out, &first)) return NULL;
     int failed = encoder.len != sizeof(struct encoder) || (size_t)out.len < frame_bound((size_t)data.len);
     if (failed) {
         PyErr_SetString(PyExc_ValueError, "`out` is too small, or the encoder has another size");
     } else {
         Py_BEGIN_ALLOW_THREADS;
+        if (first) reset_encoder(encoder.buf);
         length = encode_frame(kernels, encoder.buf, data.buf, (size_t)data.len, out.buf);
         Py_END_ALLOW_THREADS;
     }

@@ -1,11 +1,23 @@
-"""Which coder is in use: the compiled one, or the one in Python where there is no extension.
+"""The coder of byte planes: the compiled one, or the one in Python where there is no extension.
+
+Both split elements into planes (``bitplanes`` has the layouts), and code a plane as a Zstandard frame that, as a rule,
+is only Huffman-coded. The compiled one chooses the codes of a run of 256 KiB by a sample, and keeps the code of the
+frame before where it is about as good, so that a reader need not build its tables again.
 
 The environment variable ``TENSORKEEP_CODER``, read when this module is imported, requires one of them: ``compiled`` or
 ``python``. Both read what the other wrote.
 """
 
 import os
+from collections.abc import Sequence
+from typing import Protocol
 
+import numpy as np
+import zstandard
+
+from tensorkeep.codecs import bitplanes
+from tensorkeep.codecs.base import Bytes, CodecError, append
+from tensorkeep.codecs.zstd import check_frame
 from tensorkeep.errors import UnsupportedError, UsageError
 
 try:
@@ -24,6 +36,100 @@ if _required == "compiled" and compiled is None:
     )
 if _required == "python":
     compiled = None  # type: ignore[assignment]
+
+
+RUN = 262_144
+"""Elements of a run, and so bytes of a frame of one plane, at most."""
+
+
+class Coder(Protocol):
+    """Splits runs into planes and codes these, for one thread; planes are named by their number."""
+
+    def split(self, run: bitplanes.Words, planes: Sequence[Bytes], layout: int) -> None:
+        """Write byte k of each word to plane k; see ``bitplanes``."""
+
+    def merge(self, planes: Sequence[Bytes], run: bitplanes.Words, layout: int) -> None:
+        """Fill the words from their planes."""
+
+    def encode(self, number: int, plane: Bytes, out: Bytes, *, first: bool) -> int:
+        """Write a plane of a block's ``first`` or next run to the front of ``out`` as a frame; return its length.
+
+        ``out`` has the ``zstd_bound`` of the plane.
+        """
+
+    def decode(self, number: int, frame: Bytes, count: int) -> Bytes:
+        """Return the ``count`` bytes of a plane; the next call for the same plane may overwrite them.
+
+        Raises CodecError if the frame is damaged or has another length.
+        """
+
+
+class PythonCoder:
+    """A coder that consists of calls of numpy and Zstandard."""
+
+    def __init__(self) -> None:
+        # Matches of seven bytes and a table of 64: next to none are found, and next to no time is spent on them.
+        parameters = zstandard.ZstdCompressionParameters(
+            strategy=zstandard.STRATEGY_FAST,
+            target_length=0,  # with more, zstd does not code literals
+            min_match=7,
+            hash_log=6,
+            chain_log=6,
+            search_log=1,
+            window_log=18,
+        )
+        self._compressor = zstandard.ZstdCompressor(compression_params=parameters)
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=RUN)
+        self._scratch = bitplanes.Scratch(RUN)
+
+    def split(self, run: bitplanes.Words, planes: Sequence[Bytes], layout: int) -> None:
+        bitplanes.split(run, planes, layout, self._scratch)
+
+    def merge(self, planes: Sequence[Bytes], run: bitplanes.Words, layout: int) -> None:
+        bitplanes.merge(planes, run, layout, self._scratch)
+
+    def encode(self, number: int, plane: Bytes, out: Bytes, *, first: bool) -> int:
+        return append(self._compressor.compress(plane.data), out, 0)
+
+    def decode(self, number: int, frame: Bytes, count: int) -> Bytes:
+        check_frame(frame, count, window=RUN)
+        try:
+            return np.frombuffer(self._decompressor.decompress(frame.data, allow_extra_data=False), np.uint8)
+        except zstandard.ZstdError as error:
+            raise CodecError(f"a damaged Zstandard frame: {error}") from None
+
+
+class CompiledCoder(PythonCoder):
+    """The coder of the C extension, which leaves frames that it cannot decode to Zstandard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._encoders: dict[int, Bytes] = {}
+        self._decoders: dict[int, tuple[Bytes, Bytes]] = {}
+
+    def split(self, run: bitplanes.Words, planes: Sequence[Bytes], layout: int) -> None:
+        compiled.split(run, tuple(planes), layout)
+
+    def merge(self, planes: Sequence[Bytes], run: bitplanes.Words, layout: int) -> None:
+        compiled.merge(tuple(planes), run, layout)
+
+    def encode(self, number: int, plane: Bytes, out: Bytes, *, first: bool) -> int:
+        if number not in self._encoders:
+            self._encoders[number] = np.zeros(compiled.ENCODER_BYTES, np.uint8)
+        return compiled.encode_frame(self._encoders[number], plane, out, first)
+
+    def decode(self, number: int, frame: Bytes, count: int) -> Bytes:
+        if number not in self._decoders:
+            self._decoders[number] = np.zeros(compiled.DECODER_BYTES, np.uint8), np.empty(RUN, np.uint8)
+        decoder, memory = self._decoders[number]
+        plane = memory[:count]
+        # Also what it takes for damaged: Zstandard's messages say how.
+        return plane if compiled.decode_frame(decoder, frame, plane) else super().decode(number, frame, count)
+
+
+def new_coder() -> Coder:
+    """Return a coder for one thread: the compiled one where it is installed."""
+    return CompiledCoder() if compiled else PythonCoder()
 
 
 def describe() -> str:

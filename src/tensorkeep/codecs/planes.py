@@ -32,19 +32,19 @@ anything else.
 
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import zstandard
 
 from tensorkeep.codecs import bitplanes
 from tensorkeep.codecs.base import Bytes, CodecError, append, check_padding
-from tensorkeep.codecs.zstd import check_frame, zstd_bound
+from tensorkeep.codecs.coder import RUN, Coder, new_coder
+from tensorkeep.codecs.zstd import zstd_bound
 from tensorkeep.state.dtypes import DType
 
 VERSION = 1
-RUN = 262_144
-"""Elements of a run, and so bytes of a frame of one plane."""
 
 _HEADER_MAGIC = 0x184D2A5A
 _RAW_MAGIC = 0x184D2A5B
@@ -61,87 +61,119 @@ _SAMPLE_DIVISOR = 64
 _WORTH_CODING = 0.98
 _WORTH_MATCHING = 0.95
 
+_STORE, _HUFFMAN, _MATCH = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How the planes of a block are to be stored, least significant first, judging by a small sample."""
+
+    layout: int
+    planes: tuple[int, ...]
+
+    @property
+    def shrinks(self) -> bool:
+        """Whether any plane shrinks."""
+        return any(self.planes)
+
 
 class PlanesCodec:
     """The codec of this module's format; the dtype decides only how the elements are split."""
 
     name = "planes"
 
-    def __init__(self) -> None:
-        self._contexts = _Contexts()
+    def __init__(self, coder: Callable[[], Coder] = new_coder) -> None:
+        self._threads = _Threads(coder)
 
     def bound(self, nbytes: int) -> int:
         frames = nbytes // RUN + max(bitplanes.WIDTHS)
         header = 2 * _SKIPPABLE.size + _FIXED.size + max(bitplanes.WIDTHS)
         return header + nbytes + nbytes // 256 + frames * (_LENGTH.itemsize + zstd_bound(0))
 
-    def shrinks(self, raw: Bytes, dtype: DType) -> bool:
-        """Return whether any plane of the block shrinks, judging by a small sample."""
+    def plan(self, raw: Bytes, dtype: DType) -> Plan:
+        """Choose how to store each plane of a block."""
         layout, width = _layout(raw.size, dtype)
-        return any(_choose_coders(bitplanes.as_words(raw, width), layout, self._contexts))
+        sample = _sample(bitplanes.as_words(raw, width))
+        planes = [np.empty(sample.size, np.uint8) for _ in range(width)]
+        self._threads.coder.split(sample, planes, layout)
+        return Plan(layout, tuple(self._threads.choose(plane) for plane in planes))
 
-    def encode(self, raw: Bytes, dtype: DType, out: Bytes) -> int:
-        layout, width = _layout(raw.size, dtype)
-        words = bitplanes.as_words(raw, width)
-        coders = _choose_coders(words, layout, self._contexts)
-        header = _Header(layout, raw.size, tuple(_RAW if coder is None else _CODED for coder in coders))
+    def encode(
+        self,
+        raw: Bytes,
+        dtype: DType,
+        out: Bytes,
+        *,
+        plan: Plan | None = None,
+        read: Callable[[Bytes], Bytes] = lambda piece: piece,
+    ) -> int:
+        """Encode as every codec does, with ``read`` called once for each run, in order, to return the bytes to code.
+
+        So a block that others change meanwhile can be copied run by run, and hashed while it is in the core's cache.
+        """
+        plan = plan or self.plan(raw, dtype)
+        coder, matcher, planes_of = self._threads.coder, self._threads.matcher, self._threads.planes
+        words = bitplanes.as_words(raw, len(plan.planes))
+        header = _Header(plan.layout, raw.size, tuple(_CODED if how else _RAW for how in plan.planes))
         raw_planes = header.raw_planes(out)
         lengths: list[int] = []
         end = header.frames_start
         for start in range(0, words.size, RUN):
-            run = words[start : start + RUN]
-            planes = [
-                self._contexts.scratch.words(f"plane {k}", 1, run.size) if plane is None else plane[start : start + RUN]
-                for k, plane in enumerate(raw_planes)
-            ]
-            bitplanes.split(run, planes, layout, self._contexts.scratch)
-            for plane, coder in zip(planes, coders, strict=True):
-                if coder is not None:
-                    frame = coder.compress(plane.data)
-                    end = append(frame, out, end)
-                    lengths.append(len(frame))
+            run = bitplanes.as_words(read(words[start : start + RUN].view(np.uint8)), words.itemsize)
+            planes = planes_of(raw_planes, start, run.size)
+            coder.split(run, planes, plan.layout)
+            for number, how in enumerate(plan.planes):
+                if how == _HUFFMAN:
+                    lengths.append(coder.encode(number, planes[number], out[end:], first=start == 0))
+                elif how == _MATCH:
+                    lengths.append(append(matcher.compress(planes[number].data), out[end:], 0))
+                if how:
+                    end += lengths[-1]
         header.write(out, lengths)
         return end
 
     def decode(self, stored: Bytes, dtype: DType, out: Bytes) -> None:
         header, frames = _read(stored, out.size)
+        coder = self._threads.coder
         words = bitplanes.as_words(out, header.width)
         raw_planes = header.raw_planes(stored)
         for start in range(0, words.size, RUN):
             run = words[start : start + RUN]
             planes = [
-                self._decode_frame(next(frames), run.size) if plane is None else plane[start : start + RUN]
-                for plane in raw_planes
+                coder.decode(number, next(frames), run.size) if plane is None else plane[start : start + RUN]
+                for number, plane in enumerate(raw_planes)
             ]
-            bitplanes.merge(planes, run, header.layout, self._contexts.scratch)
-
-    def _decode_frame(self, frame: Bytes, count: int) -> Bytes:
-        check_frame(frame, count, window=RUN)
-        try:
-            return np.frombuffer(self._contexts.decompressor.decompress(frame.data, allow_extra_data=False), np.uint8)
-        except zstandard.ZstdError as error:
-            raise CodecError(f"a damaged Zstandard frame: {error}") from None
+            coder.merge(planes, run, header.layout)
 
 
-class _Contexts(threading.local):
-    """Zstandard's contexts and the temporaries of one thread."""
+class _Threads(threading.local):
+    """The coder and the temporaries of one thread."""
 
-    def __init__(self) -> None:
-        # Matches of seven bytes and a table of 64: next to none are found, and next to no time is spent on them.
-        huffman = zstandard.ZstdCompressionParameters(
-            strategy=zstandard.STRATEGY_FAST,
-            target_length=0,  # with more, zstd does not code literals
-            min_match=7,
-            hash_log=6,
-            chain_log=6,
-            search_log=1,
-            window_log=18,
+    def __init__(self, coder: Callable[[], Coder]) -> None:
+        self.coder = coder()
+        self.matcher = zstandard.ZstdCompressor(
+            compression_params=zstandard.ZstdCompressionParameters.from_level(1, window_log=18)
         )
-        matching = zstandard.ZstdCompressionParameters.from_level(1, window_log=18)
-        self.huffman = zstandard.ZstdCompressor(compression_params=huffman)
-        self.matching = zstandard.ZstdCompressor(compression_params=matching)
-        self.decompressor = zstandard.ZstdDecompressor(max_window_size=RUN)
-        self.scratch = bitplanes.Scratch(RUN)
+        self._memory: dict[int, Bytes] = {}
+
+    def planes(self, raw_planes: list[Bytes | None], start: int, count: int) -> list[Bytes]:
+        """Return where the planes of a run go: those that are stored raw to their place, the others to temporaries."""
+        for number, plane in enumerate(raw_planes):
+            if plane is None and number not in self._memory:
+                self._memory[number] = np.empty(RUN, np.uint8)
+        return [
+            self._memory[number][:count] if plane is None else plane[start : start + count]
+            for number, plane in enumerate(raw_planes)
+        ]
+
+    def choose(self, sample: Bytes) -> int:
+        """Return how a plane is stored best, by its sample."""
+        out = np.empty(zstd_bound(sample.size), np.uint8)
+        huffman = self.coder.encode(0, sample, out, first=True)
+        matching = len(self.matcher.compress(sample.data))
+        if min(huffman, matching) >= _WORTH_CODING * sample.size:
+            return _STORE
+        return _MATCH if matching < _WORTH_MATCHING * huffman else _HUFFMAN
 
 
 class _Header:
@@ -183,19 +215,6 @@ def _layout(nbytes: int, dtype: DType) -> tuple[int, int]:
         return bitplanes.BYTES, 1
     # float16's exponent is within its top byte already.
     return (bitplanes.EXPONENT if width > 1 and dtype.exponent_bits >= 8 else bitplanes.BYTES), width
-
-
-def _choose_coders(words: bitplanes.Words, layout: int, contexts: _Contexts) -> list[zstandard.ZstdCompressor | None]:
-    """Return the compressor that shrinks a sample of each plane most; None if none does."""
-    sample = _sample(words)
-    planes = [np.empty(sample.size, np.uint8) for _ in range(words.itemsize)]
-    bitplanes.split(sample, planes, layout, contexts.scratch)
-    coders: list[zstandard.ZstdCompressor | None] = []
-    for plane in planes:
-        huffman, matching = (len(coder.compress(plane.data)) for coder in (contexts.huffman, contexts.matching))
-        best = contexts.matching if matching < _WORTH_MATCHING * huffman else contexts.huffman
-        coders.append(best if min(huffman, matching) < _WORTH_CODING * sample.size else None)
-    return coders
 
 
 def _sample(words: bitplanes.Words) -> bitplanes.Words:

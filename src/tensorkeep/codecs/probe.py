@@ -5,6 +5,8 @@ masks, zeros) may shrink more with ``zstd``: if a few windows contain repeated w
 A block that neither shrinks is stored ``raw``.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from tensorkeep.codecs import planes, raw, zstd
@@ -37,27 +39,39 @@ def bound(nbytes: int) -> int:
 
 def choose(block: Bytes, dtype: DType) -> Codec:
     """Return the codec (``planes``, ``zstd`` or ``raw``) that is expected to shrink a block most, at disk speed."""
+    return _choose(block, dtype)[0]
+
+
+def _choose(block: Bytes, dtype: DType) -> tuple[Codec, planes.Plan | None]:
+    """Return the chosen codec, and the plan of the planes if one was made."""
     if block.size < _TINY:
-        return raw.CODEC
+        return raw.CODEC, None
     if block.size <= _SMALL:
-        return _try(block, dtype)
+        return _try(block, dtype), None
     if _repeats(block):
         piece = min(max(block.size // _TRIAL_DIVISOR // _TRIAL_PIECES, _WINDOW), _TRIAL_PIECE)
-        return _try(_spread(block, piece, _TRIAL_PIECES, dtype.itemsize), dtype)
-    return planes.CODEC if planes.CODEC.shrinks(block, dtype) else raw.CODEC
+        return _try(_spread(block, piece, _TRIAL_PIECES, dtype.itemsize), dtype), None
+    plan = planes.CODEC.plan(block, dtype)
+    return (planes.CODEC, plan) if plan.shrinks else (raw.CODEC, None)
 
 
-def encode(block: Bytes, dtype: DType, out: Bytes) -> tuple[str, int]:
+def encode(
+    block: Bytes, dtype: DType, out: Bytes, read: Callable[[Bytes], Bytes] = lambda piece: piece
+) -> tuple[str, int]:
     """Encode a block by the chosen codec, or store it raw if that does not make it smaller.
 
-    ``out`` is scratch of at least `bound` bytes. Return the codec's name, and the bytes written to the front of
+    ``out`` is scratch of at least `bound` bytes. ``read`` is called for consecutive pieces of the block and returns the
+    bytes to code; not if the block is stored raw. Return the codec's name, and the bytes written to the front of
     ``out``, at most those of the block.
     """
-    codec = choose(block, dtype)
-    length = codec.encode(block, dtype, out)
-    if length < block.size:
-        return codec.name, length
-    return raw.CODEC.name, raw.CODEC.encode(block, dtype, out)
+    codec, plan = _choose(block, dtype)
+    if codec is planes.CODEC:
+        length = planes.CODEC.encode(block, dtype, out, plan=plan, read=read)
+    elif codec is zstd.CODEC:
+        length = codec.encode(read(block), dtype, out)
+    if codec is raw.CODEC or length >= block.size:
+        return raw.CODEC.name, raw.CODEC.encode(block, dtype, out)
+    return codec.name, length
 
 
 def estimate(block: Bytes, dtype: DType) -> float:
