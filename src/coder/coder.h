@@ -32,8 +32,8 @@ struct code {
     int max_bits;
 };
 
-/* What a look-up of MAX_BITS bits yields: up to four symbols from the lowest byte on, the bits that they take from bit
-   32 on, their number from bit 40 on. */
+/* What a look-up of MAX_BITS bits yields: the bits that it takes in the lowest byte, where a shift by the whole entry
+   finds them; the number of symbols in the next; and up to four symbols from bit 32 on. */
 typedef uint64_t multi_entry;
 /* The first symbol in the lower byte, its bits in the upper. */
 typedef uint16_t single_entry;
@@ -61,7 +61,7 @@ struct encoder {
     uint8_t seen[SYMBOLS];   /* which symbols have occurred, as far as is known */
     uint8_t rows[SYMBOLS];   /* which rows of `pairs` hold entries */
     pair_entry pairs[SYMBOLS][SYMBOLS]; /* by the two symbols, the later one first */
-    uint8_t streams[4][STREAM_CAPACITY];
+    uint8_t stream[STREAM_CAPACITY];
 };
 
 /* The inner loops. They exist for every processor, and for those with AVX2 and BMI2. */
@@ -92,7 +92,7 @@ size_t read_tree(const uint8_t *data, size_t size, struct decoder *decoder);
 size_t frame_bound(size_t count);
 void reset_encoder(struct encoder *encoder);
 size_t encode_frame(const struct kernels *kernels, struct encoder *encoder, const uint8_t *data, size_t count,
-                    uint8_t *out);
+                    uint8_t *out, const uint8_t *end);
 int decode_frame(const struct kernels *kernels, struct decoder *decoder, const uint8_t *frame, size_t size,
                  uint8_t *out, size_t count);
 

@@ -9,10 +9,13 @@
 #define BLOCKS_PER_TREE 2
 /* A block is stored if coding it saves less than one byte in this many, as decoding it takes time. */
 #define LEAST_GAIN 64
-/* Up to 8 KiB of every 64 KiB are counted. */
-#define SAMPLE_PIECE 1024
-#define SAMPLE_EVERY 8192
+/* So many bytes are counted of every so many, a prime, which is not a multiple of the length of rows; of at least so
+   many. */
+#define SAMPLE_PIECE 512
+#define SAMPLE_EVERY 7919
 #define SAMPLED_FROM 65536
+#define EXTENDED_FROM 8
+#define EXTENDED_BY 4
 /* The code of the frame before is taken again if it takes at most 1/512 more bits. */
 #define SIMILAR 512
 
@@ -50,38 +53,37 @@ static int size_bits(size_t count, int streams) {
     return streams == 1 || count < 1024 ? 10 : count < 16384 ? 14 : 18;
 }
 
-/* Write a block with the encoder's code; return its bytes, 0 if it does not shrink, and set `unknown` if a symbol has
-   no code. */
+/* Write a block with the encoder's code before `end`; return its bytes, 0 if it does not shrink, and set `unknown` if a
+   symbol has no code. */
 static size_t encode_block(const struct kernels *kernels, struct encoder *encoder, const uint8_t *data, size_t count,
-                           int described, uint8_t *out, int *unknown) {
+                           int described, uint8_t *out, const uint8_t *end, int *unknown) {
     int streams = count < FOUR_STREAMS_FROM ? 1 : 4, bits = size_bits(count, streams);
-    size_t header = (size_t)(4 + 2 * bits) / 8, jump = streams == 4 ? JUMP_TABLE : 0, sizes[4];
-    size_t tree = described ? 0 : encoder->description_size, size = tree + jump;
-    size_t each = (count + (size_t)streams - 1) / (size_t)streams;
+    size_t header = (size_t)(4 + 2 * bits) / 8, tree = described ? 0 : encoder->description_size;
+    size_t each = (count + (size_t)streams - 1) / (size_t)streams, most = count - count / LEAST_GAIN - NO_SEQUENCES;
+    uint8_t *jump = out + header + tree, *at = jump + (streams == 4 ? JUMP_TABLE : 0);
+    memcpy(out + header, encoder->description, tree);
     for (int i = 0; i < streams; i++) {
         size_t start = (size_t)i * each;
-        sizes[i] = kernels->encode_stream(data + start, least(each, count - start), &encoder->code, encoder->pairs[0],
-                                          encoder->streams[i]);
-        *unknown |= sizes[i] == 0;
-        size += sizes[i];
+        /* A stream that has not shrunk might not fit. */
+        uint8_t *stream = end - at >= STREAM_CAPACITY ? at : encoder->stream;
+        size_t size = kernels->encode_stream(data + start, least(each, count - start), &encoder->code,
+                                             encoder->pairs[0], stream);
+        *unknown |= size == 0;
+        if (*unknown || (size_t)(at - out) + size >= most) return 0;
+        if (stream != at) memcpy(at, stream, size);
+        if (i < 3 && streams == 4) put_le(jump + 2 * i, size, 2);
+        at += size;
     }
-    if (*unknown || header + size + NO_SEQUENCES + count / LEAST_GAIN >= count) return 0;
     uint64_t type = described ? LITERALS_TREELESS : LITERALS_COMPRESSED;
-    uint64_t format = streams == 1 ? 0 : (uint64_t)(bits - 6) / 4;
-    put_le(out, type | format << 2 | (uint64_t)count << 4 | (uint64_t)size << (4 + bits), header);
-    uint8_t *at = out + header;
-    memcpy(at, encoder->description, tree);
-    at += tree;
-    for (size_t i = 0; i < jump / 2; i++) put_le(at + 2 * i, sizes[i], 2);
-    at += jump;
-    for (int i = 0; i < streams; at += sizes[i++]) memcpy(at, encoder->streams[i], sizes[i]);
+    uint64_t format = streams == 1 ? 0 : (uint64_t)(bits - 6) / 4, size = (uint64_t)(at - out) - header;
+    put_le(out, type | format << 2 | (uint64_t)count << 4 | size << (4 + bits), header);
     *at++ = 0; /* no sequences */
     return (size_t)(at - out);
 }
 
 /* Write blocks with the encoder's code; return their bytes, 0 if a symbol has no code. */
 static size_t encode_blocks(const struct kernels *kernels, struct encoder *encoder, const uint8_t *data, size_t count,
-                            int last, uint8_t *out) {
+                            int last, uint8_t *out, const uint8_t *end) {
     uint8_t *at = out;
     int described = 0;
     for (size_t start = 0; start < count; start += MAX_BLOCK) {
@@ -94,7 +96,7 @@ static size_t encode_blocks(const struct kernels *kernels, struct encoder *encod
             size = 1;
         } else {
             if (encoder->description_size)
-                size = encode_block(kernels, encoder, content, length, described, at + BLOCK_HEADER, &unknown);
+                size = encode_block(kernels, encoder, content, length, described, at + BLOCK_HEADER, end, &unknown);
             if (unknown) return 0;
             type = size ? BLOCK_COMPRESSED : BLOCK_RAW;
             described |= size > 0;
@@ -147,24 +149,42 @@ static void choose_code(struct encoder *encoder, const uint32_t *counts) {
     if (encoder->description_size) make_pairs(encoder);
 }
 
+/* Count the symbols below eight that follow one another, too: exponents are half as frequent as those above them, so the
+   sample misses a few that occur. */
+static void extend_down(uint32_t *counts) {
+    int consecutive = 0;
+    for (int symbol = SYMBOLS - 1; symbol >= 0; symbol--) {
+        if (counts[symbol]) {
+            consecutive++;
+            continue;
+        }
+        for (int i = 0; i < EXTENDED_BY && consecutive >= EXTENDED_FROM && symbol >= 0; i++) counts[symbol--] += 1;
+        consecutive = 0;
+    }
+}
+
 /* Write the blocks that share a code. It is chosen by a sample and the symbols that have been seen before; where that
    misses a symbol, by all bytes. */
 static size_t encode_group(const struct kernels *kernels, struct encoder *encoder, const uint8_t *data, size_t count,
-                           int last, uint8_t *out) {
+                           int last, uint8_t *out, const uint8_t *end) {
     uint32_t counts[SYMBOLS] = {0};
     if (count >= SAMPLED_FROM) {
-        for (size_t start = 0; start + SAMPLE_PIECE <= count; start += SAMPLE_EVERY)
-            kernels->histogram(data + start, SAMPLE_PIECE, counts);
+        uint8_t sample[(BLOCKS_PER_TREE * MAX_BLOCK / SAMPLE_EVERY + 1) * SAMPLE_PIECE];
+        size_t sampled = 0;
+        for (size_t start = 0; start + SAMPLE_PIECE <= count; start += SAMPLE_EVERY, sampled += SAMPLE_PIECE)
+            memcpy(sample + sampled, data + start, SAMPLE_PIECE);
+        kernels->histogram(sample, sampled, counts);
         for (int symbol = 0; symbol < SYMBOLS; symbol++) counts[symbol] += encoder->seen[symbol];
+        extend_down(counts);
         choose_code(encoder, counts);
-        size_t size = encoder->description_size ? encode_blocks(kernels, encoder, data, count, last, out) : 0;
+        size_t size = encoder->description_size ? encode_blocks(kernels, encoder, data, count, last, out, end) : 0;
         if (size) return size;
         memset(counts, 0, sizeof counts);
     }
     kernels->histogram(data, count, counts);
     for (int symbol = 0; symbol < SYMBOLS; symbol++) encoder->seen[symbol] |= counts[symbol] > 0;
     choose_code(encoder, counts);
-    return encode_blocks(kernels, encoder, data, count, last, out);
+    return encode_blocks(kernels, encoder, data, count, last, out, end);
 }
 
 /* Forget the frames that were coded before. */
@@ -173,9 +193,10 @@ void reset_encoder(struct encoder *encoder) {
     memset(encoder->seen, 0, sizeof encoder->seen);
 }
 
-/* Write a frame of at most frame_bound(count) bytes; return its length. */
+/* Write a frame of at most frame_bound(count) bytes before `end`; return its length. What follows the frame may be
+   overwritten, too. */
 size_t encode_frame(const struct kernels *kernels, struct encoder *encoder, const uint8_t *data, size_t count,
-                    uint8_t *out) {
+                    uint8_t *out, const uint8_t *end) {
     uint8_t *at = out + put_frame_header(out, count);
     if (!count) {
         put_le(at, 1, BLOCK_HEADER); /* the last block, of no bytes */
@@ -183,7 +204,7 @@ size_t encode_frame(const struct kernels *kernels, struct encoder *encoder, cons
     }
     for (size_t start = 0; start < count; start += BLOCKS_PER_TREE * MAX_BLOCK) {
         size_t length = least(BLOCKS_PER_TREE * MAX_BLOCK, count - start);
-        at += encode_group(kernels, encoder, data + start, length, start + length == count, at);
+        at += encode_group(kernels, encoder, data + start, length, start + length == count, at, end);
     }
     return (size_t)(at - out);
 }

@@ -26,45 +26,27 @@ static int compare_keys(const void *left, const void *right) {
     return (a > b) - (a < b);
 }
 
-/* Replace counts in ascending order by the lengths of a Huffman code, in place (Moffat and Katajainen, 1995). */
-static void lengths_in_place(uint32_t *a, int n) {
-    int leaf = 2, root = 0;
-    a[0] += a[1];
-    for (int next = 1; next < n - 1; next++) {
-        uint32_t sum = 0;
-        for (int child = 0; child < 2; child++) {
-            if (leaf >= n || (root < next && a[root] < a[leaf])) {
-                sum += a[root];
-                a[root++] = (uint32_t)next;
-            } else {
-                sum += a[leaf++];
-            }
+/* Set the lengths of the optimal code with at most MAX_BITS bits for counts in ascending order: the package-merge
+   algorithm (Larmore and Hirschberg, 1990). */
+static void make_lengths(const uint32_t *counts, int n, uint8_t *lengths) {
+    uint32_t list[2 * SYMBOLS], packages[SYMBOLS];
+    uint8_t is_leaf[MAX_BITS][2 * SYMBOLS];
+    int size = 0;
+    for (int level = 0; level < MAX_BITS; level++) {
+        int merged = size / 2, leaf = 0, package = 0;
+        for (int i = 0; i < merged; i++) packages[i] = list[2 * i] + list[2 * i + 1];
+        for (size = 0; leaf < n || package < merged; size++) {
+            is_leaf[level][size] = package == merged || (leaf < n && counts[leaf] <= packages[package]);
+            list[size] = is_leaf[level][size] ? counts[leaf++] : packages[package++];
         }
-        a[next] = sum;
     }
-    a[n - 2] = 0;
-    for (int next = n - 3; next >= 0; next--) a[next] = a[a[next]] + 1;
-    int available = 1, used = 0, node = n - 2, next = n - 1;
-    for (uint32_t depth = 0; available > 0; depth++) {
-        for (; node >= 0 && a[node] == depth; node--) used++;
-        for (; available > used; available--) a[next--] = depth;
-        available = 2 * used;
-        used = 0;
-    }
-}
-
-/* Shorten lengths in descending order to MAX_BITS, such that the code stays complete. */
-static void limit_lengths(uint32_t *lengths, int n) {
-    uint32_t used = 0;
-    for (int i = 0; i < n; i++) {
-        if (lengths[i] > MAX_BITS) lengths[i] = MAX_BITS;
-        used += 1u << (MAX_BITS - lengths[i]);
-    }
-    for (int i = 0; used > TABLE_SIZE; i++) {
-        while (lengths[i] < MAX_BITS && used > TABLE_SIZE) used -= 1u << (MAX_BITS - ++lengths[i]);
-    }
-    for (int i = n - 1; used < TABLE_SIZE; i = i > 0 ? i - 1 : n - 1) {
-        while (used + (1u << (MAX_BITS - lengths[i])) <= TABLE_SIZE) used += 1u << (MAX_BITS - lengths[i]--);
+    memset(lengths, 0, (size_t)n);
+    int items = 2 * n - 2;
+    for (int level = MAX_BITS - 1; level >= 0; level--) {
+        int leaves = 0;
+        for (int i = 0; i < items; i++) leaves += is_leaf[level][i];
+        for (int i = 0; i < leaves; i++) lengths[i]++;
+        items = 2 * (items - leaves);
     }
 }
 
@@ -74,19 +56,19 @@ static int weight_of(const struct code *code, int symbol) {
 
 /* Make the code of symbols with these counts, of which two or more are not zero, and at most 2**24 in all. */
 void make_code(const uint32_t *counts, struct code *code) {
-    uint32_t keys[SYMBOLS], lengths[SYMBOLS] = {0};
+    uint32_t keys[SYMBOLS], sorted[SYMBOLS];
+    uint8_t lengths[SYMBOLS];
     int n = 0;
     for (uint32_t symbol = 0; symbol < SYMBOLS; symbol++)
         if (counts[symbol]) keys[n++] = counts[symbol] << 8 | symbol;
     qsort(keys, (size_t)n, sizeof *keys, compare_keys);
-    for (int i = 0; i < n; i++) lengths[i] = keys[i] >> 8;
-    lengths_in_place(lengths, n);
-    limit_lengths(lengths, n);
+    for (int i = 0; i < n; i++) sorted[i] = keys[i] >> 8;
+    make_lengths(sorted, n, lengths);
     memset(code->bits, 0, sizeof code->bits);
     code->max_bits = 0;
     for (int i = 0; i < n; i++) {
-        code->bits[keys[i] & 0xFF] = (uint8_t)lengths[i];
-        if ((int)lengths[i] > code->max_bits) code->max_bits = (int)lengths[i];
+        code->bits[keys[i] & 0xFF] = lengths[i];
+        if (lengths[i] > code->max_bits) code->max_bits = lengths[i];
     }
     /* 4.2.1.3: codes ascend with the weight, then with the symbol. */
     uint32_t start[WEIGHTS + 1] = {0}, of_weight[WEIGHTS + 1] = {0};
@@ -318,10 +300,10 @@ static int complete_weights(uint8_t *weights, int n) {
 
 /* Return an entry followed by that of the bits after it, or `otherwise` if these take more than MAX_BITS together. */
 static multi_entry joined(multi_entry entry, const multi_entry *table, uint32_t index, multi_entry otherwise) {
-    uint32_t bits = entry >> 32 & 0xFF, shift = 8 * (uint32_t)(entry >> 40);
+    uint32_t bits = entry & 0xFF, shift = (uint32_t)(entry >> 5 & 0x38);
     multi_entry next = table[(index << bits) & (TABLE_SIZE - 1)];
-    multi_entry both = entry + ((next & 0xFFFFFFFF) << shift) + (next >> 32 << 32);
-    return bits + (next >> 32 & 0xFF) <= MAX_BITS ? both : otherwise;
+    multi_entry both = entry + (next & 0xFFFF) + (next >> 32 << 32 << shift);
+    return bits + (next & 0xFF) <= MAX_BITS ? both : otherwise;
 }
 
 static void make_tables(const uint8_t *weights, int n, int max_bits, struct decoder *decoder) {
@@ -338,7 +320,7 @@ static void make_tables(const uint8_t *weights, int n, int max_bits, struct deco
     /* First up to two symbols a look-up, then up to four, without branches. */
     multi_entry two[TABLE_SIZE], one[TABLE_SIZE];
     for (uint32_t i = 0; i < TABLE_SIZE; i++)
-        one[i] = (decoder->single[i] & 0xFF) | (multi_entry)(decoder->single[i] >> 8) << 32 | (multi_entry)1 << 40;
+        one[i] = (multi_entry)(decoder->single[i] & 0xFF) << 32 | 1 << 8 | decoder->single[i] >> 8;
     for (uint32_t i = 0; i < TABLE_SIZE; i++) two[i] = joined(one[i], one, i, one[i]);
     for (uint32_t i = 0; i < TABLE_SIZE; i++)
         decoder->multi[i] = joined(two[i], two, i, joined(two[i], one, i, two[i]));

@@ -116,20 +116,22 @@ static size_t FUNCTION(encode_stream)(const uint8_t *data, size_t count, const s
                                       const pair_entry *pairs, uint8_t *out) {
     WRITER writer = {0, 0, out};
     pair_entry known = KNOWN;
-    for (; count % 8; count--) {
+    for (; count % 16; count--) {
         uint8_t symbol = data[count - 1];
         if (!code->bits[symbol]) return 0;
         FUNCTION(put)(&writer, code->value[symbol], code->bits[symbol]);
     }
-    for (; count; count -= 8) {
-        uint64_t later_bits, bits, later = FUNCTION(four)(data + count - 4, pairs, &later_bits, &known),
-                                   value = FUNCTION(four)(data + count - 8, pairs, &bits, &known);
-        /* Eight codes take up to 88 bits, but most take less than the 56 that are free. */
-        if (later_bits + bits <= 56) {
-            FUNCTION(put)(&writer, later | value << (later_bits & 63), later_bits + bits);
+    for (; count; count -= 16) {
+        uint64_t bits[4], value[4];
+        for (int i = 0; i < 4; i++)
+            value[i] = FUNCTION(four)(data + count - 4 * (i + 1), pairs, &bits[i], &known);
+        uint64_t later_bits = bits[0] + bits[1], earlier_bits = bits[2] + bits[3];
+        /* Sixteen codes take up to 176 bits, but most take less than the 56 that are free. */
+        if (later_bits + earlier_bits <= 56) {
+            uint64_t later = value[0] | value[1] << bits[0], earlier = value[2] | value[3] << bits[2];
+            FUNCTION(put)(&writer, later | earlier << later_bits, later_bits + earlier_bits);
         } else {
-            FUNCTION(put)(&writer, later, later_bits);
-            FUNCTION(put)(&writer, value, bits);
+            for (int i = 0; i < 4; i++) FUNCTION(put)(&writer, value[i], bits[i]);
         }
     }
     FUNCTION(put)(&writer, 1, 1);
@@ -156,10 +158,10 @@ static ALWAYS_INLINE int FUNCTION(has_room)(const READER *reader) {
 
 static ALWAYS_INLINE void FUNCTION(look_up)(READER *reader, const multi_entry *multi) {
     multi_entry entry = multi[reader->bits >> (64 - MAX_BITS)];
-    uint32_t symbols = (uint32_t)entry;
+    uint32_t symbols = (uint32_t)(entry >> 32);
     memcpy(reader->out, &symbols, 4);
-    reader->bits <<= entry >> 32 & 63;
-    reader->out += entry >> 40;
+    reader->bits <<= entry & 63;
+    reader->out += entry >> 8 & 0xFF;
 }
 
 static ALWAYS_INLINE void FUNCTION(load)(READER *reader) {
@@ -215,6 +217,7 @@ static int FUNCTION(decode_streams)(const uint8_t *const *starts, const size_t *
         if (streams == 4) {
             READER a = readers[0], b = readers[1], c = readers[2], d = readers[3];
             while (FUNCTION(has_room)(&a) && FUNCTION(has_room)(&b) && FUNCTION(has_room)(&c) && FUNCTION(has_room)(&d)) {
+#pragma GCC unroll 5
                 for (int i = 0; i < LOOKUPS; i++) {
                     FUNCTION(look_up)(&a, multi);
                     FUNCTION(look_up)(&b, multi);
@@ -231,6 +234,7 @@ static int FUNCTION(decode_streams)(const uint8_t *const *starts, const size_t *
         for (int s = 0; s < streams; s++) {
             READER reader = readers[s];
             while (FUNCTION(has_room)(&reader)) {
+#pragma GCC unroll 5
                 for (int i = 0; i < LOOKUPS; i++) FUNCTION(look_up)(&reader, multi);
                 FUNCTION(load)(&reader);
             }

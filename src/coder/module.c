@@ -123,7 +123,8 @@ static PyObject *encode(PyObject *module, PyObject *arguments) {
     } else {
         Py_BEGIN_ALLOW_THREADS;
         if (first) reset_encoder(encoder.buf);
-        length = encode_frame(kernels, encoder.buf, data.buf, (size_t)data.len, out.buf);
+        length = encode_frame(kernels, encoder.buf, data.buf, (size_t)data.len, out.buf,
+                              (const uint8_t *)out.buf + out.len);
         Py_END_ALLOW_THREADS;
     }
     PyBuffer_Release(&encoder);
