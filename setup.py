@@ -28,6 +28,17 @@ CODER = Extension(
 )
 
 
+class BuildCoder(build_ext):
+    """Compile the extension, with a remedy where our own source does not compile."""
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            super().build_extension(ext)
+        except CCompilerError as error:
+            remedy = "set TENSORKEEP_NO_EXTENSION=1 to install tensorkeep without it"
+            raise CCompilerError(f"the coder does not compile: {error}\n{remedy}") from error
+
+
 def obstacle() -> str | None:
     """Return why the extension is not built, found by compiling a file of one line; None if it is built."""
     if os.environ.get("TENSORKEEP_NO_EXTENSION") == "1":
@@ -57,4 +68,4 @@ if reason:
     Path("src/tensorkeep/codecs/_coder.abi3.so").unlink(missing_ok=True)
     setup()
 else:
-    setup(ext_modules=[CODER], options={"bdist_wheel": {"py_limited_api": "cp311"}})
+    setup(ext_modules=[CODER], cmdclass={"build_ext": BuildCoder}, options={"bdist_wheel": {"py_limited_api": "cp311"}})
