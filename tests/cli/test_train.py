@@ -10,6 +10,8 @@ import sys
 import termios
 import time
 from contextlib import suppress
+from functools import partial
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import pytest
 import torch
 
 import tensorkeep
+from forked import ended, start_tensorkeep
 from tensorkeep.cli.main import main
 from tensorkeep.cli.train import resume_command
 from tensorkeep.errors import UsageError
@@ -303,39 +306,45 @@ def test_generating_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "holds no run" in capsys.readouterr().err
 
 
-def start(*arguments: str | Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tensorkeep", "train", *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-
-
-def wait_for_steps(run: Path, process: subprocess.Popen[str], count: int) -> None:
+def wait_for_steps(run: Path, process: ForkServerProcess, count: int) -> None:
     while not (run / "log.jsonl").exists() or len(losses(run)) < count:
-        assert process.poll() is None, process.communicate()
+        assert process.is_alive(), process.exitcode
         time.sleep(0.02)
+
+
+def handles(process: int, number: signal.Signals) -> bool:
+    """Return whether a process has a handler for a signal."""
+    status = Path("/proc", str(process), "status").read_text()
+    caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
+def cpu_seconds(process: int) -> float:
+    user, system = Path("/proc", str(process), "stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_ctrl_c_saves_and_the_run_resumes_exactly(tmp_path: Path, text: Path, number: signal.Signals) -> None:
-    command = [RECIPE, "--data", text, *TINY, "--loop.steps", "3000", "--eval.every", "0", "--sample.every", "0"]
+    start = partial(start_tensorkeep, "train", RECIPE, output=tmp_path / "output")
+    command = ["--data", text, *TINY, "--loop.steps", "3000", "--eval.every", "0", "--sample.every", "0"]
     process = start(*command, "--out", tmp_path / "parts")
     wait_for_steps(tmp_path / "parts", process, 5)
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
+    assert process.pid is not None
+    os.kill(process.pid, number)
+    code, errors = ended(process), (tmp_path / "output").read_text()
+    assert code == 130, errors
     assert "stopped after step" in errors
     assert "--resume" in errors
     stopped = tensorkeep.CheckpointManager(tmp_path / "parts" / "checkpoints").latest()
     assert stopped is not None
     assert losses(tmp_path / "parts")[-1][0] == stopped.number
-    resumed = start(RECIPE, "--out", tmp_path / "parts", "--resume")
+    resumed = start("--out", tmp_path / "parts", "--resume")
     wait_for_steps(tmp_path / "parts", resumed, stopped.number + 20)
     resumed.kill()
-    resumed.communicate()
     whole = start(*command, "--out", tmp_path / "whole")
     wait_for_steps(tmp_path / "whole", whole, stopped.number + 20)
     whole.kill()
-    whole.communicate()
     count = stopped.number + 20
     assert losses(tmp_path / "parts")[:count] == losses(tmp_path / "whole")[:count]
 
@@ -370,16 +379,19 @@ def test_a_closing_terminal_lets_the_run_save(tmp_path: Path, text: Path) -> Non
 
 def test_a_second_ctrl_c_stops_at_once(tmp_path: Path, text: Path) -> None:
     # One step takes minutes here, with its 20,000 small batches.
-    command = [RECIPE, "--data", text, "--loop.accumulate", "20000", "--out", tmp_path / "run"]
-    process = start(*command)
-    while not (tmp_path / "run" / "log.jsonl").exists():
-        assert process.poll() is None, process.communicate()
+    command = ["train", RECIPE, "--data", text, "--loop.accumulate", "20000", "--out", tmp_path / "run"]
+    process = start_tensorkeep(*command, output=tmp_path / "output")
+    assert process.pid is not None
+    while not handles(process.pid, signal.SIGHUP):  # the last of the handlers of a run
+        assert process.is_alive(), process.exitcode
         time.sleep(0.02)
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
-    assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
+    os.kill(process.pid, signal.SIGINT)
+    # Signals that arrive together are one; once the process has computed, it has handled the first.
+    before = cpu_seconds(process.pid)
+    while process.is_alive() and cpu_seconds(process.pid) < before + 0.2:
+        time.sleep(0.02)
+    assert process.is_alive()
+    os.kill(process.pid, signal.SIGINT)
+    code, errors = ended(process), (tmp_path / "output").read_text()
+    assert code == 130, errors
     assert "Traceback" not in errors

@@ -4,8 +4,6 @@ import errno
 import importlib
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +15,7 @@ import torch
 import tensorkeep
 from faults import injection as faults
 from faults.conftest import Choose, every, sample
+from forked import ended, start
 from tensorkeep.testing.equality import same
 
 OLD = {"model": {"w": torch.arange(3000.0), "b": torch.zeros(7)}, "step": 1}
@@ -161,33 +160,26 @@ def test_killed_at_any_operation_beside_threads(
     tmp_path: Path, kind: str, chosen: str, replace: bool, record_property: Any
 ) -> None:
     # In a process that imports TensorStore and uses it only in its children.
-    arguments = f"{kind!r}, {replace}, {str(tmp_path)!r}, {chosen!r}"
-    code = f"from faults.test_interrupted_saves import kill_everywhere; kill_everywhere({arguments})"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert set(done.stdout.split()) == ({"old", "new"} if replace else {"nothing", "new"})
-    assert len(done.stdout.split()) > 3
-    record_property("cases", len(done.stdout.split()))
+    process = start(kill_everywhere, kind, replace, tmp_path, chosen, output=tmp_path / "output")
+    code, output = ended(process, 300), (tmp_path / "output").read_text()
+    assert code == 0, output
+    assert set(output.split()) == ({"old", "new"} if replace else {"nothing", "new"})
+    assert len(output.split()) > 3
+    record_property("cases", len(output.split()))
 
 
-def kill_everywhere(kind: str, replace: bool, root: str, chosen: str) -> None:
+def kill_everywhere(kind: str, replace: bool, root: Path, chosen: str) -> None:
     """Kill a save at a sample of its operations, or at every one, and print what the folder holds after each."""
     importlib.import_module("tensorstore")
     save, name = SAVES[kind]
-    total = Path(root, "total")
+    total = root / "total"
 
     def count() -> None:
-        total.write_text(str(operations(save, Path(root, "count"), name, replace=replace)))
+        total.write_text(str(operations(save, root / "count", name, replace=replace)))
 
     assert faults.in_child(count) == 0
     for index in {"sample": sample, "every": every}[chosen](int(total.read_text())):
-        folder = Path(root, str(index))
+        folder = root / str(index)
         folder.mkdir()
 
         def work(folder: Path = folder, index: int = index) -> None:

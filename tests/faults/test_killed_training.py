@@ -1,26 +1,24 @@
 """A training run that is killed at an exact point resumes and ends like an uninterrupted run, bit for bit.
 
-Each run is a process of its own. Importing torch takes seconds, so that all are forked from one process that has
-imported torch and computed nothing: this file, run as a script.
+Each run is a process of its own.
 """
 
 import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
-import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+import forked
+import tensorkeep.train.run.setup
 from faults import injection as faults
+from forked import ended
 from tensorkeep import CheckpointManager
 from tensorkeep.io import commit
 from tensorkeep.io.temporaries import SUFFIX
@@ -180,37 +178,23 @@ DEATHS = {
 DEATHS_AT_THE_LOG = {"before the new log": faults.die, "after the new log": faults.die_after}
 
 
-# The process that the runs are forked from
+# The process of a run
 
 
 class Silence:
     def on_event(self, step: int, kind: str, values: dict[str, Any]) -> None: ...
 
 
-def live(config: dict[str, Any], folder: str, data: str, death: str | None) -> None:
+def live(config: dict[str, Any], folder: Path, data: Path, death: str | None) -> None:
     """Train, from the start or the last checkpoint, until the end or until the process is killed."""
-    signal.alarm(60)
-    warnings.simplefilter("error")
-    try:
-        if death in DEATHS_AT_THE_LOG:
-            _at_the_log(DEATHS_AT_THE_LOG[death])
-        with open_run(Config.from_dict(config), RunFolder(folder), Dataset.open(data), resume=True) as run:
-            if death in DEATHS:
-                DEATHS[death].arrange(run)
-            train(run, Silence())
-    except BaseException:
-        traceback.print_exc()
-        raise
-
-
-def serve() -> None:
-    """Fork a process for each line of standard input, which describes a run, and print its wait status."""
-    import tensorkeep.train.run.setup
-
     tensorkeep.train.run.setup.measured_peak = lambda *args, **kwargs: 1e9
-    torch.optim.AdamW([torch.zeros(1)])  # the first one imports most of torch's compiler
-    for line in sys.stdin:
-        print(faults.in_child(partial(live, **json.loads(line))), flush=True)
+    warnings.simplefilter("error")
+    if death in DEATHS_AT_THE_LOG:
+        _at_the_log(DEATHS_AT_THE_LOG[death])
+    with open_run(Config.from_dict(config), RunFolder(folder), Dataset.open(data), resume=True) as run:
+        if death in DEATHS:
+            DEATHS[death].arrange(run)
+        train(run, Silence())
 
 
 # The tests
@@ -219,17 +203,15 @@ def serve() -> None:
 class Runs:
     """Starts runs in processes of their own."""
 
-    def __init__(self, process: subprocess.Popen[str], data: Path) -> None:
-        self._process = process
+    def __init__(self, data: Path) -> None:
         self._data = data
 
     def __call__(self, config: Config, folder: Path, death: str | None = None) -> int:
-        """Return the wait status of a run: 0, or the signal that killed it."""
-        job = {"config": config.as_dict(), "folder": str(folder), "data": str(self._data), "death": death}
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(json.dumps(job), file=self._process.stdin, flush=True)
-        return int(self._process.stdout.readline())
+        """Return the exit code of a run: 0, or minus the signal that killed it."""
+        output = folder.with_name("output")
+        code = ended(forked.start(live, config.as_dict(), folder, self._data, death, output=output), 60)
+        print(output.read_text())  # pytest shows it if the test fails
+        return code
 
 
 class Whole(NamedTuple):
@@ -240,18 +222,11 @@ class Whole(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+def start(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("data")
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 60)
     prepare(folder / "text.txt", folder / "prepared", tokenizer="char")
-    with subprocess.Popen(
-        [sys.executable, __file__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])},
-    ) as process:
-        yield Runs(process, folder / "prepared")
+    return Runs(folder / "prepared")
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -303,7 +278,7 @@ def test_a_killed_run_resumes_exactly(
     tmp_path: Path, start: Runs, whole: Whole, death: str, record_property: Any
 ) -> None:
     run = tmp_path / "run"
-    assert start(whole.config, run, death) == signal.SIGKILL
+    assert start(whole.config, run, death) == -signal.SIGKILL
     assert latest(run) == DEATHS[death].saved
     assert start(whole.config, run) == 0
     check_same(run, whole.folder)
@@ -315,12 +290,8 @@ def test_a_run_killed_while_its_log_is_rewritten_resumes_exactly(
 ) -> None:
     run = tmp_path / "run"
     for death, last in {"in a step": 7, "before the new log": 7, "after the new log": 6}.items():
-        assert start(whole.config, run, death) == signal.SIGKILL
+        assert start(whole.config, run, death) == -signal.SIGKILL
         assert max(line["step"] for line in trace(run)) == last
     assert start(whole.config, run) == 0
     check_same(run, whole.folder)
     record_property("cases", 3)
-
-
-if __name__ == "__main__":
-    serve()

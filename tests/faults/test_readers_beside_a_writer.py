@@ -1,7 +1,6 @@
 """Steps are replaced and deleted while others read them; readers never report that as damage."""
 
-import subprocess
-import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+from forked import ended, start
 from tensorkeep import CheckpointManager
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.io.directory import Directory
@@ -71,19 +71,17 @@ def test_a_step_is_deleted_while_it_is_opened(tmp_path: Path) -> None:
     assert not found.broken
 
 
-READER = """
-import sys, warnings
-from tensorkeep import CheckpointManager
-warnings.simplefilter("error")
-manager, seen = CheckpointManager(sys.argv[1]), -1
-while seen < int(sys.argv[2]):
-    assert manager.latest().number == 7
-    found = manager.restore()
-    assert bool((found["w"] == found["n"]).all()) and found["n"] >= seen, (found, seen)
-    if seen < 0:
-        print("ready", flush=True)
-    seen = found["n"]
-"""
+def read_until(last: int, folder: Path, ready: Path) -> None:
+    """Restore the step until its state is the last one; each is complete, and none is older than the one before."""
+    warnings.simplefilter("error")
+    manager, seen = CheckpointManager(folder), -1
+    while seen < last:
+        step = manager.latest()
+        assert step is not None and step.number == 7
+        found = manager.restore()
+        assert bool((found["w"] == found["n"]).all()) and found["n"] >= seen, (found, seen)
+        seen = found["n"]
+        ready.touch()
 
 
 @pytest.mark.parametrize("last", [6, pytest.param(40, marks=pytest.mark.slow)])
@@ -91,23 +89,15 @@ while seen < int(sys.argv[2]):
 def test_many_readers_of_a_step_that_is_replaced_repeatedly(
     tmp_path: Path, incremental: Any, last: int, record_property: Any
 ) -> None:
-    with CheckpointManager(tmp_path, incremental=incremental) as manager:
+    folder, files = tmp_path / "run", [(tmp_path / f"ready-{n}", tmp_path / f"output-{n}") for n in range(2)]
+    with CheckpointManager(folder, incremental=incremental) as manager:
         manager.save(7, state(0)).wait()
-        readers = [
-            subprocess.Popen(
-                [sys.executable, "-c", READER, str(tmp_path), str(last)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for _ in range(2)
-        ]
-        for each in readers:
-            assert each.stdout is not None
-            each.stdout.readline()  # empty if it ended with an error, which is reported below
+        readers = [start(read_until, last, folder, ready, output=output) for ready, output in files]
+        for reader, (ready, _) in zip(readers, files, strict=True):
+            while reader.is_alive() and not ready.exists():
+                time.sleep(0.01)
         for number in range(1, last + 1):
             manager.save(7, state(number), overwrite=True)
-    for each in readers:
-        _, errors = each.communicate(timeout=120)
-        assert each.returncode == 0, errors
+    for reader, (_, output) in zip(readers, files, strict=True):
+        assert ended(reader) == 0, output.read_text()
     record_property("cases", last)

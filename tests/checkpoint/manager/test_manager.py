@@ -3,8 +3,6 @@
 import errno
 import json
 import os
-import subprocess
-import sys
 import threading
 import warnings
 from pathlib import Path
@@ -15,7 +13,8 @@ import torch
 
 import tensorkeep
 from faults import injection as faults
-from tensorkeep import CheckpointManager, EverySteps, KeepBest
+from forked import ended, start
+from tensorkeep import CheckpointManager, EverySteps, KeepBest, NotACheckpointError
 from tensorkeep.testing.equality import same
 
 
@@ -414,28 +413,27 @@ def test_abandoned_temporaries_go_when_a_manager_starts(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000001", "step-000005"]
 
 
+def read_until(last: int, folder: Path) -> None:
+    """Restore the latest step until it is the last one; each is complete."""
+    warnings.simplefilter("error")
+    manager, seen = CheckpointManager(folder), -1
+    while seen < last:
+        try:
+            found = manager.restore()
+        except NotACheckpointError:
+            continue
+        seen = found["step"]
+        assert bool((found["model"]["w"] == seen).all()), found
+
+
 def test_many_readers_beside_a_writer(tmp_path: Path) -> None:
-    code = (
-        "import sys, torch, warnings\n"
-        "from tensorkeep import CheckpointManager, NotACheckpointError\n"
-        "warnings.simplefilter('error')\n"
-        "manager, seen = CheckpointManager(sys.argv[1]), set()\n"
-        "while 19 not in seen:\n"
-        "    try: found = manager.restore()\n"
-        "    except NotACheckpointError: continue\n"
-        "    assert bool((found['model']['w'] == found['step']).all()), found\n"
-        "    seen.add(found['step'])\n"
-    )
-    readers = [
-        subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    with CheckpointManager(tmp_path, keep_last=2, incremental=True) as manager:
+    outputs = [tmp_path / f"output-{number}" for number in range(2)]
+    readers = [start(read_until, 19, tmp_path / "run", output=output) for output in outputs]
+    with CheckpointManager(tmp_path / "run", keep_last=2, incremental=True) as manager:
         for number in range(20):
             manager.save(number, state(number))
-    for reader in readers:
-        _, errors = reader.communicate(timeout=120)
-        assert reader.returncode == 0, errors
+    for reader, output in zip(readers, outputs, strict=True):
+        assert ended(reader) == 0, output.read_text()
 
 
 def test_the_command_line_prunes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

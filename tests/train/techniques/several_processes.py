@@ -1,16 +1,11 @@
-"""Processes that train runs together, for tests; as a script, this file is one of the processes.
+"""Processes that train runs together, for tests: each does the tasks that it receives, and returns their results."""
 
-A process reads tasks as lines of JSON from its standard input, and writes the result of each to its standard output.
-"""
-
-import json
 import os
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,6 +14,7 @@ import torch
 from torch import distributed as dist
 
 import tensorkeep.train.run.setup
+from forked import ended, start
 from tensorkeep.errors import TensorkeepError
 from tensorkeep.testing.technique_suite import TINY, SilentListener, opened, train_run
 from tensorkeep.train.config.config import Config
@@ -46,7 +42,7 @@ def task(action: str, config: Config, folder: Path, data: Path, **options: Any) 
 class ProcessPool:
     """Processes of one gloo group (with ``cuda``, also nccl), which do tasks together until the pool is closed.
 
-    Starting processes takes longer than their tasks, so tests share a pool.
+    Their first task takes longest, so tests share a pool.
 
     Parameters
     ----------
@@ -58,19 +54,16 @@ class ProcessPool:
 
     def __init__(self, size: int, folder: Path, *, cuda: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._errors = [folder / f"stderr-{rank}" for rank in range(size)]
-        self.processes = [self._started(rank, size, folder, cuda=cuda) for rank in range(size)]
-
-    def _started(self, rank: int, size: int, folder: Path, *, cuda: bool) -> subprocess.Popen[str]:
-        with self._errors[rank].open("w") as errors:
-            return subprocess.Popen(
-                [sys.executable, __file__, str(rank), str(size), str(folder), "cuda" if cuda else "cpu"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
+        self._outputs = [folder / f"output-{rank}" for rank in range(size)]
+        pipes = [Pipe() for _ in range(size)]
+        self._tasks = [pipe[0] for pipe in pipes]
+        device = "cuda" if cuda else "cpu"
+        self.processes = [
+            start(_main, rank, size, folder, device, theirs, output=self._outputs[rank])
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for _, theirs in pipes:
+            theirs.close()
 
     def __enter__(self) -> Self:
         return self
@@ -78,33 +71,20 @@ class ProcessPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for each in self.processes:
-            if each.stdin is not None:
-                each.stdin.close()
-        for each in self.processes:
-            try:
-                each.wait(timeout=0 if error else _TIMEOUT_SECONDS)
-            except subprocess.TimeoutExpired:
-                each.kill()
-            if each.stdout is not None:
-                each.stdout.close()
+        for each in self._tasks:
+            each.close()
+        for process in self.processes:
+            ended(process, 0 if error else _TIMEOUT_SECONDS)
 
-    def errors(self) -> list[str]:
-        """Return what the processes wrote to their standard error."""
-        return [each.read_text() for each in self._errors]
+    def outputs(self) -> list[str]:
+        """Return what the processes wrote to their standard output and error."""
+        return [each.read_text() for each in self._outputs]
 
-    def send(self, tasks: Mapping[str, Task]) -> list[str]:
-        """Let all processes do tasks; return the lines of each, which are fewer than tasks if a process ended."""
-        for each in self.processes:
-            assert each.stdin is not None
-            each.stdin.write("".join(f"{json.dumps(one)}\n" for one in tasks.values()))
-            each.stdin.flush()
-        timer = threading.Timer(_TIMEOUT_SECONDS, lambda: [each.kill() for each in self.processes])
-        timer.start()
-        try:
-            return ["".join(each.stdout.readline() for _ in tasks) for each in self.processes if each.stdout]
-        finally:
-            timer.cancel()
+    def send(self, tasks: Mapping[str, Task]) -> list[list[Any]]:
+        """Let all processes do tasks; return the results of each, which are fewer than tasks if a process ended."""
+        for each in self._tasks:
+            each.send([*tasks.values()])
+        return [_received(each, len(tasks)) for each in self._tasks]
 
     def run(self, tasks: Mapping[str, Task]) -> Results:
         """Let all processes do tasks; return their results.
@@ -114,9 +94,17 @@ class ProcessPool:
         AssertionError
             If a task failed.
         """
-        lines = [each.splitlines() for each in self.send(tasks)]
-        assert all(len(each) == len(tasks) for each in lines), "\n".join(each[-4000:] for each in self.errors())
-        return [dict(zip(tasks, map(json.loads, each), strict=True)) for each in lines]
+        results = self.send(tasks)
+        assert all(len(each) == len(tasks) for each in results), "\n".join(each[-4000:] for each in self.outputs())
+        return [dict(zip(tasks, each, strict=True)) for each in results]
+
+
+def _received(connection: Connection, count: int) -> list[Any]:
+    found: list[Any] = []
+    with suppress(EOFError, ConnectionResetError):
+        while len(found) < count and connection.poll(_TIMEOUT_SECONDS):
+            found.append(connection.recv())
+    return found
 
 
 @contextmanager
@@ -231,7 +219,7 @@ _ACTIONS: dict[str, Callable[[Task], Any]] = {
 }
 
 
-def _main(rank: int, size: int, folder: Path, device: str) -> None:
+def _main(rank: int, size: int, folder: Path, device: str, tasks: Connection) -> None:
     torch.set_num_threads(1)
     # The measurement takes longer than all tasks.
     for module in (tensorkeep.train.run.setup, mixed_precision):
@@ -241,11 +229,8 @@ def _main(rank: int, size: int, folder: Path, device: str) -> None:
         torch.cuda.set_device(rank)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=60), **group)
-    for line in sys.stdin:
-        given = json.loads(line)
-        print(json.dumps(_ACTIONS[given["action"]](given)), flush=True)
+    with suppress(EOFError):
+        while True:
+            for given in tasks.recv():
+                tasks.send(_ACTIONS[given["action"]](given))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])

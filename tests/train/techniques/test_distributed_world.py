@@ -54,8 +54,8 @@ def torchrun(monkeypatch: pytest.MonkeyPatch, *, size: int) -> None:
 
 
 def test_all_processes_end_when_one_is_killed(killed: ProcessPool) -> None:
-    assert [each.returncode for each in killed.processes] == [1, 9]
-    assert "another rank of the run has ended" in killed.errors()[0]
+    assert [each.exitcode for each in killed.processes] == [1, 9]
+    assert "another rank of the run has ended" in killed.outputs()[0]
 
 
 @pytest.mark.usefixtures("two")

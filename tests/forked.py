@@ -1,0 +1,59 @@
+"""Processes of tests that have imported torch and the trainer already, as forks of the standard library's fork server.
+
+The imports take seconds, which is more than most of these processes do. The server itself imports and computes nothing
+else, so that its forks are as good as new interpreters.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from multiprocessing import get_context
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+import pytest
+
+_CONTEXT = get_context("forkserver")
+# The first optimizer of a process imports torch's compiler.
+_CONTEXT.set_forkserver_preload(["torch._dynamo", "train.techniques.several_processes", "tensorkeep.cli.main"])
+
+
+def start(work: Callable[..., object], *arguments: object, output: Path) -> ForkServerProcess:
+    """Start a process that calls a function of a module; its standard output and error are appended to a file."""
+    # pytest imports test files by their path below the root, which other processes do not.
+    module = work.__module__.removeprefix("tests.")
+    process = _CONTEXT.Process(target=_run, args=(module, work.__name__, arguments, output), daemon=True)
+    with pytest.MonkeyPatch.context() as patches:
+        # For the server, which starts with the first process.
+        patches.setenv("PYTHONPATH", str(Path(__file__).parent))
+        patches.setenv("OMP_NUM_THREADS", "1")
+        process.start()
+    return process
+
+
+def start_tensorkeep(*words: str | Path, output: Path) -> ForkServerProcess:
+    """Start a command of Tensorkeep."""
+    return start(_tensorkeep, [*map(str, words)], output=output)
+
+
+def ended(process: ForkServerProcess, seconds: float = 120) -> int:
+    """Wait for a process, kill it if it takes too long, and return its exit code, or minus the signal that ended it."""
+    process.join(seconds)
+    process.kill()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def _run(module: str, work: str, arguments: Sequence[object], output: Path) -> None:
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for standard in (1, 2):
+        os.dup2(file, standard)
+    getattr(import_module(module), work)(*arguments)
+
+
+def _tensorkeep(words: list[str]) -> None:
+    from tensorkeep.cli.main import main
+
+    sys.exit(main(words))
