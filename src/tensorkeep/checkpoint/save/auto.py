@@ -19,10 +19,11 @@ import numpy as np
 from tensorkeep.codecs import probe
 from tensorkeep.errors import StoreError
 from tensorkeep.formats.base import StoredLeaf
-from tensorkeep.formats.blockfile.gather import copy_and_hash, raw_bytes
+from tensorkeep.formats.blockfile.coded_file import code, readable
+from tensorkeep.formats.blockfile.gather import copy_and_hash
 from tensorkeep.formats.blockfile.plan import Block, BlockFileOptions, plan_files, tasks_of
 from tensorkeep.formats.native.writer import NativeOptions
-from tensorkeep.formats.sealed import digest, new_hasher
+from tensorkeep.formats.sealed import digest
 from tensorkeep.formats.write import BLOCK_BYTES, WriteSettings, thread_bytes
 from tensorkeep.io import parallel
 from tensorkeep.io.buffers import BufferPool, round_up
@@ -224,17 +225,15 @@ def _run_trial(tasks: Iterable[Iterable[_Work]], threads: int, clock: Clock = ti
 
 def _gather(pool: BufferPool, block: Block) -> tuple[int, int]:
     with pool.acquire(block.nbytes) as buffer:
-        copy_and_hash(block, buffer[: block.nbytes], new_hasher(wide=False))
+        copy_and_hash(block, buffer[: block.nbytes], wide=False)
     return block.nbytes, block.nbytes
 
 
 def _code(pool: BufferPool, block: Block) -> tuple[int, int]:
     coded_bytes = round_up(probe.bound(block.nbytes))
-    staging = 0 if block.leaf.source.host_bytes() is not None else block.nbytes
-    with pool.acquire(coded_bytes + staging) as buffer:
-        raw = raw_bytes(block, buffer[coded_bytes:])
-        length = probe.encode(raw, block.leaf.source.dtype, buffer[:coded_bytes])[1]
-        digest(raw)
+    with pool.acquire(coded_bytes + block.nbytes) as buffer:
+        raw, aside = readable(block, buffer[coded_bytes:])
+        length = code(block, raw, aside, None, buffer[:coded_bytes], wide=False)[2]
         digest(buffer[:length])
     return block.nbytes, length
 
@@ -280,7 +279,7 @@ def _filled(buffer: Bytes, task: list[Block]) -> Bytes:
     content = buffer[:BLOCK_BYTES]
     used = 0
     for block in task:
-        copy_and_hash(block, content[used : used + block.nbytes], new_hasher(wide=False))
+        copy_and_hash(block, content[used : used + block.nbytes], wide=False)
         used += block.nbytes
     for at in range(used, BLOCK_BYTES, used):
         content[at : at + used] = content[: min(used, BLOCK_BYTES - at)]

@@ -4,7 +4,7 @@ Each task takes its offset when the task before it has taken its own. Space for 
 the header is written last.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import numpy as np
 from tensorkeep.codecs import probe
 from tensorkeep.codecs.base import Codec
 from tensorkeep.formats.blockfile.data_file import DataFile, WriteContext
-from tensorkeep.formats.blockfile.gather import bytes_of, raw_bytes, slices_of
+from tensorkeep.formats.blockfile.gather import Reading, bytes_of, raw_bytes, slices_of
 from tensorkeep.formats.blockfile.notes import Description, describe_longest
 from tensorkeep.formats.blockfile.plan import Block, BlockRecord, FilePlan
 from tensorkeep.formats.sealed import digest
@@ -40,17 +40,18 @@ class CodedDataFile(DataFile):
     def _write(self, number: int, staged: Buffer | None) -> None:
         blocks = self.tasks[number]
         is_last = number == len(self.tasks) - 1
-        gathered = [block.nbytes for block in blocks if not staged and block.leaf.source.host_bytes() is None]
         # A stored block is never longer than the raw one, but codecs may need more space while they work.
         coded_bytes = round_up(bytes_of(blocks) + max(_slack(block.nbytes, self._context.codec) for block in blocks))
-        sizes = coded_bytes, round_up(max(gathered, default=0)), self._scratch_bytes(blocks)
+        # Raw bytes that are not staged are gathered, or copied before they are read a second time: they may change.
+        aside_bytes = 0 if staged else round_up(max(block.nbytes for block in blocks))
+        sizes = coded_bytes, aside_bytes, self._scratch_bytes(blocks)
         with staged or nullcontext(), self._context.pool.acquire(sum(sizes)) as buffer:
-            out, gather, scratch = np.split(buffer[: sum(sizes)], np.cumsum(sizes[:-1]))
-            raw = (
-                (staged.array[place] for _, place in slices_of(blocks))
-                if staged
-                else (raw_bytes(block, gather) for block in blocks)
-            )
+            out, aside, scratch = np.split(buffer[: sum(sizes)], np.cumsum(sizes[:-1]))
+            raw: Iterable[tuple[Bytes, Bytes | None]]
+            if staged:
+                raw = ((staged.array[place], None) for _, place in slices_of(blocks))
+            else:
+                raw = (readable(block, aside) for block in blocks)
             used = self._code(blocks, raw, out, scratch, last=is_last)
             with self._order.turn(number):
                 offset = self._end
@@ -64,12 +65,20 @@ class CodedDataFile(DataFile):
         """Return the memory that `_store` needs for any of these blocks, besides its output."""
         return 0
 
-    def _code(self, blocks: list[Block], raw_of: Iterable[Bytes], out: Bytes, scratch: Bytes, *, last: bool) -> int:
+    def _code(
+        self,
+        blocks: list[Block],
+        raw_of: Iterable[tuple[Bytes, Bytes | None]],
+        out: Bytes,
+        scratch: Bytes,
+        *,
+        last: bool,
+    ) -> int:
         """Code a task's blocks to the front of ``out``; return the bytes used: whole pages, except in the last task."""
         coded: list[tuple[Block, str, str, int]] = []
         used = 0
-        for block, raw in zip(blocks, raw_of, strict=True):
-            stored = self._store(block, raw, out[used:], scratch)
+        for block, (raw, aside) in zip(blocks, raw_of, strict=True):
+            stored = self._store(block, raw, aside, out[used:], scratch)
             if stored is not None:
                 raw_digest, codec, length = stored
                 coded.append((block, raw_digest, codec, used))
@@ -81,28 +90,55 @@ class CodedDataFile(DataFile):
             self.records[block.key] = BlockRecord(codec, stop - start, raw_digest, digest(out[start:stop]))
         return end
 
-    def _store(self, block: Block, raw: Bytes, out: Bytes, scratch: Bytes) -> tuple[str, str, int] | None:
+    def _store(
+        self, block: Block, raw: Bytes, aside: Bytes | None, out: Bytes, scratch: Bytes
+    ) -> tuple[str, str, int] | None:
         """Code one block to the front of ``out``; return the digest of its raw bytes, the codec and the stored length.
 
-        None for a block that is not stored in this file.
+        ``aside`` is as in `Reading`. None for a block that is not stored in this file.
         """
-        codec, length = encode(raw, block, self._context.codec, out)
-        return digest(raw, wide=self._context.wide), codec, length
+        return code(block, raw, aside, self._context.codec, out, wide=self._context.wide)
+
+
+def readable(block: Block, aside: Bytes) -> tuple[Bytes, Bytes | None]:
+    """Return a block's raw bytes and where to copy them before they are read twice.
+
+    That is None for bytes that are gathered now, to ``aside``.
+    """
+    raw = raw_bytes(block, aside)
+    return raw, None if block.leaf.source.host_bytes() is None else aside
 
 
 def _slack(nbytes: int, codec: Codec | None) -> int:
     return (probe.bound(nbytes) if codec is None else codec.bound(nbytes)) - nbytes + ALIGNMENT
 
 
-def encode(raw: Bytes, block: Block, codec: Codec | None, out: Bytes) -> tuple[str, int]:
+def code(
+    block: Block, raw: Bytes, aside: Bytes | None, codec: Codec | None, out: Bytes, *, wide: bool
+) -> tuple[str, str, int]:
+    """Code a block to the front of ``out``, by the codec that the probe chooses if ``codec`` is None.
+
+    ``aside`` is as in `Reading`. Return the digest of the raw bytes, the codec's name and the stored length.
+    """
+    reading = Reading(aside, wide=wide)
+    name, length = encode(raw, block, codec, out, reading)
+    return digest(out[:length], wide=wide) if name == "raw" else reading.hexdigest(), name, length
+
+
+def encode(
+    raw: Bytes, block: Block, codec: Codec | None, out: Bytes, read: Callable[[Bytes], Bytes] = lambda piece: piece
+) -> tuple[str, int]:
     """Code a block with a codec, or with the one that the probe chooses; store it raw if that is not longer.
 
-    Return the codec's name, and the bytes used at the front of ``out``.
+    ``read`` is as in `tensorkeep.codecs.probe.encode`. Return the codec's name, and the bytes used at the front of
+    ``out``.
     """
+    dtype = block.leaf.source.dtype
     if codec is None:
-        return probe.encode(raw, block.leaf.source.dtype, out)
-    length = codec.encode(raw, block.leaf.source.dtype, out)
-    if length < len(raw) or codec.name == "raw":
-        return codec.name, length
-    out[: len(raw)] = raw
+        return probe.encode(raw, dtype, out, read)
+    if codec.name != "raw":
+        length = codec.encode(read(raw), dtype, out)
+        if length < len(raw):
+            return codec.name, length
+    np.copyto(out[: len(raw)], raw)
     return "raw", len(raw)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from tensorkeep.formats.blockfile.plan import Block
-from tensorkeep.formats.sealed import Hasher
+from tensorkeep.formats.sealed import Hasher, digest, new_hasher
 from tensorkeep.io.buffers import ALIGNMENT, round_up
 from tensorkeep.io.files import Bytes
 from tensorkeep.state.cuda import side_stream
@@ -43,17 +43,41 @@ def stage(blocks: list[Block], buffer: Bytes) -> None:
             np.copyto(buffer[place], raw[block.start : block.stop])
 
 
-def copy_and_hash(block: Block, out: Bytes, hasher: Hasher) -> None:
-    """Copy a block's raw bytes to ``out`` and feed them to a hasher."""
+class Reading:
+    """Reads raw bytes once and hashes them, so that what is hashed is what is coded even if the state changes.
+
+    Each piece is copied to ``aside``, memory of at least the piece's size, or used as it is if ``aside`` is None: then
+    nothing else may change it.
+    """
+
+    def __init__(self, aside: Bytes | None, *, wide: bool) -> None:
+        self._aside = aside
+        self._hasher: Hasher = new_hasher(wide=wide)
+
+    def __call__(self, piece: Bytes) -> Bytes:
+        """Return the bytes of the next piece, which are valid until the next call."""
+        taken = piece if self._aside is None else self._aside[: piece.size]
+        for at in range(0, piece.size, _HASH_BYTES):
+            part = taken[at : at + _HASH_BYTES]
+            if self._aside is not None:
+                np.copyto(part, piece[at : at + _HASH_BYTES])
+            self._hasher.update(part)
+        return taken
+
+    def hexdigest(self) -> str:
+        """Return the checksum of all pieces."""
+        return self._hasher.hexdigest()
+
+
+def copy_and_hash(block: Block, out: Bytes, *, wide: bool) -> str:
+    """Copy a block's raw bytes to ``out``; return their checksum."""
     raw = block.leaf.source.host_bytes()
     if raw is None:
         block.leaf.source.read(block.start, block.stop, out)
-        hasher.update(out)
-        return
-    for at in range(0, block.nbytes, _HASH_BYTES):
-        piece = out[at : at + _HASH_BYTES]
-        np.copyto(piece, raw[block.start + at : block.start + at + len(piece)])
-        hasher.update(piece)
+        return digest(out, wide=wide)
+    reading = Reading(out, wide=wide)
+    reading(raw[block.start : block.stop])
+    return reading.hexdigest()
 
 
 def raw_bytes(block: Block, buffer: Bytes) -> Bytes:

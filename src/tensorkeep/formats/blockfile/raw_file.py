@@ -1,5 +1,6 @@
 """Data files of raw tensors: every offset is known before anything is written."""
 
+import functools
 import threading
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from tensorkeep.formats.blockfile.data_file import DataFile, WriteContext
 from tensorkeep.formats.blockfile.gather import bytes_of, copy_and_hash, slices_of, staging_bytes
 from tensorkeep.formats.blockfile.notes import Description, describe
 from tensorkeep.formats.blockfile.plan import BlockRecord, FilePlan
-from tensorkeep.formats.sealed import new_hasher
+from tensorkeep.formats.sealed import digest
 from tensorkeep.io.buffers import ALIGNMENT, Buffer, round_down, round_up
 from tensorkeep.io.files import Bytes, DirectFile
 
@@ -38,12 +39,10 @@ class RawDataFile(DataFile):
         first = round_down(begin)
         with staged or self._context.pool.acquire(staging_bytes(blocks)) as buffer:
             for block, place in slices_of(blocks):
-                hasher = new_hasher(wide=self._context.wide)
-                if staged:
-                    hasher.update(buffer[place])
-                else:
-                    copy_and_hash(block, buffer[place], hasher)
-                self.records[block.key] = BlockRecord("raw", block.nbytes, hasher.hexdigest())
+                hashed = digest if staged else functools.partial(copy_and_hash, block)
+                self.records[block.key] = BlockRecord(
+                    "raw", block.nbytes, hashed(buffer[place], wide=self._context.wide)
+                )
             low, high = self._edges.settle(begin, end, buffer)
             self._file.write(low, buffer[low - first : high - first])
         self._context.meter.add(end - begin)

@@ -10,6 +10,7 @@ import numpy as np
 from tensorkeep.codecs import probe, zstd
 from tensorkeep.formats.blockfile.coded_file import CodedDataFile, encode
 from tensorkeep.formats.blockfile.data_file import WriteContext
+from tensorkeep.formats.blockfile.gather import Reading
 from tensorkeep.formats.blockfile.notes import Description, describe, describe_longest
 from tensorkeep.formats.blockfile.plan import Block, BlockKey, BlockRecord, FilePlan, coded_name
 from tensorkeep.formats.blockfile.read import scratch_bytes
@@ -65,13 +66,21 @@ class ChangesFile(CodedDataFile):
                 needs.append(_coding_bytes(block) + scratch_bytes(base.stored, block.nbytes))
         return max(needs)
 
-    def _store(self, block: Block, raw: Bytes, out: Bytes, scratch: Bytes) -> tuple[str, str, int] | None:
+    def _store(
+        self, block: Block, raw: Bytes, aside: Bytes | None, out: Bytes, scratch: Bytes
+    ) -> tuple[str, str, int] | None:
         raw_digest = digest(raw, wide=True)
         found = self._previous.find(block, raw_digest)
         if found is not None:
             self.found[block.key] = found
             return None
         base = self._previous.base_of(block)
+        if base is None and aside is not None:
+            return super()._store(block, raw, aside, out, scratch)
+        if aside is not None:
+            # It is read several times, and may have changed since it was hashed.
+            reading = Reading(aside, wide=True)
+            raw, raw_digest = reading(raw), reading.hexdigest()
         difference = None if base is None else self._difference(block, raw, raw_digest, base, out, scratch)
         if base is None or difference is None:
             return raw_digest, *encode(raw, block, self._context.codec, out)
