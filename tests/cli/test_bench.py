@@ -1,9 +1,9 @@
 """``tensorkeep bench checkpoint``: runs, reports, interrupts, resumes, and invalid arguments."""
 
 import json
+import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 import tensorkeep
+from forked import ended, start
 from tensorkeep.bench.run.scratch import NAME
 from tensorkeep.cli.main import main
+from tensorkeep.report import files as report_files
 
 SMALL = "openllama-3b:scale=0.0005:layers=1"
 ARMS = ["pytorch", "pytorch (again)", "safetensors", "tensorkeep"]
@@ -73,22 +75,17 @@ def test_own_checkpoint_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.usefixtures("cells_in_process", "without_plots")
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_interrupted_run_keeps_its_results_and_resumes(number: int, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    command = [sys.executable, "-m", "tensorkeep", *RUN, "--runs", "40", "--out", str(out)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        deadline = time.monotonic() + 120
-        while not (out / "results.json").exists() or measured_cells(out) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        process.send_signal(number)
-        output, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 130, err
-    assert "interrupted" in err
-    assert "--resume" in err
-    assert "wrote" in output
+    out, output = tmp_path / "out", tmp_path / "output"
+    process = start(bench_without_plots, [*RUN, "--runs", "40", "--out", str(out)], output=output)
+    while not (out / "results.json").exists() or measured_cells(out) < 2:
+        assert process.is_alive(), output.read_text()
+        time.sleep(0.1)
+    assert process.pid is not None
+    os.kill(process.pid, number)
+    code, printed = ended(process), output.read_text()
+    assert code == 130, printed
+    for text in ("interrupted", "--resume", "wrote"):
+        assert text in printed
     kept = measured_cells(out)
     assert 2 <= kept < 10
     assert not (out / NAME).exists()
@@ -100,6 +97,12 @@ def test_interrupted_run_keeps_its_results_and_resumes(number: int, tmp_path: Pa
     assert main(["bench", "checkpoint", "--resume", "--out", str(out), "-q"]) == 0
     assert measured_cells(out) == kept + 1
     assert results(out)["complete"]
+
+
+def bench_without_plots(words: list[str]) -> None:
+    """Run a command in this process, whose report has no plots, which take seconds."""
+    report_files.draw_plots = lambda results: []
+    sys.exit(main(words))
 
 
 def measured_cells(folder: Path) -> int:
