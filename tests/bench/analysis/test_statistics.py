@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy  # it imports `stats` on first use
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 
 from tensorkeep.bench.analysis import statistics
 from tensorkeep.errors import MissingExtraError
@@ -21,22 +21,22 @@ logs = st.lists(st.floats(-5, 5, allow_nan=False), min_size=2, max_size=12)
 @pytest.mark.parametrize("df", [1, 2, 3, 4, 9, 99, 1e5])
 def test_the_critical_t_is_that_of_scipy_stats(df: float) -> None:
     for alpha in (0.5, 0.05, 0.05 / 24):
-        assert statistics.t_critical(df, alpha) == pytest.approx(stats.t.isf(alpha / 2, df), rel=1e-9)
+        assert statistics.t_critical(df, alpha) == pytest.approx(scipy.stats.t.isf(alpha / 2, df), rel=1e-9)
 
 
 @pytest.mark.parametrize("n", [2, 3, 10, 1000])
 def test_the_p_value_is_that_of_scipy_stats(n: int) -> None:
     for t in (0.0, 1e-9, 0.1, 1.0, -1.0, 1.9, 2.1, 5.0, 20.0, 30.0, 1e4):
-        expected = 2 * stats.t.sf(abs(t), n - 1)
+        expected = 2 * scipy.stats.t.sf(abs(t), n - 1)
         assert statistics.paired_p(t / math.sqrt(n), 1.0, n) == pytest.approx(expected, rel=1e-6, abs=1e-300)
 
 
 @pytest.mark.parametrize("df", [1, 2, 4, 29, 999])
 @pytest.mark.parametrize("alpha", [0.05, 0.05 / 12, 0.05 / 255])
 def test_the_smallest_effect_is_found_with_probability_80(df: int, alpha: float) -> None:
-    critical, effect = stats.t.isf(alpha / 2, df), statistics.effect_for_power(df, alpha)
-    opposite = np.nan_to_num(stats.nct.cdf(-critical, df, effect))
-    assert stats.nct.sf(critical, df, effect) + opposite == pytest.approx(0.8, abs=1e-4)
+    critical, effect = scipy.stats.t.isf(alpha / 2, df), statistics.effect_for_power(df, alpha)
+    opposite = np.nan_to_num(scipy.stats.nct.cdf(-critical, df, effect))
+    assert scipy.stats.nct.sf(critical, df, effect) + opposite == pytest.approx(0.8, abs=1e-4)
 
 
 def test_without_scipy_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,10 +50,10 @@ def test_without_scipy_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 def test_paired_test_and_gain_are_those_of_scipy_stats(values: list[float]) -> None:
     found = statistics.compare(values)
     if found.std:
-        expected = stats.ttest_1samp(np.where(np.abs(values) < 1e-12, 0, values), 0).pvalue
+        expected = scipy.stats.ttest_1samp(np.where(np.abs(values) < 1e-12, 0, values), 0).pvalue
         assert found.p == pytest.approx(expected, abs=1e-9)
         assert found.std == pytest.approx(np.std(values, ddof=1), rel=1e-6)
-    assert found.gain == pytest.approx(stats.gmean(np.exp(values)), rel=1e-9)
+    assert found.gain == pytest.approx(scipy.stats.gmean(np.exp(values)), rel=1e-9)
 
 
 @given(logs, st.randoms())
@@ -79,7 +79,7 @@ def test_the_interval_contains_the_gain_and_students_interval(values: list[float
     assert found.low <= found.gain * (1 + 1e-12)
     assert found.high >= found.gain * (1 - 1e-12)
     if found.std:
-        reach = stats.t.isf(0.025, found.n - 1) * stats.sem(values)
+        reach = scipy.stats.t.isf(0.025, found.n - 1) * scipy.stats.sem(values)
         assert math.log(found.low) <= np.mean(values) - reach + 1e-9
         assert math.log(found.high) >= np.mean(values) + reach - 1e-9
 
@@ -111,7 +111,7 @@ def test_coverage_of_the_interval_with_skewed_errors(n: int) -> None:
 def test_the_bootstrap_widens_the_interval_of_many_skewed_blocks() -> None:
     values = np.sort(np.random.default_rng(0).exponential(size=200) ** 4)
     low, high = statistics.interval(values)
-    reach = stats.t.isf(0.025, 199) * stats.sem(values)
+    reach = scipy.stats.t.isf(0.025, 199) * scipy.stats.sem(values)
     assert low == pytest.approx(values.mean() - reach)
     assert high > values.mean() + 1.05 * reach
     # Where the bootstrap decides, too, the other way round is the mirror image.
@@ -161,7 +161,7 @@ def test_the_detectable_gain_is_found_four_times_in_five(n: int, tests: int) -> 
     gain = statistics.detectable_gain(std, n, tests)
     random = np.random.default_rng(n)
     values = random.normal(math.log(gain), std, size=(20_000, n))
-    found = stats.ttest_1samp(values, 0, axis=1).pvalue < 0.05 / tests
+    found = scipy.stats.ttest_1samp(values, 0, axis=1).pvalue < 0.05 / tests
     assert found.mean() == pytest.approx(0.8, abs=0.012)
 
 

@@ -1,17 +1,19 @@
 """Reading checkpoints that DCP wrote, with one rank or many."""
 
 import argparse
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import tensorkeep
+from forked import ended, start
 from formats.dcp.checkpoints import grid, read, real_save, trained, write_chunks
 from tensorkeep.errors import (
     CorruptCheckpointError,
@@ -109,29 +111,22 @@ def test_damaged_chunk_is_found_and_named(tmp_path: Path) -> None:
         assert (load(reader)["w"] != 7.25).sum() == 1
 
 
-RANKS = """
-import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import distribute_tensor, Shard, Replicate
-rank, place, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=2)
-mesh = init_device_mesh("cpu", (2,))
-whole = torch.arange(5 * 6, dtype=torch.float32).reshape(5, 6)
-state = {"model": {"rows": distribute_tensor(whole, mesh, [Shard(0)]),
-                   "columns": distribute_tensor(whole, mesh, [Shard(1)]),
-                   "all": distribute_tensor(whole, mesh, [Replicate()])}, "step": 3}
-dcp.save(state, checkpoint_id=path)
-dist.destroy_process_group()
-"""
+def save_as_rank(rank: int, folder: Path) -> None:
+    """Save sharded tensors together with the other rank."""
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=2)
+    mesh, whole = init_device_mesh("cpu", (2,)), torch.arange(5 * 6, dtype=torch.float32).reshape(5, 6)
+    places = {"rows": Shard(0), "columns": Shard(1), "all": Replicate()}
+    model = {name: distribute_tensor(whole, mesh, [place]) for name, place in places.items()}
+    dcp.save({"model": model, "step": 3}, checkpoint_id=folder / "c")
+    dist.barrier()  # a rank that ends first closes the connections of the other
+    dist.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_checkpoint_of_two_ranks_is_read(tmp_path: Path) -> None:
-    script = tmp_path / "ranks.py"
-    script.write_text(RANKS)
-    arguments = [str(tmp_path / "rendezvous"), str(tmp_path / "c")]
-    ranks = [subprocess.Popen([sys.executable, str(script), str(rank), *arguments]) for rank in range(2)]
-    assert [process.wait(120) for process in ranks] == [0, 0]
+    outputs = [tmp_path / f"output-{rank}" for rank in range(2)]
+    ranks = [start(save_as_rank, rank, tmp_path, output=output) for rank, output in enumerate(outputs)]
+    assert [ended(rank) for rank in ranks] == [0, 0], [output.read_text() for output in outputs]
     whole = torch.arange(5 * 6, dtype=torch.float32).reshape(5, 6)
     expected = {"model": {"rows": whole, "columns": whole, "all": whole.clone()}, "step": 3}
     found = read(tmp_path / "c")
