@@ -60,6 +60,8 @@ static size_t encode_block(const struct kernels *kernels, struct encoder *encode
     int streams = count < FOUR_STREAMS_FROM ? 1 : 4, bits = size_bits(count, streams);
     size_t header = (size_t)(4 + 2 * bits) / 8, tree = described ? 0 : encoder->description_size;
     size_t each = (count + (size_t)streams - 1) / (size_t)streams, most = count - count / LEAST_GAIN - NO_SEQUENCES;
+    /* Before anything is written: a short last block may have space for fewer bytes than the description takes. */
+    if (header + tree + (streams == 4 ? JUMP_TABLE : 0) >= most) return 0;
     uint8_t *jump = out + header + tree, *at = jump + (streams == 4 ? JUMP_TABLE : 0);
     memcpy(out + header, encoder->description, tree);
     for (int i = 0; i < streams; i++) {
@@ -285,7 +287,8 @@ int decode_frame(const struct kernels *kernels, struct decoder *decoder, const u
             at += 1;
             break;
         case BLOCK_COMPRESSED:
-            if (field > size - at) return 0;
+            /* 3.1.1.2.3: not even the compressed bytes may exceed the window, here the content. */
+            if (field > size - at || field > least(MAX_BLOCK, count)) return 0;
             length = decode_block(kernels, decoder, content, field, out + done, room, &has_tree);
             if (!length) return 0;
             at += field;

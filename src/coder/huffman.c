@@ -197,7 +197,7 @@ static size_t write_weights(const uint8_t *weights, int n, uint8_t *out) {
     return size;
 }
 
-/* Write the description of a code (4.2.1) to at most 129 bytes; return its length, 0 if it has none. */
+/* Write the description of a code (4.2.1) to at most MAX_TREE bytes; return its length, 0 if it has none. */
 size_t write_tree(const struct code *code, uint8_t *out) {
     uint8_t weights[SYMBOLS + 1] = {0};
     int n = 0; /* without the last weight, which follows from the others */

@@ -22,10 +22,10 @@ static ALWAYS_INLINE uint16_t load16(const uint8_t *at) {
 #undef FUNCTION
 #define FUNCTION(name) avx2_##name
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,bmi,bmi2,lzcnt"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,bmi,bmi2"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx2,bmi,bmi2,lzcnt")
+#pragma GCC target("avx2,bmi,bmi2")
 #endif
 #include "kernels.h"
 #if defined(__clang__)

@@ -4,8 +4,9 @@
 
 #include "coder.h"
 
-/* One binary serves all processors of an architecture: the instructions are chosen when the module is imported. */
-static const struct kernels *kernels = &plain_kernels;
+/* One binary serves all processors of an architecture: the instructions are chosen when the module is imported. Threads
+   read this without the GIL. */
+static const struct kernels *_Atomic kernels = &plain_kernels;
 
 static int select_kernels(PyObject *module, int plain) {
     const char *name = "plain";
@@ -62,8 +63,14 @@ static int check_layout(int layout, int width) {
     return -1;
 }
 
+/* Return whether a buffer can hold a structure of this size whose members have at most 8 bytes. */
+static int fits(const Py_buffer *buffer, size_t size) {
+    return (size_t)buffer->len == size && (uintptr_t)buffer->buf % 8 == 0;
+}
+
 PyDoc_STRVAR(split_doc, "split($module, raw, planes, layout, /)\n--\n\n"
-                        "Write byte k of every element to plane k; the number of planes is the elements' width.");
+                        "Write byte k of every element to plane k; the number of planes is the elements' width. "
+                        "None may overlap `raw`.");
 
 static PyObject *split(PyObject *module, PyObject *arguments) {
     Py_buffer raw, buffers[MAX_WIDTH];
@@ -85,7 +92,8 @@ static PyObject *split(PyObject *module, PyObject *arguments) {
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(merge_doc, "merge($module, planes, raw, layout, /)\n--\n\nFill elements from their planes.");
+PyDoc_STRVAR(merge_doc, "merge($module, planes, raw, layout, /)\n--\n\n"
+                        "Fill elements from their planes, of which none may overlap `raw`.");
 
 static PyObject *merge(PyObject *module, PyObject *arguments) {
     Py_buffer raw, buffers[MAX_WIDTH];
@@ -117,9 +125,9 @@ static PyObject *encode(PyObject *module, PyObject *arguments) {
     int first;
     (void)module;
     if (!PyArg_ParseTuple(arguments, "w*y*w*p", &encoder, &data, &out, &first)) return NULL;
-    int failed = encoder.len != sizeof(struct encoder) || (size_t)out.len < frame_bound((size_t)data.len);
+    int failed = !fits(&encoder, sizeof(struct encoder)) || (size_t)out.len < frame_bound((size_t)data.len);
     if (failed) {
-        PyErr_SetString(PyExc_ValueError, "`out` is too small, or the encoder has another size");
+        PyErr_SetString(PyExc_ValueError, "`out` is too small, or the encoder has another size or is not aligned to 8 bytes");
     } else {
         Py_BEGIN_ALLOW_THREADS;
         if (first) reset_encoder(encoder.buf);
@@ -141,9 +149,9 @@ static PyObject *decode(PyObject *module, PyObject *arguments) {
     int decoded = 0;
     (void)module;
     if (!PyArg_ParseTuple(arguments, "w*y*w*", &decoder, &frame, &out)) return NULL;
-    int failed = decoder.len != sizeof(struct decoder);
+    int failed = !fits(&decoder, sizeof(struct decoder));
     if (failed) {
-        PyErr_SetString(PyExc_ValueError, "the decoder has another size");
+        PyErr_SetString(PyExc_ValueError, "the decoder has another size or is not aligned to 8 bytes");
     } else {
         Py_BEGIN_ALLOW_THREADS;
         decoded = decode_frame(kernels, decoder.buf, frame.buf, (size_t)frame.len, out.buf, (size_t)out.len);
