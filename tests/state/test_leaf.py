@@ -12,6 +12,7 @@ import torch
 from tensorkeep.errors import OutOfMemoryError, UnsupportedError, UnsupportedLeafError, UsageError
 from tensorkeep.state.dtypes import BY_NAME
 from tensorkeep.state.leaf import Leaf, allocate
+from tensorkeep.state.strided import Bytes
 from tensorkeep.testing.equality import leaf_bytes
 from tensorkeep.testing.strategies import NUMPY_DTYPES, TORCH_DTYPES
 
@@ -41,6 +42,25 @@ def test_dense_memory_is_shared_not_copied(kind: str, dtype: Any, shape: tuple[i
     assert view.shape == (leaf.nbytes,)
     view[:] = np.arange(leaf.nbytes) % (2 if dtype.kind == "bool" else 256)
     assert stream(leaf) == view.tobytes() == leaf_bytes(leaf.array)
+
+
+def memory_of(tensor: torch.Tensor) -> Bytes:
+    view = leaf_of(tensor).host_bytes()
+    assert view is not None
+    return view
+
+
+def test_host_bytes_keep_the_memory_of_a_tensor_alive() -> None:
+    view = memory_of(torch.arange(100_000.0))
+    others = [torch.zeros(100_000) for _ in range(5)]
+    assert np.array_equal(view.view(np.float32), np.arange(100_000.0))
+    assert not any(map(torch.any, others))
+
+
+def test_tensors_can_be_resized_after_a_call_of_host_bytes() -> None:
+    tensor = torch.ones(3)
+    memory_of(tensor)
+    assert tensor.resize_(1000).numel() == 1000
 
 
 def test_known_bytes() -> None:

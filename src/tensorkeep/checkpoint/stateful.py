@@ -36,8 +36,9 @@ def items(value: Any) -> list[tuple[Key, Any]] | None:
 
 def with_items(value: Any, found: Mapping[Key, Any]) -> Any:
     """Return a container like the given one with other items under its keys; the same one if nothing changes."""
-    before = items(value) or []
-    if all(found[key] is item for key, item in before):
+    # Another thread may have changed the container meanwhile.
+    before = dict(items(value) or [])
+    if before.keys() == found.keys() and all(found[key] is item for key, item in before.items()):
         return value
     if type(value) in (list, tuple):
         return type(value)(found.values())

@@ -140,12 +140,7 @@ class Leaf:
         tensor = self.array
         if tensor.device.type != "cpu" or is_lazy(tensor) or not tensor.is_contiguous():
             return None
-        import torch
-
-        # Not reshape(-1): a single element may have any stride, which view() does not accept.
-        flat = as_integers(tensor).as_strided((tensor.numel(),), (1,))
-        view: Bytes = flat.view(torch.uint8).numpy()
-        return view
+        return np.asarray(_Memory(tensor, self.nbytes))
 
     def read(self, start: int, stop: int, out: Bytes) -> None:
         """Copy the bytes [start, stop) of the stream, multiples of the item size, to ``out``.
@@ -206,6 +201,18 @@ class Leaf:
             end = begin + math.prod(piece.shape) * size
             yield piece, data[begin:end]
             begin = end
+
+
+class _Memory:
+    """Shows numpy the memory of a contiguous tensor, and keeps it alive.
+
+    ``Tensor.numpy`` would do so, but torch then refuses to resize the tensor for ever, which FSDP does.
+    """
+
+    def __init__(self, tensor: "torch.Tensor", nbytes: int) -> None:
+        self._tensor = tensor
+        address = tensor.data_ptr(), False
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (nbytes,), "data": address}
 
 
 def _check_plain(name: str, tensor: "torch.Tensor") -> None:

@@ -64,7 +64,10 @@ class StateLeaf(NamedTuple):
 
 
 class SkeletonWriter:
-    """Encodes one state; ``leaves`` has those encoded so far, in traversal order, whose names are assigned later."""
+    """Encodes one state; ``leaves`` has those encoded so far, in traversal order, whose names are assigned later.
+
+    Containers are copied before they are encoded, because other threads may change them.
+    """
 
     def __init__(self) -> None:
         self.leaves: list[StateLeaf] = []
@@ -93,9 +96,10 @@ class SkeletonWriter:
 
     def _list(self, value: Iterable[Any], path: Path) -> list[Any]:
         check_depth(path, len(path))
-        return [self.encode(item, (*path, index)) for index, item in enumerate(value)]
+        return [self.encode(item, (*path, index)) for index, item in enumerate(list(value))]
 
     def _dict(self, value: dict[Any, Any], path: Path, prefix: str = "") -> dict[str, Any]:
+        value = dict(value)
         if all(type(key) is str for key in value):
             for key in value:
                 _check_text(key, (*path, key))
@@ -104,6 +108,7 @@ class SkeletonWriter:
 
     def _items(self, value: dict[Any, Any], path: Path) -> list[list[Any]]:
         check_depth(path, len(path))
+        value = dict(value)
         for key in value:
             _check_key(key, path)
         return [[encode_key(key), self.encode(item, (*path, key))] for key, item in value.items()]
@@ -126,9 +131,10 @@ class SkeletonWriter:
         return node
 
     def _set(self, value: set[Any] | frozenset[Any], path: Path) -> dict[str, Any]:
-        for item in value:
-            _check_key(item, path)
-        return {type(value).__name__: [encode_key(item) for item in value]}
+        elements = list(value)
+        for element in elements:
+            _check_key(element, path)
+        return {type(value).__name__: [encode_key(element) for element in elements]}
 
     def _registered(self, value: Any, path: Path) -> dict[str, Any]:
         cls = type(value)

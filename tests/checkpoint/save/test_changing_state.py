@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import zipfile
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -153,6 +154,36 @@ def test_a_background_save_verifies_if_a_thread_writes_all_the_time(name: str, t
     with changed_by_a_thread(memory_of(state)):
         tensorkeep.save_async(state, tmp_path / "c", **SAVES[name]).wait()
     assert_intact(tmp_path / "c", SAVES[name].get("format", "native"))
+
+
+def test_containers_may_change_during_a_save(tmp_path: Path) -> None:
+    state: dict[str, Any] = {
+        "dict": {f"key {number}": number for number in range(20)},
+        "numbers": dict.fromkeys(range(20), 0.5),
+        "ordered": OrderedDict(a=1, b=2),
+        "set": set(range(20)),
+        "list": list(range(20)),
+    }
+    count = 0
+
+    def change(*_: object) -> None:
+        nonlocal count
+        count += 1
+        for name, key in (("dict", f"new {count % 7}"), ("numbers", -(count % 7)), ("ordered", f"new {count % 7}")):
+            if state[name].pop(key, None) is None:
+                state[name][key] = 1
+        state["set"] ^= {count % 20}
+        state["list"].insert(0, state["list"].pop())
+
+    sys.setprofile(change)
+    try:
+        tensorkeep.save(state, tmp_path / "c")
+    finally:
+        sys.setprofile(None)
+    assert count > 100
+    loaded = tensorkeep.load(tmp_path / "c")
+    assert {"key 0", "key 1"} <= loaded["dict"].keys()
+    assert sorted(loaded["list"]) == list(range(20))
 
 
 PROCESS = """
