@@ -26,6 +26,17 @@ LONGEST = (
     "train/test_loop.py",
 )
 
+# These fork from the server of `forked`, which imports for seconds.
+FORKED = (
+    "train/techniques/test_distributed_",
+    "faults/test_killed_training.py",
+    "faults/test_readers_beside_a_writer.py",
+    "cli/test_train.py",
+    "::test_many_readers_beside_a_writer",
+    "::test_killed_at_any_operation_beside_threads",
+    "::test_interrupted_run_keeps_its_results_and_resumes",
+)
+
 
 # Importing and collecting make millions of objects and no garbage, and a full collection later would visit them all.
 gc.disable()
@@ -47,14 +58,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Run all tests of two ranks in one worker, so that the two processes start once."""
+    """Run all tests that fork from a server in one worker, so that the server and the two ranks start once."""
     if config.getvalue("dist") != "loadscope":
         return None
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "two ranks" if "/test_distributed_" in nodeid else super()._split_scope(nodeid)
+            return "forked" if any(each in nodeid for each in FORKED) else super()._split_scope(nodeid)
 
     return Scheduling(config, log)
 
