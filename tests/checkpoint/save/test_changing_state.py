@@ -5,7 +5,7 @@ import sys
 import threading
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,14 @@ SAVES: dict[str, dict[str, Any]] = {
     "native": {},
     "native incremental": {"incremental": True},
     "native through the page cache": {"direct_io": False},
+    "native lossless": {"compression": "lossless"},
+    "native lossless incremental": {"compression": "lossless", "incremental": True},
+    "native raw codec": {"compression": "raw"},
+    "native planes": {"compression": "planes"},
+    "native zstd": {"compression": "zstd"},
+    "native gzip": {"compression": "gzip"},
     "safetensors": {"format": "safetensors"},
+    "safetensors lossless": {"format": "safetensors", "compression": "lossless", "force": True},
     "safetensors shards": {"format": "safetensors", "shard_bytes": "8MiB"},
     "torch": {"format": "torch"},
     "dcp": {"format": "dcp"},
@@ -148,12 +155,29 @@ def test_a_save_verifies_if_a_thread_writes_all_the_time(name: str, tmp_path: Pa
     assert_intact(tmp_path / "c", SAVES[name].get("format", "native"))
 
 
-@pytest.mark.parametrize("name", ["native", "safetensors", "torch", "dcp", "tensorstore"])
+@pytest.mark.parametrize("name", ["native", "native lossless", "safetensors", "torch", "dcp", "tensorstore"])
 def test_a_background_save_verifies_if_a_thread_writes_all_the_time(name: str, tmp_path: Path) -> None:
     state = make_state(1 << 19)
     with changed_by_a_thread(memory_of(state)):
         tensorkeep.save_async(state, tmp_path / "c", **SAVES[name]).wait()
     assert_intact(tmp_path / "c", SAVES[name].get("format", "native"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"compression": "lossless"}, {"compression": "lossless", "delta": True}],
+    ids=["raw", "lossless", "differences"],
+)
+@pytest.mark.parametrize("changing", [changed_between_calls, changed_by_a_thread])
+def test_an_incremental_save_of_a_changing_state_verifies(
+    changing: Callable[[list[Bytes]], Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    state = make_state(1 << 16 if changing is changed_between_calls else 1 << 19)
+    tensorkeep.save(state, tmp_path / "base", incremental=True, **options)
+    with changing(memory_of(state)):
+        tensorkeep.save(state, tmp_path / "c", base=tmp_path / "base", **options)
+    assert_intact(tmp_path / "base", "native")
+    assert_intact(tmp_path / "c", "native")
 
 
 def test_containers_may_change_during_a_save(tmp_path: Path) -> None:
@@ -195,7 +219,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("name", ["native", "safetensors", "torch", "dcp", "tensorstore"])
+@pytest.mark.parametrize("name", ["native", "native lossless", "safetensors", "torch", "dcp", "tensorstore"])
 def test_a_save_verifies_if_another_process_writes_all_the_time(name: str, tmp_path: Path) -> None:
     size = 8 << 20
     (tmp_path / "shared").write_bytes(bytes(4 * size))
