@@ -3,7 +3,15 @@
 import pytest
 
 from tensorkeep.errors import UsageError
-from tensorkeep.units import format_age, format_bytes, format_rate, format_seconds, parse_bytes, parse_seconds
+from tensorkeep.units import (
+    format_age,
+    format_bytes,
+    format_least_bytes,
+    format_rate,
+    format_seconds,
+    parse_bytes,
+    parse_seconds,
+)
 
 
 @pytest.mark.parametrize(
@@ -22,6 +30,12 @@ from tensorkeep.units import format_age, format_bytes, format_rate, format_secon
 )
 def test_format_bytes(count: float, text: str) -> None:
     assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(("count", "text"), [(2**26, "64MiB"), (2**26 + 1, "65MiB"), (1, "1MiB")])
+def test_the_least_bytes_suffice(count: int, text: str) -> None:
+    assert format_least_bytes(count) == text
+    assert parse_bytes(text) >= count
 
 
 @pytest.mark.parametrize(

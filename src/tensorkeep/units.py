@@ -37,6 +37,14 @@ def format_bytes(count: float) -> str:
     return f"{_three_digits(count)} {unit}"
 
 
+def format_least_bytes(count: int) -> str:
+    """Return the fewest whole MiB that hold so many bytes, such as ``64MiB``; `parse_bytes` reads the text.
+
+    For remedies: the rounded text of `format_bytes` may be less than is needed.
+    """
+    return f"{-(-count // 1024**2)}MiB"
+
+
 def parse_bytes(text: str | int) -> int:
     """Return the bytes that a text such as ``256MiB`` or ``1024`` stands for; UsageError for another one."""
     return text if type(text) is int else int(_parse(str(text), _BYTES, "a size", "256MiB or 4GB"))

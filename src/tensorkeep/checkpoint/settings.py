@@ -19,7 +19,7 @@ from tensorkeep.errors import PathLike, UsageError, did_you_mean
 from tensorkeep.io.buffers import MINIMUM_BUDGET
 from tensorkeep.io.files import store_errors
 from tensorkeep.paths import checked_path
-from tensorkeep.units import format_bytes, parse_bytes
+from tensorkeep.units import format_bytes, format_least_bytes, parse_bytes
 
 FILE_NAME = "tensorkeep.toml"
 TABLE = "save"
@@ -121,4 +121,4 @@ def _expected(key: str, value: object) -> str | None:
                 return None
         except UsageError:
             pass
-    return f'give bytes, or a size such as "512MiB", of at least {format_bytes(MINIMUM_BUDGET)}'
+    return f'give bytes, or a size such as "512MiB", of at least {format_least_bytes(MINIMUM_BUDGET)}'

@@ -17,7 +17,7 @@ from tensorkeep.errors import UsageError
 from tensorkeep.io.closing import Closing
 from tensorkeep.io.parallel import POLL_SECONDS, Cancellation
 from tensorkeep.state.cuda import CudaPageLock
-from tensorkeep.units import format_bytes
+from tensorkeep.units import format_bytes, format_least_bytes
 
 ALIGNMENT = 4096
 """O_DIRECT needs addresses, offsets and lengths that are multiples of this many bytes, on every common device."""
@@ -95,7 +95,7 @@ class BufferPool(Closing):
         if budget < MINIMUM_BUDGET:
             raise UsageError(
                 f"a memory budget of {format_bytes(budget)} is too small",
-                remedy=f"give at least {format_bytes(MINIMUM_BUDGET)}",
+                remedy=f"give at least {format_least_bytes(MINIMUM_BUDGET)}",
             )
         self.budget = budget
         self.page_lock = page_lock
@@ -118,7 +118,7 @@ class BufferPool(Closing):
         if bytes_each > self.budget:
             raise UsageError(
                 f"a memory budget of {format_bytes(self.budget)} is too small for blocks of this size",
-                remedy=f"give at least {format_bytes(bytes_each)}",
+                remedy=f"give at least {format_least_bytes(bytes_each)}",
             )
         return max(1, min(wanted, self.budget // bytes_each))
 
@@ -131,7 +131,7 @@ class BufferPool(Closing):
         if size > self.budget:
             raise UsageError(
                 f"one step needs a buffer of {format_bytes(size)}, more than the memory budget",
-                remedy=f"give a budget of at least {format_bytes(size)}",
+                remedy=f"give a budget of at least {format_least_bytes(size)}",
             )
         memory, new = self._take(size, cancellation)
         if new and self.page_lock is not None:

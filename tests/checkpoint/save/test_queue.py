@@ -352,7 +352,7 @@ def test_invalid_metrics_are_refused(tmp_path: Path, metrics: dict[str, Any]) ->
 def test_the_smallest_budget_is_named_at_once_and_suffices(tmp_path: Path, options: dict[str, Any], least: int) -> None:
     with pytest.raises(tensorkeep.UsageError, match=r"memory budget .* is too small") as refused:
         CheckpointManager(tmp_path, memory_budget=least * MIB - 1, **options)
-    assert "give at least" in str(refused.value)
+    assert f"give at least {least}MiB" in str(refused.value)
     state = {"w": torch.arange(60 * MIB // 4, dtype=torch.int32)}
     with CheckpointManager(tmp_path, memory_budget=least * MIB, **options) as manager:
         for number in (1, 2):

@@ -7,7 +7,7 @@ from tensorkeep.formats.write import BLOCK_BYTES, thread_bytes
 from tensorkeep.io.buffers import DEFAULT_BUDGET, MINIMUM_BUDGET, BufferPool
 from tensorkeep.machine import available_bytes
 from tensorkeep.state.cuda import CudaPageLock
-from tensorkeep.units import format_bytes, parse_bytes
+from tensorkeep.units import format_bytes, format_least_bytes, parse_bytes
 
 _SLIGHTLY_LARGER = 1.25
 
@@ -92,7 +92,7 @@ def checked_budget(
         what += [f"with {copies} copies of the state"] if copies > 1 else []
         raise UsageError(
             f"a memory budget of {format_bytes(parsed)} is too small for {' '.join(what)}",
-            remedy=f"give at least {format_bytes(least)}",
+            remedy=f"give at least {format_least_bytes(least)}",
         )
     return parsed
 
