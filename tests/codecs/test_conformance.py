@@ -1,7 +1,22 @@
-"""Every built-in codec passes the conformance suite for codecs."""
+"""Every built-in codec passes the conformance suite for codecs; byte planes do with each coder and its instructions."""
 
-from tensorkeep.codecs import gzip, planes, raw, zstd
+from collections.abc import Iterator
+
+import pytest
+
+from tensorkeep.codecs import coder, gzip, planes, raw, zstd
 from tensorkeep.testing.codec_suite import CodecSuite
+
+needs_extension = pytest.mark.skipif(
+    coder.compiled is None, reason="the extension is not built, or TENSORKEEP_CODER=python is set"
+)
+
+
+@pytest.fixture(scope="class")
+def plain_instructions() -> Iterator[None]:
+    coder.compiled.use_plain(True)
+    yield
+    coder.compiled.use_plain(False)
 
 
 class TestRaw(CodecSuite):
@@ -16,5 +31,16 @@ class TestGzip(CodecSuite):
     codec = gzip.CODEC
 
 
-class TestPlanes(CodecSuite):
-    codec = planes.CODEC
+class TestPlanesPython(CodecSuite):
+    codec = planes.PlanesCodec(coder.PythonCoder)
+
+
+@needs_extension
+class TestPlanesCompiled(CodecSuite):
+    codec = planes.PlanesCodec(coder.CompiledCoder)
+
+
+@needs_extension
+@pytest.mark.usefixtures("plain_instructions")
+class TestPlanesCompiledPlain(CodecSuite):
+    codec = planes.PlanesCodec(coder.CompiledCoder)
