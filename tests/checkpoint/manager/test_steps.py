@@ -51,7 +51,7 @@ def test_other_values_are_not_step_numbers(tmp_path: Path, number: Any) -> None:
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
 def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path, number: int) -> None:
     refused = OSError(number, os.strerror(number))
-    with mock.patch.object(Path, "iterdir", side_effect=refused), pytest.raises(tensorkeep.StoreError) as error:
+    with mock.patch.object(os, "scandir", side_effect=refused), pytest.raises(tensorkeep.StoreError) as error:
         numbers_in(tmp_path)
     assert os.strerror(number) in error.value.message
     assert numbers_in(tmp_path / "none") == []
