@@ -104,7 +104,7 @@ def _way_on(names: Sequence[str]) -> str:
     if commands:
         return f"do not load it elsewhere: a checkpoint has no use for {commands[0]}, which runs code"
     short = dict.fromkeys("numpy" if name in NUMPY else name for name in names)
-    return f"allow them, to read such objects as dicts without running their code: allow={json.dumps([*short])}"
+    return f"to read such objects as dicts, without running their code: allow={json.dumps([*short])}"
 
 
 def count_values(state: object, limit: int) -> int:
