@@ -1,0 +1,127 @@
+"""How fast one core codes and decodes weights with each coder, checksums included, and how small they get.
+
+Blocks of every dtype, more of them than fit in a cache, are coded and decoded by the compiled coder and by the one in
+Python in turns. Prints a table, and writes every round with its environment to a JSON file.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tensorkeep import machine
+from tensorkeep.cli.text import Table
+from tensorkeep.codecs import planes, probe
+from tensorkeep.codecs.base import Bytes
+from tensorkeep.codecs.coder import CompiledCoder, PythonCoder, describe
+from tensorkeep.formats.blockfile.gather import Reading
+from tensorkeep.formats.sealed import digest
+from tensorkeep.formats.write import BLOCK_BYTES
+from tensorkeep.state.dtypes import BY_NAME, DType
+
+DTYPES = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
+BLOCKS = 12
+CODECS = {"compiled": planes.PlanesCodec(CompiledCoder), "python": planes.PlanesCodec(PythonCoder)}
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One round of one coder: bytes of a raw and of the coded block, seconds of processor time for all blocks."""
+
+    dtype: str
+    coder: str
+    raw_bytes: int
+    stored_bytes: int
+    encode_seconds: float
+    decode_seconds: float
+
+    @property
+    def encode(self) -> float:
+        """GB of raw bytes a second."""
+        return self.raw_bytes / self.encode_seconds / 1e9
+
+    @property
+    def decode(self) -> float:
+        """GB of raw bytes a second."""
+        return self.raw_bytes / self.decode_seconds / 1e9
+
+
+def main() -> int:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--out", type=Path, help="the JSON file to write")
+    options = parser.parse_args()
+    rounds = [each for name in options.dtypes for each in measure(BY_NAME[name], options.rounds)]
+    Table(("dtype", "coder", ">size", ">coded GB/s", ">decoded GB/s", ">times as fast"), rows(rounds)).show()
+    if options.out:
+        document = {"environment": machine.describe(Path()), "coder": describe(), "rounds": [asdict(r) for r in rounds]}
+        options.out.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+def measure(dtype: DType, rounds: int) -> list[Round]:
+    """Code and decode the blocks with both coders in turns, after a round that is not counted."""
+    blocks = weights(dtype)
+    out = np.zeros(probe.bound(BLOCK_BYTES), np.uint8)
+    back = np.zeros(BLOCK_BYTES, np.uint8)
+    aside = np.zeros(BLOCK_BYTES, np.uint8)
+    found = []
+    for number in range(rounds + 1):
+        for name, codec in CODECS.items():
+            planes.CODEC = codec  # the one that the probe takes
+            encode = decode = 0.0
+            stored = 0
+            for raw in blocks:
+                began = time.process_time()
+                reading = Reading(aside, wide=False)
+                chosen, length = probe.encode(raw, dtype, out, reading)
+                expected = reading.hexdigest(), digest(out[:length])
+                encode += time.process_time() - began
+                assert chosen == "planes"
+                began = time.process_time()
+                found_stored = digest(out[:length])
+                codec.decode(out[:length], dtype, back)
+                assert (digest(back), found_stored) == expected
+                decode += time.process_time() - began
+                stored += length
+            if number:
+                found.append(Round(dtype.name, name, len(blocks) * BLOCK_BYTES, stored, encode, decode))
+    return found
+
+
+def weights(dtype: DType) -> list[Bytes]:
+    """Return blocks of N(0, 0.02)."""
+    generator = torch.Generator().manual_seed(0)
+    count = BLOCK_BYTES // dtype.itemsize
+    kind = getattr(torch, dtype.name)
+    return [
+        (torch.randn(count, generator=generator) * 0.02).to(kind).view(torch.uint8).numpy() for _ in range(BLOCKS)
+    ]
+
+
+def rows(rounds: list[Round]) -> list[tuple[str, ...]]:
+    """Return a row for each dtype and coder, of medians."""
+
+    def median(dtype: str, coder: str, of: Callable[[Round], float]) -> float:
+        return statistics.median(of(each) for each in rounds if (each.dtype, each.coder) == (dtype, coder))
+
+    found = []
+    for dtype, coder in dict.fromkeys((each.dtype, each.coder) for each in rounds):
+        size = median(dtype, coder, lambda each: each.stored_bytes / each.raw_bytes)
+        encode, decode = median(dtype, coder, lambda r: r.encode), median(dtype, coder, lambda r: r.decode)
+        by = encode / median(dtype, "python", lambda r: r.encode), decode / median(dtype, "python", lambda r: r.decode)
+        found.append((dtype, coder, f"{size:.4f}", f"{encode:.2f}", f"{decode:.2f}", f"{by[0]:.2f}, {by[1]:.2f}"))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
