@@ -21,8 +21,8 @@ from tensorkeep.cli.text import Table
 from tensorkeep.codecs import planes, probe
 from tensorkeep.codecs.base import Bytes
 from tensorkeep.codecs.coder import CompiledCoder, PythonCoder, describe
-from tensorkeep.formats.blockfile.gather import Reading
-from tensorkeep.formats.sealed import digest
+from tensorkeep.formats.blockfile.gather import HashedReading
+from tensorkeep.formats.sealed import digest, new_hasher
 from tensorkeep.formats.write import BLOCK_BYTES
 from tensorkeep.state.dtypes import BY_NAME, DType
 
@@ -82,15 +82,16 @@ def measure(dtype: DType, rounds: int) -> list[Round]:
             stored = 0
             for raw in blocks:
                 began = time.process_time()
-                reading = Reading(aside, wide=False)
+                reading = HashedReading(aside, wide=False)
                 chosen, length = probe.encode(raw, dtype, out, reading)
                 expected = reading.hexdigest(), digest(out[:length])
                 encode += time.process_time() - began
                 assert chosen == "planes"
                 began = time.process_time()
                 found_stored = digest(out[:length])
-                codec.decode(out[:length], dtype, back)
-                assert (digest(back), found_stored) == expected
+                hasher = new_hasher()
+                codec.decode(out[:length], dtype, back, done=hasher.update)
+                assert (hasher.hexdigest(), found_stored) == expected
                 decode += time.process_time() - began
                 stored += length
             if number:
@@ -103,9 +104,7 @@ def weights(dtype: DType) -> list[Bytes]:
     generator = torch.Generator().manual_seed(0)
     count = BLOCK_BYTES // dtype.itemsize
     kind = getattr(torch, dtype.name)
-    return [
-        (torch.randn(count, generator=generator) * 0.02).to(kind).view(torch.uint8).numpy() for _ in range(BLOCKS)
-    ]
+    return [(torch.randn(count, generator=generator) * 0.02).to(kind).view(torch.uint8).numpy() for _ in range(BLOCKS)]
 
 
 def rows(rounds: list[Round]) -> list[tuple[str, ...]]:

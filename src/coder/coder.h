@@ -52,6 +52,8 @@ struct decoder {
 /* The codes of two symbols, the later one in the lower bits; their length from bit 32 on; KNOWN if both have one. */
 typedef uint64_t pair_entry;
 #define KNOWN ((pair_entry)1 << 63)
+/* Masks the length of four pairs. */
+#define LENGTH 0x7F
 
 /* What is kept from one frame to the next, which hold the same plane of consecutive runs. Zeros are valid. */
 struct encoder {
@@ -90,6 +92,7 @@ size_t read_tree(const uint8_t *data, size_t size, struct decoder *decoder);
 
 /* frame.c */
 size_t frame_bound(size_t count);
+size_t coded_size(const struct kernels *kernels, const uint8_t *data, size_t count);
 void reset_encoder(struct encoder *encoder);
 size_t encode_frame(const struct kernels *kernels, struct encoder *encoder, const uint8_t *data, size_t count,
                     uint8_t *out, const uint8_t *end);

@@ -165,28 +165,50 @@ static void extend_down(uint32_t *counts) {
     }
 }
 
-/* Write the blocks that share a code. It is chosen by a sample and the symbols that have been seen before; where that
-   misses a symbol, by all bytes. */
+/* Count the symbols of a sample, and those that have been seen before. */
+static void count_sample(const struct kernels *kernels, const struct encoder *encoder, const uint8_t *data,
+                         size_t count, uint32_t *counts) {
+    uint8_t sample[(BLOCKS_PER_TREE * MAX_BLOCK / SAMPLE_EVERY + 1) * SAMPLE_PIECE];
+    size_t sampled = 0;
+    for (size_t start = 0; start + SAMPLE_PIECE <= count; start += SAMPLE_EVERY, sampled += SAMPLE_PIECE)
+        memcpy(sample + sampled, data + start, SAMPLE_PIECE);
+    kernels->histogram(sample, sampled, counts);
+    for (int symbol = 0; symbol < SYMBOLS; symbol++) counts[symbol] += encoder->seen[symbol];
+}
+
+/* Write the blocks that share a code. It is chosen by a sample and the symbols that have been seen before, or, for the
+   first and where that misses a symbol, by all bytes. */
 static size_t encode_group(const struct kernels *kernels, struct encoder *encoder, const uint8_t *data, size_t count,
                            int last, uint8_t *out, const uint8_t *end) {
-    uint32_t counts[SYMBOLS] = {0};
-    if (count >= SAMPLED_FROM) {
-        uint8_t sample[(BLOCKS_PER_TREE * MAX_BLOCK / SAMPLE_EVERY + 1) * SAMPLE_PIECE];
-        size_t sampled = 0;
-        for (size_t start = 0; start + SAMPLE_PIECE <= count; start += SAMPLE_EVERY, sampled += SAMPLE_PIECE)
-            memcpy(sample + sampled, data + start, SAMPLE_PIECE);
-        kernels->histogram(sample, sampled, counts);
-        for (int symbol = 0; symbol < SYMBOLS; symbol++) counts[symbol] += encoder->seen[symbol];
-        extend_down(counts);
+    for (int sampled = encoder->description_size > 0 && count >= SAMPLED_FROM;; sampled = 0) {
+        uint32_t counts[SYMBOLS] = {0};
+        if (sampled) {
+            count_sample(kernels, encoder, data, count, counts);
+        } else if (memcmp(data, data + 1, count - 1) == 0) {
+            counts[data[0]] = (uint32_t)count;
+        } else {
+            kernels->histogram(data, count, counts);
+            for (int symbol = 0; symbol < SYMBOLS; symbol++) encoder->seen[symbol] |= counts[symbol] > 0;
+        }
+        if (count >= SAMPLED_FROM) extend_down(counts);
         choose_code(encoder, counts);
-        size_t size = encoder->description_size ? encode_blocks(kernels, encoder, data, count, last, out, end) : 0;
-        if (size) return size;
-        memset(counts, 0, sizeof counts);
+        size_t size = encoder->description_size || !sampled
+                          ? encode_blocks(kernels, encoder, data, count, last, out, end)
+                          : 0;
+        if (size || !sampled) return size;
     }
+}
+
+/* Return about how many bytes coding takes, without the headers, if all symbols share a code. */
+size_t coded_size(const struct kernels *kernels, const uint8_t *data, size_t count) {
+    uint32_t counts[SYMBOLS] = {0};
+    uint8_t description[MAX_TREE];
+    struct code code;
+    if (count < 2 || memcmp(data, data + 1, count - 1) == 0) return 1;
     kernels->histogram(data, count, counts);
-    for (int symbol = 0; symbol < SYMBOLS; symbol++) encoder->seen[symbol] |= counts[symbol] > 0;
-    choose_code(encoder, counts);
-    return encode_blocks(kernels, encoder, data, count, last, out, end);
+    make_code(counts, &code);
+    size_t tree = write_tree(&code, description);
+    return tree ? tree + coded_bits(&code, counts) / 8 : count;
 }
 
 /* Forget the frames that were coded before. */

@@ -101,14 +101,15 @@ static ALWAYS_INLINE void FUNCTION(put)(WRITER *writer, uint64_t value, uint64_t
     writer->count &= 7;
 }
 
-/* Return the code of the four symbols at `data`, the last in the lowest bits, and set `bits` to its length. */
+/* Return the code of the four symbols at `data`, the last in the lowest bits, and set the lowest bits of `bits`, as many
+   as LENGTH has, to its length; those above are noise. */
 static ALWAYS_INLINE uint64_t FUNCTION(four)(const uint8_t *data, const pair_entry *pairs, uint64_t *bits,
                                              pair_entry *known) {
     pair_entry high = pairs[load16(data + 2)], low = pairs[load16(data)];
-    uint64_t shift = high >> 32 & 63;
+    uint64_t shift = high >> 32;
     *known &= high & low;
-    *bits = shift + (low >> 32 & 63);
-    return (uint32_t)high | (uint64_t)(uint32_t)low << shift;
+    *bits = shift + (low >> 32);
+    return (uint32_t)high | (uint64_t)(uint32_t)low << (shift & 63);
 }
 
 /* Write a stream of symbols, the last first; return its length, 0 if one has no code. */
@@ -116,22 +117,22 @@ static size_t FUNCTION(encode_stream)(const uint8_t *data, size_t count, const s
                                       const pair_entry *pairs, uint8_t *out) {
     WRITER writer = {0, 0, out};
     pair_entry known = KNOWN;
-    for (; count % 16; count--) {
+    for (; count % 8; count--) {
         uint8_t symbol = data[count - 1];
         if (!code->bits[symbol]) return 0;
         FUNCTION(put)(&writer, code->value[symbol], code->bits[symbol]);
     }
-    for (; count; count -= 16) {
-        uint64_t bits[4], value[4];
-        for (int i = 0; i < 4; i++)
-            value[i] = FUNCTION(four)(data + count - 4 * (i + 1), pairs, &bits[i], &known);
-        uint64_t later_bits = bits[0] + bits[1], earlier_bits = bits[2] + bits[3];
-        /* Sixteen codes take up to 176 bits, but most take less than the 56 that are free. */
-        if (later_bits + earlier_bits <= 56) {
-            uint64_t later = value[0] | value[1] << bits[0], earlier = value[2] | value[3] << bits[2];
-            FUNCTION(put)(&writer, later | earlier << later_bits, later_bits + earlier_bits);
+    for (; count; count -= 8) {
+        uint64_t later_bits, bits;
+        uint64_t later = FUNCTION(four)(data + count - 4, pairs, &later_bits, &known);
+        uint64_t value = FUNCTION(four)(data + count - 8, pairs, &bits, &known);
+        /* Eight codes take up to 88 bits, but most take less than the 56 that are free. */
+        uint64_t both_bits = (later_bits + bits) & LENGTH;
+        if (both_bits <= 56) {
+            FUNCTION(put)(&writer, later | value << (later_bits & 63), both_bits);
         } else {
-            for (int i = 0; i < 4; i++) FUNCTION(put)(&writer, value[i], bits[i]);
+            FUNCTION(put)(&writer, later, later_bits & LENGTH);
+            FUNCTION(put)(&writer, value, bits & LENGTH);
         }
     }
     FUNCTION(put)(&writer, 1, 1);
@@ -152,8 +153,10 @@ struct FUNCTION(reader) {
 /* Look-ups between two loads: the bits of one load serve five, as fewer than eight are used before the first. */
 #define LOOKUPS 5
 
-static ALWAYS_INLINE int FUNCTION(has_room)(const READER *reader) {
-    return reader->at - reader->start >= 7 && reader->end - reader->out >= 4 * LOOKUPS;
+/* Return how many times a stream can be looked up LOOKUPS times and loaded: at most 7 bytes are used each time. */
+static ALWAYS_INLINE size_t FUNCTION(rounds)(const READER *reader) {
+    size_t in = (size_t)(reader->at - reader->start) / 7, out = (size_t)(reader->end - reader->out) / (4 * LOOKUPS);
+    return in < out ? in : out;
 }
 
 static ALWAYS_INLINE void FUNCTION(look_up)(READER *reader, const multi_entry *multi) {
@@ -213,10 +216,15 @@ static int FUNCTION(decode_streams)(const uint8_t *const *starts, const size_t *
             fast = 0;
         }
     }
-    if (fast) {
-        if (streams == 4) {
-            READER a = readers[0], b = readers[1], c = readers[2], d = readers[3];
-            while (FUNCTION(has_room)(&a) && FUNCTION(has_room)(&b) && FUNCTION(has_room)(&c) && FUNCTION(has_room)(&d)) {
+    if (fast && streams == 4) {
+        READER a = readers[0], b = readers[1], c = readers[2], d = readers[3];
+        for (;;) {
+            size_t rounds = FUNCTION(rounds)(&a), least = FUNCTION(rounds)(&b);
+            if (least < rounds) rounds = least;
+            if ((least = FUNCTION(rounds)(&c)) < rounds) rounds = least;
+            if ((least = FUNCTION(rounds)(&d)) < rounds) rounds = least;
+            if (!rounds) break;
+            for (; rounds; rounds--) {
 #pragma GCC unroll 5
                 for (int i = 0; i < LOOKUPS; i++) {
                     FUNCTION(look_up)(&a, multi);
@@ -229,18 +237,20 @@ static int FUNCTION(decode_streams)(const uint8_t *const *starts, const size_t *
                 FUNCTION(load)(&c);
                 FUNCTION(load)(&d);
             }
-            readers[0] = a, readers[1] = b, readers[2] = c, readers[3] = d;
         }
-        for (int s = 0; s < streams; s++) {
-            READER reader = readers[s];
-            while (FUNCTION(has_room)(&reader)) {
+        readers[0] = a, readers[1] = b, readers[2] = c, readers[3] = d;
+    }
+    for (int s = 0; fast && s < streams; s++) {
+        READER reader = readers[s];
+        for (size_t rounds; (rounds = FUNCTION(rounds)(&reader));) {
+            for (; rounds; rounds--) {
 #pragma GCC unroll 5
                 for (int i = 0; i < LOOKUPS; i++) FUNCTION(look_up)(&reader, multi);
                 FUNCTION(load)(&reader);
             }
-            bit[s] = 8 * (size_t)(reader.at - reader.start) + 64 - (size_t)__builtin_ctzll(reader.bits);
-            readers[s] = reader;
         }
+        bit[s] = 8 * (size_t)(reader.at - reader.start) + 64 - (size_t)__builtin_ctzll(reader.bits);
+        readers[s] = reader;
     }
     for (int s = 0; s < streams; s++)
         if (!FUNCTION(finish)(starts[s], bit[s], readers[s].out, readers[s].end, decoder->single)) return 0;

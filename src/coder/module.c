@@ -4,6 +4,9 @@
 
 #include "coder.h"
 
+/* Elements that are copied and then split while they are in the core's first cache. */
+#define COPIED_AT_ONCE 2048
+
 /* One binary serves all processors of an architecture: the instructions are chosen when the module is imported. Threads
    read this without the GIL. */
 static const struct kernels *_Atomic kernels = &plain_kernels;
@@ -12,10 +15,12 @@ static int select_kernels(PyObject *module, int plain) {
     const char *name = "plain";
     kernels = &plain_kernels;
 #if defined(__x86_64__)
-    if (!plain && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2")) {
+    if (!plain && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2")) {
         kernels = &avx2_kernels;
         name = "avx2";
     }
+#else
+    (void)plain;
 #endif
     return PyModule_AddStringConstant(module, "simd", name);
 }
@@ -68,25 +73,47 @@ static int fits(const Py_buffer *buffer, size_t size) {
     return (size_t)buffer->len == size && (uintptr_t)buffer->buf % 8 == 0;
 }
 
-PyDoc_STRVAR(split_doc, "split($module, raw, planes, layout, /)\n--\n\n"
-                        "Write byte k of every element to plane k; the number of planes is the elements' width. "
-                        "None may overlap `raw`.");
+PyDoc_STRVAR(split_doc, "split($module, raw, planes, layout, copy=None, /)\n--\n\n"
+                        "Write byte k of every element to plane k; the number of planes is the elements' width. Unless "
+                        "`copy` is None, the elements are copied there first and read from there: others may change "
+                        "them meanwhile. Planes and copy overlap nothing.");
+
+static void split_copy(const uint8_t *raw, size_t count, int width, enum layout layout, uint8_t *const *planes,
+                       uint8_t *copy) {
+    for (size_t start = 0; start < count; start += COPIED_AT_ONCE) {
+        size_t length = count - start < COPIED_AT_ONCE ? count - start : COPIED_AT_ONCE;
+        uint8_t *parts[MAX_WIDTH];
+        for (int k = 0; k < width; k++) parts[k] = planes[k] + start;
+        memcpy(copy + start * (size_t)width, raw + start * (size_t)width, length * (size_t)width);
+        kernels->split(copy + start * (size_t)width, length, width, layout, parts);
+    }
+}
 
 static PyObject *split(PyObject *module, PyObject *arguments) {
-    Py_buffer raw, buffers[MAX_WIDTH];
-    PyObject *planes;
+    Py_buffer raw, buffers[MAX_WIDTH], copy = {.buf = NULL};
+    PyObject *planes, *copied = Py_None;
     uint8_t *starts[MAX_WIDTH];
-    int layout;
+    int layout, width;
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "y*O!i", &raw, &PyTuple_Type, &planes, &layout)) return NULL;
-    int width = get_planes(planes, raw.len, PyBUF_SIMPLE | PyBUF_WRITABLE, buffers, starts);
-    int failed = width < 0 || check_layout(layout, width) < 0;
+    if (!PyArg_ParseTuple(arguments, "y*O!i|O", &raw, &PyTuple_Type, &planes, &layout, &copied)) return NULL;
+    int failed = copied != Py_None && PyObject_GetBuffer(copied, &copy, PyBUF_SIMPLE | PyBUF_WRITABLE) < 0;
+    if (!failed && copy.buf && copy.len != raw.len) {
+        PyErr_Format(PyExc_ValueError, "the copy has %zd bytes of %zd", copy.len, raw.len);
+        failed = 1;
+    }
+    width = failed ? -1 : get_planes(planes, raw.len, PyBUF_SIMPLE | PyBUF_WRITABLE, buffers, starts);
+    failed = width < 0 || check_layout(layout, width) < 0;
     if (!failed) {
+        size_t count = (size_t)(raw.len / width);
         Py_BEGIN_ALLOW_THREADS;
-        kernels->split(raw.buf, (size_t)(raw.len / width), width, (enum layout)layout, starts);
+        if (copy.buf)
+            split_copy(raw.buf, count, width, (enum layout)layout, starts, copy.buf);
+        else
+            kernels->split(raw.buf, count, width, (enum layout)layout, starts);
         Py_END_ALLOW_THREADS;
     }
     release(buffers, width < 0 ? 0 : width);
+    if (copy.buf) PyBuffer_Release(&copy);
     PyBuffer_Release(&raw);
     if (failed) return NULL;
     Py_RETURN_NONE;
@@ -113,6 +140,21 @@ static PyObject *merge(PyObject *module, PyObject *arguments) {
     PyBuffer_Release(&raw);
     if (failed) return NULL;
     Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(coded_size_doc, "coded_size($module, data, /)\n--\n\n"
+                             "Return about how many bytes Huffman-coding takes, without the headers of a frame.");
+
+static PyObject *size_of(PyObject *module, PyObject *argument) {
+    Py_buffer data;
+    size_t size;
+    (void)module;
+    if (PyObject_GetBuffer(argument, &data, PyBUF_SIMPLE) < 0) return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    size = coded_size(kernels, data.buf, (size_t)data.len);
+    Py_END_ALLOW_THREADS;
+    PyBuffer_Release(&data);
+    return PyLong_FromSize_t(size);
 }
 
 PyDoc_STRVAR(encode_frame_doc, "encode_frame($module, encoder, data, out, first, /)\n--\n\n"
@@ -167,6 +209,7 @@ static PyMethodDef methods[] = {
     {"use_plain", use_plain, METH_O, use_plain_doc},
     {"split", split, METH_VARARGS, split_doc},
     {"merge", merge, METH_VARARGS, merge_doc},
+    {"coded_size", size_of, METH_O, coded_size_doc},
     {"encode_frame", encode, METH_VARARGS, encode_frame_doc},
     {"decode_frame", decode, METH_VARARGS, decode_frame_doc},
     {NULL, NULL, 0, NULL},

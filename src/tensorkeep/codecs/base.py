@@ -18,6 +18,19 @@ Bytes = npt.NDArray[np.uint8]
 """A one-dimensional, contiguous array of bytes."""
 
 
+class Reading(Protocol):
+    """How a codec reads a block that others may change while it is coded: each byte once."""
+
+    aside: Bytes | None
+    """Memory for a copy of what is read next; None if nothing changes the block."""
+
+    def read(self, piece: Bytes) -> Bytes:
+        """Return the bytes of the next piece of the block, copied if need be, and hash them."""
+
+    def hash(self, piece: Bytes) -> None:
+        """Hash the next piece of the block, which the codec has copied itself."""
+
+
 class CodecError(ValueError):
     """Stored bytes that the codec cannot have written; readers raise it as ``CorruptCheckpointError``."""
 

@@ -45,11 +45,17 @@ RUN = 262_144
 class Coder(Protocol):
     """Splits runs into planes and codes these, for one thread; planes are named by their number."""
 
-    def split(self, run: bitplanes.Words, planes: Sequence[Bytes], layout: int) -> None:
-        """Write byte k of each word to plane k; see ``bitplanes``."""
+    def split(self, run: bitplanes.Words, planes: Sequence[Bytes], layout: int, copy: bitplanes.Words | None) -> None:
+        """Write byte k of each word to plane k; see ``bitplanes``.
+
+        Unless ``copy`` is None, the words are copied there and read from there, as others may change them meanwhile.
+        """
 
     def merge(self, planes: Sequence[Bytes], run: bitplanes.Words, layout: int) -> None:
         """Fill the words from their planes."""
+
+    def coded_size(self, sample: Bytes) -> int:
+        """Return about how many bytes coding a plane would take, from a sample of it."""
 
     def encode(self, number: int, plane: Bytes, out: Bytes, *, first: bool) -> int:
         """Write a plane of a block's ``first`` or next run to the front of ``out`` as a frame; return its length.
@@ -82,11 +88,17 @@ class PythonCoder:
         self._decompressor = zstandard.ZstdDecompressor(max_window_size=RUN)
         self._scratch = bitplanes.Scratch(RUN)
 
-    def split(self, run: bitplanes.Words, planes: Sequence[Bytes], layout: int) -> None:
+    def split(self, run: bitplanes.Words, planes: Sequence[Bytes], layout: int, copy: bitplanes.Words | None) -> None:
+        if copy is not None:
+            np.copyto(copy, run)
+            run = copy
         bitplanes.split(run, planes, layout, self._scratch)
 
     def merge(self, planes: Sequence[Bytes], run: bitplanes.Words, layout: int) -> None:
         bitplanes.merge(planes, run, layout, self._scratch)
+
+    def coded_size(self, sample: Bytes) -> int:
+        return len(self._compressor.compress(sample.data))
 
     def encode(self, number: int, plane: Bytes, out: Bytes, *, first: bool) -> int:
         return append(self._compressor.compress(plane.data), out, 0)
@@ -107,11 +119,14 @@ class CompiledCoder(PythonCoder):
         self._encoders: dict[int, Bytes] = {}
         self._decoders: dict[int, tuple[Bytes, Bytes]] = {}
 
-    def split(self, run: bitplanes.Words, planes: Sequence[Bytes], layout: int) -> None:
-        compiled.split(run, tuple(planes), layout)
+    def split(self, run: bitplanes.Words, planes: Sequence[Bytes], layout: int, copy: bitplanes.Words | None) -> None:
+        compiled.split(run, tuple(planes), layout, copy)
 
     def merge(self, planes: Sequence[Bytes], run: bitplanes.Words, layout: int) -> None:
         compiled.merge(tuple(planes), run, layout)
+
+    def coded_size(self, sample: Bytes) -> int:
+        return compiled.coded_size(sample)
 
     def encode(self, number: int, plane: Bytes, out: Bytes, *, first: bool) -> int:
         if number not in self._encoders:

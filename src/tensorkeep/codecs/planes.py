@@ -39,7 +39,7 @@ import numpy as np
 import zstandard
 
 from tensorkeep.codecs import bitplanes
-from tensorkeep.codecs.base import Bytes, CodecError, append, check_padding
+from tensorkeep.codecs.base import Bytes, CodecError, Reading, append, check_padding
 from tensorkeep.codecs.coder import RUN, Coder, new_coder
 from tensorkeep.codecs.zstd import zstd_bound
 from tensorkeep.state.dtypes import DType
@@ -95,22 +95,13 @@ class PlanesCodec:
         layout, width = _layout(raw.size, dtype)
         sample = _sample(bitplanes.as_words(raw, width))
         planes = [np.empty(sample.size, np.uint8) for _ in range(width)]
-        self._threads.coder.split(sample, planes, layout)
+        self._threads.coder.split(sample, planes, layout, None)
         return Plan(layout, tuple(self._threads.choose(plane) for plane in planes))
 
     def encode(
-        self,
-        raw: Bytes,
-        dtype: DType,
-        out: Bytes,
-        *,
-        plan: Plan | None = None,
-        read: Callable[[Bytes], Bytes] = lambda piece: piece,
+        self, raw: Bytes, dtype: DType, out: Bytes, *, plan: Plan | None = None, reading: Reading | None = None
     ) -> int:
-        """Encode as every codec does, with ``read`` called once for each run, in order, to return the bytes to code.
-
-        So a block that others change meanwhile can be copied run by run, and hashed while it is in the core's cache.
-        """
+        """Encode as every codec does; with ``reading``, run by run, each while it is in the core's cache."""
         plan = plan or self.plan(raw, dtype)
         coder, matcher, planes_of = self._threads.coder, self._threads.matcher, self._threads.planes
         words = bitplanes.as_words(raw, len(plan.planes))
@@ -119,9 +110,14 @@ class PlanesCodec:
         lengths: list[int] = []
         end = header.frames_start
         for start in range(0, words.size, RUN):
-            run = bitplanes.as_words(read(words[start : start + RUN].view(np.uint8)), words.itemsize)
+            run = words[start : start + RUN]
             planes = planes_of(raw_planes, start, run.size)
-            coder.split(run, planes, plan.layout)
+            copy = None
+            if reading and reading.aside is not None:
+                copy = bitplanes.as_words(reading.aside[: run.nbytes], words.itemsize)
+            coder.split(run, planes, plan.layout, copy)
+            if reading:
+                reading.hash((run if copy is None else copy).view(np.uint8))
             for number, how in enumerate(plan.planes):
                 if how == _HUFFMAN:
                     lengths.append(coder.encode(number, planes[number], out[end:], first=start == 0))
@@ -132,7 +128,8 @@ class PlanesCodec:
         header.write(out, lengths)
         return end
 
-    def decode(self, stored: Bytes, dtype: DType, out: Bytes) -> None:
+    def decode(self, stored: Bytes, dtype: DType, out: Bytes, *, done: Callable[[Bytes], object] | None = None) -> None:
+        """Decode as every codec does; ``done`` is called with each run while it is in the core's cache."""
         header, frames = _read(stored, out.size)
         coder = self._threads.coder
         words = bitplanes.as_words(out, header.width)
@@ -144,6 +141,8 @@ class PlanesCodec:
                 for number, plane in enumerate(raw_planes)
             ]
             coder.merge(planes, run, header.layout)
+            if done:
+                done(run.view(np.uint8))
 
 
 class _Threads(threading.local):
@@ -168,8 +167,7 @@ class _Threads(threading.local):
 
     def choose(self, sample: Bytes) -> int:
         """Return how a plane is stored best, by its sample."""
-        out = np.empty(zstd_bound(sample.size), np.uint8)
-        huffman = self.coder.encode(0, sample, out, first=True)
+        huffman = self.coder.coded_size(sample)
         matching = len(self.matcher.compress(sample.data))
         if min(huffman, matching) >= _WORTH_CODING * sample.size:
             return _STORE

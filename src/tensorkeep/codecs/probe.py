@@ -5,12 +5,10 @@ masks, zeros) may shrink more with ``zstd``: if a few windows contain repeated w
 A block that neither shrinks is stored ``raw``.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 
 from tensorkeep.codecs import planes, raw, zstd
-from tensorkeep.codecs.base import Bytes, Codec
+from tensorkeep.codecs.base import Bytes, Codec, Reading
 from tensorkeep.state.dtypes import DType
 
 # Below this, a header costs more than is saved.
@@ -55,20 +53,17 @@ def _choose(block: Bytes, dtype: DType) -> tuple[Codec, planes.Plan | None]:
     return (planes.CODEC, plan) if plan.shrinks else (raw.CODEC, None)
 
 
-def encode(
-    block: Bytes, dtype: DType, out: Bytes, read: Callable[[Bytes], Bytes] = lambda piece: piece
-) -> tuple[str, int]:
+def encode(block: Bytes, dtype: DType, out: Bytes, reading: Reading | None = None) -> tuple[str, int]:
     """Encode a block by the chosen codec, or store it raw if that does not make it smaller.
 
-    ``out`` is scratch of at least `bound` bytes. ``read`` is called for consecutive pieces of the block and returns the
-    bytes to code; not if the block is stored raw. Return the codec's name, and the bytes written to the front of
-    ``out``, at most those of the block.
+    ``out`` is scratch of at least `bound` bytes. What is stored raw is not hashed by ``reading``. Return the codec's
+    name, and the bytes written to the front of ``out``, at most those of the block.
     """
     codec, plan = _choose(block, dtype)
     if codec is planes.CODEC:
-        length = planes.CODEC.encode(block, dtype, out, plan=plan, read=read)
+        length = planes.CODEC.encode(block, dtype, out, plan=plan, reading=reading)
     elif codec is zstd.CODEC:
-        length = codec.encode(read(block), dtype, out)
+        length = codec.encode(reading.read(block) if reading else block, dtype, out)
     if codec is raw.CODEC or length >= block.size:
         return raw.CODEC.name, raw.CODEC.encode(block, dtype, out)
     return codec.name, length

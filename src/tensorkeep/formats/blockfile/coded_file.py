@@ -4,16 +4,16 @@ Each task takes its offset when the task before it has taken its own. Space for 
 the header is written last.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 
 from tensorkeep.codecs import probe
-from tensorkeep.codecs.base import Codec
+from tensorkeep.codecs.base import Codec, Reading
 from tensorkeep.formats.blockfile.data_file import DataFile, WriteContext
-from tensorkeep.formats.blockfile.gather import Reading, bytes_of, raw_bytes, slices_of
+from tensorkeep.formats.blockfile.gather import HashedReading, bytes_of, raw_bytes, slices_of
 from tensorkeep.formats.blockfile.notes import Description, describe_longest
 from tensorkeep.formats.blockfile.plan import Block, BlockRecord, FilePlan
 from tensorkeep.formats.sealed import digest
@@ -95,7 +95,7 @@ class CodedDataFile(DataFile):
     ) -> tuple[str, str, int] | None:
         """Code one block to the front of ``out``; return the digest of its raw bytes, the codec and the stored length.
 
-        ``aside`` is as in `Reading`. None for a block that is not stored in this file.
+        ``aside`` is as in `HashedReading`. None for a block that is not stored in this file.
         """
         return code(block, raw, aside, self._context.codec, out, wide=self._context.wide)
 
@@ -118,26 +118,25 @@ def code(
 ) -> tuple[str, str, int]:
     """Code a block to the front of ``out``, by the codec that the probe chooses if ``codec`` is None.
 
-    ``aside`` is as in `Reading`. Return the digest of the raw bytes, the codec's name and the stored length.
+    ``aside`` is as in `HashedReading`. Return the digest of the raw bytes, the codec's name and the stored length.
     """
-    reading = Reading(aside, wide=wide)
+    reading = HashedReading(aside, wide=wide)
     name, length = encode(raw, block, codec, out, reading)
     return digest(out[:length], wide=wide) if name == "raw" else reading.hexdigest(), name, length
 
 
 def encode(
-    raw: Bytes, block: Block, codec: Codec | None, out: Bytes, read: Callable[[Bytes], Bytes] = lambda piece: piece
+    raw: Bytes, block: Block, codec: Codec | None, out: Bytes, reading: Reading | None = None
 ) -> tuple[str, int]:
     """Code a block with a codec, or with the one that the probe chooses; store it raw if that is not longer.
 
-    ``read`` is as in `tensorkeep.codecs.probe.encode`. Return the codec's name, and the bytes used at the front of
-    ``out``.
+    What is stored raw is not hashed by ``reading``. Return the codec's name, and the bytes at the front of ``out``.
     """
     dtype = block.leaf.source.dtype
     if codec is None:
-        return probe.encode(raw, dtype, out, read)
+        return probe.encode(raw, dtype, out, reading)
     if codec.name != "raw":
-        length = codec.encode(read(raw), dtype, out)
+        length = codec.encode(reading.read(raw) if reading else raw, dtype, out)
         if length < len(raw):
             return codec.name, length
     np.copyto(out[: len(raw)], raw)

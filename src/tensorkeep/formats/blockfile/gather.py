@@ -43,26 +43,28 @@ def stage(blocks: list[Block], buffer: Bytes) -> None:
             np.copyto(buffer[place], raw[block.start : block.stop])
 
 
-class Reading:
-    """Reads raw bytes once and hashes them, so that what is hashed is what is coded even if the state changes.
+class HashedReading:
+    """Reads the raw bytes of a block once and hashes them; see `tensorkeep.codecs.base.Reading`.
 
-    Each piece is copied to ``aside``, memory of at least the piece's size, or used as it is if ``aside`` is None: then
-    nothing else may change it.
+    So what is hashed is what is coded even if the state changes. ``aside`` has the size of the block.
     """
 
     def __init__(self, aside: Bytes | None, *, wide: bool) -> None:
-        self._aside = aside
+        self.aside = aside
         self._hasher: Hasher = new_hasher(wide=wide)
 
-    def __call__(self, piece: Bytes) -> Bytes:
-        """Return the bytes of the next piece, which are valid until the next call."""
-        taken = piece if self._aside is None else self._aside[: piece.size]
+    def read(self, piece: Bytes) -> Bytes:
+        if self.aside is None:
+            self.hash(piece)
+            return piece
+        copy = self.aside[: piece.size]
         for at in range(0, piece.size, _HASH_BYTES):
-            part = taken[at : at + _HASH_BYTES]
-            if self._aside is not None:
-                np.copyto(part, piece[at : at + _HASH_BYTES])
-            self._hasher.update(part)
-        return taken
+            np.copyto(copy[at : at + _HASH_BYTES], piece[at : at + _HASH_BYTES])
+            self.hash(copy[at : at + _HASH_BYTES])
+        return copy
+
+    def hash(self, piece: Bytes) -> None:
+        self._hasher.update(piece)
 
     def hexdigest(self) -> str:
         """Return the checksum of all pieces."""
@@ -75,8 +77,8 @@ def copy_and_hash(block: Block, out: Bytes, *, wide: bool) -> str:
     if raw is None:
         block.leaf.source.read(block.start, block.stop, out)
         return digest(out, wide=wide)
-    reading = Reading(out, wide=wide)
-    reading(raw[block.start : block.stop])
+    reading = HashedReading(out, wide=wide)
+    reading.read(raw[block.start : block.stop])
     return reading.hexdigest()
 
 

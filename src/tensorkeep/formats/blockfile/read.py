@@ -1,5 +1,6 @@
 """Reading tensors stored as blocks, raw or coded, with or without checksums."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import accumulate
 
@@ -7,6 +8,7 @@ import msgspec
 import numpy as np
 
 from tensorkeep.codecs.base import CODECS, Codec, CodecError
+from tensorkeep.codecs.planes import PlanesCodec
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
 from tensorkeep.formats.base import Reader, StoredLeaf
 from tensorkeep.formats.sealed import digest, is_wide, new_hasher
@@ -123,8 +125,9 @@ class BlockReader:
         block = tensor.blocks[index]
         try:
             if _is_coded(block, len(out)):
-                self.decode(block, tensor.dtype, out, scratch)
-                found = digest_as(block.raw, out) if self._verify and block.raw else ""
+                hasher = new_hasher(wide=is_wide(block.raw))
+                self.decode(block, tensor.dtype, out, scratch, hasher.update if self._verify else None)
+                found = hasher.hexdigest()
             else:
                 found = self._read_raw(block.file, block, out)
             if self._verify and block.raw and found != block.raw:
@@ -155,13 +158,21 @@ class BlockReader:
                     hasher.update(piece)
         return hasher.hexdigest() if hasher else ""
 
-    def decode(self, block: StoredBlock, dtype: DType, out: Bytes, scratch: Bytes) -> None:
-        """Fill ``out`` with a block's raw bytes; the caller compares their checksum.
+    def decode(
+        self,
+        block: StoredBlock,
+        dtype: DType,
+        out: Bytes,
+        scratch: Bytes,
+        done: Callable[[Bytes], object] | None = None,
+    ) -> None:
+        """Fill ``out`` with a block's raw bytes; the caller compares their checksum, which ``done`` may compute.
 
-        ``scratch`` has at least the `scratch_bytes` of the block. Raises CorruptCheckpointError with the file.
+        ``scratch`` has at least the `scratch_bytes` of the block. ``done`` is called with the raw bytes piece by piece.
+        Raises CorruptCheckpointError with the file.
         """
         if not block.bases:
-            self._decode_one(block, dtype, out, scratch)
+            self._decode_one(block, dtype, out, scratch, done)
             return
         layer, rest = scratch[: len(out)], scratch[round_up(len(out)) :]
         below = block.bases[-1]
@@ -171,21 +182,35 @@ class BlockReader:
             self._decode_one(part, dtype, layer, rest)
             np.bitwise_xor(out, layer, out=out)
             below = part
+        if done:
+            done(out)
 
     def _check_base(self, base: StoredBlock, raw: Bytes) -> None:
         # A base stored raw has no checksum of its stored bytes.
         if self._verify and base.raw and not base.stored and digest_as(base.raw, raw) != base.raw:
             raise CorruptCheckpointError("the checksum of its base block is wrong", path=base.file.path)
 
-    def _decode_one(self, block: StoredBlock, dtype: DType, out: Bytes, scratch: Bytes) -> None:
+    def _decode_one(
+        self,
+        block: StoredBlock,
+        dtype: DType,
+        out: Bytes,
+        scratch: Bytes,
+        done: Callable[[Bytes], object] | None = None,
+    ) -> None:
         codec = _codec(block)
         stored = block.file.fetch(block.offset, block.length, scratch)
         if self._verify and block.stored and digest_as(block.stored, stored) != block.stored:
             raise CorruptCheckpointError("the checksum of its stored bytes is wrong", path=block.file.path)
         try:
+            if isinstance(codec, PlanesCodec):
+                codec.decode(stored, dtype, out, done=done)
+                return
             codec.decode(stored, dtype, out)
         except CodecError as error:
             raise CorruptCheckpointError(f"cannot be decoded ({error})", path=block.file.path) from error
+        if done:
+            done(out)
 
 
 def scratch_bytes(block: StoredBlock, raw_bytes: int) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from tensorkeep.codecs import probe, zstd
 from tensorkeep.formats.blockfile.coded_file import CodedDataFile, encode
 from tensorkeep.formats.blockfile.data_file import WriteContext
-from tensorkeep.formats.blockfile.gather import Reading
+from tensorkeep.formats.blockfile.gather import HashedReading
 from tensorkeep.formats.blockfile.notes import Description, describe, describe_longest
 from tensorkeep.formats.blockfile.plan import Block, BlockKey, BlockRecord, FilePlan, coded_name
 from tensorkeep.formats.blockfile.read import scratch_bytes
@@ -79,8 +79,8 @@ class ChangesFile(CodedDataFile):
             return super()._store(block, raw, aside, out, scratch)
         if aside is not None:
             # It is read several times, and may have changed since it was hashed.
-            reading = Reading(aside, wide=True)
-            raw, raw_digest = reading(raw), reading.hexdigest()
+            reading = HashedReading(aside, wide=True)
+            raw, raw_digest = reading.read(raw), reading.hexdigest()
         difference = None if base is None else self._difference(block, raw, raw_digest, base, out, scratch)
         if base is None or difference is None:
             return raw_digest, *encode(raw, block, self._context.codec, out)
