@@ -45,7 +45,9 @@ RUN = 262_144
 class Coder(Protocol):
     """Splits runs into planes and codes these, for one thread; planes are named by their number."""
 
-    def split(self, run: bitplanes.Words, planes: Sequence[Bytes], layout: int, copy: bitplanes.Words | None) -> None:
+    def split(
+        self, run: bitplanes.Words, planes: Sequence[Bytes], layout: int, copy: bitplanes.Words | None = None
+    ) -> None:
         """Write byte k of each word to plane k; see ``bitplanes``.
 
         Unless ``copy`` is None, the words are copied there and read from there, as others may change them meanwhile.
@@ -88,7 +90,9 @@ class PythonCoder:
         self._decompressor = zstandard.ZstdDecompressor(max_window_size=RUN)
         self._scratch = bitplanes.Scratch(RUN)
 
-    def split(self, run: bitplanes.Words, planes: Sequence[Bytes], layout: int, copy: bitplanes.Words | None) -> None:
+    def split(
+        self, run: bitplanes.Words, planes: Sequence[Bytes], layout: int, copy: bitplanes.Words | None = None
+    ) -> None:
         if copy is not None:
             np.copyto(copy, run)
             run = copy
@@ -119,7 +123,9 @@ class CompiledCoder(PythonCoder):
         self._encoders: dict[int, Bytes] = {}
         self._decoders: dict[int, tuple[Bytes, Bytes]] = {}
 
-    def split(self, run: bitplanes.Words, planes: Sequence[Bytes], layout: int, copy: bitplanes.Words | None) -> None:
+    def split(
+        self, run: bitplanes.Words, planes: Sequence[Bytes], layout: int, copy: bitplanes.Words | None = None
+    ) -> None:
         compiled.split(run, tuple(planes), layout, copy)
 
     def merge(self, planes: Sequence[Bytes], run: bitplanes.Words, layout: int) -> None:

@@ -95,7 +95,7 @@ class PlanesCodec:
         layout, width = _layout(raw.size, dtype)
         sample = _sample(bitplanes.as_words(raw, width))
         planes = [np.empty(sample.size, np.uint8) for _ in range(width)]
-        self._threads.coder.split(sample, planes, layout, None)
+        self._threads.coder.split(sample, planes, layout)
         return Plan(layout, tuple(self._threads.choose(plane) for plane in planes))
 
     def encode(
