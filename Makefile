@@ -12,6 +12,7 @@ DEV := $(VENV)/.installed-dev
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadscope --no-loadscope-reorder
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+FUZZ_MINUTES ?= 10
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check bench torture wheel clean
@@ -44,8 +45,9 @@ bench: $(DEV)  ## the speed that README states, as ratios against peers measured
 		$(BIN)/python benchmarks/$$each.py --out bench-results/$$each.json $(BENCH_ARGS) || missed=1; \
 	done; exit $$missed
 
-torture: $(DEV)  ## the exhaustive tests: every operation killed, every byte flipped (tens of minutes)
+torture: $(DEV)  ## the exhaustive tests: every operation killed, every byte flipped, the coder fuzzed (tens of minutes)
 	$(PYTEST) -m slow --timeout 900
+	$(BIN)/python tests/coder/sanitized.py $(FUZZ_MINUTES)
 
 wheel: $(DEV)  ## build the wheel and the source distribution in dist/; install and try both in empty environments
 	@rm -rf dist
