@@ -20,14 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 CODER = ROOT / "src" / "coder"
 FUZZER = Path(__file__).parent / "fuzzer.c"
-SANITIZE = [
-    "-std=c11",
-    "-O1",
-    "-g",
-    "-fsanitize=address,undefined",
-    "-fno-sanitize-recover=all",
-    "-fno-omit-frame-pointer",
-]
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+OPTIONS = ["-std=c11", "-O1", "-g", *SANITIZERS]
 # Leaks are Python's own, which frees little when it ends. What numpy allocates must be seen, too.
 ENVIRONMENT = {"ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc", "TENSORKEEP_CODER": "compiled"}
 
