@@ -90,7 +90,7 @@ static void split_copy(const uint8_t *raw, size_t count, int width, enum layout 
 }
 
 static PyObject *split(PyObject *module, PyObject *arguments) {
-    Py_buffer raw, buffers[MAX_WIDTH], copy = {.buf = NULL};
+    Py_buffer raw, buffers[MAX_WIDTH], copy = {.obj = NULL};
     PyObject *planes, *copied = Py_None;
     uint8_t *starts[MAX_WIDTH];
     int layout, width;
@@ -113,7 +113,7 @@ static PyObject *split(PyObject *module, PyObject *arguments) {
         Py_END_ALLOW_THREADS;
     }
     release(buffers, width < 0 ? 0 : width);
-    if (copy.buf) PyBuffer_Release(&copy);
+    PyBuffer_Release(&copy); /* nothing to do for None */
     PyBuffer_Release(&raw);
     if (failed) return NULL;
     Py_RETURN_NONE;

@@ -234,6 +234,9 @@ static void run_frame(struct encoder *encoders[KINDS], struct decoder *decoders[
     frame = encode(encoders, data, count, &size);
     decode(decoders, frame, size, count, data);
     progress->round_trips++;
+    size_t estimate = coded_size(kinds[0], data, count);
+    require(estimate == coded_size(kinds[1], data, count), "instructions estimate different sizes");
+    require(estimate <= count + count / 2 + MAX_TREE, "the estimate is larger than any frame");
     for (int i = 0; i < DAMAGES; i++) {
         size_t damaged_size = size, other = below(8) ? count : any_size();
         uint8_t *damaged = damage(frame, &damaged_size);

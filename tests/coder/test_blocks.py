@@ -62,8 +62,11 @@ def test_each_coder_decodes_whole_blocks_of_the_other(codecs: list[Codec], megab
     count=st.integers(0, 3000),
     offsets=st.lists(st.integers(0, 16), min_size=9, max_size=9),
     plain=st.booleans(),
+    copied=st.booleans(),
 )
-def test_coders_split_and_merge_alike(kind: tuple[int, int], count: int, offsets: list[int], plain: bool) -> None:
+def test_coders_split_and_merge_alike(
+    kind: tuple[int, int], count: int, offsets: list[int], plain: bool, copied: bool
+) -> None:
     layout, width = kind
     noise = np.random.default_rng(count).integers(0, 256, count * width + offsets[8], np.uint8)
     # numpy's views of words may be unaligned, too.
@@ -73,7 +76,9 @@ def test_coders_split_and_merge_alike(kind: tuple[int, int], count: int, offsets
     for each in (CompiledCoder(), PythonCoder()):
         memory = [np.full(offset + count + 64, 0xA5, np.uint8) for offset in offsets[:width]]
         planes = [place[offset : offset + count] for place, offset in zip(memory, offsets, strict=False)]
-        each.split(words, planes, layout)
+        copy = np.empty_like(words) if copied else None
+        each.split(words, planes, layout, copy)
+        assert copy is None or np.array_equal(copy, words)
         back = np.full(offsets[8] + count * width + 64, 0xA5, np.uint8)
         each.merge(planes, back[offsets[8] : offsets[8] + count * width].view(words.dtype), layout)
         assert np.array_equal(back[offsets[8] : -64], noise[offsets[8] :])
