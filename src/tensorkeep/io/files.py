@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from tensorkeep.errors import PathLike, StoreError, TensorkeepError
 from tensorkeep.io.buffers import ALIGNMENT, round_down
-from tensorkeep.io.parallel import default_threads
+from tensorkeep.io.parallel import Permits, default_threads
 
 logger = logging.getLogger(__name__)
 
@@ -25,23 +25,12 @@ Bytes = npt.NDArray[np.uint8]
 """A one-dimensional, contiguous array of bytes."""
 
 
-class _Transfers:
-    """Limits the transfers that run at once to half the threads.
+transfers = Permits(max(2, default_threads() // 2))
+"""Limits the transfers that run at once to half the threads.
 
-    Threads that wait for one disk synchronise: all transfer, then all copy, hash or code while the disk is idle. With
-    the limit, one half transfers while the other half computes.
-    """
-
-    def __init__(self) -> None:
-        self.reset()
-        # In a forked child, permits that other threads held would never be released.
-        os.register_at_fork(after_in_child=self.reset)
-
-    def reset(self) -> None:
-        self.permit = threading.BoundedSemaphore(max(2, default_threads() // 2))
-
-
-transfers = _Transfers()
+Threads that wait for one disk synchronise: all transfer, then all copy, hash or code while the disk is idle. With the
+limit, one half transfers while the other half computes.
+"""
 
 _REMEDIES = {
     errno.ENOSPC: "free some space, or save elsewhere",

@@ -1,5 +1,6 @@
 """Running tasks on a few threads, in order, until done, a failure or Ctrl-C."""
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,24 @@ THREAD_START_SECONDS = 1.0
 def default_threads() -> int:
     """Return twice the processors that this process may use, between 2 and 8: half the threads wait for the disk."""
     return max(2, min(8, 2 * len(usable_processors())))
+
+
+class Permits:
+    """A bounded number of permits, which threads hold by ``with permits.permit``."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self.reset()
+        # In a forked child, permits that other threads held would never be released.
+        os.register_at_fork(after_in_child=self.reset)
+
+    def reset(self) -> None:
+        """Make all permits free."""
+        self.permit = threading.BoundedSemaphore(self._count)
+
+
+coding = Permits(len(usable_processors()))
+"""Limits the threads that code at once to the processors: more would only push each other's data out of the caches."""
 
 
 class Cancelled(Exception):
