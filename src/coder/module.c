@@ -119,21 +119,34 @@ static PyObject *split(PyObject *module, PyObject *arguments) {
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(merge_doc, "merge($module, planes, raw, layout, /)\n--\n\n"
-                        "Fill elements from their planes, of which none may overlap `raw`.");
+PyDoc_STRVAR(merge_doc, "merge($module, planes, raw, layout, xor=False, /)\n--\n\n"
+                        "Fill elements from their planes, of which none may overlap `raw`, or exclusive-or them into it.");
+
+static void merge_xor(const uint8_t *const *planes, size_t count, int width, enum layout layout, uint8_t *raw) {
+    uint8_t merged[COPIED_AT_ONCE * MAX_WIDTH];
+    for (size_t start = 0; start < count; start += COPIED_AT_ONCE) {
+        size_t length = count - start < COPIED_AT_ONCE ? count - start : COPIED_AT_ONCE, bytes = length * (size_t)width;
+        const uint8_t *parts[MAX_WIDTH];
+        for (int k = 0; k < width; k++) parts[k] = planes[k] + start;
+        kernels->merge(parts, length, width, layout, merged);
+        uint8_t *restrict to = raw + start * (size_t)width;
+        for (size_t i = 0; i < bytes; i++) to[i] ^= merged[i];
+    }
+}
 
 static PyObject *merge(PyObject *module, PyObject *arguments) {
     Py_buffer raw, buffers[MAX_WIDTH];
     PyObject *planes;
     uint8_t *starts[MAX_WIDTH];
-    int layout;
+    int layout, xor = 0;
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "O!w*i", &PyTuple_Type, &planes, &raw, &layout)) return NULL;
+    if (!PyArg_ParseTuple(arguments, "O!w*i|p", &PyTuple_Type, &planes, &raw, &layout, &xor)) return NULL;
     int width = get_planes(planes, raw.len, PyBUF_SIMPLE, buffers, starts);
     int failed = width < 0 || check_layout(layout, width) < 0;
     if (!failed) {
+        size_t count = (size_t)(raw.len / width);
         Py_BEGIN_ALLOW_THREADS;
-        kernels->merge((const uint8_t *const *)starts, (size_t)(raw.len / width), width, (enum layout)layout, raw.buf);
+        (xor ? merge_xor : kernels->merge)((const uint8_t *const *)starts, count, width, (enum layout)layout, raw.buf);
         Py_END_ALLOW_THREADS;
     }
     release(buffers, width < 0 ? 0 : width);

@@ -82,6 +82,10 @@ def test_coders_split_and_merge_alike(
         back = np.full(offsets[8] + count * width + 64, 0xA5, np.uint8)
         each.merge(planes, back[offsets[8] : offsets[8] + count * width].view(words.dtype), layout)
         assert np.array_equal(back[offsets[8] : -64], noise[offsets[8] :])
+        other = noise[::-1].copy()[: words.nbytes].view(words.dtype)
+        both = other ^ words
+        each.merge(planes, other, layout, xor=True)
+        assert np.array_equal(other, both)
         assert (back[: offsets[8]] == 0xA5).all() and (back[-64:] == 0xA5).all(), "merged outside"
         split_by.append(np.concatenate(memory))
     coder.compiled.use_plain(False)

@@ -53,8 +53,8 @@ class Coder(Protocol):
         Unless ``copy`` is None, the words are copied there and read from there, as others may change them meanwhile.
         """
 
-    def merge(self, planes: Sequence[Bytes], run: bitplanes.Words, layout: int) -> None:
-        """Fill the words from their planes."""
+    def merge(self, planes: Sequence[Bytes], run: bitplanes.Words, layout: int, *, xor: bool = False) -> None:
+        """Fill the words from their planes, or exclusive-or these into them."""
 
     def coded_size(self, sample: Bytes) -> int:
         """Return about how many bytes coding a plane would take, from a sample of it."""
@@ -98,8 +98,11 @@ class PythonCoder:
             run = copy
         bitplanes.split(run, planes, layout, self._scratch)
 
-    def merge(self, planes: Sequence[Bytes], run: bitplanes.Words, layout: int) -> None:
-        bitplanes.merge(planes, run, layout, self._scratch)
+    def merge(self, planes: Sequence[Bytes], run: bitplanes.Words, layout: int, *, xor: bool = False) -> None:
+        merged = np.empty_like(run) if xor else run
+        bitplanes.merge(planes, merged, layout, self._scratch)
+        if xor:
+            np.bitwise_xor(run, merged, out=run)
 
     def coded_size(self, sample: Bytes) -> int:
         return len(self._compressor.compress(sample.data))
@@ -128,8 +131,8 @@ class CompiledCoder(PythonCoder):
     ) -> None:
         compiled.split(run, tuple(planes), layout, copy)
 
-    def merge(self, planes: Sequence[Bytes], run: bitplanes.Words, layout: int) -> None:
-        compiled.merge(tuple(planes), run, layout)
+    def merge(self, planes: Sequence[Bytes], run: bitplanes.Words, layout: int, *, xor: bool = False) -> None:
+        compiled.merge(tuple(planes), run, layout, xor)
 
     def coded_size(self, sample: Bytes) -> int:
         return compiled.coded_size(sample)

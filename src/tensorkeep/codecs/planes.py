@@ -128,8 +128,19 @@ class PlanesCodec:
         header.write(out, lengths)
         return end
 
-    def decode(self, stored: Bytes, dtype: DType, out: Bytes, *, done: Callable[[Bytes], object] | None = None) -> None:
-        """Decode as every codec does; ``done`` is called with each run while it is in the core's cache."""
+    def decode(
+        self,
+        stored: Bytes,
+        dtype: DType,
+        out: Bytes,
+        *,
+        done: Callable[[Bytes], object] | None = None,
+        xor: bool = False,
+    ) -> None:
+        """Decode as every codec does; ``done`` is called with each run while it is in the core's cache.
+
+        With ``xor``, the decoded bytes are exclusive-or'ed into ``out``.
+        """
         header, frames = _read(stored, out.size)
         coder = self._threads.coder
         words = bitplanes.as_words(out, header.width)
@@ -140,7 +151,7 @@ class PlanesCodec:
                 coder.decode(number, next(frames), run.size) if plane is None else plane[start : start + RUN]
                 for number, plane in enumerate(raw_planes)
             ]
-            coder.merge(planes, run, header.layout)
+            coder.merge(planes, run, header.layout, xor=xor)
             if done:
                 done(run.view(np.uint8))
 

@@ -171,19 +171,13 @@ class BlockReader:
         ``scratch`` has at least the `scratch_bytes` of the block. ``done`` is called with the raw bytes piece by piece.
         Raises CorruptCheckpointError with the file.
         """
-        if not block.bases:
-            self._decode_one(block, dtype, out, scratch, done)
-            return
-        layer, rest = scratch[: len(out)], scratch[round_up(len(out)) :]
-        below = block.bases[-1]
-        self._decode_one(below, dtype, out, rest)
-        for part in (*reversed(block.bases[:-1]), block):
-            self._check_base(below, out)
-            self._decode_one(part, dtype, layer, rest)
-            np.bitwise_xor(out, layer, out=out)
+        layer, rest = (scratch[: len(out)], scratch[round_up(len(out)) :]) if block.bases else (None, scratch)
+        below: StoredBlock | None = None
+        for part in (*reversed(block.bases), block):
+            if below is not None:
+                self._check_base(below, out)
+            self._decode_one(part, dtype, out, rest, layer if below else None, done if part is block else None)
             below = part
-        if done:
-            done(out)
 
     def _check_base(self, base: StoredBlock, raw: Bytes) -> None:
         # A base stored raw has no checksum of its stored bytes.
@@ -196,19 +190,23 @@ class BlockReader:
         dtype: DType,
         out: Bytes,
         scratch: Bytes,
-        done: Callable[[Bytes], object] | None = None,
+        layer: Bytes | None,
+        done: Callable[[Bytes], object] | None,
     ) -> None:
+        """Decode a block to ``out``, or exclusive-or it into it, with ``layer`` to decode to, unless that is None."""
         codec = _codec(block)
         stored = block.file.fetch(block.offset, block.length, scratch)
         if self._verify and block.stored and digest_as(block.stored, stored) != block.stored:
             raise CorruptCheckpointError("the checksum of its stored bytes is wrong", path=block.file.path)
         try:
             if isinstance(codec, PlanesCodec):
-                codec.decode(stored, dtype, out, done=done)
+                codec.decode(stored, dtype, out, done=done, xor=layer is not None)
                 return
-            codec.decode(stored, dtype, out)
+            codec.decode(stored, dtype, out if layer is None else layer)
         except CodecError as error:
             raise CorruptCheckpointError(f"cannot be decoded ({error})", path=block.file.path) from error
+        if layer is not None:
+            np.bitwise_xor(out, layer, out=out)
         if done:
             done(out)
 
