@@ -41,7 +41,7 @@ check: $(DEV)  ## formatting, lint, types
 	$(BIN)/mypy
 
 bench: $(DEV)  ## the speed that README states, as ratios against peers measured in the same run (tens of minutes)
-	@mkdir -p bench-results; missed=0; for each in ratios first_loads training_saves plain_training; do \
+	@mkdir -p bench-results; missed=0; for each in ratios lossless first_loads training_saves plain_training; do \
 		$(BIN)/python benchmarks/$$each.py --out bench-results/$$each.json $(BENCH_ARGS) || missed=1; \
 	done; exit $$missed
 

@@ -1,26 +1,23 @@
 """How fast one core codes and decodes weights with each coder, checksums included, and how small they get.
 
 Blocks of every dtype, more of them than fit in a cache, are coded and decoded by the compiled coder and by the one in
-Python in turns. Prints a table, and writes every round with its environment to a JSON file.
+Python in turns. ``lossless.py`` writes the same to a JSON file.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from tensorkeep import machine
 from tensorkeep.cli.text import Table
 from tensorkeep.codecs import planes, probe
 from tensorkeep.codecs.base import Bytes
-from tensorkeep.codecs.coder import CompiledCoder, PythonCoder, describe
+from tensorkeep.codecs.coder import CompiledCoder, PythonCoder
 from tensorkeep.formats.blockfile.gather import HashedReading
 from tensorkeep.formats.sealed import digest, new_hasher
 from tensorkeep.formats.write import BLOCK_BYTES
@@ -43,6 +40,11 @@ class Round:
     decode_seconds: float
 
     @property
+    def size(self) -> float:
+        """Stored bytes over raw bytes."""
+        return self.stored_bytes / self.raw_bytes
+
+    @property
     def encode(self) -> float:
         """GB of raw bytes a second."""
         return self.raw_bytes / self.encode_seconds / 1e9
@@ -58,13 +60,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--out", type=Path, help="the JSON file to write")
     options = parser.parse_args()
     rounds = [each for name in options.dtypes for each in measure(BY_NAME[name], options.rounds)]
-    Table(("dtype", "coder", ">size", ">coded GB/s", ">decoded GB/s", ">times as fast"), rows(rounds)).show()
-    if options.out:
-        document = {"environment": machine.describe(Path()), "coder": describe(), "rounds": [asdict(r) for r in rounds]}
-        options.out.write_text(json.dumps(document, indent=1) + "\n")
+    headings = ("dtype", "coder", ">size", ">coded GB/s", ">decoded GB/s", ">times as fast")
+    Table(headings, rows(rounds)).show()
     return 0
 
 
@@ -115,7 +114,7 @@ def rows(rounds: list[Round]) -> list[tuple[str, ...]]:
 
     found = []
     for dtype, coder in dict.fromkeys((each.dtype, each.coder) for each in rounds):
-        size = median(dtype, coder, lambda each: each.stored_bytes / each.raw_bytes)
+        size = median(dtype, coder, lambda each: each.size)
         encode, decode = median(dtype, coder, lambda r: r.encode), median(dtype, coder, lambda r: r.decode)
         by = encode / median(dtype, "python", lambda r: r.encode), decode / median(dtype, "python", lambda r: r.decode)
         found.append((dtype, coder, f"{size:.4f}", f"{encode:.2f}", f"{decode:.2f}", f"{by[0]:.2f}, {by[1]:.2f}"))
