@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -38,6 +39,27 @@ class Permits:
 
 coding = Permits(len(usable_processors()))
 """Limits the threads that code at once to the processors: more would only push each other's data out of the caches."""
+
+background_coding = Permits(max(1, len(usable_processors()) // 2))
+"""The same for background saves: training needs processors, too."""
+
+_PREEMPTED = 1.2
+_PAUSES = 3.0
+
+
+@contextmanager
+def stepping_back() -> Iterator[None]:
+    """Run the block beside training: where it had to wait for a processor, pause for some times as long as it ran.
+
+    A lower priority would have the same effect, but a thread of low priority that holds the interpreter's lock when it
+    loses its processor would stop the training, too.
+    """
+    with background_coding.permit:
+        begin, ran = time.perf_counter(), time.thread_time()
+        yield
+        seconds, ran = time.perf_counter() - begin, time.thread_time() - ran
+        if seconds > _PREEMPTED * ran:
+            time.sleep(_PAUSES * ran)
 
 
 class Cancelled(Exception):

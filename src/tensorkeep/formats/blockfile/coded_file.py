@@ -19,7 +19,7 @@ from tensorkeep.formats.blockfile.plan import Block, BlockRecord, FilePlan
 from tensorkeep.formats.sealed import digest
 from tensorkeep.io.buffers import ALIGNMENT, Buffer, round_up
 from tensorkeep.io.files import Bytes
-from tensorkeep.io.parallel import Order, coding
+from tensorkeep.io.parallel import Order, coding, stepping_back
 
 
 class CodedDataFile(DataFile):
@@ -52,7 +52,7 @@ class CodedDataFile(DataFile):
                 raw = ((staged.array[place], None) for _, place in slices_of(blocks))
             else:
                 raw = (readable(block, aside) for block in blocks)
-            with coding.permit:
+            with stepping_back() if staged else coding.permit:
                 used = self._code(blocks, raw, out, scratch, last=is_last)
             with self._order.turn(number):
                 offset = self._end
