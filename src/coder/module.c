@@ -4,6 +4,9 @@
 
 #include "coder.h"
 
+/* Raised whenever a function takes or returns something else; codecs/coder.py compares it. */
+#define INTERFACE 1
+
 /* Elements that are copied and then split while they are in the core's first cache. */
 #define COPIED_AT_ONCE 2048
 
@@ -230,6 +233,7 @@ static PyMethodDef methods[] = {
 
 static int fill(PyObject *module) {
     return select_kernels(module, 0) < 0 ||
+                   PyModule_AddIntConstant(module, "INTERFACE", INTERFACE) < 0 ||
                    PyModule_AddIntConstant(module, "ENCODER_BYTES", (long)sizeof(struct encoder)) < 0 ||
                    PyModule_AddIntConstant(module, "DECODER_BYTES", (long)sizeof(struct decoder)) < 0
                ? -1

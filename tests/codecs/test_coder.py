@@ -54,3 +54,10 @@ def test_a_coder_that_does_not_exist_is_an_error(code: str, value: str, exit_cod
     assert failed.returncode == exit_code
     assert message in failed.stdout
     assert "Traceback" not in failed.stdout + failed.stderr
+
+
+def test_an_extension_of_other_sources_is_an_error() -> None:
+    stale = "import sys, types; sys.modules['tensorkeep.codecs._coder'] = types.ModuleType('_coder'); "
+    failed = run(stale + MAIN)
+    assert failed.returncode == 7
+    assert "built from other sources" in failed.stdout and "pip install -e ." in failed.stdout

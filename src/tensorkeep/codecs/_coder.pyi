@@ -1,6 +1,7 @@
 from collections.abc import Buffer
 
 simd: str
+INTERFACE: int
 ENCODER_BYTES: int
 DECODER_BYTES: int
 

@@ -36,6 +36,11 @@ if _required == "compiled" and compiled is None:
     )
 if _required == "python":
     compiled = None  # type: ignore[assignment]
+if compiled is not None and getattr(compiled, "INTERFACE", None) != 1:
+    raise UnsupportedError(
+        "the compiled coder was built from other sources than this Tensorkeep",
+        remedy="install again (in a checkout: pip install -e .), or set TENSORKEEP_CODER=python",
+    )
 
 
 RUN = 262_144
