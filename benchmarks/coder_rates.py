@@ -30,7 +30,7 @@ CODECS = {"compiled": planes.PlanesCodec(CompiledCoder), "python": planes.Planes
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round of one coder: bytes of a raw and of the coded block, seconds of processor time for all blocks."""
+    """One round of one coder: raw and stored bytes of all blocks, and seconds of processor time."""
 
     dtype: str
     coder: str
@@ -56,7 +56,7 @@ class Round:
 
 
 def main() -> int:
-    """Measure, print, write."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
@@ -74,6 +74,7 @@ def measure(dtype: DType, rounds: int) -> list[Round]:
     back = np.zeros(BLOCK_BYTES, np.uint8)
     aside = np.zeros(BLOCK_BYTES, np.uint8)
     found = []
+    by_default = planes.CODEC
     for number in range(rounds + 1):
         for name, codec in CODECS.items():
             planes.CODEC = codec  # the one that the probe takes
@@ -95,6 +96,7 @@ def measure(dtype: DType, rounds: int) -> list[Round]:
                 stored += length
             if number:
                 found.append(Round(dtype.name, name, len(blocks) * BLOCK_BYTES, stored, encode, decode))
+    planes.CODEC = by_default
     return found
 
 

@@ -38,12 +38,19 @@ def start_tensorkeep(*words: str | Path, output: Path) -> ForkServerProcess:
 
 
 def ended(process: ForkServerProcess, seconds: float = 120) -> int:
-    """Wait for a process, kill it if it takes too long, and return its exit code, or minus the signal that ended it."""
+    """Wait for a process, and return its exit code, or minus the signal that ended it; it must end in time."""
     process.join(seconds)
-    process.kill()
-    process.join()
+    in_time = process.exitcode is not None
+    kill(process)
+    assert in_time, f"still running after {seconds} s"
     assert process.exitcode is not None
     return process.exitcode
+
+
+def kill(process: ForkServerProcess) -> None:
+    """End a process that may be running."""
+    process.kill()
+    process.join()
 
 
 def _run(module: str, work: str, arguments: Sequence[object], output: Path) -> None:

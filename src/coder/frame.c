@@ -9,10 +9,11 @@
 #define BLOCKS_PER_TREE 2
 /* A block is stored if coding it saves less than one byte in this many, as decoding it takes time. */
 #define LEAST_GAIN 64
-/* So many bytes are counted of every so many, a prime, which is not a multiple of the length of rows; of at least so
-   many. */
+/* Bytes that are counted in a row. */
 #define SAMPLE_PIECE 512
+/* Where the next ones begin: a prime, as the length of a row is not a multiple of it. */
 #define SAMPLE_EVERY 7919
+/* Blocks with fewer bytes are counted completely. */
 #define SAMPLED_FROM 65536
 #define EXTENDED_FROM 8
 #define EXTENDED_BY 4
@@ -31,6 +32,9 @@ static uint64_t get_le(const uint8_t *data, size_t bytes) {
     for (size_t i = 0; i < bytes; i++) value |= (uint64_t)data[i] << (8 * i);
     return value;
 }
+
+/* Return whether all of the bytes, one or more, are the same. */
+static int is_constant(const uint8_t *data, size_t count) { return memcmp(data, data + 1, count - 1) == 0; }
 
 static size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
@@ -93,7 +97,7 @@ static size_t encode_blocks(const struct kernels *kernels, struct encoder *encod
         size_t length = least(MAX_BLOCK, count - start), size = 0, field = length;
         enum block_type type = BLOCK_RLE;
         int unknown = 0;
-        if (memcmp(content, content + 1, length - 1) == 0) {
+        if (is_constant(content, length)) {
             at[BLOCK_HEADER] = content[0];
             size = 1;
         } else {
@@ -118,7 +122,9 @@ static void make_pairs(struct encoder *encoder) {
         if (bits) {
             pair_entry entry = KNOWN | bits << 32 | code->value[later];
             for (int s = 0; s < SYMBOLS; s++)
-                row[s] = code->bits[s] ? entry + ((pair_entry)code->bits[s] << 32 | (pair_entry)code->value[s] << bits) : 0;
+                row[s] = code->bits[s]
+                             ? entry + ((pair_entry)code->bits[s] << 32 | (pair_entry)code->value[s] << bits)
+                             : 0;
         } else if (encoder->rows[later]) {
             memset(row, 0, sizeof encoder->pairs[later]);
         }
@@ -151,8 +157,8 @@ static void choose_code(struct encoder *encoder, const uint32_t *counts) {
     if (encoder->description_size) make_pairs(encoder);
 }
 
-/* Count the symbols below eight that follow one another, too: exponents are half as frequent as those above them, so the
-   sample misses a few that occur. */
+/* Count a few symbols below those that follow one another, too: each exponent is half as frequent as the one above it,
+   so the sample misses a few that occur. */
 static void extend_down(uint32_t *counts) {
     int consecutive = 0;
     for (int symbol = SYMBOLS - 1; symbol >= 0; symbol--) {
@@ -184,7 +190,7 @@ static size_t encode_group(const struct kernels *kernels, struct encoder *encode
         uint32_t counts[SYMBOLS] = {0};
         if (sampled) {
             count_sample(kernels, encoder, data, count, counts);
-        } else if (memcmp(data, data + 1, count - 1) == 0) {
+        } else if (is_constant(data, count)) {
             counts[data[0]] = (uint32_t)count;
         } else {
             kernels->histogram(data, count, counts);
@@ -204,7 +210,7 @@ size_t coded_size(const struct kernels *kernels, const uint8_t *data, size_t cou
     uint32_t counts[SYMBOLS] = {0};
     uint8_t description[MAX_TREE];
     struct code code;
-    if (count < 2 || memcmp(data, data + 1, count - 1) == 0) return 1;
+    if (count < 2 || is_constant(data, count)) return 1;
     kernels->histogram(data, count, counts);
     make_code(counts, &code);
     size_t tree = write_tree(&code, description);
@@ -226,8 +232,12 @@ size_t encode_frame(const struct kernels *kernels, struct encoder *encoder, cons
         put_le(at, 1, BLOCK_HEADER); /* the last block, of no bytes */
         at += BLOCK_HEADER;
     }
-    for (size_t start = 0; start < count; start += BLOCKS_PER_TREE * MAX_BLOCK) {
-        size_t length = least(BLOCKS_PER_TREE * MAX_BLOCK, count - start);
+    for (size_t start = 0, length; start < count; start += length) {
+        length = least(BLOCKS_PER_TREE * MAX_BLOCK, count - start);
+        /* A block of one symbol takes a byte without a code, which it would only make worse for the other. */
+        if (length > MAX_BLOCK && (is_constant(data + start, MAX_BLOCK) ||
+                                   is_constant(data + start + MAX_BLOCK, length - MAX_BLOCK)))
+            length = MAX_BLOCK;
         at += encode_group(kernels, encoder, data + start, length, start + length == count, at, end);
     }
     return (size_t)(at - out);

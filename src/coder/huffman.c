@@ -83,7 +83,7 @@ void make_code(const uint32_t *counts, struct code *code) {
     }
 }
 
-/* --- FSE tables of weights ----------------------------------------------------------------------------------------- */
+/* --- FSE tables of weights --------------------------------------------------------------------------------------- */
 
 /* Fill the decoding table of normalised counts (4.1.1); -1 is a probability below one state. */
 static void make_states(const int *normal, int accuracy, struct fse_state *states) {
@@ -248,7 +248,8 @@ static size_t read_counts(const uint8_t *data, size_t size, int *normal, int *ac
         remaining -= value < 0 ? -value : value;
         if (remaining < 1) return 0;
         for (; remaining < threshold; threshold >>= 1) bits--;
-        for (int zeros = value == 0 ? 3 : 0; zeros == 3; symbol += zeros, at += 2) zeros = (int)bits_at(data, size, at, 2);
+        for (int zeros = value == 0 ? 3 : 0; zeros == 3; symbol += zeros, at += 2)
+            zeros = (int)bits_at(data, size, at, 2);
     }
     size_t used = (size_t)(at + 7) / 8;
     return remaining == 1 && symbol <= WEIGHTS + 1 && used <= size ? used : 0;

@@ -1,4 +1,4 @@
-/* The inner loops: kernels.c includes this file once for every kind of processor, with FUNCTION naming its functions. */
+/* The inner loops: kernels.c includes this file once for every kind of processor; FUNCTION names its functions. */
 
 /* --- planes ------------------------------------------------------------------------------------------------------ */
 
@@ -71,7 +71,8 @@ static void FUNCTION(merge)(const uint8_t *const *planes, size_t count, int widt
 
 /* --- coding ------------------------------------------------------------------------------------------------------ */
 
-/* Add the counts of symbols. Four tables, as consecutive symbols are often the same, and a counter cannot be read right after it was written. */
+/* Add the counts of symbols. Four tables, as consecutive symbols are often the same, and a counter cannot be read right
+   after it was written. */
 static void FUNCTION(histogram)(const uint8_t *data, size_t count, uint32_t *counts) {
     uint32_t table[4][SYMBOLS] = {{0}};
     size_t i = 0;
@@ -101,8 +102,8 @@ static ALWAYS_INLINE void FUNCTION(put)(WRITER *writer, uint64_t value, uint64_t
     writer->count &= 7;
 }
 
-/* Return the code of the four symbols at `data`, the last in the lowest bits, and set the lowest bits of `bits`, as many
-   as LENGTH has, to its length; those above are noise. */
+/* Return the code of the four symbols at `data`, the last in the lowest bits, and set `bits` to its length; only the
+   bits of LENGTH are valid. */
 static ALWAYS_INLINE uint64_t FUNCTION(four)(const uint8_t *data, const pair_entry *pairs, uint64_t *bits,
                                              pair_entry *known) {
     pair_entry high = pairs[load16(data + 2)], low = pairs[load16(data)];
@@ -150,7 +151,7 @@ struct FUNCTION(reader) {
 };
 
 #define READER struct FUNCTION(reader)
-/* Look-ups between two loads: the bits of one load serve five, as fewer than eight are used before the first. */
+/* Look-ups between two loads: eight bits at most are used before them, and 8 + 5 * 11 of 64 can be looked at. */
 #define LOOKUPS 5
 
 /* Return how many times a stream can be looked up LOOKUPS times and loaded: at most 7 bytes are used each time. */

@@ -123,7 +123,7 @@ static PyObject *split(PyObject *module, PyObject *arguments) {
 }
 
 PyDoc_STRVAR(merge_doc, "merge($module, planes, raw, layout, xor=False, /)\n--\n\n"
-                        "Fill elements from their planes, of which none may overlap `raw`, or exclusive-or them into it.");
+                        "Fill elements from their planes, or exclusive-or them into it. No plane may overlap `raw`.");
 
 static void merge_xor(const uint8_t *const *planes, size_t count, int width, enum layout layout, uint8_t *raw) {
     uint8_t merged[COPIED_AT_ONCE * MAX_WIDTH];
@@ -185,7 +185,7 @@ static PyObject *encode(PyObject *module, PyObject *arguments) {
     if (!PyArg_ParseTuple(arguments, "w*y*w*p", &encoder, &data, &out, &first)) return NULL;
     int failed = !fits(&encoder, sizeof(struct encoder)) || (size_t)out.len < frame_bound((size_t)data.len);
     if (failed) {
-        PyErr_SetString(PyExc_ValueError, "`out` is too small, or the encoder has another size or is not aligned to 8 bytes");
+        PyErr_SetString(PyExc_ValueError, "`out` is too small, or the encoder has another size or alignment");
     } else {
         Py_BEGIN_ALLOW_THREADS;
         if (first) reset_encoder(encoder.buf);
@@ -200,7 +200,7 @@ static PyObject *encode(PyObject *module, PyObject *arguments) {
 }
 
 PyDoc_STRVAR(decode_frame_doc, "decode_frame($module, decoder, frame, out, /)\n--\n\n"
-                               "Fill `out` with the content of a frame of literals; return False if it is anything else.");
+                               "Fill `out` with the content of a frame of literals; return False for any other frame.");
 
 static PyObject *decode(PyObject *module, PyObject *arguments) {
     Py_buffer decoder, frame, out;

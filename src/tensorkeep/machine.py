@@ -65,9 +65,13 @@ def processor() -> dict[str, Any]:
     }
 
 
-def thread_wait_seconds(*, proc: Path = _PROC) -> float:
-    """Return how long the threads of this process have waited for a processor, together; 0 if it is not counted."""
-    waits = (next(iter(_lines(task / "schedstat")), "").split() for task in (proc / "self" / "task").iterdir())
+def thread_wait_seconds(*, own: bool = False, proc: Path = _PROC) -> float:
+    """Return how long the threads of this process have waited for a processor, together; 0 if it is not counted.
+
+    With ``own``, only the thread that calls counts.
+    """
+    tasks = [proc / "thread-self"] if own else (proc / "self" / "task").iterdir()
+    waits = (next(iter(_lines(task / "schedstat")), "").split() for task in tasks)
     return sum(int(fields[1]) for fields in waits if len(fields) == 3) / 1e9
 
 

@@ -280,3 +280,19 @@ def test_impossible_allocations_are_refused() -> None:
     for kind in ("tensor", "ndarray"):
         with pytest.raises(OutOfMemoryError, match="cannot allocate"):
             allocate(kind, BY_NAME["float32"], (2**30, 2**30))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("start", "nbytes"), [(0, 0), (0, 100), (1024, 0), (1024, 8000)])
+def test_memory_that_was_freed_or_made_smaller_is_an_error(start: int, nbytes: int, transposed: bool) -> None:
+    flat = torch.arange(2048.0)
+    tensor = flat[start : start + 1000].view(10, 100)
+    leaf = leaf_of(tensor.T if transposed else tensor)
+    stream(leaf)
+    flat.untyped_storage().resize_(nbytes)
+    with pytest.raises(UnsupportedLeafError, match="freed or made smaller"):
+        leaf.host_bytes()
+    with pytest.raises(UnsupportedLeafError, match="freed or made smaller"):
+        stream(leaf)
+    with pytest.raises(UnsupportedLeafError, match="freed or made smaller"):
+        leaf.write(0, leaf.nbytes, np.zeros(leaf.nbytes, np.uint8))

@@ -1,9 +1,9 @@
 """Byte planes, each raw or Huffman-coded: shrinks trained weights at the speed of a disk.
 
 A weight's exponent has few different values; its sign and mantissa are noise. So the elements are split into byte
-planes (``bitplanes``). The planes that shrink in a small sample are coded in frames of 256 KiB by Zstandard: with
-parameters that make it find next to no matches and only Huffman-code, or, for planes whose sample shrinks 5% more by
-matching, at level 1. The others are stored raw.
+planes (``bitplanes``). The planes that shrink in a small sample are coded in Zstandard frames of 256 KiB. These are
+only Huffman-coded (``coder``), or, for planes whose sample shrinks 5% more by matching, coded by Zstandard at level 1.
+The other planes are stored raw.
 
 The block on disk, version 1
 ----------------------------
@@ -101,11 +101,11 @@ class PlanesCodec:
     def encode(
         self, raw: Bytes, dtype: DType, out: Bytes, *, plan: Plan | None = None, reading: Reading | None = None
     ) -> int:
-        """Encode as every codec does; with ``reading``, run by run, each while it is in the core's cache."""
+        """Encode as every codec does; ``reading`` copies and hashes each run while it is in the core's cache."""
         plan = plan or self.plan(raw, dtype)
         coder, matcher, planes_of = self._threads.coder, self._threads.matcher, self._threads.planes
         words = bitplanes.as_words(raw, len(plan.planes))
-        header = _Header(plan.layout, raw.size, tuple(_CODED if how else _RAW for how in plan.planes))
+        header = _Header(plan.layout, raw.size, tuple(_RAW if method == _STORE else _CODED for method in plan.planes))
         raw_planes = header.raw_planes(out)
         lengths: list[int] = []
         end = header.frames_start
@@ -118,13 +118,15 @@ class PlanesCodec:
             coder.split(run, planes, plan.layout, copy)
             if reading:
                 reading.hash((run if copy is None else copy).view(np.uint8))
-            for number, how in enumerate(plan.planes):
-                if how == _HUFFMAN:
-                    lengths.append(coder.encode(number, planes[number], out[end:], first=start == 0))
-                elif how == _MATCH:
-                    lengths.append(append(matcher.compress(planes[number].data), out[end:], 0))
-                if how:
-                    end += lengths[-1]
+            for number, method in enumerate(plan.planes):
+                if method == _STORE:
+                    continue
+                if method == _HUFFMAN:
+                    length = coder.encode(number, planes[number], out[end:], first=start == 0)
+                else:
+                    length = append(matcher.compress(planes[number].data), out[end:], 0)
+                lengths.append(length)
+                end += length
         header.write(out, lengths)
         return end
 

@@ -15,7 +15,7 @@ from tensorkeep.errors import UsageError
 from tensorkeep.io import parallel
 from tensorkeep.io.buffers import ALIGNMENT, Buffer, BufferPool, buffer_bytes
 from tensorkeep.io.files import Bytes
-from tensorkeep.io.parallel import POLL_SECONDS, Cancellation, Progress, default_threads
+from tensorkeep.io.parallel import POLL_SECONDS, Cancellation, Pace, Progress, default_threads
 from tensorkeep.state.cuda import side_stream
 from tensorkeep.state.dtypes import DType
 from tensorkeep.state.leaf import Source
@@ -145,6 +145,7 @@ class StagedWrite(ABC):
         self._destination = destination
         self._settings = settings
         self._cancellation = Cancellation()
+        self._pace = Pace(self._cancellation)
 
     @abstractmethod
     def staging_bytes(self) -> int:
@@ -184,6 +185,10 @@ class StagedWrite(ABC):
     def cancel(self) -> None:
         """Make `run` stop as soon as it can; it removes its files."""
         self._cancellation.cancel()
+
+    def hurry(self) -> None:
+        """Let `run` use all processors, as the caller waits for it now."""
+        self._pace.beside.clear()
 
     @abstractmethod
     def abandon(self) -> None:

@@ -25,7 +25,7 @@ Bytes = npt.NDArray[np.uint8]
 """A one-dimensional, contiguous array of bytes."""
 
 
-transfers = Permits(max(2, default_threads() // 2))
+transfers = Permits(lambda: max(2, default_threads() // 2))
 """Limits the transfers that run at once to half the threads.
 
 Threads that wait for one disk synchronise: all transfer, then all copy, hash or code while the disk is idle. With the

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from tensorkeep.machine import usable_processors
+from tensorkeep.machine import thread_wait_seconds, usable_processors
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the total bytes, from any thread, one call at a time."""
@@ -24,9 +24,9 @@ def default_threads() -> int:
 
 
 class Permits:
-    """A bounded number of permits, which threads hold by ``with permits.permit``."""
+    """A bounded number of permits, which threads hold by ``with permits.permit``; ``count`` returns how many."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: Callable[[], int]) -> None:
         self._count = count
         self.reset()
         # In a forked child, permits that other threads held would never be released.
@@ -34,32 +34,11 @@ class Permits:
 
     def reset(self) -> None:
         """Make all permits free."""
-        self.permit = threading.BoundedSemaphore(self._count)
+        self.permit = threading.BoundedSemaphore(self._count())
 
 
-coding = Permits(len(usable_processors()))
-"""Limits the threads that code at once to the processors: more would only push each other's data out of the caches."""
-
-background_coding = Permits(max(1, len(usable_processors()) // 2))
-"""The same for background saves: training needs processors, too."""
-
-_PREEMPTED = 1.2
-_PAUSES = 3.0
-
-
-@contextmanager
-def stepping_back() -> Iterator[None]:
-    """Run the block beside training: where it had to wait for a processor, pause for some times as long as it ran.
-
-    A lower priority would have the same effect, but a thread of low priority that holds the interpreter's lock when it
-    loses its processor would stop the training, too.
-    """
-    with background_coding.permit:
-        begin, ran = time.perf_counter(), time.thread_time()
-        yield
-        seconds, ran = time.perf_counter() - begin, time.thread_time() - ran
-        if seconds > _PREEMPTED * ran:
-            time.sleep(_PAUSES * ran)
+_coding = Permits(lambda: len(usable_processors()))
+_coding_beside = Permits(lambda: max(1, len(usable_processors()) // 2))
 
 
 class Cancelled(Exception):
@@ -80,6 +59,46 @@ class Cancellation:
         """Raise `Cancelled` if the flag is set."""
         if self._set.is_set():
             raise Cancelled
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the flag is set, at most for so long."""
+        self._set.wait(seconds)
+
+
+class Pace:
+    """How the threads of one save share the processors while they code.
+
+    As many code at once as there are processors: more would only push each other's data out of the caches. While
+    ``beside`` is set, the caller goes on training: then half as many code, and each one that had to wait for a
+    processor pauses. A lower priority would do the same, but a thread that loses its processor while it holds the
+    interpreter's lock would stop the training with it.
+    """
+
+    _WAITED = 0.2
+    """Seconds of waiting for each second of coding from which on a thread pauses."""
+
+    _PAUSE = 3.0
+    """Seconds of pausing for each second of coding: a quarter of a processor is used, and steps are hardly slower."""
+
+    _LONGEST_PAUSE = 0.1
+
+    def __init__(self, cancellation: Cancellation) -> None:
+        self.beside = threading.Event()
+        self._cancellation = cancellation
+
+    @contextmanager
+    def coding(self) -> Iterator[None]:
+        """Code in the block, when it is this thread's turn."""
+        if not self.beside.is_set():
+            with _coding.permit:
+                yield
+            return
+        with _coding_beside.permit:
+            waited, ran = thread_wait_seconds(own=True), time.thread_time()
+            yield
+            waited, ran = thread_wait_seconds(own=True) - waited, time.thread_time() - ran
+            if waited > self._WAITED * ran and self.beside.is_set():
+                self._cancellation.wait(min(self._PAUSE * ran, self._LONGEST_PAUSE))
 
 
 class Order:

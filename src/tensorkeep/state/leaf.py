@@ -131,6 +131,8 @@ class Leaf:
 
         None is returned if the memory is not the stream: on another device, elements out of C order or with gaps, a
         lazily conjugated or negated tensor.
+
+        Raises UnsupportedLeafError if a tensor's memory was freed or made smaller.
         """
         if self.nbytes == 0:
             return np.empty(0, np.uint8)
@@ -138,6 +140,7 @@ class Leaf:
             contiguous = self.array.flags.c_contiguous
             return self.array.reshape(-1).view(np.uint8) if contiguous else None
         tensor = self.array
+        _check_memory(self.name, tensor)
         if tensor.device.type != "cpu" or is_lazy(tensor) or not tensor.is_contiguous():
             return None
         return np.asarray(_Memory(tensor, self.nbytes))
@@ -213,6 +216,17 @@ class _Memory:
         self._tensor = tensor
         address = tensor.data_ptr(), False
         self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (nbytes,), "data": address}
+
+
+def _check_memory(name: str, tensor: "torch.Tensor") -> None:
+    """Raise UnsupportedLeafError if elements of a tensor lie behind the end of its storage."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if (tensor.storage_offset() + last + 1) * tensor.element_size() > tensor.untyped_storage().nbytes():
+        raise UnsupportedLeafError(
+            "its memory was freed or made smaller, as FSDP does with parameters that it does not use at the moment",
+            name=name,
+            remedy="save a full or sharded state dict of torch.distributed.checkpoint.state_dict, which gathers them",
+        )
 
 
 def _check_plain(name: str, tensor: "torch.Tensor") -> None:

@@ -55,7 +55,7 @@ def test_files_are_those_of_torch(value: object, tmp_path: Path) -> None:
         assert records(half) == records(expected.getvalue())
 
 
-def test_files_have_no_checksums_if_torch_is_told_so(tmp_path: Path) -> None:
+def test_files_have_no_checksums_if_torch_is_set_to_write_none(tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:
         tensorkeep.save({"w": noise("uint8", 500)}, tmp_path / "x.pt")

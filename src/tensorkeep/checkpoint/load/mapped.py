@@ -1,4 +1,4 @@
-"""Tensors over mapped files, which nothing is read for: ``load(mmap=True)``."""
+"""Tensors whose memory is the mapped file: nothing is read until they are used: ``load(mmap=True)``."""
 
 from collections.abc import Iterable
 

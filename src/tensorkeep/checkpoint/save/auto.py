@@ -19,7 +19,7 @@ import numpy as np
 from tensorkeep.codecs import probe
 from tensorkeep.errors import StoreError
 from tensorkeep.formats.base import StoredLeaf
-from tensorkeep.formats.blockfile.coded_file import code, readable
+from tensorkeep.formats.blockfile.coded_file import encode_and_hash, readable
 from tensorkeep.formats.blockfile.gather import copy_and_hash
 from tensorkeep.formats.blockfile.plan import Block, BlockFileOptions, plan_files, tasks_of
 from tensorkeep.formats.native.writer import NativeOptions
@@ -29,6 +29,7 @@ from tensorkeep.io import parallel
 from tensorkeep.io.buffers import BufferPool, round_up
 from tensorkeep.io.commit import Commit
 from tensorkeep.io.files import Bytes, DirectFile
+from tensorkeep.io.parallel import Cancellation, Pace
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 from tensorkeep.units import format_bytes
@@ -172,8 +173,9 @@ def measure(flat: Flat[Source], destination: Path, settings: WriteSettings) -> R
     # The same temporary as that of a save: the same errors, and the next save removes it if this process is killed.
     with Commit(destination, directory=False, overwrite=settings.overwrite, replaceable=lambda _: True) as commit:
         disk = _disk_rate(commit.path, tasks, settings, threads)
+    pace = Pace(Cancellation())
     gather = _run_trial([[partial(_gather, settings.pool, block) for block in task] for task in tasks], threads)
-    code = _run_trial([[partial(_code, settings.pool, block) for block in task] for task in tasks], threads)
+    code = _run_trial([[partial(_code, settings.pool, pace, block) for block in task] for task in tasks], threads)
     return Rates(gather.rate, code.rate, code.stored_bytes / code.nbytes, disk)
 
 
@@ -229,11 +231,12 @@ def _gather(pool: BufferPool, block: Block) -> tuple[int, int]:
     return block.nbytes, block.nbytes
 
 
-def _code(pool: BufferPool, block: Block) -> tuple[int, int]:
+def _code(pool: BufferPool, pace: Pace, block: Block) -> tuple[int, int]:
     coded_bytes = round_up(probe.bound(block.nbytes))
     with pool.acquire(coded_bytes + block.nbytes) as buffer:
         raw, aside = readable(block, buffer[coded_bytes:])
-        length = code(block, raw, aside, None, buffer[:coded_bytes], wide=False)[2]
+        with pace.coding():
+            length = encode_and_hash(block, raw, aside, None, buffer[:coded_bytes], wide=False)[2]
         digest(buffer[:length])
     return block.nbytes, length
 

@@ -151,6 +151,12 @@ class SaveJob:
         self.finished.wait()
         _unreported.discard(self)
 
+    def hurry(self) -> None:
+        """Let the thread that writes use all processors, as the caller waits for it now."""
+        staged = self.staged
+        if staged is not None:
+            staged.hurry()
+
     def has_unreported_error(self) -> bool:
         """Return whether it is over, has failed, and `result` has not raised the error yet."""
         return self in _unreported
@@ -231,6 +237,7 @@ class PendingSave:
         """
         if os.getpid() != self._job.process:
             raise UsageError("was started by another process", path=self.path, remedy="wait for it there")
+        self._job.hurry()
         if not self._job.finished.wait(timeout):
             raise TimeoutError(f"{self.path}: the save is still running after {timeout} s")
         return self._job.result()

@@ -161,6 +161,7 @@ class SaveQueue:
         """Wait until nothing is running or queued, whether it succeeds or fails."""
         with self._lock:
             while self._running is not None:
+                self._running.hurry()
                 self._changed.wait()
             ended = list(self._ended)
         for job in ended:

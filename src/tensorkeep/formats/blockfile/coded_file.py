@@ -13,13 +13,13 @@ import numpy as np
 from tensorkeep.codecs import probe
 from tensorkeep.codecs.base import Codec, Reading
 from tensorkeep.formats.blockfile.data_file import DataFile, WriteContext
-from tensorkeep.formats.blockfile.gather import HashedReading, bytes_of, raw_bytes, slices_of
+from tensorkeep.formats.blockfile.gather import HashedReading, bytes_of, slices_of
 from tensorkeep.formats.blockfile.notes import Description, describe_longest
 from tensorkeep.formats.blockfile.plan import Block, BlockRecord, FilePlan
 from tensorkeep.formats.sealed import digest
 from tensorkeep.io.buffers import ALIGNMENT, Buffer, round_up
 from tensorkeep.io.files import Bytes
-from tensorkeep.io.parallel import Order, coding, stepping_back
+from tensorkeep.io.parallel import Order
 
 
 class CodedDataFile(DataFile):
@@ -52,8 +52,7 @@ class CodedDataFile(DataFile):
                 raw = ((staged.array[place], None) for _, place in slices_of(blocks))
             else:
                 raw = (readable(block, aside) for block in blocks)
-            with stepping_back() if staged else coding.permit:
-                used = self._code(blocks, raw, out, scratch, last=is_last)
+            used = self._code(blocks, raw, out, scratch, last=is_last)
             with self._order.turn(number):
                 offset = self._end
                 self._end += used
@@ -79,7 +78,8 @@ class CodedDataFile(DataFile):
         coded: list[tuple[Block, str, str, int]] = []
         used = 0
         for block, (raw, aside) in zip(blocks, raw_of, strict=True):
-            stored = self._store(block, raw, aside, out[used:], scratch)
+            with self._context.pace.coding():
+                stored = self._store(block, raw, aside, out[used:], scratch)
             if stored is not None:
                 raw_digest, codec, length = stored
                 coded.append((block, raw_digest, codec, used))
@@ -96,30 +96,32 @@ class CodedDataFile(DataFile):
     ) -> tuple[str, str, int] | None:
         """Code one block to the front of ``out``; return the digest of its raw bytes, the codec and the stored length.
 
-        ``aside`` is as in `HashedReading`. None for a block that is not stored in this file.
+        ``aside`` is memory for a copy of ``raw``, which others may change, or None if nothing changes it. The result is
+        None for a block that is not stored in this file.
         """
-        return code(block, raw, aside, self._context.codec, out, wide=self._context.wide)
+        return encode_and_hash(block, raw, aside, self._context.codec, out, wide=self._context.wide)
 
 
 def readable(block: Block, aside: Bytes) -> tuple[Bytes, Bytes | None]:
-    """Return a block's raw bytes and where to copy them before they are read twice.
-
-    That is None for bytes that are gathered now, to ``aside``.
-    """
-    raw = raw_bytes(block, aside)
-    return raw, None if block.leaf.source.host_bytes() is None else aside
+    """Return a block's raw bytes, and memory for a copy of them: None if they were gathered, to ``aside``, now."""
+    raw = block.leaf.source.host_bytes()
+    if raw is not None:
+        return raw[block.start : block.stop], aside
+    block.leaf.source.read(block.start, block.stop, aside[: block.nbytes])
+    return aside[: block.nbytes], None
 
 
 def _slack(nbytes: int, codec: Codec | None) -> int:
     return (probe.bound(nbytes) if codec is None else codec.bound(nbytes)) - nbytes + ALIGNMENT
 
 
-def code(
+def encode_and_hash(
     block: Block, raw: Bytes, aside: Bytes | None, codec: Codec | None, out: Bytes, *, wide: bool
 ) -> tuple[str, str, int]:
     """Code a block to the front of ``out``, by the codec that the probe chooses if ``codec`` is None.
 
-    ``aside`` is as in `HashedReading`. Return the digest of the raw bytes, the codec's name and the stored length.
+    ``aside`` is memory for a copy of ``raw``, or None if nothing changes it. Return the digest of the raw bytes, the
+    codec's name and the stored length.
     """
     reading = HashedReading(aside, wide=wide)
     name, length = encode(raw, block, codec, out, reading)

@@ -22,7 +22,7 @@ from tensorkeep.formats.write import BLOCK_BYTES, thread_bytes
 from tensorkeep.io import parallel
 from tensorkeep.io.buffers import Buffer, BufferPool, aligned_copy
 from tensorkeep.io.files import DirectFile
-from tensorkeep.io.parallel import Cancellation, Meter
+from tensorkeep.io.parallel import Cancellation, Meter, Pace
 
 StagedTask = Callable[[], Buffer]
 """Returns the copy of a task's bytes that was staged, as `tensorkeep.formats.blockfile.gather.stage` lays it out."""
@@ -39,6 +39,7 @@ class WriteContext:
     pool: BufferPool
     meter: Meter
     cancellation: Cancellation
+    pace: Pace
     direct: bool = True
     wide: bool = False
     codec: Codec | None = None
@@ -178,8 +179,9 @@ def write_files(
 def buffers_per_thread(*, staged: bool, delta: bool) -> int:
     """Return how many block-sized buffers one writing thread may use at once.
 
-    One for coded bytes; unless they were staged, one for raw bytes that have to be gathered and one that a source in
-    another checkpoint reads into; for differences, one each for the earlier block, its stored bytes and the difference.
+    One for coded bytes; unless they were staged, one for raw bytes, which are gathered or copied, and one that a source
+    in another checkpoint reads into; for differences, one each for the earlier block, its stored bytes and the
+    difference.
     """
     return (1 if staged else 3) + (3 if delta else 0)
 

@@ -46,7 +46,8 @@ def stage(blocks: list[Block], buffer: Bytes) -> None:
 class HashedReading:
     """Reads the raw bytes of a block once and hashes them; see `tensorkeep.codecs.base.Reading`.
 
-    So what is hashed is what is coded even if the state changes. ``aside`` has the size of the block.
+    So what is hashed is what is coded even if the state changes. ``aside`` is memory for a copy of the block, which
+    others may change; None if nothing changes it.
     """
 
     def __init__(self, aside: Bytes | None, *, wide: bool) -> None:
@@ -80,12 +81,3 @@ def copy_and_hash(block: Block, out: Bytes, *, wide: bool) -> str:
     reading = HashedReading(out, wide=wide)
     reading.read(raw[block.start : block.stop])
     return reading.hexdigest()
-
-
-def raw_bytes(block: Block, buffer: Bytes) -> Bytes:
-    """Return a block's raw bytes without a copy if they are in host memory, else read into ``buffer``."""
-    raw = block.leaf.source.host_bytes()
-    if raw is not None:
-        return raw[block.start : block.stop]
-    block.leaf.source.read(block.start, block.stop, buffer[: block.nbytes])
-    return buffer[: block.nbytes]

@@ -1,6 +1,5 @@
 """Data files of raw tensors: every offset is known before anything is written."""
 
-import functools
 import threading
 from pathlib import Path
 
@@ -39,10 +38,11 @@ class RawDataFile(DataFile):
         first = round_down(begin)
         with staged or self._context.pool.acquire(staging_bytes(blocks)) as buffer:
             for block, place in slices_of(blocks):
-                hashed = digest if staged else functools.partial(copy_and_hash, block)
-                self.records[block.key] = BlockRecord(
-                    "raw", block.nbytes, hashed(buffer[place], wide=self._context.wide)
-                )
+                if staged:
+                    checksum = digest(buffer[place], wide=self._context.wide)
+                else:
+                    checksum = copy_and_hash(block, buffer[place], wide=self._context.wide)
+                self.records[block.key] = BlockRecord("raw", block.nbytes, checksum)
             low, high = self._edges.settle(begin, end, buffer)
             self._file.write(low, buffer[low - first : high - first])
         self._context.meter.add(end - begin)

@@ -125,9 +125,9 @@ class BlockReader:
         block = tensor.blocks[index]
         try:
             if _is_coded(block, len(out)):
-                hasher = new_hasher(wide=is_wide(block.raw))
-                self.decode(block, tensor.dtype, out, scratch, hasher.update if self._verify else None)
-                found = hasher.hexdigest()
+                hasher = new_hasher(wide=is_wide(block.raw)) if self._verify and block.raw else None
+                self.decode(block, tensor.dtype, out, scratch, hasher and hasher.update)
+                found = hasher.hexdigest() if hasher else ""
             else:
                 found = self._read_raw(block.file, block, out)
             if self._verify and block.raw and found != block.raw:

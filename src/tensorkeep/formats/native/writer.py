@@ -122,6 +122,7 @@ class NativeWrite(StagedWrite):
         if self._staging is None:
             raise AssertionError("prepare comes before stage")
         self._staging.copy(threads)
+        self._pace.beside.set()
 
     def abandon(self) -> None:
         if self._staging is not None:
@@ -172,6 +173,7 @@ class NativeWrite(StagedWrite):
             settings.pool,
             Meter(sum(plan.raw_bytes for plan in self._plans), settings.progress),
             self._cancellation,
+            self._pace,
             direct=options.direct_io,
             wide=options.wide_digests,
             codec=self._codec,

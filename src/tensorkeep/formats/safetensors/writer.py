@@ -24,7 +24,7 @@ from tensorkeep.formats.structure import Structure
 from tensorkeep.formats.write import WriteResult, WriteSettings
 from tensorkeep.io.commit import Commit
 from tensorkeep.io.files import write_small
-from tensorkeep.io.parallel import Cancellation, Meter
+from tensorkeep.io.parallel import Cancellation, Meter, Pace
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.names import DEFAULT_PART
 from tensorkeep.state.tree import Flat
@@ -83,10 +83,12 @@ def write(flat: Flat[Source], destination: Path, settings: WriteSettings) -> Wri
         replaceable=_is_replaceable_file if single else _is_replaceable_directory,
     ) as commit:
         directory = commit.path.parent if single else commit.path
+        cancellation = Cancellation()
         context = WriteContext(
             settings.pool,
             Meter(sum(plan.raw_bytes for plan in plans), settings.progress),
-            Cancellation(),
+            cancellation,
+            Pace(cancellation),
             direct=options.direct_io,
             codec=codec,
         )

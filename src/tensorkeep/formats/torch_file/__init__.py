@@ -1,4 +1,4 @@
-"""Files of ``torch.save``: read by torch's restricted unpickler, written by torch."""
+"""Files of ``torch.save``: read by torch's restricted unpickler, pickled by torch."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Writing a ``torch.save`` file: torch serialises it, a rename makes it visible."""
+"""Writing a ``torch.save`` file: torch pickles the state, its storages are copied, hashed and written here."""
 
 import functools
 import io
