@@ -69,7 +69,7 @@ class Pace:
     """How the threads of one save share the processors while they code.
 
     As many code at once as there are processors: more would only push each other's data out of the caches. While
-    ``beside`` is set, the caller goes on training: then half as many code, and each one that had to wait for a
+    ``beside`` is set, the caller continues to train: then half as many code, and each one that had to wait for a
     processor pauses. A lower priority would do the same, but a thread that loses its processor while it holds the
     interpreter's lock would stop the training with it.
     """
