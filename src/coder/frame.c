@@ -10,7 +10,7 @@
 /* A block is stored if coding it saves less than one byte in this many, as decoding it takes time. */
 #define LEAST_GAIN 64
 /* Bytes that are counted in a row. */
-#define SAMPLE_PIECE 512
+#define SAMPLE_PIECE 256
 /* Where the next ones begin: a prime, as the length of a row is not a multiple of it. */
 #define SAMPLE_EVERY 7919
 /* Blocks with fewer bytes are counted completely. */
