@@ -60,10 +60,12 @@ def main() -> int:
     lines = [line for name in options.only for line in LINES[name](samples[name])]
     Table(("figure", ">median", ">spread", ">must reach", "verdict"), [line.row() for line in lines]).show()
     if options.out:
+        environment = machine.describe(options.dir)
+        del environment["storage"]["path"]  # says nothing on another machine
         document = {
             "command": f"benchmarks/lossless.py --size {options.size} --rounds {options.rounds}",
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "environment": machine.describe(options.dir),
+            "environment": environment,
             "lines": [{**vars_of(line), "reached": line.reached} for line in lines],
             "samples": samples,
         }

@@ -59,7 +59,9 @@ def test_the_module_compiles_without_warnings(compiler: str, tmp_path: Path) -> 
     headers = ["-DPy_LIMITED_API=0x030B0000", "-isystem", sysconfig.get_path("include")]
     # Functions that Python calls have parameters that some do not need.
     warnings = [*WARNINGS, "-Wno-unused-parameter"]
-    run(compiler, "-O3", *warnings, *headers, "-c", SOURCE / "module.c", "-o", tmp_path / "module.o")
+    built = tmp_path / "module.o"
+    run(compiler, "-O3", *warnings, *headers, "-c", SOURCE / "module.c", "-o", built)
+    assert built.stat().st_size > 0
 
 
 def test_a_big_endian_processor_is_refused() -> None:

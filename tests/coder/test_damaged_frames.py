@@ -58,24 +58,25 @@ def test_every_truncation_is_refused(oracle: Oracle, record_property: Any) -> No
         record_property("cases", len(frame))
 
 
-def change_bytes(oracle: Oracle, values: range, record_property: Any) -> None:
-    """Change every byte of small frames by each of the values."""
+def change_bytes(oracle: Oracle, values: range, record_property: Any) -> int:
+    """Change every byte of small frames by each of the values; return how many were decoded, as by Zstandard."""
     accepted = 0
     for count, frame in small_frames().values():
         for place in range(len(frame)):
             for value in values:
                 accepted += oracle.accepts(frame[:place] + bytes([frame[place] ^ value]) + frame[place + 1 :], count)
         record_property("cases", len(frame) * len(values))
-    assert accepted, "only damage that leaves a valid frame is compared with zstandard"
+    return accepted
 
 
 def test_changed_bytes_are_refused_or_decode_as_by_zstandard(oracle: Oracle, record_property: Any) -> None:
-    change_bytes(oracle, range(1, 256, 23), record_property)
+    # Only damage that leaves a valid frame is compared with Zstandard.
+    assert change_bytes(oracle, range(1, 256, 23), record_property) > 0
 
 
 @pytest.mark.slow
 def test_every_value_of_every_byte_is_refused_or_decodes_as_by_zstandard(oracle: Oracle, record_property: Any) -> None:
-    change_bytes(oracle, range(1, 256), record_property)
+    assert change_bytes(oracle, range(1, 256), record_property) > 0
 
 
 def test_random_damage_is_refused_or_decodes_as_by_zstandard(oracle: Oracle, record_property: Any) -> None:
