@@ -1,14 +1,18 @@
 """Buffer pools: the byte budget, reuse, and page-locking."""
 
 import gc
+import itertools
 import mmap
+import random
 import threading
 
 import numpy as np
 import pytest
 
 import tensorkeep
-from tensorkeep.io.buffers import ALIGNMENT, BufferPool
+from tensorkeep.io import buffers
+from tensorkeep.io.buffers import ALIGNMENT, Buffer, BufferPool
+from tensorkeep.io.parallel import Cancellation
 
 MIB = 1024**2
 
@@ -59,6 +63,55 @@ def test_the_number_of_threads_is_limited_by_the_budget() -> None:
     assert pool.threads(2, 30 * MIB) == 2
     with pytest.raises(tensorkeep.UsageError, match="at least"):
         pool.threads(2, 101 * MIB)
+
+
+def never_waits() -> Cancellation:
+    """Return a cancellation with which `acquire` raises `Cancelled` where it would wait."""
+    cancellation = Cancellation()
+    cancellation.cancel()
+    return cancellation
+
+
+def test_a_buffer_of_an_earlier_pool_takes_nothing_from_other_threads() -> None:
+    with BufferPool(256 * MIB) as earlier:
+        loans = [earlier.acquire(34 * MIB) for _ in range(2)]
+        for loan in loans:
+            loan.release()
+    with BufferPool(64 * MIB) as pool:
+        assert pool.threads(8, 18 * MIB) == 3
+        loans = [pool.acquire(17 * MIB, never_waits()) for _ in range(3)]
+        for loan in loans:
+            loan.release()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_threads_within_what_was_granted_never_wait(seed: int) -> None:
+    rng = random.Random(seed)
+    each = rng.randint(8, 40) * MIB
+    with BufferPool(rng.randint(64, 160) * MIB) as pool:
+        held: list[list[Buffer]] = [[] for _ in range(pool.threads(6, each))]
+        for _ in range(300):
+            loans = rng.choice(held)
+            left = each - sum(loan.size for loan in loans)
+            if left > 4 * MIB and (not loans or rng.random() < 0.5):
+                loans.append(pool.acquire(rng.randint(1, left - 2 * MIB), never_waits()))
+                assert pool.allocated_bytes <= pool.budget
+            elif loans:
+                loans.pop(rng.randrange(len(loans))).release()
+        for loan in itertools.chain(*held):
+            loan.release()
+
+
+def test_a_larger_buffer_is_used_where_the_budget_has_more_than_the_threads_need(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(buffers, "_spares", buffers._Spares())
+    with BufferPool(64 * MIB) as pool:
+        pool.threads(1, 20 * MIB)
+        with pool.acquire(16 * MIB):
+            pass
+        with pool.acquire(10 * MIB) as array:
+            assert len(array) == 16 * MIB
 
 
 class RecordingPageLock:

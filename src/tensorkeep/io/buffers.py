@@ -48,19 +48,21 @@ def buffer_bytes(nbytes: int) -> int:
 class Buffer:
     """A buffer of a pool, until `release` (in any thread) or the end of a ``with`` returns it.
 
-    ``array`` is page-aligned and of type uint8; its contents are undefined.
+    ``array`` is page-aligned and of type uint8; its contents are undefined. It may have more bytes than ``size``, those
+    that were requested.
     """
 
-    def __init__(self, pool: "BufferPool", memory: mmap.mmap) -> None:
+    def __init__(self, pool: "BufferPool", memory: mmap.mmap, size: int) -> None:
         self.array: npt.NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
         self._pool = pool
+        self.size = size
         self._memory: mmap.mmap | None = memory
 
     def release(self) -> None:
         """Return the buffer to its pool; a second call does nothing."""
         memory, self._memory = self._memory, None
         if memory is not None:
-            self._pool._put(memory)
+            self._pool._put(memory, self.size)
 
     def __enter__(self) -> npt.NDArray[np.uint8]:
         return self.array
@@ -76,9 +78,9 @@ class BufferPool(Closing):
     filled several times faster than new memory.
 
     ``budget`` limits ``allocated_bytes``, the bytes of all buffers together, free ones included; ``peak_bytes`` is the
-    most that was allocated at one time. An ``exact`` pool uses no buffer that is larger than `buffer_bytes` of the
-    request, so that requests which add up to the budget can all be served at once; otherwise a free buffer of up to
-    twice the size is used. ``page_lock`` page-locks the buffers while they belong to the pool.
+    most that was allocated at one time. A request may be served by a free buffer of up to twice its size, but only as
+    far as the budget exceeds what the threads that `threads` has granted may hold: they never wait for each other.
+    ``page_lock`` page-locks the buffers while they belong to the pool.
 
     Raises UsageError if the budget is below 64 MiB, which one thread needs to code and write blocks of 16 MiB.
 
@@ -89,9 +91,7 @@ class BufferPool(Closing):
     True 0
     """
 
-    def __init__(
-        self, budget: int = DEFAULT_BUDGET, *, exact: bool = False, page_lock: CudaPageLock | None = None
-    ) -> None:
+    def __init__(self, budget: int = DEFAULT_BUDGET, *, page_lock: CudaPageLock | None = None) -> None:
         if budget < MINIMUM_BUDGET:
             raise UsageError(
                 f"a memory budget of {format_bytes(budget)} is too small",
@@ -100,8 +100,9 @@ class BufferPool(Closing):
         self.budget = budget
         self.page_lock = page_lock
         self.peak_bytes = 0
-        self._largest_fit = 1 if exact else 2
         self.allocated_bytes = 0
+        self._granted = 0
+        self._excess = 0  # bytes of the buffers in use that were not asked for
         self._free: list[mmap.mmap] = []
         self._changed = threading.Condition()
         if page_lock is not None:
@@ -120,7 +121,11 @@ class BufferPool(Closing):
                 f"a memory budget of {format_bytes(self.budget)} is too small for blocks of this size",
                 remedy=f"give at least {format_least_bytes(bytes_each)}",
             )
-        return max(1, min(wanted, self.budget // bytes_each))
+        count = max(1, min(wanted, self.budget // bytes_each))
+        with self._changed:
+            # A pool may serve nested operations at once, and outlives them.
+            self._granted = max(self._granted, count * bytes_each)
+        return count
 
     def acquire(self, nbytes: int, cancellation: Cancellation | None = None) -> Buffer:
         """Return a buffer of at least ``nbytes``; waits while the budget is used up, or raises `Cancelled`.
@@ -136,10 +141,11 @@ class BufferPool(Closing):
         memory, new = self._take(size, cancellation)
         if new and self.page_lock is not None:
             self.page_lock.lock(memory)
-        return Buffer(self, memory)
+        return Buffer(self, memory, size)
 
-    def _put(self, memory: mmap.mmap) -> None:
+    def _put(self, memory: mmap.mmap, size: int) -> None:
         with self._changed:
+            self._excess -= len(memory) - size
             self._free.append(memory)
             self._changed.notify_all()
 
@@ -147,14 +153,17 @@ class BufferPool(Closing):
         """Return a buffer, and whether it is new to the pool."""
         with self._changed:
             while True:
-                # A much larger buffer would break the count of `threads`, which relies on the size of each request.
-                largest = self._largest_fit * size
+                # Larger buffers would break the count of `threads`, which relies on the size of each request.
+                spare = self.budget - self._granted - self._excess if self._granted else 0
+                largest = size + max(0, min(size, spare))
                 if best := _take_smallest(self._free, size, largest):
+                    self._excess += len(best) - size
                     return best, False
                 while self._free and self.allocated_bytes + size > self.budget:
                     self._remove_free()
                 if self.allocated_bytes + size <= self.budget:
                     memory = _spares.take(size, at_most=min(largest, self.budget - self.allocated_bytes)) or _map(size)
+                    self._excess += len(memory) - size
                     self.allocated_bytes += len(memory)
                     self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
                     return memory, True

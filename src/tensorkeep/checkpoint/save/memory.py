@@ -45,7 +45,7 @@ class SaveMemory:
         else:
             size = self._half_of_available(needed)
         lock = self._page_lock if from_cuda else None
-        self._staging = _with_budget(self._staging, size, exact=True, page_lock=lock)
+        self._staging = _with_budget(self._staging, size, page_lock=lock)
         return self._staging
 
     def _half_of_available(self, needed: int) -> int:
@@ -97,12 +97,10 @@ def checked_budget(
     return parsed
 
 
-def _with_budget(
-    pool: BufferPool | None, budget: int, *, exact: bool = False, page_lock: CudaPageLock | None = None
-) -> BufferPool:
+def _with_budget(pool: BufferPool | None, budget: int, *, page_lock: CudaPageLock | None = None) -> BufferPool:
     """Return the pool if it has this budget and lock, else a new one."""
     if pool is not None and pool.budget == budget and pool.page_lock is page_lock:
         return pool
     if pool is not None:
         pool.close()
-    return BufferPool(budget, exact=exact, page_lock=page_lock)
+    return BufferPool(budget, page_lock=page_lock)
