@@ -108,7 +108,7 @@ class Leaf:
         torch = sys.modules.get("torch")
         if torch is None or not isinstance(value, torch.Tensor):
             return None
-        _check_plain(name, value)
+        check_plain(name, value)
         dtype = check_torch(name, value.dtype)
         kind: LeafKind = "parameter" if type(value) is torch.nn.Parameter else "tensor"
         return cls(name, kind, dtype, value.detach(), value.requires_grad)
@@ -229,7 +229,7 @@ def _check_memory(name: str, tensor: "torch.Tensor") -> None:
         )
 
 
-def _check_plain(name: str, tensor: "torch.Tensor") -> None:
+def check_plain(name: str, tensor: "torch.Tensor") -> None:
     """Raise UnsupportedLeafError for a tensor that is not plain strided memory."""
     import torch
     from torch.nn.parameter import is_lazy

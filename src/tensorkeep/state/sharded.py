@@ -1,0 +1,176 @@
+"""Tensors that are divided among ranks: which boxes of a `DTensor` this process has, and their memory."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from tensorkeep.errors import UnsupportedLeafError
+from tensorkeep.state.dtypes import check_torch
+from tensorkeep.state.leaf import Leaf, LeafKind, check_plain
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+@dataclass(slots=True)
+class Piece(Leaf):
+    """A box of a tensor, which one process reads or writes: ``array`` is its memory, and ``shape`` its lengths.
+
+    ``whole`` is the shape of the full tensor, and ``offsets`` is where the box begins in it.
+    """
+
+    whole: tuple[int, ...] = ()
+    offsets: tuple[int, ...] = ()
+
+    @classmethod
+    def of_leaf(cls, leaf: Leaf) -> "Piece":
+        """Return the piece that is all of a tensor."""
+        return cls(leaf.name, leaf.kind, leaf.dtype, leaf.array, leaf.requires_grad, leaf.shape, (0,) * len(leaf.shape))
+
+    def rows(self, start: int, stop: int) -> "Piece":
+        """Return the part of it that has these of its rows, the indices of dimension 0."""
+        offsets = (self.offsets[0] + start, *self.offsets[1:])
+        return Piece(self.name, self.kind, self.dtype, self.array[start:stop], self.requires_grad, self.whole, offsets)
+
+
+@dataclass(slots=True)
+class ShardedLeaf(Leaf):
+    """A `DTensor` of a state: ``shape`` and ``nbytes`` are those of the full tensor, ``array`` is the local one.
+
+    ``layout`` is its mesh and placements as text. It is stored and loaded by its pieces; its other bytes are elsewhere.
+    """
+
+    whole: tuple[int, ...] = ()
+    layout: str = ""
+    # Along each dimension: ranges of the full tensor, in the order in which the local tensor has them.
+    runs: tuple[tuple[range, ...], ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        self.shape = self.whole
+        self.nbytes = prod(self.whole) * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, name: str, value: Any) -> "ShardedLeaf | None":
+        """Return the leaf of a DTensor; None for any other value.
+
+        Raises UnsupportedLeafError if its local tensor cannot be stored, or is a part of a sum.
+        """
+        if not is_dtensor(value):
+            return None
+        import torch
+        from torch.distributed.tensor import Partial
+
+        if any(isinstance(placement, Partial) for placement in value.placements):
+            raise UnsupportedLeafError(
+                f"a DTensor of placements {value.placements}: each rank has only a part of a sum",
+                name=name,
+                remedy="redistribute it before saving: x.redistribute(placements=[Replicate()])",
+            )
+        local = value.detach().to_local()
+        check_plain(name, local)
+        kind: LeafKind = "parameter" if isinstance(value, torch.nn.Parameter) else "tensor"
+        return cls(
+            name,
+            kind,
+            check_torch(name, value.dtype),
+            local,
+            value.requires_grad,
+            tuple(value.shape),
+            _layout(value),
+            _runs(name, value),
+        )
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield the boxes of this process, in the order of the local tensor; nothing if it is empty."""
+        spans = [list(_spans(runs)) for runs in self.runs]
+        for box in product(*spans):
+            offsets = tuple(run.start for run, _ in box)
+            array = self.array[tuple(place for _, place in box)]
+            if array.numel():
+                yield Piece(self.name, self.kind, self.dtype, array, self.requires_grad, self.shape, offsets)
+
+
+def is_dtensor(value: object) -> bool:
+    """Return whether a value is a `DTensor`, or a parameter that is one, without importing torch's distributed code."""
+    return any(
+        (kind.__module__, kind.__name__) == ("torch.distributed.tensor", "DTensor") for kind in type(value).__mro__
+    )
+
+
+def pieces_of(leaf: Leaf) -> list[Piece]:
+    """Return the boxes of a tensor that this process has: all of a tensor that is not sharded, if it has elements."""
+    if isinstance(leaf, ShardedLeaf):
+        return list(leaf.pieces())
+    return [Piece.of_leaf(leaf)] if leaf.nbytes else []
+
+
+def _spans(runs: tuple[range, ...]) -> Iterator[tuple[range, slice]]:
+    """Yield ranges along one dimension of the full tensor, with their places in the local one."""
+    at = 0
+    for run in runs:
+        yield run, slice(at, at + len(run))
+        at += len(run)
+
+
+def _layout(value: "DTensor") -> str:
+    mesh = value.device_mesh
+    names = mesh.mesh_dim_names or [str(number) for number in range(mesh.ndim)]
+    sizes = ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
+    return f"mesh ({sizes}): {', '.join(map(str, value.placements))}"
+
+
+def _runs(name: str, value: "DTensor") -> tuple[tuple[range, ...], ...]:
+    """Return the rows, columns, ... of the full tensor that this rank has, as torch divides them."""
+    coordinate = value.device_mesh.get_coordinate()
+    shape = tuple(value.to_local().shape)
+    if coordinate is None or 0 in shape:  # this rank is not in the mesh, or has nothing
+        return tuple(() for _ in shape)
+    divisions = list(zip(value.placements, value.device_mesh.shape, coordinate, strict=True))
+    runs = tuple(_divided(length, dim, divisions) for dim, length in enumerate(value.shape))
+    lengths = tuple(sum(map(len, each)) for each in runs)
+    if lengths != shape:
+        raise UnsupportedLeafError(
+            f"a DTensor whose local tensor has shape {list(shape)}, but its placements {value.placements} on the mesh "
+            f"{tuple(value.device_mesh.shape)} give {list(lengths)} at {tuple(coordinate)}",
+            name=name,
+            remedy="make it by distribute_tensor, or redistribute it",
+        )
+    return runs
+
+
+def _divided(length: int, dim: int, divisions: Sequence[tuple[Any, int, int]]) -> tuple[range, ...]:
+    """Return the ranges of one dimension that a rank has.
+
+    Each mesh dimension has a placement, a number of shards, and the rank's position among them; they divide from left
+    to right. `_StridedShard` stands for one that divides after those on its right, which together are ``split_factor``
+    shards: FSDP after tensor parallel.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    own = [each for each in divisions if not each[0].is_replicate() and each[0].dim == dim]
+    runs: tuple[range, ...] = (range(length),)
+    last = list[tuple[int, int]]()
+    for number, (placement, count, position) in enumerate(own):
+        if not isinstance(placement, _StridedShard):
+            runs = _chunk(runs, count, position)
+        elif placement.split_factor == prod(count for _, count, _ in own[number + 1 :]):
+            last.append((count, position))
+        else:
+            parts = [_chunk(runs, int(placement.split_factor), part) for part in range(int(placement.split_factor))]
+            runs = tuple(run for part in parts for run in _chunk(part, count, position))
+    for count, position in reversed(last):
+        runs = _chunk(runs, count, position)
+    return runs
+
+
+def _chunk(runs: tuple[range, ...], count: int, position: int) -> tuple[range, ...]:
+    """Return the ranges that `torch.chunk` gives to one of ``count`` chunks."""
+    size = -(-sum(map(len, runs)) // count)
+    found = []
+    start, stop = size * position, size * (position + 1)
+    for run in runs:
+        found.append(run[max(start, 0) : max(stop, 0)])
+        start, stop = start - len(run), stop - len(run)
+    return tuple(run for run in found if run)
