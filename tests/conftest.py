@@ -1,6 +1,7 @@
 """The profile of property tests, the order of tests; a report with the coder, and the fault cases of each file."""
 
 import gc
+import sys
 from collections import Counter
 from typing import Any
 
@@ -35,6 +36,9 @@ FORKED = (
     "::test_many_readers_beside_a_writer",
     "::test_killed_at_any_operation_beside_threads",
     "::test_interrupted_run_keeps_its_results_and_resumes",
+    # These call the ranks of `ranks`.
+    "ranks",
+    "distributed/test_",
 )
 
 
@@ -50,6 +54,11 @@ def pytest_collection_finish() -> None:
     """Collect garbage again, without visiting the imported objects, here and in processes forked from this one."""
     gc.freeze()
     gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    if "ranks" in sys.modules:
+        sys.modules["ranks"].close_ranks()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
