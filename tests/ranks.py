@@ -145,7 +145,9 @@ def _answer(
         for part in name.split("."):
             function = getattr(function, part)
         timeout = timedelta(seconds=group_seconds)
-        dist.init_process_group("gloo", store=dist.FileStore(store, count), rank=rank, world_size=count, timeout=timeout)
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store, count), rank=rank, world_size=count, timeout=timeout
+        )
         return (function(*arguments),)
     except BaseException as error:
         return None, type(error).__name__, str(error), traceback.format_exc()
