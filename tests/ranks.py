@@ -6,6 +6,7 @@ one was killed or did not answer. Each call makes a new process group, so that n
 
 import os
 import shutil
+import sys
 import tempfile
 import time
 import traceback
@@ -59,8 +60,7 @@ def outcomes(
     while len(_ranks) < count:
         _ranks.append(_Rank())
     folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-    module = function.__module__.removeprefix("tests.")
-    call = (module, function.__qualname__, arguments, count, str(folder / uuid.uuid4().hex), group_seconds)
+    call = (function.__module__, function.__qualname__, arguments, count, str(folder / uuid.uuid4().hex), group_seconds)
     try:
         for rank in range(count):
             _ranks[rank].call(rank, call)
@@ -123,6 +123,8 @@ def _serve(calls: Connection) -> None:
     """Do the calls of a test process until it ends."""
     import torch
 
+    # pytest imports test files as modules of `tests`, which names the functions and classes that it sends.
+    sys.path.append(str(Path(__file__).parents[1]))
     torch.set_num_threads(1)
     with suppress(EOFError):
         while True:
