@@ -55,14 +55,29 @@ typedef uint64_t pair_entry;
 /* Masks the length of four pairs. */
 #define LENGTH 0x7F
 
+/* Symbols of a row, as many as a shuffle looks up. */
+#define ROW 16
+
+/* A code as tables of 16 symbols; only rows that hold a symbol with a code are there. */
+struct rows {
+    int count;                /* of rows, 0 if the value of a code does not fit in a byte */
+    int joined;               /* how many symbols a store writes: they rarely take more bits than it can */
+    uint8_t first;            /* the lowest symbol, from which rows are counted */
+    uint32_t number[ROW];     /* the upper four bits that the symbols of a row have in common, in each byte */
+    uint8_t values[ROW][ROW]; /* zeros for symbols without a code */
+    uint8_t bits[ROW][ROW];
+};
+
 /* What is kept from one frame to the next, which hold the same plane of consecutive runs. Zeros are valid. */
 struct encoder {
     struct code code;
     uint8_t description[MAX_TREE];
     size_t description_size; /* 0 if there is no code yet */
     uint8_t seen[SYMBOLS];   /* which symbols have occurred, as far as is known */
-    uint8_t rows[SYMBOLS];   /* which rows of `pairs` hold entries */
+    uint8_t has_pairs, has_rows; /* whether these are of the code: an inner loop makes those that it needs */
+    uint8_t used[SYMBOLS];       /* which of `pairs` hold entries, by the later symbol */
     pair_entry pairs[SYMBOLS][SYMBOLS]; /* by the two symbols, the later one first */
+    struct rows rows;
     uint8_t stream[STREAM_CAPACITY];
 };
 
@@ -73,8 +88,8 @@ struct kernels {
     /* The inverse of split. */
     void (*merge)(const uint8_t *const *planes, size_t count, int width, enum layout layout, uint8_t *raw);
     void (*histogram)(const uint8_t *data, size_t count, uint32_t *counts);
-    size_t (*encode_stream)(const uint8_t *data, size_t count, const struct code *code, const pair_entry *pairs,
-                            uint8_t *out);
+    /* Write a stream with the encoder's code; return its length, 0 if a symbol has none. */
+    size_t (*encode_stream)(const uint8_t *data, size_t count, struct encoder *encoder, uint8_t *out);
     /* Return whether the streams decode to exactly `count` bytes. */
     int (*decode_streams)(const uint8_t *const *starts, const size_t *sizes, int streams,
                           const struct decoder *decoder, uint8_t *out, size_t count);
@@ -89,6 +104,10 @@ extern const struct kernels avx2_kernels;
 void make_code(const uint32_t *counts, struct code *code);
 size_t write_tree(const struct code *code, uint8_t *out);
 size_t read_tree(const uint8_t *data, size_t size, struct decoder *decoder);
+
+/* tables.c */
+void make_pairs(struct encoder *encoder);
+void make_rows(struct encoder *encoder);
 
 /* frame.c */
 size_t frame_bound(size_t count);

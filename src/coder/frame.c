@@ -72,8 +72,7 @@ static size_t encode_block(const struct kernels *kernels, struct encoder *encode
         size_t start = (size_t)i * each;
         /* A stream that has not shrunk might not fit. */
         uint8_t *stream = end - at >= STREAM_CAPACITY ? at : encoder->stream;
-        size_t size = kernels->encode_stream(data + start, least(each, count - start), &encoder->code,
-                                             encoder->pairs[0], stream);
+        size_t size = kernels->encode_stream(data + start, least(each, count - start), encoder, stream);
         *unknown |= size == 0;
         if (*unknown || (size_t)(at - out) + size >= most) return 0;
         if (stream != at) memcpy(at, stream, size);
@@ -115,23 +114,6 @@ static size_t encode_blocks(const struct kernels *kernels, struct encoder *encod
     return (size_t)(at - out);
 }
 
-static void make_pairs(struct encoder *encoder) {
-    const struct code *code = &encoder->code;
-    for (int later = 0; later < SYMBOLS; later++) {
-        pair_entry *row = encoder->pairs[later], bits = code->bits[later];
-        if (bits) {
-            pair_entry entry = KNOWN | bits << 32 | code->value[later];
-            for (int s = 0; s < SYMBOLS; s++)
-                row[s] = code->bits[s]
-                             ? entry + ((pair_entry)code->bits[s] << 32 | (pair_entry)code->value[s] << bits)
-                             : 0;
-        } else if (encoder->rows[later]) {
-            memset(row, 0, sizeof encoder->pairs[later]);
-        }
-        encoder->rows[later] = bits > 0;
-    }
-}
-
 /* Return the bits that symbols with these counts take, or a number that is never worth it if one has no code. */
 static uint64_t coded_bits(const struct code *code, const uint32_t *counts) {
     uint64_t bits = 0;
@@ -152,9 +134,9 @@ static void choose_code(struct encoder *encoder, const uint32_t *counts) {
         uint64_t bits = coded_bits(&code, counts);
         if (encoder->description_size && coded_bits(&encoder->code, counts) <= bits + bits / SIMILAR) return;
         encoder->code = code;
+        encoder->has_rows = encoder->has_pairs = 0;
     }
     encoder->description_size = symbols > 1 ? write_tree(&code, encoder->description) : 0;
-    if (encoder->description_size) make_pairs(encoder);
 }
 
 /* Count a few symbols below those that follow one another, too: each exponent is half as frequent as the one above it,

@@ -102,42 +102,16 @@ static ALWAYS_INLINE void FUNCTION(put)(WRITER *writer, uint64_t value, uint64_t
     writer->count &= 7;
 }
 
-/* Return the code of the four symbols at `data`, the last in the lowest bits, and set `bits` to its length; only the
-   bits of LENGTH are valid. */
-static ALWAYS_INLINE uint64_t FUNCTION(four)(const uint8_t *data, const pair_entry *pairs, uint64_t *bits,
-                                             pair_entry *known) {
-    pair_entry high = pairs[load16(data + 2)], low = pairs[load16(data)];
-    uint64_t shift = high >> 32;
-    *known &= high & low;
-    *bits = shift + (low >> 32);
-    return (uint32_t)high | (uint64_t)(uint32_t)low << (shift & 63);
+/* Write the code of a symbol; return whether it has one. */
+static ALWAYS_INLINE int FUNCTION(put_symbol)(WRITER *writer, const struct code *code, uint8_t symbol) {
+    FUNCTION(put)(writer, code->value[symbol], code->bits[symbol]);
+    return code->bits[symbol] > 0;
 }
 
-/* Write a stream of symbols, the last first; return its length, 0 if one has no code. */
-static size_t FUNCTION(encode_stream)(const uint8_t *data, size_t count, const struct code *code,
-                                      const pair_entry *pairs, uint8_t *out) {
-    WRITER writer = {0, 0, out};
-    pair_entry known = KNOWN;
-    for (; count % 8; count--) {
-        uint8_t symbol = data[count - 1];
-        if (!code->bits[symbol]) return 0;
-        FUNCTION(put)(&writer, code->value[symbol], code->bits[symbol]);
-    }
-    for (; count; count -= 8) {
-        uint64_t later_bits, bits;
-        uint64_t later = FUNCTION(four)(data + count - 4, pairs, &later_bits, &known);
-        uint64_t value = FUNCTION(four)(data + count - 8, pairs, &bits, &known);
-        /* Eight codes take up to 88 bits, but most take less than the 56 that are free. */
-        uint64_t both_bits = (later_bits + bits) & LENGTH;
-        if (both_bits <= 56) {
-            FUNCTION(put)(&writer, later | value << (later_bits & 63), both_bits);
-        } else {
-            FUNCTION(put)(&writer, later, later_bits & LENGTH);
-            FUNCTION(put)(&writer, value, bits & LENGTH);
-        }
-    }
-    FUNCTION(put)(&writer, 1, 1);
-    return known ? (size_t)(writer.out - out) + (writer.count > 0) : 0;
+/* Write the bit that marks the end of a stream; return the stream's length. */
+static ALWAYS_INLINE size_t FUNCTION(end)(WRITER *writer, const uint8_t *out) {
+    FUNCTION(put)(writer, 1, 1);
+    return (size_t)(writer->out - out) + (writer->count > 0);
 }
 
 /* --- decoding ---------------------------------------------------------------------------------------------------- */
@@ -257,7 +231,3 @@ static int FUNCTION(decode_streams)(const uint8_t *const *starts, const size_t *
         if (!FUNCTION(finish)(starts[s], bit[s], readers[s].out, readers[s].end, decoder->single)) return 0;
     return 1;
 }
-
-const struct kernels FUNCTION(kernels) = {
-    FUNCTION(split), FUNCTION(merge), FUNCTION(histogram), FUNCTION(encode_stream), FUNCTION(decode_streams),
-};

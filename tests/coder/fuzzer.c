@@ -64,7 +64,7 @@ static size_t geometric(size_t percent, size_t symbols) {
 }
 
 static void fill(uint8_t *data, size_t count) {
-    size_t kind = below(7), symbols = 1 + below(below(2) ? 256 : 12), period = 1 + below(20000), percent = 30 + below(70);
+    size_t kind = below(8), symbols = 1 + below(below(2) ? 256 : 12), period = 1 + below(20000), percent = 30 + below(70);
     uint8_t first = (uint8_t)any(), second = (uint8_t)any();
     for (size_t i = 0; i < count; i++) {
         uint8_t base = kind == 5 && i >= count / 2 ? second : first;
@@ -73,6 +73,7 @@ static void fill(uint8_t *data, size_t count) {
                         : kind == 2 && i >= period ? (size_t)(uint8_t)(data[i - period] - base)
                         : kind == 3                ? (below(50) ? 0 : below(symbols)) /* sparse */
                         : kind == 4                ? below(below(4) ? 256 : 128)      /* shrinks too little */
+                        : kind == 6                ? (below(3) ? below(symbols) : 0)  /* long codes of high values */
                                                    : geometric(percent, symbols);
         data[i] = (uint8_t)(base + symbol);
     }

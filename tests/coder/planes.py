@@ -41,6 +41,11 @@ def halves(random: np.random.Generator, count: int) -> Bytes:
     return np.where(np.arange(count) < count // 2, 0, 128).astype(np.uint8) + geometric(random, count)
 
 
+def one_frequent(random: np.random.Generator, count: int) -> Bytes:
+    """Return noise with one frequent symbol, so that most codes have nine bits, and values that do not fit in a byte."""
+    return np.where(random.random(count) < 0.3, 7, random.integers(0, 256, count)).astype(np.uint8)
+
+
 def rare_last(random: np.random.Generator, count: int) -> Bytes:
     plane = geometric(random, count)
     plane[-1:] = 255
@@ -71,6 +76,7 @@ PLANES: dict[str, Make] = {
     "all symbols": lambda random, count: random.permutation(np.arange(count, dtype=np.uint8)),
     "noise": lambda random, count: random.integers(0, 256, count, np.uint8),
     "almost noise": lambda random, count: np.minimum(*random.integers(0, 256, (2, count), np.uint8)),
+    "one frequent": one_frequent,
     "fibonacci": fibonacci,
     "geometric": geometric,
     "normal": normal,
