@@ -42,7 +42,7 @@ def halves(random: np.random.Generator, count: int) -> Bytes:
 
 
 def one_frequent(random: np.random.Generator, count: int) -> Bytes:
-    """Return noise with one frequent symbol, so that most codes have nine bits, and values that do not fit in a byte."""
+    """Return noise with one frequent symbol: most codes have nine bits, and values that do not fit in a byte."""
     return np.where(random.random(count) < 0.3, 7, random.integers(0, 256, count)).astype(np.uint8)
 
 
