@@ -22,6 +22,8 @@
 #define STREAM_CAPACITY (MAX_BLOCK / 4 * MAX_BITS / 8 + 16)
 
 #define MAX_WIDTH 8
+/* Elements that are split or merged while they are in the core's first cache. */
+#define PIECE 512
 
 enum layout { LAYOUT_BYTES = 0, LAYOUT_EXPONENT = 1 };
 

@@ -2,71 +2,96 @@
 
 /* --- planes ------------------------------------------------------------------------------------------------------ */
 
+/* These loops are as simple as they are so that compilers make vectors of them. */
+
+static void FUNCTION(split_2)(const uint8_t *restrict raw, size_t count, uint8_t *restrict low, uint8_t *restrict high) {
+    for (size_t i = 0; i < count; i++) {
+        uint16_t word = load16(raw + 2 * i);
+        low[i] = (uint8_t)word;
+        high[i] = (uint8_t)(word >> 8);
+    }
+}
+
 /* In LAYOUT_EXPONENT the two top bytes, s eeeeeee | e mmmmmmm, become eeeeeeee | s mmmmmmm. */
-#define SWAP_SIGN(top) ((uint16_t)(((top) << 1 & 0xFF00) | ((top) >> 8 & 0x80) | ((top) & 0x7F)))
-#define SWAP_BACK(top) ((uint16_t)(((top) << 8 & 0x8000) | ((top) >> 1 & 0x7F80) | ((top) & 0x7F)))
+static void FUNCTION(split_exponent)(const uint8_t *restrict raw, size_t count, uint8_t *restrict low,
+                                     uint8_t *restrict high) {
+    for (size_t i = 0; i < count; i++) {
+        uint16_t word = load16(raw + 2 * i);
+        low[i] = (uint8_t)((word & 0x7F) | (word >> 8 & 0x80));
+        high[i] = (uint8_t)(word >> 7);
+    }
+}
 
-/* A word of n bytes whose two top bytes are replaced. */
-#define WITH_TOP(type, word, n, top) \
-    ((type)(((word) & (type)~((type)0xFFFF << (8 * (n) - 16))) | (type)(top) << (8 * (n) - 16)))
+static void FUNCTION(merge_2)(const uint8_t *restrict low, const uint8_t *restrict high, size_t count,
+                              uint8_t *restrict raw) {
+    for (size_t i = 0; i < count; i++) {
+        uint16_t word = (uint16_t)(low[i] | high[i] << 8);
+        memcpy(raw + 2 * i, &word, sizeof word);
+    }
+}
 
-#define DEFINE_SPLIT(type, n, suffix, TRANSFORM)                                                      \
-    static void FUNCTION(split_##n##suffix)(const uint8_t *restrict raw, size_t count,                \
-                                            uint8_t *const *planes) {                                 \
-        uint8_t *restrict plane[n];                                                                   \
-        for (int k = 0; k < (n); k++) plane[k] = planes[k];                                           \
-        for (size_t i = 0; i < count; i++) {                                                          \
-            type word;                                                                                \
-            memcpy(&word, raw + i * sizeof word, sizeof word);                                        \
-            word = TRANSFORM(type, word, n);                                                          \
-            for (int k = 0; k < (n); k++) plane[k][i] = (uint8_t)(word >> (8 * k));                   \
-        }                                                                                             \
+static void FUNCTION(merge_exponent)(const uint8_t *restrict low, const uint8_t *restrict high, size_t count,
+                                     uint8_t *restrict raw) {
+    for (size_t i = 0; i < count; i++) {
+        uint16_t sign_and_mantissa = (uint16_t)((int8_t)low[i] & 0x807F); /* widening has copied the sign */
+        uint16_t word = (uint16_t)(sign_and_mantissa | high[i] << 7);
+        memcpy(raw + 2 * i, &word, sizeof word);
+    }
+}
+
+/* Divide words into their halves, and join them. */
+#define DEFINE_HALVES(width, word_type, half_type)                                                                \
+    static void FUNCTION(divide_##width)(const uint8_t *restrict raw, size_t count, uint8_t *restrict low,        \
+                                         uint8_t *restrict high) {                                                \
+        for (size_t i = 0; i < count; i++) {                                                                      \
+            word_type word;                                                                                       \
+            memcpy(&word, raw + i * sizeof word, sizeof word);                                                    \
+            half_type first = (half_type)word, second = (half_type)(word >> (8 * sizeof first));                  \
+            memcpy(low + i * sizeof first, &first, sizeof first);                                                 \
+            memcpy(high + i * sizeof first, &second, sizeof first);                                               \
+        }                                                                                                         \
+    }                                                                                                             \
+    static void FUNCTION(join_##width)(const uint8_t *restrict low, const uint8_t *restrict high, size_t count,   \
+                                       uint8_t *restrict raw) {                                                   \
+        for (size_t i = 0; i < count; i++) {                                                                      \
+            half_type first, second;                                                                              \
+            memcpy(&first, low + i * sizeof first, sizeof first);                                                 \
+            memcpy(&second, high + i * sizeof first, sizeof first);                                               \
+            word_type word = (word_type)first | (word_type)second << (8 * sizeof first);                          \
+            memcpy(raw + i * sizeof word, &word, sizeof word);                                                    \
+        }                                                                                                         \
     }
 
-#define DEFINE_MERGE(type, n, suffix, TRANSFORM)                                                      \
-    static void FUNCTION(merge_##n##suffix)(const uint8_t *const *planes, size_t count,               \
-                                            uint8_t *restrict raw) {                                  \
-        const uint8_t *restrict plane[n];                                                             \
-        for (int k = 0; k < (n); k++) plane[k] = planes[k];                                           \
-        for (size_t i = 0; i < count; i++) {                                                          \
-            type word = 0;                                                                            \
-            for (int k = 0; k < (n); k++) word = (type)(word | (type)((type)plane[k][i] << (8 * k))); \
-            word = TRANSFORM(type, word, n);                                                          \
-            memcpy(raw + i * sizeof word, &word, sizeof word);                                        \
-        }                                                                                             \
-    }
-
-#define AS_IS(type, word, n) (word)
-#define EXPONENT(type, word, n) WITH_TOP(type, word, n, SWAP_SIGN((uint16_t)((word) >> (8 * (n) - 16))))
-#define EXPONENT_BACK(type, word, n) WITH_TOP(type, word, n, SWAP_BACK((uint16_t)((word) >> (8 * (n) - 16))))
-
-DEFINE_SPLIT(uint16_t, 2, , AS_IS)
-DEFINE_SPLIT(uint16_t, 2, _exponent, EXPONENT)
-DEFINE_SPLIT(uint32_t, 4, , AS_IS)
-DEFINE_SPLIT(uint32_t, 4, _exponent, EXPONENT)
-DEFINE_SPLIT(uint64_t, 8, , AS_IS)
-DEFINE_SPLIT(uint64_t, 8, _exponent, EXPONENT)
-DEFINE_MERGE(uint16_t, 2, , AS_IS)
-DEFINE_MERGE(uint16_t, 2, _exponent, EXPONENT_BACK)
-DEFINE_MERGE(uint32_t, 4, , AS_IS)
-DEFINE_MERGE(uint32_t, 4, _exponent, EXPONENT_BACK)
-DEFINE_MERGE(uint64_t, 8, , AS_IS)
-DEFINE_MERGE(uint64_t, 8, _exponent, EXPONENT_BACK)
+DEFINE_HALVES(4, uint32_t, uint16_t)
+DEFINE_HALVES(8, uint64_t, uint32_t)
 
 static void FUNCTION(split)(const uint8_t *raw, size_t count, int width, enum layout layout, uint8_t *const *planes) {
-    int exponent = layout == LAYOUT_EXPONENT;
+    uint8_t low[PIECE * MAX_WIDTH / 2], high[sizeof low], *parts[MAX_WIDTH];
     if (width == 1) memcpy(planes[0], raw, count);
-    if (width == 2) (exponent ? FUNCTION(split_2_exponent) : FUNCTION(split_2))(raw, count, planes);
-    if (width == 4) (exponent ? FUNCTION(split_4_exponent) : FUNCTION(split_4))(raw, count, planes);
-    if (width == 8) (exponent ? FUNCTION(split_8_exponent) : FUNCTION(split_8))(raw, count, planes);
+    if (width == 2)
+        (layout == LAYOUT_EXPONENT ? FUNCTION(split_exponent) : FUNCTION(split_2))(raw, count, planes[0], planes[1]);
+    for (size_t start = 0; width > 2 && start < count; start += PIECE) {
+        size_t length = count - start < PIECE ? count - start : PIECE;
+        for (int k = 0; k < width; k++) parts[k] = planes[k] + start;
+        (width == 4 ? FUNCTION(divide_4) : FUNCTION(divide_8))(raw + start * (size_t)width, length, low, high);
+        FUNCTION(split)(low, length, width / 2, LAYOUT_BYTES, parts);
+        FUNCTION(split)(high, length, width / 2, layout, parts + width / 2);
+    }
 }
 
 static void FUNCTION(merge)(const uint8_t *const *planes, size_t count, int width, enum layout layout, uint8_t *raw) {
-    int exponent = layout == LAYOUT_EXPONENT;
+    uint8_t low[PIECE * MAX_WIDTH / 2], high[sizeof low];
+    const uint8_t *parts[MAX_WIDTH];
     if (width == 1) memcpy(raw, planes[0], count);
-    if (width == 2) (exponent ? FUNCTION(merge_2_exponent) : FUNCTION(merge_2))(planes, count, raw);
-    if (width == 4) (exponent ? FUNCTION(merge_4_exponent) : FUNCTION(merge_4))(planes, count, raw);
-    if (width == 8) (exponent ? FUNCTION(merge_8_exponent) : FUNCTION(merge_8))(planes, count, raw);
+    if (width == 2)
+        (layout == LAYOUT_EXPONENT ? FUNCTION(merge_exponent) : FUNCTION(merge_2))(planes[0], planes[1], count, raw);
+    for (size_t start = 0; width > 2 && start < count; start += PIECE) {
+        size_t length = count - start < PIECE ? count - start : PIECE;
+        for (int k = 0; k < width; k++) parts[k] = planes[k] + start;
+        FUNCTION(merge)(parts, length, width / 2, LAYOUT_BYTES, low);
+        FUNCTION(merge)(parts + width / 2, length, width / 2, layout, high);
+        (width == 4 ? FUNCTION(join_4) : FUNCTION(join_8))(low, high, length, raw + start * (size_t)width);
+    }
 }
 
 /* --- coding ------------------------------------------------------------------------------------------------------ */

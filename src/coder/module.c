@@ -7,8 +7,12 @@
 /* Raised whenever a function takes or returns something else; codecs/coder.py compares it. */
 #define INTERFACE 1
 
-/* Elements that are copied and then split while they are in the core's first cache. */
-#define COPIED_AT_ONCE 2048
+#define CACHE_LINE 64
+
+/* Fetch the bytes [start, stop) of some memory into the core's first cache, as far as they are in the first `size`. */
+static void prefetch(const uint8_t *memory, size_t start, size_t stop, size_t size) {
+    for (size_t at = start; at < stop && at < size; at += CACHE_LINE) __builtin_prefetch(memory + at);
+}
 
 /* One binary serves all processors of an architecture: the instructions are chosen when the module is imported. Threads
    read this without the GIL. */
@@ -81,14 +85,17 @@ PyDoc_STRVAR(split_doc, "split($module, raw, planes, layout, copy=None, /)\n--\n
                         "`copy` is None, the elements are copied there first and read from there: others may change "
                         "them meanwhile. Planes and copy overlap nothing.");
 
-static void split_copy(const uint8_t *raw, size_t count, int width, enum layout layout, uint8_t *const *planes,
-                       uint8_t *copy) {
-    for (size_t start = 0; start < count; start += COPIED_AT_ONCE) {
-        size_t length = count - start < COPIED_AT_ONCE ? count - start : COPIED_AT_ONCE;
+static void split_pieces(const uint8_t *raw, size_t count, int width, enum layout layout, uint8_t *const *planes,
+                         uint8_t *copy) {
+    size_t piece = PIECE * (size_t)width, size = count * (size_t)width;
+    for (size_t start = 0; start < count; start += PIECE) {
+        size_t length = count - start < PIECE ? count - start : PIECE, at = start * (size_t)width;
         uint8_t *parts[MAX_WIDTH];
         for (int k = 0; k < width; k++) parts[k] = planes[k] + start;
-        memcpy(copy + start * (size_t)width, raw + start * (size_t)width, length * (size_t)width);
-        kernels->split(copy + start * (size_t)width, length, width, layout, parts);
+        /* The processor by itself does not read ahead far enough, as it writes several planes meanwhile. */
+        prefetch(raw, at + 2 * piece, at + 3 * piece, size);
+        if (copy) memcpy(copy + at, raw + at, length * (size_t)width);
+        kernels->split((copy ? copy : raw) + at, length, width, layout, parts);
     }
 }
 
@@ -109,10 +116,7 @@ static PyObject *split(PyObject *module, PyObject *arguments) {
     if (!failed) {
         size_t count = (size_t)(raw.len / width);
         Py_BEGIN_ALLOW_THREADS;
-        if (copy.buf)
-            split_copy(raw.buf, count, width, (enum layout)layout, starts, copy.buf);
-        else
-            kernels->split(raw.buf, count, width, (enum layout)layout, starts);
+        split_pieces(raw.buf, count, width, (enum layout)layout, starts, copy.buf);
         Py_END_ALLOW_THREADS;
     }
     release(buffers, width < 0 ? 0 : width);
@@ -126,9 +130,9 @@ PyDoc_STRVAR(merge_doc, "merge($module, planes, raw, layout, xor=False, /)\n--\n
                         "Fill elements from their planes, or exclusive-or them into it. No plane may overlap `raw`.");
 
 static void merge_xor(const uint8_t *const *planes, size_t count, int width, enum layout layout, uint8_t *raw) {
-    uint8_t merged[COPIED_AT_ONCE * MAX_WIDTH];
-    for (size_t start = 0; start < count; start += COPIED_AT_ONCE) {
-        size_t length = count - start < COPIED_AT_ONCE ? count - start : COPIED_AT_ONCE, bytes = length * (size_t)width;
+    uint8_t merged[PIECE * MAX_WIDTH];
+    for (size_t start = 0; start < count; start += PIECE) {
+        size_t length = count - start < PIECE ? count - start : PIECE, bytes = length * (size_t)width;
         const uint8_t *parts[MAX_WIDTH];
         for (int k = 0; k < width; k++) parts[k] = planes[k] + start;
         kernels->merge(parts, length, width, layout, merged);
