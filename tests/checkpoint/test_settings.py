@@ -13,7 +13,7 @@ from tensorkeep.checkpoint import settings
 from tensorkeep.checkpoint.save.begin import SaveRequest, check_request
 from tensorkeep.checkpoint.settings import SaveTable
 from tensorkeep.formats.base import FORMATS
-from tensorkeep.formats.native.writer import NativeOptions
+from tensorkeep.formats.native.options import NativeOptions
 from tensorkeep.io.parallel import default_threads
 
 STATE = {"w": torch.zeros(100_000)}

@@ -7,16 +7,17 @@ conformance suite. ``formats/write.py`` is the writing half of the contract: set
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args, get_origin
+from typing import Any, ClassVar
 
 import msgspec
 
-from tensorkeep.errors import CorruptCheckpointError, UsageError
+from tensorkeep.errors import CorruptCheckpointError
+from tensorkeep.formats.box_copies import read_box
 from tensorkeep.formats.structure import check_structure
 from tensorkeep.formats.write import (
     BLOCK_BYTES,
@@ -26,13 +27,14 @@ from tensorkeep.formats.write import (
     StepRecord,
     WriteResult,
     WriteSettings,
+    parse_options,
 )
 from tensorkeep.io.buffers import BufferPool
 from tensorkeep.io.closing import Closing
 from tensorkeep.io.files import Bytes
 from tensorkeep.plugins import Registry
 from tensorkeep.state.dtypes import DType
-from tensorkeep.state.leaf import Source
+from tensorkeep.state.leaf import Leaf, Source
 from tensorkeep.state.skeleton_reader import LeafSpec
 from tensorkeep.state.tree import Flat
 
@@ -127,6 +129,15 @@ class Reader(Closing, ABC):
         CorruptCheckpointError
             If the stored bytes are not what was written; the content of ``out`` is then undefined.
         """
+
+    def read_box(self, name: str, offsets: Sequence[int], out: Leaf, pool: BufferPool) -> None:
+        """Fill a leaf with the box of a tensor that begins at ``offsets`` and has the leaf's shape; from any thread.
+
+        The leaf's memory may be of any layout, on any device. To read a large box in several threads, cut it into rows
+        at multiples of `block_bytes`. ``pool`` is that of `OpenSettings`; a thread takes no more from it than the
+        ``buffers`` above. Raises the errors of `read`.
+        """
+        read_box(partial(self.read, name), self.flat.leaves[name].shape, offsets, out, pool)
 
     def mapped(self, name: str) -> Bytes | None:
         """Return a stored tensor's bytes as memory mapped over the file, unverified; None if they cannot be mapped.
@@ -318,25 +329,7 @@ class Format(ABC):
         >>> FORMATS.get("native").parse_options({"direct_io": False})
         NativeOptions(shard_bytes=None, direct_io=False, incremental=None, base=None, delta=False)
         """
-        types = {field.name: field.type for field in msgspec.structs.fields(self.options)}
-        values: dict[str, object] = {}
-        for option, value in given.items():
-            if option not in types:
-                remedy = f"known options: {', '.join(sorted(types))}" if types else "it takes no options"
-                raise UsageError(f"format {self.name!r} has no option {option!r}", remedy=remedy)
-            try:
-                values[option] = msgspec.convert(value, types[option])
-            except (msgspec.ValidationError, TypeError, RecursionError) as error:
-                remedy = _choices(types[option]) or str(error)
-                raise UsageError(f"the option {option} is {value!r:.80}", remedy=remedy) from error
-        # Not by msgspec.convert: it would wrap the UsageError of a `__post_init__`.
-        return self.options(**values)
-
-
-def _choices(kind: object) -> str | None:
-    """Return the valid values of a `Literal` type, or None if it is not one."""
-    inner = kind if get_origin(kind) is Literal else next((a for a in get_args(kind) if get_origin(a) is Literal), None)
-    return None if inner is None else f"choose one of: {', '.join(map(repr, get_args(inner)))}"
+        return parse_options(self.name, self.options, given)
 
 
 FORMATS: Registry[Format] = Registry("format")

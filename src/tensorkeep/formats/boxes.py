@@ -12,6 +12,11 @@ def box_shape(box: Box) -> tuple[int, ...]:
     return tuple(side.stop - side.start for side in box)
 
 
+def box_of(offsets: Sequence[int], sizes: Sequence[int]) -> Box:
+    """Return the box that begins at an element and has these lengths."""
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+
+
 def intersection(a: Box, b: Box) -> Box | None:
     """Return the elements that two boxes of one array share; None if they share nothing.
 
@@ -73,6 +78,26 @@ def box_to_ranges(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int]]:
     for outer in itertools.product(*(range(side.start, side.stop) for side in box[:last])):
         at = start + sum(index * stride for index, stride in zip(outer, strides, strict=False))
         yield at, at + count
+
+
+def covering_range(shape: Sequence[int], box: Box) -> tuple[int, int]:
+    """Return the shortest range of the array's C-order stream, in elements, that has all of a box with elements."""
+    first = last = 0
+    for side, length in zip(box, shape, strict=True):
+        first, last = first * length + side.start, last * length + side.stop - 1
+    return first, last + 1
+
+
+def as_range(shape: Sequence[int], box: Box) -> tuple[int, int] | None:
+    """Return the range of the array's C-order stream that is a box with elements; None if it is not one range.
+
+    Examples
+    --------
+    >>> as_range((4, 6), (slice(1, 3), slice(0, 6)))
+    (6, 18)
+    """
+    first, last = covering_range(shape, box)
+    return (first, last) if last - first == prod(box_shape(box)) else None
 
 
 def range_to_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:

@@ -3,10 +3,10 @@
 import functools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
@@ -60,6 +60,29 @@ class FormatOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 OptionsT = TypeVar("OptionsT", bound=FormatOptions)
+
+
+def parse_options(format_name: str, kind: type[FormatOptions], given: Mapping[str, object]) -> FormatOptions:
+    """Return the options of a format that keyword arguments stand for; see `Format.parse_options`."""
+    types = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    values: dict[str, object] = {}
+    for option, value in given.items():
+        if option not in types:
+            remedy = f"known options: {', '.join(sorted(types))}" if types else "it takes no options"
+            raise UsageError(f"format {format_name!r} has no option {option!r}", remedy=remedy)
+        try:
+            values[option] = msgspec.convert(value, types[option])
+        except (msgspec.ValidationError, TypeError, RecursionError) as error:
+            remedy = _choices(types[option]) or str(error)
+            raise UsageError(f"the option {option} is {value!r:.80}", remedy=remedy) from error
+    # Not by msgspec.convert: it would wrap the UsageError of a `__post_init__`.
+    return kind(**values)
+
+
+def _choices(kind: object) -> str | None:
+    """Return the valid values of a `Literal` type, or None if it is not one."""
+    inner = kind if get_origin(kind) is Literal else next((a for a in get_args(kind) if get_origin(a) is Literal), None)
+    return None if inner is None else f"choose one of: {', '.join(map(repr, get_args(inner)))}"
 
 
 @dataclass(frozen=True)
@@ -140,8 +163,7 @@ class StagedWrite(ABC):
     at the same time or afterwards.
     """
 
-    def __init__(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> None:
-        self._flat = flat
+    def __init__(self, destination: Path, settings: WriteSettings) -> None:
         self._destination = destination
         self._settings = settings
         self._cancellation = Cancellation()
@@ -206,7 +228,8 @@ class FullCopyWrite(StagedWrite):
         destination: Path,
         settings: WriteSettings,
     ) -> None:
-        super().__init__(flat, destination, settings)
+        super().__init__(destination, settings)
+        self._flat = flat
         self._format_name = format_name
         self._write_format = write
         self._pool: BufferPool | None = None

@@ -105,7 +105,7 @@ class TestUntrustedNotes:
     @pytest.mark.parametrize(
         "note",
         [
-            changed(NOTE, "version", to=3),
+            changed(NOTE, "version", to=4),
             changed(NOTE, "tensors", "w", "dtype", to="float7"),
             changed(NOTE, "tensors", "w", "blocks", to=[["no-such-codec", 16], ["raw", 8]]),
         ],

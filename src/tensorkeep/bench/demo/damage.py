@@ -14,6 +14,7 @@ from tensorkeep.checkpoint.load.verify import VerifyReport, verify
 from tensorkeep.checkpoint.save.save import save
 from tensorkeep.errors import CorruptCheckpointError, UsageError
 from tensorkeep.formats.native import manifest
+from tensorkeep.formats.native.records import Manifest
 from tensorkeep.io.directory import Directory
 
 SAVED = "step-1000"
@@ -68,6 +69,7 @@ def flip_bit(checkpoint: Path) -> BitFlip:
     """
     with Directory(checkpoint) as directory:
         found = manifest.read(directory)
+    assert isinstance(found, Manifest)  # one process saved it
     leaf = max(found.leaves, key=lambda leaf: leaf.nbytes, default=None)
     if leaf is None or not leaf.blocks:
         raise UsageError("holds no tensor whose data could be damaged", path=checkpoint)

@@ -14,7 +14,7 @@ from tensorkeep.checkpoint.manager.retention import best_step
 from tensorkeep.checkpoint.manager.steps import Step, numbers_in, step_of, step_path
 from tensorkeep.errors import NotACheckpointError, PathLike, TensorkeepError, UsageError
 from tensorkeep.formats.native.directory import summarise
-from tensorkeep.formats.native.reader import occupied_bytes
+from tensorkeep.formats.native.open_files import occupied_bytes
 from tensorkeep.io.parallel import Progress
 
 

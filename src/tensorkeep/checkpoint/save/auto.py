@@ -22,7 +22,7 @@ from tensorkeep.formats.base import StoredLeaf
 from tensorkeep.formats.blockfile.coded_file import encode_and_hash, readable
 from tensorkeep.formats.blockfile.gather import copy_and_hash
 from tensorkeep.formats.blockfile.plan import Block, BlockFileOptions, plan_files, tasks_of
-from tensorkeep.formats.native.writer import NativeOptions
+from tensorkeep.formats.native.options import NativeOptions
 from tensorkeep.formats.sealed import digest
 from tensorkeep.formats.write import BLOCK_BYTES, WriteSettings, thread_bytes
 from tensorkeep.io import parallel

@@ -19,7 +19,7 @@ from tensorkeep.checkpoint.settings import SettingsSource, read_settings
 from tensorkeep.checkpoint.stateful import expand
 from tensorkeep.errors import DestinationExistsError, PathLike, UsageError
 from tensorkeep.formats.base import FORMATS
-from tensorkeep.formats.native.writer import NativeOptions
+from tensorkeep.formats.native.options import NativeOptions
 from tensorkeep.formats.write import StepRecord, WriteSettings
 from tensorkeep.io.parallel import Progress
 from tensorkeep.paths import checked_path

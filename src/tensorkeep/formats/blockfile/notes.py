@@ -10,7 +10,8 @@ describes the tensor, so that it can be decoded without the manifest::
 Each block is a codec's name and its stored length in bytes; the blocks follow one another in the vector.
 
 A file of changes may hold some blocks of a tensor only, or blocks that are differences from blocks in other files. Its
-version is 2, so that a reader of version 1 refuses it.
+version is 2, so that a reader of version 1 refuses it. The file of one of many ranks holds boxes of tensors, whose
+blocks have various lengths. Its version is 3.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -22,7 +23,15 @@ import msgspec
 from tensorkeep.codecs.base import CODECS
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
 from tensorkeep.formats.blockfile.header import MAX_DIMENSIONS, Header, TensorRecord
-from tensorkeep.formats.blockfile.plan import MAX_BLOCK_BYTES, BlockKey, BlockRecord, FilePlan, LeafInFile, blocks_of
+from tensorkeep.formats.blockfile.plan import (
+    MAX_BLOCK_BYTES,
+    Block,
+    BlockKey,
+    BlockRecord,
+    FilePlan,
+    LeafInFile,
+    blocks_of,
+)
 from tensorkeep.formats.decoding import decoding
 from tensorkeep.formats.structure import Structure
 from tensorkeep.formats.write import BLOCK_BYTES
@@ -31,7 +40,8 @@ from tensorkeep.state.dtypes import BY_NAME
 METADATA_KEY = "tensorkeep"
 VERSION = 1
 CHANGES_VERSION = 2
-"""The version of notes that a reader of version 1 would misread."""
+CUTS_VERSION = 3
+"""The versions of notes that a reader of version 1 would misread: see above."""
 
 SMALLEST_DIFFERENCE = 1024
 """Raw bytes below which a block is not stored as a difference: the record of its base would be as large as the gain."""
@@ -41,7 +51,8 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
     """The tensor that a ``U8`` vector holds: its dtype and shape, codec and stored length of each block in this file.
 
     ``numbers`` are the indices of these blocks in the tensor, if others are in files of earlier saves. ``differences``
-    are positions in ``blocks`` of those that are differences from blocks in other files.
+    are positions in ``blocks`` of those that are differences from blocks in other files. ``raw`` are the raw bytes of
+    each block, if these are not ``block_bytes``.
     """
 
     dtype: str
@@ -49,6 +60,7 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
     blocks: list[tuple[str, int]]
     numbers: list[int] | None = None
     differences: list[int] = []
+    raw: list[int] | None = None
 
     @property
     def complete(self) -> bool:
@@ -83,7 +95,8 @@ def describe(
     tensors: dict[str, Note] = {}
     start = 0
     for leaf in plan.leaves:
-        keys = [block.key for block in blocks_of(leaf)]
+        planned = {block.key: block for block in blocks_of(leaf)}
+        keys = list(planned)
         stored = [key for key in keys if key in blocks]
         if keys and not stored:
             continue
@@ -98,7 +111,8 @@ def describe(
             records.append(TensorRecord(leaf.key, "U8", (stop - start,), start, stop))
             lengths = [(block.codec, block.length) for block in found]
             numbers = None if complete else [index for _, index in stored]
-            tensors[leaf.key] = Note(leaf.source.dtype.name, leaf.source.shape, lengths, numbers, changed)
+            raw = _raw_lengths(leaf, [planned[key] for key in stored])
+            tensors[leaf.key] = Note(leaf.source.dtype.name, leaf.source.shape, lengths, numbers, changed, raw)
         start = stop
     return records, _notes(tensors, plan)
 
@@ -113,16 +127,25 @@ def describe_longest(plan: FilePlan, *, changes: bool = False, delta: bool = Fal
     records = [TensorRecord(leaf.key, "U8", (end,), end, end) for leaf in plan.leaves]
     tensors: dict[str, Note] = {}
     for leaf in plan.leaves:
-        count = len(list(blocks_of(leaf)))
+        planned = list(blocks_of(leaf))
+        count = len(planned)
         numbers = list(range(count)) if changes and count > 1 else None
         differences = list(range(count)) if delta and leaf.source.nbytes >= SMALLEST_DIFFERENCE else []
         blocks = [(codec, 2 * BLOCK_BYTES)] * count
-        tensors[leaf.key] = Note(leaf.source.dtype.name, leaf.source.shape, blocks, numbers, differences)
+        raw = _raw_lengths(leaf, planned)
+        tensors[leaf.key] = Note(leaf.source.dtype.name, leaf.source.shape, blocks, numbers, differences, raw)
     return records, _notes(tensors, plan)
+
+
+def _raw_lengths(leaf: LeafInFile, blocks: list[Block]) -> list[int] | None:
+    """Return the raw bytes of the blocks in the file; None if a reader knows them without."""
+    return None if leaf.starts is None or len(leaf.starts) < 2 else [block.nbytes for block in blocks]
 
 
 def _notes(tensors: dict[str, Note], plan: FilePlan) -> Notes | None:
     version = VERSION if all(note.complete for note in tensors.values()) else CHANGES_VERSION
+    if any(note.raw is not None for note in tensors.values()):
+        version = CUTS_VERSION
     return Notes(version, BLOCK_BYTES, tensors, plan.structure) if tensors or plan.structure else None
 
 
@@ -143,7 +166,7 @@ def parse(header: Header, path: Path) -> Notes:
         return Notes(VERSION, MAX_BLOCK_BYTES, {})
     with decoding(path, what="the note on coded tensors is malformed"):
         notes = msgspec.json.decode(text, type=Notes)
-        if notes.version not in (VERSION, CHANGES_VERSION):
+        if notes.version not in (VERSION, CHANGES_VERSION, CUTS_VERSION):
             raise UnsupportedError(f"has coded tensors of version {notes.version}", remedy="install a later Tensorkeep")
         for name, note in notes.tensors.items():
             _check(name, note, notes.block_bytes, header)
@@ -171,8 +194,10 @@ def _check(name: str, note: Note, block_bytes: int, header: Header) -> None:
         )
     nbytes = prod(note.shape) * BY_NAME[note.dtype].itemsize
     stored = sum(length for _, length in note.blocks)
+    raw = note.raw
     if (
-        len(note.blocks) != -(-nbytes // block_bytes)
+        len(note.blocks) != (-(-nbytes // block_bytes) if raw is None else len(raw))
+        or (raw is not None and (sum(raw) != nbytes or any(not 0 < length <= block_bytes for length in raw)))
         or stored != record.stop - record.start
         or any(not 0 < length < block_bytes + 2 * 4096 for _, length in note.blocks)
     ):

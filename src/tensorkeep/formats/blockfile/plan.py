@@ -5,9 +5,9 @@ bytes are written in whole pages, so that tasks can be written in any order, wit
 at the border of their ranges; the one that completes it writes it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import pairwise
 
 import msgspec
 
@@ -49,12 +49,16 @@ class BlockFileOptions(FormatOptions, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class LeafInFile:
-    """A leaf in a file: its key there, and the offset of its raw bytes in the data."""
+    """A leaf in a file: its key there, and the offset of its raw bytes in the data.
+
+    ``starts`` are the first raw bytes of its blocks, if these are not every ``BLOCK_BYTES``.
+    """
 
     source: Source
     part: str
     key: str
     start: int
+    starts: Sequence[int] | None = None
 
     @property
     def stop(self) -> int:
@@ -100,6 +104,9 @@ class Block:
         return self.leaf.key, self.index
 
 
+CutSource = tuple[Source, str, Sequence[int] | None]
+"""A tensor to store, its key in its part, and the starts of its blocks, as `LeafInFile` has them."""
+
 BlockKey = tuple[str, int]
 """Key of a leaf in its file, and index of the block in the leaf."""
 
@@ -118,8 +125,9 @@ class BlockRecord(msgspec.Struct, array_like=True, frozen=True):
 
 def blocks_of(leaf: LeafInFile) -> Iterator[Block]:
     """Yield the blocks of a leaf; an empty leaf has none."""
-    for index, start in enumerate(range(0, leaf.source.nbytes, BLOCK_BYTES)):
-        yield Block(leaf, index, start, min(start + BLOCK_BYTES, leaf.source.nbytes))
+    starts = range(0, leaf.source.nbytes, BLOCK_BYTES) if leaf.starts is None else leaf.starts
+    for index, (start, stop) in enumerate(pairwise((*starts, leaf.source.nbytes))):
+        yield Block(leaf, index, start, stop)
 
 
 def plan_files(flat: Flat[Source], shard_bytes: int | str | None = None, *, suffix: str = SUFFIX) -> list[FilePlan]:
@@ -130,34 +138,40 @@ def plan_files(flat: Flat[Source], shard_bytes: int | str | None = None, *, suff
 
     Raises UsageError if ``shard_bytes`` is not a positive size.
     """
+    limit = shard_limit(shard_bytes)
+    parts: dict[str, list[CutSource]] = {}
+    for name, source in flat.leaves.items():
+        part, key = flat.parts[name]
+        parts.setdefault(part, []).append((source, key, None))
+    stems = part_file_stems(list(parts))
+    return [plan for part in parts for plan in plan_part(part, stems[part], parts[part], limit, suffix=suffix)]
+
+
+def shard_limit(shard_bytes: int | str | None) -> int:
+    """Return the size above which the tensors of a part are split over several files; UsageError if it is not one."""
     limit = DEFAULT_SHARD_BYTES if shard_bytes is None else parse_bytes(shard_bytes)
     if limit <= 0:
         raise UsageError(f"shard_bytes is {shard_bytes}", remedy="give a positive number of bytes")
-    parts: dict[str, list[tuple[Source, str]]] = {}
-    for name, source in flat.leaves.items():
-        part, key = flat.parts[name]
-        parts.setdefault(part, []).append((source, key))
-    stems = part_file_stems(list(parts))
-    return [plan for part, leaves in parts.items() for plan in _shards(part, stems[part], suffix, leaves, limit)]
+    return limit
 
 
-def _shards(
-    part: str, stem: str, suffix: str, leaves: list[tuple[Source, str]], shard_bytes: int
-) -> Iterator[FilePlan]:
+def plan_part(part: str, stem: str, leaves: list[CutSource], limit: int, *, suffix: str = SUFFIX) -> Iterator[FilePlan]:
+    """Yield the data files of one part, whose names begin with ``stem``; see `plan_files`."""
     # Wide elements first: every leaf then begins at a multiple of its item size, which readers that map a file need.
     ordered = sorted(leaves, key=lambda leaf: -leaf[0].dtype.itemsize)
-    shards: list[list[tuple[Source, str]]] = [[]]
+    shards: list[list[CutSource]] = [[]]
     size = 0
     for leaf in ordered:
-        if shards[-1] and size + leaf[0].nbytes > shard_bytes:
+        if shards[-1] and size + leaf[0].nbytes > limit:
             shards.append([])
             size = 0
         shards[-1].append(leaf)
         size += leaf[0].nbytes
     for number, shard in enumerate(shards, start=1):
         place = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-        starts = accumulate((source.nbytes for source, _ in shard), initial=0)
-        placed = [LeafInFile(source, part, key, start) for (source, key), start in zip(shard, starts, strict=False)]
+        placed: list[LeafInFile] = []
+        for source, key, starts in shard:
+            placed.append(LeafInFile(source, part, key, placed[-1].stop if placed else 0, starts))
         yield FilePlan(f"{stem}{place}{suffix}", part, tuple(placed))
 
 

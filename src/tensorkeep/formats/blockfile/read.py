@@ -1,6 +1,7 @@
 """Reading tensors stored as blocks, raw or coded, with or without checksums."""
 
-from collections.abc import Callable
+from bisect import bisect
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import accumulate
 
@@ -43,14 +44,14 @@ class StoredBlock(msgspec.Struct, frozen=True):
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
-    """A tensor whose first block is in ``file``. Every block covers ``block_bytes`` raw bytes, except the last."""
+    """A tensor, or a box of one, whose first block is in ``file``; ``starts`` are the first raw bytes of its blocks."""
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
     nbytes: int
     file: SourceFile
-    block_bytes: int
+    starts: Sequence[int]
     blocks: tuple[StoredBlock, ...]
 
     def mapped(self) -> Bytes | None:
@@ -102,9 +103,10 @@ class BlockReader:
         """
         done = start
         while done < stop:
-            index, skip = divmod(done, tensor.block_bytes)
-            begin = index * tensor.block_bytes
-            size = min(tensor.block_bytes, tensor.nbytes - begin)
+            index = bisect(tensor.starts, done) - 1
+            begin = tensor.starts[index]
+            skip = done - begin
+            size = (tensor.starts[index + 1] if index + 1 < len(tensor.blocks) else tensor.nbytes) - begin
             count = min(size - skip, stop - done)
             target = out[done - start : done - start + count]
             block = tensor.blocks[index]

@@ -5,10 +5,16 @@ Specified in ``docs/reference/native-format.md``.
 
 from pathlib import Path
 
+from tensorkeep.errors import CorruptCheckpointError
 from tensorkeep.formats.base import Format, OpenSettings, Reader
 from tensorkeep.formats.native.directory import is_native
+from tensorkeep.formats.native.manifest import FILE_NAME
+from tensorkeep.formats.native.open_files import OpenFiles
+from tensorkeep.formats.native.options import NativeOptions
+from tensorkeep.formats.native.pieces.reader import PiecesReader
+from tensorkeep.formats.native.pieces.records import Root
 from tensorkeep.formats.native.reader import NativeReader
-from tensorkeep.formats.native.writer import NativeOptions, NativeWrite
+from tensorkeep.formats.native.writer import NativeWrite
 from tensorkeep.formats.write import StagedWrite, WriteResult, WriteSettings
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
@@ -24,7 +30,19 @@ class NativeFormat(Format):
         return is_native(path)
 
     def open(self, path: Path, settings: OpenSettings) -> Reader:
-        return NativeReader(path, settings)
+        opened = OpenFiles(path, settings)
+        try:
+            manifest = opened.manifest
+            return (
+                PiecesReader(opened, manifest, settings)
+                if isinstance(manifest, Root)
+                else NativeReader(opened, manifest)
+            )
+        except BaseException as error:
+            opened.close()
+            if isinstance(error, RecursionError):
+                raise CorruptCheckpointError("is nested too deeply", path=path / FILE_NAME) from error
+            raise
 
     def write(self, flat: Flat[Source], destination: Path, settings: WriteSettings) -> WriteResult:
         return self.begin(flat, destination, settings).run()

@@ -1,6 +1,7 @@
 """The directory of a native checkpoint: detection, summary, foreign files, and the disk space that a removal frees."""
 
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -9,12 +10,15 @@ from tensorkeep.errors import CorruptCheckpointError, DestinationExistsError, Un
 from tensorkeep.formats import sealed
 from tensorkeep.formats.blockfile.plan import CODED_SUFFIX, INDEX_SUFFIX, SUFFIX
 from tensorkeep.formats.native import manifest as manifests
-from tensorkeep.formats.native.reader import missing_file, occupied_bytes, wrong_size
+from tensorkeep.formats.native.open_files import missing_file, occupied_bytes, wrong_size
+from tensorkeep.formats.native.pieces.fragments import read_files
+from tensorkeep.formats.native.records import PIECES
 from tensorkeep.formats.probe import first_bytes, names_in
 from tensorkeep.io.directory import Directory, read_directory
 from tensorkeep.io.files import store_error, store_errors
 
-_OUR_NAMES = (manifests.FILE_NAME, SUFFIX, CODED_SUFFIX, INDEX_SUFFIX)
+_SUFFIXES = "|".join(map(re.escape, (manifests.FILE_NAME, SUFFIX, CODED_SUFFIX, INDEX_SUFFIX)))
+_OUR_NAMES = re.compile(rf".*({_SUFFIXES})|rank-\d{{5,}}\.json", re.DOTALL)
 
 
 def is_native(path: Path) -> bool:
@@ -30,11 +34,22 @@ def foreign_names(path: Path) -> list[str]:
     """
     try:
         with Directory(path) as directory:
-            listed = {manifests.FILE_NAME, *(file.name for file in manifests.read_outline(directory).files)}
+            _, sizes = _read_sizes(directory)
     except (CorruptCheckpointError, UnsupportedError):
         # A damaged manifest lists nothing that can be relied on.
-        return [name for name in names_in(path) if not name.endswith(_OUR_NAMES)]
-    return [name for name in names_in(path) if name not in listed]
+        return [name for name in names_in(path) if not _OUR_NAMES.fullmatch(name)]
+    return [name for name in names_in(path) if name not in sizes]
+
+
+def _read_sizes(directory: Directory) -> tuple[manifests.Outline, dict[str, int | None]]:
+    """Return the outline of a checkpoint, and the names of its files with their sizes; None is that of the manifest."""
+    outline = manifests.read_outline(directory)
+    sizes: dict[str, int | None] = {manifests.FILE_NAME: None, **{file.name: file.bytes for file in outline.files}}
+    if PIECES in outline.features:
+        root = manifests.read_root(directory)
+        sizes |= {record.name: record.bytes for record in root.fragments}
+        sizes |= {file.name: file.bytes for file in read_files(directory, root)}
+    return outline, sizes
 
 
 def is_replaceable(path: Path) -> bool:
@@ -80,9 +95,8 @@ def summarise(path: Path) -> Summary:
 
 
 def _summarise(directory: Directory) -> Summary:
-    outline = manifests.read_outline(directory)
+    outline, sizes = _read_sizes(directory)
     files: list[os.stat_result] = []
-    sizes: dict[str, int | None] = {manifests.FILE_NAME: None, **{file.name: file.bytes for file in outline.files}}
     for name, size in sizes.items():
         path = directory.path / name
         try:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tensorkeep.errors import CorruptCheckpointError
 from tensorkeep.formats.blockfile.plan import coded_name
-from tensorkeep.formats.native.reader import OpenFiles
+from tensorkeep.formats.native.open_files import OpenFiles
 from tensorkeep.formats.native.records import FILE_NAME_PATTERN, FileRecord
 from tensorkeep.io.files import store_errors
 
@@ -34,7 +34,7 @@ class Links:
 
     def add(self, number: int) -> str | None:
         """Link a file; return None, or the reason why it cannot be linked."""
-        record = self._opened.manifest.files[number]
+        record = self._opened.records[number]
         name = self._name(record)
         if not re.search(FILE_NAME_PATTERN, name):
             return f"{record.name} cannot be linked: its new name would be too long"
@@ -78,7 +78,7 @@ class Links:
             if number not in used:
                 _remove(self._directory / name)
                 continue
-            old = self._opened.manifest.files[number]
+            old = self._opened.records[number]
             _make_durable(self._directory / name, old.bytes)
             numbers[number] = first + len(records)
             records.append(FileRecord(name, old.bytes, old.head_bytes, old.head, old.origin or self._origin))

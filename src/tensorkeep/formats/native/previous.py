@@ -19,7 +19,8 @@ from tensorkeep.formats.blockfile.notes import SMALLEST_DIFFERENCE
 from tensorkeep.formats.blockfile.plan import Block, BlockRecord
 from tensorkeep.formats.blockfile.read import StoredBlock, digest_as
 from tensorkeep.formats.native.links import Links
-from tensorkeep.formats.native.reader import OpenFiles
+from tensorkeep.formats.native.open_files import OpenFiles, located
+from tensorkeep.formats.native.pieces.records import Root
 from tensorkeep.formats.native.records import WIDE_DIGESTS, BaseRecord, FileRecord, PlaceRecord
 from tensorkeep.formats.write import BLOCK_BYTES
 from tensorkeep.io.files import Bytes
@@ -63,12 +64,15 @@ class PreviousCheckpoint:
         self._opened = OpenFiles(path, settings)
         self._delta = delta
         manifest = self._opened.manifest
-        self._leaves = {leaf.name: (leaf, leaf.located()) for leaf in manifest.leaves}
+        leaves = [] if isinstance(manifest, Root) else manifest.leaves
+        self._leaves = {leaf.name: (leaf, leaf.located()) for leaf in leaves}
         self._missing_codecs = self._codecs() - set(CODECS.names())
         self._links: Links | None = None
         self._usable_files: set[int] = set()
         self._used_files: set[int] = set()
-        if manifest.block_bytes != BLOCK_BYTES:
+        if isinstance(manifest, Root):
+            self.obstacle = "it was saved by many ranks together, and this one is not"
+        elif manifest.block_bytes != BLOCK_BYTES:
             self.obstacle = f"its blocks have {manifest.block_bytes:,} bytes"
         elif WIDE_DIGESTS not in manifest.features:
             self.obstacle = "it was saved without incremental=True, so its checksums cannot identify changed blocks"
@@ -81,7 +85,7 @@ class PreviousCheckpoint:
         if self.obstacle is not None:
             return False
         links = self._links = Links(self._opened, directory)
-        records, live = self._opened.manifest.files, self._live_bytes()
+        records, live = self._opened.records, self._live_bytes()
         worthy = _worth_keeping(records, live)
         kept = worthy[: max(MOST_FILES, 2 * own_files)]
         for number in sorted(kept):
@@ -127,7 +131,7 @@ class PreviousCheckpoint:
         record, place = found
         own = BaseRecord(record.codec, record.length, record.raw, record.stored, place.file, place.offset)
         records = [own, *place.bases]
-        stored = self._opened.block(record, place)
+        stored = located(record, place, self._opened.files)
         chain = [stored, *stored.bases]
         # The newest base that keeps the chain within the maximum length.
         first = max(0, len(records) - MAX_CHAIN_LENGTH)

@@ -27,7 +27,11 @@ WIDE_DIGESTS = "wide-digests"
 PLACES = "places"
 """Blocks may be in files of earlier saves, or be differences from blocks there."""
 
+PIECES = "pieces"
+"""Many ranks wrote the checkpoint together: their fragments list boxes of tensors (``pieces/records.py``)."""
+
 FEATURES = (WIDE_DIGESTS, PLACES)
+"""The features that the records of stored blocks may use."""
 
 MAX_BASES = 8
 """Maximum number of base blocks of a difference."""
@@ -69,27 +73,22 @@ class PlaceRecord(msgspec.Struct, array_like=True, frozen=True):
         return [self.file, *(base.file for base in self.bases)]
 
 
-class LeafRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A stored tensor: its name, part of the state and key within the part, and its first byte in a file.
+Shape = Annotated[tuple[Count, ...], Meta(max_length=MAX_DIMENSIONS)]
 
-    Each of the blocks covers ``block_bytes`` raw bytes, except the last. ``places`` has one for each block, if they do
-    not simply follow one another; else it is empty.
+
+class StoredRecord:
+    """The blocks of a tensor or of a box: base of records with the fields below.
+
+    The first block is at an offset in a file. ``places`` has one for each block, if they do not simply follow one
+    another; else it is empty.
     """
 
-    name: str
-    part: str
-    key: str
-    dtype: str
-    shape: Annotated[tuple[Count, ...], Meta(max_length=MAX_DIMENSIONS)]
-    file: Count
-    offset: Count
-    blocks: list[BlockRecord]
-    places: list[PlaceRecord] = []
+    __slots__ = ()
 
-    @property
-    def nbytes(self) -> int:
-        """Raw bytes."""
-        return prod(self.shape) * BY_NAME[self.dtype].itemsize
+    file: int
+    offset: int
+    blocks: list[BlockRecord]
+    places: list[PlaceRecord]
 
     def ranges(self) -> Iterator[tuple[int, int, int]]:
         """Yield file, offset and length of everything that is stored."""
@@ -103,11 +102,35 @@ class LeafRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         """Return each block with its place."""
         if self.places:
             return list(zip(self.blocks, self.places, strict=True))
-        return [(block, PlaceRecord(self.file, at)) for block, at in zip(self.blocks, self.offsets(), strict=False)]
+        return [
+            (block, PlaceRecord(self.file, at)) for block, at in zip(self.blocks, self.block_offsets(), strict=False)
+        ]
 
-    def offsets(self) -> Iterator[int]:
+    def block_offsets(self) -> Iterator[int]:
         """Yield the offset of each block, and that of the end, of a tensor without places."""
         return accumulate([block.length for block in self.blocks], initial=self.offset)
+
+
+class LeafRecord(StoredRecord, msgspec.Struct, frozen=True, omit_defaults=True):
+    """A stored tensor: its name, part of the state and key within the part, and its blocks.
+
+    Each of the blocks covers ``block_bytes`` raw bytes, except the last.
+    """
+
+    name: str
+    part: str
+    key: str
+    dtype: str
+    shape: Shape
+    file: Count
+    offset: Count
+    blocks: list[BlockRecord]
+    places: list[PlaceRecord] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Raw bytes."""
+        return prod(self.shape) * BY_NAME[self.dtype].itemsize
 
 
 class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -2,9 +2,10 @@
 
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -151,7 +152,8 @@ class SafetensorsReader(Reader):
         return self._tensors[name].mapped()
 
     def block_bytes(self, name: str) -> int:
-        return self._tensors[name].block_bytes
+        starts = self._tensors[name].starts
+        return starts.step if isinstance(starts, range) else BLOCK_BYTES
 
     def close(self) -> None:
         self._close_files()
@@ -199,12 +201,15 @@ def _stored(name: str, key: str, home: _DataFile) -> StoredTensor:
         dtype = BY_NAME[note.dtype]
         nbytes = prod(note.shape) * dtype.itemsize
         blocks = lay_out(home.file, offset, note.blocks)
-        return StoredTensor(name, dtype, note.shape, nbytes, home.file, home.notes.block_bytes, blocks)
+        starts: Sequence[int] = range(0, nbytes, home.notes.block_bytes)
+        if note.raw is not None:
+            starts = list(accumulate(note.raw[:-1], initial=0))
+        return StoredTensor(name, dtype, note.shape, nbytes, home.file, starts, blocks)
     dtype, shape = _true_type(record)
     nbytes = record.stop - record.start
     lengths = [min(BLOCK_BYTES, nbytes - at) for at in range(0, nbytes, BLOCK_BYTES)]
     blocks = lay_out(home.file, offset, [("raw", length) for length in lengths])
-    return StoredTensor(name, dtype, shape, nbytes, home.file, BLOCK_BYTES, blocks)
+    return StoredTensor(name, dtype, shape, nbytes, home.file, range(0, nbytes, BLOCK_BYTES), blocks)
 
 
 def _true_type(record: TensorRecord) -> tuple[DType, tuple[int, ...]]:

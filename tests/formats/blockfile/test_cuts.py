@@ -1,0 +1,63 @@
+"""Cuts of boxes on the grid of the full tensor."""
+
+from random import Random
+
+import pytest
+
+from tensorkeep.formats.blockfile.cuts import block_count, block_starts, rows_per_block
+
+
+def cuts_in_rows(offsets, sizes, whole, itemsize, grid_bytes) -> set[int]:
+    """Return the rows of the full tensor at which the blocks of a box begin."""
+    row = itemsize
+    for size in sizes[1:]:
+        row *= size
+    return {offsets[0] + start // row for start in block_starts(whole, offsets, sizes, itemsize, grid_bytes)[1:]}
+
+
+def test_boxes_of_different_ranks_are_cut_at_the_same_rows() -> None:
+    whole, grid = (1000, 10), 640  # 16 rows of 4 bytes
+    for ranks in (1, 2, 3, 7):
+        step = -(-1000 // ranks)
+        for start in range(0, 1000, step):
+            sizes = min(step, 1000 - start), 10
+            found = cuts_in_rows((start, 0), sizes, whole, 4, grid)
+            assert found == {row for row in range(start + 1, start + sizes[0]) if row % 16 == 0}
+
+
+def test_columns_are_cut_at_the_rows_of_the_full_tensor() -> None:
+    assert cuts_in_rows((0, 5), (100, 5), (100, 10), 4, 640) == set(range(16, 100, 16))
+
+
+def test_a_long_row_is_cut_within_the_row() -> None:
+    assert list(block_starts((3, 100), (1, 0), (2, 50), 1, 32)) == [0, 32, 50, 82]
+
+
+def test_a_box_that_lies_on_the_grid_has_starts_without_a_list() -> None:
+    assert isinstance(block_starts((10**12, 4), (0, 0), (10**12, 4), 4, 64), range)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_counts_and_starts_agree(seed: int) -> None:
+    random = Random(seed)
+    whole = tuple(random.randrange(1, 9) for _ in range(random.randrange(4)))
+    offsets = tuple(random.randrange(length) for length in whole)
+    sizes = tuple(random.randrange(1, length - at + 1) for length, at in zip(whole, offsets, strict=True))
+    itemsize, grid = random.choice((1, 2, 4, 8, 16)), random.choice((16, 32, 128, 1024))
+    starts = block_starts(whole, offsets, sizes, itemsize, grid)
+    assert len(starts) == block_count(whole, offsets, sizes, itemsize, grid)
+    nbytes = itemsize
+    for size in sizes:
+        nbytes *= size
+    lengths = [stop - start for start, stop in zip(starts, [*starts[1:], nbytes], strict=True)]
+    assert starts[0] == 0
+    assert all(0 < length <= grid and length % itemsize == 0 for length in lengths)
+
+
+def test_the_count_of_an_impossible_box_takes_no_memory() -> None:
+    assert block_count((2**62, 3), (1, 0), (2**62 - 1, 3), 1, 16) > 2**58
+
+
+def test_rows_are_at_least_one() -> None:
+    assert rows_per_block((5, 10**9), 4, 4096) == 1
+    assert rows_per_block((5, 0), 4, 4096) == 4096

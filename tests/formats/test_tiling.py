@@ -1,0 +1,63 @@
+"""Exact tilings: what random cuts make is accepted, and any single change of it is refused."""
+
+import itertools
+from random import Random
+
+import pytest
+
+from simulated_ranks import random_tiling
+from tensorkeep.formats.tiling import Flaw, find_flaw
+
+SHAPES = [(), (1,), (7,), (4, 6), (3, 5, 4), (2, 3, 2, 5)]
+
+
+def count_at(boxes, element) -> int:
+    return sum(all(o <= at < o + s for o, s, at in zip(*box, element, strict=True)) for box in boxes)
+
+
+def first_flaw(shape, boxes) -> Flaw | None:
+    """Count the boxes over every element, one by one."""
+    for element in itertools.product(*map(range, shape)):
+        if (count := count_at(boxes, element)) != 1:
+            return Flaw(element, count == 0)
+    return None
+
+
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_random_tilings_are_accepted_and_every_change_is_found(shape: tuple[int, ...], seed: int) -> None:
+    random = Random(seed)
+    boxes = random_tiling(random, shape, cuts=random.randrange(8))
+    random.shuffle(boxes)
+    assert find_flaw(shape, boxes) is None
+    number = random.randrange(len(boxes))
+    changes = [boxes[:number] + boxes[number + 1 :], [*boxes, boxes[number]]]
+    offsets, sizes = boxes[number]
+    for axis, length in enumerate(shape):
+        for moved, grown in ((1, 0), (-1, 0), (0, 1), (0, -1)):
+            offset, size = offsets[axis] + moved, sizes[axis] + grown
+            if offset >= 0 and size > 0 and offset + size <= length:
+                one = (*offsets[:axis], offset, *offsets[axis + 1 :]), (*sizes[:axis], size, *sizes[axis + 1 :])
+                changes.append([*boxes[:number], one, *boxes[number + 1 :]])
+    for changed in changes:
+        assert find_flaw(shape, changed) == first_flaw(shape, changed) is not None
+
+
+def test_changes_whose_volumes_agree_are_found() -> None:
+    """A gap and an overlap of one size."""
+    boxes = [((0, 0), (2, 2)), ((0, 2), (2, 2)), ((2, 0), (2, 2)), ((1, 2), (2, 2))]
+    assert find_flaw((4, 4), boxes) == Flaw((1, 2), is_gap=False)
+
+
+def test_an_empty_array_has_no_boxes() -> None:
+    assert find_flaw((3, 0), []) is None
+    assert find_flaw((3,), []) == Flaw((0,), is_gap=True)
+    assert find_flaw((), []) == Flaw((), is_gap=True)
+    assert find_flaw((), [((), ()), ((), ())]) == Flaw((), is_gap=False)
+
+
+def test_more_dimensions_than_any_mesh_has_are_refused() -> None:
+    boxes = [((0,) * 9, (1,) * 9)]
+    with pytest.raises(ValueError, match="along 9 dimensions"):
+        find_flaw((2,) * 9, boxes)
+    assert find_flaw((2, *(1,) * 60), [((0,) * 61, (2, *(1,) * 60))]) is None
