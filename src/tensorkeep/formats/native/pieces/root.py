@@ -67,7 +67,7 @@ def write_plan(directory: Path, plan: Root) -> None:
 
 
 def read_plan(directory: Directory) -> Root | None:
-    """Return the plan of a save that was not finished; None if there is none, or it is damaged."""
+    """Return the plan of a save that was not finished; None if it does not exist, or is damaged."""
     try:
         content = sealed.read_content(directory, PLAN_NAME)
         return manifests.parse_root(content, directory.path / PLAN_NAME, with_fragments=False)
