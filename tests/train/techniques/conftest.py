@@ -27,3 +27,10 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessP
     """Start two processes, once for all tests."""
     with ProcessPool(2, tmp_path_factory.mktemp("two-processes")) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def four_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPool]:
+    """Start four processes, once for all tests."""
+    with ProcessPool(4, tmp_path_factory.mktemp("four-processes")) as pool:
+        yield pool

@@ -1,4 +1,4 @@
-"""Conformance suite of a technique for several processes: that of any technique, and runs of two processes."""
+"""Conformance suite of a technique for several processes: that of any technique, and runs of two or more processes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,13 +10,12 @@ import torch
 from tensorkeep.testing.equality import difference
 from tensorkeep.testing.technique_suite import STEPS, TINY, TechniqueSuite, last_state, losses, train_run, trained
 from tensorkeep.train.config.config import Config
-from tensorkeep.train.run.folder import RunFolder
 from train.techniques.several_processes import EXACT, ProcessPool, Results, Task, generated, group_of_one, task
 
 HALF = STEPS // 2
 
-Two = tuple[Path, Results]
-"""The folder in which two processes did their tasks, and their results."""
+Together = tuple[Path, Results]
+"""The folder in which several processes did their tasks, and their results."""
 
 _OTHER_MODEL = {
     "model.positions": "rotary",
@@ -32,8 +31,13 @@ _OTHER_MODEL = {
 class ParallelSuite(TechniqueSuite):
     """Subclass it like `TechniqueSuite`, and name ways to break a run; see `several_processes.BREAKS`.
 
-    All tasks of a class are sent at once to the two processes, which are started once for all classes.
+    All tasks of a class are sent at once to the processes, which are started once for all classes.
     """
+
+    processes: ClassVar[int] = 2
+
+    others: ClassVar[Mapping[str, object]] = {}
+    """Changes of the configuration that turn on the techniques beside which this one is tested."""
 
     broken: ClassVar[Mapping[str, str]] = {}
     """The error message of each way to break a run."""
@@ -57,15 +61,16 @@ class ParallelSuite(TechniqueSuite):
     @classmethod
     def with_technique(cls, config: Config) -> Config:
         """Return a configuration with the technique on."""
-        return config.changed({f"techniques.{cls.technique.name}": "on"})
+        return config.changed({f"techniques.{cls.technique.name}": "on", **cls.others})
 
     @pytest.fixture(scope="class")
     @classmethod
-    def two(cls, tmp_path_factory: pytest.TempPathFactory, data: Path, two_processes: ProcessPool) -> Two:
-        """Let two processes do, once, all tasks of the class."""
-        folder = tmp_path_factory.mktemp("two")
+    def together(cls, tmp_path_factory: pytest.TempPathFactory, data: Path, request: pytest.FixtureRequest) -> Together:
+        """Let several processes do, once, all tasks of the class."""
+        pool: ProcessPool = request.getfixturevalue({2: "two_processes", 4: "four_processes"}[cls.processes])
+        folder = tmp_path_factory.mktemp("together")
         train_run(EXACT, folder / "from-one", data, stop_after=HALF)
-        return folder, two_processes.run(cls._tasks(folder, data))
+        return folder, pool.run(cls._tasks(folder, data))
 
     @classmethod
     def _tasks(cls, folder: Path, data: Path) -> dict[str, Task]:
@@ -87,30 +92,29 @@ class ParallelSuite(TechniqueSuite):
             tasks[f"broken: {name}"] = task("step", dropping, folder / f"broken {name}", data, **{"break": name})
         return tasks
 
-    def test_two_processes_compute_the_same_as_one(self, two: Two, data: Path) -> None:
+    def test_processes_compute_the_same_as_one(self, together: Together, data: Path) -> None:
         """The losses of training and evaluation are those of one process with the same batches."""
-        folder, _ = two
+        folder, _ = together
         for number, model in enumerate(self.models):
-            alone, together = losses(trained(EXACT.changed(model), data)), losses(folder / f"model{number}")
-            assert [each[:2] for each in together] == [each[:2] for each in alone]
-            assert [each[2] for each in together] == pytest.approx([each[2] for each in alone], rel=1e-4)
+            alone, found = losses(trained(EXACT.changed(model), data)), losses(folder / f"model{number}")
+            assert [each[:2] for each in found] == [each[:2] for each in alone]
+            assert [each[2] for each in found] == pytest.approx([each[2] for each in alone], rel=1e-4)
 
-    def test_two_processes_resume_exactly(self, two: Two) -> None:
+    def test_processes_resume_exactly(self, together: Together) -> None:
         """A run with dropout that was stopped and resumed ends bit-identical to one that was not."""
-        folder, _ = two
+        folder, _ = together
         assert losses(folder / "resumed") == losses(folder / "whole")
         assert difference(last_state(folder / "resumed"), last_state(folder / "whole")) is None
 
-    def test_one_process_resumes_what_two_saved(self, two: Two, data: Path) -> None:
-        """A checkpoint of two processes is one of a single process with the technique off."""
-        folder, _ = two
-        config = RunFolder(folder / "to-one").record().config.changed({f"techniques.{self.technique.name}": "off"})
-        train_run(config, folder / "to-one", data, resume=True)
+    def test_one_process_resumes_what_several_saved(self, together: Together, data: Path) -> None:
+        """A checkpoint of several processes is one of a single process with the techniques off."""
+        folder, _ = together
+        train_run(EXACT, folder / "to-one", data, resume=True)
         assert not self._differences(folder / "to-one", trained(EXACT, data))
 
-    def test_two_processes_resume_what_one_saved(self, two: Two, data: Path) -> None:
-        """A checkpoint of a single process can be resumed by two."""
-        folder, _ = two
+    def test_processes_resume_what_one_saved(self, together: Together, data: Path) -> None:
+        """A checkpoint of a single process can be resumed by several."""
+        folder, _ = together
         assert not self._differences(folder / "from-one", trained(EXACT, data))
 
     def _differences(self, first: Path, second: Path) -> list[str]:
@@ -129,25 +133,26 @@ class ParallelSuite(TechniqueSuite):
                 same[name] = bool((found["model"][name] - tensor).norm() < 0.01 * tensor.norm())
         return [name for name, equal in same.items() if not equal]
 
-    def test_both_processes_report_the_same(self, two: Two) -> None:
+    def test_processes_report_the_same(self, together: Together) -> None:
         """Loss, norm and tokens are those of the whole batch in each process, and each has a proof."""
-        _, results = two
+        _, results = together
         steps = [process["verified"] for process in results]
-        assert steps[0]["record"] == steps[1]["record"]
-        assert [each["tokens"] for each in steps] == [EXACT.loop.batch_size * EXACT.loop.accumulate * 16] * 2
+        assert len(steps) == self.processes
         for each in steps:
-            assert each["proofs"][self.technique.name]["processes"] == 2
+            assert each["record"] == steps[0]["record"]
+            assert each["tokens"] == EXACT.loop.batch_size * EXACT.loop.accumulate * 16
+            assert each["proofs"][self.technique.name]["processes"] == self.processes
 
-    def test_both_processes_generate_the_text_of_one(self, two: Two, tmp_path: Path, data: Path) -> None:
+    def test_processes_generate_the_text_of_one(self, together: Together, tmp_path: Path, data: Path) -> None:
         """Generation gives the same tokens in each process as in a single one."""
-        _, results = two
+        _, results = together
         alone = generated(task("generate", EXACT.changed(self.models[-1]), tmp_path / "alone", data))
         for process in results:
             assert process["generated"] == alone
 
-    def test_a_broken_run_is_an_error_in_every_process(self, two: Two) -> None:
+    def test_a_broken_run_is_an_error_in_every_process(self, together: Together) -> None:
         """Each process reports that the technique is not active."""
-        _, results = two
+        _, results = together
         for process in results:
             for name, message in self.broken.items():
                 error = process[f"broken: {name}"]

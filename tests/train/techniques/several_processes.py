@@ -1,6 +1,7 @@
 """Processes that train runs together, for tests: each does the tasks that it receives, and returns their results."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -12,6 +13,7 @@ from typing import Any, Self
 
 import torch
 from torch import distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorkeep.train.run.setup
 from forked import ended, start
@@ -141,6 +143,28 @@ def _step(given: Task) -> Any:
         return {"kind": error.kind, "message": error.message}
 
 
+class CollectiveCounter(TorchDispatchMode):
+    """Counts the calls of each collective of torch, such as ``_reduce_scatter_base_``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _collectives(given: Task) -> dict[str, int]:
+    """Return how often each collective was called in the second step of a run."""
+    with opened(_config(given), Path(given["folder"]), Path(given["data"])) as run:
+        take_step(run)
+        with CollectiveCounter() as counter:
+            take_step(run)
+        return dict(counter.calls)
+
+
 def generated(given: Task) -> list[int]:
     """Make a step, and return the tokens that the model generates after a prompt."""
     with opened(_config(given), Path(given["folder"]), Path(given["data"])) as run:
@@ -201,12 +225,23 @@ def _hold_all_weights(run: OpenRun) -> None:
         parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
 
 
+def _exchange_each_gradient(run: OpenRun) -> None:
+    backward = run.operations.backward
+
+    def exchanged(loss: torch.Tensor) -> None:
+        run.model.set_requires_gradient_sync(True)
+        backward(loss)
+
+    run.operations.backward = exchanged
+
+
 BREAKS: dict[str, Callable[[OpenRun], None]] = {
     "no_sync": _leave_no_sync_on,
     "gradient": _change_a_gradient,
     "copy": _train_an_unsharded_copy,
     "optimizer": _update_other_tensors,
     "at once": _compute_without_micro_batches,
+    "each batch": _exchange_each_gradient,
     "all weights": _hold_all_weights,
 }
 """Ways to break a run on purpose."""
@@ -214,6 +249,7 @@ BREAKS: dict[str, Callable[[OpenRun], None]] = {
 _ACTIONS: dict[str, Callable[[Task], Any]] = {
     "train": _train,
     "step": _step,
+    "collectives": _collectives,
     "generate": generated,
     "stop last": _stop_last,
 }

@@ -8,7 +8,7 @@ from tensorkeep.errors import UsageError
 from tensorkeep.testing.technique_suite import opened
 from tensorkeep.train.run.setup import OpenRun
 from tensorkeep.train.techniques.parallel.ddp import Ddp
-from train.techniques.parallel_suite import ParallelSuite, Two
+from train.techniques.parallel_suite import ParallelSuite, Together
 from train.techniques.several_processes import BREAKS, EXACT
 
 
@@ -25,22 +25,22 @@ class TestDdp(ParallelSuite):
         """Leave `no_sync` on, which must end with the last batch."""
         BREAKS["no_sync"](run)
 
-    def test_gradients_are_exchanged_once_for_several_batches(self, two: Two, tmp_path: Path, data: Path) -> None:
-        _, (_, second) = two
+    def test_gradients_are_exchanged_once_in_a_step(self, together: Together, tmp_path: Path, data: Path) -> None:
+        _, (_, second) = together
         with opened(EXACT, tmp_path / "alone", data) as run:
             parameters = sum(each.numel() for each in run.model.parameters())
         assert second["three batches"]["proofs"]["ddp"]["numbers"] == parameters
 
-    def test_rows_are_split_again_by_gradient_accumulation(self, two: Two) -> None:
-        _, (first, _) = two
+    def test_rows_are_split_again_by_gradient_accumulation(self, together: Together) -> None:
+        _, (first, _) = together
         split, whole = first["micro-batches"], first["verified"]
         assert "proofs" in split, split
         assert split["proofs"]["gradient-accumulation"]["sequences"] == 1
         assert split["record"]["loss"] == pytest.approx(whole["record"]["loss"], rel=1e-5)
         assert split["record"]["gradient_norm"] == pytest.approx(whole["record"]["gradient_norm"], rel=1e-4)
 
-    def test_odd_batch_size_is_refused(self, two: Two) -> None:
-        _, results = two
+    def test_odd_batch_size_is_refused(self, together: Together) -> None:
+        _, results = together
         for process in results:
             error = process["odd batches"]
             assert error["kind"] == UsageError.kind

@@ -1,14 +1,16 @@
 """Fully sharded data parallel, by one process and by two."""
 
+from pathlib import Path
+
 import pytest
 
 from tensorkeep.errors import UsageError
 from tensorkeep.testing.technique_suite import TINY
 from tensorkeep.train.run.setup import OpenRun
-from tensorkeep.train.techniques.base import NoSettings
 from tensorkeep.train.techniques.parallel.fsdp import Fsdp
-from train.techniques.parallel_suite import ParallelSuite, Two
-from train.techniques.several_processes import BREAKS
+from tensorkeep.train.techniques.parallel.mesh import FsdpSettings
+from train.techniques.parallel_suite import ParallelSuite, Together
+from train.techniques.several_processes import BREAKS, EXACT, Task, task
 
 
 class TestFsdp(ParallelSuite):
@@ -16,27 +18,50 @@ class TestFsdp(ParallelSuite):
     broken = {  # noqa: RUF012
         "copy": "parameters are not sharded",
         "optimizer": "tensors that are not the model's",
+        "each batch": "[28, 28] of 28 gradients had been exchanged",
     }
     stepped = {  # noqa: RUF012
+        "three batches": {"loop.accumulate": 3},
+        "early": {"techniques.fsdp.sync_each_batch": True},
         "less memory": {"techniques.activation-checkpointing": "on", "techniques.mixed-precision.dtype": "bf16"},
     }
+
+    @classmethod
+    def _tasks(cls, folder: Path, data: Path) -> dict[str, Task]:
+        once, early = cls.with_technique(EXACT), EXACT.changed({"techniques.fsdp.sync_each_batch": True})
+        return {
+            **super()._tasks(folder, data),
+            "collectives": task("collectives", once, folder / "collectives", data),
+            "early collectives": task("collectives", early, folder / "early-collectives", data),
+        }
 
     def break_on_purpose(self, run: OpenRun) -> None:
         """Train a model that is not sharded."""
         BREAKS["copy"](run)
 
-    def test_each_process_has_half_of_the_bytes(self, two: Two) -> None:
-        _, results = two
+    def test_each_process_has_half_of_the_bytes(self, together: Together) -> None:
+        _, results = together
         for process in results:
             figures = process["verified"]["proofs"]["fsdp"]
             assert figures["local_bytes"] == pytest.approx(figures["whole_bytes"] / 2, rel=0.01)
 
-    def test_it_works_with_checkpointing_and_mixed_precision(self, two: Two) -> None:
-        _, results = two
+    def test_gradients_are_exchanged_once_in_a_step(self, together: Together) -> None:
+        """The two blocks and the root have a reduce-scatter each, whatever the number of micro-batches."""
+        _, results = together
+        for process in results:
+            for name, batches, exchanges in (("verified", 2, 1), ("early", 2, 2), ("three batches", 3, 1)):
+                figures = process[name]["proofs"]["fsdp"]
+                assert (figures["batches"], figures["exchanges"]) == (batches, exchanges)
+            assert process["collectives"]["_reduce_scatter_base_"] == 3
+            assert process["early collectives"]["_reduce_scatter_base_"] == 3 * 2
+            assert process["early"]["record"]["loss"] == pytest.approx(process["verified"]["record"]["loss"], rel=1e-7)
+
+    def test_it_works_with_checkpointing_and_mixed_precision(self, together: Together) -> None:
+        _, results = together
         for process in results:
             assert set(process["less memory"]["proofs"]) == {"fsdp", "activation-checkpointing", "mixed-precision"}
 
 
 def test_muon_is_refused() -> None:
     with pytest.raises(UsageError, match="orthogonalises full matrices, and fsdp shards them"):
-        Fsdp(NoSettings()).configure(TINY.changed({"optim.name": "muon"}))
+        Fsdp(FsdpSettings()).configure(TINY.changed({"optim.name": "muon"}))

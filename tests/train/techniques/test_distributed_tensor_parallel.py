@@ -5,9 +5,9 @@ import pytest
 from tensorkeep.errors import UsageError
 from tensorkeep.testing.technique_suite import TINY
 from tensorkeep.train.run.setup import OpenRun
-from tensorkeep.train.techniques.base import NoSettings
+from tensorkeep.train.techniques.parallel.mesh import TensorSettings
 from tensorkeep.train.techniques.parallel.tensor import TensorParallel, check_sizes
-from train.techniques.parallel_suite import ParallelSuite, Two
+from train.techniques.parallel_suite import ParallelSuite, Together
 from train.techniques.several_processes import BREAKS
 
 
@@ -22,15 +22,15 @@ class TestTensorParallel(ParallelSuite):
         """Train a model that is not sharded."""
         BREAKS["copy"](run)
 
-    def test_each_process_computes_its_heads(self, two: Two) -> None:
-        _, results = two
+    def test_each_process_computes_its_heads(self, together: Together) -> None:
+        _, results = together
         for process in results:
             assert process["verified"]["proofs"]["tensor-parallel"]["heads"] == 1
 
 
 def test_muon_is_refused() -> None:
     with pytest.raises(UsageError, match="orthogonalises full matrices, and tensor-parallel shards them"):
-        TensorParallel(NoSettings()).configure(TINY.changed({"optim.name": "muon"}))
+        TensorParallel(TensorSettings()).configure(TINY.changed({"optim.name": "muon"}))
 
 
 @pytest.mark.parametrize(("name", "size"), [("n_heads", 3), ("d_ff", 2)])

@@ -106,16 +106,26 @@ class GPT(nn.Module):
         of norms 1.
         """
         self._tie()
-        place = generator.device if generator is not None else "cpu"
         for name, parameter in self.named_parameters():
-            if parameter.ndim == 1:
-                parameter.fill_(1.0 if name.endswith("weight") else 0.0)
-                continue
-            scale = math.sqrt(2 * self.config.n_layers) if name.endswith(_RESIDUAL) else 1.0
-            drawn = torch.empty(parameter.shape, device=place)
-            parameter.copy_(drawn.normal_(0.0, self.config.init_std / scale, generator=generator))
+            parameter.copy_(self.initial_value(name, generator))
+        self.fill_tables(self.tokens.weight.device)
+
+    def initial_value(self, name: str, generator: torch.Generator | None = None) -> Tensor:
+        """Return new values of a parameter, on the device of the generator; the model may be on any device.
+
+        Called for each name of ``named_parameters()`` in order, it draws the weights that `initialise` would.
+        """
+        shape = self.get_parameter(name).shape
+        place = generator.device if generator is not None else "cpu"
+        if len(shape) == 1:
+            return torch.full(shape, 1.0 if name.endswith("weight") else 0.0, device=place)
+        scale = math.sqrt(2 * self.config.n_layers) if name.endswith(_RESIDUAL) else 1.0
+        return torch.empty(shape, device=place).normal_(0.0, self.config.init_std / scale, generator=generator)
+
+    def fill_tables(self, device: torch.device) -> None:
+        """Compute, on a device, what is not learned: the tables of rotary positions."""
         if isinstance(self.positions, RotaryPositions):
-            self.positions.fill()
+            self.positions.fill(device)
 
     @property
     def attentions(self) -> list[Attention]:

@@ -39,13 +39,13 @@ class RotaryPositions(nn.Module):
         self.register_buffer("cosines", torch.empty(shape), persistent=False)
         self.register_buffer("sines", torch.empty(shape), persistent=False)
 
-    def fill(self) -> None:
-        """Compute the tables in float32, as transformers does."""
+    def fill(self, device: torch.device) -> None:
+        """Compute the tables in float32, as transformers does, and put them on a device."""
         length, _, size = self.cosines.shape
         frequencies = 1.0 / self.base ** (torch.arange(0, size, 2).float() / size)
         angles = torch.outer(torch.arange(length).float(), frequencies)
-        self.cosines.copy_(torch.cat((angles.cos(), angles.cos()), dim=1).unsqueeze(1))
-        self.sines.copy_(torch.cat((-angles.sin(), angles.sin()), dim=1).unsqueeze(1))
+        self.cosines = torch.cat((angles.cos(), angles.cos()), dim=1).unsqueeze(1).to(device)
+        self.sines = torch.cat((-angles.sin(), angles.sin()), dim=1).unsqueeze(1).to(device)
 
     def forward(self, start: int, stop: int) -> Rotation:
         """Return the rotation of the positions from start to stop."""

@@ -19,9 +19,13 @@ class WeightAverage:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._decay = decay
-        self._live = [parameter.data for parameter in model.parameters()] if decay else []
-        self._names = [name for name, _ in model.named_parameters()] if decay else []
+        self._parameters = dict(model.named_parameters()) if decay else {}
         self._averages = [tensor.clone() for tensor in self._live]
+
+    @property
+    def _live(self) -> list[Tensor]:
+        # Looked up each time: techniques that shard the parameters may give them other memory.
+        return [parameter.data for parameter in self._parameters.values()]
 
     @torch.no_grad()
     def update(self, step: int) -> None:
@@ -47,9 +51,9 @@ class WeightAverage:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the averages by parameter name; empty if nothing is averaged."""
-        return dict(zip(self._names, self._averages, strict=True))
+        return dict(zip(self._parameters, self._averages, strict=True))
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restore averages that `state_dict` returned."""
-        for name, average in zip(self._names, self._averages, strict=True):
+        for name, average in zip(self._parameters, self._averages, strict=True):
             average.copy_(state[name])

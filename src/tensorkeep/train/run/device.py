@@ -1,11 +1,14 @@
-"""The device of a run, its peak memory, and the machine properties that exact results depend on."""
+"""The device of a run, its peak memory, its memory errors, and the machine properties that exact results depend on."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from tensorkeep import machine
-from tensorkeep.errors import UsageError
+from tensorkeep.errors import OutOfMemoryError, UsageError
+from tensorkeep.train.model.config import ModelConfig
 
 
 def chosen_device(name: str) -> torch.device:
@@ -41,3 +44,16 @@ def surroundings(device: torch.device) -> dict[str, Any]:
 def peak_memory(device: torch.device) -> int:
     """Return the most bytes in use so far: on a GPU those of its tensors, on a CPU those of the whole process."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else machine.peak_resident_bytes()
+
+
+@contextmanager
+def memory_errors_reported(config: ModelConfig) -> Iterator[None]:
+    """Raise what torch raises when it cannot allocate a model as OutOfMemoryError."""
+    try:
+        yield
+    except (RuntimeError, OverflowError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise OutOfMemoryError(
+            f"there is not enough memory for a model of {config.parameter_count():,} parameters: {reason}",
+            remedy="use a smaller model (--model.d_model, --model.n_layers)",
+        ) from error

@@ -14,7 +14,7 @@ import torch
 
 from tensorkeep.checkpoint.manager.manager import CheckpointManager
 from tensorkeep.checkpoint.manager.retention import KeepBest
-from tensorkeep.errors import OutOfMemoryError, RanksDisagreeError, UsageError
+from tensorkeep.errors import RanksDisagreeError, UsageError
 from tensorkeep.formats.blockfile.data_file import find_codec
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.sections import CheckpointConfig
@@ -29,7 +29,7 @@ from tensorkeep.train.optim.average import WeightAverage
 from tensorkeep.train.optim.optimizers import build_optimizers, check_optimizers
 from tensorkeep.train.optim.schedules import Plateau
 from tensorkeep.train.run.data import with_data
-from tensorkeep.train.run.device import chosen_device, surroundings
+from tensorkeep.train.run.device import chosen_device, memory_errors_reported, surroundings
 from tensorkeep.train.run.folder import Changes, RunFolder, RunRecord
 from tensorkeep.train.run.log import RunLog
 from tensorkeep.train.run.resume import changed_settings, current_config, notes_on_changes
@@ -217,7 +217,9 @@ def _build(
     if config.loop.threads is not None:
         torch.set_num_threads(config.loop.threads)
     torch.manual_seed(config.loop.seed)
-    model = _model(config.model, config.loop.seed, device)
+    # Techniques that shard a model make its weights themselves: no rank has all of them.
+    sharded = any(isinstance(each, Parallel) and each.fills_model for each in techniques.techniques)
+    model = _model(config.model, config.loop.seed, torch.device("meta") if sharded else device)
     optimizers = build_optimizers(model, config.optim)
     run = OpenRun(
         config=config,
@@ -250,14 +252,8 @@ def _build(
 
 
 def _model(config: ModelConfig, seed: int, device: torch.device) -> GPT:
-    try:
+    with memory_errors_reported(config):
         return GPT(config, generator=torch.Generator().manual_seed(seed), device=device)
-    except (RuntimeError, OverflowError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        raise OutOfMemoryError(
-            f"there is not enough memory for a model of {config.parameter_count():,} parameters: {reason}",
-            remedy="use a smaller model (--model.d_model, --model.n_layers)",
-        ) from error
 
 
 def _start(run: OpenRun, config: Config, record: RunRecord | None, changed: Changes) -> None:

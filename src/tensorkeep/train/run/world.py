@@ -10,6 +10,7 @@ import msgspec
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from tensorkeep.checkpoint.stateful import expand
 from tensorkeep.errors import RanksDisagreeError, TensorkeepError, UsageError
@@ -26,12 +27,14 @@ class World:
     """The ranks that train one run together. Rank 0 is the main one: it alone writes files and prints.
 
     Every method that communicates is a collective: all ranks call it, in the same order, and all get the same result
-    unless its description says otherwise. With one rank nothing is sent.
+    unless its description says otherwise. With one rank nothing is sent. ``mesh`` is how techniques arrange the ranks,
+    once they do.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank = rank
         self.size = size
+        self.mesh: DeviceMesh | None = None
         self._gathering = False
 
     @property
@@ -99,6 +102,11 @@ class World:
 def launched_ranks() -> int:
     """Return the number of ranks that torchrun started; 0 if it did not start this process."""
     return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in _TORCHRUN_VARIABLES) else 0
+
+
+def launched_machines() -> int:
+    """Return the number of machines on which torchrun started ranks; 1 if it did not start this process."""
+    return max(1, launched_ranks() // int(os.environ.get("LOCAL_WORLD_SIZE", launched_ranks() or 1)))
 
 
 def can_join() -> bool:

@@ -57,7 +57,9 @@ class ActivationSwapping(Technique):
         "activation-checkpointing": "checkpointed blocks save nothing that could be moved",
         "compile": "compiled code fetches everything it saved at once, which needs the memory that should be saved",
         "cuda-graphs": "replaying a captured graph does not run the saved-tensor hooks, so none could be moved back",
-        "fsdp": "it gathers weights again for the backward pass, and they would be moved like activations",
+        **dict.fromkeys(
+            ("fsdp", "hsdp"), "it gathers weights again for the backward pass, and they would be moved like activations"
+        ),
     }
     settings: ActivationSwappingSettings
 

@@ -16,6 +16,7 @@ from tensorkeep.train.config.config import Config
 from tensorkeep.train.config.sections import Section
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
+from tensorkeep.train.techniques.parallel import TOGETHER
 from tensorkeep.train.techniques.requirements import Machine
 
 _MAX_CPU = 65535
@@ -56,7 +57,7 @@ class CpuThreads(Technique):
     effect: ClassVar = "faster where torch would use hyper-threads or cores that others use; no effect elsewhere"
     reference: ClassVar = "docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html; sched_setaffinity(2)"
     Settings: ClassVar = CpuThreadsSettings
-    conflicts: ClassVar = dict.fromkeys(("ddp", "fsdp", "tensor-parallel", "pipeline-parallel"), _SEVERAL)
+    conflicts: ClassVar = dict.fromkeys(TOGETHER, _SEVERAL)
     settings: CpuThreadsSettings
 
     _bound: AbstractSet[int] = frozenset()

@@ -12,6 +12,7 @@ from tensorkeep.errors import UsageError
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Technique, Verification
+from tensorkeep.train.techniques.parallel import TOGETHER
 from tensorkeep.train.techniques.warm_up import Loss, compute_and_discard, warm_up_loss
 
 _WARM_UPS = 3
@@ -30,7 +31,7 @@ class CudaGraphs(Technique):
     reference: ClassVar = "docs.pytorch.org/docs/stable/notes/cuda.html, CUDA graphs"
     conflicts: ClassVar = {
         "activation-checkpointing": "it reads the state of random numbers, which is not possible in a capture",
-        **dict.fromkeys(("ddp", "fsdp", "tensor-parallel", "pipeline-parallel"), _COMMUNICATION),
+        **dict.fromkeys(TOGETHER, _COMMUNICATION),
     }
     after: ClassVar = ("compile",)
     needs_cuda: ClassVar = True

@@ -49,7 +49,9 @@ class FusedCrossEntropy(Technique):
     conflicts: ClassVar = {
         "tensor-parallel": "the head is sharded, and the processes compute the loss together",
         "pipeline-parallel": "only the last stage computes the loss",
-        "fsdp": "fsdp gathers the head in the model's forward, which this technique does not call",
+        **dict.fromkeys(
+            ("fsdp", "hsdp"), "the head is gathered in the model's forward, which this technique does not call"
+        ),
     }
     settings: FusedCrossEntropySettings
 

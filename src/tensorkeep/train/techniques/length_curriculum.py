@@ -62,8 +62,7 @@ class LengthCurriculum(Technique):
     Settings: ClassVar = LengthCurriculumSettings
     conflicts: ClassVar = {
         "loss-curriculum": "each chooses the windows that are trained",
-        "ddp": "it draws the batches of one process, and they are not sharded",
-        "fsdp": "it draws the batches of one process, and they are not sharded",
+        **dict.fromkeys(("ddp", "fsdp", "hsdp"), "it draws the batches of one process, and they are not sharded"),
         "pipeline-parallel": "it draws one batch after the other, and a pipeline needs all of a step as one",
     }
     settings: LengthCurriculumSettings

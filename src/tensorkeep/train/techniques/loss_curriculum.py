@@ -51,7 +51,10 @@ class LossCurriculum(Technique):
     conflicts: ClassVar = {
         "pipeline-parallel": "no process has the full model, which the losses of the candidates need",
         "tensor-parallel": "the losses of the candidates need the head, which is sharded",
-        "fsdp": "weights are gathered when the whole model is called; the candidates call its modules separately",
+        **dict.fromkeys(
+            ("fsdp", "hsdp"),
+            "weights are gathered when the whole model is called; the candidates call its modules separately",
+        ),
     }
     settings: LossCurriculumSettings
 

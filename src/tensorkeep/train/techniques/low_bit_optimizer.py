@@ -56,8 +56,7 @@ class LowBitOptimizer(Technique):
     settings: LowBitSettings
     conflicts: ClassVar = {
         "fused-optimizer": "the fused kernel does not take quantised states",
-        "fsdp": "checkpoints cannot hold shards of quantised tensors",
-        "tensor-parallel": "checkpoints cannot hold shards of quantised tensors",
+        **dict.fromkeys(("fsdp", "hsdp", "tensor-parallel"), "checkpoints cannot hold shards of quantised tensors"),
     }
 
     def lacks(self, machine: Machine) -> str | None:

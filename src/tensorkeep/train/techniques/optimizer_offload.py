@@ -33,7 +33,7 @@ class OptimizerOffload(Technique):
     conflicts: ClassVar = {
         "fused-optimizer": "the optimizer on the CPU uses the fused kernel already",
         "low-bit-optimizer": "the optimizer on the CPU has 32-bit states",
-        "fsdp": "fsdp shards the weights, and has an offload of its own",
+        **dict.fromkeys(("fsdp", "hsdp"), "the weights are sharded, and fully_shard has an offload of its own"),
         "tensor-parallel": "the weights are sharded",
     }
 

@@ -1,9 +1,11 @@
 """Techniques with which several processes train one run together: their base class, and sharded batches."""
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import msgspec
 import torch
+from torch import Tensor
 
 from tensorkeep.errors import UsageError
 from tensorkeep.train.data.batches import Batch, BatchSource
@@ -13,7 +15,7 @@ from tensorkeep.train.techniques.base import Technique
 from tensorkeep.train.techniques.requirements import Machine
 from tensorkeep.train.techniques.wrapped_batches import WrappedBatches
 
-TOGETHER = ("ddp", "fsdp", "tensor-parallel", "pipeline-parallel")
+TOGETHER = ("ddp", "fsdp", "hsdp", "tensor-parallel", "pipeline-parallel")
 """Techniques that divide the work of a run among processes, each in its own way."""
 
 
@@ -27,6 +29,9 @@ class Parallel(Technique):
     # Its own name has no effect: a technique is on once.
     conflicts: ClassVar = dict.fromkeys(TOGETHER, "both need all ranks")
 
+    fills_model: ClassVar[bool] = False
+    """Whether the model that it is applied to is on the meta device, and it makes the weights of this process."""
+
     def lacks(self, machine: Machine) -> str | None:
         """Return the command that starts the processes, unless they are started."""
         if can_join():
@@ -34,27 +39,49 @@ class Parallel(Technique):
         return f"needs torchrun: torchrun --nproc-per-node 2 -m tensorkeep train RECIPE --technique {self.name}"
 
 
-def shard_batches(run: Run) -> None:
-    """Let this process train its rows of each batch, with its own random numbers for dropout.
+def shard_batches(run: Run, rank: int, count: int) -> None:
+    """Let this process train one of ``count`` parts of each batch, with its own random numbers for dropout.
 
     ``loop.batch_size`` is that of all processes together: they compute what one process would.
 
-    Raises UsageError if the batch size is not a multiple of the number of processes.
+    Raises UsageError if the batch size is not a multiple of the number of parts.
     """
-    world, loop = run.world, run.config.loop
-    if loop.batch_size % world.size:
+    loop = run.config.loop
+    if loop.batch_size % count:
         raise UsageError(
-            f"a batch of {loop.batch_size} sequences cannot be split equally among {world.size} processes",
-            remedy=f"give a batch size (--loop.batch_size) that is a multiple of {world.size}",
+            f"a batch of {loop.batch_size} sequences cannot be split equally among {count} processes",
+            remedy=f"give a batch size (--loop.batch_size) that is a multiple of {count}",
         )
 
     def rows_of_rank(batches: BatchSource) -> Batch:
-        inputs, targets = (each.tensor_split(world.size)[world.rank] for each in next(batches))
+        inputs, targets = (each.tensor_split(count)[rank] for each in next(batches))
         return inputs, targets
 
     run.batches = WrappedBatches(run.batches, rows_of_rank)
-    run.replicas = world.size
+    run.replicas = count
     # For this process only: a run may be resumed by another number of processes.
-    loop = msgspec.structs.replace(loop, batch_size=loop.batch_size // world.size)
+    loop = msgspec.structs.replace(loop, batch_size=loop.batch_size // count)
     run.config = msgspec.structs.replace(run.config, loop=loop)
-    torch.manual_seed(loop.seed + world.rank)
+    torch.manual_seed(loop.seed + rank)
+
+
+def before_each_batch(run: Run, announce: Callable[[bool], object]) -> None:
+    """Call a function before the loss of each micro-batch of a step, with whether it is the last one."""
+    operations = run.operations
+    loss, backward, clip, done = operations.loss, operations.backward, operations.clip, 0
+
+    def announced_loss(inputs: Tensor, targets: Tensor) -> Tensor:
+        announce(done == run.config.loop.accumulate - 1)
+        return loss(inputs, targets)
+
+    def counted_backward(value: Tensor) -> None:
+        nonlocal done
+        backward(value)
+        done += 1
+
+    def clip_after_last_batch() -> Tensor:
+        nonlocal done
+        done = 0
+        return clip()
+
+    operations.loss, operations.backward, operations.clip = announced_loss, counted_backward, clip_after_last_batch

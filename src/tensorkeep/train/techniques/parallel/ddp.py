@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Verification
 from tensorkeep.train.techniques.observe import replace_operation
-from tensorkeep.train.techniques.parallel import Parallel, shard_batches
+from tensorkeep.train.techniques.parallel import Parallel, before_each_batch, shard_batches
 from tensorkeep.train.techniques.warm_up import Loss, next_batch
 
 
@@ -26,14 +26,13 @@ class Ddp(Parallel):
 
     parallel: DistributedDataParallel
     _reduced = 0
-    _batches_done = 0
+    _last = False
 
     def apply(self, run: Run) -> None:
         """Shard the batches, and wrap the loss so that its gradient is averaged over the processes."""
-        shard_batches(run)
-        operations = run.operations
-        backward, clip = operations.backward, operations.clip
-        self.parallel = DistributedDataParallel(_LossModule(run.model, operations.loss), gradient_as_bucket_view=True)
+        shard_batches(run, run.world.rank, run.world.size)
+        operations, inner = run.operations, run.operations.loss
+        self.parallel = DistributedDataParallel(_LossModule(run.model, inner), gradient_as_bucket_view=True)
 
         def average(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
             self._reduced += bucket.buffer().numel()
@@ -42,20 +41,12 @@ class Ddp(Parallel):
         self.parallel.register_comm_hook(None, average)
 
         def loss(inputs: Tensor, targets: Tensor) -> Tensor:
-            last = self._batches_done == run.config.loop.accumulate - 1
-            with nullcontext() if last else self.parallel.no_sync():
+            with nullcontext() if self._last else self.parallel.no_sync():
                 value: Tensor = self.parallel(inputs, targets)
             return value
 
-        def counting_backward(value: Tensor) -> None:
-            backward(value)
-            self._batches_done += 1
-
-        def clip_after_last_batch() -> Tensor:
-            self._batches_done = 0
-            return clip()
-
-        operations.loss, operations.backward, operations.clip = loss, counting_backward, clip_after_last_batch
+        operations.loss = loss
+        before_each_batch(run, lambda last: setattr(self, "_last", last))
 
     def warm_up(self, run: Run) -> None:
         """Compute a gradient and discard it: DDP rebuilds its buckets after the first one.

@@ -1,60 +1,112 @@
 """Fully sharded data parallel: each process keeps a shard of every tensor, and gathers a block to compute it."""
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import Shard
 
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Verification
-from tensorkeep.train.techniques.parallel import shard_batches
-from tensorkeep.train.techniques.parallel.sharding import (
-    ShardedParallel,
-    ShardLayout,
-    sharded_parameters,
-    use_sharded_parameters,
-)
+from tensorkeep.train.techniques.observe import replace_operation
+from tensorkeep.train.techniques.parallel import Parallel, before_each_batch, shard_batches
+from tensorkeep.train.techniques.parallel.mesh import REPLICATE, SHARD, FsdpSettings, HsdpSettings, data_rank, mesh_of
+from tensorkeep.train.techniques.parallel.sharding import ShardedParallel, sharded_parameters
 from tensorkeep.units import format_bytes
 
 
 class Fsdp(ShardedParallel):
-    """Zhao et al., arXiv 2304.11277, with torch's FSDP2: weights, gradients and optimizer states are sharded."""
+    """Zhao et al., arXiv 2304.11277, with torch's FSDP2: weights, gradients and optimizer states are sharded.
+
+    Beside tensor parallelism, it shards what each process has of the matrices again.
+    """
 
     name: ClassVar = "fsdp"
+    axis: ClassVar = SHARD
     summary: ClassVar = "shards weights, gradients and optimizer states among processes, and gathers block by block"
     effect: ClassVar = "state memory is divided by the number of devices; 1.5 times the communication of ddp"
     reference: ClassVar = "arXiv 2304.11277; torch.distributed.fsdp.fully_shard"
+    Settings: ClassVar = FsdpSettings
+    conflicts: ClassVar = {name: why for name, why in Parallel.conflicts.items() if name != "tensor-parallel"}
+    after: ClassVar = ("tensor-parallel",)
+    settings: FsdpSettings
 
-    def apply(self, run: Run) -> None:
+    @contextmanager
+    def process(self) -> Iterator[None]:
+        """Silence a warning of fully_shard for the whole run."""
+        with warnings.catch_warnings():
+            # Beside tensor parallelism, the logits are a view of a DTensor. Nothing changes them in place.
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+            yield
+
+    def shard(self, run: Run, mesh: DeviceMesh) -> None:
         """Shard the model, block by block, and the batches."""
-        shard_batches(run)
-        before = dict(run.model.named_parameters())
-        mesh = init_device_mesh(run.device.type, (run.world.size,))
+        shard_batches(run, *data_rank(mesh))
+        replicated = REPLICATE in (mesh.mesh_dim_names or ())
+        own_mesh = mesh[REPLICATE, SHARD] if replicated else mesh[SHARD]
         for block in run.model.blocks:
-            fully_shard(block, mesh=mesh, reshard_after_forward=True)
+            fully_shard(block, mesh=own_mesh, reshard_after_forward=True)
         # The root too: by default it would keep what it gathered in an evaluation until the next step.
-        fully_shard(run.model, mesh=mesh, reshard_after_forward=True)
+        model = fully_shard(run.model, mesh=own_mesh, reshard_after_forward=True)
         # Generation calls this instead of the model.
         register_fsdp_forward_method(run.model, "last_logits")
         if run.device.type == "cpu":
             # Gloo has no averages.
             for module in (*run.model.blocks, run.model):
                 module.set_force_sum_reduction_for_comms(True)
-        use_sharded_parameters(run, before, ShardLayout(run.world))
+        if not self.settings.sync_each_batch:
+            before_each_batch(run, model.set_requires_gradient_sync)
 
     def verify(self, run: Run) -> Verification:
-        """Check that every parameter is sharded, and what the optimizers update."""
-        yield
-        self.check_sharded(run, {name: Shard(0) for name, _ in run.model.named_parameters()})
+        """Check that every parameter is sharded, what the optimizers update, and when gradients were exchanged."""
+        backward, exchanged = run.operations.backward, list[int]()
+
+        def observed_backward(value: Tensor) -> None:
+            backward(value)
+            # A parameter has no gradient until its shard of the sum over all processes has arrived.
+            exchanged.append(sum(each.grad is not None for each in run.model.parameters()))
+
+        with replace_operation(run, "backward", observed_backward):
+            yield
+        mesh, parameters = mesh_of(run), [name for name, _ in run.model.named_parameters()]
+        self.check_sharded(run, dict.fromkeys(parameters, 0))
+        early = [] if self.settings.sync_each_batch else exchanged[:-1]
+        if any(early) or exchanged[-1] != len(parameters):
+            raise self.not_active(
+                f"after each micro-batch {exchanged} of {len(parameters)} gradients had been exchanged; all should be, "
+                "after the last one only"
+            )
         shards = sharded_parameters(run.model)
-        own = [shards[name] for name, _ in run.model.named_parameters()]
-        full, local = sum(each.nbytes for each in own), sum(each.to_local().nbytes for each in own)
+        full, local = sum(shards[n].nbytes for n in parameters), sum(shards[n].to_local().nbytes for n in parameters)
+        sizes = {f"{name}_size": mesh[name].size() for name in mesh.mesh_dim_names or ()}
         return Proof(
-            f"{len(own)} parameters are sharded among {run.world.size} processes; this one has {format_bytes(local)} "
-            f"of {format_bytes(full)}",
-            parameters=len(own),
+            f"{len(parameters)} parameters are sharded among {self._processes(mesh)}; this one has "
+            f"{format_bytes(local)} of {format_bytes(full)}; gradients were exchanged once in {len(exchanged)} batches",
+            parameters=len(parameters),
             processes=run.world.size,
             local_bytes=local,
             whole_bytes=full,
+            batches=len(exchanged),
+            exchanges=sum(count > 0 for count in exchanged),
+            **sizes,
         )
+
+    def _processes(self, mesh: DeviceMesh) -> str:
+        return f"{mesh[SHARD].size()} processes"
+
+
+class Hsdp(Fsdp):
+    """FSDP within groups of processes, and copies of the model between them; see `Fsdp`."""
+
+    name: ClassVar = "hsdp"
+    summary: ClassVar = "shards like fsdp within a machine, and averages the gradients of the machines' copies"
+    effect: ClassVar = "less communication between machines than fsdp; state memory is divided by the shards of a copy"
+    reference: ClassVar = "arXiv 2304.11277, section 3.2.2; torch.distributed.fsdp.fully_shard with a 2-D mesh"
+    Settings: ClassVar = HsdpSettings
+    settings: HsdpSettings
+
+    def _processes(self, mesh: DeviceMesh) -> str:
+        return f"{mesh[SHARD].size()} processes, in {mesh[REPLICATE].size()} copies"

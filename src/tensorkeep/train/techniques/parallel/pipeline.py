@@ -53,6 +53,7 @@ class PipelineParallel(Parallel):
         "memory is divided by the number of stages; little communication; devices are idle in the pipeline bubble"
     )
     reference: ClassVar = "arXiv 1811.06965; torch.distributed.pipelining"
+    fills_model: ClassVar = True
     Settings: ClassVar = PipelineSettings
     conflicts: ClassVar = {
         **Parallel.conflicts,
@@ -83,7 +84,7 @@ class PipelineParallel(Parallel):
         )
         torch.manual_seed(loop.seed + run.world.rank)
         self.stages = Stages(run.model, run.world)
-        self.stages.release_others()
+        self.stages.fill(run)
         save_all_stages(run, self.stages)
         self._schedule = self._build_schedule(run, rows // self.settings.parts)
         if run.config.model.tied and run.world.size > 1:

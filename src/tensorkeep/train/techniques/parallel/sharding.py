@@ -5,23 +5,37 @@ Checkpoints hold full tensors, laid out as those of one process, so any number o
 to create them.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from tensorkeep.errors import UsageError
+from tensorkeep.state.sharded import ShardedLeaf
 from tensorkeep.train.config.config import Config
+from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.optim.average import WeightAverage
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.run.world import World
 from tensorkeep.train.techniques.parallel import Parallel
+from tensorkeep.train.techniques.parallel.filling import fill_parameters, update_parameters
+from tensorkeep.train.techniques.parallel.mesh import SHARD, TENSOR, mesh_of
 
 
 class ShardedParallel(Parallel):
-    """A technique that shards the parameters of the model."""
+    """A technique that shards the parameters of the model along one dimension of a mesh; see `mesh`.
+
+    Of two such techniques that are on together, tensor parallelism is applied first.
+    """
+
+    fills_model: ClassVar = True
+    axis: ClassVar[str]
+    """The dimension of the mesh."""
 
     def configure(self, config: Config) -> Config:
         """Refuse optimizers that need full matrices."""
@@ -32,57 +46,117 @@ class ShardedParallel(Parallel):
             )
         return config
 
-    def check_sharded(self, run: Run, placements: Mapping[str, Shard]) -> None:
-        """Raise TechniqueNotActiveError unless parameters are sharded, and the optimizers update the model's."""
-        shards, size = sharded_parameters(run.model), run.world.size
-        plain = [name for name, placement in placements.items() if not _is_placed(shards.get(name), placement, size)]
+    def apply(self, run: Run) -> None:
+        """Shard the model, which is on the meta device; the last such technique makes the shards of this process."""
+        before, mesh = dict(run.model.named_parameters()), mesh_of(run)
+        self.shard(run, mesh)
+        last = self.axis == (SHARD if SHARD in (mesh.mesh_dim_names or ()) else TENSOR)
+        if last:
+            fill_shards(run)
+        update_parameters(run, before)
+        if last:
+            use_sharded_parameters(run, ShardLayout(run.world, run.model))
+
+    @abstractmethod
+    def shard(self, run: Run, mesh: DeviceMesh) -> None:
+        """Shard the parameters of the model along the dimension."""
+
+    def check_sharded(self, run: Run, dimensions: Mapping[str, int]) -> None:
+        """Raise TechniqueNotActiveError unless parameters are sharded, and the optimizers update the model's.
+
+        ``dimensions`` has the dimension along which each parameter is sharded.
+        """
+        shards, count = sharded_parameters(run.model), mesh_of(run)[self.axis].size()
+        plain = [name for name, dim in dimensions.items() if not _is_placed(shards.get(name), self.axis, dim, count)]
         if plain:
-            raise self.not_active(f"{len(plain)} of {len(placements)} parameters are not sharded, such as {plain[0]}")
+            raise self.not_active(f"{len(plain)} of {len(dimensions)} parameters are not sharded, such as {plain[0]}")
         groups = (group for optimizer in run.optimizers.values() for group in optimizer.param_groups)
         if {id(each) for group in groups for each in group["params"]} != {id(each) for each in run.model.parameters()}:
             raise self.not_active("the optimizers update tensors that are not the model's")
 
 
-def _is_placed(parameter: DTensor | None, placement: Shard, size: int) -> bool:
-    return parameter is not None and parameter.placements == (placement,) and parameter.device_mesh.size() == size
+def _is_placed(parameter: DTensor | None, axis: str, dim: int, count: int) -> bool:
+    names = None if parameter is None else parameter.device_mesh.mesh_dim_names
+    if parameter is None or names is None or axis not in names:
+        return False
+    placement = parameter.placements[names.index(axis)]
+    is_shard = isinstance(placement, Shard | _StridedShard) and placement.dim == dim
+    return is_shard and parameter.device_mesh.shape[names.index(axis)] == count
+
+
+def in_order(name: str, parameter: DTensor) -> DTensor:
+    """Return a parameter, or its state, with placements that state which rows of the full tensor this rank has.
+
+    Of the fused projection to queries, keys and values, tensor parallelism gives each rank the heads that it computes:
+    a part of each third. The placement of its matmul, ``Shard(0)``, does not state that; ``_StridedShard`` does.
+    The memory is shared.
+    """
+    names = parameter.device_mesh.mesh_dim_names or ()
+    if ".attention.qkv." not in name or TENSOR not in names:
+        return parameter
+    placements = list(parameter.placements)
+    placements[names.index(TENSOR)] = _StridedShard(0, split_factor=3)
+    return _like(parameter, parameter.to_local(), placements)
+
+
+def _like(parameter: DTensor, local: Tensor, placements: Sequence[Placement]) -> DTensor:
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def fill_shards(run: Run) -> None:
+    """Make the shards of this process; see `fill_parameters`."""
+
+    def shard_of(name: str, parameter: Any, full: Tensor) -> DTensor:
+        local = torch.empty_like(parameter.to_local(), device=run.device)
+        shard = _like(parameter, local, parameter.placements)
+        copy_boxes(name, full, shard)
+        return shard
+
+    fill_parameters(run, shard_of)
+
+
+def copy_boxes(name: str, full: Tensor, shard: DTensor) -> None:
+    """Copy the part of a full tensor that this process has into its shard of a parameter or its state."""
+    leaf = ShardedLeaf.of(name, in_order(name, shard))
+    for piece in leaf.pieces() if leaf is not None else ():
+        box = tuple(slice(start, start + length) for start, length in zip(piece.offsets, piece.shape, strict=True))
+        piece.array.copy_(full[box])
 
 
 class ShardLayout:
-    """Makes full tensors of shards, and shards of full tensors.
+    """Makes full tensors of shards, and shards of full tensors."""
 
-    ``rows`` is for parameters whose rows are not sharded in their order: int64, the numbers of the rows in the order in
-    which the processes have them.
-    """
-
-    def __init__(self, world: World, rows: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(self, world: World, model: GPT) -> None:
         self._world = world
-        self._rows = rows or {}
+        names = (world.mesh.mesh_dim_names or ()) if world.mesh is not None else ()
+        size = world.mesh[TENSOR].size() if world.mesh is not None and TENSOR in names else 1
+        width = model.config.d_model
+        self._rows = torch.arange(3 * width).view(3, size, width // size).transpose(0, 1).flatten()
 
     def full(self, name: str, shard: Any) -> Tensor:
         """Return the full tensor of a shard of a parameter or its state; empty in processes that do not save it."""
         found = self._world.kept(shard.full_tensor())
-        if name not in self._rows or not found.numel():
+        if ".attention.qkv." not in name or not found.numel():
             return found
-        return torch.empty_like(found).index_copy_(0, self._rows[name], found)
+        return torch.empty_like(found).index_copy_(0, self._rows, found)
 
     def shard(self, name: str, full: Tensor, like: DTensor) -> DTensor:
         """Return this process's shard of a full tensor, placed like another."""
-        if name in self._rows:
-            full = full.index_select(0, self._rows[name].to(full.device))
-        # Every process has the full tensor, so nothing is sent.
-        return distribute_tensor(full.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+        found = _like(like, torch.empty_like(like.to_local(), dtype=full.dtype), like.placements)
+        copy_boxes(name, full, found)
+        return found
 
 
-def use_sharded_parameters(run: Run, before: Mapping[str, nn.Parameter], layout: ShardLayout) -> None:
-    """Give the optimizers and the average the sharded parameters, and make checkpoints hold full tensors.
-
-    ``before`` has the parameters that the model was built with; now they are DTensors.
-    """
-    now = dict(run.model.named_parameters())
-    new = {id(old): now[name] for name, old in before.items()}
+def use_sharded_parameters(run: Run, layout: ShardLayout) -> None:
+    """Average the sharded parameters, make checkpoints hold full tensors, and clip by the norm of all shards."""
     for optimizer in run.optimizers.values():
-        for group in optimizer.param_groups:
-            group["params"] = [new[id(each)] for each in group["params"]]
         _save_full_states(optimizer, run.model, layout)
     run.average = _ShardedAverage(run.model, run.config.ema.decay, layout)
     _save_full_weights(run.model, layout)

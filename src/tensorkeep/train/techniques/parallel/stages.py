@@ -13,6 +13,7 @@ from tensorkeep.train.model.positions import RotaryPositions
 from tensorkeep.train.optim.average import WeightAverage
 from tensorkeep.train.run.state import Run
 from tensorkeep.train.run.world import World
+from tensorkeep.train.techniques.parallel.filling import fill_parameters, update_parameters
 
 
 class Stages:
@@ -45,12 +46,17 @@ class Stages:
         found = self.model.named_parameters()
         return {name: each for name, each in found if self.owner(name) == self.world.rank or name in tied}
 
-    def release_others(self) -> None:
-        """Free the memory of the parameters of other processes; their shapes stay."""
-        own = self.own()
-        for name, parameter in self.model.named_parameters():
-            if name not in own:
-                parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
+    def fill(self, run: Run) -> None:
+        """Make the parameters of this process; those of other processes have shapes, and no memory."""
+        own, before = self.own(), dict(self.model.named_parameters())
+
+        def own_values(name: str, parameter: Tensor, full: Tensor) -> Tensor:
+            if name in own:
+                return full.to(run.device)
+            return torch.zeros((), device=run.device).expand(parameter.shape)
+
+        fill_parameters(run, own_values)
+        update_parameters(run, before)
 
     def from_owner(self, name: str, tensor: Tensor) -> Tensor:
         """Return the owner's tensor for a parameter, on the CPU; see `World.gather_state`."""
@@ -171,9 +177,7 @@ class _StageAverage(WeightAverage):
     def __init__(self, stages: Stages, decay: float) -> None:
         self._stages = stages
         self._decay = decay
-        own = stages.own() if decay else {}
-        self._names = list(own)
-        self._live = [each.data for each in own.values()]
+        self._parameters = stages.own() if decay else {}
         self._averages = [each.clone() for each in self._live]
 
     def state_dict(self) -> dict[str, Tensor]:
