@@ -39,28 +39,38 @@ class Outcome(NamedTuple):
 
 
 def run_ranks(
-    count: int, function: Callable[..., Any], *arguments: Any, seconds: float = 60, group_seconds: float = 30
+    count: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    seconds: float = 60,
+    group_seconds: float = 30,
+    **options: Any,
 ) -> list[Any]:
     """Call a function on ranks, and return their values by rank; it must return on all of them. See `outcomes`."""
-    found = outcomes(count, function, *arguments, seconds=seconds, group_seconds=group_seconds)
+    found = outcomes(count, function, *arguments, seconds=seconds, group_seconds=group_seconds, **options)
     failed = [f"rank {rank}: {each.trace or each.message}" for rank, each in enumerate(found) if not each.returned]
     assert not failed, "\n".join(failed)
     return [each.value for each in found]
 
 
 def outcomes(
-    count: int, function: Callable[..., Any], *arguments: Any, seconds: float = 60, group_seconds: float = 30
+    count: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    seconds: float = 60,
+    group_seconds: float = 30,
+    **options: Any,
 ) -> list[Outcome]:
     """Call a function on ranks, each a process with one thread of torch, and return what became of each call.
 
     The function is one of a module; `torch.distributed` is initialised when it begins, with gloo and a timeout of
-    ``group_seconds``. Arguments and values are pickled: tensors should be numpy arrays or lists. After ``seconds`` the
+    ``group_seconds``. Arguments, ``options`` (keyword arguments) and values are pickled: tensors should be numpy arrays or lists. After ``seconds`` the
     processes that have not answered are killed.
     """
     while len(_ranks) < count:
         _ranks.append(_Rank())
     folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-    call = (function.__module__, function.__qualname__, arguments, count, str(folder / uuid.uuid4().hex), group_seconds)
+    call = (function.__module__, function.__qualname__, arguments, options, count, str(folder / uuid.uuid4().hex), group_seconds)
     try:
         for rank in range(count):
             _ranks[rank].call(rank, call)
@@ -136,6 +146,7 @@ def _answer(
     module: str,
     name: str,
     arguments: tuple[Any, ...],
+    options: dict[str, Any],
     count: int,
     store: str,
     group_seconds: float,
@@ -150,7 +161,7 @@ def _answer(
         dist.init_process_group(
             "gloo", store=dist.FileStore(store, count), rank=rank, world_size=count, timeout=timeout
         )
-        return (function(*arguments),)
+        return (function(*arguments, **options),)
     except BaseException as error:
         return None, type(error).__name__, str(error), traceback.format_exc()
     finally:

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 import tensorkeep
+import tensorkeep.distributed
 
 
 def test_public_names() -> None:
@@ -66,8 +67,16 @@ def test_public_names() -> None:
         tensorkeep.nothing_like_it
 
 
+def test_public_names_for_many_ranks() -> None:
+    assert {"DcpReader", "DcpWriter"} <= set(tensorkeep.distributed.__all__)
+    for name in tensorkeep.distributed.__all__:
+        assert getattr(tensorkeep.distributed, name) is not None
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        tensorkeep.distributed.nothing_like_it
+
+
 def test_importing_tensorkeep_imports_neither_torch_nor_numpy() -> None:
-    code = "import tensorkeep, sys; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    code = "import tensorkeep, tensorkeep.distributed, sys; print([m for m in ('torch', 'numpy') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
 

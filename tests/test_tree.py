@@ -29,6 +29,7 @@ LAYERS = {
     "checkpoint": 5,
     "torch": 6,
     "safetensors": 6,
+    "distributed": 6,
     "train": 6,
     "bench": 7,
     "report": 8,

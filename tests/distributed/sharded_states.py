@@ -49,5 +49,12 @@ def transferred(counter: str) -> int:
 
 def save(state: Any, writer: Any, planner: Any = None) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that a checkpoint is overwritten
+        # That a checkpoint is overwritten, or that there is one process only.
+        warnings.simplefilter("ignore", UserWarning)
         dcp.save(state, storage_writer=writer, planner=planner)
+
+
+def load(state: Any, reader: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        dcp.load(state, storage_reader=reader)

@@ -1,0 +1,27 @@
+"""Checkpoints of many ranks: storage for ``torch.distributed.checkpoint``.
+
+Nothing is imported before it is used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tensorkeep.distributed.reader import DcpReader
+    from tensorkeep.distributed.writer import DcpWriter
+
+_MODULES = {"DcpReader": "distributed.reader", "DcpWriter": "distributed.writer"}
+
+__all__ = ["DcpReader", "DcpWriter"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'tensorkeep.distributed' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"tensorkeep.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,63 @@
+"""Reading boxes of stored tensors in parallel."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from math import prod
+
+from tensorkeep.checkpoint.load.ranges import copy_range, fill
+from tensorkeep.formats.base import Reader
+from tensorkeep.formats.write import BLOCK_BYTES, thread_bytes
+from tensorkeep.io import parallel
+from tensorkeep.io.buffers import BufferPool
+from tensorkeep.io.pages import NewPages
+from tensorkeep.state import cuda
+from tensorkeep.state.leaf import Leaf, allocate
+from tensorkeep.state.sharded import Piece
+
+
+def read_pieces(reader: Reader, pieces: Sequence[Piece], threads: int, pool: BufferPool) -> None:
+    """Fill pieces, each with the box of the stored tensor of its name.
+
+    Raises CorruptCheckpointError if a byte is not what was written.
+    """
+    cuda.wait_for_caller(pieces)
+    stored: list[tuple[str, Piece]] = []
+    views: list[Piece] = []
+    for piece in pieces:
+        alias = reader.flat.aliases.get(piece.name)
+        if alias is None:
+            stored.append((piece.name, piece))
+        elif alias.is_full(reader.flat.leaves[alias.of].shape):
+            stored.append((alias.of, piece))
+        else:
+            views.append(piece)
+    tasks = (
+        partial(reader.read_box, name, part.offsets, part, pool)
+        for name, piece in stored
+        for part in _row_ranges(piece, reader.block_bytes(name))
+    )
+    block_bytes = max((reader.block_bytes(name) for name, _ in stored), default=BLOCK_BYTES)
+    parallel.run(tasks, pool.threads(threads, thread_bytes(block_bytes, buffers=reader.buffers)))
+    cuda.wait_for_copies(pieces)
+    for piece in views:
+        _fill_from_view(reader, piece, pool)
+
+
+def _row_ranges(piece: Piece, most_bytes: int) -> Iterator[Piece]:
+    """Yield parts of a box, of some rows each, cut at multiples of so many bytes of the full tensor or less."""
+    rows = piece.shape[0] if piece.shape else 1
+    step = max(1, most_bytes // max(1, prod(piece.whole[1:]) * piece.dtype.itemsize))
+    if rows <= 1:
+        yield piece
+        return
+    first = piece.offsets[0]
+    for start in range(first - first % step, first + rows, step):
+        yield piece.rows(max(start - first, 0), min(start + step - first, rows))
+
+
+def _fill_from_view(reader: Reader, piece: Piece, pool: BufferPool) -> None:
+    """Fill a piece of a view of a stored tensor, which is loaded in full."""
+    full = Leaf(piece.name, "tensor", piece.dtype, allocate("tensor", piece.dtype, piece.whole))
+    fill(reader, piece.name, full, pool, NewPages())
+    box = tuple(slice(start, start + size) for start, size in zip(piece.offsets, piece.shape, strict=True))
+    copy_range(Leaf(piece.name, "tensor", piece.dtype, full.array[box]), 0, piece, pool)
