@@ -64,13 +64,21 @@ def outcomes(
     """Call a function on ranks, each a process with one thread of torch, and return what became of each call.
 
     The function is one of a module; `torch.distributed` is initialised when it begins, with gloo and a timeout of
-    ``group_seconds``. Arguments, ``options`` (keyword arguments) and values are pickled: tensors should be numpy arrays or lists. After ``seconds`` the
-    processes that have not answered are killed.
+    ``group_seconds``. Arguments, keyword arguments (``options``) and values are pickled: tensors should be numpy arrays
+    or lists. After ``seconds`` the processes that have not answered are killed.
     """
     while len(_ranks) < count:
         _ranks.append(_Rank())
     folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-    call = (function.__module__, function.__qualname__, arguments, options, count, str(folder / uuid.uuid4().hex), group_seconds)
+    call = (
+        function.__module__,
+        function.__qualname__,
+        arguments,
+        options,
+        count,
+        str(folder / uuid.uuid4().hex),
+        group_seconds,
+    )
     try:
         for rank in range(count):
             _ranks[rank].call(rank, call)

@@ -59,8 +59,8 @@ def _received(*fields: Any) -> Stage:
 class BegunSave:
     """The coordinator's part of a save: the folder of the ranks, until it is published or removed.
 
-    DCP does not call the coordinator's writer when another rank fails. The folder is then removed when the writer is collected,
-    when this process begins to save to the same path again, or at exit.
+    DCP does not call the coordinator's writer when another rank fails. The folder is then removed when the writer is
+    collected, when this process begins to save to the same path again, or at exit.
 
     Raises DestinationExistsError, BusyError, StoreError as `Commit`.
     """
