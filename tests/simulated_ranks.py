@@ -131,7 +131,7 @@ class SimulatedSave:
     def run(self) -> list[WriteResult]:
         """Save, each rank in a thread."""
         with self.commit:
-            write_plan(self.commit.path, self.plan)
+            write_plan(self.commit, self.plan)
             threads = [threading.Thread(target=self._write, args=(rank,)) for rank in range(self.ranks)]
             for thread in threads:
                 thread.start()

@@ -22,7 +22,7 @@ from typing import Self
 
 from tensorkeep.errors import BusyError, DestinationExistsError, StoreError
 from tensorkeep.io.files import store_errors, sync_directory, write_small
-from tensorkeep.io.temporaries import lock, new_name, remove, remove_stale
+from tensorkeep.io.temporaries import adopt, lock, new_name, remove, remove_stale
 from tensorkeep.machine import libc
 
 _CHOOSE = "choose another path, or ask to overwrite it (overwrite=True)"
@@ -40,7 +40,8 @@ class Commit:
     Missing parents of the destination are created; a symbolic link there is never replaced. ``replaceable`` returns
     whether an existing path is a checkpoint of this format, which ``overwrite`` may replace; nothing else is ever
     replaced. It may raise `DestinationExistsError` itself, with a reason. ``path`` is where to write: an empty
-    directory, or, for a single file, a name that does not exist yet.
+    directory, or, for a single file, a name that does not exist yet. If an abandoned temporary of the destination is
+    given to ``adopt``, it is that directory, with what its dead writer left there.
 
     Raises DestinationExistsError if something is there and may not be replaced; BusyError if a live process is saving
     there; StoreError if the operating system refuses.
@@ -58,7 +59,13 @@ class Commit:
     """
 
     def __init__(
-        self, destination: Path, *, directory: bool, overwrite: bool, replaceable: Callable[[Path], bool]
+        self,
+        destination: Path,
+        *,
+        directory: bool,
+        overwrite: bool,
+        replaceable: Callable[[Path], bool],
+        adopt: Path | None = None,
     ) -> None:
         # As the kernel resolves it; only the last component may be a symbolic link.
         if destination.name in ("", ".."):
@@ -68,6 +75,7 @@ class Commit:
         self.overwrite = overwrite
         self._directory = directory
         self._replaceable = replaceable
+        self._adopted = adopt
         self._checked: os.stat_result | None = None
         self._lock_fd = -1
         self._temporary = self.destination
@@ -117,6 +125,12 @@ class Commit:
         A single file gets a directory, too, because the lock must not be renamed with the file.
         """
         while True:
+            if self._adopted is not None:
+                temporary = self._adopted
+                fd = adopt(temporary)
+                if fd is None:
+                    raise BusyError("its writer is alive", path=temporary, remedy="wait for it to end")
+                break
             remove_stale(self.destination)
             temporary = new_name(self.destination)
             os.mkdir(temporary)

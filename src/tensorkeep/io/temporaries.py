@@ -54,6 +54,22 @@ def lock(temporary: Path) -> int | None:
     return None
 
 
+def adopt(temporary: Path) -> int | None:
+    """Lock an abandoned temporary, to continue with it; return the descriptor, or None if its writer is alive."""
+    try:
+        fd = _open_directory(temporary)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(fd), temporary.lstat()):
+            return fd
+    except OSError:
+        pass
+    os.close(fd)
+    return None
+
+
 def remove_stale(destination: Path, *, besides: Path | None = None) -> None:
     """Remove the abandoned temporaries of a destination, besides the caller's own.
 
@@ -78,9 +94,7 @@ def remove_abandoned(folder: Path) -> None:
 
     Raises StoreError if the folder cannot be listed.
     """
-    with store_errors(folder, "look into the folder"):
-        found = _list(folder, ".")
-    for temporary in found:
+    for temporary in list_temporaries(folder):
         # One that belongs to another user does no harm.
         with suppress(OSError):
             _remove_unless_locked(temporary)
@@ -93,6 +107,15 @@ def remove(temporary: Path) -> None:
             temporary.unlink()
     else:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def list_temporaries(folder: Path) -> list[Path]:
+    """Return all temporaries in a folder, of dead writers and live ones.
+
+    Raises StoreError if the folder cannot be listed.
+    """
+    with store_errors(folder, "look into the folder"):
+        return _list(folder, ".")
 
 
 def _list(folder: Path, start: str) -> list[Path]:

@@ -1,11 +1,15 @@
 """What all writers of native checkpoints share: staged copies, data files, and the records of their blocks."""
 
 import functools
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from tensorkeep.errors import UsageError
+from tensorkeep.errors import PathLike, UsageError
+from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.blockfile.coded_file import CodedDataFile
 from tensorkeep.formats.blockfile.data_file import (
     DataFile,
@@ -26,12 +30,43 @@ from tensorkeep.formats.blockfile.plan import (
 from tensorkeep.formats.blockfile.raw_file import RawDataFile
 from tensorkeep.formats.native.incremental import ChangesFile
 from tensorkeep.formats.native.options import NativeOptions
-from tensorkeep.formats.native.previous import PreviousCheckpoint
+from tensorkeep.formats.native.previous import PreviousCheckpoint, open_base
 from tensorkeep.formats.native.records import BaseRecord, FileRecord, PlaceRecord
 from tensorkeep.formats.native.staging import Staging
-from tensorkeep.formats.write import BLOCK_BYTES, StagedWrite, WriteSettings, thread_bytes
+from tensorkeep.formats.write import BLOCK_BYTES, StagedWrite, WriteResult, WriteSettings, thread_bytes
 from tensorkeep.io.buffers import BufferPool, buffer_bytes
 from tensorkeep.io.parallel import Meter
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFiles:
+    """The finished data files of a save: records of these, and of the linked files of an earlier checkpoint.
+
+    ``numbers`` are the numbers of the linked files by those in the earlier manifest, and ``reused`` is whether that was
+    used at all; ``refused`` is why not all of it was.
+    """
+
+    files: list[DataFile]
+    records: list[FileRecord]
+    linked: list[FileRecord]
+    numbers: dict[int, int]
+    reused: bool
+    base: PathLike | None
+    refused: str | None
+
+    def result(self, settings: WriteSettings, manifest_bytes: int) -> WriteResult:
+        """Return the result of the save; ``manifest_bytes`` are those of what lists these files."""
+        new_bytes = sum(record.bytes for record in self.records) + manifest_bytes
+        return WriteResult(
+            stored_bytes=new_bytes + sum(record.bytes for record in self.linked),
+            new_bytes=new_bytes,
+            peak_buffer_bytes=settings.pool.peak_bytes,
+            direct_io=bool(self.files) and all(file.direct for file in self.files),
+            base=str(Path(self.base)) if self.reused and self.base is not None else None,
+            base_refused=self.refused,
+        )
 
 
 class BlockFilesWrite(StagedWrite):
@@ -76,6 +111,28 @@ class BlockFilesWrite(StagedWrite):
             buffers = buffers_per_thread(staged=self._staging is not None, delta=True)
             self._settings.pool.threads(1, thread_bytes(BLOCK_BYTES, buffers=buffers))
 
+    def _write_over_base(
+        self, directory: Path, kind: Callable[..., PreviousCheckpoint] = PreviousCheckpoint, *, ranks: int = 1
+    ) -> WrittenFiles:
+        """Write what the base of the save does not have, and link the rest; everything if it has no base.
+
+        ``kind`` opens the base, and ``ranks`` is how many save together.
+        """
+        options = self._options
+        base: PathLike | None = options.base() if callable(options.base) else options.base
+        pool = OpenSettings(pool=self._settings.pool)
+        previous, refused = open_base(base, pool, delta=options.delta, optional=callable(options.base), kind=kind)
+        with previous or nullcontext():
+            used = previous if previous and previous.link_into(directory, len(self._plans), ranks=ranks) else None
+            files = self._write_files(directory, used)
+            records = _file_records(files)
+            linked, numbers = used.finish(len(records)) if used else ([], {})
+        if previous:
+            refused = previous.obstacle
+        if refused:
+            logger.info("not all unchanged blocks were taken from the base %s: %s", base, refused)
+        return WrittenFiles(files, records, linked, numbers, used is not None, base, refused)
+
     def _write_files(self, directory: Path, previous: PreviousCheckpoint | None) -> list[DataFile]:
         settings, options = self._settings, self._options
         context = WriteContext(
@@ -98,7 +155,7 @@ class BlockFilesWrite(StagedWrite):
         return files
 
 
-def file_records(files: Sequence[DataFile]) -> list[FileRecord]:
+def _file_records(files: Sequence[DataFile]) -> list[FileRecord]:
     """Return the records of finished data files."""
     return [FileRecord(file.name, file.size, file.header_size, file.header_digest) for file in files]
 

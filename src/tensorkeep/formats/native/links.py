@@ -22,32 +22,40 @@ _LONGEST_ORIGIN = 100
 class Links:
     """Links in a new checkpoint's directory to the files of an open earlier one.
 
-    ``names`` are their names there, by their numbers in the earlier manifest.
+    ``names`` are their names there, by their numbers in the earlier manifest. If it is ``shared``, other ranks link
+    files into the directory at the same time, by the same names; links that are not used then remain.
     """
 
-    def __init__(self, opened: OpenFiles, directory: Path) -> None:
+    def __init__(self, opened: OpenFiles, directory: Path, *, shared: bool = False) -> None:
         self.names: dict[int, str] = {}
         self._opened = opened
         self._directory = directory
         self._origin = _origin(opened.path)
+        self._shared = shared
         self._taken: set[str] = set()
+        # Of all files, so that every rank finds the same names.
+        self._names = [self._name(record) for record in opened.records]
 
     def add(self, number: int) -> str | None:
         """Link a file; return None, or the reason why it cannot be linked."""
         record = self._opened.records[number]
-        name = self._name(record)
+        name = self._names[number]
         if not re.search(FILE_NAME_PATTERN, name):
             return f"{record.name} cannot be linked: its new name would be too long"
         link = self._directory / name
         try:
             os.link(f"{self._opened.directory.fd_path}/{record.name}", link)
+            is_own = True
+        except FileExistsError:
+            is_own = False  # of another rank
         except OSError as error:
             return f"{record.name} cannot be linked: {error.strerror}"
         opened = self._opened.statuses[number]
         with store_errors(link, "look at the link"):
             found = os.lstat(link)
         if (found.st_dev, found.st_ino, found.st_size) != (opened.st_dev, opened.st_ino, opened.st_size):
-            _remove(link)
+            if is_own:
+                _remove(link)
             return f"{record.name} cannot be linked: it was replaced or changed meanwhile"
         self.names[number] = name
         return None
@@ -76,7 +84,8 @@ class Links:
         numbers: dict[int, int] = {}
         for number, name in self.names.items():
             if number not in used:
-                _remove(self._directory / name)
+                if not self._shared:
+                    _remove(self._directory / name)
                 continue
             old = self._opened.records[number]
             _make_durable(self._directory / name, old.bytes)

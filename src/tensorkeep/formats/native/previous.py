@@ -6,6 +6,7 @@ may be stored as the difference from the earlier one.
 """
 
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -21,7 +22,7 @@ from tensorkeep.formats.blockfile.read import StoredBlock, digest_as
 from tensorkeep.formats.native.links import Links
 from tensorkeep.formats.native.open_files import OpenFiles, located
 from tensorkeep.formats.native.pieces.records import Root
-from tensorkeep.formats.native.records import WIDE_DIGESTS, BaseRecord, FileRecord, PlaceRecord
+from tensorkeep.formats.native.records import WIDE_DIGESTS, BaseRecord, FileRecord, LeafRecord, PlaceRecord
 from tensorkeep.formats.write import BLOCK_BYTES
 from tensorkeep.io.files import Bytes
 
@@ -39,6 +40,12 @@ MAX_DIFFERENCES_IN_A_ROW = 7
 
 MAX_CHAIN_LENGTH = 1
 """Differences to undo when a block is read: more of them make it smaller, and slower to read."""
+
+
+NARROW_DIGESTS = "it was saved without incremental=True, so its checksums cannot identify changed blocks"
+
+Located = tuple[BlockRecord, PlaceRecord]
+"""A block of the earlier checkpoint, and where it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,34 +67,40 @@ class PreviousCheckpoint:
     """
 
     def __init__(self, path: Path, settings: OpenSettings, *, delta: bool) -> None:
-        self.obstacle: str | None = None
         self._opened = OpenFiles(path, settings)
         self._delta = delta
-        manifest = self._opened.manifest
-        leaves = [] if isinstance(manifest, Root) else manifest.leaves
-        self._leaves = {leaf.name: (leaf, leaf.located()) for leaf in leaves}
-        self._missing_codecs = self._codecs() - set(CODECS.names())
         self._links: Links | None = None
         self._usable_files: set[int] = set()
         self._used_files: set[int] = set()
-        if isinstance(manifest, Root):
-            self.obstacle = "it was saved by many ranks together, and this one is not"
-        elif manifest.block_bytes != BLOCK_BYTES:
-            self.obstacle = f"its blocks have {manifest.block_bytes:,} bytes"
-        elif WIDE_DIGESTS not in manifest.features:
-            self.obstacle = "it was saved without incremental=True, so its checksums cannot identify changed blocks"
+        self._leaves: dict[str, tuple[LeafRecord, list[Located]]] = {}
+        self.obstacle = self._index()
+        self._missing_codecs = self._codecs() - set(CODECS.names())
 
-    def link_into(self, directory: Path, own_files: int) -> bool:
+    def _index(self) -> str | None:
+        """List the blocks that may be used again; return the reason if none can be."""
+        manifest = self._opened.manifest
+        if isinstance(manifest, Root):
+            return "many ranks saved it together, in other blocks than one process does"
+        if manifest.block_bytes != BLOCK_BYTES:
+            return f"its blocks have {manifest.block_bytes:,} bytes"
+        if WIDE_DIGESTS not in manifest.features:
+            return NARROW_DIGESTS
+        self._leaves = {leaf.name: (leaf, leaf.located()) for leaf in manifest.leaves}
+        return None
+
+    def link_into(self, directory: Path, own_files: int, *, ranks: int = 1) -> bool:
         """Hard-link the files whose blocks are worth keeping into a new checkpoint's directory.
 
-        ``own_files`` is how many data files the new checkpoint writes itself. Return whether any file was linked.
+        ``own_files`` is how many data files the new checkpoint writes itself, or one of many ranks does. Return whether
+        any file was linked.
         """
         if self.obstacle is not None:
             return False
-        links = self._links = Links(self._opened, directory)
+        links = self._links = Links(self._opened, directory, shared=ranks > 1)
         records, live = self._opened.records, self._live_bytes()
-        worthy = _worth_keeping(records, live)
-        kept = worthy[: max(MOST_FILES, 2 * own_files)]
+        candidates = self._candidates()
+        worthy = [number for number in _worth_keeping(records, live) if number in candidates]
+        kept = worthy[: max(MOST_FILES // ranks, 2 * own_files)]
         for number in sorted(kept):
             # If a link is refused (another file system, too many links, a missing file), its blocks are written again.
             self._note(links.add(number))
@@ -104,8 +117,20 @@ class PreviousCheckpoint:
         self.obstacle = self.obstacle or obstacle
 
     def _codecs(self) -> set[str]:
-        located = [found for _, places in self._leaves.values() for found in places]
-        return {block.codec for block, _ in located} | {base.codec for _, place in located for base in place.bases}
+        codecs: set[str] = set()
+        for block, place in self._located():
+            codecs.add(block.codec)
+            codecs.update(base.codec for base in place.bases)
+        return codecs
+
+    def _located(self) -> Iterator[Located]:
+        """Yield the blocks that may be used again."""
+        for _, places in self._leaves.values():
+            yield from places
+
+    def _candidates(self) -> set[int]:
+        """Return the numbers of the files of these blocks."""
+        return {number for _, place in self._located() for number in place.files}
 
     def _live_bytes(self) -> dict[int, int]:
         """Return the bytes in use of each file, by its number."""
@@ -161,18 +186,25 @@ class PreviousCheckpoint:
         """Keep the files of a base, because a difference from it was stored."""
         self._used_files.update(record.file for record in base.records)
 
-    def _earlier(self, block: Block) -> tuple[BlockRecord, PlaceRecord] | None:
+    def _lookup(self, block: Block) -> Located | None:
+        """Return the earlier block that covers the same elements."""
         source = block.leaf.source
         leaf, located = self._leaves.get(source.name, (None, []))
         if leaf is None or leaf.dtype != source.dtype.name or leaf.nbytes != source.nbytes:
             return None
         # The block covers the same raw bytes there: see `obstacle` for other block sizes.
-        record, place = located[block.index]
+        return located[block.index]
+
+    def _earlier(self, block: Block) -> Located | None:
+        found = self._lookup(block)
+        if found is None:
+            return None
+        record, place = found
         if not self._usable_files.issuperset(place.files):
             return None
         if not self._missing_codecs.isdisjoint((record.codec, *(base.codec for base in place.bases))):
             return None  # the codec is not installed, so the block could not be read back
-        return record, place
+        return found
 
     def finish(self, first: int) -> tuple[list[FileRecord], dict[int, int]]:
         """Remove the links that are not needed; return records and new numbers of the others, as `Links.finish`."""
@@ -195,7 +227,12 @@ def _worth_keeping(records: list[FileRecord], live: dict[int, int]) -> list[int]
 
 
 def open_base(
-    base: PathLike | None, settings: OpenSettings, *, delta: bool, optional: bool
+    base: PathLike | None,
+    settings: OpenSettings,
+    *,
+    delta: bool,
+    optional: bool,
+    kind: Callable[..., PreviousCheckpoint] = PreviousCheckpoint,
 ) -> tuple[PreviousCheckpoint | None, str | None]:
     """Return the opened base of a save, or the reason why it cannot be used; neither if there is no base.
 
@@ -206,7 +243,7 @@ def open_base(
     if base is None:
         return None, None
     try:
-        return PreviousCheckpoint(Path(base), settings, delta=delta), None
+        return kind(Path(base), settings, delta=delta), None
     except NotACheckpointError as error:
         if not optional:
             raise NotACheckpointError(

@@ -1,20 +1,16 @@
 """Writer of native checkpoints: data files, indexes, manifest, then one rename."""
 
-import logging
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
-from tensorkeep.errors import PathLike
 from tensorkeep.formats import sealed
-from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.blockfile.data_file import DataFile, index_content
 from tensorkeep.formats.blockfile.plan import CODED_SUFFIX, INDEX_SUFFIX, SUFFIX, plan_files
 from tensorkeep.formats.native import manifest as manifests
-from tensorkeep.formats.native.block_write import BlockFilesWrite, file_records, stored_blocks
+from tensorkeep.formats.native.block_write import BlockFilesWrite, stored_blocks
 from tensorkeep.formats.native.directory import is_replaceable
 from tensorkeep.formats.native.options import NativeOptions
-from tensorkeep.formats.native.previous import open_base
 from tensorkeep.formats.native.records import PLACES, VERSION, WIDE_DIGESTS, FileRecord, LeafRecord, Manifest
 from tensorkeep.formats.structure import AliasRecord
 from tensorkeep.formats.write import BLOCK_BYTES, WriteResult, WriteSettings
@@ -23,8 +19,6 @@ from tensorkeep.io.files import write_small
 from tensorkeep.state.leaf import Source
 from tensorkeep.state.tree import Flat
 from tensorkeep.version import __version__
-
-logger = logging.getLogger(__name__)
 
 
 class NativeWrite(BlockFilesWrite):
@@ -37,40 +31,22 @@ class NativeWrite(BlockFilesWrite):
         self._flat = flat
 
     def _write(self) -> WriteResult:
-        settings, options = self._settings, self._options
+        settings = self._settings
         self._check_budget()
         with Commit(
             self._destination, directory=True, overwrite=settings.overwrite, replaceable=is_replaceable
         ) as commit:
-            base: PathLike | None = options.base() if callable(options.base) else options.base
-            pool = OpenSettings(pool=settings.pool)
-            previous, refused = open_base(base, pool, delta=options.delta, optional=callable(options.base))
-            with previous or nullcontext():
-                used = previous if previous and previous.link_into(commit.path, len(self._plans)) else None
-                files = self._write_files(commit.path, used)
-                records = file_records(files)
-                if used is None and settings.compression == "none":
-                    records += _write_indexes(commit.path, files)
-                linked, numbers = used.finish(len(records)) if used else ([], {})
-            if previous:
-                refused = previous.obstacle
-            if refused:
-                logger.info("not all unchanged blocks were taken from the base %s: %s", base, refused)
-            content = sealed.seal(self._manifest(files, records + linked, numbers))
+            written = self._write_over_base(commit.path)
+            records = list(written.records)
+            if not written.reused and settings.compression == "none":
+                records += _write_indexes(commit.path, written.files)
+            content = sealed.seal(self._manifest(written.files, records + written.linked, written.numbers))
             # A checkpoint that no reader would accept must not be reported as saved.
             manifests.parse(content, self._destination / manifests.FILE_NAME)
             write_small(commit.path / manifests.FILE_NAME, content)
             self._cancellation.check()
             commit.publish()
-        new_bytes = sum(record.bytes for record in records) + len(content)
-        return WriteResult(
-            stored_bytes=new_bytes + sum(record.bytes for record in linked),
-            new_bytes=new_bytes,
-            peak_buffer_bytes=settings.pool.peak_bytes,
-            direct_io=bool(files) and all(file.direct for file in files),
-            base=str(Path(base)) if used and base is not None else None,
-            base_refused=refused,
-        )
+        return replace(written, records=records).result(settings, len(content))
 
     def _manifest(self, files: Sequence[DataFile], records: list[FileRecord], numbers: dict[int, int]) -> Manifest:
         """Return the manifest of the finished files of this save.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError
+from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedError
 from tensorkeep.formats import sealed
 from tensorkeep.formats.native import manifest as manifests
 from tensorkeep.formats.native.pieces.fragments import check_box, check_tiling
@@ -13,6 +13,7 @@ from tensorkeep.formats.native.pieces.records import FragmentReport, Root, Tenso
 from tensorkeep.formats.native.records import PIECES, VERSION
 from tensorkeep.formats.structure import AliasRecord
 from tensorkeep.formats.write import WriteSettings
+from tensorkeep.io.commit import Commit
 from tensorkeep.io.directory import Directory
 from tensorkeep.io.files import store_errors, sync_directory, write_small
 from tensorkeep.state.leaf import Source
@@ -20,7 +21,22 @@ from tensorkeep.state.tree import Flat
 from tensorkeep.version import __version__
 
 PLAN_NAME = "plan.json"
-"""The root without its fragments, in the folder of a save that is not finished."""
+"""The file, in the folder of a save that is not finished, with which it can be finished."""
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What is known of a save before its data is written: its destination's name, and the root without fragments."""
+
+    destination: str
+    overwrite: bool
+    root: Root
+
+
+class _PlanContent(msgspec.Struct):
+    body: Plan
+
+
+_PLAN_DECODER = msgspec.json.Decoder(_PlanContent)
 
 
 def plan_root(
@@ -54,25 +70,27 @@ def plan_root(
     )
 
 
-def write_plan(directory: Path, plan: Root) -> None:
+def write_plan(commit: Commit, root: Root) -> None:
     """Write the plan of a save durably into its staging folder, before any rank writes data.
 
     Raises StoreError if the operating system refuses.
     """
-    content = sealed.seal(plan)
-    manifests.parse_root(content, directory / PLAN_NAME, with_fragments=False)
-    write_small(directory / PLAN_NAME, content)
-    with store_errors(directory, "make the plan durable"):
-        sync_directory(directory)
+    path = commit.path / PLAN_NAME
+    manifests.parse_root(sealed.seal(root), path, with_fragments=False)
+    write_small(path, sealed.seal(Plan(commit.destination.name, commit.overwrite, root)))
+    with store_errors(commit.path, "make the plan durable"):
+        sync_directory(commit.path)
 
 
-def read_plan(directory: Directory) -> Root | None:
+def read_plan(directory: Directory) -> Plan | None:
     """Return the plan of a save that was not finished; None if it does not exist, or is damaged."""
+    path = directory.path / PLAN_NAME
     try:
-        content = sealed.read_content(directory, PLAN_NAME)
-        return manifests.parse_root(content, directory.path / PLAN_NAME, with_fragments=False)
-    except (CorruptCheckpointError, NotACheckpointError):
+        plan = _PLAN_DECODER.decode(sealed.read_content(directory, PLAN_NAME)).body
+        manifests.parse_root(sealed.seal(plan.root), path, with_fragments=False)
+    except (CorruptCheckpointError, NotACheckpointError, UnsupportedError, msgspec.DecodeError, RecursionError):
         return None
+    return plan
 
 
 def write_root(directory: Path, plan: Root, fragments: Sequence[FragmentReport]) -> int:

@@ -1,6 +1,7 @@
 """Writing one rank's part of a checkpoint that many ranks write together: its data files, then its fragment."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -8,9 +9,10 @@ from tensorkeep.formats import sealed
 from tensorkeep.formats.blockfile.cuts import GRID_BYTES, block_starts
 from tensorkeep.formats.blockfile.data_file import DataFile
 from tensorkeep.formats.blockfile.plan import CODED_SUFFIX, SUFFIX, CutSource, FilePlan, plan_part, shard_limit
-from tensorkeep.formats.native.block_write import BlockFilesWrite, file_records, stored_blocks
+from tensorkeep.formats.native.block_write import BlockFilesWrite, stored_blocks
 from tensorkeep.formats.native.options import NativeOptions
 from tensorkeep.formats.native.pieces.fragments import check_fragment, parse_fragment
+from tensorkeep.formats.native.pieces.previous import PreviousPieces
 from tensorkeep.formats.native.pieces.records import (
     FRAGMENT_FORMAT,
     FRAGMENT_VERSION,
@@ -71,15 +73,17 @@ class PiecesWrite(BlockFilesWrite):
         limit = shard_limit(settings.options_as(NativeOptions).shard_bytes)
         plans = list(_plan(pieces, parts, together.rank, limit, suffix, grid_bytes))
         super().__init__(plans, destination, settings)
+        self._pieces = pieces
         self._together = together
         self._grid_bytes = grid_bytes
 
     def _write(self) -> WriteResult:
         self._check_budget()
         directory, save = self._together.begin()
-        files = self._write_files(directory, None)
-        records = file_records(files)
-        fragment = self._fragment(files, records, {}, save)
+        kind = partial(PreviousPieces, pieces=self._pieces, grid_bytes=self._grid_bytes)
+        written = self._write_over_base(directory, kind, ranks=self._together.size)
+        records = written.records + written.linked
+        fragment = self._fragment(written.files, records, written.numbers, save)
         content = sealed.seal(fragment)
         path = directory / fragment_name(self._together.rank)
         self._check(content, path, save)
@@ -94,13 +98,7 @@ class PiecesWrite(BlockFilesWrite):
                 [(box.leaf, box.offsets, box.sizes) for box in fragment.boxes],
             )
         )
-        written = sum(record.bytes for record in records) + len(content)
-        return WriteResult(
-            stored_bytes=written,
-            new_bytes=written,
-            peak_buffer_bytes=self._settings.pool.peak_bytes,
-            direct_io=bool(files) and all(file.direct for file in files),
-        )
+        return written.result(self._settings, len(content))
 
     def _fragment(
         self, files: Sequence[DataFile], records: list[FileRecord], numbers: dict[int, int], save: str

@@ -1,0 +1,120 @@
+"""Saves whose coordinator died: those that were complete are finished, others are removed."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import tensorkeep
+from simulated_ranks import SimulatedSave, by_dimension
+from tensorkeep.formats.native.options import NativeOptions
+from tensorkeep.formats.native.pieces.recovery import finish_or_clear, finish_saves
+from tensorkeep.formats.write import WriteSettings
+from tensorkeep.io.buffers import BufferPool
+
+STATE = {"w": torch.arange(40.0).reshape(10, 4), "step": 3}
+
+
+class Interrupted(SimulatedSave):
+    """A save whose coordinator copies the staging folder aside when all ranks have written, and is then gone."""
+
+    abandoned: Path
+
+    def publish(self) -> None:
+        # A name of the same form, which no process has locked.
+        path = self.commit.path
+        self.abandoned = path.with_name(path.name.replace(".tensorkeep-tmp", "0.tensorkeep-tmp"))
+        shutil.copytree(path, self.abandoned)
+        super().publish()
+
+
+def interrupted(path: Path, *, overwrite: bool = False) -> Path:
+    """Return the staging folder of a save that was complete except for its root; nothing is at the path."""
+    settings = WriteSettings(pool=BufferPool(), options=NativeOptions(), overwrite=overwrite)
+    save = Interrupted(path, STATE, 2, by_dimension(2), settings)
+    save.run()
+    shutil.rmtree(path)
+    return save.abandoned
+
+
+def test_a_complete_save_is_finished(tmp_path: Path) -> None:
+    temporary = interrupted(tmp_path / "c")
+    assert (temporary / "plan.json").exists()
+    assert finish_saves(tmp_path) == [tmp_path / "c"]
+    assert [each.name for each in tmp_path.iterdir()] == ["c"]
+    assert not (tmp_path / "c" / "plan.json").exists()
+    assert torch.equal(tensorkeep.load(tmp_path / "c")["w"], STATE["w"])
+    assert tensorkeep.verify(tmp_path / "c").ok
+
+
+def test_a_save_whose_root_was_written_already_is_finished(tmp_path: Path) -> None:
+    temporary = interrupted(tmp_path / "c")
+    (temporary / "manifest.json").write_text("cut sho")
+    assert finish_or_clear(temporary) == tmp_path / "c"
+    assert tensorkeep.verify(tmp_path / "c").ok
+
+
+def damage_fragment(temporary: Path) -> None:
+    (temporary / "rank-00001.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda temporary: (temporary / "rank-00001.json").unlink(),
+        damage_fragment,
+        lambda temporary: (temporary / "model-rank-00000.safetensors").unlink(),
+        lambda temporary: (temporary / "model-rank-00000.safetensors").write_bytes(b"short"),
+        lambda temporary: shutil.copy(temporary / "rank-00000.json", temporary / "rank-00001.json"),
+    ],
+    ids=["fragment missing", "fragment damaged", "data missing", "data cut short", "one rank twice"],
+)
+def test_an_incomplete_save_is_removed(tmp_path: Path, damage) -> None:
+    temporary = interrupted(tmp_path / "c")
+    damage(temporary)
+    assert finish_or_clear(temporary) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_at_the_destination_stays_unless_the_save_was_to_replace_it(tmp_path: Path) -> None:
+    interrupted(tmp_path / "c")
+    tensorkeep.save({"w": torch.zeros(1)}, tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").rename(tmp_path / "c")
+    assert finish_saves(tmp_path) == []
+    assert torch.equal(tensorkeep.load(tmp_path / "c")["w"], torch.zeros(1))
+
+
+def test_a_save_that_replaces_is_finished(tmp_path: Path) -> None:
+    tensorkeep.save({"w": torch.zeros(1)}, tmp_path / "c")
+    temporary = interrupted(tmp_path / "c", overwrite=True)
+    tensorkeep.save({"w": torch.zeros(1)}, tmp_path / "old")
+    (tmp_path / "old").rename(tmp_path / "c")
+    assert finish_or_clear(temporary) == tmp_path / "c"
+    assert torch.equal(tensorkeep.load(tmp_path / "c")["w"], STATE["w"])
+
+
+def test_a_live_writer_is_left_alone(tmp_path: Path) -> None:
+    settings = WriteSettings(pool=BufferPool(), options=NativeOptions())
+
+    class Watched(SimulatedSave):
+        def publish(self) -> None:
+            assert finish_or_clear(self.commit.path) is None
+            assert finish_saves(tmp_path) == []
+            super().publish()
+
+    Watched(tmp_path / "c", STATE, 2, by_dimension(2), settings).run()
+    assert tensorkeep.verify(tmp_path / "c").ok
+
+
+def test_folders_that_are_not_such_saves_are_left_alone(tmp_path: Path) -> None:
+    temporary = interrupted(tmp_path / "c")
+    # The plan of another destination, a link, a folder without a plan.
+    other = temporary.with_name(temporary.name.replace(".c.", ".d."))
+    temporary.rename(other)
+    (tmp_path / temporary.name).symlink_to(other)
+    plain = tmp_path / ".e.01234567.01234567.tensorkeep-tmp"
+    plain.mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    assert finish_saves(tmp_path) == []
+    assert sorted(tmp_path.rglob("*")) == before
