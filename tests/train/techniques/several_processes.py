@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import accumulate
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any, Self
 
 import torch
 from torch import distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorkeep.train.run.setup
@@ -165,6 +168,26 @@ def _collectives(given: Task) -> dict[str, int]:
         return dict(counter.calls)
 
 
+def _memory(given: Task) -> dict[str, int]:
+    """Open a run; return the most bytes that torch allocated for it at any time, and those of the model then."""
+    with (
+        profile(profile_memory=True) as profiler,
+        opened(_config(given), Path(given["folder"]), Path(given["data"])) as run,
+    ):
+        sizes = {name: (parameter.numel(), _local_bytes(parameter)) for name, parameter in run.model.named_parameters()}
+    changes = (event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
+    return {
+        "peak": max(accumulate(changes)),
+        "own": sum(own for _, own in sizes.values()),
+        "full": sum(4 * count for count, _ in sizes.values()),
+        "largest": max(4 * count for count, _ in sizes.values()),
+    }
+
+
+def _local_bytes(parameter: torch.Tensor) -> int:
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).untyped_storage().nbytes()
+
+
 def generated(given: Task) -> list[int]:
     """Make a step, and return the tokens that the model generates after a prompt."""
     with opened(_config(given), Path(given["folder"]), Path(given["data"])) as run:
@@ -250,6 +273,7 @@ _ACTIONS: dict[str, Callable[[Task], Any]] = {
     "train": _train,
     "step": _step,
     "collectives": _collectives,
+    "memory": _memory,
     "generate": generated,
     "stop last": _stop_last,
 }

@@ -1,6 +1,7 @@
 """Every pair of techniques without a conflict: both are proved, and the run resumes exactly."""
 
 import json
+from contextlib import nullcontext
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,16 @@ from tensorkeep.testing.technique_suite import TINY, last_state, losses, train_r
 from tensorkeep.train.data.prepare import prepare
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.techniques.base import TECHNIQUE_CLASSES
+from tensorkeep.train.techniques.parallel import TOGETHER
 from tensorkeep.train.techniques.requirements import Machine
 from tensorkeep.train.techniques.stack import Stack
+from train.techniques.several_processes import ProcessPool, task
 
 # Wide enough for low-bit optimizers to quantise; no dropout, which flash attention on CPUs does not support.
-CONFIG = TINY.changed({"model.d_model": 64, "model.dropout": 0.0, "loop.steps": 3, "checkpoint.every": 1})
+# Four processes have two sequences each, which can be split once more.
+CONFIG = TINY.changed(
+    {"model.d_model": 64, "model.dropout": 0.0, "loop.steps": 3, "loop.batch_size": 8, "checkpoint.every": 1}
+)
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "mixed-precision": {"dtype": "bf16"},
@@ -36,7 +42,8 @@ def lack(name: str) -> str | None:
     return found
 
 
-HERE = [name for name in TECHNIQUE_CLASSES.names() if lack(name) is None]
+HERE = [name for name in TECHNIQUE_CLASSES.names() if name in TOGETHER or lack(name) is None]
+POOLS = {2: "two_processes", 4: "four_processes"}
 PAIRS = list(combinations(HERE, 2))
 
 
@@ -63,13 +70,34 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "prepared"
 
 
+def processes(pair: tuple[str, str]) -> int:
+    """Return how many processes train with a pair of techniques."""
+    if "hsdp" in pair or set(pair) == {"fsdp", "tensor-parallel"}:
+        # With tensor-parallel as well, a mesh of three dimensions.
+        return 8 if set(pair) == {"hsdp", "tensor-parallel"} else 4
+    return 2 if set(pair) & set(TOGETHER) else 1
+
+
 @pytest.mark.slow  # minutes in all
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if not conflict(*pair)], ids="+".join)
-def test_pair_is_proved_and_resumes_exactly(tmp_path: Path, data: Path, pair: tuple[str, str]) -> None:
+def test_pair_is_proved_and_resumes_exactly(
+    tmp_path: Path, data: Path, pair: tuple[str, str], request: pytest.FixtureRequest
+) -> None:
     config = with_techniques(CONFIG, settings(*pair))
-    train_run(config, tmp_path / "whole", data)
-    train_run(config, tmp_path / "parts", data, stop_after=1)
-    train_run(RunFolder(tmp_path / "parts").record().config, tmp_path / "parts", data, resume=True)
+    count = processes(pair)
+    if count == 1:
+        train_run(config, tmp_path / "whole", data)
+        train_run(config, tmp_path / "parts", data, stop_after=1)
+        train_run(RunFolder(tmp_path / "parts").record().config, tmp_path / "parts", data, resume=True)
+    else:
+        pool = ProcessPool(8, tmp_path / "pool") if count == 8 else request.getfixturevalue(POOLS[count])
+        tasks = {
+            "whole": task("train", config, tmp_path / "whole", data),
+            "first part": task("train", config, tmp_path / "parts", data, stop_after=1),
+            "second part": task("train", config, tmp_path / "parts", data, resume=True),
+        }
+        with pool if count == 8 else nullcontext():
+            pool.run(tasks)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert difference(last_state(tmp_path / "parts"), last_state(tmp_path / "whole")) is None
 
