@@ -76,6 +76,14 @@ def test_options_and_metadata_are_those_of_a_save(tmp_path: Path) -> None:
     assert tensorkeep.info(tmp_path / "c").details["compression"] == "lossless"
 
 
+def test_a_save_builds_on_an_earlier_one(tmp_path: Path) -> None:
+    run_ranks(2, save_layout, tmp_path / "1", "rows", incremental=True)
+    run_ranks(2, save_layout, tmp_path / "2", "rows", base=tmp_path / "1")
+    assert difference(whole(), tensorkeep.load(tmp_path / "2")) is None
+    inodes = [{file.stat().st_ino for file in (tmp_path / name).iterdir()} for name in ("1", "2")]
+    assert inodes[0] & inodes[1]
+
+
 def save_by_stages(path: Path) -> None:
     """Save a state of which each rank has other keys, as pipeline parallelism does."""
     rank = dist.get_rank()
