@@ -237,11 +237,11 @@ REFUSED = {
     "nested": (nested, "nested", "unbind"),
     "meta": (lambda: torch.empty(2, device="meta"), "meta device", "to_empty"),
     "lazy": (lambda: torch.nn.LazyLinear(3).weight, "lazy parameter", "run the module once"),
-    "subclass": (lambda: torch.zeros(2).as_subclass(Subclass), "subclass Subclass", "to_local"),
+    "subclass": (lambda: torch.zeros(2).as_subclass(Subclass), "subclass Subclass", "dequantize"),
     "parameter of a subclass": (
         lambda: torch.nn.Parameter(torch.zeros(2).as_subclass(Subclass)),
         "subclass Subclass",
-        "full_tensor",
+        "dequantize",
     ),
     "ndarray subclass": (lambda: np.zeros(2).view(Matrix), "Matrix is a subclass", "np.asarray"),
     "masked": (lambda: np.ma.masked_array([1, 2], [0, 1]), "MaskedArray", "mask"),

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from tensorkeep.errors import UnsupportedError
-from tensorkeep.state.names import Key, Path
+from tensorkeep.errors import UnsupportedError, UsageError
+from tensorkeep.state.names import Key, Path, display
 from tensorkeep.state.registry import is_namedtuple, registered_name
 from tensorkeep.state.skeleton_writer import check_depth
 
@@ -209,3 +209,51 @@ class RandomState:
             torch.set_rng_state(state["torch"])
         if state.get("cuda"):
             torch.cuda.set_rng_state_all(state["cuda"])
+
+
+class PerRank:
+    """A value of a state that each rank has its own of, such as random states; for saves and loads with ``group``.
+
+    In the checkpoint it is a dict with the values of all ranks, under ``"0"``, ``"1"``, ... A load into a state with
+    ``PerRank(value)`` gives each rank the value of its number. If fewer ranks have saved, the value of a rank that was
+    not among them is left as it is, with a `StateMismatchWarning`.
+
+    Examples
+    --------
+    >>> import tensorkeep
+    >>> from tensorkeep.distributed import PerRank
+    >>> state = {"random": PerRank(tensorkeep.RandomState())}
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"PerRank({self.value!r})"
+
+
+def for_rank(state: Any, rank: int | None) -> tuple[Any, dict[Path, PerRank]]:
+    """Return a state in which a dict stands for each `PerRank`, with its value under the rank; and all of them by path.
+
+    Raises UsageError if there is one, and ``rank`` is None because one process saves or loads alone.
+    """
+    found = dict(paths_to(state, PerRank))
+    if found and rank is None:
+        raise UsageError(
+            f"the state has PerRank at {display(next(iter(found)))!r}, and no group was given",
+            remedy="give group=torch.distributed.group.WORLD, on all ranks",
+        )
+    return with_values_at(state, {path: {str(rank): each.value} for path, each in found.items()}), found
+
+
+def with_values_at(state: Any, values: Mapping[Path, Any]) -> Any:
+    """Return a state with other values at the ends of some keys, as far as containers lead there."""
+    if () in values:
+        return values[()]
+    below: dict[Key, dict[Path, Any]] = {}
+    for (key, *rest), value in values.items():
+        below.setdefault(key, {})[tuple(rest)] = value
+    own = items(state) if values else None
+    if own is None:
+        return state
+    return with_items(state, {key: with_values_at(item, below.get(key, {})) for key, item in own})

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tensorkeep.state.leaf import Leaf
+from tensorkeep.state.sharded import ShardedLeaf
 from tensorkeep.state.strided import Array, is_lazy
 
 _MAX_INTEGER = 2**63
@@ -138,17 +139,29 @@ def find_aliases(leaves: Iterable[Leaf]) -> dict[str, Alias]:
     """
     groups: dict[Hashable, list[_Candidate]] = {}
     leaves = list(leaves)
+    found = _tied(leaf for leaf in leaves if isinstance(leaf, ShardedLeaf))
     for leaf in leaves:
-        candidate = _candidate(leaf)
+        # Of DTensors only full views count: a part of the local tensor is no view that another rank could make.
+        candidate = None if isinstance(leaf, ShardedLeaf) else _candidate(leaf)
         if candidate is not None:
             # A tensor and an array never share, even at one address.
             place = candidate.extent.device if leaf.is_torch else "numpy"
             groups.setdefault((place, leaf.dtype.name), []).append(candidate)
-    found: dict[str, Alias] = {}
     for group in groups.values():
         if len(group) > 1:
             found.update(_aliases_in(group))
     return {leaf.name: found[leaf.name] for leaf in leaves if leaf.name in found}
+
+
+def _tied(leaves: Iterable[ShardedLeaf]) -> dict[str, Alias]:
+    """Return the DTensors that are others under a second name."""
+    first: dict[Hashable, ShardedLeaf] = {}
+    found: dict[str, Alias] = {}
+    for leaf in leaves:
+        base = first.setdefault(leaf.sharing, leaf)
+        if base is not leaf:
+            found[leaf.name] = full_view(base.name, leaf.shape)
+    return found
 
 
 class _Candidate(NamedTuple):

@@ -242,8 +242,10 @@ def check_plain(name: str, tensor: "torch.Tensor") -> None:
         problem, remedy = "a lazy parameter without data", "run the module once before saving"
     elif type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         problem = f"the tensor subclass {type(tensor).__name__}"
-        remedy = "save the plain tensors that it consists of: x.to_local() or x.full_tensor() of a DTensor, "
-        remedy += "x.dequantize() of a quantised one"
+        remedy = "save the plain tensors that it consists of: x.dequantize() of a quantised one"
+        if type(tensor).__name__ == "DTensor":
+            problem = "a DTensor, of which each rank has a part,"
+            remedy = "call it on all ranks with group=torch.distributed.group.WORLD, or use x.full_tensor()"
     elif tensor.is_quantized:
         problem, remedy = "a quantised tensor", "save x.int_repr() with its scale and zero point, or x.dequantize()"
     elif tensor.is_meta:

@@ -1,6 +1,6 @@
 """Tensors that are divided among ranks: which boxes of a `DTensor` this process has, and their memory."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tensorkeep.errors import UnsupportedLeafError
 from tensorkeep.state.dtypes import check_torch
 from tensorkeep.state.leaf import Leaf, LeafKind, check_plain
+from tensorkeep.state.strided import may_overlap
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -50,6 +51,18 @@ class ShardedLeaf(Leaf):
     def __post_init__(self) -> None:
         self.shape = self.whole
         self.nbytes = prod(self.whole) * self.dtype.itemsize
+
+    @property
+    def writable(self) -> bool:
+        """Whether the local tensor can be changed."""
+        return not may_overlap(tuple(self.array.shape), self.array.stride(), 1)
+
+    @property
+    def sharing(self) -> Hashable:
+        """A value that only DTensors of the same local memory and placements have, also where that memory is empty."""
+        array = self.array
+        memory = array.untyped_storage()._cdata, array.storage_offset(), tuple(array.stride())
+        return *memory, self.dtype.name, self.shape, self.layout
 
     @classmethod
     def of(cls, name: str, value: Any) -> "ShardedLeaf | None":
@@ -104,6 +117,27 @@ def pieces_of(leaf: Leaf) -> list[Piece]:
     if isinstance(leaf, ShardedLeaf):
         return list(leaf.pieces())
     return [Piece.of_leaf(leaf)] if leaf.nbytes else []
+
+
+def row_ranges(piece: Piece, most_bytes: int) -> Iterator[Piece]:
+    """Yield parts of a box, of some rows each, of about so many bytes or less."""
+    rows = piece.shape[0] if piece.shape else 1
+    if piece.nbytes <= most_bytes or rows == 1:
+        yield piece
+        return
+    # At multiples in the full tensor, where saves cut its blocks.
+    whole_row = prod(piece.whole[1:]) * piece.dtype.itemsize
+    step = max(1, most_bytes // max(1, whole_row))
+    at = 0
+    while at < rows:
+        stop = min(rows, ((piece.offsets[0] + at) // step + 1) * step - piece.offsets[0])
+        yield piece.rows(at, stop)
+        at = stop
+
+
+def bytes_here(leaf: Leaf) -> int:
+    """Return the bytes that this process has of a tensor."""
+    return leaf.array.numel() * leaf.dtype.itemsize if isinstance(leaf, ShardedLeaf) else leaf.nbytes
 
 
 def _spans(runs: tuple[range, ...]) -> Iterator[tuple[range, slice]]:

@@ -49,6 +49,7 @@ from tensorkeep.state.leaf import Leaf
 from tensorkeep.state.names import Key, Path, display
 from tensorkeep.state.registry import is_namedtuple, registered_name
 from tensorkeep.state.scalars import encode_bytes, encode_float, encode_int, encode_key
+from tensorkeep.state.sharded import ShardedLeaf
 from tensorkeep.state.skeleton_reader import MAX_DEPTH, namedtuple_class
 
 _KEY_TYPES = (str, int, bool, float, type(None))
@@ -66,18 +67,20 @@ class StateLeaf(NamedTuple):
 class SkeletonWriter:
     """Encodes one state; ``leaves`` has those encoded so far, in traversal order, whose names are assigned later.
 
-    Containers are copied before they are encoded, because other threads may change them.
+    Containers are copied before they are encoded, because other threads may change them. DTensors are refused unless
+    ``sharded``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, sharded: bool = False) -> None:
         self.leaves: list[StateLeaf] = []
+        self._sharded = sharded
 
     def encode(self, value: Any, path: Path) -> Any:
         """Return a value's node; raises UnsupportedLeafError if it, or a value inside, cannot be saved."""
         encoder = _ENCODERS.get(type(value))
         if encoder is not None:
             return encoder(self, value, path)
-        leaf = Leaf.of(display(path), value)
+        leaf = (ShardedLeaf.of(display(path), value) if self._sharded else None) or Leaf.of(display(path), value)
         if leaf is not None:
             return self._leaf(leaf, value, path)
         node = _torch_node(value)

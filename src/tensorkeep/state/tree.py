@@ -30,8 +30,10 @@ class Flat(Generic[S_co]):
     parts: dict[str, tuple[str, str]]  # of each leaf, aliases included: its part and its name relative to the part
 
 
-def flatten(state: object) -> Flat[Leaf]:
+def flatten(state: object, *, sharded: bool = False) -> Flat[Leaf]:
     """Split a nested state into its skeleton and its leaves; no tensor is copied.
+
+    With ``sharded``, each DTensor is a `ShardedLeaf`; otherwise it is refused.
 
     Raises UnsupportedLeafError for the first value that cannot be saved; the error names the key and a remedy.
 
@@ -44,7 +46,7 @@ def flatten(state: object) -> Flat[Leaf]:
     >>> flat.leaves["model.w"].shape
     (2, 3)
     """
-    skeleton, found = _encode(state)
+    skeleton, found = _encode(state, sharded=sharded)
     aliases = find_aliases([one.leaf for one in found])
     assigned = [one.leaf.name for one in found]
     parts = names.assign_parts([one.path for one in found], assigned, is_dict=isinstance(state, dict))
@@ -52,16 +54,16 @@ def flatten(state: object) -> Flat[Leaf]:
     return Flat(skeleton, stored, aliases, parts)
 
 
-def state_leaves(state: object) -> dict[str, StateLeaf]:
-    """Return every leaf of a state by its name, also those that share another leaf's storage.
+def state_leaves(state: object, *, sharded: bool = False) -> dict[str, StateLeaf]:
+    """Return every leaf of a state by its name, also those that share another leaf's storage; see `flatten`.
 
     Raises UnsupportedLeafError for the first value that cannot be saved.
     """
-    return {one.leaf.name: one for one in _encode(state)[1]}
+    return {one.leaf.name: one for one in _encode(state, sharded=sharded)[1]}
 
 
-def _encode(state: object) -> tuple[object, list[StateLeaf]]:
-    writer = SkeletonWriter()
+def _encode(state: object, *, sharded: bool) -> tuple[object, list[StateLeaf]]:
+    writer = SkeletonWriter(sharded=sharded)
     skeleton = writer.encode(state, ())
     assigned = names.assign_names([one.path for one in writer.leaves])
     for one, name in zip(writer.leaves, assigned, strict=True):
@@ -122,7 +124,7 @@ def _prune(node: Any, kept: Collection[str]) -> tuple[Any, bool, bool]:
     if tag in (*_MAPPINGS, *_PAIRS):
         pruned = [child for child in pruned if child[3] or not child[2]]
     remaining = [(key, child if has_some or not had_some else None) for key, child, had_some, has_some in pruned]
-    return _with_children(node, remaining), had, has
+    return with_children(node, remaining), had, has
 
 
 class PlainValue(NamedTuple):
@@ -205,7 +207,7 @@ def node_key_text(key: Any) -> str:
     return names.key_text(next(iter(key.values())) if isinstance(key, dict) else key)
 
 
-def _with_children(node: Any, children: list[tuple[Any, Any]]) -> Any:
+def with_children(node: Any, children: list[tuple[Any, Any]]) -> Any:
     """Return a copy of a node that has other children."""
     tag = node_tag(node)
     if tag in _MAPPINGS:

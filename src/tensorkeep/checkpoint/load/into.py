@@ -15,12 +15,15 @@ from tensorkeep.checkpoint.load.ranges import read_all
 from tensorkeep.checkpoint.load.rebuild import rebuild
 from tensorkeep.checkpoint.load.targets import LoadPlan
 from tensorkeep.checkpoint.progress import ProgressOption, drawn
+from tensorkeep.checkpoint.ranks.group import Ranks, together
 from tensorkeep.checkpoint.stateful import (
     StatefulObject,
+    for_rank,
     is_below,
     load_objects,
     unwrap_states,
     value_at,
+    with_values_at,
     wrap_objects,
 )
 from tensorkeep.errors import PathLike, StateMismatchError, TensorkeepError, UsageError
@@ -46,11 +49,12 @@ class LoadRequest:
     check_mapped: bool = False
     progress: ProgressOption = None
     threads: int | None = None
+    ranks: Ranks | None = None
 
 
 def load_path(path: PathLike, settings: OpenSettings, request: LoadRequest, format: str | None = None) -> Any:
     """Load the checkpoint at a path, with buffers that are freed afterwards; see `load_open`."""
-    with settings.pool as pool, open_reader(path, settings, format) as reader:
+    with together(request.ranks, "loading"), settings.pool as pool, open_reader(path, settings, format) as reader:
         return load_open(reader, pool, request)
 
 
@@ -119,16 +123,31 @@ class _IntoState:
 
     def __init__(self, reader: Reader, request: LoadRequest) -> None:
         self._reader = reader
-        self._state = wrap_objects(request.into)
-        self._match = StateMatch(reader, self._state, request.select, strict=request.strict)
-        targets = self._match.targets()
+        ranks = request.ranks
+        state, self._per_rank = for_rank(request.into, ranks.rank if ranks else None)
+        self._state = wrap_objects(state)
+        # Nothing is touched unless the states of all ranks fit.
+        with together(ranks, "comparing its state with the checkpoint"):
+            self._match = StateMatch(
+                reader, self._state, request.select, strict=request.strict, ranks=ranks, per_rank=self._per_rank.keys()
+            )
+            targets = self._match.targets()
         self._first = self._match.loaded_first()
         self._done = set(self._match.unselected)  # objects that are loaded already, or not at all
         self._tensors_read = False
         first_names = set[str]().union(*self._first.values())
+        targets |= self._match.divided_like_parameters()
         chosen = self._match.chosen
-        self._first_plan = LoadPlan(reader, [name for name in chosen if name in first_names], {}, request.device)
-        self._plan = LoadPlan(reader, [name for name in chosen if name not in first_names], targets, request.device)
+        plans = (
+            LoadPlan(
+                reader,
+                [name for name in chosen if (name in first_names) is first],
+                {name: target for name, target in targets.items() if (name in first_names) is first},
+                request.device,
+            )
+            for first in (True, False)
+        )
+        self._first_plan, self._plan = plans
 
     def load(self, threads: int, pool: BufferPool, progress: Progress | None) -> Any:
         """Load; return the state."""
@@ -144,7 +163,7 @@ class _IntoState:
             skeleton = prune(skeleton, values.keys())
         loaded = load_objects(self._state, rebuild(self._reader, skeleton, values, as_given=True), self._load)
         self._match.warn_of_skipped()
-        return loaded
+        return with_values_at(loaded, self._per_rank)
 
     def _values(self, plan: LoadPlan) -> dict[str, Any]:
         """Return what was read, with numpy scalars as such."""
@@ -191,7 +210,7 @@ class _IntoState:
 def _copied_state(stateful: StatefulObject) -> Any:
     """Return a copy of an object's state that shares its tensors, which may be large: loading replaces them."""
     state = unwrap_states(stateful.state)
-    arrays = [found.value for found in state_leaves(state).values()]
+    arrays = [found.value for found in state_leaves(state, sharded=True).values()]
     return copy.deepcopy(state, {id(array): array for array in arrays})
 
 

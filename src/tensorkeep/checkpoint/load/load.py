@@ -1,18 +1,22 @@
 """`tensorkeep.load`: a state, or some of its tensors, into new memory or into tensors that exist."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tensorkeep.checkpoint.arguments import MemorySize, budget_pool
 from tensorkeep.checkpoint.load.into import LoadRequest, load_path
 from tensorkeep.checkpoint.manager.address import checkpoint_path
 from tensorkeep.checkpoint.progress import ProgressOption
+from tensorkeep.checkpoint.ranks.group import ranks_of
 from tensorkeep.errors import PathLike
 from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.torch_file.allowed import Allow, allowed_names
 from tensorkeep.io.buffers import DEFAULT_BUDGET
 from tensorkeep.state.cast import DTypeLike
 from tensorkeep.state.strided import Device
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def load(
@@ -23,6 +27,8 @@ def load(
     device: Device = None,
     dtype: DTypeLike = None,
     strict: bool = True,
+    group: "ProcessGroup | None" = None,
+    timeout: float | None = None,
     mmap: bool = False,
     verify: bool | None = None,
     page_cache: bool = False,
@@ -63,6 +69,13 @@ def load(
         With False, what fits ``into`` by name and shape is loaded, and a `StateMismatchWarning` names the rest, which
         is left unchanged. Dtypes must still be the same. Objects other than modules are loaded as a whole or, if
         the checkpoint does not have them, not at all.
+    group : torch.distributed.ProcessGroup, optional
+        The ranks that load together, such as ``torch.distributed.group.WORLD``; all of them call this. ``into`` may
+        then have DTensors, of which each rank reads its own part, by whatever ranks they were saved; a new optimizer
+        of such parameters takes a state that is divided as they are. The ranks may have different keys, as in
+        pipelines: only what none of them has is extra. If one of them fails, all raise.
+    timeout : float, optional
+        Seconds to wait for the other ranks; 30 minutes by default.
     mmap : bool
         Return tensors over the mapped file (native, safetensors and torch files, uncompressed, on the CPU) instead of
         copies in new memory. The call takes about a millisecond; data is read when it is used. Writing to such a tensor
@@ -105,6 +118,8 @@ def load(
         its state later. With ``strict=False``, if nothing fits.
     UsageError
         If a pattern matches nothing, the device does not exist, or arguments exclude each other.
+    RanksDisagreeError
+        If another rank has failed, has ended, or does not answer in time; it is named.
     UnsupportedError, OutOfMemoryError, StoreError
         If the checkpoint has a dtype, class, codec or version that this installation does not know, or with ``mmap`` a
         tensor that is not stored as it is in memory; the tensors are larger than the memory of this machine; or the
@@ -131,8 +146,11 @@ def load(
     >>> folder.cleanup()
     """
     check = not mmap if verify is None else verify
+    ranks = ranks_of(group, timeout)
+    # Ranks of one machine read the same blocks: from the disk once.
+    through_cache = page_cache or mmap or ranks is not None
     settings = OpenSettings(
-        verify=check, page_cache=page_cache or mmap, pool=budget_pool(memory_budget), allow=allowed_names(allow)
+        verify=check, page_cache=through_cache, pool=budget_pool(memory_budget), allow=allowed_names(allow)
     )
-    request = LoadRequest(into, select, device, strict, dtype, mmap, check, progress, threads)
+    request = LoadRequest(into, select, device, strict, dtype, mmap, check, progress, threads, ranks)
     return load_path(checkpoint_path(path), settings, request, format)

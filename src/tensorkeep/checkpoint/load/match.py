@@ -2,13 +2,14 @@
 
 import difflib
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from tensorkeep.checkpoint.load.keys import KeyComparison
 from tensorkeep.checkpoint.load.object_checks import SavedTensor, has_check, is_module, refusals
 from tensorkeep.checkpoint.load.rebuild import rebuild
+from tensorkeep.checkpoint.load.sharded import loaded_by_others, optimizer_state_like_parameters
 from tensorkeep.checkpoint.load.targets import (
     Differences,
     Target,
@@ -17,6 +18,7 @@ from tensorkeep.checkpoint.load.targets import (
     match_targets,
     sharing_conflict_of,
 )
+from tensorkeep.checkpoint.ranks.group import Ranks
 from tensorkeep.checkpoint.stateful import StatefulObject, is_below, items, paths_to, unwrap_states
 from tensorkeep.errors import StateMismatchError, StateMismatchWarning, UsageError, stack_level_of_caller
 from tensorkeep.formats.base import Reader
@@ -53,12 +55,22 @@ class StateMatch:
     not strict. ``partial`` is whether either may have other keys.
     """
 
-    def __init__(self, reader: Reader, state: Any, select: str | Iterable[str] | None, *, strict: bool = True) -> None:
+    def __init__(
+        self,
+        reader: Reader,
+        state: Any,
+        select: str | Iterable[str] | None,
+        *,
+        strict: bool = True,
+        ranks: Ranks | None = None,
+        per_rank: Collection[Path] = (),
+    ) -> None:
         self._reader = reader
         self._strict = strict
+        self._ranks = ranks
         self.partial = select is not None
         state_dicts = unwrap_states(state)
-        self._given = state_leaves(state_dicts)
+        self._given = state_leaves(state_dicts, sharded=ranks is not None)
         self._given_paths = {name: given.path for name, given in self._given.items()}
         self.saved_tensors = {
             name: SavedTensor(name, reader.leaf_specs[name].kind, entry) for name, entry in reader.entries.items()
@@ -77,6 +89,8 @@ class StateMatch:
         if select is None:
             self.chosen = [name for name in self.chosen if not is_below(self._saved_paths[name], self._keys.left_out)]
         self._assign_to_objects()
+        if ranks is not None:
+            self._leave_to_other_ranks(ranks, per_rank)
         self._check_objects()
         if not strict:
             self._skip_misfits()
@@ -97,6 +111,32 @@ class StateMatch:
                 owner.given.add(name)
             elif self._is_scalar(name):
                 self._replaced.add(name)
+
+    def _leave_to_other_ranks(self, ranks: Ranks, per_rank: Collection[Path]) -> None:
+        """Leave tensors and keys that only other ranks have to them; those at ``per_rank`` are of one rank each."""
+        others = (found.wanted for found in self.objects.values() if not is_module(found.stateful.value))
+        own = {*self._given, *self.new}.union(*others)
+        tensors = {name: self._saved_paths[name] for name in self.chosen if name not in own}
+        elsewhere, self._keys.extra = loaded_by_others(ranks, tensors, self._keys.extra, per_rank)
+        self.chosen = [name for name in self.chosen if name not in elsewhere]
+        for found in self.objects.values():
+            found.wanted -= elsewhere
+        missing = {path for path in self._keys.missing if is_below(path, {*per_rank})}
+        self._keys.missing = [path for path in self._keys.missing if path not in missing]
+        self._replaced |= {name for name, path in self._given_paths.items() if is_below(path, missing)}
+        if missing:
+            names = ", ".join(repr(display(path[:-1])) for path in missing)
+            text = f"{self._reader.path}: has no value of rank {ranks.rank} for {names}, which is left as it is"
+            warnings.warn(StateMismatchWarning(text), stacklevel=stack_level_of_caller())
+
+    def divided_like_parameters(self) -> dict[str, Target]:
+        """Return memory for new tensors of optimizers that are divided as their parameters are."""
+        if self._ranks is None:
+            return {}
+        objects = {path: found.stateful for path, found in self.objects.items()}
+        paths = {name: self._saved_paths[name] for name in self.chosen if name in self.new}
+        found = optimizer_state_like_parameters(objects, self._reader.entries, paths)
+        return {name: Target(leaf, tensor, fills=True) for name, (leaf, tensor) in found.items()}
 
     def _owner(self, path: Path) -> _MatchedObject | None:
         """Return the innermost object that some keys lead into."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
+from itertools import chain
 
 from tensorkeep.errors import CorruptCheckpointError
 from tensorkeep.formats.base import Reader
@@ -12,6 +13,7 @@ from tensorkeep.io.pages import NewPages
 from tensorkeep.io.parallel import Meter, Progress
 from tensorkeep.state.aliases import make_view
 from tensorkeep.state.leaf import Leaf, LeafKind, allocate
+from tensorkeep.state.sharded import Piece, ShardedLeaf, bytes_here, row_ranges
 
 _COPY_BYTES = 4 * 1024**2
 
@@ -36,8 +38,11 @@ def read_all(
     ``on_error`` is called with the error of a range that cannot be read, after which the others are still read; without
     it the first error is raised. ``extent`` returns how many bytes of a tensor to read from its start, instead of all.
     """
-    sizes = {name: extent(name) if extent else reader.flat.leaves[name].nbytes for name in destinations}
-    meter = Meter(sum(sizes.values()), progress)
+    shards = {name: leaf for name, leaf in destinations.items() if isinstance(leaf, ShardedLeaf)}
+    sizes = {
+        name: extent(name) if extent else reader.flat.leaves[name].nbytes for name in destinations if name not in shards
+    }
+    meter = Meter(sum(sizes.values()) + sum(map(bytes_here, shards.values())), progress)
     pages = NewPages()
 
     def task(ranges: list[Range]) -> None:
@@ -50,10 +55,20 @@ def read_all(
                 on_error(error)
             meter.add(stop - start)
 
+    def read_piece(name: str, piece: Piece) -> None:
+        reader.read_box(name, piece.offsets, piece, pool)
+        meter.add(piece.nbytes)
+
+    pieces = (
+        partial(read_piece, name, part)
+        for name, leaf in shards.items()
+        for piece in leaf.pieces()
+        for part in row_ranges(piece, BLOCK_BYTES)
+    )
     # A block's stored bytes, and its raw bytes if they cannot be decoded in place.
     block_bytes = max(map(reader.block_bytes, destinations), default=BLOCK_BYTES)
     usable = pool.threads(threads, thread_bytes(block_bytes, buffers=reader.buffers))
-    parallel.run((partial(task, group) for group in _grouped(reader, sizes)), usable)
+    parallel.run(chain((partial(task, group) for group in _grouped(reader, sizes)), pieces), usable)
 
 
 def _read(
@@ -141,6 +156,16 @@ def fill(
     first = offset + start
     for begin, end in grid(first, first + leaf.nbytes, reader.block_bytes(stored)):
         _read(reader, stored, begin, end, leaf, pool, pages, first=first)
+
+
+def fill_from_view(reader: Reader, leaf: ShardedLeaf, pool: BufferPool) -> None:
+    """Fill a DTensor from a view of a stored tensor, which is loaded in full."""
+    kind: LeafKind = "tensor"
+    full = Leaf(leaf.name, kind, leaf.dtype, allocate(kind, leaf.dtype, leaf.shape))
+    fill(reader, leaf.name, full, pool, NewPages())
+    for piece in leaf.pieces():
+        box = tuple(slice(at, at + size) for at, size in zip(piece.offsets, piece.shape, strict=True))
+        copy_range(Leaf(leaf.name, kind, leaf.dtype, full.array[box]), 0, piece, pool)
 
 
 def strided_view(reader: Reader, name: str, kind: LeafKind, pool: BufferPool) -> Leaf:

@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tensorkeep.checkpoint.load.ranges import contiguous_in, copy_range, fill, read_all
+from tensorkeep.checkpoint.load.ranges import contiguous_in, copy_range, fill, fill_from_view, read_all
 from tensorkeep.errors import OutOfMemoryError, StateMismatchError
 from tensorkeep.formats.base import Reader
 from tensorkeep.io.buffers import BufferPool
@@ -18,6 +18,7 @@ from tensorkeep.state.aliases import find_aliases, full_view, make_view, sharing
 from tensorkeep.state.cast import CastLeaf
 from tensorkeep.state.dtypes import DType
 from tensorkeep.state.leaf import Leaf, allocate
+from tensorkeep.state.sharded import ShardedLeaf, bytes_here
 from tensorkeep.state.skeleton_writer import StateLeaf
 from tensorkeep.state.strided import Array, Device
 from tensorkeep.units import format_bytes
@@ -147,7 +148,12 @@ def sharing_conflict_of(
     A tensor that is not selected counts as well, because filling the other would change it. A tensor missing from the
     checkpoint is ignored: it is assumed to be a view of a loaded one.
     """
-    leaves = {name: found.leaf for name, found in given.items() if name in reader.entries}
+    # What one rank has of a DTensor shares memory with its other names only, of which `find_aliases` knows.
+    leaves = {
+        name: found.leaf
+        for name, found in given.items()
+        if name in reader.entries and not isinstance(found.leaf, ShardedLeaf)
+    }
     saved = {
         name: reader.flat.aliases.get(name) or full_view(name, leaf.shape)
         for name, leaf in leaves.items()
@@ -249,7 +255,7 @@ class LoadPlan:
     @property
     def nbytes(self) -> int:
         """The bytes that are read in parallel."""
-        return sum(leaf.nbytes for leaf in self._stored.values())
+        return sum(bytes_here(leaf) for leaf in self._stored.values())
 
     def read(self, threads: int, pool: BufferPool, progress: Progress | None) -> None:
         """Read everything into its memory."""
@@ -258,6 +264,9 @@ class LoadPlan:
         read_all(self._reader, self._stored, threads=threads, pool=pool, untouched=untouched, progress=progress)
         cuda.wait_for_copies(self._memory.values())
         for leaf in self._views:
+            if isinstance(leaf, ShardedLeaf):
+                fill_from_view(self._reader, leaf, pool)
+                continue
             place = contiguous_in(self._reader, leaf.name)
             if place is not None and place[0] in self._stored:
                 copy_range(self._stored[place[0]], place[1], leaf, pool)

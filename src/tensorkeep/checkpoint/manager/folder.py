@@ -17,6 +17,7 @@ from tensorkeep.checkpoint.manager.steps import (
     remove_step,
     step_path,
 )
+from tensorkeep.checkpoint.ranks.group import Ranks, together, told_to_others
 from tensorkeep.errors import DestinationExistsError, TensorkeepError
 from tensorkeep.io.lock import FolderLock
 from tensorkeep.io.temporaries import remove_abandoned
@@ -25,10 +26,15 @@ logger = logging.getLogger(__name__)
 
 
 class StepFolder:
-    """A folder of steps that one process at a time may change; it uses the lock of ``io/lock.py``."""
+    """A folder of steps that one process at a time may change; it uses the lock of ``io/lock.py``.
 
-    def __init__(self, root: Path) -> None:
+    Of many ranks, the coordinator changes it for all of them.
+    """
+
+    def __init__(self, root: Path, ranks: Ranks | None = None) -> None:
         self.root = root
+        self._ranks = ranks
+        self._changes = ranks is None or ranks.is_coordinator
         self._reset()
         # A forked child does not have the lock of its parent.
         reset_in_child(self, StepFolder._reset)
@@ -41,7 +47,7 @@ class StepFolder:
     def claim(self) -> None:
         """Lock the folder for writing, and remove temporaries that a killed writer has left."""
         with self._mutex:
-            if self._lock is None or not self._lock.is_valid():
+            if self._changes and (self._lock is None or not self._lock.is_valid()):
                 self._lock = FolderLock(self.root)
                 remove_abandoned(self.root)
 
@@ -52,7 +58,18 @@ class StepFolder:
             self._lock = None
 
     def newest_first(self, *, stacklevel: int) -> list[Step]:
-        """Return the complete steps, the last one first; warn of later ones that are not complete."""
+        """Return the complete steps, the last one first; warn of later ones that are not complete.
+
+        All ranks return those that the coordinator has found.
+        """
+        if self._ranks is None:
+            return self._newest_first(stacklevel=stacklevel + 1)
+        with told_to_others(self._ranks, "listing the steps"):
+            own = self._newest_first(stacklevel=stacklevel + 1) if self._changes else []
+        told = [(s.number, s.path, s.saved_at, dict(s.metrics), s.nbytes, s.own_bytes) for s in own]
+        return [Step(*each) for each in self._ranks.caller.exchange(told, "listing the steps")[0]]
+
+    def _newest_first(self, *, stacklevel: int) -> list[Step]:
         found = list_steps(self.root)
         last = found.steps[-1].number if found.steps else -1
         for number, error in found.broken.items():
@@ -63,6 +80,8 @@ class StepFolder:
 
     def check_free(self, step: int, *, overwrite: bool, stacklevel: int) -> None:
         """Check that a step can be saved; warn if there are later ones."""
+        if not self._changes:
+            return
         path = step_path(self.root, step)
         if not overwrite and os.path.lexists(path):
             raise DestinationExistsError(
@@ -83,9 +102,9 @@ class StepFolder:
     def delete(self, step: int | Step) -> None:
         """Delete a step; NotFoundError if it does not exist."""
         self.claim()
-        path = self.path_of(step, exists=True)
-        with self._mutex:
-            remove_step(path)
+        with together(self._ranks, "deleting a step"), self._mutex:
+            if self._changes:
+                remove_step(self.path_of(step, exists=True))
 
     def delete_unwanted(self, rule: Keep, protect: Collection[int] = ()) -> list[Step]:
         """Delete the steps that a rule does not keep, except for some; return them.
@@ -94,7 +113,7 @@ class StepFolder:
         """
         deleted: list[Step] = []
         # If all are kept, the folder need not be read.
-        if isinstance(rule, KeepAll):
+        if isinstance(rule, KeepAll) or not self._changes:
             return deleted
         with self._mutex:
             for step in unwanted(rule, list_steps(self.root).steps, protect):

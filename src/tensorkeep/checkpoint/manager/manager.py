@@ -1,34 +1,36 @@
 """`tensorkeep.CheckpointManager`: saves the steps of a training run, deletes old ones, restores the last good one."""
 
-import logging
 import os
 import time
-import warnings
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tensorkeep.checkpoint.arguments import MemorySize, budget_pool
 from tensorkeep.checkpoint.load.into import LoadRequest, load_path
 from tensorkeep.checkpoint.manager.folder import StepFolder
+from tensorkeep.checkpoint.manager.newest import restore_newest
 from tensorkeep.checkpoint.manager.retention import Keep, KeepBest, best_rule, best_step, keep_rule, unwanted
 from tensorkeep.checkpoint.manager.steps import Step, StepListing, checked_metrics, is_damaged, list_steps, step_number
 from tensorkeep.checkpoint.manager.triggers import SaveWhen
 from tensorkeep.checkpoint.progress import ProgressOption, callback_only
+from tensorkeep.checkpoint.ranks.collective import PREPARING
+from tensorkeep.checkpoint.ranks.group import ranks_of, together, told_to_others
 from tensorkeep.checkpoint.save.begin import begin_save, check_request, flat_state
 from tensorkeep.checkpoint.save.job import PendingSave
 from tensorkeep.checkpoint.save.memory import checked_budget
 from tensorkeep.checkpoint.save.queue import SaveQueue, WhenBusy, copies_of
 from tensorkeep.checkpoint.settings import SettingsSource, read_settings
-from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError, PathLike, UsageError
+from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.write import StepRecord
 from tensorkeep.io.buffers import DEFAULT_BUDGET
 from tensorkeep.paths import checked_path
 from tensorkeep.state.strided import Device
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class CheckpointManager:
@@ -64,8 +66,10 @@ class CheckpointManager:
         already. ``"replace"`` takes memory for a second copy.
     memory_budget : int or str, optional
         Limit in bytes for all copies and buffers together, which are kept between saves; see `tensorkeep.save_async`.
-    compression, threads, progress, settings : optional
-        The same as those of `tensorkeep.save`. A settings file is read once.
+    compression, threads, progress, settings, group, timeout : optional
+        The same as those of `tensorkeep.save`. A settings file is read once. With ``group`` all ranks make a manager
+        and call its methods together, also `latest`, and `due` unless its rule goes by the number of the step alone;
+        metrics are those of rank 0.
 
     Raises
     ------
@@ -105,6 +109,8 @@ class CheckpointManager:
         threads: int | None = None,
         progress: ProgressOption = None,
         settings: SettingsSource | None = None,
+        group: "ProcessGroup | None" = None,
+        timeout: float | None = None,
     ) -> None:
         delta = incremental == "delta"
         if incremental not in (False, True, "delta"):
@@ -113,8 +119,11 @@ class CheckpointManager:
             raise UsageError(
                 f'incremental="delta" needs compression="lossless", not {compression!r}', remedy="leave one of them out"
             )
+        if group is not None and when_busy != "wait":
+            raise UsageError("many ranks cannot replace a queued save", remedy='give when_busy="wait"')
         self.root = Path(os.path.abspath(checked_path(root)))
-        self._folder = StepFolder(self.root)
+        self._ranks = ranks_of(group, timeout)
+        self._folder = StepFolder(self.root, self._ranks)
         self._best_rule = best_rule(keep_best, metric, mode)
         self.keep = keep_rule(keep_last, keep_every, self._best_rule if keep_best is not None else None, keep)
         self.save_when = save_when
@@ -139,7 +148,10 @@ class CheckpointManager:
         """Return whether to save after this step, by ``save_when``; UsageError if the manager has no such rule."""
         if self.save_when is None:
             raise UsageError("this manager has no rule for when to save", remedy="give it save_when=EverySteps(100)")
-        return self.save_when.due(step)
+        due = self.save_when.due(step)
+        if self._ranks is None or self.save_when.is_by_number:
+            return due
+        return any(self._ranks.caller.exchange(due, "asking whether to save"))
 
     def save(
         self, step: int, state: object, metrics: Mapping[str, float] | None = None, *, overwrite: bool = False
@@ -174,16 +186,17 @@ class CheckpointManager:
         record = StepRecord(step, time.time(), checked_metrics(metrics))
         self.keep.check(record.metrics)
         with self._queue.one_at_a_time():
-            self.claim()
-            self._queue.wait_for_place()
-            self._queue.raise_failure()
-            self._folder.warn_of_undeleted(stacklevel=2)
-            overwrite = overwrite or (os.path.lexists(path) and (path in self._damaged or is_damaged(path)))
-            self._folder.check_free(step, overwrite=overwrite, stacklevel=2)
-            request = self._request(path, overwrite=overwrite, step=record, started=started)
-            flat = flat_state(state)
-            on_durable = partial(self._note_saved, path, step)
-            prepare = partial(begin_save, flat, request, copy=self._asynchronous, on_durable=on_durable)
+            with told_to_others(self._ranks, PREPARING):
+                self._folder.claim()
+                self._queue.wait_for_place()
+                self._queue.raise_failure()
+                self._folder.warn_of_undeleted(stacklevel=2)
+                overwrite = overwrite or (os.path.lexists(path) and (path in self._damaged or is_damaged(path)))
+                self._folder.check_free(step, overwrite=overwrite, stacklevel=2)
+                request = self._request(path, overwrite=overwrite, step=record, started=started)
+                flat = flat_state(state, self._ranks)
+            then = partial(self._note_saved, path, step)
+            prepare = partial(begin_save, flat, request, copy=self._asynchronous, on_durable=then, ranks=self._ranks)
             pending = PendingSave((self._queue.add if self._asynchronous else self._queue.run)(prepare))
         if not self._asynchronous:
             pending.wait()
@@ -273,27 +286,15 @@ class CheckpointManager:
             refuses its state later.
         """
         self._queue.drain()
-        request = LoadRequest(into, select, device, strict, progress=progress, threads=threads)
+        request = LoadRequest(into, select, device, strict, progress=progress, threads=threads, ranks=self._ranks)
         if step is not None:
             return self._restore(self._folder.path_of(step, exists=True), request)
-        first_error: CorruptCheckpointError | None = None
-        for found in self._folder.newest_first(stacklevel=2):
-            path = Path(found.path)
-            try:
-                return self._restore(path, request)
-            except CorruptCheckpointError as error:
-                first_error = first_error or error
-                self._damaged.add(path)
-                logger.info("%s is damaged and skipped: %s", path, error)
-                warnings.warn(f"{path.name} is skipped: {error}", stacklevel=2)
-            except NotACheckpointError:
-                continue  # its writer has deleted it meanwhile
-        raise first_error or NotACheckpointError(
-            "contains no steps", path=self.root, remedy="check the folder, or start from the beginning"
+        return restore_newest(
+            self._folder, lambda path: self._restore(path, request), self._damaged, self._ranks, stacklevel=2
         )
 
     def _restore(self, path: Path, request: LoadRequest) -> Any:
-        settings = OpenSettings(pool=budget_pool(self._budget or DEFAULT_BUDGET))
+        settings = OpenSettings(pool=budget_pool(self._budget or DEFAULT_BUDGET), page_cache=self._ranks is not None)
         state = load_path(path, settings, request, "native")
         if request.select is None:
             self._base = path
@@ -318,13 +319,15 @@ class CheckpointManager:
         if dry_run:
             return unwanted(self.keep, self.steps())
         self.claim()
-        deleted = self._folder.delete_unwanted(self.keep)
+        with together(self._ranks, "deleting steps"):
+            deleted = self._folder.delete_unwanted(self.keep)
         self._folder.warn_of_undeleted(stacklevel=2)
         return deleted
 
     def claim(self) -> None:
         """Lock the folder, as the first call that changes something does; BusyError if another process writes there."""
-        self._folder.claim()
+        with together(self._ranks, "locking the folder"):
+            self._folder.claim()
 
     def close(self) -> None:
         """Wait for saves, unlock the folder and free the buffers; raise as `wait`. The manager can still be used."""

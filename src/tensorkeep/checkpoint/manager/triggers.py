@@ -29,6 +29,11 @@ class SaveWhen(ABC):
     (False, True)
     """
 
+    @property
+    def is_by_number(self) -> bool:
+        """Whether `due` depends on the number of the step alone; otherwise many ranks ask each other."""
+        return False
+
     @abstractmethod
     def due(self, step: int) -> bool:
         """Return whether to save after this step."""
@@ -46,6 +51,10 @@ class AnyOf(SaveWhen):
     """Saves when any of several rules does."""
 
     rules: tuple[SaveWhen, ...]
+
+    @property
+    def is_by_number(self) -> bool:
+        return all(rule.is_by_number for rule in self.rules)
 
     def due(self, step: int) -> bool:
         # Every rule is asked, because some have state.
@@ -77,6 +86,10 @@ class EverySteps(SaveWhen):
 
     def __post_init__(self) -> None:
         check_count("the interval", self.interval)
+
+    @property
+    def is_by_number(self) -> bool:
+        return True
 
     def due(self, step: int) -> bool:
         return step > 0 and step % self.interval == 0

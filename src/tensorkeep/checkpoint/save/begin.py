@@ -12,15 +12,17 @@ from typing import Any
 import msgspec
 
 from tensorkeep.checkpoint.arguments import MemorySize, thread_count
+from tensorkeep.checkpoint.ranks.collective import PREPARING, CollectiveWrite, agree, as_flat
+from tensorkeep.checkpoint.ranks.group import Ranks, together
 from tensorkeep.checkpoint.save import auto
 from tensorkeep.checkpoint.save.job import SaveJob, SaveReport
 from tensorkeep.checkpoint.save.memory import SaveMemory
 from tensorkeep.checkpoint.settings import SettingsSource, read_settings
-from tensorkeep.checkpoint.stateful import expand
+from tensorkeep.checkpoint.stateful import expand, for_rank
 from tensorkeep.errors import DestinationExistsError, PathLike, UsageError
 from tensorkeep.formats.base import FORMATS
 from tensorkeep.formats.native.options import NativeOptions
-from tensorkeep.formats.write import StepRecord, WriteSettings
+from tensorkeep.formats.write import StagedWrite, StepRecord, WriteSettings
 from tensorkeep.io.parallel import Progress
 from tensorkeep.paths import checked_path
 from tensorkeep.state import cuda
@@ -99,12 +101,13 @@ def format_by_suffix(path: PathLike) -> str:
     return _BY_SUFFIX.get(Path(path).suffix.lower(), "native")
 
 
-def flat_state(state: object) -> Flat[Leaf]:
+def flat_state(state: object, ranks: Ranks | None = None) -> Flat[Leaf]:
     """Return a state taken apart into leaves that other threads may read now; raise as `flatten`.
 
-    Objects with a ``state_dict()`` are replaced by what it returns.
+    Objects with a ``state_dict()`` are replaced by what it returns. With ``ranks`` it may have DTensors and `PerRank`.
     """
-    flat = flatten(expand(state))
+    own, _ = for_rank(state, ranks.rank if ranks else None)
+    flat = flatten(expand(own), sharded=ranks is not None)
     cuda.wait_for_caller(flat.leaves.values())
     return flat
 
@@ -116,28 +119,55 @@ def begin_save(
     *,
     copy: bool = False,
     on_durable: Callable[[], None] | None = None,
+    ranks: Ranks | None = None,
 ) -> SaveJob:
-    """Return a save that is ready to run; nothing is copied or written yet.
+    """Return a save that is ready to run; nothing is copied or written yet. With ``ranks`` this is collective.
 
     ``memory`` must stay open until the save is over. With ``copy`` the state will be copied, so that the caller need
     not wait for the writing. ``on_durable`` is called when the checkpoint is durable, by the thread that writes; its
     error becomes that of the save.
     """
+    with together(ranks, PREPARING):
+        return _begin(flat, request, memory, copy=copy, on_durable=on_durable, ranks=ranks)
+
+
+def _begin(
+    flat: Flat[Source],
+    request: SaveRequest,
+    memory: SaveMemory,
+    *,
+    copy: bool,
+    on_durable: Callable[[], None] | None,
+    ranks: Ranks | None,
+) -> SaveJob:
     path, settings = Path(request.path), request.write
-    if not settings.overwrite and os.path.lexists(path):
+    shared = None
+    if ranks is not None:
+        shared = agree(ranks, flat, _arguments_of_all(request))  # type: ignore[arg-type]  # of a state in memory
+        flat = as_flat(shared.pieces)
+    whole: Flat[Source] = flat if shared is None else shared.flat
+    if (ranks is None or ranks.is_coordinator) and not settings.overwrite and os.path.lexists(path):
         raise DestinationExistsError(
             "exists already", path=path, remedy="choose another path, or replace it (overwrite=True)"
         )
     if not copy:
         settings = replace(settings, pool=memory.single_pool())
-    decision = None
+    decision: dict[str, Any] | None = None
     if settings.compression == "auto" and request.format in auto.FORMATS:
-        decision = auto.decide(flat, path, settings, measure=partial(_measure, memory))
-        settings = replace(settings, compression=decision.compression)
+        if ranks is None or ranks.is_coordinator:
+            decision = asdict(auto.decide(flat, path, settings, measure=partial(_measure, memory)))
+        if ranks is not None:
+            decision = ranks.caller.exchange(decision, "measuring")[0]
+        assert decision is not None
+        settings = replace(settings, compression=decision["compression"])
     if copy:
         delta = isinstance(settings.options, NativeOptions) and settings.options.delta
         settings = replace(settings, pool=memory.working(settings.threads, delta=delta))
-    write = FORMATS.get(request.format).begin(flat, path, settings)
+    write: StagedWrite
+    if ranks is None or shared is None:
+        write = FORMATS.get(request.format).begin(flat, path, settings)
+    else:
+        write = CollectiveWrite(ranks, shared, path, settings)
     fits = True
     if copy:
         needed = write.staging_bytes()
@@ -149,15 +179,33 @@ def begin_save(
         path=os.fspath(request.path),
         format=request.format,
         compression=settings.compression,
-        state_bytes=sum(leaf.nbytes for leaf in flat.leaves.values()),
-        tensors=len(flat.leaves),
-        auto=None if decision is None else asdict(decision),
+        state_bytes=sum(leaf.nbytes for leaf in whole.leaves.values()),
+        tensors=len(whole.leaves),
+        auto=decision,
         settings_from=request.settings_from,
     )
     job = SaveJob(os.fspath(request.path), write, make_report, memory, request.started, fits, on_durable)
     if not copy:
         job.copied.set()
     return job
+
+
+def _arguments_of_all(request: SaveRequest) -> dict[str, Any]:
+    """Return the arguments that must be the same on all ranks; of the others, those of the coordinator count."""
+    if request.format != "native":
+        raise UsageError(
+            f"format {request.format!r} is written by one process",
+            path=request.path,
+            remedy="leave out `format` and the path's suffix; `tensorkeep convert` writes other formats afterwards",
+        )
+    options = request.write.options_as(NativeOptions)
+    return {
+        "path": os.fspath(request.path),
+        "compression": request.write.compression,
+        "step": None if request.write.step is None else request.write.step.number,
+        "incremental": options.wide_digests,
+        "delta": options.delta,
+    }
 
 
 def _measure(memory: SaveMemory, flat: Flat[Source], destination: Path, settings: WriteSettings) -> auto.Rates:

@@ -1,16 +1,21 @@
 """`tensorkeep.save` and `tensorkeep.save_async`."""
 
-from contextlib import closing
-from typing import Any
+from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING, Any
 
 from tensorkeep.checkpoint.arguments import MemorySize
 from tensorkeep.checkpoint.progress import ProgressOption, callback_only, drawn
+from tensorkeep.checkpoint.ranks.collective import PREPARING
+from tensorkeep.checkpoint.ranks.group import ranks_of, told_to_others
 from tensorkeep.checkpoint.save.begin import begin_save, check_request, flat_state
 from tensorkeep.checkpoint.save.job import PendingSave, SaveReport
 from tensorkeep.checkpoint.save.memory import SaveMemory, checked_budget
 from tensorkeep.checkpoint.save.queue import SaveQueue
 from tensorkeep.checkpoint.settings import SettingsSource
 from tensorkeep.errors import PathLike
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def save(
@@ -25,6 +30,8 @@ def save(
     threads: int | None = None,
     memory_budget: MemorySize | None = None,
     settings: SettingsSource | None = None,
+    group: "ProcessGroup | None" = None,
+    timeout: float | None = None,
     **options: Any,
 ) -> SaveReport:
     """Save a nested state. It becomes visible completely or not at all, and is durable on return.
@@ -61,6 +68,14 @@ def save(
         A settings file with a table ``[save]``, as ``tensorkeep tune checkpoint`` writes it, or the content of that
         table. It provides ``compression`` (native format only), ``threads``, ``memory_budget`` and ``direct_io``
         where the call leaves them open.
+    group : torch.distributed.ProcessGroup, optional
+        The ranks that save together, such as ``torch.distributed.group.WORLD``; native format only. All of them call
+        this with the same arguments, and it returns on all of them, or raises on all. The state may have DTensors, of
+        which each rank writes its part; a tensor that several ranks have in full must be the same on all of them, and
+        is written once; plain values must be the same, unless they are wrapped by `tensorkeep.distributed.PerRank`;
+        the ranks may have different keys. Other processes load the result as one checkpoint.
+    timeout : float, optional
+        Seconds to wait for the other ranks; 30 minutes by default.
     **options
         Options of the format. Native: ``shard_bytes``, the size after which a new file begins; ``direct_io=False``, to
         write through the page cache (safetensors as well); ``incremental=True``, so that later checkpoints can build
@@ -79,6 +94,8 @@ def save(
         If something is at ``path`` and ``overwrite`` is not set, or it is not a checkpoint of this format.
     BusyError, StoreError
         If another process is writing to ``path``, or the disk failed or is full. What was there before is intact.
+    RanksDisagreeError
+        If another rank has failed, has ended, does not answer in time, or has other arguments or values; it is named.
 
     Notes
     -----
@@ -99,12 +116,15 @@ def save(
     100
     >>> folder.cleanup()
     """
-    with drawn(progress, "saving") as callback:
-        request = check_request(
-            path, compression, format, overwrite, metadata, callback, threads, memory_budget, settings, options
-        )
-        with closing(SaveMemory(request.memory_budget)) as memory:
-            return begin_save(flat_state(state), request, memory).run()
+    ranks = ranks_of(group, timeout)
+    with drawn(progress, "saving") as callback, ExitStack() as stack:
+        with told_to_others(ranks, PREPARING):
+            request = check_request(
+                path, compression, format, overwrite, metadata, callback, threads, memory_budget, settings, options
+            )
+            memory = stack.enter_context(closing(SaveMemory(request.memory_budget)))
+            flat = flat_state(state, ranks)
+        return begin_save(flat, request, memory, ranks=ranks).run()
 
 
 def save_async(
@@ -119,6 +139,8 @@ def save_async(
     threads: int | None = None,
     memory_budget: MemorySize | None = None,
     settings: SettingsSource | None = None,
+    group: "ProcessGroup | None" = None,
+    timeout: float | None = None,
     **options: Any,
 ) -> PendingSave:
     """Save a nested state in the background; it may change as soon as this returns.
@@ -139,8 +161,9 @@ def save_async(
         needs, but at most half of the available memory. That of ``settings`` is not used.
     progress : callable, optional
         Called with (bytes done, bytes in all), from the writing threads, one call at a time.
-    compression, format, overwrite, metadata, threads, settings, **options : optional
-        The same as those of `tensorkeep.save`.
+    compression, format, overwrite, metadata, threads, settings, group, timeout, **options : optional
+        The same as those of `tensorkeep.save`. With ``group`` the ranks wait for each other before the copying begins,
+        and ``wait()`` returns, or raises, on all of them.
 
     Raises
     ------
@@ -164,15 +187,17 @@ def save_async(
     1000.0
     >>> folder.cleanup()
     """
-    budget = checked_budget(memory_budget, delta=bool(options.get("delta")))
-    callback = callback_only(progress)
-    request = check_request(
-        path, compression, format, overwrite, metadata, callback, threads, None, settings, options, copy=True
-    )
+    ranks = ranks_of(group, timeout)
+    with told_to_others(ranks, PREPARING):
+        budget = checked_budget(memory_budget, delta=bool(options.get("delta")))
+        callback = callback_only(progress)
+        request = check_request(
+            path, compression, format, overwrite, metadata, callback, threads, None, settings, options, copy=True
+        )
+        flat = flat_state(state, ranks)
     queue = SaveQueue("wait", budget, keep_buffers=False)
     try:
-        flat = flat_state(state)
-        return PendingSave(queue.add(lambda memory: begin_save(flat, request, memory, copy=True)))
+        return PendingSave(queue.add(lambda memory: begin_save(flat, request, memory, copy=True, ranks=ranks)))
     except BaseException:
         queue.close()
         raise

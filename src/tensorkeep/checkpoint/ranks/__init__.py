@@ -1,0 +1,1 @@
+"""Saving and loading one checkpoint by many ranks together, on `torch.distributed`."""

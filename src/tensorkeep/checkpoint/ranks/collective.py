@@ -1,0 +1,177 @@
+"""One save by all ranks: what they agree on before it, and how the coordinator makes it visible."""
+
+import logging
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tensorkeep.checkpoint.ranks.assignment import Share, assign, own_pieces
+from tensorkeep.checkpoint.ranks.group import Ranks
+from tensorkeep.checkpoint.ranks.outline import (
+    FullTensor,
+    MergedTensors,
+    RankOutline,
+    digest_of,
+    merge_skeletons,
+    merge_tensors,
+)
+from tensorkeep.errors import RanksDisagreeError
+from tensorkeep.formats.native.directory import is_replaceable
+from tensorkeep.formats.native.pieces.records import FragmentReport, Root
+from tensorkeep.formats.native.pieces.root import finish_or_clear, plan_root, write_plan, write_root
+from tensorkeep.formats.native.pieces.writer import PiecesWrite
+from tensorkeep.formats.write import WriteResult, WriteSettings
+from tensorkeep.io.commit import Commit
+from tensorkeep.io.parallel import Cancelled
+from tensorkeep.state.leaf import Leaf
+from tensorkeep.state.sharded import Piece
+from tensorkeep.state.tree import Flat
+
+logger = logging.getLogger(__name__)
+
+PREPARING = "preparing to save"
+
+
+@dataclass(frozen=True, slots=True)
+class SharedState:
+    """The state of all ranks together, and what this rank writes of it."""
+
+    flat: Flat[FullTensor]
+    layouts: Mapping[str, str]
+    pieces: list[Piece]
+
+
+def agree(ranks: Ranks, flat: Flat[Leaf], arguments: Mapping[str, Any]) -> SharedState:
+    """Return the state of all ranks together, of which ``flat`` is this rank's; collective.
+
+    ``arguments`` are plain values of the call that must be the same on all ranks.
+
+    Raises RanksDisagreeError, on all ranks, for an argument, a tensor or a plain value that differs.
+    """
+    outline = RankOutline.of_state(flat)
+    own = digest_of(arguments), digest_of(outline), digest_of(flat.skeleton)
+    told = ranks.caller.exchange(own, PREPARING)
+    by_arguments, by_outline, by_skeleton = zip(*told, strict=True)
+    if len({*by_arguments}) > 1:
+        _refuse_arguments(ranks.caller.exchange(dict(arguments), PREPARING))
+    known = ranks.remembered
+    if known.get("outlines") != by_outline:
+        outlines = ranks.caller.exchange(outline, PREPARING, of=RankOutline)
+        known["merged"] = merged = merge_tensors(outlines)
+        known["shares"] = assign(merged, ranks.size)[ranks.rank]
+        known["outlines"] = by_outline
+    merged_tensors: MergedTensors = known["merged"]
+    shares: list[Share] = known["shares"]
+    skeleton = flat.skeleton
+    if len({*by_skeleton}) > 1:
+        skeleton = merge_skeletons(ranks.caller.exchange(skeleton, PREPARING))
+    layouts = {name: tensor.layout for name, tensor in merged_tensors.tensors.items() if tensor.layout}
+    return SharedState(merged_tensors.flat(skeleton), layouts, own_pieces(shares, flat.leaves))
+
+
+def as_flat(pieces: Sequence[Piece]) -> Flat[Piece]:
+    """Return pieces as a state of their own, whose bytes are looked at; its names are numbers."""
+    leaves = {str(number): piece for number, piece in enumerate(pieces)}
+    return Flat(None, leaves, {}, {name: ("state", name) for name in leaves})
+
+
+def _refuse_arguments(given: list[dict[str, Any]]) -> None:
+    for rank, arguments in enumerate(given):
+        for name, value in arguments.items():
+            if value != given[0].get(name):
+                raise RanksDisagreeError(
+                    f"{name} is {given[0].get(name)!r} on rank 0, and {value!r} on rank {rank}",
+                    remedy="call it with the same arguments on all ranks",
+                )
+
+
+class Coordination:
+    """How the ranks of one save act together; a `tensorkeep.formats.native.pieces.writer.Together`.
+
+    The coordinator makes the staging folder, and makes the checkpoint visible when all fragments are durable. It
+    believes what the ranks report: on a network file system it may not see their files yet.
+    """
+
+    def __init__(self, ranks: Ranks, shared: SharedState, destination: Path, settings: WriteSettings) -> None:
+        self.rank, self.size = ranks.rank, ranks.size
+        self._channel = ranks.writer
+        self._shared = shared
+        self._destination = destination
+        self._settings = settings
+        self._commit: Commit | None = None
+        self._plan: Root | None = None
+        self._ended = False
+
+    def begin(self) -> tuple[Path, str]:
+        """Return the staging folder and the id of the save; collective."""
+        place = self._stage() if self.rank == 0 else None
+        folder, save = self._channel.exchange(place, "beginning to save")[0]
+        return Path(folder), save
+
+    def _stage(self) -> tuple[str, str]:
+        """Make the staging folder and write the plan of the save into it."""
+        # The restart of an elastic run, which must not meet what an earlier one has left.
+        save = f"{secrets.token_hex(8)}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        finish_or_clear(self._destination)
+        self._commit = Commit(
+            self._destination, directory=True, overwrite=self._settings.overwrite, replaceable=is_replaceable
+        ).__enter__()
+        shared = self._shared
+        self._plan = plan_root(shared.flat, self._settings, save=save, ranks=self.size, layouts=shared.layouts)
+        write_plan(self._commit.path, self._plan)
+        return str(self._commit.path), save
+
+    def finish(self, report: FragmentReport) -> None:
+        """Make the checkpoint visible, once the parts of all ranks are durable; collective."""
+        reports = self._channel.exchange(report, "writing its part", of=FragmentReport)
+        if self._commit is not None and self._plan is not None:
+            write_root(self._commit.path, self._plan, reports)
+            self._commit.publish()
+            self._leave()
+        self._channel.exchange(None, "making the checkpoint visible")
+        self._ended = True
+
+    def total(self, *values: int) -> list[int]:
+        """Return the sums over all ranks; collective."""
+        return [sum(each) for each in zip(*self._channel.exchange(values, "reporting what it wrote"), strict=True)]
+
+    def fail(self, error: BaseException) -> None:
+        """End the save on all ranks, unless that was done; the staging folder is removed."""
+        if self._ended:
+            return
+        self._ended = True
+        try:
+            self._channel.fail(error, "saving")
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Remove the staging folder unless it was published, and unlock it."""
+        commit, self._commit = self._commit, None
+        if commit is not None:
+            commit.__exit__()
+
+
+class CollectiveWrite(PiecesWrite):
+    """The writing of one rank's part of a checkpoint; if it fails on one rank, it fails on all."""
+
+    def __init__(self, ranks: Ranks, shared: SharedState, destination: Path, settings: WriteSettings) -> None:
+        self._coordination = Coordination(ranks, shared, destination, settings)
+        super().__init__(shared.pieces, shared.flat.parts, destination, settings, self._coordination)
+
+    def _write(self) -> WriteResult:
+        try:
+            result = super()._write()
+            stored, new = self._coordination.total(result.stored_bytes, result.new_bytes)
+        except BaseException as error:
+            self._coordination.fail(error)
+            raise
+        return replace(result, stored_bytes=stored, new_bytes=new)
+
+    def abandon(self) -> None:
+        super().abandon()
+        # Only a save that was never begun has not ended yet.
+        self._coordination.fail(Cancelled("the save was abandoned before it began"))

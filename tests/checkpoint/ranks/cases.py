@@ -1,0 +1,240 @@
+"""What the ranks of `test_collective` do; each function runs on every rank of a gloo group."""
+
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import tensorkeep
+from tensorkeep.distributed import PerRank
+
+LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {
+    "rows": ((-1,), (Shard(0),)),
+    "columns": ((-1,), (Shard(1),)),
+    "replicated": ((-1,), (Replicate(),)),
+    "replicas of shards": ((2, -1), (Replicate(), Shard(0))),
+    "rows and columns": ((2, -1), (Shard(0), Shard(1))),
+    "strided": ((2, -1), (_StridedShard(0, split_factor=2), Shard(0))),
+}
+
+
+def full_state() -> dict[str, Any]:
+    """Return the state that all ranks have together, in full."""
+    draw = torch.Generator().manual_seed(7)
+    return {
+        "model": {
+            "even": torch.randn(24, 16, generator=draw).bfloat16(),
+            "uneven": torch.randn(7, 5, generator=draw),
+            "few": torch.randn(1, 6, generator=draw),
+            "empty": torch.zeros(0, 4),
+            "large": torch.randn(3000, 512, generator=draw).bfloat16(),
+        },
+        "plain": torch.arange(11),
+        "scalar": torch.tensor(2.5),
+        "step": 12,
+        "names": ["a", "b"],
+    }
+
+
+def divided(state: dict[str, Any], layout: str) -> dict[str, Any]:
+    """Return the state with the tensors of its model divided among the ranks."""
+    shape, placements = LAYOUTS[layout]
+    size = dist.get_world_size()
+    known = -int(np.prod(shape))
+    mesh = init_device_mesh("cpu", tuple(size // known if length < 0 else length for length in shape))
+    model = {
+        name: distribute_tensor(tensor, mesh, placements, src_data_rank=None) for name, tensor in state["model"].items()
+    }
+    return {**state, "model": model}
+
+
+def zeros_like(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: zeros_like(value) for key, value in state.items()}
+    if isinstance(state, DTensor):
+        local = torch.zeros_like(state.to_local())
+        return DTensor.from_local(
+            local, state.device_mesh, state.placements, run_check=False, shape=state.shape, stride=state.stride()
+        )
+    return torch.zeros_like(state) if isinstance(state, torch.Tensor) else state
+
+
+def equal(first: Any, second: Any) -> bool:
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(equal(first[key], second[key]) for key in first)
+    if isinstance(first, DTensor):
+        return torch.equal(first.to_local(), second.to_local())
+    return torch.equal(first, second) if isinstance(first, torch.Tensor) else first == second
+
+
+def save(path: str, layout: str, options: dict[str, Any]) -> dict[str, Any]:
+    report = tensorkeep.save(divided(full_state(), layout), path, group=dist.group.WORLD, timeout=20, **options)
+    return report.as_dict()
+
+
+def save_async(path: str, layout: str, options: dict[str, Any]) -> dict[str, Any]:
+    state = divided(full_state(), layout)
+    pending = tensorkeep.save_async(state, path, group=dist.group.WORLD, timeout=20, **options)
+    for tensor in state["model"].values():
+        tensor.to_local().zero_()
+    return pending.wait().as_dict()
+
+
+def load(path: str, layout: str) -> bool:
+    """Load into another layout, and compare every bit of this rank's part."""
+    expected = divided(full_state(), layout)
+    given = zeros_like(expected)
+    loaded = tensorkeep.load(path, into=given, group=dist.group.WORLD, timeout=20)
+    return equal(given, expected) and loaded["step"] == 12 and loaded["names"] == ["a", "b"]
+
+
+def pipeline(path: str, count: int) -> list[str]:
+    """Save and load the stages of a pipeline: each rank has other keys, and its own random state."""
+    rank = dist.get_rank()
+
+    def stage(scale: float) -> dict[str, Any]:
+        return {f"block{rank}": torch.full((3, 2), rank * scale), "shared": torch.full((4,), scale)}
+
+    state = {"model": stage(1.0), "random": PerRank({"seed": rank, "bits": torch.full((2,), rank)}), "step": 3}
+    tensorkeep.save(state, path, group=dist.group.WORLD, timeout=20)
+    into = {"model": stage(0.0), "random": PerRank({"seed": -1, "bits": torch.zeros(2, dtype=torch.int64)}), "step": 0}
+    loaded = tensorkeep.load(path, into=into, group=dist.group.WORLD, timeout=20)
+    assert equal(into["model"], stage(1.0))
+    assert loaded["step"] == 3
+    assert into["random"].value["bits"].tolist() == [rank, rank]
+    return sorted(loaded["model"])
+
+
+def per_rank_of_fewer(path: str) -> list[str]:
+    """Load the values of ranks from a checkpoint that fewer ranks saved."""
+    value = torch.full((2,), 50 + dist.get_rank())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tensorkeep.load(path, into={"random": PerRank({"bits": value, "seed": 0})}, group=dist.group.WORLD, timeout=20)
+    return [*map(str, value.tolist()), *(str(each.message) for each in caught)]
+
+
+def fsdp(path: str, action: str) -> Any:
+    """Train a small model with FSDP for a step, and save it; or load it into a new one with a new optimizer."""
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.ReLU(), torch.nn.Linear(10, 5))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for module in (model[0], model[2], model):
+        module.set_force_sum_reduction_for_comms(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    inputs = torch.arange(24.0).reshape(4, 6)
+
+    def take_step() -> float:
+        loss = model(inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    if action == "save":
+        take_step()
+        tensorkeep.save({"model": model, "optimizer": optimizer}, path, group=dist.group.WORLD, timeout=20)
+    else:
+        for parameter in model.parameters():
+            torch.nn.init.zeros_(parameter)
+        tensorkeep.load(path, into={"model": model, "optimizer": optimizer}, group=dist.group.WORLD, timeout=20)
+        kinds = {type(value).__name__ for state in optimizer.state.values() for value in state.values()}
+        assert kinds == {"DTensor", "Tensor"}
+    return [take_step() for _ in range(3)]
+
+
+def manage(root: str, incremental: Any) -> list[Any]:
+    """Save steps with a manager, delete old ones, restore the last one."""
+    state = divided(full_state(), "rows")
+    with tensorkeep.CheckpointManager(
+        root, keep_last=2, incremental=incremental, group=dist.group.WORLD, timeout=20
+    ) as manager:
+        reports = []
+        for step in (1, 2, 3):
+            state["model"]["even"].to_local().fill_(step)
+            reports.append(manager.save(step, state, metrics={"loss": 1 / step + dist.get_rank()}).wait())
+        numbers = [step.number for step in manager.steps()]
+        given = zeros_like(state)
+        manager.restore(into=given)
+        assert equal(given, state)
+        latest = manager.latest()
+        assert latest is not None
+        return [numbers, latest.metrics["loss"], [report.new_bytes for report in reports], reports[0].base_refused]
+
+
+def restore_damaged(root: str) -> float:
+    given = zeros_like(divided(full_state(), "rows"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with tensorkeep.CheckpointManager(root, group=dist.group.WORLD, timeout=20) as manager:
+            manager.restore(into=given)
+    even = given["model"]["even"].to_local()
+    return float(even.flatten()[0]) if even.numel() else -1.0
+
+
+# Failures
+
+
+def differing(path: str, what: str) -> None:
+    """Save states that differ between two ranks."""
+    rank = dist.get_rank()
+    state = full_state()
+    if rank == 1:
+        state |= {
+            "key": {"plain": state["plain"].float()},
+            "shape": {"plain": torch.arange(12)},
+            "value": {"step": 13},
+            "list": {"names": ["a", "c"]},
+        }.get(what, {})
+    target = path + ("-other" if what == "path" and rank == 1 else "")
+    compression = "lossless" if what == "compression" and rank == 1 else "none"
+    if what == "unsupported" and rank == 1:
+        state["code"] = print
+    tensorkeep.save(state, target, group=dist.group.WORLD, timeout=10, compression=compression)
+
+
+def failing(path: str, where: str, how: str) -> None:
+    """Save while rank 1 fails, dies or hangs at some point."""
+    import os
+
+    from tensorkeep.checkpoint.ranks import collective
+
+    def act(*_: Any, **__: Any) -> Any:
+        if how == "dies":
+            os._exit(9)
+        if how == "hangs":
+            time.sleep(60)
+        raise OSError(28, "No space left on device")
+
+    if dist.get_rank() == 1:
+        owner, name = {
+            "begin": (collective.Coordination, "begin"),
+            "write": (collective.CollectiveWrite, "_write_files"),
+            "finish": (collective.Coordination, "finish"),
+        }[where]
+        setattr(owner, name, act)
+    state = divided(full_state(), "rows")
+    try:
+        tensorkeep.save(state, path, group=dist.group.WORLD, timeout=3, overwrite=True)
+    finally:
+        if dist.get_rank() == 1:
+            delattr(owner, name) if name == "_write_files" else None
+
+
+def without_group(path: str) -> None:
+    tensorkeep.save(divided(full_state(), "rows"), path)
+
+
+def exists(path: str) -> bool:
+    return Path(path).exists()

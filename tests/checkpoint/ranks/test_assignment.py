@@ -1,0 +1,138 @@
+"""Who writes what: everything once, by the ranks that have it, in about equal parts, in the same way every time."""
+
+from collections import Counter
+from itertools import pairwise
+from math import prod
+
+import pytest
+import torch
+
+from tensorkeep.checkpoint.ranks.assignment import SPLIT_BYTES, assign, own_pieces
+from tensorkeep.checkpoint.ranks.outline import RankOutline, TensorOutline, merge_skeletons, merge_tensors
+from tensorkeep.errors import RanksDisagreeError
+from tensorkeep.state.tree import flatten
+
+Boxes = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+
+def outline(*tensors: tuple[str, tuple[int, ...], Boxes]) -> RankOutline:
+    found = [TensorOutline(name, "model", name, "float32", shape, "", boxes) for name, shape, boxes in tensors]
+    return RankOutline(found, {})
+
+
+def whole(shape: tuple[int, ...]) -> Boxes:
+    return (((0,) * len(shape), shape),)
+
+
+def written(outlines: list[RankOutline]) -> list[int]:
+    shares = assign(merge_tensors(outlines), len(outlines))
+    return [sum(prod(s.sizes[1:]) * (s.stop - s.start) * 4 for s in own) for own in shares]
+
+
+def test_replicated_tensors_are_divided_equally_and_written_once() -> None:
+    shapes = {f"w{number}": (64 + number, 128) for number in range(40)}
+    state = outline(*((name, shape, whole(shape)) for name, shape in shapes.items()))
+    shares = assign(merge_tensors([state] * 4), 4)
+    assert Counter(share.name for own in shares for share in own) == Counter(list(shapes))
+    loads = written([state] * 4)
+    assert sum(loads) == sum(map(prod, shapes.values())) * 4
+    assert max(loads) <= 1.05 * sum(loads) / 4
+
+
+def test_a_mesh_of_replicas_and_shards_is_written_in_equal_parts() -> None:
+    # HSDP on 2 x 2 ranks: each half of every tensor is on two ranks.
+    def rank(half: int) -> RankOutline:
+        return outline(*((f"w{n}", (64, 8 + n), (((32 * half, 0), (32, 8 + n)),)) for n in range(30)))
+
+    loads = written([rank(0), rank(1), rank(0), rank(1)])
+    assert sum(loads) == sum(64 * (8 + n) * 4 for n in range(30))
+    assert max(loads) <= 1.05 * sum(loads) / 4
+
+
+def test_a_large_replicated_tensor_is_written_in_runs_by_several_ranks() -> None:
+    rows = 5 * SPLIT_BYTES // 4
+    state = outline(("w", (rows,), whole((rows,))), ("small", (3,), whole((3,))))
+    shares = assign(merge_tensors([state] * 4), 4)
+    runs = sorted((s.start, s.stop) for own in shares for s in own if s.name == "w")
+    assert runs[0][0] == 0
+    assert runs[-1][1] == rows
+    assert all(first[1] == second[0] for first, second in pairwise(runs))
+    assert len(runs) == 4
+    assert min(stop - start for start, stop in runs) * 4 >= SPLIT_BYTES
+
+
+def test_the_assignment_is_the_same_in_every_save() -> None:
+    state = outline(*((f"w{n}", (8, 8), whole((8, 8))) for n in range(9)), ("scalar", (), whole(())))
+    assert assign(merge_tensors([state] * 3), 3) == assign(merge_tensors([state] * 3), 3)
+
+
+def test_own_pieces_are_views_of_the_memory_of_the_state() -> None:
+    weight = torch.arange(12.0).reshape(6, 2)
+    flat = flatten({"w": weight, "step": torch.tensor(3)}, sharded=True)
+    shares = assign(merge_tensors([RankOutline.of_state(flat)]), 1)[0]
+    pieces = own_pieces(shares, flat.leaves)
+    assert [(p.name, p.offsets, p.shape, p.whole) for p in pieces] == [
+        ("w", (0, 0), (6, 2), (6, 2)),
+        ("step", (), (), ()),
+    ]
+    assert pieces[0].array.data_ptr() == weight.data_ptr()
+    part = pieces[0].rows(2, 5)
+    assert part.offsets == (2, 0)
+    assert torch.equal(part.array, weight[2:5])
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (("w", (4, 2), whole((4, 2))), ("w", (4, 3), whole((4, 3))), r"shape is \[4, 2\] on rank 0, and \[4, 3\]"),
+        (("w", (4,), (((0,), (2,)),)), ("w", (4,), (((0,), (2,)),)), r"have 2 of its 4 elements"),
+    ],
+)
+def test_tensors_that_do_not_fit_together_are_refused(first: object, second: object, message: str) -> None:
+    with pytest.raises(RanksDisagreeError, match=message) as refused:
+        merge_tensors([outline(first), outline(second)])  # type: ignore[arg-type]
+    assert refused.value.name == "w"
+
+
+def test_a_dtype_that_differs_is_refused_with_both() -> None:
+    flats = [flatten({"model": {"w": torch.zeros(2, dtype=dtype)}}) for dtype in (torch.float32, torch.bfloat16)]
+    with pytest.raises(RanksDisagreeError, match=r"dtype is float32 on rank 0, and bfloat16 on rank 1"):
+        merge_tensors([RankOutline.of_state(flat) for flat in flats])
+
+
+def test_a_tensor_that_is_tied_on_one_rank_only_is_refused() -> None:
+    tied = torch.zeros(2)
+    flats = [flatten({"a": tied, "b": tied}), flatten({"a": torch.zeros(2), "b": torch.zeros(2)})]
+    with pytest.raises(RanksDisagreeError, match=r"shares the memory of 'a' on rank 0, and not on rank 1"):
+        merge_tensors([RankOutline.of_state(flat) for flat in flats])
+
+
+def test_states_with_other_keys_are_merged() -> None:
+    states = [
+        {"model": {"stage0": torch.zeros(2)}, "step": 7, "names": ["a", "b"], "random": {"0": {"seed": 1}}},
+        {"model": {"stage1": torch.ones(3)}, "step": 7, "names": ["a", "b"], "random": {"1": {"seed": 2}}},
+    ]
+    assert merge_skeletons([flatten(state).skeleton for state in states]) == {
+        "dict": {
+            "model": {"dict": {"stage0": {"tensor": "model.stage0"}, "stage1": {"tensor": "model.stage1"}}},
+            "step": 7,
+            "names": ["a", "b"],
+            "random": {"dict": {"0": {"dict": {"seed": 1}}, "1": {"dict": {"seed": 2}}}},
+        }
+    }
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (({"a": {"lr": 0.1}}, {"a": {"lr": 0.2}}), r"'a.lr' differs between ranks 0 and 1: '0.1' and '0.2'"),
+        (({"step": 7}, {"step": 8}), r"'step' differs between ranks 0 and 1: 7 and 8"),
+        (({"x": [1, 2]}, {"x": [1]}), r"'x' differs between ranks 0 and 1: a list of 2 and a list of 1"),
+        (({"x": {"y": 1}}, {"x": 3}), r"'x' differs between ranks 0 and 1: a dict of 1 and 3"),
+        (({"x": torch.zeros(1)}, {"x": None}), r"'x' differs between ranks 0 and 1: the tensor 'x' and None"),
+    ],
+)
+def test_plain_values_that_differ_are_refused_by_name(values: tuple[object, ...], message: str) -> None:
+    with pytest.raises(RanksDisagreeError, match=message) as refused:
+        merge_skeletons([flatten(value).skeleton for value in values])
+    assert "PerRank" in (refused.value.remedy or "")
