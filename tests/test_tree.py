@@ -27,6 +27,7 @@ LAYERS = {
     "io": 3,
     "formats": 4,
     "checkpoint": 5,
+    "distributed": 6,
     "torch": 6,
     "safetensors": 6,
     "distributed": 6,

@@ -1,4 +1,4 @@
-"""Checkpoints of many ranks: storage for ``torch.distributed.checkpoint``.
+"""Checkpoints of many ranks: values of one rank in a state, and storage for ``torch.distributed.checkpoint``.
 
 Nothing is imported before it is used.
 """
@@ -7,12 +7,17 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tensorkeep.checkpoint.stateful import PerRank
     from tensorkeep.distributed.reader import DcpReader
     from tensorkeep.distributed.writer import DcpWriter
 
-_MODULES = {"DcpReader": "distributed.reader", "DcpWriter": "distributed.writer"}
+_MODULES = {
+    "DcpReader": "distributed.reader",
+    "DcpWriter": "distributed.writer",
+    "PerRank": "checkpoint.stateful",
+}
 
-__all__ = ["DcpReader", "DcpWriter"]
+__all__ = ["DcpReader", "DcpWriter", "PerRank"]
 
 
 def __getattr__(name: str) -> object:

@@ -141,7 +141,7 @@ def find_aliases(leaves: Iterable[Leaf]) -> dict[str, Alias]:
     leaves = list(leaves)
     found = _tied(leaf for leaf in leaves if isinstance(leaf, ShardedLeaf))
     for leaf in leaves:
-        # Of DTensors only full views count: a part of the local tensor is no view that another rank could make.
+        # Of DTensors only full views count: other ranks could not make a view of a part of this local tensor.
         candidate = None if isinstance(leaf, ShardedLeaf) else _candidate(leaf)
         if candidate is not None:
             # A tensor and an array never share, even at one address.

@@ -1,11 +1,12 @@
 """What the ranks of `test_collective` do; each function runs on every rank of a gloo group."""
 
+import os
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import tensorkeep
+from tensorkeep.checkpoint.ranks import collective
 from tensorkeep.distributed import PerRank
 
 LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {
@@ -206,9 +208,6 @@ def differing(path: str, what: str) -> None:
 
 def failing(path: str, where: str, how: str) -> None:
     """Save while rank 1 fails, dies or hangs at some point."""
-    import os
-
-    from tensorkeep.checkpoint.ranks import collective
 
     def act(*_: Any, **__: Any) -> Any:
         if how == "dies":
@@ -217,24 +216,17 @@ def failing(path: str, where: str, how: str) -> None:
             time.sleep(60)
         raise OSError(28, "No space left on device")
 
-    if dist.get_rank() == 1:
-        owner, name = {
-            "begin": (collective.Coordination, "begin"),
-            "write": (collective.CollectiveWrite, "_write_files"),
-            "finish": (collective.Coordination, "finish"),
-        }[where]
-        setattr(owner, name, act)
+    owner, name = {
+        "begin": (collective.Coordination, "begin"),
+        "write": (collective.CollectiveWrite, "_write_files"),
+        "finish": (collective.Coordination, "finish"),
+    }[where]
     state = divided(full_state(), "rows")
-    try:
-        tensorkeep.save(state, path, group=dist.group.WORLD, timeout=3, overwrite=True)
-    finally:
+    with pytest.MonkeyPatch.context() as patches:
         if dist.get_rank() == 1:
-            delattr(owner, name) if name == "_write_files" else None
+            patches.setattr(owner, name, act)
+        tensorkeep.save(state, path, group=dist.group.WORLD, timeout=3, overwrite=True)
 
 
 def without_group(path: str) -> None:
     tensorkeep.save(divided(full_state(), "rows"), path)
-
-
-def exists(path: str) -> bool:
-    return Path(path).exists()

@@ -19,8 +19,8 @@ def loaded_by_others(
     ``per_rank`` there are the values of other ranks.
     """
     keys = {display(path): path for path in extra}
-    told = ranks.caller.exchange([list(tensors), list(keys)], "comparing its state with the checkpoint")
-    lacking = [set.intersection(*map(set, each)) for each in zip(*told, strict=True)]
+    received = ranks.caller.exchange([list(tensors), list(keys)], "comparing its state with the checkpoint")
+    lacking = [set.intersection(*map(set, each)) for each in zip(*received, strict=True)]
     places = {*per_rank}
     elsewhere = {name for name, path in tensors.items() if name not in lacking[0] or is_below(path, places)}
     return elsewhere, [path for text, path in keys.items() if text in lacking[1] and not is_below(path, places)]

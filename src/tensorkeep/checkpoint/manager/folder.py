@@ -17,7 +17,7 @@ from tensorkeep.checkpoint.manager.steps import (
     remove_step,
     step_path,
 )
-from tensorkeep.checkpoint.ranks.group import Ranks, together, told_to_others
+from tensorkeep.checkpoint.ranks.group import Ranks, reported_to_others, together
 from tensorkeep.errors import DestinationExistsError, TensorkeepError
 from tensorkeep.io.lock import FolderLock
 from tensorkeep.io.temporaries import remove_abandoned
@@ -64,10 +64,10 @@ class StepFolder:
         """
         if self._ranks is None:
             return self._newest_first(stacklevel=stacklevel + 1)
-        with told_to_others(self._ranks, "listing the steps"):
+        with reported_to_others(self._ranks, "listing the steps"):
             own = self._newest_first(stacklevel=stacklevel + 1) if self._changes else []
-        told = [(s.number, s.path, s.saved_at, dict(s.metrics), s.nbytes, s.own_bytes) for s in own]
-        return [Step(*each) for each in self._ranks.caller.exchange(told, "listing the steps")[0]]
+        received = [(s.number, s.path, s.saved_at, dict(s.metrics), s.nbytes, s.own_bytes) for s in own]
+        return [Step(*each) for each in self._ranks.caller.exchange(received, "listing the steps")[0]]
 
     def _newest_first(self, *, stacklevel: int) -> list[Step]:
         found = list_steps(self.root)

@@ -16,7 +16,7 @@ from tensorkeep.checkpoint.manager.steps import Step, StepListing, checked_metri
 from tensorkeep.checkpoint.manager.triggers import SaveWhen
 from tensorkeep.checkpoint.progress import ProgressOption, callback_only
 from tensorkeep.checkpoint.ranks.collective import PREPARING
-from tensorkeep.checkpoint.ranks.group import ranks_of, together, told_to_others
+from tensorkeep.checkpoint.ranks.group import ranks_of, reported_to_others, together
 from tensorkeep.checkpoint.save.begin import begin_save, check_request, flat_state
 from tensorkeep.checkpoint.save.job import PendingSave
 from tensorkeep.checkpoint.save.memory import checked_budget
@@ -68,8 +68,7 @@ class CheckpointManager:
         Limit in bytes for all copies and buffers together, which are kept between saves; see `tensorkeep.save_async`.
     compression, threads, progress, settings, group, timeout : optional
         The same as those of `tensorkeep.save`. A settings file is read once. With ``group`` all ranks make a manager
-        and call its methods together, also `latest`, and `due` unless its rule goes by the number of the step alone;
-        metrics are those of rank 0.
+        and call its methods together, also `latest` and `due`; metrics are those of rank 0.
 
     Raises
     ------
@@ -119,8 +118,6 @@ class CheckpointManager:
             raise UsageError(
                 f'incremental="delta" needs compression="lossless", not {compression!r}', remedy="leave one of them out"
             )
-        if group is not None and when_busy != "wait":
-            raise UsageError("many ranks cannot replace a queued save", remedy='give when_busy="wait"')
         self.root = Path(os.path.abspath(checked_path(root)))
         self._ranks = ranks_of(group, timeout)
         self._folder = StepFolder(self.root, self._ranks)
@@ -128,7 +125,7 @@ class CheckpointManager:
         self.keep = keep_rule(keep_last, keep_every, self._best_rule if keep_best is not None else None, keep)
         self.save_when = save_when
         self._asynchronous = asynchronous
-        copies = copies_of(when_busy)
+        copies = copies_of(when_busy, ranks=group is not None)
         self._budget = checked_budget(memory_budget, copies=copies, delta=delta, background=asynchronous)
         self._queue = SaveQueue(when_busy, self._budget)
         self._request = partial(
@@ -186,7 +183,7 @@ class CheckpointManager:
         record = StepRecord(step, time.time(), checked_metrics(metrics))
         self.keep.check(record.metrics)
         with self._queue.one_at_a_time():
-            with told_to_others(self._ranks, PREPARING):
+            with reported_to_others(self._ranks, PREPARING):
                 self._folder.claim()
                 self._queue.wait_for_place()
                 self._queue.raise_failure()
@@ -346,7 +343,7 @@ class CheckpointManager:
         try:
             self.close()
         except Exception as failure:
-            # The error that ended the block comes first; that of the save becomes a note of it.
+            # The error that ended the block comes first.
             if error is None:
                 raise
             error.add_note(f"a checkpoint was not saved: {failure}")

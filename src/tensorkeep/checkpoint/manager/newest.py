@@ -20,7 +20,7 @@ def restore_newest(
 ) -> T:
     """Return what ``restore`` returns for the newest step that is not damaged; warn of later ones, and note them.
 
-    Raises CorruptCheckpointError if every step is damaged; NotACheckpointError if there is none; and what ``restore``
+    Raises CorruptCheckpointError if every step is damaged; NotACheckpointError if no step exists; and what ``restore``
     raises for other reasons.
     """
     first_error: TensorkeepError | None = None

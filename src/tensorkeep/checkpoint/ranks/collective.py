@@ -21,7 +21,7 @@ from tensorkeep.checkpoint.ranks.outline import (
 from tensorkeep.errors import RanksDisagreeError
 from tensorkeep.formats.native.directory import is_replaceable
 from tensorkeep.formats.native.pieces.records import FragmentReport, Root
-from tensorkeep.formats.native.pieces.root import finish_or_clear, plan_root, write_plan, write_root
+from tensorkeep.formats.native.pieces.root import plan_root, write_plan, write_root
 from tensorkeep.formats.native.pieces.writer import PiecesWrite
 from tensorkeep.formats.write import WriteResult, WriteSettings
 from tensorkeep.io.commit import Commit
@@ -53,8 +53,8 @@ def agree(ranks: Ranks, flat: Flat[Leaf], arguments: Mapping[str, Any]) -> Share
     """
     outline = RankOutline.of_state(flat)
     own = digest_of(arguments), digest_of(outline), digest_of(flat.skeleton)
-    told = ranks.caller.exchange(own, PREPARING)
-    by_arguments, by_outline, by_skeleton = zip(*told, strict=True)
+    received = ranks.caller.exchange(own, PREPARING)
+    by_arguments, by_outline, by_skeleton = zip(*received, strict=True)
     if len({*by_arguments}) > 1:
         _refuse_arguments(ranks.caller.exchange(dict(arguments), PREPARING))
     known = ranks.remembered
@@ -115,7 +115,6 @@ class Coordination:
         """Make the staging folder and write the plan of the save into it."""
         # The restart of an elastic run, which must not meet what an earlier one has left.
         save = f"{secrets.token_hex(8)}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        finish_or_clear(self._destination)
         self._commit = Commit(
             self._destination, directory=True, overwrite=self._settings.overwrite, replaceable=is_replaceable
         ).__enter__()

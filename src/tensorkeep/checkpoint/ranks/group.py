@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 DEFAULT_TIMEOUT = 1800.0
 """Seconds that a rank waits for the others, which may still be writing."""
 
-_GRACE = 2.0
+_GRACE = 1.0
 """Seconds in which ranks that are alive arrive at the exchange in which another one was found to be missing."""
 
 
@@ -70,7 +70,7 @@ class Channel:
         return [msgspec.convert(message.value, of) for message in found]
 
     def fail(self, error: BaseException, what: str) -> None:
-        """Tell the other ranks of an error in place of the next exchange, unless they know; the caller raises it."""
+        """Report an error to the other ranks in place of the next exchange, unless they know; the caller raises it."""
         if error is self._shared_error:
             return
         text = error.message if isinstance(error, TensorkeepError) else str(error)
@@ -146,8 +146,8 @@ class Ranks:
 
 
 @contextmanager
-def told_to_others(ranks: Ranks | None, what: str) -> Iterator[None]:
-    """Tell the other ranks if the block raises, which wait in an exchange of their callers."""
+def reported_to_others(ranks: Ranks | None, what: str) -> Iterator[None]:
+    """Report what the block raises to the other ranks, which wait in an exchange of their callers."""
     try:
         yield
     except BaseException as error:
@@ -159,7 +159,7 @@ def told_to_others(ranks: Ranks | None, what: str) -> Iterator[None]:
 @contextmanager
 def together(ranks: Ranks | None, what: str) -> Iterator[None]:
     """Wait at the end of the block until all ranks are there; if one of them has raised in it, all raise."""
-    with told_to_others(ranks, what):
+    with reported_to_others(ranks, what):
         yield
     if ranks is not None:
         ranks.caller.exchange(None, what)

@@ -184,11 +184,15 @@ class SaveQueue:
             memory.close()
 
 
-def copies_of(when_busy: str) -> int:
-    """Return how many copies of a state there can be at once; UsageError for an unknown ``when_busy``."""
-    copies = {"wait": 1, "replace": 2}
+def copies_of(when_busy: str, *, ranks: bool = False) -> int:
+    """Return how many copies of a state there can be at once; UsageError for an unknown ``when_busy``.
+
+    With ``ranks`` saves wait: on one rank a save may have begun that another one would replace.
+    """
+    copies = {"wait": 1} if ranks else {"wait": 1, "replace": 2}
     if when_busy not in copies:
-        raise UsageError(f"when_busy is {when_busy!r}", remedy='give "wait" or "replace"')
+        remedy = 'with group=, give "wait"' if ranks else 'give "wait" or "replace"'
+        raise UsageError(f"when_busy is {when_busy!r}", remedy=remedy)
     return copies[when_busy]
 
 

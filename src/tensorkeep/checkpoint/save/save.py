@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from tensorkeep.checkpoint.arguments import MemorySize
 from tensorkeep.checkpoint.progress import ProgressOption, callback_only, drawn
 from tensorkeep.checkpoint.ranks.collective import PREPARING
-from tensorkeep.checkpoint.ranks.group import ranks_of, told_to_others
+from tensorkeep.checkpoint.ranks.group import ranks_of, reported_to_others
 from tensorkeep.checkpoint.save.begin import begin_save, check_request, flat_state
 from tensorkeep.checkpoint.save.job import PendingSave, SaveReport
 from tensorkeep.checkpoint.save.memory import SaveMemory, checked_budget
@@ -118,7 +118,7 @@ def save(
     """
     ranks = ranks_of(group, timeout)
     with drawn(progress, "saving") as callback, ExitStack() as stack:
-        with told_to_others(ranks, PREPARING):
+        with reported_to_others(ranks, PREPARING):
             request = check_request(
                 path, compression, format, overwrite, metadata, callback, threads, memory_budget, settings, options
             )
@@ -188,7 +188,7 @@ def save_async(
     >>> folder.cleanup()
     """
     ranks = ranks_of(group, timeout)
-    with told_to_others(ranks, PREPARING):
+    with reported_to_others(ranks, PREPARING):
         budget = checked_budget(memory_budget, delta=bool(options.get("delta")))
         callback = callback_only(progress)
         request = check_request(
