@@ -30,7 +30,6 @@ LAYERS = {
     "distributed": 6,
     "torch": 6,
     "safetensors": 6,
-    "distributed": 6,
     "train": 6,
     "bench": 7,
     "report": 8,

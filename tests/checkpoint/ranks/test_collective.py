@@ -70,7 +70,7 @@ def test_fsdp_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     assert saved["optimizer"]["state"][0]["exp_avg"].shape == (10, 6)
 
 
-@pytest.mark.parametrize("incremental", [False])
+@pytest.mark.parametrize("incremental", [False, True])
 def test_a_manager_keeps_and_restores_steps_of_all_ranks(tmp_path: Path, incremental: bool) -> None:
     found = run_ranks(2, cases.manage, str(tmp_path), incremental)
     # Rank 0 deletes old steps, and the others may still see them.

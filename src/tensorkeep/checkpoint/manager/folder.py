@@ -19,6 +19,7 @@ from tensorkeep.checkpoint.manager.steps import (
 )
 from tensorkeep.checkpoint.ranks.group import Ranks, reported_to_others, together
 from tensorkeep.errors import DestinationExistsError, TensorkeepError
+from tensorkeep.formats.native.pieces.recovery import finish_saves
 from tensorkeep.io.lock import FolderLock
 from tensorkeep.io.temporaries import remove_abandoned
 
@@ -45,10 +46,11 @@ class StepFolder:
         self._not_deleted: TensorkeepError | None = None
 
     def claim(self) -> None:
-        """Lock the folder for writing, and remove temporaries that a killed writer has left."""
+        """Lock the folder for writing, and finish or remove what a killed writer has left."""
         with self._mutex:
             if self._changes and (self._lock is None or not self._lock.is_valid()):
                 self._lock = FolderLock(self.root)
+                finish_saves(self.root)
                 remove_abandoned(self.root)
 
     def release(self) -> None:
@@ -65,7 +67,11 @@ class StepFolder:
         if self._ranks is None:
             return self._newest_first(stacklevel=stacklevel + 1)
         with reported_to_others(self._ranks, "listing the steps"):
-            own = self._newest_first(stacklevel=stacklevel + 1) if self._changes else []
+            own: list[Step] = []
+            if self._changes:
+                # The ranks may be starting again after they were killed when all but the last rename was done.
+                finish_saves(self.root)
+                own = self._newest_first(stacklevel=stacklevel + 1)
         received = [(s.number, s.path, s.saved_at, dict(s.metrics), s.nbytes, s.own_bytes) for s in own]
         return [Step(*each) for each in self._ranks.caller.exchange(received, "listing the steps")[0]]
 

@@ -21,6 +21,7 @@ from tensorkeep.checkpoint.ranks.outline import (
 from tensorkeep.errors import RanksDisagreeError
 from tensorkeep.formats.native.directory import is_replaceable
 from tensorkeep.formats.native.pieces.records import FragmentReport, Root
+from tensorkeep.formats.native.pieces.recovery import finish_saves
 from tensorkeep.formats.native.pieces.root import plan_root, write_plan, write_root
 from tensorkeep.formats.native.pieces.writer import PiecesWrite
 from tensorkeep.formats.write import WriteResult, WriteSettings
@@ -115,12 +116,13 @@ class Coordination:
         """Make the staging folder and write the plan of the save into it."""
         # The restart of an elastic run, which must not meet what an earlier one has left.
         save = f"{secrets.token_hex(8)}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        finish_saves(self._destination.absolute().parent)
         self._commit = Commit(
             self._destination, directory=True, overwrite=self._settings.overwrite, replaceable=is_replaceable
         ).__enter__()
         shared = self._shared
         self._plan = plan_root(shared.flat, self._settings, save=save, ranks=self.size, layouts=shared.layouts)
-        write_plan(self._commit.path, self._plan)
+        write_plan(self._commit, self._plan)
         return str(self._commit.path), save
 
     def finish(self, report: FragmentReport) -> None:

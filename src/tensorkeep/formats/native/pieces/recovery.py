@@ -22,10 +22,12 @@ logger = logging.getLogger(__name__)
 def finish_saves(folder: Path) -> list[Path]:
     """Finish or clear away every abandoned save of many ranks in a folder; return the checkpoints that it made visible.
 
-    A save whose coordinator is alive is left alone. So are staging folders of other users.
+    A save whose coordinator is alive is left alone. So are staging folders of other users. The folder may be missing.
 
     Raises StoreError if the folder cannot be listed.
     """
+    if not folder.is_dir():
+        return []
     found = [finish_or_clear(temporary) for temporary in list_temporaries(folder)]
     return [path for path in found if path is not None]
 
