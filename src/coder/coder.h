@@ -68,6 +68,7 @@ struct rows {
     uint32_t number[ROW];     /* the upper four bits that the symbols of a row have in common, in each byte */
     uint8_t values[ROW][ROW]; /* zeros for symbols without a code */
     uint8_t bits[ROW][ROW];
+    uint8_t by_symbol[SYMBOLS]; /* all values, zeros likewise */
 };
 
 /* What is kept from one frame to the next, which hold the same plane of consecutive runs. Zeros are valid. */
@@ -83,8 +84,9 @@ struct encoder {
     uint8_t stream[STREAM_CAPACITY];
 };
 
-/* The inner loops. They exist for every processor, and for those with AVX2 and BMI2. */
+/* The inner loops. They exist for every processor, for those with AVX2 and BMI2, and for those with VBMI (AVX-512). */
 struct kernels {
+    const char *name;
     /* Write byte k of each of `count` elements of `width` bytes to plane k; see codecs/bitplanes.py for the layouts. */
     void (*split)(const uint8_t *raw, size_t count, int width, enum layout layout, uint8_t *const *planes);
     /* The inverse of split. */
@@ -97,10 +99,10 @@ struct kernels {
                           const struct decoder *decoder, uint8_t *out, size_t count);
 };
 
-extern const struct kernels plain_kernels;
-#if defined(__x86_64__)
-extern const struct kernels avx2_kernels;
-#endif
+#define MAX_KINDS 3
+
+/* Fill in the inner loops that this processor can run, the fastest last; return their number. */
+int find_kernels(const struct kernels *found[MAX_KINDS]);
 
 /* huffman.c */
 void make_code(const uint32_t *counts, struct code *code);

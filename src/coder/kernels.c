@@ -1,4 +1,4 @@
-/* The inner loops, compiled for every processor of the platform, and for those with AVX2 and BMI2. */
+/* The inner loops, compiled for every processor of the platform, and for those with more instructions. */
 #include "coder.h"
 
 #if defined(__x86_64__)
@@ -19,13 +19,13 @@ static ALWAYS_INLINE uint16_t load16(const uint8_t *at) {
     return value;
 }
 
-#define KERNELS                                                                                              \
-    {FUNCTION(split), FUNCTION(merge), FUNCTION(histogram), FUNCTION(encode_stream), FUNCTION(decode_streams)}
-
 #define FUNCTION(name) plain_##name
 #include "kernels.h"
 #include "pairs.h"
-const struct kernels plain_kernels = KERNELS;
+
+static const struct kernels plain_kernels = {
+    "plain", plain_split, plain_merge, plain_histogram, plain_encode_stream, plain_decode_streams,
+};
 
 #if defined(__x86_64__)
 #undef FUNCTION
@@ -40,8 +40,35 @@ const struct kernels plain_kernels = KERNELS;
 #include "shuffles.h"
 #if defined(__clang__)
 #pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx2,bmi,bmi2,avx512f,avx512bw,avx512vbmi"))), apply_to = function)
+#else
+#pragma GCC target("avx512f,avx512bw,avx512vbmi")
+#endif
+#include "permutes.h"
+#if defined(__clang__)
+#pragma clang attribute pop
 #else
 #pragma GCC pop_options
 #endif
-const struct kernels avx2_kernels = KERNELS;
+
+static const struct kernels avx2_kernels = {
+    "avx2", avx2_split, avx2_merge, avx2_histogram, avx2_encode_stream, avx2_decode_streams,
+};
+static const struct kernels avx512_kernels = {
+    "avx512", avx2_split, avx2_merge, avx2_histogram, avx512_encode_stream, avx2_decode_streams,
+};
 #endif
+
+int find_kernels(const struct kernels *found[MAX_KINDS]) {
+    int count = 0;
+    found[count++] = &plain_kernels;
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2")) {
+        found[count++] = &avx2_kernels;
+        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+            __builtin_cpu_supports("avx512vbmi"))
+            found[count++] = &avx512_kernels;
+    }
+#endif
+    return count;
+}

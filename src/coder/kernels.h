@@ -4,7 +4,8 @@
 
 /* These loops are as simple as they are so that compilers make vectors of them. */
 
-static void FUNCTION(split_2)(const uint8_t *restrict raw, size_t count, uint8_t *restrict low, uint8_t *restrict high) {
+static void FUNCTION(split_2)(const uint8_t *restrict raw, size_t count, uint8_t *restrict low,
+                              uint8_t *restrict high) {
     for (size_t i = 0; i < count; i++) {
         uint16_t word = load16(raw + 2 * i);
         low[i] = (uint8_t)word;

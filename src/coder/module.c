@@ -16,29 +16,26 @@ static void prefetch(const uint8_t *memory, size_t start, size_t stop, size_t si
 
 /* One binary serves all processors of an architecture: the instructions are chosen when the module is imported. Threads
    read this without the GIL. */
-static const struct kernels *_Atomic kernels = &plain_kernels;
+static const struct kernels *_Atomic kernels;
 
-static int select_kernels(PyObject *module, int plain) {
-    const char *name = "plain";
-    kernels = &plain_kernels;
-#if defined(__x86_64__)
-    if (!plain && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2")) {
-        kernels = &avx2_kernels;
-        name = "avx2";
-    }
-#else
-    (void)plain;
-#endif
-    return PyModule_AddStringConstant(module, "simd", name);
+static int select_kernels(PyObject *module, const struct kernels *selected) {
+    kernels = selected;
+    return PyModule_AddStringConstant(module, "simd", selected->name);
 }
 
-PyDoc_STRVAR(use_plain_doc, "use_plain($module, plain, /)\n--\n\n"
-                            "Use instructions that every processor of the architecture has, or the best of this one.");
+PyDoc_STRVAR(use_doc, "use($module, kind, /)\n--\n\n"
+                      "Use the instructions of one of `kinds`, which this processor has.");
 
-static PyObject *use_plain(PyObject *module, PyObject *argument) {
-    int plain = PyObject_IsTrue(argument);
-    if (plain < 0 || select_kernels(module, plain) < 0) return NULL;
-    Py_RETURN_NONE;
+static PyObject *use(PyObject *module, PyObject *argument) {
+    const struct kernels *found[MAX_KINDS];
+    const char *name;
+    if (!PyArg_Parse(argument, "s", &name)) return NULL;
+    for (int i = find_kernels(found) - 1; i >= 0; i--) {
+        if (strcmp(found[i]->name, name) != 0) continue;
+        if (select_kernels(module, found[i]) < 0) return NULL;
+        Py_RETURN_NONE;
+    }
+    return PyErr_Format(PyExc_ValueError, "this processor has no kind of instructions %R", argument);
 }
 
 static void release(Py_buffer *buffers, int count) {
@@ -226,7 +223,7 @@ static PyObject *decode(PyObject *module, PyObject *arguments) {
 }
 
 static PyMethodDef methods[] = {
-    {"use_plain", use_plain, METH_O, use_plain_doc},
+    {"use", use, METH_O, use_doc},
     {"split", split, METH_VARARGS, split_doc},
     {"merge", merge, METH_VARARGS, merge_doc},
     {"coded_size", size_of, METH_O, coded_size_doc},
@@ -236,12 +233,20 @@ static PyMethodDef methods[] = {
 };
 
 static int fill(PyObject *module) {
-    return select_kernels(module, 0) < 0 ||
-                   PyModule_AddIntConstant(module, "INTERFACE", INTERFACE) < 0 ||
-                   PyModule_AddIntConstant(module, "ENCODER_BYTES", (long)sizeof(struct encoder)) < 0 ||
-                   PyModule_AddIntConstant(module, "DECODER_BYTES", (long)sizeof(struct decoder)) < 0
-               ? -1
-               : 0;
+    const struct kernels *found[MAX_KINDS];
+    int count = find_kernels(found), failed = 0;
+    PyObject *kinds = PyTuple_New(count);
+    for (int i = 0; kinds && i < count; i++) {
+        PyObject *name = PyUnicode_FromString(found[i]->name);
+        failed |= !name || PyTuple_SetItem(kinds, i, name) < 0;
+    }
+    failed |= !kinds || PyModule_AddObjectRef(module, "kinds", kinds) < 0 ||
+              select_kernels(module, found[count - 1]) < 0 ||
+              PyModule_AddIntConstant(module, "INTERFACE", INTERFACE) < 0 ||
+              PyModule_AddIntConstant(module, "ENCODER_BYTES", (long)sizeof(struct encoder)) < 0 ||
+              PyModule_AddIntConstant(module, "DECODER_BYTES", (long)sizeof(struct decoder)) < 0;
+    Py_XDECREF(kinds);
+    return failed ? -1 : 0;
 }
 
 static PyModuleDef_Slot slots[] = {

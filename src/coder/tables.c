@@ -40,6 +40,7 @@ void make_rows(struct encoder *encoder) {
         if (!rows->count || rows->number[rows->count - 1] != number) rows->number[rows->count++] = number;
         rows->values[rows->count - 1][place] = (uint8_t)code->value[symbol];
         rows->bits[rows->count - 1][place] = (uint8_t)bits;
+        rows->by_symbol[symbol] = (uint8_t)code->value[symbol];
         fits &= code->value[symbol] <= UINT8_MAX;
         mean += (uint32_t)bits << (MAX_BITS - bits);
     }

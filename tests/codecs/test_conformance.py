@@ -14,9 +14,9 @@ needs_extension = pytest.mark.skipif(
 
 @pytest.fixture(scope="class")
 def plain_instructions() -> Iterator[None]:
-    coder.compiled.use_plain(True)
+    coder.compiled.use("plain")
     yield
-    coder.compiled.use_plain(False)
+    coder.compiled.use(coder.compiled.kinds[-1])
 
 
 class TestRaw(CodecSuite):

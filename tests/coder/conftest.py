@@ -1,4 +1,4 @@
-"""Tests of the C coder: with the best instructions of the processor, and with those that every processor has."""
+"""Tests of the C coder: with each kind of instructions that the processor has."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,11 +8,13 @@ import pytest
 from tensorkeep.codecs import coder
 
 
-@pytest.fixture(params=["best", "plain"])
+@pytest.fixture(params=["avx512", "avx2", "plain"])
 def compiled(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Return the extension module; the test is skipped without it."""
     if coder.compiled is None:
         pytest.skip("the extension is not built, or TENSORKEEP_CODER=python is set")
-    coder.compiled.use_plain(request.param == "plain")
+    if request.param not in coder.compiled.kinds:
+        pytest.skip(f"this processor has no {request.param}")
+    coder.compiled.use(request.param)
     yield coder.compiled
-    coder.compiled.use_plain(False)
+    coder.compiled.use(coder.compiled.kinds[-1])

@@ -92,9 +92,8 @@ static void check(const char *name, const struct kernels *kernels) {
 }
 
 int main(void) {
-    check("plain", &plain_kernels);
-#if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2")) check("avx2", &avx2_kernels);
-#endif
+    const struct kernels *kinds[MAX_KINDS];
+    int count = find_kernels(kinds);
+    for (int i = 0; i < count; i++) check(kinds[i]->name, kinds[i]);
     return 0;
 }

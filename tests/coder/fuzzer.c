@@ -20,9 +20,9 @@
 #define LARGEST 700000
 #define FRAMES 4
 #define DAMAGES 24
-#define KINDS 2
 
-static const struct kernels *kinds[KINDS] = {&plain_kernels, &plain_kernels};
+static const struct kernels *kinds[MAX_KINDS];
+static int kind_count;
 
 static struct progress {
     uint64_t seed, cases, round_trips, damaged, accepted;
@@ -98,27 +98,29 @@ static void require(int condition, const char *what) {
 }
 
 /* Decode with each kind of instructions; return whether the frame was accepted, and compare with `expected` if any. */
-static int decode(struct decoder *decoders[KINDS], const uint8_t *frame, size_t size, size_t count,
+static int decode(struct decoder *decoders[MAX_KINDS], const uint8_t *frame, size_t size, size_t count,
                   const uint8_t *expected) {
-    uint8_t *outs[KINDS];
-    int accepted[KINDS];
-    for (int k = 0; k < KINDS; k++) {
+    uint8_t *outs[MAX_KINDS];
+    int accepted[MAX_KINDS];
+    for (int k = 0; k < kind_count; k++) {
         outs[k] = allocate(count);
         accepted[k] = decode_frame(kinds[k], decoders[k], frame, size, outs[k], count);
         require(accepted[k] == 0 || accepted[k] == 1, "a result that is neither 0 nor 1");
         if (expected) require(accepted[k] && memcmp(outs[k], expected, count) == 0, "decodes to other bytes");
     }
-    require(accepted[0] == accepted[1], "one kind of instructions refuses a frame that the other accepts");
-    if (accepted[0]) require(memcmp(outs[0], outs[1], count) == 0, "instructions decode to different bytes");
-    for (int k = 0; k < KINDS; k++) free(outs[k]);
+    for (int k = 1; k < kind_count; k++) {
+        require(accepted[0] == accepted[k], "one kind of instructions refuses a frame that the other accepts");
+        if (accepted[0]) require(memcmp(outs[0], outs[k], count) == 0, "instructions decode to different bytes");
+    }
+    for (int k = 0; k < kind_count; k++) free(outs[k]);
     return accepted[0];
 }
 
 /* Encode with each kind of instructions to memory of the bound or a little more; return the frame, which both agree on. */
-static uint8_t *encode(struct encoder *encoders[KINDS], const uint8_t *data, size_t count, size_t *size) {
-    uint8_t *frames[KINDS];
-    size_t sizes[KINDS], first = below(3) == 0, space = frame_bound(count) + (below(2) ? below(2 * STREAM_CAPACITY) : 0);
-    for (int k = 0; k < KINDS; k++) {
+static uint8_t *encode(struct encoder *encoders[MAX_KINDS], const uint8_t *data, size_t count, size_t *size) {
+    uint8_t *frames[MAX_KINDS];
+    size_t sizes[MAX_KINDS], first = below(3) == 0, space = frame_bound(count) + (below(2) ? below(2 * STREAM_CAPACITY) : 0);
+    for (int k = 0; k < kind_count; k++) {
         uint8_t *out = allocate(space);
         if (first) reset_encoder(encoders[k]);
         sizes[k] = encode_frame(kinds[k], encoders[k], data, count, out, out + space);
@@ -126,8 +128,10 @@ static uint8_t *encode(struct encoder *encoders[KINDS], const uint8_t *data, siz
         frames[k] = exact(out, sizes[k]);
         free(out);
     }
-    require(sizes[0] == sizes[1] && memcmp(frames[0], frames[1], sizes[0]) == 0, "instructions write different frames");
-    free(frames[1]);
+    for (int k = 1; k < kind_count; k++) {
+        require(sizes[0] == sizes[k] && memcmp(frames[0], frames[k], sizes[0]) == 0, "instructions write different frames");
+        free(frames[k]);
+    }
     *size = sizes[0];
     return frames[0];
 }
@@ -136,20 +140,20 @@ static void split_and_merge(void) {
     int width = 1 << below(4);
     enum layout layout = width > 1 && below(2) ? LAYOUT_EXPONENT : LAYOUT_BYTES;
     size_t count = below(1 + below(5000)), offset = below(8), bytes = count * (size_t)width;
-    uint8_t *memory = allocate(offset + bytes), *planes[KINDS][MAX_WIDTH];
+    uint8_t *memory = allocate(offset + bytes), *planes[MAX_KINDS][MAX_WIDTH];
     for (size_t i = 0; i < offset + bytes; i++) memory[i] = (uint8_t)any();
-    for (int k = 0; k < KINDS; k++) {
+    for (int k = 0; k < kind_count; k++) {
         for (int p = 0; p < width; p++) planes[k][p] = allocate(count);
         kinds[k]->split(memory + offset, count, width, layout, planes[k]);
     }
-    for (int k = 0; k < KINDS; k++) {
+    for (int k = 0; k < kind_count; k++) {
         uint8_t *back = allocate(bytes);
         kinds[k]->merge((const uint8_t *const *)planes[k], count, width, layout, back);
         require(memcmp(back, memory + offset, bytes) == 0, "merge does not invert split");
         for (int p = 0; p < width; p++) require(memcmp(planes[0][p], planes[k][p], count) == 0, "planes differ");
         free(back);
     }
-    for (int k = 0; k < KINDS; k++)
+    for (int k = 0; k < kind_count; k++)
         for (int p = 0; p < width; p++) free(planes[k][p]);
     free(memory);
 }
@@ -218,7 +222,7 @@ static size_t craft(const struct encoder *encoder, uint8_t *frame, size_t count)
     return (size_t)(at - frame) + length + 1;
 }
 
-static void decode_damaged(struct decoder *decoders[KINDS], const uint8_t *frame, size_t size, size_t count) {
+static void decode_damaged(struct decoder *decoders[MAX_KINDS], const uint8_t *frame, size_t size, size_t count) {
     uint8_t *copy = exact(frame, size);
     progress->accepted += (uint64_t)decode(decoders, copy, size, count, NULL);
     progress->damaged++;
@@ -227,7 +231,7 @@ static void decode_damaged(struct decoder *decoders[KINDS], const uint8_t *frame
 
 /* --- cases --------------------------------------------------------------------------------------------------------- */
 
-static void run_frame(struct encoder *encoders[KINDS], struct decoder *decoders[KINDS]) {
+static void run_frame(struct encoder *encoders[MAX_KINDS], struct decoder *decoders[MAX_KINDS]) {
     uint8_t *data, *frame, crafted[2048];
     size_t count = any_size(), size;
     require(count <= LARGEST, "the sizes are too large");
@@ -236,7 +240,8 @@ static void run_frame(struct encoder *encoders[KINDS], struct decoder *decoders[
     decode(decoders, frame, size, count, data);
     progress->round_trips++;
     size_t estimate = coded_size(kinds[0], data, count);
-    require(estimate == coded_size(kinds[1], data, count), "instructions estimate different sizes");
+    for (int k = 1; k < kind_count; k++)
+        require(estimate == coded_size(kinds[k], data, count), "instructions estimate different sizes");
     require(estimate <= count + count / 2 + MAX_TREE, "the estimate is larger than any frame");
     for (int i = 0; i < DAMAGES; i++) {
         size_t damaged_size = size, other = below(8) ? count : any_size();
@@ -252,16 +257,16 @@ static void run_frame(struct encoder *encoders[KINDS], struct decoder *decoders[
 }
 
 static void run_case(uint64_t seed) {
-    struct encoder *encoders[KINDS];
-    struct decoder *decoders[KINDS];
+    struct encoder *encoders[MAX_KINDS];
+    struct decoder *decoders[MAX_KINDS];
     progress->seed = state = seed;
-    for (int k = 0; k < KINDS; k++) {
+    for (int k = 0; k < kind_count; k++) {
         encoders[k] = calloc(1, sizeof **encoders);
         decoders[k] = calloc(1, sizeof **decoders);
     }
     for (int i = 0; i < FRAMES; i++) run_frame(encoders, decoders);
     for (int i = 0; i < 8; i++) split_and_merge();
-    for (int k = 0; k < KINDS; k++) free(encoders[k]), free(decoders[k]);
+    for (int k = 0; k < kind_count; k++) free(encoders[k]), free(decoders[k]);
     progress->cases++;
 }
 
@@ -269,9 +274,7 @@ int main(int arguments, char **values) {
     if (arguments != 3) return fprintf(stderr, "usage: fuzzer SECONDS SEED\n"), 2;
     time_t start = time(NULL), end = start + atol(values[1]);
     uint64_t seed = strtoull(values[2], NULL, 10);
-#if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2")) kinds[1] = &avx2_kernels;
-#endif
+    kind_count = find_kernels(kinds);
     progress = mmap(NULL, sizeof *progress, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     pid_t child = fork();
     if (child == 0) {

@@ -61,18 +61,19 @@ def test_each_coder_decodes_whole_blocks_of_the_other(codecs: list[Codec], megab
     kind=st.sampled_from(LAYOUTS),
     count=st.integers(0, 3000),
     offsets=st.lists(st.integers(0, 16), min_size=9, max_size=9),
-    plain=st.booleans(),
+    instructions=st.integers(0, 2),
     copied=st.booleans(),
 )
 def test_coders_split_and_merge_alike(
-    kind: tuple[int, int], count: int, offsets: list[int], plain: bool, copied: bool
+    kind: tuple[int, int], count: int, offsets: list[int], instructions: int, copied: bool
 ) -> None:
     layout, width = kind
     noise = np.random.default_rng(count).integers(0, 256, count * width + offsets[8], np.uint8)
     # numpy's views of words may be unaligned, too.
     words = noise[offsets[8] :].view(f"<u{width}")
     split_by = []
-    coder.compiled.use_plain(plain)
+    kinds = coder.compiled.kinds
+    coder.compiled.use(kinds[instructions % len(kinds)])
     for each in (CompiledCoder(), PythonCoder()):
         memory = [np.full(offset + count + 64, 0xA5, np.uint8) for offset in offsets[:width]]
         planes = [place[offset : offset + count] for place, offset in zip(memory, offsets, strict=False)]
@@ -88,7 +89,7 @@ def test_coders_split_and_merge_alike(
         assert np.array_equal(other, both)
         assert (back[: offsets[8]] == 0xA5).all() and (back[-64:] == 0xA5).all(), "merged outside"
         split_by.append(np.concatenate(memory))
-    coder.compiled.use_plain(False)
+    coder.compiled.use(kinds[-1])
     assert np.array_equal(*split_by), "split differently, or outside of the planes"
 
 
