@@ -1,6 +1,6 @@
 """Write golden checkpoints of the current format; only for a new version or feature, never again for an old one.
 
-Usage: python tests/golden/make.py native-1-suffix [changes]
+Usage: PYTHONPATH=tests python tests/golden/make.py native-1-suffix [changes | ranks]
 """
 
 import sys
@@ -9,6 +9,7 @@ from pathlib import Path
 from states import later, state
 
 import tensorkeep
+from simulated_ranks import at_random, save_by_ranks
 
 HERE = Path(__file__).parent
 
@@ -34,5 +35,15 @@ def changes(place: Path) -> None:
         print(tensorkeep.save(later(), place / f"{kind}-later", base=first, **about, **options))
 
 
+def ranks(place: Path) -> None:
+    """Write checkpoints of three ranks: boxes of rows, boxes anywhere, and steps with differences."""
+    about = {"metadata": {"note": "golden"}, "grid_bytes": 2048}
+    save_by_ranks(place / "rows", state(), 3, **about, layouts={"model.layers.0.weight": "mesh (dp=3): S(0)"})
+    save_by_ranks(place / "anywhere", state(), 3, at_random(3, seed=4), compression="lossless", **about)
+    delta = {"compression": "lossless", "delta": True, "incremental": True}
+    save_by_ranks(place / "delta-first", state(), 3, **about, **delta)
+    save_by_ranks(place / "delta-later", later(), 2, **about, **delta, base=place / "delta-first")
+
+
 if __name__ == "__main__":
-    {"whole": whole, "changes": changes}[(sys.argv[2:] or ["whole"])[0]](HERE / sys.argv[1])
+    {"whole": whole, "changes": changes, "ranks": ranks}[(sys.argv[2:] or ["whole"])[0]](HERE / sys.argv[1])

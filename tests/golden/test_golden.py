@@ -22,10 +22,11 @@ _spec.loader.exec_module(states)
 GOLDEN = sorted(path.parent for path in HERE.glob("*/*/manifest.json"))
 WHOLE = {"raw", "lossless", "sharded", "zstd", "gzip"}
 CHANGES = {"raw-first", "raw-later", "delta-first", "delta-later"}
+RANKS = {"rows", "anywhere"}
 
 
 def test_golden_checkpoints_exist() -> None:
-    assert {path.name for path in GOLDEN} == WHOLE | CHANGES
+    assert {path.name for path in GOLDEN} == WHOLE | CHANGES | RANKS
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: f"{path.parent.name}/{path.name}")
@@ -47,6 +48,14 @@ def test_golden_steps_are_incremental() -> None:
             path = HERE / folder / f"{kind}-later"
             assert tensorkeep.info(path).details["history"]["deepest_chain"] == deepest
             assert any(file.name.startswith("from-") for file in path.iterdir())
+
+
+def test_golden_checkpoints_of_ranks_are_in_pieces() -> None:
+    for kind, ranks in {"rows": 3, "anywhere": 3, "delta-first": 3, "delta-later": 2}.items():
+        details = tensorkeep.info(HERE / "native-1-pieces" / kind).details
+        assert len(details["ranks"]) == ranks
+        assert details["block_bytes"] == 2048
+    assert details["history"]["deepest_chain"] == 1
 
 
 def test_compressed_data_files_had_the_suffix_of_safetensors_at_first() -> None:

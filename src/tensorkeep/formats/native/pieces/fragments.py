@@ -176,7 +176,7 @@ def join(root: Root, fragments: Sequence[Fragment], folder: Path) -> Fragments:
 def _check_names(fragment: Fragment, path: Path, owners: dict[str, tuple[FileRecord, str]], reserved: set[str]) -> None:
     """Check that no data file is listed by two ranks, unless both link the same file of an earlier save."""
     for file in fragment.files:
-        if file.name in reserved:
+        if file.name.casefold() in reserved:
             raise CorruptCheckpointError(f"lists {file.name} as a data file", path=path)
         other, by = owners.setdefault(file.name.casefold(), (file, path.name))
         if by != path.name and (other != file or not file.origin):
