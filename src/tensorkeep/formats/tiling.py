@@ -5,10 +5,14 @@ corners: +1 or -1, by how many of the corner's coordinates are at the box's end.
 their corners add up to those of the array. This takes time proportional to the number of boxes, however they are cut.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Integers = npt.NDArray[np.int64]
 
 Corner = tuple[int, ...]
 
@@ -38,32 +42,49 @@ def find_flaw(shape: Sequence[int], boxes: Iterable[tuple[Corner, Corner]]) -> F
     """
     found = list(boxes)
     whole = tuple(shape)
+    size = len(found), len(whole)
+    starts = np.array([offsets for offsets, _ in found], np.int64).reshape(size)
+    lengths = np.array([sizes for _, sizes in found], np.int64).reshape(size)
     # Along a dimension that no box cuts, all boxes have the same two coordinates.
-    cut = [axis for axis in range(len(whole)) if any(sizes[axis] != whole[axis] for _, sizes in found)]
+    cut = [axis for axis in range(len(whole)) if (lengths[:, axis] != whole[axis]).any()]
     if len(cut) > MAX_CUT_DIMENSIONS:
         raise ValueError(f"is cut along {len(cut)} dimensions, more than {MAX_CUT_DIMENSIONS}")
-    counts: dict[Corner, int] = defaultdict(int)
+    starts, lengths = starts[:, cut], lengths[:, cut]
+    corners, signs = _corners(starts, starts + lengths)
     if 0 not in whole:
-        _add(counts, [(0, whole[axis]) for axis in cut], -1)
-    for offsets, sizes in found:
-        _add(counts, [(offsets[axis], offsets[axis] + sizes[axis]) for axis in cut], 1)
-    # Before the first corner that is left over, in C order, every element is in exactly one box.
-    corner = min((corner for corner, count in counts.items() if count), default=None)
-    if corner is None:
+        ends = np.array([[whole[axis] for axis in cut]], np.int64)
+        of_array, of_signs = _corners(np.zeros_like(ends), ends)
+        corners, signs = np.concatenate([corners, of_array]), np.concatenate([signs, -of_signs])
+    at, count = _first_left_over(corners, signs)
+    if not count:
         return None
-    at = [0] * len(whole)
-    for axis, value in zip(cut, corner, strict=True):
-        at[axis] = value
-    return Flaw(tuple(at), counts[corner] < 0)
+    element = [0] * len(whole)
+    for axis, value in zip(cut, at, strict=True):
+        element[axis] = int(value)
+    return Flaw(tuple(element), count < 0)
 
 
-def _add(counts: dict[Corner, int], sides: list[tuple[int, int]], sign: int) -> None:
-    """Add the signed corners of a box."""
-    if len(sides) == 1:  # by far the most frequent case
-        start, stop = sides[0]
-        counts[(start,)] += sign
-        counts[(stop,)] -= sign
-        return
-    for choice in product((0, 1), repeat=len(sides)):
-        corner = tuple(side[end] for side, end in zip(sides, choice, strict=True))
-        counts[corner] += -sign if sum(choice) % 2 else sign
+def _corners(starts: Integers, stops: Integers) -> tuple[Integers, Integers]:
+    """Return the corners of boxes, of shape (corners, dimensions), and the sign of each."""
+    dimensions = starts.shape[1]
+    corners, signs = [], []
+    for choice in product((False, True), repeat=dimensions):
+        corners.append(np.where(np.array(choice, bool), stops, starts))
+        signs.append(np.full(len(starts), -1 if sum(choice) % 2 else 1, np.int64))
+    return np.concatenate(corners), np.concatenate(signs)
+
+
+def _first_left_over(corners: Integers, signs: Integers) -> tuple[Integers, int]:
+    """Return the first corner, in C order, at which the signs do not add up to 0, and their sum; (anything, 0)."""
+    if not corners.shape[1]:
+        return corners[:0].reshape(-1), int(signs.sum())
+    order = np.lexsort(corners.T[::-1])
+    corners, signs = corners[order], signs[order]
+    is_first = (
+        np.concatenate([[True], (corners[1:] != corners[:-1]).any(axis=1)]) if len(corners) else np.zeros(0, bool)
+    )
+    firsts = np.flatnonzero(is_first)
+    sums = np.add.reduceat(signs, firsts) if len(firsts) else signs
+    left = np.flatnonzero(sums)
+    # Before the first corner that is left over, in C order, every element is in exactly one box.
+    return (corners[firsts[left[0]]], int(sums[left[0]])) if len(left) else (corners[:0].reshape(-1), 0)

@@ -111,7 +111,7 @@ BlockKey = tuple[str, int]
 """Key of a leaf in its file, and index of the block in the leaf."""
 
 
-class BlockRecord(msgspec.Struct, array_like=True, frozen=True):
+class BlockRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A written block: codec, stored bytes, and its checksums.
 
     ``raw`` is the checksum of the raw bytes; ``stored`` that of the stored bytes, where a codec is used.

@@ -42,7 +42,7 @@ FILE_NAME_PATTERN = rf"^(?!{MANIFEST_NAME}\Z)[A-Za-z0-9_%-][A-Za-z0-9_%.-]{{0,25
 Count = Annotated[int, Meta(ge=0)]
 
 
-class BaseRecord(msgspec.Struct, array_like=True, frozen=True):
+class BaseRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A stored block that another is the difference from: a `BlockRecord` with its file and offset."""
 
     codec: str
@@ -53,7 +53,7 @@ class BaseRecord(msgspec.Struct, array_like=True, frozen=True):
     offset: Count
 
 
-class PlaceRecord(msgspec.Struct, array_like=True, frozen=True):
+class PlaceRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The place of a block that does not follow the one before it, and the blocks that it is the difference from.
 
     ``file`` is an index into the manifest's files. ``bases`` is empty for a block that is stored in full. Otherwise the

@@ -200,17 +200,19 @@ def check_fragment(fragment: Fragment, path: Path, tensors: Mapping[str, TensorR
         check_box(tensor, box.offsets, box.sizes, path)
         cut = tensor.shape, box.offsets, box.sizes, itemsize, fragment.grid_bytes
         count = block_count(*cut)
-        starts = block_starts(*cut) if count == len(box.blocks) else ()
+        starts = (0,) if count == 1 else block_starts(*cut) if count == len(box.blocks) else ()
         rules.check_stored(box, tensor.name, prod(box.sizes) * itemsize, count, starts)
     rules.check_coverage((box, fragment.leaves[box.leaf]) for box in fragment.boxes)
 
 
 def check_box(tensor: TensorRecord, offsets: Sequence[int], sizes: Sequence[int], path: Path) -> None:
     """Check that a box has elements and lies within its tensor."""
-    if len(offsets) == len(sizes) == len(tensor.shape) and all(
-        size > 0 and offset + size <= length for offset, size, length in zip(offsets, sizes, tensor.shape, strict=True)
-    ):
-        return
+    if len(offsets) == len(sizes) == len(tensor.shape):
+        for offset, size, length in zip(offsets, sizes, tensor.shape, strict=True):
+            if size <= 0 or offset + size > length:
+                break
+        else:
+            return
     raise CorruptCheckpointError(
         f"cannot have a box of {list(sizes)} at {list(offsets)}: its shape is {list(tensor.shape)}",
         path=path,

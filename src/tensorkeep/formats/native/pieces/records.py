@@ -79,7 +79,7 @@ class Root(msgspec.Struct, frozen=True, omit_defaults=True):
         return found | {name: (alias.part, alias.key) for name, alias in self.aliases.items()}
 
 
-class BoxRecord(StoredRecord, msgspec.Struct, array_like=True, frozen=True):
+class BoxRecord(StoredRecord, msgspec.Struct, array_like=True, frozen=True, gc=False):
     """One box of a tensor and its blocks, which hold the C-order bytes of the box.
 
     ``leaf`` is an index into the names of the fragment, ``offsets`` is where the box begins in the tensor.
