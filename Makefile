@@ -15,10 +15,10 @@ BENCH_ARGS ?=
 FUZZ_MINUTES ?= 10
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench torture wheel clean
+.PHONY: help demo test check bench bench-ranks torture wheel clean
 
 help:  ## this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 # The installation compiles the coder where a C compiler is, again after a change of its source.
 $(VENV)/.installed-%: pyproject.toml constraints.txt setup.py $(wildcard src/coder/*)
@@ -44,6 +44,10 @@ bench: $(DEV)  ## the speed that README states, as ratios against peers measured
 	@mkdir -p bench-results; missed=0; for each in ratios lossless first_loads training_saves plain_training; do \
 		$(BIN)/python benchmarks/$$each.py --out bench-results/$$each.json $(BENCH_ARGS) || missed=1; \
 	done; exit $$missed
+
+bench-ranks: $(DEV)  ## saves and loads by several ranks, beside DCP's storage (half an hour)
+	@mkdir -p bench-results
+	$(BIN)/python benchmarks/ranks.py --out bench-results/ranks.json $(BENCH_ARGS)
 
 torture: $(DEV)  ## the exhaustive tests: every operation killed, every byte flipped, the coder fuzzed (tens of minutes)
 	$(PYTEST) -m slow --timeout 900

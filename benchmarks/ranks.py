@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ranks_planning import Planning, plan_by_dcp
+from ranks_planning import Planning, plan_by_dcp, plan_by_tensorkeep
 from ratios import Line
 from tensorkeep import machine
 from tensorkeep.bench.checkpoint.models import parse, spec_of_size
@@ -70,7 +70,7 @@ def main() -> int:
             "state": {"spec": spec, "bytes": nbytes},
             "lines": [{**asdict(line), "reached": line.reached} for line in lines],
             "samples": samples,
-            "planning": [each.as_dict() for each in planning],
+            "planning": [asdict(each) for each in planning],
         }
         options.out.write_text(json.dumps(document, indent=1) + "\n")
     return 0 if all(line.reached for line in lines) else 1
@@ -212,8 +212,12 @@ def _replicas(folder: Path, spec: str, options: argparse.Namespace) -> Iterator[
 
 
 def _planning(options: argparse.Namespace) -> list[Planning]:
-    note("planning of 256 ranks and 1,000 tensors, synthetic")
-    return [plan_by_dcp(256, 1000) for _ in range(min(3, options.rounds))]
+    found: list[Planning] = []
+    for _ in range(min(3, options.rounds)):
+        note("planning of 256 ranks and 1,000 tensors, synthetic")
+        found += [plan_by_tensorkeep(256, 1000), plan_by_dcp(256, 1000)]
+    note("planning of 1,024 ranks and 2,000 tensors, synthetic")
+    return [*found, plan_by_tensorkeep(1024, 2000)]
 
 
 # Figures
@@ -292,9 +296,18 @@ def sum_of_files(sample: Sample) -> float:
 
 
 def _planning_lines(planning: list[Planning]) -> Iterator[Line]:
-    theirs = [each.seconds for each in planning if each.tool == "dcp"]
-    if theirs:
-        yield _line("planning of 256 ranks x 1,000 tensors (synthetic), dcp", None, theirs, unit="s")
+    by_size: dict[tuple[int, int], dict[str, list[Planning]]] = {}
+    for each in planning:
+        by_size.setdefault((each.ranks, each.tensors), {}).setdefault(each.tool, []).append(each)
+    for (ranks, tensors), found in by_size.items():
+        what = f"{ranks:,} ranks x {tensors:,} tensors (synthetic)"
+        for tool, all_of_tool in found.items():
+            yield _line(f"planning of {what}, {tool}", None, [each.planning for each in all_of_tool], unit="s")
+            yield _line(f"finishing of {what}, {tool}", None, [each.finishing for each in all_of_tool], unit="s")
+        if len(found) > 1:
+            pairs = zip(found["tensorkeep"], found["dcp"], strict=True)
+            ratios = [theirs.planning / ours.planning for ours, theirs in pairs]
+            yield _line(f"planning of {what}, against dcp", 20.0, ratios)
 
 
 def _seconds(samples: list[Sample]) -> dict[Any, dict[int, float]]:

@@ -1,12 +1,15 @@
-"""How long the coordinator of a save takes to plan it, for more ranks than this machine has: synthetic, in one process.
+"""What the coordinator of a save computes, for more ranks than this machine has: synthetic, in one process.
 
-Every tensor is sharded by rows over all ranks. Counted is what the coordinator does between the last rank's request
-and the first rank's write: decoding what the ranks send, planning, and encoding what it sends back.
+Every tensor is sharded by rows over all ranks. Planning is what the coordinator does between the last rank's request
+and the first byte that it writes; finishing is what it does with the results of all ranks. Both begin with decoding
+what the ranks send, and end with the bytes that are sent or written. The network is not measured.
 """
 
 import pickle
+import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 ROWS_EACH, COLUMNS = 8, 64
@@ -14,41 +17,56 @@ ROWS_EACH, COLUMNS = 8, 64
 
 @dataclass(frozen=True, slots=True)
 class Planning:
-    """Seconds and bytes of the planning of one save.
+    """What planning and finishing one save costs the coordinator.
 
     Attributes
     ----------
     tool : str
     ranks, tensors : int
-    seconds : float
-        On the coordinator.
+    planning, finishing : float
+        Seconds.
     received, sent : int
-        Bytes to the coordinator, and from it to all ranks.
+        Bytes to the coordinator, and from it to each of the ranks, summed, while planning.
     """
 
     tool: str
     ranks: int
     tensors: int
-    seconds: float
+    planning: float
+    finishing: float
     received: int
     sent: int
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        return asdict(self)
+
+def name_of(number: int) -> str:
+    """Return the name of a tensor as a model of many layers has it."""
+    return f"model.layers.{number // 8}.block.{number % 8}.projection.weight"
 
 
 def plan_by_dcp(ranks: int, tensors: int) -> Planning:
     """Measure `DefaultSavePlanner` and `FileSystemWriter`; what is received and sent are pickles."""
     from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.storage import WriteResult
 
-    received = [pickle.dumps(_dcp_plan(rank, ranks, tensors)) for rank in range(ranks)]
-    writer, planner = FileSystemWriter("unused"), DefaultSavePlanner()
-    started = time.perf_counter()
-    plans, _ = planner.create_global_plan([pickle.loads(each) for each in received])
-    sent = [pickle.dumps(each) for each in writer.prepare_global_plan(plans)]
-    seconds = time.perf_counter() - started
-    return Planning("dcp", ranks, tensors, seconds, sum(map(len, received)), sum(map(len, sent)))
+    plans = [_dcp_plan(rank, ranks, tensors) for rank in range(ranks)]
+    received = [pickle.dumps(each) for each in plans]
+    results = [
+        pickle.dumps(
+            [WriteResult(item.index, 1024, _StorageInfo(f"__{rank}_0.distcp", 0, 1024)) for item in plan.items]
+        )
+        for rank, plan in enumerate(plans)
+    ]
+    del plans
+    with tempfile.TemporaryDirectory() as folder:
+        writer, planner = FileSystemWriter(folder), DefaultSavePlanner()
+        started = time.perf_counter()
+        global_plans, metadata = planner.create_global_plan([pickle.loads(each) for each in received])
+        sent = sum(len(pickle.dumps(each)) for each in writer.prepare_global_plan(global_plans))
+        planned = time.perf_counter()
+        writer.finish(metadata, [pickle.loads(each) for each in results])
+        finished = time.perf_counter()
+    return Planning("dcp", ranks, tensors, planned - started, finished - planned, sum(map(len, received)), sent)
 
 
 def _dcp_plan(rank: int, ranks: int, tensors: int) -> Any:
@@ -71,6 +89,53 @@ def _dcp_plan(rank: int, ranks: int, tensors: int) -> Any:
     return SavePlan(items, planner_data={name: tuple(name.split(".")) for name in names})
 
 
-def name_of(number: int) -> str:
-    """Return the name of a tensor as a model of many layers has it."""
-    return f"model.layers.{number // 8}.block.{number % 8}.projection.weight"
+def plan_by_tensorkeep(ranks: int, tensors: int) -> Planning:
+    """Measure the first save of a run, in which the ranks exchange their tensors; later saves exchange digests."""
+    import msgspec
+
+    from tensorkeep.checkpoint.ranks.assignment import assign
+    from tensorkeep.checkpoint.ranks.outline import RankOutline, merge_tensors
+    from tensorkeep.formats.native.directory import is_replaceable
+    from tensorkeep.formats.native.pieces.records import FragmentReport
+    from tensorkeep.formats.native.pieces.root import plan_root, write_plan, write_root
+    from tensorkeep.formats.write import WriteSettings
+    from tensorkeep.io.commit import Commit
+
+    encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
+    received = [encode(_outline(rank, ranks, tensors)) for rank in range(ranks)]
+    results = [encode(_report(rank, tensors)) for rank in range(ranks)]
+    skeleton = {"dict": {name_of(number): {"tensor": name_of(number)} for number in range(tensors)}}
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.perf_counter()
+        # As `Channel.exchange` decodes: values first, which are then checked.
+        merged = merge_tensors([msgspec.convert(decode(each), RankOutline) for each in received])
+        assign(merged, ranks)
+        commit = Commit(Path(folder, "saved"), directory=True, overwrite=False, replaceable=is_replaceable)
+        with commit:
+            root = plan_root(merged.flat(skeleton), WriteSettings(), save="0" * 16, ranks=ranks)
+            write_plan(commit, root)
+            planned = time.perf_counter()
+            write_root(commit.path, root, [msgspec.convert(decode(each), FragmentReport) for each in results])
+            commit.publish()
+            finished = time.perf_counter()
+    count = sum(map(len, received))
+    # An all-gather: every rank receives what the coordinator does.
+    return Planning("tensorkeep", ranks, tensors, planned - started, finished - planned, count, count * (ranks - 1))
+
+
+def _outline(rank: int, ranks: int, tensors: int) -> Any:
+    from tensorkeep.checkpoint.ranks.outline import RankOutline, TensorOutline
+
+    box = (rank * ROWS_EACH, 0), (ROWS_EACH, COLUMNS)
+    shape, layout = (ranks * ROWS_EACH, COLUMNS), f"mesh (dp={ranks}): S(0)"
+    names = [name_of(number) for number in range(tensors)]
+    return RankOutline([TensorOutline(name, "model", name, "bfloat16", shape, layout, (box,)) for name in names], {})
+
+
+def _report(rank: int, tensors: int) -> Any:
+    from tensorkeep.formats.native.pieces.records import FragmentRecord, FragmentReport, fragment_name
+
+    boxes = [(number, (rank * ROWS_EACH, 0), (ROWS_EACH, COLUMNS)) for number in range(tensors)]
+    names = [name_of(number) for number in range(tensors)]
+    record = FragmentRecord(fragment_name(rank), 80_000, "0" * 32)
+    return FragmentReport(rank, record, [f"model-rank-{rank:05d}.safetensors"], names, boxes)

@@ -1,10 +1,8 @@
 """Reading boxes of stored tensors in parallel."""
 
-from collections.abc import Iterator, Sequence
-from functools import partial
-from math import prod
+from collections.abc import Sequence
 
-from tensorkeep.checkpoint.load.ranges import copy_range, fill
+from tensorkeep.checkpoint.load.ranges import copy_range, fill, reads_of
 from tensorkeep.formats.base import Reader
 from tensorkeep.formats.write import BLOCK_BYTES, thread_bytes
 from tensorkeep.io import parallel
@@ -31,28 +29,12 @@ def read_pieces(reader: Reader, pieces: Sequence[Piece], threads: int, pool: Buf
             stored.append((alias.of, piece))
         else:
             views.append(piece)
-    tasks = (
-        partial(reader.read_box, name, part.offsets, part, pool)
-        for name, piece in stored
-        for part in _row_ranges(piece, reader.block_bytes(name))
-    )
+    tasks = (read for name, piece in stored for read, _ in reads_of(reader, name, piece, pool))
     block_bytes = max((reader.block_bytes(name) for name, _ in stored), default=BLOCK_BYTES)
     parallel.run(tasks, pool.threads(threads, thread_bytes(block_bytes, buffers=reader.buffers)))
     cuda.wait_for_copies(pieces)
     for piece in views:
         _fill_from_view(reader, piece, pool)
-
-
-def _row_ranges(piece: Piece, most_bytes: int) -> Iterator[Piece]:
-    """Yield parts of a box, of some rows each, cut at multiples of so many bytes of the full tensor or less."""
-    rows = piece.shape[0] if piece.shape else 1
-    step = max(1, most_bytes // max(1, prod(piece.whole[1:]) * piece.dtype.itemsize))
-    if rows <= 1:
-        yield piece
-        return
-    first = piece.offsets[0]
-    for start in range(first - first % step, first + rows, step):
-        yield piece.rows(max(start - first, 0), min(start + step - first, rows))
 
 
 def _fill_from_view(reader: Reader, piece: Piece, pool: BufferPool) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
+from tensorkeep.checkpoint.ranks.outline import FullTensor
 from tensorkeep.errors import RanksDisagreeError, UnsupportedLeafError
-from tensorkeep.io.files import Bytes
 from tensorkeep.state import names
 from tensorkeep.state.dtypes import BY_NAME, DType, check_torch
 from tensorkeep.state.leaf import Leaf
@@ -21,27 +21,6 @@ from tensorkeep.state.names import Path
 from tensorkeep.state.sharded import Piece
 from tensorkeep.state.skeleton_writer import SkeletonWriter
 from tensorkeep.state.tree import Flat
-
-
-@dataclass(frozen=True, slots=True)
-class FullTensor:
-    """A tensor that several ranks have together: its name, dtype and full shape. It is written by its pieces alone."""
-
-    name: str
-    dtype: DType
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Raw bytes of the full tensor."""
-        return prod(self.shape) * self.dtype.itemsize
-
-    def host_bytes(self) -> Bytes | None:
-        """Return None: it is in the memory of several processes."""
-
-    def read(self, start: int, stop: int, out: Bytes) -> None:
-        """Raise an error."""
-        raise AssertionError("a tensor of several ranks is read by its pieces")
 
 
 @dataclass(slots=True)
@@ -158,14 +137,18 @@ def merged_state(metadata: Metadata, ranks: Sequence[RankDescription]) -> Flat[F
     for key in paths:
         entry = entries[key]
         if not isinstance(entry, BytesStorageMetadata):
-            leaves[key] = FullTensor(key, check_torch(key, entry.properties.dtype), tuple(entry.size))
+            leaves[key] = _full(key, check_torch(key, entry.properties.dtype), entry.size)
             nodes[key] = {"tensor": key}
     _check_dtypes(leaves, ranks)
     for rank in ranks:
         for name, (dtype, shape, part) in rank.inner.items():
-            leaves[name] = FullTensor(name, BY_NAME[dtype], shape)
+            leaves[name] = _full(name, BY_NAME[dtype], shape)
             parts[name] = part
     return Flat(_nested(paths, nodes), leaves, {}, {name: parts[name] for name in leaves})
+
+
+def _full(name: str, dtype: DType, shape: Sequence[int]) -> FullTensor:
+    return FullTensor(name, dtype, tuple(shape), prod(shape) * dtype.itemsize)
 
 
 def _check_dtypes(leaves: Mapping[str, FullTensor], ranks: Sequence[RankDescription]) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from itertools import chain
+from math import prod
 
 from tensorkeep.errors import CorruptCheckpointError
 from tensorkeep.formats.base import Reader
@@ -55,20 +56,33 @@ def read_all(
                 on_error(error)
             meter.add(stop - start)
 
-    def read_piece(name: str, piece: Piece) -> None:
-        reader.read_box(name, piece.offsets, piece, pool)
-        meter.add(piece.nbytes)
+    def read_part(read: Callable[[], None], nbytes: int) -> None:
+        read()
+        meter.add(nbytes)
 
     pieces = (
-        partial(read_piece, name, part)
+        partial(read_part, read, nbytes)
         for name, leaf in shards.items()
         for piece in leaf.pieces()
-        for part in row_ranges(piece, BLOCK_BYTES)
+        for read, nbytes in reads_of(reader, name, piece, pool)
     )
     # A block's stored bytes, and its raw bytes if they cannot be decoded in place.
     block_bytes = max(map(reader.block_bytes, destinations), default=BLOCK_BYTES)
     usable = pool.threads(threads, thread_bytes(block_bytes, buffers=reader.buffers))
     parallel.run(chain((partial(task, group) for group in _grouped(reader, sizes)), pieces), usable)
+
+
+def reads_of(reader: Reader, name: str, piece: Piece, pool: BufferPool) -> Iterator[tuple[Callable[[], None], int]]:
+    """Yield what fills the parts of a piece with a stored tensor, from any thread, and the bytes of each part."""
+    block_bytes = reader.block_bytes(name)
+    if piece.shape[1:] == piece.whole[1:]:
+        # Full rows are one range of the tensor. Cut at its blocks, which may end within a row, it is read once.
+        first = sum(piece.offsets[:1]) * prod(piece.whole[1:]) * piece.dtype.itemsize
+        for start, stop in grid(first, first + piece.nbytes, block_bytes):
+            yield partial(_read, reader, name, start, stop, piece, pool, first=first), stop - start
+        return
+    for part in row_ranges(piece, block_bytes):
+        yield partial(reader.read_box, name, part.offsets, part, pool), part.nbytes
 
 
 def _read(
