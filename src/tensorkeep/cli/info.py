@@ -1,6 +1,7 @@
 """``tensorkeep info`` and ``tensorkeep ls``: the contents of a checkpoint, without its data."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -20,6 +21,9 @@ from tensorkeep.cli.text import Table, print_lines, ratio
 from tensorkeep.formats.base import Entry
 from tensorkeep.state import names
 from tensorkeep.units import counted, format_bytes
+
+_MOST_RANKS = 16
+"""Ranks that are listed one by one."""
 
 
 def info(
@@ -89,6 +93,13 @@ def _print_info(report: InfoReport, largest: int) -> None:
     for what, totals in (("dtype", report.by_dtype), ("part", report.by_part), ("codec", report.by_codec)):
         print()
         _totals(what, totals).show()
+    if ranks := report.details.get("ranks"):
+        print()
+        _ranks(ranks).show()
+    if layouts := report.details.get("layouts"):
+        print("\nlayouts:")
+        counts = Counter(layouts.values())
+        Table(("layout", ">tensors"), [(layout, f"{count:,}") for layout, count in counts.most_common()]).show()
     if largest and report.entries:
         print("\nlargest:")
         _entries(report.largest(largest)).show()
@@ -97,17 +108,29 @@ def _print_info(report: InfoReport, largest: int) -> None:
         Table(("key", "value"), [(key, _plain(value)) for key, value in report.metadata.items()]).show()
 
 
+def _ranks(ranks: list[dict[str, Any]]) -> Table:
+    """Return the fragments of a checkpoint that many ranks saved, the first ones if there are very many."""
+    rows = [(each["fragment"], f"{each['boxes']:,}", format_bytes(each["bytes"])) for each in ranks[:_MOST_RANKS]]
+    if len(ranks) > _MOST_RANKS:
+        rest = ranks[_MOST_RANKS:]
+        boxes, nbytes = (sum(each[key] for each in rest) for key in ("boxes", "bytes"))
+        rows.append((f"{counted(len(rest), 'more rank')}", f"{boxes:,}", format_bytes(nbytes)))
+    return Table(("fragment", ">boxes", ">files"), rows)
+
+
 def _headline(report: InfoReport) -> list[str]:
     """Return the format and its properties as phrases."""
     files, version = report.details.get("files"), report.details.get("version")
     phrases = [report.format if version is None else f"{report.format} {version}"]
     for key, value in report.details.items():
-        if key in ("files", "version", "step", "history", "space"):
+        if key in ("files", "version", "step", "history", "space", "ranks", "layouts"):
             continue
         if key.endswith("_bytes") and isinstance(value, int):
             phrases.append(f"{key.removesuffix('_bytes')} {format_bytes(value)}")
         else:
             phrases.append(f"{key.replace('_', ' ')} {_plain(value)}")
+    if ranks := report.details.get("ranks"):
+        phrases.append(f"saved by {counted(len(ranks), 'rank')}")
     return phrases + ([counted(len(files), "file")] if files else [])
 
 

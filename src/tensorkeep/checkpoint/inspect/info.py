@@ -40,7 +40,8 @@ class InfoReport:
     metadata, details : dict
         What was given when it was saved, and what the format adds: version, writer, files... For a native checkpoint
         also the ``space`` that it takes on the disk; for an incremental one its ``history``: the bytes that its save
-        wrote, and those of the files that it shares with earlier ones.
+        wrote, and those of the files that it shares with earlier ones; for one that many ranks saved, its ``ranks`` and
+        the ``layouts`` of sharded tensors.
     coder : str or None
         What decodes it on this machine, such as ``"compiled (avx2)"``; None if no tensor is stored as byte planes.
     """
