@@ -1,8 +1,8 @@
-"""Fault injection: an error, a short write, Ctrl-C or SIGKILL at any file-system operation.
+"""Fault injection: an error, a short write, Ctrl-C, SIGKILL or a stop at any file-system operation.
 
 A checkpoint's writer changes the file system through the functions of `os` and one rename call. Inside `broken`, those
-are counted, and the one that is asked for fails. Trying every index in turn walks through every instant at which a
-save can be interrupted::
+are counted, and the one that is asked for fails. Of many ranks, what they exchange counts as well. Trying every index
+in turn walks through every instant at which a save can be interrupted::
 
     for index in range(count_operations(save)):
         with broken(fail_at=index, action=raise_error(errno.ENOSPC)):
@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+from tensorkeep.checkpoint.ranks.group import Channel
 from tensorkeep.io import commit
 
 Action = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -35,6 +36,8 @@ _OPERATIONS = (
     "unlink",
     "rmdir",
 )
+
+_EXCHANGES = ("_gather",)
 
 
 class Operations:
@@ -77,6 +80,9 @@ def broken(*, fail_at: int | None = None, action: Action | None = None) -> Itera
             stack.enter_context(mock.patch.object(os, name, operations.wrap(name, getattr(os, name))))
         renamed = operations.wrap("renameat2", commit._rename)
         stack.enter_context(mock.patch.object(commit, "_rename", renamed))
+        for name in _EXCHANGES:
+            method = operations.wrap(name.strip("_"), getattr(Channel, name))
+            stack.enter_context(mock.patch.object(Channel, name, method))
         yield operations
 
 
@@ -91,6 +97,8 @@ def raise_error(number: int) -> Action:
     """Return an action that fails with an error number, such as ``errno.ENOSPC``."""
 
     def action(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name in ("gather", "connect"):
+            return real(*args, **kwargs)  # not an operation of the file system
         raise OSError(number, os.strerror(number))
 
     return action
@@ -115,6 +123,12 @@ def die_after(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs
         real(*args, **kwargs)
     finally:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Stop this process before the operation, as a hung disk does, until it gets SIGCONT."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return real(*args, **kwargs)
 
 
 def interrupt(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,205 @@
+"""One rank is killed, stopped, or finds a full disk, at each operation of a collective save.
+
+After each case all living ranks have ended in time, and raise an error that names the rank, or the save has succeeded.
+The destination holds the old or the new checkpoint, complete. Another number of ranks then saves there, and nothing
+else remains in the folder.
+"""
+
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tensorkeep
+from faults.ranks import saves
+from faults.ranks.forks import ForkedRanks
+from faults.ranks.saves import Fault, Part
+from ranks import Outcome
+from tensorkeep.testing.equality import same
+
+OLD, NEW, LAST = 1, 2, 3
+PLACES = {"save": ("c", "c"), "save_async": ("c", "c"), "save_step": ("step-000001", "step-000002")}
+NOT_OF_THE_DISK = {"gather", "connect"}
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[ForkedRanks]:
+    with ForkedRanks() as started:
+        yield started
+
+
+class Saves:
+    """Collective saves of one kind over an old checkpoint, or a fresh one, and what is checked after each."""
+
+    def __init__(self, forks: ForkedRanks, folder: Path, work: str, count: int, *, fresh: bool = False) -> None:
+        self._forks = forks
+        self._folder = folder
+        self._work = work
+        self._count = count
+        self._old = None if fresh else OLD
+        self._first = folder / "first"
+        self._first.mkdir()
+        if not fresh:
+            self._succeed(self._first, OLD, count)
+        self._number = 0
+
+    def _run(self, root: Path, number: int, count: int, fault: Fault | None = None, **options: Any) -> list[Outcome]:
+        timeout = 1.5 if fault is not None and fault.action == "hung" else 20.0
+        return self._forks.run(
+            count, saves.take_part, self._work, str(root), number, timeout, fault, seconds=30, **options
+        )
+
+    def _succeed(self, root: Path, number: int, count: int) -> list[list[str]]:
+        found = self._run(root, number, count)
+        assert all(each.value and not each.value.error for each in found), found
+        return [each.value.operations for each in found]
+
+    def _root(self) -> Path:
+        """Return a folder with the old checkpoint."""
+        self._number += 1
+        root = self._folder / str(self._number)
+        shutil.copytree(self._first, root)
+        return root
+
+    def operations(self) -> list[list[str]]:
+        """Return the operations of each rank in a save that nothing disturbs."""
+        return self._succeed(self._root(), NEW, self._count)
+
+    def break_at(self, fault: Fault) -> None:
+        """Save with a fault, and check all that is promised."""
+        root = self._root()
+        resumed = fault.index % 2 == 0
+        hung = fault.rank if fault.action == "hung" else None
+        found = self._run(root, NEW, self._count, fault, hung=hung, resumed=resumed)
+        returned = _check_ranks(found, fault)
+        self._check_disk(root, fault, complete=returned)
+        # Larger and smaller numbers of ranks, also 1.
+        count = [each for each in (1, 2, 3) if each != self._count][fault.index % 2]
+        self._succeed(root, LAST, count)
+        place = "step-000003" if self._work == "save_step" else "c"
+        assert [path.name for path in root.iterdir()] == [place]
+        assert same(tensorkeep.load(root / place), saves.full_state(LAST))
+        shutil.rmtree(root)
+
+    def _check_disk(self, root: Path, fault: Fault, *, complete: bool) -> None:
+        visible = {path.name for path in root.iterdir() if not path.name.startswith(".")}
+        states = dict(zip((self._old, NEW), PLACES[self._work], strict=True))
+        for name in visible:
+            allowed = [number for number, place in states.items() if place == name and number is not None]
+            assert tensorkeep.verify(root / name).ok
+            loaded = tensorkeep.load(root / name)
+            assert loaded["step"] in allowed
+            assert same(loaded, saves.full_state(loaded["step"]))
+        if complete:
+            assert PLACES[self._work][1] in visible
+            assert tensorkeep.load(root / PLACES[self._work][1])["step"] == NEW
+        elif self._old is not None:
+            assert visible, f"neither is there: {fault}"
+
+
+def _check_ranks(found: list[Outcome], fault: Fault) -> bool:
+    """Check what became of the ranks; return whether the save succeeded on one of them."""
+    living: list[Part] = []
+    for rank, each in enumerate(found):
+        assert not each.hung, f"rank {rank} does not end after {fault}"
+        if each.exit_code is not None:
+            assert (rank, each.exit_code) == (fault.rank, -signal.SIGKILL), each
+            continue
+        assert each.error is None, each
+        part: Part = each.value
+        if rank != fault.rank:
+            living.append(part)
+        assert part.error in (None, "RanksDisagreeError", *(["StoreError"] if rank == fault.rank else [])), part
+    words = {"killed before": "ended", "killed after": "ended", "full disk": "failed", "hung": "not answer"}
+    for part in living:
+        if part.error is not None:
+            naming = rf"ranks? [\d, ]*\b{fault.rank}\b.* {words[fault.action]}"
+            assert re.search(naming, part.message), f"{fault}: {part.message}"
+    errors = [each.error or (each.value and each.value.error) for each in found if each.exit_code is None]
+    if fault.action == "full disk":
+        assert all(errors) or not any(errors), found
+    return None in errors
+
+
+def break_all(made: Saves, action: str) -> int:
+    """Break every operation of every rank, one in each save; return how many."""
+    cases = 0
+    for rank, names in enumerate(made.operations()):
+        for index, name in enumerate(names):
+            if action != "full disk" or name not in NOT_OF_THE_DISK:
+                made.break_at(Fault(rank, index, action))
+                cases += 1
+    return cases
+
+
+EVERY = [
+    *((work, count, "killed before") for work in PLACES for count in (2, 3)),
+    *((work, count, "full disk") for work in PLACES for count in (2, 3)),
+    ("save", 2, "killed after"),
+    ("save", 3, "killed after"),
+    ("save_step", 2, "killed after"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("work", "count", "action"), EVERY)
+def test_every_operation_of_every_rank(
+    tmp_path: Path, forks: ForkedRanks, work: str, count: int, action: str, record_property: Any
+) -> None:
+    record_property("cases", break_all(Saves(forks, tmp_path, work, count), action))
+
+
+@pytest.mark.slow
+def test_every_operation_of_a_fresh_save(tmp_path: Path, forks: ForkedRanks, record_property: Any) -> None:
+    record_property("cases", break_all(Saves(forks, tmp_path, "save", 2, fresh=True), "killed before"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("work", PLACES)
+def test_a_rank_that_hangs_at_every_fourth_operation(
+    tmp_path: Path, forks: ForkedRanks, work: str, record_property: Any
+) -> None:
+    made = Saves(forks, tmp_path, work, 3)
+    faults = [
+        Fault(rank, index, "hung")
+        for rank, names in enumerate(made.operations())
+        for index in range(rank, len(names), 4)
+    ]
+    for fault in faults:
+        made.break_at(fault)
+    record_property("cases", len(faults))
+
+
+def test_some_operations_of_an_incremental_save(tmp_path: Path, forks: ForkedRanks, record_property: Any) -> None:
+    made = Saves(forks, tmp_path, "save_step", 2)
+    first, second = made.operations()
+    faults = [
+        *(Fault(0, first.index(name), "killed after") for name in ("mkdir", "link", "renameat2", "rename")),
+        *(Fault(1, second.index(name), "killed before") for name in ("link", "pwrite")),
+        *(Fault(0, first.index(name), "full disk") for name in ("fsync", "renameat2")),
+        Fault(1, second.index("pwrite"), "full disk"),
+        *(Fault(1, index, "killed before") for index in (0, len(second) - 1)),
+    ]
+    for fault in faults:
+        made.break_at(fault)
+    record_property("cases", len(faults))
+
+
+def test_some_operations_of_three_ranks(tmp_path: Path, forks: ForkedRanks, record_property: Any) -> None:
+    made = Saves(forks, tmp_path, "save", 3)
+    names = made.operations()
+    faults = [
+        *(Fault(rank, names[rank].index("fsync"), "killed before") for rank in (0, 2)),
+        *(Fault(rank, names[rank].index("pwrite"), "full disk") for rank in (0, 1)),
+        Fault(0, names[0].index("renameat2"), "killed after"),
+        Fault(1, names[1].index("open"), "hung"),
+        Fault(0, names[0].index("renameat2"), "hung"),
+    ]
+    for fault in faults:
+        made.break_at(fault)
+    record_property("cases", len(faults))
