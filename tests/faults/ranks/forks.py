@@ -136,16 +136,12 @@ def _wait(forks: list[_Fork], deadline: float) -> None:
         pipes = [pipe for pipe in pipes if pipe not in ready]
 
 
-def _answer(
-    rank: int, count: int, store: str, work: Callable[..., Any], arguments: tuple[Any, ...]
-) -> tuple[Any, ...]:
+def _answer(rank: int, count: int, store: str, work: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     from torch import distributed as dist
 
     try:
         group_store = dist.FileStore(store, count)
-        dist.init_process_group(
-            "gloo", store=group_store, rank=rank, world_size=count, timeout=timedelta(seconds=30)
-        )
+        dist.init_process_group("gloo", store=group_store, rank=rank, world_size=count, timeout=timedelta(seconds=30))
         return (work(rank, *arguments),)
     except BaseException as error:
         return None, type(error).__name__, str(error), traceback.format_exc()
