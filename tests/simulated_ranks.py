@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from tensorkeep.formats.blockfile.cuts import Grid
 from tensorkeep.formats.native.directory import is_replaceable
 from tensorkeep.formats.native.options import NativeOptions
 from tensorkeep.formats.native.pieces.records import FragmentReport
@@ -173,6 +174,6 @@ def save_by_ranks(
         pool=BufferPool(memory_budget) if memory_budget else BufferPool(),
         options=NativeOptions(**options),
     )
-    more: dict[str, Any] = {"layouts": layouts} | ({"grid_bytes": grid_bytes} if grid_bytes else {})
+    more: dict[str, Any] = {"layouts": layouts} | ({"grid": Grid(grid_bytes)} if grid_bytes else {})
     with settings.pool:
         return SimulatedSave(path, state, ranks, split or by_dimension(ranks), settings, **more).run()

@@ -4,7 +4,15 @@ from random import Random
 
 import pytest
 
-from tensorkeep.formats.blockfile.cuts import block_count, block_starts, rows_per_block
+from tensorkeep.formats.blockfile.cuts import (
+    LEAST_BYTES,
+    RAW_GRID,
+    Grid,
+    block_count,
+    block_starts,
+    bytes_between_cuts,
+    rows_per_block,
+)
 
 
 def cuts_in_rows(offsets, sizes, whole, itemsize, grid_bytes) -> set[int]:
@@ -12,7 +20,7 @@ def cuts_in_rows(offsets, sizes, whole, itemsize, grid_bytes) -> set[int]:
     row = itemsize
     for size in sizes[1:]:
         row *= size
-    return {offsets[0] + start // row for start in block_starts(whole, offsets, sizes, itemsize, grid_bytes)[1:]}
+    return {offsets[0] + start // row for start in block_starts(whole, offsets, sizes, itemsize, Grid(grid_bytes))[1:]}
 
 
 def test_boxes_of_different_ranks_are_cut_at_the_same_rows() -> None:
@@ -30,11 +38,11 @@ def test_columns_are_cut_at_the_rows_of_the_full_tensor() -> None:
 
 
 def test_a_long_row_is_cut_within_the_row() -> None:
-    assert list(block_starts((3, 100), (1, 0), (2, 50), 1, 32)) == [0, 32, 50, 82]
+    assert list(block_starts((3, 100), (1, 0), (2, 50), 1, Grid(32))) == [0, 32, 50, 82]
 
 
 def test_a_box_that_lies_on_the_grid_has_starts_without_a_list() -> None:
-    assert isinstance(block_starts((10**12, 4), (0, 0), (10**12, 4), 4, 64), range)
+    assert isinstance(block_starts((10**12, 4), (0, 0), (10**12, 4), 4, Grid(64)), range)
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -44,8 +52,8 @@ def test_counts_and_starts_agree(seed: int) -> None:
     offsets = tuple(random.randrange(length) for length in whole)
     sizes = tuple(random.randrange(1, length - at + 1) for length, at in zip(whole, offsets, strict=True))
     itemsize, grid = random.choice((1, 2, 4, 8, 16)), random.choice((16, 32, 128, 1024))
-    starts = block_starts(whole, offsets, sizes, itemsize, grid)
-    assert len(starts) == block_count(whole, offsets, sizes, itemsize, grid)
+    starts = block_starts(whole, offsets, sizes, itemsize, Grid(grid))
+    assert len(starts) == block_count(whole, offsets, sizes, itemsize, Grid(grid))
     nbytes = itemsize
     for size in sizes:
         nbytes *= size
@@ -55,9 +63,14 @@ def test_counts_and_starts_agree(seed: int) -> None:
 
 
 def test_the_count_of_an_impossible_box_takes_no_memory() -> None:
-    assert block_count((2**62, 3), (1, 0), (2**62 - 1, 3), 1, 16) > 2**58
+    assert block_count((2**62, 3), (1, 0), (2**62 - 1, 3), 1, Grid(16)) > 2**58
 
 
 def test_rows_are_at_least_one() -> None:
-    assert rows_per_block((5, 10**9), 4, 4096) == 1
-    assert rows_per_block((5, 0), 4, 4096) == 4096
+    assert rows_per_block((5, 10**9), 4, Grid(4096)) == 1
+    assert rows_per_block((5, 0), 4, Grid(4096)) == 4096
+
+
+@pytest.mark.parametrize(("mib", "expected"), [(1, LEAST_BYTES), (20, 256 * 1024), (100, 1024**2), (5000, 4 * 1024**2)])
+def test_raw_tensors_are_cut_into_parts(mib: int, expected: int) -> None:
+    assert bytes_between_cuts((mib, 1024**2), 1, RAW_GRID) == expected

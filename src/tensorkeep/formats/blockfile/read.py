@@ -1,8 +1,8 @@
 """Reading tensors stored as blocks, raw or coded, with or without checksums."""
 
 from bisect import bisect
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import accumulate
 
 import msgspec
@@ -13,6 +13,7 @@ from tensorkeep.codecs.planes import PlanesCodec
 from tensorkeep.errors import CorruptCheckpointError, UnsupportedError
 from tensorkeep.formats.base import Reader, StoredLeaf
 from tensorkeep.formats.sealed import digest, is_wide, new_hasher
+from tensorkeep.formats.write import BLOCK_BYTES
 from tensorkeep.io.buffers import ALIGNMENT, BufferPool, round_up
 from tensorkeep.io.files import Bytes
 from tensorkeep.io.source_file import SourceFile
@@ -23,6 +24,9 @@ _HASH_BYTES = 1024**2
 
 _SMALL_BYTES = 1024**2
 """Smaller reads go through the page cache, whose read-ahead loads the neighbours as well."""
+
+_MOST_IN_RUN = 128
+"""Blocks that are read in one go, at most."""
 
 _NO_BYTES = np.empty(0, np.uint8)
 
@@ -111,53 +115,74 @@ class BlockReader:
             target = out[done - start : done - start + count]
             block = tensor.blocks[index]
             whole, coded = count == size, _is_coded(block, size)
-            if not (whole or coded or (self._verify and block.raw)):
+            if whole and not coded:
+                count = self._read_run(tensor, index, stop - done, out[done - start : stop - start])
+            elif not (coded or (self._verify and block.raw)):
                 block.file.read_into(block.offset + skip, target)
             else:
                 # One acquire for all buffers of the block, to avoid deadlocks: see `tensorkeep.io.buffers`.
                 aside = 0 if whole else round_up(size)
                 needed = aside + (scratch_bytes(block, size) if coded else 0)
-                with self._pool.acquire(needed) if needed else nullcontext(_NO_BYTES) as scratch:
+                with self._pool.acquire(needed) as scratch:
                     self._read_block(tensor, index, target if whole else scratch[:size], scratch[aside:])
                     if not whole:
                         target[:] = scratch[skip : skip + count]
             done += count
 
+    def _read_run(self, tensor: StoredTensor, first: int, most: int, out: Bytes) -> int:
+        """Read a raw block, and those that follow it in the file, in one go; return their bytes, at most ``most``.
+
+        Blocks of many ranks are much smaller than what a disk reads fast.
+        """
+        ends = [*tensor.starts[first + 1 : first + 1 + _MOST_IN_RUN], tensor.nbytes]
+        begin = at = tensor.starts[first]
+        run: list[tuple[StoredBlock, int]] = []
+        for block, end in zip(tensor.blocks[first : first + _MOST_IN_RUN], ends, strict=False):
+            follows = not run or (block.file is run[0][0].file and block.offset == run[0][0].offset + at - begin)
+            fits = end - begin <= min(most, BLOCK_BYTES) or not run
+            if not (follows and fits) or _is_coded(block, end - at):
+                break
+            run.append((block, end - at))
+            at = end
+        file, offset, count = run[0][0].file, run[0][0].offset, at - begin
+        direct = count >= _SMALL_BYTES and file.bypasses_cache(offset, count)
+        with self._pool.acquire(_with_pages(count)) if direct else nullcontext(_NO_BYTES) as scratch:
+            data = file.fetch(offset, count, scratch) if direct else None
+            at = 0
+            for index, (block, size) in enumerate(run, first):
+                with _named(tensor, index):
+                    piece = None if data is None else data[at : at + size]
+                    self._check(block, self._read_raw(block, out[at : at + size], piece))
+                at += size
+        return count
+
     def _read_block(self, tensor: StoredTensor, index: int, out: Bytes, scratch: Bytes) -> None:
         block = tensor.blocks[index]
-        try:
+        with _named(tensor, index):
             if _is_coded(block, len(out)):
                 hasher = new_hasher(wide=is_wide(block.raw)) if self._verify and block.raw else None
                 self.decode(block, tensor.dtype, out, scratch, hasher and hasher.update)
-                found = hasher.hexdigest() if hasher else ""
+                self._check(block, hasher.hexdigest() if hasher else "")
             else:
-                found = self._read_raw(block.file, block, out)
-            if self._verify and block.raw and found != block.raw:
-                raise CorruptCheckpointError(f"its checksum is {found}, not {block.raw}")
-        except CorruptCheckpointError as error:
-            raise CorruptCheckpointError(
-                error.message,
-                path=error.path or block.file.path,
-                name=tensor.name,
-                block=index,
-                remedy="the stored bytes have changed since the save: take another checkpoint or copy",
-            ) from error
+                self._check(block, self._read_raw(block, out, None))
 
-    def _read_raw(self, file: SourceFile, block: StoredBlock, out: Bytes) -> str:
+    def _check(self, block: StoredBlock, found: str) -> None:
+        if self._verify and block.raw and found != block.raw:
+            raise CorruptCheckpointError(f"its checksum is {found}, not {block.raw}", path=block.file.path)
+
+    def _read_raw(self, block: StoredBlock, out: Bytes, data: Bytes | None) -> str:
+        """Fill ``out`` with a block's bytes, read already as ``data`` or from the file; return their checksum."""
         if block.length != len(out):
             raise CorruptCheckpointError(f"{len(out):,} raw bytes are stored in {block.length:,}")
         hasher = new_hasher(wide=is_wide(block.raw)) if self._verify and block.raw else None
-        direct = len(out) >= _SMALL_BYTES and file.bypasses_cache(block.offset, len(out))
-        with self._pool.acquire(_with_pages(len(out))) if direct else nullcontext(_NO_BYTES) as scratch:
-            data = file.fetch(block.offset, len(out), scratch) if direct else None
-            for at in range(0, len(out), _HASH_BYTES):
-                piece = out[at : at + _HASH_BYTES]
-                if data is None:
-                    file.read_into(block.offset + at, piece)
-                else:
-                    np.copyto(piece, data[at : at + len(piece)])
-                if hasher:
-                    hasher.update(piece)
+        for at in range(0, len(out), _HASH_BYTES):
+            piece = out[at : at + _HASH_BYTES]
+            if data is None:
+                block.file.read_into(block.offset + at, piece)
+            else:
+                np.copyto(piece, data[at : at + len(piece)])
+            if hasher:
+                hasher.update(piece)
         return hasher.hexdigest() if hasher else ""
 
     def decode(
@@ -211,6 +236,21 @@ class BlockReader:
             np.bitwise_xor(out, layer, out=out)
         if done:
             done(out)
+
+
+@contextmanager
+def _named(tensor: StoredTensor, index: int) -> Iterator[None]:
+    """Add file, tensor and block to the error of a damaged block."""
+    try:
+        yield
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(
+            error.message,
+            path=error.path or tensor.blocks[index].file.path,
+            name=tensor.name,
+            block=index,
+            remedy="the stored bytes have changed since the save: take another checkpoint or copy",
+        ) from error
 
 
 def scratch_bytes(block: StoredBlock, raw_bytes: int) -> int:

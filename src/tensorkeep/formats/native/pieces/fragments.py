@@ -198,7 +198,7 @@ def check_fragment(fragment: Fragment, path: Path, tensors: Mapping[str, TensorR
             raise rules.corrupt(f"has a box of tensor {box.leaf}, which is not listed")
         tensor, itemsize = known[box.leaf]
         check_box(tensor, box.offsets, box.sizes, path)
-        cut = tensor.shape, box.offsets, box.sizes, itemsize, fragment.grid_bytes
+        cut = tensor.shape, box.offsets, box.sizes, itemsize, fragment.grid
         count = block_count(*cut)
         starts = (0,) if count == 1 else block_starts(*cut) if count == len(box.blocks) else ()
         rules.check_stored(box, tensor.name, prod(box.sizes) * itemsize, count, starts)

@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 
 from tensorkeep.formats.base import OpenSettings
-from tensorkeep.formats.blockfile.cuts import block_starts
+from tensorkeep.formats.blockfile.cuts import Grid, block_starts
 from tensorkeep.formats.blockfile.plan import Block
 from tensorkeep.formats.boxes import box_of, intersection
 from tensorkeep.formats.native.pieces.records import BoxRecord, Root
@@ -25,11 +25,9 @@ Cell = tuple[str, str, int, int, int, tuple[int, ...], tuple[int, ...]]
 class PreviousPieces(PreviousCheckpoint):
     """An open earlier checkpoint of many ranks; see `PreviousCheckpoint`. ``pieces`` are the boxes to be saved."""
 
-    def __init__(
-        self, path: Path, settings: OpenSettings, *, delta: bool, pieces: Sequence[Piece], grid_bytes: int
-    ) -> None:
+    def __init__(self, path: Path, settings: OpenSettings, *, delta: bool, pieces: Sequence[Piece], grid: Grid) -> None:
         self._pieces = pieces
-        self._grid_bytes = grid_bytes
+        self._grid = grid
         self._cells: dict[Cell, Located] = {}
         super().__init__(path, settings, delta=delta)
 
@@ -39,8 +37,8 @@ class PreviousPieces(PreviousCheckpoint):
         fragments = self._opened.fragments
         if any(WIDE_DIGESTS not in fragment.features for fragment in fragments):
             return NARROW_DIGESTS
-        if any(fragment.grid_bytes != self._grid_bytes for fragment in fragments):
-            return f"its tensors are cut every {fragments[0].grid_bytes:,} bytes"
+        if any(fragment.grid != self._grid for fragment in fragments):
+            return "its tensors are cut in other places, as those of another compression are"
         records = {leaf.name: leaf for leaf in self._opened.manifest.leaves}
         wanted: dict[str, list[Piece]] = defaultdict(list)
         for piece in self._pieces:
@@ -58,7 +56,7 @@ class PreviousPieces(PreviousCheckpoint):
     def _add(self, piece: Piece, rank: int, box: BoxRecord) -> None:
         """Index the blocks of one box of the tensor of a piece, with the file numbers of all fragments together."""
         numbers = self._opened.numbers[rank]
-        starts = block_starts(piece.whole, box.offsets, box.sizes, piece.dtype.itemsize, self._grid_bytes)
+        starts = block_starts(piece.whole, box.offsets, box.sizes, piece.dtype.itemsize, self._grid)
         nbytes = prod(box.sizes) * piece.dtype.itemsize
         for (block, place), start, stop in zip(box.located(), starts, (*starts[1:], nbytes), strict=True):
             bases = [BaseRecord(b.codec, b.length, b.raw, b.stored, numbers[b.file], b.offset) for b in place.bases]

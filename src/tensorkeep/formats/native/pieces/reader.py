@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 
 from tensorkeep.formats.base import OpenSettings, Problem, Reader, StoredLeaf
-from tensorkeep.formats.blockfile.cuts import block_starts, rows_per_block
+from tensorkeep.formats.blockfile.cuts import block_starts, bytes_between_cuts, rows_per_block
 from tensorkeep.formats.blockfile.read import StoredTensor
 from tensorkeep.formats.box_copies import BoxTarget, words
 from tensorkeep.formats.boxes import (
@@ -52,9 +52,10 @@ class PiecesReader(Reader):
         if all(WIDE_DIGESTS in fragment.features for fragment in fragments):
             self.verifiable = "xxh3-128 of every block"
         places = [place for fragment in fragments for box in fragment.boxes for place in box.places]
-        # The grid of the coarsest cuts: all ranks of one save use the same.
-        self._grid_bytes = max(fragment.grid_bytes for fragment in fragments)
-        self.details = describe(opened, places, self._grid_bytes)
+        # Of the coarsest cuts: all ranks of one save use the same.
+        self._grid = max(fragment.grid for fragment in fragments)
+        most_bytes = self._grid.most_bytes
+        self.details = describe(opened, places, most_bytes)
         self.details["ranks"] = [
             {"fragment": record.name, "boxes": len(fragment.boxes), "bytes": sum(f.bytes for f in fragment.files)}
             for record, fragment in zip(root.fragments, fragments, strict=True)
@@ -62,7 +63,7 @@ class PiecesReader(Reader):
         self.details["layouts"] = {leaf.name: leaf.layout for leaf in root.leaves if leaf.layout}
         # Besides the destination: a full block, its stored bytes, the part of it that is wanted, and an earlier block.
         blocks = 4 if any(place.bases for place in places) else 3
-        self.buffers = 1 + -(-blocks * self._grid_bytes // (BLOCK_BYTES - self._grid_bytes or BLOCK_BYTES))
+        self.buffers = 1 + -(-blocks * most_bytes // (BLOCK_BYTES - most_bytes or BLOCK_BYTES))
 
     def _leaf(self, record: TensorRecord) -> StoredLeaf:
         """Return a tensor as a leaf, from its records alone: boxes are prepared when they are first read."""
@@ -90,8 +91,8 @@ class PiecesReader(Reader):
             found = []
             for rank, box in self._opened.boxes[name]:
                 file, blocks = self._opened.stored(box, self._opened.files_of(rank))
-                grid_bytes = self._opened.fragments[rank].grid_bytes
-                starts = block_starts(record.shape, box.offsets, box.sizes, dtype.itemsize, grid_bytes)
+                grid = self._opened.fragments[rank].grid
+                starts = block_starts(record.shape, box.offsets, box.sizes, dtype.itemsize, grid)
                 nbytes = prod(box.sizes) * dtype.itemsize
                 stored = StoredTensor(name, dtype, box.sizes, nbytes, file, starts, blocks)
                 found.append((box_of(box.offsets, box.sizes), stored))
@@ -125,10 +126,11 @@ class PiecesReader(Reader):
     def block_bytes(self, name: str) -> int:
         """Return a multiple of the bytes between two cuts, so that no block is read twice."""
         record = self._records[name]
-        row = prod(record.shape[1:]) * BY_NAME[record.dtype].itemsize
-        if not record.shape or row > self._grid_bytes:
+        itemsize = BY_NAME[record.dtype].itemsize
+        row = prod(record.shape[1:]) * itemsize
+        if not record.shape or row > bytes_between_cuts(record.shape, itemsize, self._grid):
             return BLOCK_BYTES
-        cut = rows_per_block(record.shape, BY_NAME[record.dtype].itemsize, self._grid_bytes) * row
+        cut = rows_per_block(record.shape, itemsize, self._grid) * row
         return max(1, BLOCK_BYTES // cut) * cut if cut else BLOCK_BYTES
 
     def audit(self) -> Iterator[Problem]:

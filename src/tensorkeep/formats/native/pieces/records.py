@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from tensorkeep.formats.blockfile.cuts import Grid
 from tensorkeep.formats.blockfile.plan import MAX_BLOCK_BYTES, BlockRecord
 from tensorkeep.formats.native.records import Count, FileRecord, PlaceRecord, Shape, StoredRecord
 from tensorkeep.formats.structure import AliasRecord, PartKey
@@ -97,7 +98,7 @@ class BoxRecord(StoredRecord, msgspec.Struct, array_like=True, frozen=True, gc=F
 class Fragment(msgspec.Struct, frozen=True):
     """What one rank stored. ``leaves`` are the names of the tensors of its boxes.
 
-    ``grid_bytes`` determines where boxes are cut into blocks: see ``blockfile/cuts.py``.
+    ``grid_bytes`` and ``grid_parts`` determine where boxes are cut into blocks: see ``blockfile/cuts.py``.
     """
 
     format: str
@@ -107,9 +108,15 @@ class Fragment(msgspec.Struct, frozen=True):
     rank: Count
     ranks: Count
     grid_bytes: Annotated[int, Meta(ge=16, le=MAX_BLOCK_BYTES, multiple_of=16)]
+    grid_parts: Annotated[int, Meta(ge=1)]
     files: list[FileRecord]
     leaves: list[str]
     boxes: list[BoxRecord]
+
+    @property
+    def grid(self) -> Grid:
+        """Where boxes are cut."""
+        return Grid(self.grid_bytes, self.grid_parts)
 
 
 class FragmentFiles(msgspec.Struct, frozen=True):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tensorkeep.formats import sealed
-from tensorkeep.formats.blockfile.cuts import GRID_BYTES, block_starts
+from tensorkeep.formats.blockfile.cuts import CODED_GRID, RAW_GRID, Grid, block_starts
 from tensorkeep.formats.blockfile.data_file import DataFile
 from tensorkeep.formats.blockfile.plan import CODED_SUFFIX, SUFFIX, CutSource, FilePlan, plan_part, shard_limit
 from tensorkeep.formats.native.block_write import BlockFilesWrite, stored_blocks
@@ -67,20 +67,20 @@ class PiecesWrite(BlockFilesWrite):
         settings: WriteSettings,
         together: Together,
         *,
-        grid_bytes: int = GRID_BYTES,
+        grid: Grid | None = None,
     ) -> None:
         suffix = SUFFIX if settings.compression == "none" else CODED_SUFFIX
+        self._grid = grid or (RAW_GRID if settings.compression == "none" else CODED_GRID)
         limit = shard_limit(settings.options_as(NativeOptions).shard_bytes)
-        plans = list(_plan(pieces, parts, together.rank, limit, suffix, grid_bytes))
+        plans = list(_plan(pieces, parts, together.rank, limit, suffix, self._grid))
         super().__init__(plans, destination, settings)
         self._pieces = pieces
         self._together = together
-        self._grid_bytes = grid_bytes
 
     def _write(self) -> WriteResult:
         self._check_budget()
         directory, save = self._together.begin()
-        kind = partial(PreviousPieces, pieces=self._pieces, grid_bytes=self._grid_bytes)
+        kind = partial(PreviousPieces, pieces=self._pieces, grid=self._grid)
         written = self._write_over_base(directory, kind, ranks=self._together.size)
         records = written.records + written.linked
         fragment = self._fragment(written.files, records, written.numbers, save)
@@ -123,7 +123,8 @@ class PiecesWrite(BlockFilesWrite):
             save=save,
             rank=self._together.rank,
             ranks=self._together.size,
-            grid_bytes=self._grid_bytes,
+            grid_bytes=self._grid.most_bytes,
+            grid_parts=self._grid.parts,
             files=records,
             leaves=list(leaves),
             boxes=boxes,
@@ -142,14 +143,14 @@ class PiecesWrite(BlockFilesWrite):
 
 
 def _plan(
-    pieces: Sequence[Piece], parts: Mapping[str, PartKey], rank: int, limit: int, suffix: str, grid_bytes: int
+    pieces: Sequence[Piece], parts: Mapping[str, PartKey], rank: int, limit: int, suffix: str, grid: Grid
 ) -> Iterator[FilePlan]:
     """Yield the data files of a rank: a set for each part, named after the rank."""
     stems = part_file_stems(dict.fromkeys(part for part, _ in parts.values()))
     keys = _keys(pieces, parts)
     by_part: dict[str, list[CutSource]] = {}
     for piece, key in zip(pieces, keys, strict=True):
-        starts = block_starts(piece.whole, piece.offsets, piece.shape, piece.dtype.itemsize, grid_bytes)
+        starts = block_starts(piece.whole, piece.offsets, piece.shape, piece.dtype.itemsize, grid)
         by_part.setdefault(parts[piece.name][0], []).append((piece, key, starts))
     for part, leaves in by_part.items():
         yield from plan_part(part, f"{stems[part]}-rank-{rank:05d}", leaves, limit, suffix=suffix)
