@@ -3,10 +3,18 @@
 import os
 import runpy
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 
-def run(example: Path, words: list[str], output: Path, *, own_checkpoints: bool = False) -> None:
+def run(
+    example: Path,
+    words: list[str],
+    output: Path,
+    *,
+    environment: Mapping[str, str] | None = None,
+    own_checkpoints: bool = False,
+) -> None:
     """Run an example as a script; the target of a process.
 
     Parameters
@@ -15,9 +23,12 @@ def run(example: Path, words: list[str], output: Path, *, own_checkpoints: bool 
         Its command line.
     output : Path
         Where stdout and stderr go.
+    environment : mapping of str to str, optional
+        Variables to set, such as those that torchrun sets for a rank.
     own_checkpoints : bool
         Let Lightning save with its own ``TorchCheckpointIO``.
     """
+    os.environ.update(environment or {})
     sys.argv = [str(example), *words]
     with output.open("w") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())

@@ -2,8 +2,11 @@
 
 import importlib.util
 import multiprocessing
+import re
+import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,17 +17,24 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 # The libraries are imported once, in the process that all runs are forked from.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "tensorkeep.checkpoint.manager.manager", "transformers.trainer", "lightning"])
+CONTEXT.set_forkserver_preload(
+    [
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "tensorkeep.checkpoint.manager.manager",
+        "transformers.trainer",
+        "lightning",
+    ]
+)
 
 
 class Run:
-    """An example that runs in a process of its own."""
+    """An example that runs in a process of its own; ``options`` are those of `example_runner.run`."""
 
-    def __init__(self, name: str, out: Path, steps: int, *, own_checkpoints: bool = False) -> None:
+    def __init__(self, name: str, out: Path, steps: int, **options: Any) -> None:
         self.out = out
         self._log = out.with_name(f"{out.name}-{steps}-{time.monotonic_ns()}.log")
         words = ["--out", str(out), "--steps", str(steps)]
-        options = {"own_checkpoints": own_checkpoints}
         self.process = CONTEXT.Process(
             target=example_runner.run, args=(EXAMPLES / name, words, self._log), kwargs=options
         )
@@ -32,17 +42,48 @@ class Run:
 
     def finish(self) -> str:
         """Return the last line that the example prints."""
+        return self.finished_lines()[-1]
+
+    def finished_lines(self) -> list[str]:
         self.process.join(240)
         assert self.process.exitcode == 0, self._log.read_text()
-        return self._log.read_text().strip().splitlines()[-1]
+        return self._log.read_text().strip().splitlines()
 
-    def kill_after_a_save(self) -> None:
+    def wait_for_a_save(self) -> None:
         while not any(self.out.glob("step*")):
             assert self.process.is_alive(), self._log.read_text()
             time.sleep(0.002)
+
+    def kill(self) -> None:
         self.process.kill()
         self.process.join()
         assert self.process.exitcode == -9, "it ended before it was killed: give it more steps"
+
+    def kill_after_a_save(self) -> None:
+        self.wait_for_a_save()
+        self.kill()
+
+
+class RankRuns:
+    """An example that runs on several ranks, with the environment that torchrun sets."""
+
+    def __init__(self, name: str, out: Path, steps: int, *, ranks: int) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = str(server.getsockname()[1])
+        master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+        self.runs = [
+            Run(name, out, steps, environment={**master, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(ranks)
+        ]
+
+    def finished_lines(self) -> list[str]:
+        """Return the lines of rank 0."""
+        return [run.finished_lines() for run in self.runs][0]
+
+    def kill_after_a_save(self) -> None:
+        self.runs[0].wait_for_a_save()
+        for run in self.runs:
+            run.kill()
 
 
 def needs(package: str) -> pytest.MarkDecorator:
@@ -66,6 +107,19 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path: Path, name: str, 
         manager = CheckpointManager(tmp_path / "whole")
         assert [step.number for step in manager.steps()] == [steps - 10, steps]
         assert float(manager.steps()[-1].metrics["loss"]) > 0
+
+
+def test_a_killed_run_of_two_ranks_resumes_on_three(tmp_path: Path) -> None:
+    steps = 60
+    whole = RankRuns("fsdp_train.py", tmp_path / "whole", steps, ranks=2).finished_lines()
+    RankRuns("fsdp_train.py", tmp_path / "killed", steps, ranks=2).kill_after_a_save()
+    resumed = RankRuns("fsdp_train.py", tmp_path / "killed", steps, ranks=3).finished_lines()
+    saved = re.fullmatch(r"resumes on 3 ranks after step (\d+)", resumed[0])
+    assert saved and 10 <= int(saved[1]) < steps
+    final = [re.fullmatch(rf"step {steps}: loss (\d\.\d{{6}})", lines[-1]) for lines in (whole, resumed)]
+    assert final[0] and final[1]
+    # The sums over ranks have another order.
+    assert float(final[1][1]) == pytest.approx(float(final[0][1]), abs=2e-6)
 
 
 @needs("lightning")
