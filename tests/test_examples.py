@@ -78,7 +78,8 @@ class RankRuns:
 
     def finished_lines(self) -> list[str]:
         """Return the lines of rank 0."""
-        return [run.finished_lines() for run in self.runs][0]
+        first, *_ = [run.finished_lines() for run in self.runs]
+        return first
 
     def kill_after_a_save(self) -> None:
         self.runs[0].wait_for_a_save()
