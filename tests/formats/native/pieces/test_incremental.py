@@ -94,7 +94,7 @@ def test_a_base_of_another_kind_is_refused_with_the_reason(tmp_path: Path) -> No
     tensorkeep.save(state(), tmp_path / "one", incremental=True)
     save(tmp_path / "narrow", state(), 2)
     save_by_ranks(tmp_path / "coarse", state(), 2, incremental=True)
-    for name, reason in {"one": "one process", "narrow": "incremental=True", "coarse": "4,194,304 bytes"}.items():
+    for name, reason in {"one": "one process", "narrow": "incremental=True", "coarse": "in other places"}.items():
         results = save(tmp_path / f"over-{name}", state(), 2, base=tmp_path / name)
         assert all(reason in (result.base_refused or "") and result.base is None for result in results)
         assert difference(tensorkeep.load(tmp_path / f"over-{name}"), state()) is None
