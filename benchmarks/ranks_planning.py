@@ -101,21 +101,21 @@ def plan_by_tensorkeep(ranks: int, tensors: int) -> Planning:
     from tensorkeep.formats.write import WriteSettings
     from tensorkeep.io.commit import Commit
 
-    encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
+    encode = msgspec.msgpack.encode
+    outlines, reports = msgspec.msgpack.Decoder(RankOutline), msgspec.msgpack.Decoder(FragmentReport)
     received = [encode(_outline(rank, ranks, tensors)) for rank in range(ranks)]
     results = [encode(_report(rank, tensors)) for rank in range(ranks)]
     skeleton = {"dict": {name_of(number): {"tensor": name_of(number)} for number in range(tensors)}}
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
-        # As `Channel.exchange` decodes: values first, which are then checked.
-        merged = merge_tensors([msgspec.convert(decode(each), RankOutline) for each in received])
+        merged = merge_tensors([outlines.decode(each) for each in received])
         assign(merged, ranks)
         commit = Commit(Path(folder, "saved"), directory=True, overwrite=False, replaceable=is_replaceable)
         with commit:
             root = plan_root(merged.flat(skeleton), WriteSettings(), save="0" * 16, ranks=ranks)
             write_plan(commit, root)
             planned = time.perf_counter()
-            write_root(commit.path, root, [msgspec.convert(decode(each), FragmentReport) for each in results])
+            write_root(commit.path, root, [reports.decode(each) for each in results])
             commit.publish()
             finished = time.perf_counter()
     count = sum(map(len, received))

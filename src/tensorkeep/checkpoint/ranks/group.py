@@ -24,7 +24,7 @@ _GRACE = 1.0
 class _Message(msgspec.Struct, array_like=True):
     """What a rank sends: a value, or the class and the text of its error."""
 
-    value: Any = None
+    value: msgspec.Raw = msgspec.Raw(b"\xc0")  # encoded, so that it is decoded once its type is known
     error: tuple[str, str] | None = None
 
 
@@ -59,7 +59,7 @@ class Channel:
 
         Structs are decoded if ``of`` is their type.
         """
-        found = self._gather(_Message(value), what)
+        found = self._gather(_Message(msgspec.Raw(msgspec.msgpack.encode(value))), what)
         for rank, message in enumerate(found):
             if message.error is not None:
                 kind, text = message.error
@@ -67,7 +67,8 @@ class Channel:
                     f"rank {rank} has failed {what}: {kind}: {text}", remedy="see the error of that rank"
                 )
                 raise known
-        return [msgspec.convert(message.value, of) for message in found]
+        decoder = msgspec.msgpack.Decoder(of)
+        return [decoder.decode(message.value) for message in found]
 
     def fail(self, error: BaseException, what: str) -> None:
         """Report an error to the other ranks in place of the next exchange, unless they know; the caller raises it."""

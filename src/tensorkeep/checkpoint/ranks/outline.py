@@ -20,7 +20,7 @@ Offsets = tuple[int, ...]
 Sizes = tuple[int, ...]
 
 
-class TensorOutline(msgspec.Struct, array_like=True, frozen=True):
+class TensorOutline(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A tensor of a rank: its name, part and key, dtype, full shape, layout, and the boxes that the rank has of it.
 
     The layout is that of a DTensor as text, and empty for a plain tensor.
@@ -117,8 +117,14 @@ def merge_tensors(outlines: Sequence[RankOutline]) -> MergedTensors:
     for rank, outline in enumerate(outlines):
         for tensor in outline.tensors:
             first, known = tensors.setdefault(tensor.name, (rank, tensor))
-            for field in ("dtype", "shape", "part", "key"):
-                _check_same(tensor.name, field, first, getattr(known, field), rank, getattr(tensor, field))
+            if (tensor.dtype, tensor.shape, tensor.key, tensor.part) != (
+                known.dtype,
+                known.shape,
+                known.key,
+                known.part,
+            ):
+                for field in ("dtype", "shape", "part", "key"):
+                    _check_same(tensor.name, field, first, getattr(known, field), rank, getattr(tensor, field))
             own = boxes.setdefault(tensor.name, {})
             for box in tensor.boxes:
                 own.setdefault(box, []).append(rank)
