@@ -267,11 +267,9 @@ def _sample(run: Run, listener: Listener) -> None:
 def _save(run: OpenRun, saves: deque[tuple[int, PendingSave]], metrics: dict[str, float]) -> None:
     """Begin to save a checkpoint of the step; it does not wait: `_report_saves` reports the finished saves."""
     with run.clock.spent_on("checkpoint"):
-        state = run.world.gather_state(run.state())
-        if run.world.is_main:
-            # A resumed run repeats the steps after its last undamaged checkpoint, and replaces damaged ones.
-            step = run.progress.step
-            saves.append((step, run.manager.save(step, state, metrics, overwrite=True)))
+        # A resumed run repeats the steps after its last undamaged checkpoint, and replaces damaged ones.
+        step = run.progress.step
+        saves.append((step, run.manager.save(step, run.state(), metrics, overwrite=True)))
 
 
 def _report_saves(run: Run, listener: Listener, saves: deque[tuple[int, PendingSave]]) -> None:

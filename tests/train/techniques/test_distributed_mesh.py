@@ -52,6 +52,12 @@ def test_processes_that_are_not_a_mesh_are_refused(techniques: Mapping[str, Any]
         mesh_sizes(techniques, size)
 
 
+def test_technique_without_processes_is_named_in_the_remedy() -> None:
+    with pytest.raises(UsageError) as caught:
+        mesh_sizes({"hsdp": {}}, 2)
+    assert caught.value.remedy == "start at least 4 processes, or leave hsdp out"
+
+
 def test_four_processes_in_two_dimensions_compute_the_same_step_as_one(
     four_processes: ProcessPool, tmp_path: Path, data: Path
 ) -> None:

@@ -10,15 +10,21 @@ import pytest
 
 from tensorkeep.errors import UnsupportedError, UsageError
 from tensorkeep.testing.equality import difference
-from tensorkeep.testing.technique_suite import TINY, last_state, losses
+from tensorkeep.testing.technique_suite import TINY, last_state, losses, train_run, trained
 from tensorkeep.train.run.folder import RunFolder
 from tensorkeep.train.run.resume import changed_settings
 from tensorkeep.train.run.setup import check_settings, joined
 from tensorkeep.train.techniques.stack import Stack
-from train.techniques.several_processes import ProcessPool, Results, task
+from train.techniques.several_processes import EXACT, ProcessPool, Results, task
 
 TEXT = "the quick brown fox jumps over the lazy dog; " * 60
 DDP = TINY.changed({"techniques.ddp": "on"})
+
+CHANGING = [
+    EXACT.changed({f"techniques.{name}": "on", "ema.decay": 0.9})
+    for name in ("ddp", "pipeline-parallel", "tensor-parallel", "fsdp", "pipeline-parallel")
+]
+"""Configurations of one run, which is resumed with another technique after each step."""
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +47,10 @@ def two(folder: Path, killed: ProcessPool, data: Path, two_processes: ProcessPoo
         "killed": task("train", RunFolder(folder / "killed").record().config, folder / "killed", data, resume=True),
         "whole": task("train", DDP, folder / "whole", data),
         "stopped": task("stop last", DDP, folder / "stopped", data, after=3, killed=False),
+        **{
+            f"step {number}": task("train", config, folder / "changing", data, resume=True, stop_after=1)
+            for number, config in enumerate(CHANGING, start=1)
+        },
         "one step": task("train", DDP, folder / "one-step", data, stop_after=1),
     }
     return two_processes.run(tasks)
@@ -62,6 +72,17 @@ def test_all_processes_end_when_one_is_killed(killed: ProcessPool) -> None:
 def test_run_resumes_exactly_after_a_process_was_killed(folder: Path) -> None:
     assert losses(folder / "killed") == losses(folder / "whole")
     assert difference(last_state(folder / "killed"), last_state(folder / "whole")) is None
+
+
+@pytest.mark.usefixtures("two")
+def test_run_resumes_with_another_technique_after_each_step(folder: Path, data: Path) -> None:
+    alone = EXACT.changed({"ema.decay": 0.9})
+    train_run(alone, folder / "changing", data, resume=True)
+    expected, found = losses(trained(alone, data)), losses(folder / "changing")
+    assert [each[2] for each in found if each[1] == "train"] == pytest.approx(
+        [each[2] for each in expected if each[1] == "train"], rel=1e-6
+    )
+    assert found[-1][2] == pytest.approx(expected[-1][2], rel=1e-6)
 
 
 def test_all_processes_stop_after_the_step_in_which_one_is_asked_to(two: Results) -> None:

@@ -52,8 +52,3 @@ class WeightAverage:
     def state_dict(self) -> dict[str, Tensor]:
         """Return the averages by parameter name; empty if nothing is averaged."""
         return dict(zip(self._parameters, self._averages, strict=True))
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore averages that `state_dict` returned."""
-        for name, average in zip(self._parameters, self._averages, strict=True):
-            average.copy_(state[name])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from tensorkeep.checkpoint.manager.manager import CheckpointManager
 from tensorkeep.checkpoint.manager.retention import KeepBest
@@ -55,9 +56,9 @@ class OpenRun(Run):
 
     def state(self) -> dict[str, Any]:
         """Return all that a checkpoint of the run holds."""
-        return {
+        own = {
             "model": self.model,
-            "average": self.average,
+            "average": self.average.state_dict(),
             "optimizers": dict(self.optimizers),
             "plateau": self.plateau,
             "batches": self.batches,
@@ -65,6 +66,7 @@ class OpenRun(Run):
             "techniques": self.techniques,
             "rng": RunRandomState(self.world),
         }
+        return own | {name: part() for name, part in self.in_checkpoint.items()}
 
 
 @contextmanager
@@ -108,7 +110,7 @@ def open_run(config: Config, folder: RunFolder, data: Dataset | OpenData, *, res
         record = folder.record() if resume and folder.exists() else None
         if record is None:
             folder.check_new()
-        device, manager, log = check_settings(config, folder)
+        device, manager, log = check_settings(config, folder, world.group)
         dataset = data if isinstance(data, Dataset) else data(world)
         if record is not None:
             # First: with other data, other messages would be misleading.
@@ -152,22 +154,26 @@ def joined(config: Config) -> Iterator[World]:
         yield World()
 
 
-def check_settings(config: Config, folder: RunFolder) -> tuple[torch.device, CheckpointManager, RunLog]:
+def check_settings(
+    config: Config, folder: RunFolder, group: ProcessGroup | None = None
+) -> tuple[torch.device, CheckpointManager, RunLog]:
     """Refuse settings that would end the run later, as far as known without data; see `open_run` for the errors.
 
-    Returns what the run will use; neither the manager nor the log has opened a file.
+    Returns what the run will use, with the ranks of a process group; neither the manager nor the log has opened a file.
     """
     device = chosen_device(config.loop.device)
     Stack.of(config.techniques).check(Machine(device))
     check_optimizers(config.optim, device)
     return (
         device,
-        _manager(folder, config.checkpoint, evaluates=config.eval.every > 0),
+        _manager(folder, config.checkpoint, group, evaluates=config.eval.every > 0),
         RunLog(folder.log, tensorboard=config.log.tensorboard),
     )
 
 
-def _manager(folder: RunFolder, config: CheckpointConfig, *, evaluates: bool) -> CheckpointManager:
+def _manager(
+    folder: RunFolder, config: CheckpointConfig, group: ProcessGroup | None, *, evaluates: bool
+) -> CheckpointManager:
     """Return the manager of the run's checkpoints, after a check of the settings of its saves."""
     try:
         manager = CheckpointManager(
@@ -179,6 +185,7 @@ def _manager(folder: RunFolder, config: CheckpointConfig, *, evaluates: bool) ->
             asynchronous=config.asynchronous,
             memory_budget=config.memory_budget,
             settings=config.settings,
+            group=group,
         )
         if config.compression not in (None, "auto"):
             find_codec(config.compression)
@@ -260,15 +267,12 @@ def _start(run: OpenRun, config: Config, record: RunRecord | None, changed: Chan
     """Write the record of a new run; restore a run that is resumed, and add that to its record."""
     world, folder = run.world, run.folder
     here = surroundings(run.device) | {"processes": world.size}
-    # Until here, every rank has only read. From here on, rank 0 writes.
-    world.barrier()
-    if world.is_main:
-        # The lock first: another process may be working on this run.
-        run.manager.claim()
-        if record is None:
-            # Another process may also have started a run here since the first check.
-            folder.check_new()
-            folder.start(config, run.dataset, here)
+    # Until here, every rank has only read. The lock first: another process may be working on this run.
+    run.manager.claim()
+    if world.is_main and record is None:
+        # Another process may also have started a run here since the first check.
+        folder.check_new()
+        folder.start(config, run.dataset, here)
     world.barrier()
     if run.manager.latest() is not None:
         run.manager.restore(into=run.state())

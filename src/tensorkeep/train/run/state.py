@@ -5,7 +5,7 @@ run, applies its techniques and adds them to what is saved.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -70,6 +70,8 @@ class Run:
         The ranks that train it together.
     replicas : int
         How many ranks train on data of their own.
+    in_checkpoint : dict of str to callable
+        Returns a part of a checkpoint, by its name: what techniques save in place of the run's own object.
     notes : tuple of str
         Warnings for the user, known when the run was opened.
     drawn : range
@@ -94,31 +96,27 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     clock: Clock = field(default_factory=Clock)
     slowdown: SlowdownDetector = field(default_factory=SlowdownDetector)
+    in_checkpoint: dict[str, Callable[[], Any]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     drawn: range = field(default=range(0), init=False)
 
 
 class RunRandomState(RandomState):
-    """The random states of a run: those of rank 0, and beside them torch's of the other ranks.
+    """The random states of a run: those of rank 0, and under ``"others"`` torch's of the other ranks.
 
-    A run may resume on another number of GPUs: the states of GPUs are then not restored. It may resume on another
-    number of ranks: the states of rank 0 are then restored on rank 0 only.
+    Each rank saves its own. A run may resume on another number of GPUs: the states of GPUs are then not restored. It
+    may resume on another number of ranks: the states of rank 0 are then restored on rank 0 only.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the current states; a collective."""
+        """Return the current states of this rank."""
         own = super().state_dict()
-        if self._world.size == 1:
+        if self._world.is_main:
             return own
-        gathered = self._world.all_gather([each.numpy().tobytes() for each in (own["torch"], *own.get("cuda", ()))])
-        others = {}
-        for rank, states in enumerate(gathered[1:], start=1):
-            first, *cuda = (torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in states)
-            others[str(rank)] = {"torch": first, "cuda": cuda}
-        return {**own, "others": others}
+        return {"others": {str(self._world.rank): {"torch": own["torch"], "cuda": own.get("cuda", [])}}}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Check whether the states can be restored here."""

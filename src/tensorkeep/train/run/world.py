@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import msgspec
 import torch
@@ -12,30 +12,30 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tensorkeep.checkpoint.stateful import expand
 from tensorkeep.errors import RanksDisagreeError, TensorkeepError, UsageError
 
 T = TypeVar("T")
 
 _TIMEOUT = timedelta(minutes=30)
-"""For a collective: ranks also wait while rank 0 alone prepares data or saves."""
+"""For a collective: ranks also wait while rank 0 alone prepares data."""
 
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 class World:
-    """The ranks that train one run together. Rank 0 is the main one: it alone writes files and prints.
+    """The ranks that train one run together. Rank 0 is the main one: it alone writes the record and the log, and
+    prints; all ranks save checkpoints together.
 
     Every method that communicates is a collective: all ranks call it, in the same order, and all get the same result
-    unless its description says otherwise. With one rank nothing is sent. ``mesh`` is how techniques arrange the ranks,
-    once they do.
+    unless its description says otherwise. With one rank nothing is sent. ``group`` is
+    the process group of the ranks, if there is one; ``mesh`` is how techniques arrange them, once they do.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None) -> None:
         self.rank = rank
         self.size = size
+        self.group = group
         self.mesh: DeviceMesh | None = None
-        self._gathering = False
 
     @property
     def is_main(self) -> bool:
@@ -84,20 +84,6 @@ class World:
         """Wait until every rank has arrived."""
         self.any(False)
 
-    def gather_state(self, state: object) -> Any:
-        """Return a state that rank 0 can save: its sharded tensors are full on rank 0, and empty on the other ranks."""
-        if self.size == 1:
-            return state
-        self._gathering = not self.is_main
-        try:
-            return expand(state)
-        finally:
-            self._gathering = False
-
-    def kept(self, full: Tensor) -> Tensor:
-        """Return a full tensor on the CPU; within `gather_state`, an empty one on every rank but rank 0."""
-        return full.new_empty(0, device="cpu") if self._gathering else full.cpu()
-
 
 def launched_ranks() -> int:
     """Return the number of ranks that torchrun started; 0 if it did not start this process."""
@@ -131,7 +117,7 @@ def join(device: str) -> Iterator[World]:
             # `World` communicates on the CPU, by gloo, so that it never waits for a GPU.
             dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo", timeout=_TIMEOUT)
             stack.callback(dist.destroy_process_group)
-        yield World(dist.get_rank(), dist.get_world_size())
+        yield World(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
 
 
 def _own_gpu(device: str) -> int:

@@ -82,15 +82,17 @@ class Fsdp(ShardedParallel):
         shards = sharded_parameters(run.model)
         full, local = sum(shards[n].nbytes for n in parameters), sum(shards[n].to_local().nbytes for n in parameters)
         sizes = {f"{name}_size": mesh[name].size() for name in mesh.mesh_dim_names or ()}
+        exchanges = sum(count > 0 for count in exchanged)
         return Proof(
             f"{len(parameters)} parameters are sharded among {self._processes(mesh)}; this one has "
-            f"{format_bytes(local)} of {format_bytes(full)}; gradients were exchanged once in {len(exchanged)} batches",
+            f"{format_bytes(local)} of {format_bytes(full)}; the gradient was exchanged "
+            f"{exchanges} x in {len(exchanged)} micro-batches",
             parameters=len(parameters),
             processes=run.world.size,
             local_bytes=local,
             whole_bytes=full,
             batches=len(exchanged),
-            exchanges=sum(count > 0 for count in exchanged),
+            exchanges=exchanges,
             **sizes,
         )
 

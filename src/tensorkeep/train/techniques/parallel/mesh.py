@@ -17,8 +17,6 @@ from tensorkeep.train.run.world import launched_machines
 
 REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
 
-TECHNIQUES = {REPLICATE: "hsdp", SHARD: "fsdp", TENSOR: "tensor-parallel"}
-
 
 class FsdpSettings(Section, frozen=True):
     """When gradients are exchanged.
@@ -103,9 +101,10 @@ def _check(found: dict[str, int], size: int) -> None:
         )
     if size > 1 and 1 in found.values():
         idle = next(name for name, count in found.items() if count == 1)
+        technique = "tensor-parallel" if idle == TENSOR else "hsdp" if REPLICATE in found else "fsdp"
         raise UsageError(
             f"{size} processes are a mesh of {sizes}, so that nothing is divided along {idle!r}",
-            remedy=f"start at least {2 ** len(found)} processes, or leave {TECHNIQUES[idle]} out",
+            remedy=f"start at least {2 ** len(found)} processes, or leave {technique} out",
         )
 
 
@@ -115,6 +114,9 @@ def mesh_of(run: Run) -> DeviceMesh:
     if world.mesh is None:
         sizes = mesh_sizes(run.config.techniques, world.size, launched_machines())
         world.mesh = init_device_mesh(run.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        if SHARD in sizes and TENSOR in sizes:
+            # Then the norm of the gradient is one sum over both dimensions, which is the same in every process.
+            world.mesh[SHARD, TENSOR]._flatten()
     return world.mesh
 
 

@@ -16,7 +16,7 @@ from tensorkeep.train.run.state import Run
 from tensorkeep.train.techniques.base import Proof, Verification
 from tensorkeep.train.techniques.observe import count_calls
 from tensorkeep.train.techniques.parallel import Parallel
-from tensorkeep.train.techniques.parallel.stages import StageModule, Stages, save_all_stages
+from tensorkeep.train.techniques.parallel.stages import StageModule, Stages, save_own_stage
 from tensorkeep.train.techniques.wrapped_batches import WrappedBatches
 
 _SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -85,7 +85,7 @@ class PipelineParallel(Parallel):
         torch.manual_seed(loop.seed + run.world.rank)
         self.stages = Stages(run.model, run.world)
         self.stages.fill(run)
-        save_all_stages(run, self.stages)
+        save_own_stage(run, self.stages)
         self._schedule = self._build_schedule(run, rows // self.settings.parts)
         if run.config.model.tied and run.world.size > 1:
             self._tied_group = dist.new_group([0, run.world.size - 1])

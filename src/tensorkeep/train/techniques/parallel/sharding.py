@@ -1,8 +1,7 @@
 """Sharded parameters: optimizers, averages and checkpoints of a model whose parameters are DTensors.
 
-Checkpoints hold full tensors, laid out as those of one process, so any number of processes can resume. The tools of
-`torch.distributed.checkpoint.state_dict` are not used: they name optimizer states by parameter, and step an optimizer
-to create them.
+A checkpoint has the names, keys and full shapes of one process, so any number of processes can resume. DTensors state
+which part of each tensor a rank has; where that would not be true, `in_order` corrects it.
 """
 
 from abc import abstractmethod
@@ -18,10 +17,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from tensorkeep.errors import UsageError
 from tensorkeep.state.sharded import ShardedLeaf
 from tensorkeep.train.config.config import Config
-from tensorkeep.train.model.gpt import GPT
 from tensorkeep.train.optim.average import WeightAverage
 from tensorkeep.train.run.state import Run
-from tensorkeep.train.run.world import World
 from tensorkeep.train.techniques.parallel import Parallel
 from tensorkeep.train.techniques.parallel.filling import fill_parameters, update_parameters
 from tensorkeep.train.techniques.parallel.mesh import SHARD, TENSOR, mesh_of
@@ -55,7 +52,7 @@ class ShardedParallel(Parallel):
             fill_shards(run)
         update_parameters(run, before)
         if last:
-            use_sharded_parameters(run, ShardLayout(run.world, run.model))
+            use_sharded_parameters(run, mesh)
 
     @abstractmethod
     def shard(self, run: Run, mesh: DeviceMesh) -> None:
@@ -84,7 +81,7 @@ def _is_placed(parameter: DTensor | None, axis: str, dim: int, count: int) -> bo
     return is_shard and parameter.device_mesh.shape[names.index(axis)] == count
 
 
-def in_order(name: str, parameter: DTensor) -> DTensor:
+def in_order(name: str, parameter: Any) -> Any:
     """Return a parameter, or its state, with placements that state which rows of the full tensor this rank has.
 
     Of the fused projection to queries, keys and values, tensor parallelism gives each rank the heads that it computes:
@@ -130,36 +127,15 @@ def copy_boxes(name: str, full: Tensor, shard: DTensor) -> None:
         piece.array.copy_(full[box])
 
 
-class ShardLayout:
-    """Makes full tensors of shards, and shards of full tensors."""
-
-    def __init__(self, world: World, model: GPT) -> None:
-        self._world = world
-        names = (world.mesh.mesh_dim_names or ()) if world.mesh is not None else ()
-        size = world.mesh[TENSOR].size() if world.mesh is not None and TENSOR in names else 1
-        width = model.config.d_model
-        self._rows = torch.arange(3 * width).view(3, size, width // size).transpose(0, 1).flatten()
-
-    def full(self, name: str, shard: Any) -> Tensor:
-        """Return the full tensor of a shard of a parameter or its state; empty in processes that do not save it."""
-        found = self._world.kept(shard.full_tensor())
-        if ".attention.qkv." not in name or not found.numel():
-            return found
-        return torch.empty_like(found).index_copy_(0, self._rows, found)
-
-    def shard(self, name: str, full: Tensor, like: DTensor) -> DTensor:
-        """Return this process's shard of a full tensor, placed like another."""
-        found = _like(like, torch.empty_like(like.to_local(), dtype=full.dtype), like.placements)
-        copy_boxes(name, full, found)
-        return found
-
-
-def use_sharded_parameters(run: Run, layout: ShardLayout) -> None:
-    """Average the sharded parameters, make checkpoints hold full tensors, and clip by the norm of all shards."""
-    for optimizer in run.optimizers.values():
-        _save_full_states(optimizer, run.model, layout)
-    run.average = _ShardedAverage(run.model, run.config.ema.decay, layout)
-    _save_full_weights(run.model, layout)
+def use_sharded_parameters(run: Run, mesh: DeviceMesh) -> None:
+    """Average the sharded parameters, make checkpoints state their rows, and clip by the norm of all shards."""
+    run.average = WeightAverage(run.model, run.config.ema.decay)
+    if TENSOR in (mesh.mesh_dim_names or ()):
+        run.in_checkpoint["model"] = lambda: _weights_in_order(run.model)
+        run.in_checkpoint["average"] = lambda: {n: in_order(n, each) for n, each in run.average.state_dict().items()}
+        names = {id(each): name for name, each in run.model.named_parameters()}
+        optimizers = {name: _OptimizerInOrder(each, names) for name, each in run.optimizers.items()}
+        run.in_checkpoint["optimizers"] = lambda: optimizers
     clip = run.operations.clip
 
     def clip_to_full_norm() -> Tensor:
@@ -175,62 +151,50 @@ def sharded_parameters(model: nn.Module) -> dict[str, DTensor]:
     return {name: each.data for name, each in found if isinstance(each.data, DTensor)}
 
 
-def _save_full_weights(model: nn.Module, layout: ShardLayout) -> None:
-    def gather(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        # Tied weights share their memory in a checkpoint too.
-        full: dict[int, Tensor] = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            if id(parameter) not in full:
-                full[id(parameter)] = layout.full(name, parameter.data)
-            state[prefix + name] = full[id(parameter)]
-
-    def shard(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
-        for name, parameter in sharded_parameters(module).items():
-            state[prefix + name] = layout.shard(name, state[prefix + name], parameter)
-
-    model.register_state_dict_post_hook(gather)  # type: ignore[no-untyped-call]
-    model.register_load_state_dict_pre_hook(shard)  # type: ignore[no-untyped-call]
+def _weights_in_order(model: nn.Module) -> dict[str, Any]:
+    weights = model.state_dict()
+    for name, weight in weights.items():
+        weights[name] = in_order(name, weight)
+    return weights
 
 
-def _save_full_states(optimizer: torch.optim.Optimizer, model: nn.Module, layout: ShardLayout) -> None:
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+class _OptimizerInOrder(torch.optim.Optimizer):
+    """An optimizer as checkpoints have it: its parameters and their states state which rows they have.
 
-    def with_states(state: dict[str, Any], change: Callable[[str, Any, Any], Any]) -> dict[str, Any]:
-        states = {
-            index: {key: change(names[id(parameters[index])], parameters[index], value) for key, value in each.items()}
-            for index, each in state["state"].items()
-        }
-        return {**state, "state": states}
+    Only what saving and loading call is here. A load divides a new state as the parameter is.
+    """
 
-    def gather(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        return with_states(
-            state, lambda name, parameter, value: layout.full(name, value) if isinstance(value, DTensor) else value
-        )
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+        self._optimizer = optimizer
+        self._names = names
 
-    def shard(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        def sharded(name: str, parameter: Any, value: Any) -> Any:
-            is_full = isinstance(value, Tensor) and value.shape == parameter.shape
-            return layout.shard(name, value, parameter.data) if is_full else value
-
-        return with_states(state, sharded)
-
-    optimizer.register_state_dict_post_hook(gather)
-    optimizer.register_load_state_dict_pre_hook(shard)
-
-
-class _ShardedAverage(WeightAverage):
-    """An average that is sharded like the weights."""
-
-    def __init__(self, model: nn.Module, decay: float, layout: ShardLayout) -> None:
-        super().__init__(model, decay)
-        self._layout = layout
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        groups = self._optimizer.param_groups
+        return [
+            {**group, "params": [in_order(self._names[id(each)], each.data) for each in group["params"]]}
+            for group in groups
+        ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the full averages by parameter."""
-        return {name: self._layout.full(name, each) for name, each in super().state_dict().items()}
+        return self._with_states(
+            self._optimizer.state_dict(), lambda parameter, value: in_order(self._names[id(parameter)], value)
+        )
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore what `state_dict` returned."""
-        shards: dict[str, Any] = super().state_dict()
-        super().load_state_dict({name: self._layout.shard(name, state[name], like) for name, like in shards.items()})
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        def as_computed(parameter: Any, value: DTensor) -> DTensor:
+            return _like(parameter.data, value.to_local(), parameter.data.placements)
+
+        self._optimizer.load_state_dict(self._with_states(state, as_computed))
+
+    def _with_states(self, state: dict[str, Any], change: Callable[[Any, DTensor], DTensor]) -> dict[str, Any]:
+        """Return an optimizer's state with other DTensors."""
+        parameters = [each for group in self._optimizer.param_groups for each in group["params"]]
+        states = {
+            index: {
+                key: change(parameters[index], value) if isinstance(value, DTensor) else value
+                for key, value in found.items()
+            }
+            for index, found in state["state"].items()
+        }
+        return {**state, "state": states}

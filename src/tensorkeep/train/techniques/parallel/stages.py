@@ -1,6 +1,6 @@
-"""Stages of a pipeline: which process has which blocks of a model, and checkpoints of all stages."""
+"""Stages of a pipeline: which process has which blocks of a model, and saves them."""
 
-from collections.abc import Mapping
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -46,6 +46,14 @@ class Stages:
         found = self.model.named_parameters()
         return {name: each for name, each in found if self.owner(name) == self.world.rank or name in tied}
 
+    def weights(self) -> dict[str, Tensor]:
+        """Return what this process has of the model's ``state_dict()``."""
+        weights = OrderedDict((name, each.data) for name, each in self.own().items())
+        if self.model.config.tied and self.last:
+            # The same memory, as in a checkpoint of one process.
+            weights["head.weight"] = weights["tokens.weight"]
+        return weights
+
     def fill(self, run: Run) -> None:
         """Make the parameters of this process; those of other processes have shapes, and no memory."""
         own, before = self.own(), dict(self.model.named_parameters())
@@ -57,21 +65,6 @@ class Stages:
 
         fill_parameters(run, own_values)
         update_parameters(run, before)
-
-    def from_owner(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the owner's tensor for a parameter, on the CPU; see `World.gather_state`."""
-        owner = self.owner(name)
-        found = tensor.detach().clone() if self.world.rank == owner else tensor.new_empty(tensor.shape)
-        dist.broadcast(found, src=owner)
-        return self.world.kept(found)
-
-    def state_from_owner(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the owner's optimizer state for a parameter."""
-        mine = {key: value.detach() for key, value in state.items()}
-        shapes = {key: (list(value.shape), str(value.dtype).removeprefix("torch.")) for key, value in mine.items()}
-        of_owner: dict[str, Any] = self.world.broadcast(shapes, source=self.owner(name))
-        like = {key: torch.empty(shape, dtype=getattr(torch, dtype)) for key, (shape, dtype) in of_owner.items()}
-        return {key: self.from_owner(name, mine.get(key, each).cpu()) for key, each in like.items()}
 
     def compute(self, x: Tensor, start: int, cache: Cache | None = None) -> Tensor:
         """Return the output of this process's blocks."""
@@ -131,59 +124,53 @@ class StageModule(nn.Module):
         return stages.logits(x) if stages.last else x
 
 
-def save_all_stages(run: Run, stages: Stages) -> None:
-    """Make checkpoints hold the parameters, averages and optimizer states of all stages; each process loads its own."""
-    model = stages.model
-    names = {id(each): name for name, each in model.named_parameters()}
+def save_own_stage(run: Run, stages: Stages) -> None:
+    """Make this rank save and load the parameters, averages and optimizer states of its stage only.
 
-    def gather(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for name, parameter in model.named_parameters():
-            state[name] = stages.from_owner(name, parameter.data)
-        if model.config.tied:
-            # Tied weights share their memory in a checkpoint too.
-            state["head.weight"] = state["tokens.weight"]
-
-    @torch.no_grad()
-    def load(state: Mapping[str, Tensor], **options: Any) -> None:
-        for name, parameter in stages.own().items():
-            parameter.copy_(state[name])
-
-    model.register_state_dict_post_hook(gather)  # type: ignore[no-untyped-call]
-    model.load_state_dict = load  # type: ignore[method-assign, assignment]
-    run.average = _StageAverage(stages, run.config.ema.decay)
-    for optimizer in run.optimizers.values():
-        parameters = [names[id(each)] for group in optimizer.param_groups for each in group["params"]]
-        _save_all_states(optimizer, parameters, stages)
+    The keys are those of one process: the ranks together have all of them.
+    """
+    run.average = StageAverage(stages, run.config.ema.decay)
+    run.in_checkpoint["model"] = stages.weights
+    run.in_checkpoint["optimizers"] = lambda: {
+        name: _own_state(optimizer, stages) for name, optimizer in run.optimizers.items()
+    }
 
 
-def _save_all_states(optimizer: torch.optim.Optimizer, names: list[str], stages: Stages) -> None:
-    def gather(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        found = {
-            index: stages.state_from_owner(name, state["state"].get(index, {})) for index, name in enumerate(names)
+def _own_state(optimizer: torch.optim.Optimizer, stages: Stages) -> dict[str, Any]:
+    """Return the state of an optimizer by the numbers of the parameters, empty for those of other processes.
+
+    An object of its own for each parameter lets a process load its states only.
+    """
+    own = {id(each) for each in stages.own().values()}
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    states: dict[int, Any] = {
+        number: _ParameterState(optimizer, parameter) if id(parameter) in own else {}
+        for number, parameter in enumerate(parameters)
+    }
+    return {**optimizer.state_dict(), "state": states}
+
+
+class _ParameterState:
+    """The state that an optimizer has for one parameter."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
+        self._optimizer = optimizer
+        self._parameter = parameter
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._optimizer.state.get(self._parameter, {}))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        parameter = self._parameter
+        self._optimizer.state[parameter] = {
+            key: value.to(parameter.device) if value.shape == parameter.shape else value for key, value in state.items()
         }
-        return {**state, "state": {index: each for index, each in found.items() if each}}
-
-    def keep_own(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        own = stages.own()
-        return {**state, "state": {index: each for index, each in state["state"].items() if names[index] in own}}
-
-    optimizer.register_state_dict_post_hook(gather)
-    optimizer.register_load_state_dict_pre_hook(keep_own)
 
 
-class _StageAverage(WeightAverage):
+class StageAverage(WeightAverage):
     """An average of the parameters that this process has."""
 
     def __init__(self, stages: Stages, decay: float) -> None:
-        self._stages = stages
         self._decay = decay
         self._parameters = stages.own() if decay else {}
         self._averages = [each.clone() for each in self._live]
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the averages of all processes, by parameter."""
-        if not self._decay:
-            return {}
-        own = super().state_dict()
-        found = self._stages.model.named_parameters()
-        return {name: self._stages.from_owner(name, own.get(name, each.data)) for name, each in found}
