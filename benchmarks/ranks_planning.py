@@ -94,7 +94,7 @@ def plan_by_tensorkeep(ranks: int, tensors: int) -> Planning:
     import msgspec
 
     from tensorkeep.checkpoint.ranks.assignment import assign
-    from tensorkeep.checkpoint.ranks.outline import RankOutline, merge_tensors
+    from tensorkeep.checkpoint.ranks.outline import BoxKey, RankOutline, Tensors, merge_tensors
     from tensorkeep.formats.native.directory import is_replaceable
     from tensorkeep.formats.native.pieces.records import FragmentReport
     from tensorkeep.formats.native.pieces.root import plan_root, write_plan, write_root
@@ -102,14 +102,18 @@ def plan_by_tensorkeep(ranks: int, tensors: int) -> Planning:
     from tensorkeep.io.commit import Commit
 
     encode = msgspec.msgpack.encode
-    outlines, reports = msgspec.msgpack.Decoder(RankOutline), msgspec.msgpack.Decoder(FragmentReport)
-    received = [encode(_outline(rank, ranks, tensors)) for rank in range(ranks)]
+    same, reports = msgspec.msgpack.Decoder(Tensors), msgspec.msgpack.Decoder(FragmentReport)
+    boxes = msgspec.msgpack.Decoder(list[list[BoxKey]])
+    # All ranks have the same tensors, of which one sends names, dtypes and shapes.
+    first = encode(_outline(0, ranks, tensors).tensors)
+    received = [encode(_outline(rank, ranks, tensors).boxes) for rank in range(ranks)]
     results = [encode(_report(rank, tensors)) for rank in range(ranks)]
     skeleton = {"dict": {name_of(number): {"tensor": name_of(number)} for number in range(tensors)}}
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
-        merged = merge_tensors([outlines.decode(each) for each in received])
-        assign(merged, ranks)
+        known = same.decode(first)
+        merged = merge_tensors([RankOutline(known, boxes.decode(each)) for each in received])
+        assign(merged, ranks, 0)
         commit = Commit(Path(folder, "saved"), directory=True, overwrite=False, replaceable=is_replaceable)
         with commit:
             root = plan_root(merged.flat(skeleton), WriteSettings(), save="0" * 16, ranks=ranks)
@@ -118,18 +122,19 @@ def plan_by_tensorkeep(ranks: int, tensors: int) -> Planning:
             write_root(commit.path, root, [reports.decode(each) for each in results])
             commit.publish()
             finished = time.perf_counter()
-    count = sum(map(len, received))
+    count = len(first) + sum(map(len, received))
     # An all-gather: every rank receives what the coordinator does.
     return Planning("tensorkeep", ranks, tensors, planned - started, finished - planned, count, count * (ranks - 1))
 
 
 def _outline(rank: int, ranks: int, tensors: int) -> Any:
-    from tensorkeep.checkpoint.ranks.outline import RankOutline, TensorOutline
+    from tensorkeep.checkpoint.ranks.outline import RankOutline, TensorOutline, Tensors
 
-    box = (rank * ROWS_EACH, 0), (ROWS_EACH, COLUMNS)
+    box = rank * ROWS_EACH, 0, ROWS_EACH, COLUMNS
     shape, layout = (ranks * ROWS_EACH, COLUMNS), f"mesh (dp={ranks}): S(0)"
     names = [name_of(number) for number in range(tensors)]
-    return RankOutline([TensorOutline(name, "model", name, "bfloat16", shape, layout, (box,)) for name in names], {})
+    found = [TensorOutline(name, "model", name, "bfloat16", shape, layout) for name in names]
+    return RankOutline(Tensors(found, {}), [[box] for _ in names])
 
 
 def _report(rank: int, tensors: int) -> Any:

@@ -11,9 +11,11 @@ from typing import Any
 from tensorkeep.checkpoint.ranks.assignment import Share, assign, own_pieces
 from tensorkeep.checkpoint.ranks.group import Ranks
 from tensorkeep.checkpoint.ranks.outline import (
+    BoxKey,
     FullTensor,
     MergedTensors,
     RankOutline,
+    Tensors,
     digest_of,
     merge_skeletons,
     merge_tensors,
@@ -53,17 +55,16 @@ def agree(ranks: Ranks, flat: Flat[Leaf], arguments: Mapping[str, Any]) -> Share
     Raises RanksDisagreeError, on all ranks, for an argument, a tensor or a plain value that differs.
     """
     outline = RankOutline.of_state(flat)
-    own = digest_of(arguments), digest_of(outline), digest_of(flat.skeleton)
+    own = [digest_of(each) for each in (arguments, outline.tensors, outline.boxes, flat.skeleton)]
     received = ranks.caller.exchange(own, PREPARING)
-    by_arguments, by_outline, by_skeleton = zip(*received, strict=True)
+    by_arguments, by_tensors, by_boxes, by_skeleton = zip(*received, strict=True)
     if len({*by_arguments}) > 1:
         _refuse_arguments(ranks.caller.exchange(dict(arguments), PREPARING))
     known = ranks.remembered
-    if known.get("outlines") != by_outline:
-        outlines = ranks.caller.exchange(outline, PREPARING, of=RankOutline)
-        known["merged"] = merged = merge_tensors(outlines)
-        known["shares"] = assign(merged, ranks.size)[ranks.rank]
-        known["outlines"] = by_outline
+    if known.get("outlines") != (by_tensors, by_boxes):
+        known["merged"] = merged = merge_tensors(_outlines(ranks, outline, by_tensors))
+        known["shares"] = assign(merged, ranks.size, ranks.rank)
+        known["outlines"] = by_tensors, by_boxes
     merged_tensors: MergedTensors = known["merged"]
     shares: list[Share] = known["shares"]
     skeleton = flat.skeleton
@@ -71,6 +72,14 @@ def agree(ranks: Ranks, flat: Flat[Leaf], arguments: Mapping[str, Any]) -> Share
         skeleton = merge_skeletons(ranks.caller.exchange(skeleton, PREPARING))
     layouts = {name: tensor.layout for name, tensor in merged_tensors.tensors.items() if tensor.layout}
     return SharedState(merged_tensors.flat(skeleton), layouts, own_pieces(shares, flat.leaves))
+
+
+def _outlines(ranks: Ranks, own: RankOutline, digests: Sequence[str]) -> list[RankOutline]:
+    """Return the outlines of all ranks; of those that have the same tensors, the first sends them."""
+    is_first = digests.index(digests[ranks.rank]) == ranks.rank
+    sent = ranks.caller.exchange(own.tensors if is_first else None, PREPARING, of=Tensors | None)
+    boxes = ranks.caller.exchange(own.boxes, PREPARING, of=list[list[BoxKey]])
+    return [RankOutline(sent[digests.index(digest)], own) for digest, own in zip(digests, boxes, strict=True)]
 
 
 def as_flat(pieces: Sequence[Piece]) -> Flat[Piece]:

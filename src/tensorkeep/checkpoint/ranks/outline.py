@@ -1,9 +1,9 @@
 """What the ranks say of their states before a save, and the one state that they have together."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import xxhash
@@ -16,12 +16,12 @@ from tensorkeep.state.leaf import LEAF_KINDS, Leaf
 from tensorkeep.state.sharded import ShardedLeaf, pieces_of
 from tensorkeep.state.tree import Flat, child_nodes, node_key_text, node_tag, with_children
 
-Offsets = tuple[int, ...]
-Sizes = tuple[int, ...]
+BoxKey = tuple[int, ...]
+"""A box of a tensor: its offsets, then its sizes."""
 
 
 class TensorOutline(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A tensor of a rank: its name, part and key, dtype, full shape, layout, and the boxes that the rank has of it.
+    """A tensor of a rank: its name, part and key, dtype, full shape, and layout.
 
     The layout is that of a DTensor as text, and empty for a plain tensor.
     """
@@ -32,7 +32,6 @@ class TensorOutline(msgspec.Struct, array_like=True, frozen=True, gc=False):
     dtype: str
     shape: tuple[int, ...]
     layout: str
-    boxes: tuple[tuple[Offsets, Sizes], ...]
 
     @property
     def nbytes(self) -> int:
@@ -40,11 +39,21 @@ class TensorOutline(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return prod(self.shape) * BY_NAME[self.dtype].itemsize
 
 
-class RankOutline(msgspec.Struct, frozen=True):
-    """The tensors of a rank, in the order of its state, and those that are views of others."""
+class Tensors(msgspec.Struct, frozen=True):
+    """The tensors of a rank, in the order of its state, and those that are views of others.
+
+    They are usually the same on all ranks, of which one sends them.
+    """
 
     tensors: list[TensorOutline]
     aliases: dict[str, AliasRecord]
+
+
+class RankOutline(NamedTuple):
+    """The tensors of a rank, and the boxes that it has of each of them."""
+
+    tensors: Tensors
+    boxes: list[list[BoxKey]]
 
     @classmethod
     def of_state(cls, flat: Flat[Leaf]) -> "RankOutline":
@@ -56,12 +65,12 @@ class RankOutline(msgspec.Struct, frozen=True):
                 leaf.dtype.name,
                 leaf.shape,
                 leaf.layout if isinstance(leaf, ShardedLeaf) else "",
-                tuple((piece.offsets, piece.shape) for piece in pieces_of(leaf)),
             )
             for name, leaf in flat.leaves.items()
         ]
         aliases = {name: AliasRecord.of_alias(alias, *flat.parts[name]) for name, alias in flat.aliases.items()}
-        return cls(tensors, aliases)
+        boxes = [[(*piece.offsets, *piece.shape) for piece in pieces_of(leaf)] for leaf in flat.leaves.values()]
+        return cls(Tensors(tensors, aliases), boxes)
 
 
 def digest_of(value: object) -> str:
@@ -93,7 +102,7 @@ class MergedTensors(msgspec.Struct, frozen=True):
 
     tensors: dict[str, TensorOutline]
     aliases: dict[str, AliasRecord]
-    boxes: dict[str, dict[tuple[Offsets, Sizes], list[int]]]
+    boxes: dict[str, dict[BoxKey, list[int]]]
 
     def flat(self, skeleton: object) -> Flat[FullTensor]:
         """Return the state of all ranks together, which has this structure and these plain values."""
@@ -113,25 +122,16 @@ def merge_tensors(outlines: Sequence[RankOutline]) -> MergedTensors:
     """
     tensors: dict[str, tuple[int, TensorOutline]] = {}
     aliases: dict[str, tuple[int, AliasRecord]] = {}
-    boxes: dict[str, dict[tuple[Offsets, Sizes], list[int]]] = {}
+    boxes: dict[str, dict[BoxKey, list[int]]] = {}
+    known: Tensors | None = None
     for rank, outline in enumerate(outlines):
-        for tensor in outline.tensors:
-            first, known = tensors.setdefault(tensor.name, (rank, tensor))
-            if (tensor.dtype, tensor.shape, tensor.key, tensor.part) != (
-                known.dtype,
-                known.shape,
-                known.key,
-                known.part,
-            ):
-                for field in ("dtype", "shape", "part", "key"):
-                    _check_same(tensor.name, field, first, getattr(known, field), rank, getattr(tensor, field))
-            own = boxes.setdefault(tensor.name, {})
-            for box in tensor.boxes:
-                own.setdefault(box, []).append(rank)
-        for name, alias in outline.aliases.items():
-            first, shared = aliases.setdefault(name, (rank, alias))
-            _check_same(name, "shared memory", first, shared.of, rank, alias.of)
-            _check_same(name, "shared memory", first, msgspec.to_builtins(shared), rank, msgspec.to_builtins(alias))
+        if outline.tensors is not known:
+            known = outline.tensors
+            _add(rank, known, tensors, aliases)
+            in_order = [boxes.setdefault(tensor.name, {}) for tensor in known.tensors]
+        for own, of_all in zip(outline.boxes, in_order, strict=True):
+            for box in own:
+                of_all.setdefault(box, []).append(rank)
     for name in aliases.keys() & tensors.keys():
         raise RanksDisagreeError(
             f"shares the memory of {aliases[name][1].of!r} on rank {aliases[name][0]}, and not on rank "
@@ -143,6 +143,23 @@ def merge_tensors(outlines: Sequence[RankOutline]) -> MergedTensors:
     for name, tensor in merged.items():
         _check_complete(tensor, boxes[name])
     return MergedTensors(merged, {name: alias for name, (_, alias) in aliases.items()}, boxes)
+
+
+def _add(
+    rank: int,
+    own: Tensors,
+    tensors: dict[str, tuple[int, TensorOutline]],
+    aliases: dict[str, tuple[int, AliasRecord]],
+) -> None:
+    """Add the tensors of a rank to those of the ranks before it, with which they must agree."""
+    for tensor in own.tensors:
+        first, known = tensors.setdefault(tensor.name, (rank, tensor))
+        for field in ("dtype", "shape", "part", "key"):
+            _check_same(tensor.name, field, first, getattr(known, field), rank, getattr(tensor, field))
+    for name, alias in own.aliases.items():
+        first, shared = aliases.setdefault(name, (rank, alias))
+        _check_same(name, "shared memory", first, shared.of, rank, alias.of)
+        _check_same(name, "shared memory", first, msgspec.to_builtins(shared), rank, msgspec.to_builtins(alias))
 
 
 def _check_same(name: str, field: str, rank: int, value: object, other_rank: int, other: object) -> None:
@@ -158,9 +175,10 @@ def _text(value: object) -> str:
     return str(list(value)) if isinstance(value, tuple) else str(value)
 
 
-def _check_complete(tensor: TensorOutline, boxes: Mapping[tuple[Offsets, Sizes], Sequence[int]]) -> None:
+def _check_complete(tensor: TensorOutline, boxes: Iterable[BoxKey]) -> None:
     """Refuse boxes that leave gaps; the writer of the manifest finds boxes that overlap."""
-    covered, full = sum(prod(sizes) for _, sizes in boxes), prod(tensor.shape)
+    count = len(tensor.shape)
+    covered, full = sum(prod(box[count:]) for box in boxes), prod(tensor.shape)
     if covered != full:
         layout = f" ({tensor.layout})" if tensor.layout else ""
         raise RanksDisagreeError(
