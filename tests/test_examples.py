@@ -71,6 +71,7 @@ class RankRuns:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = str(server.getsockname()[1])
         master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+        master |= {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": str(ranks)}
         self.runs = [
             Run(name, out, steps, environment={**master, "RANK": str(rank), "LOCAL_RANK": str(rank)})
             for rank in range(ranks)
@@ -121,6 +122,29 @@ def test_a_killed_run_of_two_ranks_resumes_on_three(tmp_path: Path) -> None:
     assert final[0] and final[1]
     # The sums over ranks have another order.
     assert float(final[1][1]) == pytest.approx(float(final[0][1]), abs=2e-6)
+
+
+@needs("lightning")
+def test_ranks_of_lightning_resume_on_another_number_of_ranks(tmp_path: Path) -> None:
+    name = "lightning_sharded.py"
+    whole = RankRuns(name, tmp_path / "whole", 60, ranks=2).finished_lines()[-1]
+    RankRuns(name, tmp_path / "resumed", 40, ranks=2).finished_lines()
+    resumed = RankRuns(name, tmp_path / "resumed", 60, ranks=3).finished_lines()[-1]
+    assert resumed.startswith("step 60 from step=40 with 3 ranks: |w| = ")
+    final = [float(line.rpartition(" ")[2]) for line in (whole, resumed)]
+    assert final[1] == pytest.approx(final[0], abs=2e-3)
+    assert (tmp_path / "resumed" / "step=60.ckpt" / "manifest.json").is_file()
+
+
+@needs("accelerate")
+def test_ranks_of_accelerate_resume_with_their_random_states(tmp_path: Path) -> None:
+    name = "accelerate_checkpoints.py"
+    whole = RankRuns(name, tmp_path / "whole", 40, ranks=2).finished_lines()[-1]
+    RankRuns(name, tmp_path / "resumed", 20, ranks=2).finished_lines()
+    resumed = RankRuns(name, tmp_path / "resumed", 40, ranks=2).finished_lines()
+    assert "resumes on 2 ranks after step 20" in resumed
+    assert resumed[-1] == whole
+    assert whole.startswith("step 40: loss ")
 
 
 @needs("lightning")
