@@ -1,7 +1,7 @@
 """accelerate with Tensorkeep: ``save_state`` and ``load_state`` for any number of ranks, with FSDP2, DDP or neither.
 
-``torchrun --nproc-per-node 2 examples/accelerate_checkpoints.py``, or ``accelerate launch`` with ``fsdp_version: 2``: run
-it, kill it, run it again. In your program, `TensorkeepAccelerator` takes the place of ``Accelerator``.
+``torchrun --nproc-per-node 2 examples/accelerate_checkpoints.py``, or ``accelerate launch`` with ``fsdp_version: 2``:
+run it, kill it, run it again. In your program, `TensorkeepAccelerator` takes the place of ``Accelerator``.
 """
 
 import argparse
