@@ -23,10 +23,12 @@ from forked import ended, start
 from tensorkeep.errors import TensorkeepError
 from tensorkeep.testing.technique_suite import TINY, SilentListener, opened, train_run
 from tensorkeep.train.config.config import Config
+from tensorkeep.train.data.dataset import Dataset
 from tensorkeep.train.generate import generate
 from tensorkeep.train.loop import take_step, train
 from tensorkeep.train.model.gpt import GPT, token_loss
-from tensorkeep.train.run.setup import OpenRun
+from tensorkeep.train.run.folder import RunFolder
+from tensorkeep.train.run.setup import OpenRun, open_run
 from tensorkeep.train.techniques import mixed_precision
 
 Task = dict[str, Any]
@@ -169,19 +171,23 @@ def _collectives(given: Task) -> dict[str, int]:
 
 
 def _memory(given: Task) -> dict[str, int]:
-    """Open a run; return the most bytes that torch allocated for it at any time, and those of the model then."""
+    """Open a run; return the most bytes that torch allocated for it at any time, and those of its weights and states.
+
+    ``own`` are those of this process, ``full`` those of the model without optimizer states.
+    """
+    folder, data = RunFolder(Path(given["folder"])), Dataset.open(given["data"])
     with (
         profile(profile_memory=True) as profiler,
-        opened(_config(given), Path(given["folder"]), Path(given["data"])) as run,
+        open_run(_config(given), folder, data, resume=given.get("resume", False)) as run,
     ):
-        sizes = {name: (parameter.numel(), _local_bytes(parameter)) for name, parameter in run.model.named_parameters()}
+        weights = list(run.model.parameters())
+        states = [
+            state for each in run.optimizers.values() for found in each.state.values() for state in found.values()
+        ]
+        sizes = [4 * weight.numel() for weight in weights]
+        own = sum(map(_local_bytes, (*weights, *states)))
     changes = (event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
-    return {
-        "peak": max(accumulate(changes)),
-        "own": sum(own for _, own in sizes.values()),
-        "full": sum(4 * count for count, _ in sizes.values()),
-        "largest": max(4 * count for count, _ in sizes.values()),
-    }
+    return {"peak": max(accumulate(changes)), "own": own, "full": sum(sizes), "largest": max(sizes)}
 
 
 def _local_bytes(parameter: torch.Tensor) -> int:

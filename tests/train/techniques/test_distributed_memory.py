@@ -1,6 +1,8 @@
-"""The memory of a rank while its run is opened: its own weights, and one full tensor besides."""
+"""The memory of a rank while a run is opened or resumed: that of its shards, and one full tensor besides."""
 
 from pathlib import Path
+
+import pytest
 
 from train.techniques.several_processes import EXACT, ProcessPool, task
 
@@ -9,12 +11,22 @@ SLACK = 256 * 1024
 """Bytes of batches, positions and messages."""
 
 
-def test_no_rank_builds_the_whole_model(two_processes: ProcessPool, tmp_path: Path, data: Path) -> None:
-    names = ("fsdp", "tensor-parallel", "pipeline-parallel", "ddp")
-    tasks = {name: task("memory", LARGE.changed({f"techniques.{name}": "on"}), tmp_path / name, data) for name in names}
+def test_no_rank_has_the_whole_model_when_a_run_is_opened_or_resumed(
+    two_processes: ProcessPool, tmp_path: Path, data: Path
+) -> None:
+    tasks = {"ddp": task("memory", LARGE.changed({"techniques.ddp": "on"}), tmp_path / "ddp", data)}
+    sharding = ("fsdp", "tensor-parallel", "pipeline-parallel")
+    for name in sharding:
+        config = LARGE.changed({f"techniques.{name}": "on"})
+        tasks[name] = task("memory", config, tmp_path / name, data)
+        tasks[f"{name}, saved"] = task("train", config, tmp_path / name, data, resume=True, stop_after=1)
+        tasks[f"{name}, resumed"] = task("memory", config, tmp_path / name, data, resume=True)
     for process in two_processes.run(tasks):
-        for name in names[:-1]:
-            found = process[name]
-            assert found["own"] < 0.6 * found["full"]
-            assert found["own"] < found["peak"] < found["own"] + found["largest"] + SLACK, name
         assert process["ddp"]["peak"] > process["ddp"]["own"] == process["ddp"]["full"]
+        for name in sharding:
+            opened, resumed = process[name], process[f"{name}, resumed"]
+            assert opened["own"] < 0.6 * opened["full"]
+            # With the two averages of AdamW.
+            assert resumed["own"] == pytest.approx(3 * opened["own"], rel=0.01)
+            for found in (opened, resumed):
+                assert found["own"] <= found["peak"] < found["own"] + found["largest"] + SLACK, name

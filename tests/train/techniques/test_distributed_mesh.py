@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import pytest
 
 from tensorkeep.errors import UsageError
-from tensorkeep.testing.technique_suite import TINY, opened
+from tensorkeep.testing.technique_suite import TINY, losses, opened, train_run, trained
 from tensorkeep.train.loop import take_step
 from tensorkeep.train.run.setup import OpenRun
 from tensorkeep.train.techniques.parallel.fsdp import Fsdp, Hsdp
@@ -70,6 +70,28 @@ def test_four_processes_in_two_dimensions_compute_the_same_step_as_one(
             figures = process[name]["proofs"][name]
             assert figures["local_bytes"] < 0.51 * figures["whole_bytes"]
             assert process[name]["record"] == pytest.approx(alone, rel=1e-6), name
+
+
+@pytest.mark.slow
+def test_run_resumes_with_other_meshes_and_numbers_of_processes(
+    two_processes: ProcessPool, four_processes: ProcessPool, tmp_path: Path, data: Path
+) -> None:
+    base, run = EXACT.changed({"ema.decay": 0.9}), tmp_path / "run"
+    meshes = [
+        (four_processes, {"techniques.fsdp": "on", **TENSOR}),
+        (two_processes, TENSOR),
+        (four_processes, {"techniques.hsdp": "on"}),
+        (two_processes, {"techniques.pipeline-parallel": "on"}),
+        (four_processes, {"techniques.fsdp": "on", **TENSOR}),
+    ]
+    for pool, changes in meshes:
+        pool.run({"step": task("train", base.changed(changes), run, data, resume=True, stop_after=1)})
+    train_run(base, run, data, resume=True)
+    expected, found = losses(trained(base, data)), losses(run)
+    assert [each[2] for each in found if each[1] == "train"] == pytest.approx(
+        [each[2] for each in expected if each[1] == "train"], rel=1e-6
+    )
+    assert found[-1][2] == pytest.approx(expected[-1][2], rel=1e-6)
 
 
 class FourSuite(ParallelSuite):
