@@ -13,6 +13,7 @@ from tensorkeep.formats.structure import AliasRecord
 from tensorkeep.io.files import Bytes
 from tensorkeep.state.dtypes import BY_NAME, DType
 from tensorkeep.state.leaf import LEAF_KINDS, Leaf
+from tensorkeep.state.scalars import decode_bytes
 from tensorkeep.state.sharded import ShardedLeaf, pieces_of
 from tensorkeep.state.tree import Flat, child_nodes, node_key_text, node_tag, with_children
 
@@ -237,4 +238,6 @@ def _node_text(node: Any) -> str:
     if child_nodes(node) is not None:
         return f"a {tag} of {len(child_nodes(node) or ())}"
     value = next(iter(node.values())) if isinstance(node, dict) else node
+    if tag in ("bytes", "bytearray"):
+        value = decode_bytes(value)
     return f"{value!r:.60}"
