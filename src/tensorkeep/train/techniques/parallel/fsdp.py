@@ -85,8 +85,8 @@ class Fsdp(ShardedParallel):
         exchanges = sum(count > 0 for count in exchanged)
         return Proof(
             f"{len(parameters)} parameters are sharded among {self._processes(mesh)}; this one has "
-            f"{format_bytes(local)} of {format_bytes(full)}; the gradient was exchanged "
-            f"{exchanges} x in {len(exchanged)} micro-batches",
+            f"{format_bytes(local)} of {format_bytes(full)}; gradients were exchanged "
+            f"after {exchanges} of {len(exchanged)} micro-batches",
             parameters=len(parameters),
             processes=run.world.size,
             local_bytes=local,
