@@ -37,7 +37,7 @@ _OPERATIONS = (
     "rmdir",
 )
 
-_EXCHANGES = ("_gather",)
+_EXCHANGES = ("connect", "_gather")
 
 
 class Operations:

@@ -1,7 +1,12 @@
 """What the ranks do in the fault tests: collective saves, one of whose operations is broken on one rank."""
 
+import contextlib
 import errno
+import os
+import signal
+import time
 import traceback
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -13,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import tensorkeep
 from faults import injection as faults
-from tensorkeep.checkpoint.ranks import group
+from tensorkeep.checkpoint.ranks import collective, group
 
 GRACE_SECONDS = 0.15
 """In place of a second, in which the living ranks would have to arrive on a busy machine."""
@@ -32,6 +37,12 @@ class Fault(NamedTuple):
     rank: int
     index: int
     action: str
+    operation: str  # its name
+
+    @property
+    def is_found_at_timeout(self) -> bool:
+        """Whether the other ranks notice it by the timeout only: ranks that connect wait for each other."""
+        return self.action == "hung" or (self.operation == "connect" and self.action.startswith("killed"))
 
 
 class Part(NamedTuple):
@@ -101,3 +112,66 @@ def take_part(rank: int, work: str, root: str, number: int, timeout: float, faul
     if error is None:
         return Part(operations.seen, None, "", "")
     return Part(operations.seen, type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+
+
+def save_again(rank: int, root: str, how: str) -> list[str]:
+    """Save twice by one process group, the first time while rank 1 is disturbed; return the error of each."""
+    state, errors = own_state(2), []
+
+    def disturb(*arguments: Any, **options: Any) -> Any:
+        if how == "interrupted":
+            raise KeyboardInterrupt
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(3)
+        return real(*arguments, **options)
+
+    owner: Any = {"interrupted": torch, "slow": collective.Coordination, "killed": collective.Coordination}[how]
+    name = {"interrupted": "zeros", "slow": "finish", "killed": "finish"}[how]
+    real = getattr(owner, name)
+    with mock.patch.object(group, "_GRACE", GRACE_SECONDS):
+        for attempt in range(2):
+            disturbed = (
+                mock.patch.object(owner, name, disturb) if (rank, attempt) == (1, 0) else contextlib.nullcontext()
+            )
+            begin = time.monotonic()
+            try:
+                with disturbed:
+                    tensorkeep.save(state, Path(root) / "c", overwrite=True, group=dist.group.WORLD, timeout=1.5)
+                errors.append("")
+            except BaseException as error:
+                errors.append(f"{type(error).__name__}: {error}")
+            if how == "killed" and attempt == 1:
+                assert time.monotonic() - begin < 1, "it waits for a rank that has ended"
+    return errors
+
+
+def save_beside_a_stopped_store(rank: int, root: str, port: int) -> str:
+    """Save when the process that serves the store of the process group has stopped; return the error."""
+    store = dist.TCPStore("127.0.0.1", port, dist.get_world_size(), rank == 0, timedelta(seconds=20))
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    state = own_state(2)
+    tensorkeep.save(state, Path(root) / "c", group=dist.group.WORLD, timeout=1.5)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        tensorkeep.save(state, Path(root) / "c", overwrite=True, group=dist.group.WORLD, timeout=1.5)
+    except tensorkeep.RanksDisagreeError as error:
+        return str(error)
+    return ""
+
+
+def leave_a_child(rank: int, root: str, pipe: str) -> None:
+    """Fork a process that lives on, as a worker of a DataLoader may, while rank 0 is killed in a save."""
+
+    def fork_and_die(*arguments: Any) -> None:
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        Path(pipe).write_text(str(child))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with mock.patch.object(collective, "write_root", fork_and_die):
+        tensorkeep.save(own_state(2), Path(root) / "c", group=dist.group.WORLD, timeout=3)

@@ -55,16 +55,18 @@ def agree(ranks: Ranks, flat: Flat[Leaf], arguments: Mapping[str, Any]) -> Share
     Raises RanksDisagreeError, on all ranks, for an argument, a tensor or a plain value that differs.
     """
     outline = RankOutline.of_state(flat)
+    known = ranks.remembered
     own = [digest_of(each) for each in (arguments, outline.tensors, outline.boxes, flat.skeleton)]
-    received = ranks.caller.exchange(own, PREPARING)
-    by_arguments, by_tensors, by_boxes, by_skeleton = zip(*received, strict=True)
+    received = ranks.caller.exchange([*own, known.get("outlines", "")], PREPARING)
+    by_arguments, by_tensors, by_boxes, by_skeleton, by_known = zip(*received, strict=True)
     if len({*by_arguments}) > 1:
         _refuse_arguments(ranks.caller.exchange(dict(arguments), PREPARING))
-    known = ranks.remembered
-    if known.get("outlines") != (by_tensors, by_boxes):
+    outlines = digest_of([by_tensors, by_boxes])
+    # All or none: a rank that was interrupted in the save before may not remember what the others do.
+    if {*by_known} != {outlines}:
         known["merged"] = merged = merge_tensors(_outlines(ranks, outline, by_tensors))
         known["shares"] = assign(merged, ranks.size, ranks.rank)
-        known["outlines"] = by_tensors, by_boxes
+        known["outlines"] = outlines
     merged_tensors: MergedTensors = known["merged"]
     shares: list[Share] = known["shares"]
     skeleton = flat.skeleton
@@ -114,6 +116,8 @@ class Coordination:
         self._commit: Commit | None = None
         self._plan: Root | None = None
         self._ended = False
+        self.totals = 0, 0
+        """The stored and new bytes of all ranks."""
 
     def begin(self) -> tuple[Path, str]:
         """Return the staging folder and the id of the save; collective."""
@@ -141,12 +145,23 @@ class Coordination:
             write_root(self._commit.path, self._plan, reports)
             self._commit.publish()
             self._leave()
-        self._channel.exchange(None, "making the checkpoint visible")
-        self._ended = True
+        self.totals = sum(each.stored_bytes for each in reports), sum(each.new_bytes for each in reports)
+        self._end()
 
-    def total(self, *values: int) -> list[int]:
-        """Return the sums over all ranks; collective."""
-        return [sum(each) for each in zip(*self._channel.exchange(values, "reporting what it wrote"), strict=True)]
+    def _end(self) -> None:
+        """Wait until the coordinator has made the checkpoint visible."""
+        try:
+            self._channel.exchange(None, "making the checkpoint visible")
+        except RanksDisagreeError as error:
+            if error is not self._channel.lost:
+                raise
+            self._ended = True
+            raise RanksDisagreeError(
+                f"{error.message}, when all ranks had written their parts",
+                path=self._destination,
+                remedy="load it to see whether it is the new checkpoint; if not, the next save there finishes it first",
+            ) from error
+        self._ended = True
 
     def fail(self, error: BaseException) -> None:
         """End the save on all ranks, unless that was done; the staging folder is removed."""
@@ -175,10 +190,10 @@ class CollectiveWrite(PiecesWrite):
     def _write(self) -> WriteResult:
         try:
             result = super()._write()
-            stored, new = self._coordination.total(result.stored_bytes, result.new_bytes)
         except BaseException as error:
             self._coordination.fail(error)
             raise
+        stored, new = self._coordination.totals
         return replace(result, stored_bytes=stored, new_bytes=new)
 
     def abandon(self) -> None:

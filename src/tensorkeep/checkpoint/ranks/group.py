@@ -1,7 +1,8 @@
 """The ranks that save or load one checkpoint together, and how they exchange values and errors."""
 
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,12 @@ DEFAULT_TIMEOUT = 1800.0
 """Seconds that a rank waits for the others, which may still be writing."""
 
 _GRACE = 1.0
-"""Seconds in which ranks that are alive arrive at the exchange in which another one was found to be missing."""
+"""Seconds in which ranks that wait in the same exchange find that a connection was closed."""
+
+_STORE_SECONDS = 5.0
+"""Seconds in which the store of the process group must answer."""
+
+_INTERRUPTED = "was interrupted"
 
 
 class _Message(msgspec.Struct, array_like=True):
@@ -29,29 +35,29 @@ class _Message(msgspec.Struct, array_like=True):
 
 
 class Channel:
-    """Collective exchanges of plain values, one at a time, on a gloo group of its own.
+    """Collective exchanges of plain values, one at a time, on a gloo connection of its own.
 
     Every rank calls the same methods in the same order. A rank that has failed calls `fail` in place of its next
-    exchange, so that no other one waits for it.
+    exchange, so that no other one waits for it. When a rank does not answer in time or is interrupted in an exchange,
+    all close the connection, and the next exchange makes a new one; when one has ended, every later exchange fails at
+    once. ``lost`` is the error of the connection that was closed last.
 
     Raises RanksDisagreeError on all others, naming the ranks that have failed, have ended, or do not answer in time.
     """
 
-    def __init__(self, group: "ProcessGroup", timeout: float) -> None:
+    def __init__(self, group: "ProcessGroup", name: str, timeout: float) -> None:
         from torch import distributed as dist
         from torch.distributed.distributed_c10d import _get_process_group_store
 
-        members = dist.get_process_group_ranks(group)
-        with _lost_ranks("while the ranks were connecting"):
-            self._group = dist.new_group(
-                members, timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True
-            )
-        # Says which ranks have arrived at an exchange: gloo does not name those that it waits for.
-        self._store = _get_process_group_store(self._group)
-        self.rank = dist.get_rank(self._group)
-        self.size = len(members)
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.lost: RanksDisagreeError | None = None
+        self._name = name
         self._timeout = timeout
-        self._exchanges = 0
+        self._group_store = _get_process_group_store(group)
+        self._store = self._group_store  # of the connection
+        self._gloo: Any = None  # a ProcessGroupGloo, whose stubs lack its collectives
+        self._connections = 0
+        self._has_ended = False
         self._shared_error: BaseException | None = None  # the last one that all ranks know of
 
     def exchange(self, value: Any, what: str, *, of: Any = Any) -> list[Any]:
@@ -59,6 +65,8 @@ class Channel:
 
         Structs are decoded if ``of`` is their type.
         """
+        if self._gloo is None:
+            self.connect(what)
         found = self._gather(_Message(msgspec.Raw(msgspec.msgpack.encode(value))), what)
         for rank, message in enumerate(found):
             if message.error is not None:
@@ -72,59 +80,104 @@ class Channel:
 
     def fail(self, error: BaseException, what: str) -> None:
         """Report an error to the other ranks in place of the next exchange, unless they know; the caller raises it."""
-        if error is self._shared_error:
+        if error is self._shared_error or error is self.lost or self._has_ended:
             return
         text = error.message if isinstance(error, TensorkeepError) else str(error)
         where = [part for part in (getattr(error, "path", None), getattr(error, "name", None)) if part]
         message = _Message(error=(type(error).__name__, ": ".join([*map(str, where), text])))
         with suppress(RanksDisagreeError):  # what the caller raises says more
+            if self._gloo is None:
+                self.connect(what)
             self._gather(message, what)
         self._shared_error = error
 
+    def connect(self, what: str) -> None:
+        """Connect the ranks; all of them do so."""
+        from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
+
+        if self._has_ended and self.lost is not None:
+            raise RanksDisagreeError(f"{self.lost.message}, in an earlier call", remedy=self.lost.remedy)
+        self._connections += 1
+        self._store = PrefixStore(f"tensorkeep/{self._name}/{self._connections}", self._group_store)
+        try:
+            self._gloo = ProcessGroupGloo(self._store, self.rank, self.size, timedelta(seconds=self._timeout))
+        except RuntimeError as error:
+            raise self._close(error, what) from error
+
     def _gather(self, message: _Message, what: str) -> list[_Message]:
         import torch
-        from torch import distributed as dist
 
-        self._exchanges += 1
         # Not by torch's collectives of objects, which send pickles.
         own = torch.frombuffer(bytearray(msgspec.msgpack.encode(message)), dtype=torch.uint8)
         try:
-            self._store.set(f"rank {self.rank}", str(self._exchanges))
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-            dist.all_gather(sizes, torch.tensor([own.numel()]), group=self._group)
+            self._gloo.allgather([sizes], [torch.tensor([own.numel()])]).wait()
             longest = max(int(size) for size in sizes)
             padded = torch.zeros(longest, dtype=torch.uint8)
             padded[: own.numel()] = own
             received = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-            dist.all_gather(received, padded, group=self._group)
+            self._gloo.allgather([received], [padded]).wait()
         except RuntimeError as error:
-            self._shared_error = lost = self._lost(error, what)
-            raise lost from error
+            raise self._close(error, what) from error
+        except BaseException as error:
+            # The others may be at any point of this exchange, so that no other one can follow.
+            self._close(error, what)
+            self._shared_error = error
+            raise
         decoder = msgspec.msgpack.Decoder(_Message)
         return [decoder.decode(each.numpy()[: int(size)]) for each, size in zip(received, sizes, strict=True)]
 
-    def _lost(self, error: RuntimeError, what: str) -> RanksDisagreeError:
-        """Return the error of an exchange that some ranks did not take part in."""
-        end = time.monotonic() + _GRACE
-        while (absent := self._absent()) and time.monotonic() < end:
-            time.sleep(0.05)
-        names = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}" if absent else "another rank"
-        if "Timed out" in str(error):
-            problem, remedy = f"did not answer within {self._timeout:g} s", "if it is only slow, give a longer timeout"
-        else:
-            problem, remedy = "has ended", "start the ranks again"
-        return RanksDisagreeError(f"{names} {problem}, {what}", remedy=f"see the output of that rank; {remedy}")
+    def _close(self, error: BaseException, what: str) -> RanksDisagreeError:
+        """Close the connection, so that no rank waits; return the error that names the ranks that are missing."""
+        reason = None
+        if not isinstance(error, RuntimeError):
+            reason = _INTERRUPTED
+        elif "timed out" in str(error).lower() or "timeout" in str(error).lower():
+            reason = f"did not answer within {self._timeout:g} s"
+        found: list[tuple[list[int], str | None]] = []
+        # The process that serves the store may have hung or ended.
+        asking = threading.Thread(target=lambda: found.append(self._ask_who_is_there(reason)), daemon=True)
+        asking.start()
+        asking.join(_GRACE + _STORE_SECONDS)
+        self._abort()
+        absent, reason = found[0] if found else ([], reason)
+        self._has_ended = reason is None
+        remedy = "if it is only slow, give a longer timeout" if reason else "start the ranks again"
+        self.lost = RanksDisagreeError(
+            f"{_ranks_text(absent)} {reason or 'has ended'}, {what}", remedy=f"see the output of that rank; {remedy}"
+        )
+        return self.lost
 
-    def _absent(self) -> list[int]:
-        """Return the ranks that have not arrived at this exchange; none if that cannot be known."""
+    def _ask_who_is_there(self, reason: str | None) -> tuple[list[int], str | None]:
+        """Report that this rank is there; return the ranks that do not, and why the first one closed the connection."""
+        store = self._store
         try:
-            return [rank for rank in range(self.size) if self._arrived(rank) < self._exchanges]
+            if reason is not None:
+                store.set("reason", reason)
+            if reason is not _INTERRUPTED:
+                store.set(f"rank {self.rank}", "there")
+                store.add("there", 1)
+            self._abort()
+            end = time.monotonic() + _GRACE
+            while store.add("there", 0) < self.size and time.monotonic() < end:
+                time.sleep(0.05)
+            absent = [rank for rank in range(self.size) if not store.check([f"rank {rank}"])]
+            return absent, store.get("reason").decode() if store.check(["reason"]) else None
         except RuntimeError:  # the process that serves the store has ended
-            return []
+            return [], reason
 
-    def _arrived(self, rank: int) -> int:
-        key = f"rank {rank}"
-        return int(self._store.get(key)) if self._store.check([key]) else 0
+    def _abort(self) -> None:
+        gloo, self._gloo = self._gloo, None
+        if gloo is not None:
+            gloo.abort()
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    """Return the subject of a sentence about ranks of which at least one is lost; others may only be busy."""
+    if not ranks:
+        return "another rank"
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"one or more of the ranks {shown}"
 
 
 class Ranks:
@@ -135,8 +188,8 @@ class Ranks:
     """
 
     def __init__(self, group: "ProcessGroup", timeout: float) -> None:
-        self.caller = Channel(group, timeout)
-        self.writer = Channel(group, timeout)
+        self.caller = Channel(group, f"caller {timeout}", timeout)
+        self.writer = Channel(group, f"writer {timeout}", timeout)
         self.rank, self.size = self.caller.rank, self.caller.size
         self.remembered: dict[str, Any] = {}
 
@@ -190,24 +243,8 @@ def ranks_of(group: "ProcessGroup | None", timeout: float | None) -> Ranks | Non
         raise UsageError(f"timeout is {timeout!r}", remedy="give a positive number of seconds")
     of_group = _known.setdefault(group, {})
     if seconds not in of_group:
-        of_group[seconds] = Ranks(group, seconds)
+        of_group[seconds] = known = Ranks(group, seconds)
+        # Both now: a rank that is waited for while ranks connect is missed at the timeout only, and later at once.
+        for channel in (known.caller, known.writer):
+            channel.connect("connecting")
     return of_group[seconds]
-
-
-def forget(ranks: Ranks) -> None:
-    """Drop the connections of ranks one of which was lost: the next call connects those that there are then."""
-    for of_group in _known.values():
-        for seconds, known in list(of_group.items()):
-            if known is ranks:
-                del of_group[seconds]
-
-
-@contextmanager
-def _lost_ranks(what: str) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise RanksDisagreeError(
-            f"another rank has ended or does not answer, {what}: {str(error).splitlines()[0]}",
-            remedy="see the output of the other ranks; all of them must call save and load",
-        ) from error

@@ -135,7 +135,7 @@ class FragmentReport(msgspec.Struct, frozen=True):
     """What a rank reports to the coordinator once its part is durable: its fragment, data files and boxes.
 
     ``boxes`` are (index into ``leaves``, offsets, sizes), so that the coordinator can check that nothing is missing
-    without reading files that others wrote.
+    without reading files that others wrote. ``stored_bytes`` and ``new_bytes`` are those of the rank's `WriteResult`.
     """
 
     rank: int
@@ -143,3 +143,5 @@ class FragmentReport(msgspec.Struct, frozen=True):
     files: list[str]
     leaves: list[str]
     boxes: list[tuple[int, tuple[int, ...], tuple[int, ...]]]
+    stored_bytes: int = 0
+    new_bytes: int = 0

@@ -89,6 +89,7 @@ class PiecesWrite(BlockFilesWrite):
         self._check(content, path, save)
         self._cancellation.check()
         write_small(path, content)
+        result = written.result(self._settings, len(content))
         self._together.finish(
             FragmentReport(
                 self._together.rank,
@@ -96,9 +97,11 @@ class PiecesWrite(BlockFilesWrite):
                 [record.name for record in records],
                 fragment.leaves,
                 [(box.leaf, box.offsets, box.sizes) for box in fragment.boxes],
+                result.stored_bytes,
+                result.new_bytes,
             )
         )
-        return written.result(self._settings, len(content))
+        return result
 
     def _fragment(
         self, files: Sequence[DataFile], records: list[FileRecord], numbers: dict[int, int], save: str

@@ -1,0 +1,79 @@
+"""What a process group can do after a rank was slow, was interrupted, was killed, or serves the store and hangs."""
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tensorkeep
+from faults.ranks import saves
+from faults.ranks.forks import ForkedRanks
+from tensorkeep.testing.disk import names_in
+from tensorkeep.testing.equality import same
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[ForkedRanks]:
+    with ForkedRanks() as started:
+        yield started
+
+
+def test_the_next_save_connects_anew_after_a_rank_was_slow(tmp_path: Path, forks: ForkedRanks) -> None:
+    first, second = forks.run(2, saves.save_again, str(tmp_path), "slow")
+    assert first.value, first
+    assert "rank 1 did not answer within 1.5 s, writing its part" in first.value[0]
+    assert "rank 0 did not answer" not in second.value[0]
+    assert "RanksDisagreeError: " in second.value[0]
+    assert [first.value[1], second.value[1]] == ["", ""]
+    assert same(tensorkeep.load(tmp_path / "c"), saves.full_state(2))
+    assert names_in(tmp_path) == ["c"]
+
+
+def test_the_next_save_connects_anew_after_an_interrupted_exchange(tmp_path: Path, forks: ForkedRanks) -> None:
+    first, second = forks.run(2, saves.save_again, str(tmp_path), "interrupted")
+    assert "RanksDisagreeError: rank 1 was interrupted, preparing to save" in first.value[0]
+    assert second.value[0] == "KeyboardInterrupt: "
+    assert [first.value[1], second.value[1]] == ["", ""]
+    assert same(tensorkeep.load(tmp_path / "c"), saves.full_state(2))
+
+
+def test_the_next_save_fails_at_once_after_a_rank_has_ended(tmp_path: Path, forks: ForkedRanks) -> None:
+    first, second = forks.run(2, saves.save_again, str(tmp_path), "killed")
+    assert second.exit_code == -signal.SIGKILL
+    assert "rank 1 has ended, writing its part" in first.value[0]
+    assert "start the ranks again" in first.value[0]
+    assert "rank 1 has ended" in first.value[1]
+    assert names_in(tmp_path) == []
+
+
+def test_a_rank_that_serves_the_store_and_hangs_does_not_block_the_others(tmp_path: Path, forks: ForkedRanks) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    found = forks.run(2, saves.save_beside_a_stopped_store, str(tmp_path), port, hung=0)
+    assert not found[1].hung
+    assert "did not answer within 1.5 s, preparing to save" in found[1].value, found[1]
+    assert same(tensorkeep.load(tmp_path / "c"), saves.full_state(2))
+
+
+def test_a_child_of_a_killed_coordinator_does_not_keep_its_lock(tmp_path: Path, forks: ForkedRanks) -> None:
+    root, note = tmp_path / "run", tmp_path / "child"
+    root.mkdir()
+    found = forks.run(2, saves.leave_a_child, str(root), str(note))
+    child = int(note.read_text())
+    try:
+        assert found[0].exit_code == -signal.SIGKILL
+        # The child has the connections of its parent, so that the timeout ends the waiting.
+        assert found[1].error == "RanksDisagreeError", found[1]
+        assert "rank 0" in found[1].message
+        assert "when all ranks had written their parts" in found[1].message
+        # The next save of another number of ranks finishes the old one first, and refuses to replace it.
+        again = forks.run(3, saves.take_part, "save", str(root), 3, 20.0, None)
+        assert [each.value.error for each in again] == [None] * 3, again
+        assert same(tensorkeep.load(root / "c"), saves.full_state(3))
+        assert names_in(root) == ["c"]
+    finally:
+        os.kill(child, signal.SIGKILL)
