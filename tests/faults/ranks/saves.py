@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import signal
+import stat
 import time
 import traceback
 from datetime import timedelta
@@ -168,6 +169,11 @@ def leave_a_child(rank: int, root: str, pipe: str) -> None:
     def fork_and_die(*arguments: Any) -> None:
         child = os.fork()
         if child == 0:
+            # The pipe to the test, whose end is that of the rank; the connections of the rank remain open.
+            for path in [*Path("/proc/self/fd").iterdir()]:
+                with contextlib.suppress(OSError):
+                    if stat.S_ISFIFO(path.stat().st_mode):
+                        os.close(int(path.name))
             time.sleep(60)
             os._exit(0)
         Path(pipe).write_text(str(child))
