@@ -21,7 +21,7 @@ def forks() -> Iterator[ForkedRanks]:
         yield started
 
 
-def test_the_next_save_connects_anew_after_a_rank_was_slow(tmp_path: Path, forks: ForkedRanks) -> None:
+def test_the_next_save_connects_again_after_a_rank_was_slow(tmp_path: Path, forks: ForkedRanks) -> None:
     first, second = forks.run(2, saves.save_again, str(tmp_path), "slow")
     assert first.value, first
     assert "rank 1 did not answer within 1.5 s, writing its part" in first.value[0]
@@ -32,7 +32,7 @@ def test_the_next_save_connects_anew_after_a_rank_was_slow(tmp_path: Path, forks
     assert names_in(tmp_path) == ["c"]
 
 
-def test_the_next_save_connects_anew_after_an_interrupted_exchange(tmp_path: Path, forks: ForkedRanks) -> None:
+def test_the_next_save_connects_again_after_an_interrupted_exchange(tmp_path: Path, forks: ForkedRanks) -> None:
     first, second = forks.run(2, saves.save_again, str(tmp_path), "interrupted")
     assert "RanksDisagreeError: rank 1 was interrupted, preparing to save" in first.value[0]
     assert second.value[0] == "KeyboardInterrupt: "
