@@ -124,6 +124,7 @@ def test_a_killed_run_of_two_ranks_resumes_on_three(tmp_path: Path) -> None:
     assert float(final[1][1]) == pytest.approx(float(final[0][1]), abs=2e-6)
 
 
+@pytest.mark.slow
 @needs("lightning")
 def test_ranks_of_lightning_resume_on_another_number_of_ranks(tmp_path: Path) -> None:
     name = "lightning_sharded.py"
