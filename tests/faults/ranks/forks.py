@@ -72,7 +72,6 @@ class _Fork:
             finally:
                 os._exit(0)
         theirs.close()
-        self.begin = time.monotonic()
 
     def outcome(self, deadline: float) -> Outcome:
         """Wait for the rank, which is killed if it does not answer in time."""
@@ -85,6 +84,13 @@ class _Fork:
             self._end()
             return Outcome(hung=True, message="did not answer in time")
         return Outcome(exit_code=os.waitstatus_to_exitcode(self._end()))
+
+    def resume(self, deadline: float) -> None:
+        """Continue the rank once it has stopped, which the others need not wait for."""
+        states = os.WSTOPPED | os.WEXITED | os.WNOWAIT | os.WNOHANG
+        while not os.waitid(os.P_PID, self.process, states) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(self.process, signal.SIGCONT)
 
     def _end(self) -> int:
         self.pipe.close()
@@ -124,7 +130,10 @@ def _run(
         forks = [_Fork(rank, count, f"{folder}/store", work, arguments) for rank in range(count)]
         if hung is not None:
             _wait([fork for rank, fork in enumerate(forks) if rank != hung], deadline)
-            os.kill(forks[hung].process, signal.SIGCONT if resumed else signal.SIGKILL)
+            if resumed:
+                forks[hung].resume(deadline)
+            else:
+                os.kill(forks[hung].process, signal.SIGKILL)
         return [fork.outcome(deadline) for fork in forks]
 
 
