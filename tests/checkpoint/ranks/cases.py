@@ -12,6 +12,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import tensorkeep
@@ -230,3 +231,62 @@ def failing(path: str, where: str, how: str) -> None:
 
 def without_group(path: str) -> None:
     tensorkeep.save(divided(full_state(), "rows"), path)
+
+
+# Models
+
+
+class Tied(torch.nn.Module):
+    """A model whose head has the weight of its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(12, 6)
+        self.first = torch.nn.Linear(6, 8)
+        self.second = torch.nn.Linear(8, 6)
+        self.head = torch.nn.Linear(6, 12, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def reference() -> dict[str, torch.Tensor]:
+    """Return the state of the model in one process."""
+    torch.manual_seed(5)
+    return dict(Tied().state_dict())
+
+
+def parallel_model(kind: str) -> torch.nn.Module:
+    """Return the model, divided among the ranks in one of the ways that torch has."""
+    torch.manual_seed(5)
+    model = Tied()
+    size = dist.get_world_size()
+    if kind == "fsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+        return model
+    if kind == "hsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicas", "shards")))
+        return model
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("data", "model"))
+    parallelize_module(model, mesh["model"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
+    if kind == "fsdp and tensor parallel":
+        fully_shard(model, mesh=mesh["data"])
+    return model
+
+
+def save_model(path: str, kind: str) -> list[str]:
+    """Save a model and, as expert parallelism does, tensors under keys of this rank."""
+    rank = dist.get_rank()
+    model = parallel_model(kind)
+    experts = {f"expert{rank}": torch.full((2, 3), rank)}
+    tensorkeep.save({"model": model, "experts": experts}, path, group=dist.group.WORLD, timeout=20)
+    return [type(parameter).__name__ for parameter in model.parameters()]
+
+
+def load_model(path: str, kind: str) -> bool:
+    """Load a model that was divided in any way into one that is divided in this way; compare every bit."""
+    model, expected = parallel_model(kind), parallel_model(kind)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    tensorkeep.load(path, into={"model": model}, group=dist.group.WORLD, timeout=20)
+    assert model.head.weight is model.embedding.weight
+    return equal(dict(model.state_dict()), dict(expected.state_dict()))

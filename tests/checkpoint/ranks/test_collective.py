@@ -70,6 +70,26 @@ def test_fsdp_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     assert saved["optimizer"]["state"][0]["exp_avg"].shape == (10, 6)
 
 
+KINDS = {"fsdp": 2, "tensor parallel": 2, "hsdp": 4, "fsdp and tensor parallel": 4}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if count > 2 else []) for kind, count in KINDS.items()]
+)
+def test_models_divided_in_every_way_are_one_checkpoint(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "c"
+    run_ranks(KINDS[kind], cases.save_model, str(path), kind)
+    state = tensorkeep.load(path)
+    assert cases.equal(dict(state["model"]), cases.reference())
+    assert state["model"]["head.weight"] is state["model"]["embedding.weight"]
+    assert {name: tensor[0, 0].item() for name, tensor in state["experts"].items()} == {
+        f"expert{rank}": rank for rank in range(KINDS[kind])
+    }
+    for other, count in KINDS.items():
+        if count == 2 or KINDS[kind] > 2:
+            assert run_ranks(count, cases.load_model, str(path), other) == [True] * count
+
+
 @pytest.mark.parametrize("incremental", [False, True])
 def test_a_manager_keeps_and_restores_steps_of_all_ranks(tmp_path: Path, incremental: bool) -> None:
     found = run_ranks(2, cases.manage, str(tmp_path), incremental)
