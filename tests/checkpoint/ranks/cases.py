@@ -233,6 +233,15 @@ def without_group(path: str) -> None:
     tensorkeep.save(divided(full_state(), "rows"), path)
 
 
+def differing_tensors(path: str) -> list[str]:
+    """Save a plain tensor that differs between ranks, as a state of an optimizer of another stage."""
+    state = {"momentum": torch.full((4, 3), dist.get_rank()), "same": torch.ones(2)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tensorkeep.save(state, path, group=dist.group.WORLD, timeout=20)
+    return [str(each.message) for each in caught]
+
+
 # Models
 
 

@@ -136,6 +136,7 @@ def test_states_with_other_keys_are_merged() -> None:
         (({"a": {"lr": 0.1}}, {"a": {"lr": 0.2}}), r"'a.lr' differs between ranks 0 and 1: '0.1' and '0.2'"),
         (({"step": 7}, {"step": 8}), r"'step' differs between ranks 0 and 1: 7 and 8"),
         (({"x": [1, 2]}, {"x": [1]}), r"'x' differs between ranks 0 and 1: a list of 2 and a list of 1"),
+        (({"x": 1}, {"x": True}), r"'x' differs between ranks 0 and 1: 1 and True"),
         (({"x": {"y": 1}}, {"x": 3}), r"'x' differs between ranks 0 and 1: a dict of 1 and 3"),
         (({"x": torch.zeros(1)}, {"x": None}), r"'x' differs between ranks 0 and 1: the tensor 'x' and None"),
     ],

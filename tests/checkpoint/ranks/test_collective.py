@@ -59,6 +59,13 @@ def test_ranks_may_have_other_keys_and_values_of_their_own(tmp_path: Path) -> No
     assert "no value of rank 2 for 'random', which is left as it is" in found[2][2]
 
 
+def test_plain_tensors_that_differ_are_named_in_a_warning(tmp_path: Path) -> None:
+    for found in run_ranks(2, cases.differing_tensors, str(tmp_path / "c")):
+        assert len(found) == 1
+        assert found[0].startswith("'momentum': plain tensors that differ between ranks 0 and 1")
+    assert tensorkeep.load(tmp_path / "c")["momentum"].unique().numel() == 1
+
+
 def test_fsdp_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     path = str(tmp_path / "c")
     losses = run_ranks(2, cases.fsdp, path, "save")

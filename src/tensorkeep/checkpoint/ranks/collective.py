@@ -20,6 +20,7 @@ from tensorkeep.checkpoint.ranks.outline import (
     merge_skeletons,
     merge_tensors,
 )
+from tensorkeep.checkpoint.ranks.samples import sample_digests, warn_of_differing
 from tensorkeep.errors import RanksDisagreeError
 from tensorkeep.formats.native.directory import is_replaceable
 from tensorkeep.formats.native.pieces.records import FragmentReport, Root
@@ -56,11 +57,14 @@ def agree(ranks: Ranks, flat: Flat[Leaf], arguments: Mapping[str, Any]) -> Share
     """
     outline = RankOutline.of_state(flat)
     known = ranks.remembered
-    own = [digest_of(each) for each in (arguments, outline.tensors, outline.boxes, flat.skeleton)]
+    samples = sample_digests(flat.leaves)
+    own = [digest_of(each) for each in (arguments, samples, outline.tensors, outline.boxes, flat.skeleton)]
     received = ranks.caller.exchange([*own, known.get("outlines", "")], PREPARING)
-    by_arguments, by_tensors, by_boxes, by_skeleton, by_known = zip(*received, strict=True)
+    by_arguments, by_samples, by_tensors, by_boxes, by_skeleton, by_known = zip(*received, strict=True)
     if len({*by_arguments}) > 1:
         _refuse_arguments(ranks.caller.exchange(dict(arguments), PREPARING))
+    if len({*by_samples}) > 1:
+        warn_of_differing(ranks.caller.exchange(samples, PREPARING))
     outlines = digest_of([by_tensors, by_boxes])
     # All or none: a rank that was interrupted in the save before may not remember what the others do.
     if {*by_known} != {outlines}:

@@ -200,7 +200,9 @@ def merge_skeletons(skeletons: Sequence[Any]) -> Any:
 def _merged(nodes: list[tuple[int, Any]], name: str) -> Any:
     """Return one node for those of some ranks at one place of the state."""
     first, node = nodes[0]
-    if all(other == node for _, other in nodes[1:]):
+    # Encoded, because 1, True and 1.0 are equal.
+    encoded = msgspec.json.encode(node)
+    if all(msgspec.json.encode(other) == encoded for _, other in nodes[1:]):
         return node
     tag = node_tag(node)
     for rank, other in nodes[1:]:
