@@ -81,6 +81,15 @@ def value_at(state: Any, path: Path) -> Any:
     return state
 
 
+def has_value(state: Any, path: Path) -> bool:
+    """Return whether some keys lead to a value."""
+    try:
+        value_at(state, path)
+    except KeyError:
+        return False
+    return True
+
+
 def is_below(path: Path, places: Mapping[Path, Any] | set[Path]) -> bool:
     """Return whether some keys lead to, or through, one of some places."""
     return any(path[:length] in places for length in range(len(path) + 1))

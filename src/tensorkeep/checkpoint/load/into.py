@@ -17,8 +17,10 @@ from tensorkeep.checkpoint.load.targets import LoadPlan
 from tensorkeep.checkpoint.progress import ProgressOption, drawn
 from tensorkeep.checkpoint.ranks.group import Ranks, together
 from tensorkeep.checkpoint.stateful import (
+    PerRank,
     StatefulObject,
     for_rank,
+    has_value,
     is_below,
     load_objects,
     unwrap_states,
@@ -124,6 +126,7 @@ class _IntoState:
     def __init__(self, reader: Reader, request: LoadRequest) -> None:
         self._reader = reader
         ranks = request.ranks
+        self._rank = str(ranks.rank) if ranks else ""
         state, self._per_rank = for_rank(request.into, ranks.rank if ranks else None)
         self._state = wrap_objects(state)
         # Nothing is touched unless the states of all ranks fit.
@@ -163,7 +166,13 @@ class _IntoState:
             skeleton = prune(skeleton, values.keys())
         loaded = load_objects(self._state, rebuild(self._reader, skeleton, values, as_given=True), self._load)
         self._match.warn_of_skipped()
-        return with_values_at(loaded, self._per_rank)
+        return with_values_at(loaded, self._values_of_this_rank(loaded))
+
+    def _values_of_this_rank(self, loaded: Any) -> dict[names.Path, PerRank]:
+        """Return each `PerRank` with its loaded value; as it was given where the checkpoint has none of this rank."""
+        places = {path: (*path, self._rank) for path in self._per_rank}
+        found = {path: PerRank(value_at(loaded, place)) for path, place in places.items() if has_value(loaded, place)}
+        return {**self._per_rank, **found}
 
     def _values(self, plan: LoadPlan) -> dict[str, Any]:
         """Return what was read, with numpy scalars as such."""

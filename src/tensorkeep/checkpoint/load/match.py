@@ -19,7 +19,7 @@ from tensorkeep.checkpoint.load.targets import (
     sharing_conflict_of,
 )
 from tensorkeep.checkpoint.ranks.group import Ranks
-from tensorkeep.checkpoint.stateful import StatefulObject, is_below, items, paths_to, unwrap_states
+from tensorkeep.checkpoint.stateful import StatefulObject, has_value, is_below, items, paths_to, unwrap_states
 from tensorkeep.errors import StateMismatchError, StateMismatchWarning, UsageError, stack_level_of_caller
 from tensorkeep.formats.base import Reader
 from tensorkeep.state import names
@@ -75,7 +75,7 @@ class StateMatch:
         self.saved_tensors = {
             name: SavedTensor(name, reader.leaf_specs[name].kind, entry) for name, entry in reader.entries.items()
         }
-        saved = rebuild(reader, reader.flat.skeleton, self.saved_tensors, as_given=True)
+        self._saved = saved = rebuild(reader, reader.flat.skeleton, self.saved_tensors, as_given=True)
         paths = {tensor.name: path for path, tensor in paths_to(saved, SavedTensor)}
         self._saved_paths = {name: paths.get(name, ()) for name in reader.entries}
         self._keys = KeyComparison(state, saved)
@@ -122,10 +122,12 @@ class StateMatch:
         for found in self.objects.values():
             found.wanted -= elsewhere
         missing = {path for path in self._keys.missing if is_below(path, {*per_rank})}
+        plain = ((*path, str(ranks.rank)) for path in per_rank if not is_below(path, {*self._keys.missing}))
+        missing |= {path for path in plain if not has_value(self._saved, path)}
         self._keys.missing = [path for path in self._keys.missing if path not in missing]
         self._replaced |= {name for name, path in self._given_paths.items() if is_below(path, missing)}
         if missing:
-            names = ", ".join(repr(display(path[:-1])) for path in missing)
+            names = ", ".join(repr(display(path[:-1])) for path in sorted(missing, key=display))
             text = f"{self._reader.path}: has no value of rank {ranks.rank} for {names}, which is left as it is"
             warnings.warn(StateMismatchWarning(text), stacklevel=stack_level_of_caller())
 

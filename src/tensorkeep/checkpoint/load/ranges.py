@@ -173,7 +173,13 @@ def fill(
 
 
 def fill_from_view(reader: Reader, leaf: ShardedLeaf, pool: BufferPool) -> None:
-    """Fill a DTensor from a view of a stored tensor, which is loaded in full."""
+    """Fill a DTensor from a view of a stored tensor, which is loaded in full unless the view is all of it."""
+    alias = reader.flat.aliases[leaf.name]
+    if alias.is_full(reader.flat.leaves[alias.of].shape):
+        for piece in leaf.pieces():
+            for read, _ in reads_of(reader, alias.of, piece, pool):
+                read()
+        return
     kind: LeafKind = "tensor"
     full = Leaf(leaf.name, kind, leaf.dtype, allocate(kind, leaf.dtype, leaf.shape))
     fill(reader, leaf.name, full, pool, NewPages())

@@ -148,18 +148,19 @@ def sharing_conflict_of(
     A tensor that is not selected counts as well, because filling the other would change it. A tensor missing from the
     checkpoint is ignored: it is assumed to be a view of a loaded one.
     """
-    # What one rank has of a DTensor shares memory with its other names only, of which `find_aliases` knows.
-    leaves = {
-        name: found.leaf
-        for name, found in given.items()
-        if name in reader.entries and not isinstance(found.leaf, ShardedLeaf)
-    }
+    leaves = {name: found.leaf for name, found in given.items() if name in reader.entries}
     saved = {
         name: reader.flat.aliases.get(name) or full_view(name, leaf.shape)
         for name, leaf in leaves.items()
         if difference_of(leaf, reader, name) is None
     }
-    return sharing_conflict(leaves, saved, wanted)
+    # What one rank has of a DTensor shares memory with its other names only, of which `find_aliases` knows.
+    sharded = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, ShardedLeaf)}
+    for name, alias in find_aliases(sharded.values()).items():
+        is_written = name in wanted or alias.of in wanted
+        if is_written and (name not in saved or saved[name] != saved.get(alias.of)):
+            return alias.of, name
+    return sharing_conflict({name: leaf for name, leaf in leaves.items() if name not in sharded}, saved, wanted)
 
 
 def difference_of(leaf: Leaf, reader: Reader, name: str) -> str | None:
