@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tensorkeep.checkpoint.ranks.assignment import Share, assign, own_pieces
 from tensorkeep.checkpoint.ranks.group import Ranks
 from tensorkeep.checkpoint.ranks.outline import (
@@ -68,8 +70,10 @@ def agree(ranks: Ranks, flat: Flat[Leaf], arguments: Mapping[str, Any]) -> Share
     outlines = digest_of([by_tensors, by_boxes])
     # All or none: a rank that was interrupted in the save before may not remember what the others do.
     if {*by_known} != {outlines}:
-        known["merged"] = merged = merge_tensors(_outlines(ranks, outline, by_tensors))
+        merged = merge_tensors(_outlines(ranks, outline, by_tensors))
         known["shares"] = assign(merged, ranks.size, ranks.rank)
+        # The boxes of all ranks would be most of what every rank remembers.
+        known["merged"] = msgspec.structs.replace(merged, boxes={})
         known["outlines"] = outlines
     merged_tensors: MergedTensors = known["merged"]
     shares: list[Share] = known["shares"]
@@ -120,11 +124,13 @@ class Coordination:
         self._commit: Commit | None = None
         self._plan: Root | None = None
         self._ended = False
+        self.turn = ranks.turn()
         self.totals = 0, 0
         """The stored and new bytes of all ranks."""
 
     def begin(self) -> tuple[Path, str]:
         """Return the staging folder and the id of the save; collective."""
+        self.turn.wait()
         place = self._stage() if self.rank == 0 else None
         folder, save = self._channel.exchange(place, "beginning to save")[0]
         return Path(folder), save
@@ -173,6 +179,7 @@ class Coordination:
             return
         self._ended = True
         try:
+            self.turn.wait()
             self._channel.fail(error, "saving")
         finally:
             self._leave()
@@ -191,16 +198,25 @@ class CollectiveWrite(PiecesWrite):
         self._coordination = Coordination(ranks, shared, destination, settings)
         super().__init__(shared.pieces, shared.flat.parts, destination, settings, self._coordination)
 
+    def take_turn(self) -> None:
+        """Queue the save behind those that this group began before; collective."""
+        self._coordination.turn.take()
+
     def _write(self) -> WriteResult:
         try:
             result = super()._write()
         except BaseException as error:
             self._coordination.fail(error)
             raise
+        finally:
+            self._coordination.turn.end()
         stored, new = self._coordination.totals
         return replace(result, stored_bytes=stored, new_bytes=new)
 
     def abandon(self) -> None:
         super().abandon()
         # Only a save that was never begun has not ended yet.
-        self._coordination.fail(Cancelled("the save was abandoned before it began"))
+        try:
+            self._coordination.fail(Cancelled("the save was abandoned before it began"))
+        finally:
+            self._coordination.turn.end()

@@ -3,13 +3,14 @@
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import msgspec
 
+from tensorkeep.checkpoint.ranks.turns import Turn
 from tensorkeep.errors import RanksDisagreeError, TensorkeepError, UsageError
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ class Channel:
     Every rank calls the same methods in the same order. A rank that has failed calls `fail` in place of its next
     exchange, so that no other one waits for it. When a rank does not answer in time or is interrupted in an exchange,
     all close the connection, and the next exchange makes a new one; when one has ended, every later exchange fails at
-    once. ``lost`` is the error of the connection that was closed last.
+    once. ``lost`` is the error of the connection that was closed last. Threads that share a channel hold ``lock`` for
+    all exchanges of one operation, and begin their operations in the same order on all ranks.
 
     Raises RanksDisagreeError on all others, naming the ranks that have failed, have ended, or do not answer in time.
     """
@@ -51,6 +53,7 @@ class Channel:
 
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.lost: RanksDisagreeError | None = None
+        self.lock = threading.RLock()
         self._name = name
         self._timeout = timeout
         self._group_store = _get_process_group_store(group)
@@ -184,7 +187,7 @@ class Ranks:
     """The ranks of a process group, as they save and load.
 
     ``caller`` is the channel of the threads that call `save` or `load`, ``writer`` that of the threads that write,
-    which may be busy with an earlier save. ``remembered`` is for what all ranks agreed on in the save before.
+    which write one save after another: see `Turn`. ``remembered`` is for what all ranks agreed on in the save before.
     """
 
     def __init__(self, group: "ProcessGroup", timeout: float) -> None:
@@ -192,6 +195,11 @@ class Ranks:
         self.writer = Channel(group, f"writer {timeout}", timeout)
         self.rank, self.size = self.caller.rank, self.caller.size
         self.remembered: dict[str, Any] = {}
+        self._turns: list[threading.Event] = []
+
+    def turn(self) -> Turn:
+        """Return the place of a new save, not taken yet, among those that are being written."""
+        return Turn(self._turns)
 
     @property
     def is_coordinator(self) -> bool:
@@ -202,21 +210,23 @@ class Ranks:
 @contextmanager
 def reported_to_others(ranks: Ranks | None, what: str) -> Iterator[None]:
     """Report what the block raises to the other ranks, which wait in an exchange of their callers."""
-    try:
-        yield
-    except BaseException as error:
-        if ranks is not None:
-            ranks.caller.fail(error, what)
-        raise
+    with ranks.caller.lock if ranks is not None else nullcontext():
+        try:
+            yield
+        except BaseException as error:
+            if ranks is not None:
+                ranks.caller.fail(error, what)
+            raise
 
 
 @contextmanager
 def together(ranks: Ranks | None, what: str) -> Iterator[None]:
     """Wait at the end of the block until all ranks are there; if one of them has raised in it, all raise."""
-    with reported_to_others(ranks, what):
-        yield
-    if ranks is not None:
-        ranks.caller.exchange(None, what)
+    with ranks.caller.lock if ranks is not None else nullcontext():
+        with reported_to_others(ranks, what):
+            yield
+        if ranks is not None:
+            ranks.caller.exchange(None, what)
 
 
 _known: "WeakKeyDictionary[ProcessGroup, dict[float, Ranks]]" = WeakKeyDictionary()

@@ -127,8 +127,15 @@ def begin_save(
     not wait for the writing. ``on_durable`` is called when the checkpoint is durable, by the thread that writes; its
     error becomes that of the save.
     """
-    with together(ranks, PREPARING):
-        return _begin(flat, request, memory, copy=copy, on_durable=on_durable, ranks=ranks)
+    begin = partial(_begin, flat, request, memory, copy=copy, on_durable=on_durable, ranks=ranks)
+    if ranks is None:
+        return begin()
+    with ranks.caller.lock:
+        with together(ranks, PREPARING):
+            job = begin()
+        assert isinstance(job.staged, CollectiveWrite)
+        job.staged.take_turn()
+    return job
 
 
 def _begin(
