@@ -43,6 +43,7 @@ def test_the_outcome_of_each_rank_is_reported_and_the_next_call_succeeds() -> No
     assert (found[0].value, found[1].error, found[1].message) == (0, "ValueError", "on purpose")
     found = outcomes(2, killed, 0)
     assert found[0].exit_code == -signal.SIGKILL and found[1].error is not None
-    found = outcomes(2, hangs, 1, seconds=0.5)
+    run_ranks(2, sums, 0)  # starts a process in place of the killed one
+    found = outcomes(2, hangs, 1, seconds=3)
     assert [each.hung for each in found] == [False, True]
     assert run_ranks(2, sums, 0) == [(0, 1.0), (1, 1.0)]

@@ -133,9 +133,9 @@ def test_the_suffix_decides_the_format(tmp_path: Path, name: str, format: str) -
 def test_the_time_counts_from_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tensorkeep.checkpoint.save import begin as module
 
-    def slow(state: object) -> Any:
+    def slow(state: object, **options: Any) -> Any:
         time.sleep(0.2)
-        return flatten(state)
+        return flatten(state, **options)
 
     monkeypatch.setattr(module, "flatten", slow)
     report = tensorkeep.save({"w": torch.ones(3)}, tmp_path / "c", memory_budget="64MiB")

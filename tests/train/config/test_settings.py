@@ -245,7 +245,8 @@ def test_average_follows_the_weights_and_is_put_into_the_model() -> None:
         assert torch.allclose(model.weight, expected)
     assert torch.allclose(model.weight, start + 1.0)
     other = WeightAverage(torch.nn.Linear(2, 2, bias=False), 0.5)
-    other.load_state_dict(average.state_dict())
+    # As a manager restores it, in place.
+    other.state_dict()["weight"].copy_(average.state_dict()["weight"])
     assert torch.equal(other.state_dict()["weight"], average.state_dict()["weight"])
     assert WeightAverage(model, 0.0).state_dict() == {}
 
