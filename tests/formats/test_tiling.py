@@ -61,3 +61,11 @@ def test_more_dimensions_than_any_mesh_has_are_refused() -> None:
     with pytest.raises(ValueError, match="along 9 dimensions"):
         find_flaw((2,) * 9, boxes)
     assert find_flaw((2, *(1,) * 60), [((0,) * 61, (2, *(1,) * 60))]) is None
+
+
+def test_what_would_exceed_the_memory_is_refused() -> None:
+    with pytest.raises(OverflowError, match="has a length of"):
+        find_flaw((2**63,), [((0,), (2**63,))])
+    box = ((0,) * 8, (1,) * 8)
+    with pytest.raises(ValueError, match="into 20,000 boxes, more than can be checked"):
+        find_flaw((2,) * 8, [box] * 20_000)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tensorkeep.errors import UnsupportedError, UsageError
+from tensorkeep.errors import UnsupportedError, UnsupportedLeafError, UsageError
 from tensorkeep.state.names import Key, Path, display
 from tensorkeep.state.registry import is_namedtuple, registered_name
 from tensorkeep.state.skeleton_writer import check_depth
@@ -124,6 +124,12 @@ def wrap_objects(state: Any, path: Path = (), *, depth: int = 0) -> Any:
     """Return a state in which a `StatefulObject` stands for each object; UnsupportedLeafError if nested too deeply."""
     stateful = is_stateful(state)
     found = None if stateful else items(state)
+    if isinstance(state, PerRank):
+        raise UnsupportedLeafError(
+            "PerRank in what the state_dict() of an object returns, or in a PerRank",
+            name=display(path),
+            remedy="wrap the object itself: PerRank(object)",
+        )
     if not stateful and found is None:
         return state
     check_depth(path, depth)

@@ -6,6 +6,7 @@ use `Reader.read` alone, so they work with every format. ``tensorkeep.testing.fo
 conformance suite. ``formats/write.py`` is the writing half of the contract: settings, options and results.
 """
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -156,6 +157,10 @@ class Reader(Closing, ABC):
         Less than all of them where a read checks more than it returns.
         """
         return self.flat.leaves[name].nbytes
+
+    def identity(self) -> str:
+        """Return what the ranks of a load compare: the path, or where the format has one a checksum of all content."""
+        return os.path.abspath(self.path)
 
     def audit(self) -> Iterator[Problem]:
         """Yield problems outside the tensors' bytes: in other files, sizes, containers."""

@@ -19,6 +19,9 @@ Corner = tuple[int, ...]
 MAX_CUT_DIMENSIONS = 8
 """Dimensions along which one tensor may be cut: a box has two to that power corners."""
 
+MAX_COORDINATES = 2**25
+"""Coordinates of all corners of one tensor's boxes: 256 MiB."""
+
 
 class Flaw(NamedTuple):
     """Where boxes do not tile an array: the first element, in C order, that none has, or that more than one has."""
@@ -32,7 +35,8 @@ def find_flaw(shape: Sequence[int], boxes: Iterable[tuple[Corner, Corner]]) -> F
 
     All sizes are positive, and all boxes within the array. An empty array is tiled by no box.
 
-    Raises ValueError if it is cut along more than `MAX_CUT_DIMENSIONS` dimensions.
+    Raises OverflowError if a length exceeds 64 bits; ValueError if it is cut along more than `MAX_CUT_DIMENSIONS` dimensions, or into
+    boxes whose corners have more than `MAX_COORDINATES` coordinates.
 
     Examples
     --------
@@ -42,6 +46,8 @@ def find_flaw(shape: Sequence[int], boxes: Iterable[tuple[Corner, Corner]]) -> F
     """
     found = list(boxes)
     whole = tuple(shape)
+    if max(whole, default=0) > np.iinfo(np.int64).max:
+        raise OverflowError(f"has a length of {max(whole)}")
     size = len(found), len(whole)
     starts = np.array([offsets for offsets, _ in found], np.int64).reshape(size)
     lengths = np.array([sizes for _, sizes in found], np.int64).reshape(size)
@@ -49,6 +55,8 @@ def find_flaw(shape: Sequence[int], boxes: Iterable[tuple[Corner, Corner]]) -> F
     cut = [axis for axis in range(len(whole)) if (lengths[:, axis] != whole[axis]).any()]
     if len(cut) > MAX_CUT_DIMENSIONS:
         raise ValueError(f"is cut along {len(cut)} dimensions, more than {MAX_CUT_DIMENSIONS}")
+    if len(found) * len(cut) << len(cut) > MAX_COORDINATES:
+        raise ValueError(f"is cut along {len(cut)} dimensions into {len(found):,} boxes, more than can be checked")
     starts, lengths = starts[:, cut], lengths[:, cut]
     corners, signs = _corners(starts, starts + lengths)
     if 0 not in whole:

@@ -10,8 +10,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import tensorkeep
+from tensorkeep.checkpoint.finding import open_reader
 from tensorkeep.checkpoint.load import ranges
+from tensorkeep.checkpoint.manager import folder
 from tensorkeep.distributed import PerRank
+from tensorkeep.errors import BusyError
+from tensorkeep.formats.base import OpenSettings
+from tensorkeep.formats.blockfile.cuts import Grid
+from tensorkeep.formats.native.pieces import writer
 
 
 def sharded(value: torch.Tensor) -> Any:
@@ -61,3 +67,70 @@ def tied_into_untied(path: str) -> None:
         load(path, into={"a": first, "b": second})
     assert torch.equal(first.to_local(), tied.to_local())
     assert torch.equal(second.to_local(), tied.to_local())
+
+
+def coarse_blocks(path: str) -> int:
+    """Save with blocks of 64 MiB, the largest that the format allows, and load other boxes of them."""
+    grid = Grid(64 * 1024**2)
+    tensor = torch.arange(6_000_000.0).view(2000, 3000)
+    with mock.patch.multiple(writer, RAW_GRID=grid, CODED_GRID=grid):
+        save({"w": sharded(tensor)}, path)
+    columns = distribute_tensor(torch.zeros_like(tensor), init_device_mesh("cpu", (2,)), [Shard(1)])
+    load(path, into={"w": columns})
+    start = 1500 * dist.get_rank()
+    assert torch.equal(columns.to_local(), tensor[:, start : start + 1500])
+    with open_reader(path, OpenSettings()) as reader:
+        return reader.buffers
+
+
+def other_paths(path: str, into: bool) -> None:
+    for number in (0, 1):
+        save({"w": torch.full((4,), number)}, f"{path}/{number}")
+    load(f"{path}/{dist.get_rank()}", **({"into": {"w": torch.zeros(4).long()}} if into else {}))
+
+
+def manager(root: str) -> tensorkeep.CheckpointManager:
+    return tensorkeep.CheckpointManager(root, keep_best=1, metric="loss", group=dist.group.WORLD, timeout=5)
+
+
+def restore_fails_on_one_rank(root: str) -> None:
+    with manager(root) as steps:
+        for step in (1, 2):
+            steps.save(step, {"w": torch.full((4,), step)}, metrics={"loss": 1.0}).wait()
+        steps.restore(into={"w": torch.zeros(5 if dist.get_rank() == 0 else 4).long()})
+
+
+def one_rank_gives(root: str, what: str) -> None:
+    """Call a manager or `load` with what is wrong on rank 1 only."""
+    wrong = dist.get_rank() == 1
+    with manager(root) as steps:
+        if what == "step":
+            steps.save(-1 if wrong else 2, {"w": torch.ones(2)}, metrics={"loss": 1})
+        elif what == "restore":
+            steps.restore(9 if wrong else 1)
+        else:
+            load(f"{root}/step-000001", memory_budget="a lot" if wrong else "64MiB")
+
+
+def metrics_of_rank_0(root: str) -> Any:
+    with manager(root) as steps:
+        steps.save(1, {"w": torch.ones(2)}, metrics={"loss": 0.5} if dist.get_rank() == 0 else None).wait()
+        latest = steps.latest()
+        return latest and latest.metrics["loss"]
+
+
+def delete_locked(root: str) -> None:
+    with manager(root) as steps, mock.patch.object(folder, "FolderLock", side_effect=BusyError("another writes")):
+        steps.delete(1)
+
+
+class Nested:
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": PerRank(1)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+def per_rank_within_an_object(path: str) -> None:
+    save({"object": Nested()}, path)

@@ -13,6 +13,7 @@ from tensorkeep.checkpoint.load.match import StateMatch
 from tensorkeep.checkpoint.load.object_checks import REFUSALS, is_module
 from tensorkeep.checkpoint.load.ranges import read_all
 from tensorkeep.checkpoint.load.rebuild import rebuild
+from tensorkeep.checkpoint.load.sharded import check_same_checkpoint
 from tensorkeep.checkpoint.load.targets import LoadPlan
 from tensorkeep.checkpoint.progress import ProgressOption, drawn
 from tensorkeep.checkpoint.ranks.group import Ranks, together
@@ -57,6 +58,8 @@ class LoadRequest:
 def load_path(path: PathLike, settings: OpenSettings, request: LoadRequest, format: str | None = None) -> Any:
     """Load the checkpoint at a path, with buffers that are freed afterwards; see `load_open`."""
     with together(request.ranks, "loading"), settings.pool as pool, open_reader(path, settings, format) as reader:
+        if request.ranks is not None:
+            check_same_checkpoint(reader, request.ranks)
         return load_open(reader, pool, request)
 
 

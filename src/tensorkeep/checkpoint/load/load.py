@@ -1,5 +1,6 @@
 """`tensorkeep.load`: a state, or some of its tensors, into new memory or into tensors that exist."""
 
+import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -7,11 +8,12 @@ from tensorkeep.checkpoint.arguments import MemorySize, budget_pool
 from tensorkeep.checkpoint.load.into import LoadRequest, load_path
 from tensorkeep.checkpoint.manager.address import checkpoint_path
 from tensorkeep.checkpoint.progress import ProgressOption
-from tensorkeep.checkpoint.ranks.group import ranks_of
+from tensorkeep.checkpoint.ranks.group import Ranks, ranks_of, reported_to_others
 from tensorkeep.errors import PathLike
 from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.torch_file.allowed import Allow, allowed_names
 from tensorkeep.io.buffers import DEFAULT_BUDGET
+from tensorkeep.paths import checked_path
 from tensorkeep.state.cast import DTypeLike
 from tensorkeep.state.strided import Device
 
@@ -149,8 +151,19 @@ def load(
     ranks = ranks_of(group, timeout)
     # Ranks of one machine read the same blocks: from the disk once.
     through_cache = page_cache or mmap or ranks is not None
-    settings = OpenSettings(
-        verify=check, page_cache=through_cache, pool=budget_pool(memory_budget), allow=allowed_names(allow)
-    )
     request = LoadRequest(into, select, device, strict, dtype, mmap, check, progress, threads, ranks)
-    return load_path(checkpoint_path(path), settings, request, format)
+    with reported_to_others(ranks, "loading"):
+        settings = OpenSettings(
+            verify=check, page_cache=through_cache, pool=budget_pool(memory_budget), allow=allowed_names(allow)
+        )
+        return load_path(_found(path, ranks), settings, request, format)
+
+
+def _found(path: PathLike, ranks: Ranks | None) -> PathLike:
+    """Return the path of the checkpoint that an address names: for all ranks that give it, the one rank 0 finds."""
+    if ranks is None:
+        return checkpoint_path(path)
+    given = os.fsencode(checked_path(path))
+    own = os.fsencode(checkpoint_path(path)) if ranks.is_coordinator else None
+    address, found = ranks.caller.exchange([given, own], "loading")[0]
+    return os.fsdecode(found) if address == given else checkpoint_path(path)

@@ -1,13 +1,27 @@
 """Loading into DTensors: each rank reads its own boxes, and the ranks together load all of a checkpoint."""
 
+import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from tensorkeep.checkpoint.ranks.group import Ranks
 from tensorkeep.checkpoint.stateful import StatefulObject, is_below
-from tensorkeep.formats.base import Entry
+from tensorkeep.errors import RanksDisagreeError
+from tensorkeep.formats.base import Entry, Reader
 from tensorkeep.state.names import Path, display
 from tensorkeep.state.sharded import ShardedLeaf, is_dtensor
+
+
+def check_same_checkpoint(reader: Reader, ranks: Ranks) -> None:
+    """Raise RanksDisagreeError unless all ranks have opened the same checkpoint, or copies of it."""
+    found = ranks.caller.exchange([reader.identity(), os.fsencode(reader.path)], "opening the checkpoint")
+    paths = [os.fsdecode(path) for _, path in found]
+    for rank, (identity, _) in enumerate(found):
+        if identity != found[0][0]:
+            raise RanksDisagreeError(
+                f"rank 0 has opened {paths[0]}, and rank {rank} has opened another checkpoint, {paths[rank]}",
+                remedy="give the same path on all ranks; if it is the same, a save has replaced it: load it again",
+            )
 
 
 def loaded_by_others(

@@ -3,14 +3,16 @@
 import logging
 import os
 import threading
+import time
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from tensorkeep.checkpoint.forking import reset_in_child
 from tensorkeep.checkpoint.manager.retention import Keep, KeepAll, unwanted
 from tensorkeep.checkpoint.manager.steps import (
     Step,
+    checked_metrics,
     existing_step,
     list_steps,
     numbers_in,
@@ -20,6 +22,7 @@ from tensorkeep.checkpoint.manager.steps import (
 from tensorkeep.checkpoint.ranks.group import Ranks, reported_to_others, together
 from tensorkeep.errors import DestinationExistsError, TensorkeepError
 from tensorkeep.formats.native.pieces.recovery import finish_saves
+from tensorkeep.formats.write import StepRecord
 from tensorkeep.io.lock import FolderLock
 from tensorkeep.io.temporaries import remove_abandoned
 
@@ -101,14 +104,21 @@ class StepFolder:
                 stacklevel=stacklevel + 1,
             )
 
+    def record(self, step: int, metrics: Mapping[str, float] | None, keep: Keep) -> StepRecord:
+        """Return what is stored with a step; its metrics are those of the coordinator, which alone checks them."""
+        record = StepRecord(step, time.time(), checked_metrics(metrics if self._changes else None))
+        if self._changes:
+            keep.check(record.metrics)
+        return record
+
     def path_of(self, step: int | Step, *, exists: bool = False) -> Path:
         """Return the path of a step; with ``exists``, NotFoundError if it does not exist."""
         return (existing_step if exists else step_path)(self.root, step.number if isinstance(step, Step) else step)
 
     def delete(self, step: int | Step) -> None:
         """Delete a step; NotFoundError if it does not exist."""
-        self.claim()
         with together(self._ranks, "deleting a step"), self._mutex:
+            self.claim()
             if self._changes:
                 remove_step(self.path_of(step, exists=True))
 

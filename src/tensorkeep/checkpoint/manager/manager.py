@@ -12,7 +12,7 @@ from tensorkeep.checkpoint.load.into import LoadRequest, load_path
 from tensorkeep.checkpoint.manager.folder import StepFolder
 from tensorkeep.checkpoint.manager.newest import restore_newest
 from tensorkeep.checkpoint.manager.retention import Keep, KeepBest, best_rule, best_step, keep_rule, unwanted
-from tensorkeep.checkpoint.manager.steps import Step, StepListing, checked_metrics, is_damaged, list_steps, step_number
+from tensorkeep.checkpoint.manager.steps import Step, StepListing, is_damaged, list_steps, step_number
 from tensorkeep.checkpoint.manager.triggers import SaveWhen
 from tensorkeep.checkpoint.progress import ProgressOption, callback_only
 from tensorkeep.checkpoint.ranks.collective import PREPARING
@@ -24,7 +24,6 @@ from tensorkeep.checkpoint.save.queue import SaveQueue, WhenBusy, copies_of
 from tensorkeep.checkpoint.settings import SettingsSource, read_settings
 from tensorkeep.errors import PathLike, UsageError
 from tensorkeep.formats.base import OpenSettings
-from tensorkeep.formats.write import StepRecord
 from tensorkeep.io.buffers import DEFAULT_BUDGET
 from tensorkeep.paths import checked_path
 from tensorkeep.state.strided import Device
@@ -178,12 +177,11 @@ class CheckpointManager:
             The error of an earlier save that was not waited for; this save is then not begun.
         """
         started = time.perf_counter()
-        step = step_number(step, self.root)
-        path = self._folder.path_of(step)
-        record = StepRecord(step, time.time(), checked_metrics(metrics))
-        self.keep.check(record.metrics)
         with self._queue.one_at_a_time():
             with reported_to_others(self._ranks, PREPARING):
+                step = step_number(step, self.root)
+                path = self._folder.path_of(step)
+                record = self._folder.record(step, metrics, self.keep)
                 self._folder.claim()
                 self._queue.wait_for_place()
                 self._queue.raise_failure()
@@ -285,7 +283,8 @@ class CheckpointManager:
         self._queue.drain()
         request = LoadRequest(into, select, device, strict, progress=progress, threads=threads, ranks=self._ranks)
         if step is not None:
-            return self._restore(self._folder.path_of(step, exists=True), request)
+            with reported_to_others(self._ranks, "loading"):
+                return self._restore(self._folder.path_of(step, exists=True), request)
         return restore_newest(
             self._folder, lambda path: self._restore(path, request), self._damaged, self._ranks, stacklevel=2
         )

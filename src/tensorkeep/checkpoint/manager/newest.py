@@ -1,6 +1,7 @@
 """Restoring the newest step of a run that is not damaged."""
 
 import logging
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -26,23 +27,47 @@ def restore_newest(
     first_error: TensorkeepError | None = None
     for found in folder.newest_first(stacklevel=stacklevel + 1):
         path = Path(found.path)
+        error: BaseException | None = None
+        lost = ranks.caller.lost if ranks else None
         try:
-            return restore(path)
-        except (CorruptCheckpointError, RanksDisagreeError) as error:
-            if not _is_damage(error, ranks):
-                raise
-            first_error = first_error or error
-            damaged.add(path)
-            logger.info("%s is damaged and skipped: %s", path, error)
-            warnings.warn(f"{path.name} is skipped: {error}", stacklevel=stacklevel + 1)
-        except NotACheckpointError:
-            continue  # its writer has deleted it meanwhile
+            state = restore(path)
+        except BaseException as caught:
+            error = caught
+            if ranks is not None and ranks.caller.lost is not lost:
+                raise  # no rank can exchange anything now
+        verdict = _verdict(error, path)
+        verdicts = ranks.caller.exchange(verdict, "restoring") if ranks else [verdict]
+        if error is None and {*verdicts} == {"restored"}:
+            return state
+        if {*verdicts} <= {"damaged", "missing", "informed"} and isinstance(error, TensorkeepError):
+            if "damaged" in verdicts:
+                first_error = first_error or error
+                damaged.add(path)
+                logger.info("%s is damaged and skipped: %s", path, error)
+                warnings.warn(f"{path.name} is skipped: {error}", stacklevel=stacklevel + 1)
+                continue
+            if verdicts[0] == "missing":
+                continue  # its writer has deleted it meanwhile
+        if verdict == "missing":
+            raise RanksDisagreeError(
+                "this rank does not find a step that rank 0 has found",
+                path=path,
+                remedy="give a folder that all ranks share",
+            ) from error
+        raise error or RanksDisagreeError("other ranks could not restore it", path=path, remedy="see their errors")
     raise first_error or NotACheckpointError(
         "contains no steps", path=folder.root, remedy="check the folder, or start from the beginning"
     )
 
 
-def _is_damage(error: TensorkeepError, ranks: Ranks | None) -> bool:
-    """Return whether the step is damaged, perhaps in a part that another rank reads."""
-    own = isinstance(error, CorruptCheckpointError)
-    return any(ranks.caller.exchange(own, "restoring")) if ranks else own
+def _verdict(error: BaseException | None, path: Path) -> str:
+    """Return in one word how this rank's attempt ended, from which all ranks decide alike."""
+    if error is None:
+        return "restored"
+    if isinstance(error, CorruptCheckpointError):
+        return "damaged"
+    if isinstance(error, NotACheckpointError):
+        return "missing"
+    if isinstance(error, RanksDisagreeError):  # about the error of another rank
+        return "informed" if os.path.lexists(path) else "missing"
+    return "failed"

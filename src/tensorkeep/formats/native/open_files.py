@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tensorkeep.errors import CorruptCheckpointError, NotACheckpointError
+from tensorkeep.formats import sealed
 from tensorkeep.formats.base import OpenSettings
 from tensorkeep.formats.blockfile.plan import BlockRecord
 from tensorkeep.formats.blockfile.read import BlockReader, StoredBlock
@@ -92,6 +93,10 @@ class OpenFiles:
     def files_of(self, rank: int) -> list[SourceFile]:
         """Return the files in the order in which a rank's fragment lists them."""
         return [self.files[number] for number in self.numbers[rank]]
+
+    def identity(self) -> str:
+        """Return the checksum of the manifest, which has those of all blocks or of all fragments."""
+        return sealed.digest(sealed.read_content(self.directory, manifests.FILE_NAME), wide=True)
 
     def close(self) -> None:
         """Close the files; a second call does nothing."""

@@ -54,6 +54,9 @@ class NativeReader(Reader):
     def block_bytes(self, name: str) -> int:
         return self._manifest.block_bytes
 
+    def identity(self) -> str:
+        return self._opened.identity()
+
     def audit(self) -> Iterator[Problem]:
         return check_heads(self._opened)
 

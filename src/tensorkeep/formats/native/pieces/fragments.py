@@ -230,6 +230,8 @@ def check_tiling(
         found = boxes[tensor.name]
         try:
             flaw = find_flaw(tensor.shape, ((offsets, sizes) for offsets, sizes, _ in found))
+        except OverflowError as error:
+            raise CorruptCheckpointError(str(error), path=path, name=tensor.name) from error
         except ValueError as error:
             raise UnsupportedError(str(error), path=path, name=tensor.name) from error
         if flaw is None:

@@ -44,7 +44,7 @@ class PiecesReader(Reader):
         self._opened = opened
         self._pool = settings.pool
         self._records = {leaf.name: leaf for leaf in root.leaves}
-        self._boxes: dict[str, list[tuple[Box, StoredTensor]]] = {}
+        self._boxes: dict[tuple[str, int], StoredTensor] = {}
         leaves = {leaf.name: self._leaf(leaf) for leaf in root.leaves}
         structure = Structure(root.skeleton, root.aliases, root.parts())
         self._set_state(structure.flat(leaves), self.path / manifests.FILE_NAME)
@@ -63,7 +63,10 @@ class PiecesReader(Reader):
         self.details["layouts"] = {leaf.name: leaf.layout for leaf in root.leaves if leaf.layout}
         # Besides the destination: a full block, its stored bytes, the part of it that is wanted, and an earlier block.
         blocks = 4 if any(place.bases for place in places) else 3
-        self.buffers = 1 + -(-blocks * most_bytes // (BLOCK_BYTES - most_bytes or BLOCK_BYTES))
+        # `block_bytes` is at least one block, and of fine blocks at least so many that fill 16 MiB, but one.
+        if 2 * most_bytes < BLOCK_BYTES:
+            blocks = -(-blocks * most_bytes // (BLOCK_BYTES - most_bytes))
+        self.buffers = 1 + blocks
 
     def _leaf(self, record: TensorRecord) -> StoredLeaf:
         """Return a tensor as a leaf, from its records alone: boxes are prepared when they are first read."""
@@ -82,21 +85,17 @@ class PiecesReader(Reader):
             file=file,
         )
 
-    def boxes(self, name: str) -> list[tuple[Box, StoredTensor]]:
-        """Return the boxes of a tensor, and where they are stored."""
-        found = self._boxes.get(name)
+    def _stored(self, name: str, number: int) -> StoredTensor:
+        """Return where a box of a tensor is stored."""
+        found = self._boxes.get((name, number))
         if found is None:
-            record = self._records[name]
+            record, (rank, box) = self._records[name], self._opened.boxes[name][number]
             dtype = BY_NAME[record.dtype]
-            found = []
-            for rank, box in self._opened.boxes[name]:
-                file, blocks = self._opened.stored(box, self._opened.files_of(rank))
-                grid = self._opened.fragments[rank].grid
-                starts = block_starts(record.shape, box.offsets, box.sizes, dtype.itemsize, grid)
-                nbytes = prod(box.sizes) * dtype.itemsize
-                stored = StoredTensor(name, dtype, box.sizes, nbytes, file, starts, blocks)
-                found.append((box_of(box.offsets, box.sizes), stored))
-            self._boxes[name] = found
+            file, blocks = self._opened.stored(box, self._opened.files_of(rank))
+            grid = self._opened.fragments[rank].grid
+            starts = block_starts(record.shape, box.offsets, box.sizes, dtype.itemsize, grid)
+            nbytes = prod(box.sizes) * dtype.itemsize
+            found = self._boxes[name, number] = StoredTensor(name, dtype, box.sizes, nbytes, file, starts, blocks)
         return found
 
     def read(self, name: str, start: int, stop: int, out: Bytes) -> None:
@@ -120,18 +119,21 @@ class PiecesReader(Reader):
         self._fill(name, box_of(offsets, out.shape), BoxTarget.of_leaf(out), pool)
 
     def mapped(self, name: str) -> Bytes | None:
-        boxes = self.boxes(name)
-        return boxes[0][1].mapped() if len(boxes) == 1 else None
+        return self._stored(name, 0).mapped() if len(self._opened.boxes[name]) == 1 else None
 
     def block_bytes(self, name: str) -> int:
         """Return a multiple of the bytes between two cuts, so that no block is read twice."""
         record = self._records[name]
         itemsize = BY_NAME[record.dtype].itemsize
         row = prod(record.shape[1:]) * itemsize
-        if not record.shape or row > bytes_between_cuts(record.shape, itemsize, self._grid):
-            return BLOCK_BYTES
+        most = bytes_between_cuts(record.shape, itemsize, self._grid)
+        if not record.shape or row > most:
+            return max(BLOCK_BYTES, most)
         cut = rows_per_block(record.shape, itemsize, self._grid) * row
         return max(1, BLOCK_BYTES // cut) * cut if cut else BLOCK_BYTES
+
+    def identity(self) -> str:
+        return self._opened.identity()
 
     def audit(self) -> Iterator[Problem]:
         return check_heads(self._opened)
@@ -141,10 +143,12 @@ class PiecesReader(Reader):
 
     def _fill(self, name: str, wanted: Box, target: BoxTarget, pool: BufferPool) -> None:
         """Read a box of a tensor from all stored boxes that have elements of it."""
-        for box, stored in self.boxes(name):
+        for number, (_, record) in enumerate(self._opened.boxes[name]):
+            box = box_of(record.offsets, record.sizes)
             common = intersection(box, wanted)
             if common is None:
                 continue
+            stored = self._stored(name, number)
             size = stored.dtype.itemsize
             inner = relative(common, box)
             out = target.contiguous(relative(common, wanted))
