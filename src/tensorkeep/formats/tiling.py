@@ -35,8 +35,8 @@ def find_flaw(shape: Sequence[int], boxes: Iterable[tuple[Corner, Corner]]) -> F
 
     All sizes are positive, and all boxes within the array. An empty array is tiled by no box.
 
-    Raises OverflowError if a length exceeds 64 bits; ValueError if it is cut along more than `MAX_CUT_DIMENSIONS` dimensions, or into
-    boxes whose corners have more than `MAX_COORDINATES` coordinates.
+    Raises OverflowError if a length exceeds 64 bits; ValueError if the array is cut along more than
+    `MAX_CUT_DIMENSIONS` dimensions, or into boxes whose corners have more than `MAX_COORDINATES` coordinates.
 
     Examples
     --------
