@@ -111,6 +111,7 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path: Path, name: str, 
         assert float(manager.steps()[-1].metrics["loss"]) > 0
 
 
+@pytest.mark.slow
 def test_a_killed_run_of_two_ranks_resumes_on_three(tmp_path: Path) -> None:
     steps = 60
     whole = RankRuns("fsdp_train.py", tmp_path / "whole", steps, ranks=2).finished_lines()
@@ -137,6 +138,7 @@ def test_ranks_of_lightning_resume_on_another_number_of_ranks(tmp_path: Path) ->
     assert (tmp_path / "resumed" / "step=60.ckpt" / "manifest.json").is_file()
 
 
+@pytest.mark.slow
 @needs("accelerate")
 def test_ranks_of_accelerate_resume_with_their_random_states(tmp_path: Path) -> None:
     name = "accelerate_checkpoints.py"

@@ -150,7 +150,7 @@ def test_a_value_that_one_rank_cannot_save_is_an_error_on_all(tmp_path: Path) ->
         ("write", "fails"),
         ("finish", "fails"),
         ("write", "dies"),
-        ("write", "hangs"),
+        pytest.param("write", "hangs", marks=pytest.mark.slow),
         *(
             pytest.param(where, how, marks=pytest.mark.slow)
             for where in ("begin", "finish")

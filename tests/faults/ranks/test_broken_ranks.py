@@ -185,6 +185,7 @@ def break_some(made: Saves, chosen: list[tuple[int, str, str]]) -> int:
     return len(chosen)
 
 
+@pytest.mark.slow
 def test_some_operations_of_an_incremental_save(tmp_path: Path, forks: ForkedRanks, record_property: Any) -> None:
     chosen = [
         (0, "mkdir", "killed before"),

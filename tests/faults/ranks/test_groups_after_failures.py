@@ -49,6 +49,7 @@ def test_the_next_save_fails_at_once_after_a_rank_has_ended(tmp_path: Path, fork
     assert names_in(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_rank_that_serves_the_store_and_hangs_does_not_block_the_others(tmp_path: Path, forks: ForkedRanks) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

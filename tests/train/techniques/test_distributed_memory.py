@@ -11,6 +11,7 @@ SLACK = 256 * 1024
 """Bytes of batches, positions and messages."""
 
 
+@pytest.mark.slow
 def test_no_rank_has_the_whole_model_when_a_run_is_opened_or_resumed(
     two_processes: ProcessPool, tmp_path: Path, data: Path
 ) -> None:
