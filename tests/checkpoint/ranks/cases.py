@@ -17,7 +17,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import tensorkeep
 from tensorkeep.checkpoint.ranks import collective
-from tensorkeep.checkpoint.ranks.group import ranks_of
 from tensorkeep.distributed import PerRank
 
 LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {
@@ -300,41 +299,3 @@ def load_model(path: str, kind: str) -> bool:
     tensorkeep.load(path, into={"model": model}, group=dist.group.WORLD, timeout=20)
     assert model.head.weight is model.embedding.weight
     return equal(dict(model.state_dict()), dict(expected.state_dict()))
-
-
-# Several operations at once
-
-
-def several_in_flight(folder: str) -> list[str]:
-    """Begin saves while the first one is being written; return those that this rank stages, in order."""
-    stage = collective.Coordination._stage
-    staged: list[str] = []
-
-    def slow(self: collective.Coordination) -> tuple[str, str]:
-        if self._destination.name == "first":
-            time.sleep(0.2)
-        staged.append(self._destination.name)
-        return stage(self)
-
-    def state(number: int) -> dict[str, Any]:
-        return divided({"model": {"w": torch.full((50, 4), float(number))}}, "rows")
-
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(collective.Coordination, "_stage", slow)
-        group = dist.group.WORLD
-        first = tensorkeep.save_async(state(1), f"{folder}/first", group=group, timeout=10)
-        manager = tensorkeep.CheckpointManager(f"{folder}/run", group=group, timeout=10)
-        second = manager.save(2, state(2))
-        tensorkeep.save(state(3), f"{folder}/third", group=group, timeout=10)
-        first.wait()
-        second.wait()
-        manager.close()
-    return staged
-
-
-def boxes_remembered(path: str) -> int:
-    """Save; return how many boxes this rank remembers for the next save."""
-    save(path, "rows", {})
-    ranks = ranks_of(dist.group.WORLD, 20)
-    assert ranks is not None
-    return len(ranks.remembered["merged"].boxes)

@@ -173,13 +173,3 @@ def test_a_dtensor_without_a_group_is_an_error_that_names_it(tmp_path: Path) -> 
     found: list[Any] = outcomes(2, cases.without_group, str(tmp_path / "c"))
     assert [each.error for each in found] == ["UnsupportedLeafError"] * 2
     assert "group=torch.distributed.group.WORLD" in found[0].message
-
-
-def test_saves_of_a_group_are_written_in_the_order_in_which_they_begin(tmp_path: Path) -> None:
-    assert run_ranks(2, cases.several_in_flight, str(tmp_path)) == [["first", "step-000002", "third"], []]
-    for number, path in enumerate(("first", "run@2", "third"), 1):
-        assert tensorkeep.load(tmp_path / path)["model"]["w"].unique().tolist() == [number]
-
-
-def test_the_boxes_of_other_ranks_are_not_kept_between_saves(tmp_path: Path) -> None:
-    assert run_ranks(2, cases.boxes_remembered, str(tmp_path / "c")) == [0, 0]

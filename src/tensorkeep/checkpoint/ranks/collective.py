@@ -125,14 +125,14 @@ class Coordination:
         self._plan: Root | None = None
         self._ended = False
         self.turn = ranks.turn()
-        self.totals = 0, 0
+        self.totals: tuple[int, int] = 0, 0
         """The stored and new bytes of all ranks."""
 
     def begin(self) -> tuple[Path, str]:
         """Return the staging folder and the id of the save; collective."""
         self.turn.wait()
         place = self._stage() if self.rank == 0 else None
-        folder, save = self._channel.exchange(place, "beginning to save")[0]
+        folder, save = self._channel.exchange(place, f"beginning to save {self._destination}")[0]
         return Path(folder), save
 
     def _stage(self) -> tuple[str, str]:
@@ -150,18 +150,18 @@ class Coordination:
 
     def finish(self, report: FragmentReport) -> None:
         """Make the checkpoint visible, once the parts of all ranks are durable; collective."""
-        reports = self._channel.exchange(report, "writing its part", of=FragmentReport)
+        reports = self._channel.exchange(report, "writing its part", of=FragmentReport, to_coordinator=True)
+        totals = sum(each.stored_bytes for each in reports), sum(each.new_bytes for each in reports)
         if self._commit is not None and self._plan is not None:
             write_root(self._commit.path, self._plan, reports)
             self._commit.publish()
             self._leave()
-        self.totals = sum(each.stored_bytes for each in reports), sum(each.new_bytes for each in reports)
-        self._end()
+        self._end(totals)
 
-    def _end(self) -> None:
-        """Wait until the coordinator has made the checkpoint visible."""
+    def _end(self, totals: tuple[int, int]) -> None:
+        """Wait until the coordinator has made the checkpoint visible, and knows the totals."""
         try:
-            self._channel.exchange(None, "making the checkpoint visible")
+            self.totals = tuple(self._channel.exchange(totals, "making the checkpoint visible")[0])
         except RanksDisagreeError as error:
             if error is not self._channel.lost:
                 raise

@@ -2,19 +2,23 @@
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import msgspec
+import xxhash
 
 from tensorkeep.checkpoint.ranks.turns import Turn
 from tensorkeep.errors import RanksDisagreeError, TensorkeepError, UsageError
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
 
 DEFAULT_TIMEOUT = 1800.0
 """Seconds that a rank waits for the others, which may still be writing."""
@@ -28,11 +32,15 @@ _STORE_SECONDS = 5.0
 _INTERRUPTED = "was interrupted"
 
 
-class _Message(msgspec.Struct, array_like=True):
-    """What a rank sends: a value, or the class and the text of its error."""
+_PADDING_BYTES = 64 * 1024
+"""Values of other lengths are sent as if all had the longest, unless that adds more than so many bytes."""
 
-    value: msgspec.Raw = msgspec.Raw(b"\xc0")  # encoded, so that it is decoded once its type is known
-    error: tuple[str, str] | None = None
+
+class _State(msgspec.Struct, array_like=True):
+    """What a rank is doing, and the class and the text of its error."""
+
+    doing: str
+    error: tuple[str, str] | None
 
 
 class Channel:
@@ -57,29 +65,22 @@ class Channel:
         self._name = name
         self._timeout = timeout
         self._group_store = _get_process_group_store(group)
-        self._store = self._group_store  # of the connection
+        self._store: Store = self._group_store  # of the connection
         self._gloo: Any = None  # a ProcessGroupGloo, whose stubs lack its collectives
         self._connections = 0
         self._has_ended = False
         self._shared_error: BaseException | None = None  # the last one that all ranks know of
 
-    def exchange(self, value: Any, what: str, *, of: Any = Any) -> list[Any]:
-        """Return the values of all ranks, by rank; ``what`` says what the ranks are doing, for errors.
+    def exchange(self, value: Any, what: str, *, of: Any = Any, to_coordinator: bool = False) -> list[Any]:
+        """Return the values of all ranks, by rank; ``what`` says what the ranks are doing, the same on all of them.
 
-        Structs are decoded if ``of`` is their type.
+        Structs are decoded if ``of`` is their type. With ``to_coordinator`` the other ranks get an empty list.
         """
         if self._gloo is None:
             self.connect(what)
-        found = self._gather(_Message(msgspec.Raw(msgspec.msgpack.encode(value))), what)
-        for rank, message in enumerate(found):
-            if message.error is not None:
-                kind, text = message.error
-                self._shared_error = known = RanksDisagreeError(
-                    f"rank {rank} has failed {what}: {kind}: {text}", remedy="see the error of that rank"
-                )
-                raise known
         decoder = msgspec.msgpack.Decoder(of)
-        return [decoder.decode(message.value) for message in found]
+        found = self._gather(msgspec.msgpack.encode(value), what, to_coordinator=to_coordinator)
+        return [decoder.decode(each) for each in found]
 
     def fail(self, error: BaseException, what: str) -> None:
         """Report an error to the other ranks in place of the next exchange, unless they know; the caller raises it."""
@@ -87,48 +88,89 @@ class Channel:
             return
         text = error.message if isinstance(error, TensorkeepError) else str(error)
         where = [part for part in (getattr(error, "path", None), getattr(error, "name", None)) if part]
-        message = _Message(error=(type(error).__name__, ": ".join([*map(str, where), text])))
+        described = type(error).__name__, ": ".join([*map(str, where), text])
         with suppress(RanksDisagreeError):  # what the caller raises says more
             if self._gloo is None:
                 self.connect(what)
-            self._gather(message, what)
+            self._gather(b"", what, described)
         self._shared_error = error
 
     def connect(self, what: str) -> None:
         """Connect the ranks; all of them do so."""
-        from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
+        from torch.distributed.distributed_c10d import ProcessGroupGloo
 
         if self._has_ended and self.lost is not None:
             raise RanksDisagreeError(f"{self.lost.message}, in an earlier call", remedy=self.lost.remedy)
-        self._connections += 1
-        self._store = PrefixStore(f"tensorkeep/{self._name}/{self._connections}", self._group_store)
         try:
+            self._store = _asked(self._next_store, _STORE_SECONDS)
             self._gloo = ProcessGroupGloo(self._store, self.rank, self.size, timedelta(seconds=self._timeout))
         except RuntimeError as error:
             raise self._close(error, what) from error
 
-    def _gather(self, message: _Message, what: str) -> list[_Message]:
+    def _next_store(self) -> "Store":
+        """Return the store of the next connection that no rank has closed, having waited for this one in vain."""
+        from torch.distributed.distributed_c10d import PrefixStore
+
+        while True:
+            self._connections += 1
+            store = PrefixStore(f"tensorkeep/{self._name}/{self._connections}", self._group_store)
+            if not store.check(["closed"]):
+                return store
+
+    def _gather(
+        self, value: bytes, doing: str, error: tuple[str, str] | None = None, *, to_coordinator: bool = False
+    ) -> list[bytes]:
+        """Return the values of all ranks; with ``to_coordinator`` the others get none.
+
+        Raises RanksDisagreeError on all ranks alike if one of them has an error, or is doing something else.
+        """
+        try:
+            # Not by torch's collectives of objects, which send pickles.
+            digest = xxhash.xxh3_64_intdigest(doing.encode()) >> 1  # of 63 bits
+            heads = self._gather_numbers([len(value), digest, error is not None])
+            if len({digest for _, digest, _ in heads}) == 1 and not any(failed for *_, failed in heads):
+                return self._gather_bytes(value, [size for size, *_ in heads], to_coordinator=to_coordinator)
+            own = msgspec.msgpack.encode(_State(doing, error))
+            found = self._gather_bytes(own, [size for (size,) in self._gather_numbers([len(own)])])
+        except RuntimeError as raised:
+            raise self._close(raised, doing) from raised
+        except BaseException as raised:
+            # The others may be at any point of this exchange, so that no other one can follow.
+            self._close(raised, doing)
+            self._shared_error = raised
+            raise
+        self._shared_error = known = _refusal(msgspec.msgpack.decode(each, type=_State) for each in found)
+        raise known
+
+    def _gather_numbers(self, own: Sequence[int]) -> list[list[int]]:
         import torch
 
-        # Not by torch's collectives of objects, which send pickles.
-        own = torch.frombuffer(bytearray(msgspec.msgpack.encode(message)), dtype=torch.uint8)
-        try:
-            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-            self._gloo.allgather([sizes], [torch.tensor([own.numel()])]).wait()
-            longest = max(int(size) for size in sizes)
+        received = [torch.zeros(len(own), dtype=torch.int64) for _ in range(self.size)]
+        self._gloo.allgather([received], [torch.tensor(own, dtype=torch.int64)]).wait()
+        return [each.tolist() for each in received]
+
+    def _gather_bytes(self, value: bytes, sizes: Sequence[int], *, to_coordinator: bool = False) -> list[bytes]:
+        import torch
+
+        own = torch.frombuffer(bytearray(value), dtype=torch.uint8)
+        longest = max(sizes)
+        received = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        received[self.rank] = own
+        if to_coordinator:
+            if self.rank != 0:
+                self._gloo.send([own], 0, 0).wait()
+                return []
+            for work in [self._gloo.recv([received[rank]], rank, 0) for rank in range(1, self.size)]:
+                work.wait()
+        elif longest * self.size > 2 * sum(sizes) + _PADDING_BYTES:
+            for rank, each in enumerate(received):
+                self._gloo.broadcast(each, rank).wait()
+        else:
             padded = torch.zeros(longest, dtype=torch.uint8)
             padded[: own.numel()] = own
             received = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
             self._gloo.allgather([received], [padded]).wait()
-        except RuntimeError as error:
-            raise self._close(error, what) from error
-        except BaseException as error:
-            # The others may be at any point of this exchange, so that no other one can follow.
-            self._close(error, what)
-            self._shared_error = error
-            raise
-        decoder = msgspec.msgpack.Decoder(_Message)
-        return [decoder.decode(each.numpy()[: int(size)]) for each, size in zip(received, sizes, strict=True)]
+        return [each.numpy()[:size].tobytes() for each, size in zip(received, sizes, strict=True)]
 
     def _close(self, error: BaseException, what: str) -> RanksDisagreeError:
         """Close the connection, so that no rank waits; return the error that names the ranks that are missing."""
@@ -137,42 +179,77 @@ class Channel:
             reason = _INTERRUPTED
         elif "timed out" in str(error).lower() or "timeout" in str(error).lower():
             reason = f"did not answer within {self._timeout:g} s"
-        found: list[tuple[list[int], str | None]] = []
-        # The process that serves the store may have hung or ended.
-        asking = threading.Thread(target=lambda: found.append(self._ask_who_is_there(reason)), daemon=True)
-        asking.start()
-        asking.join(_GRACE + _STORE_SECONDS)
+        try:
+            absent, reason = _asked(lambda: self._ask_who_is_there(reason), _GRACE + _STORE_SECONDS)
+            absent_text = _ranks_text(absent)
+        except RuntimeError:
+            absent_text = "another rank, perhaps the one that serves the store of the process group,"
         self._abort()
-        absent, reason = found[0] if found else ([], reason)
         self._has_ended = reason is None
         remedy = "if it is only slow, give a longer timeout" if reason else "start the ranks again"
         self.lost = RanksDisagreeError(
-            f"{_ranks_text(absent)} {reason or 'has ended'}, {what}", remedy=f"see the output of that rank; {remedy}"
+            f"{absent_text} {reason or 'has ended'}, {what}", remedy=f"see the output of that rank; {remedy}"
         )
         return self.lost
 
     def _ask_who_is_there(self, reason: str | None) -> tuple[list[int], str | None]:
         """Report that this rank is there; return the ranks that do not, and why the first one closed the connection."""
         store = self._store
-        try:
-            if reason is not None:
-                store.set("reason", reason)
-            if reason is not _INTERRUPTED:
-                store.set(f"rank {self.rank}", "there")
-                store.add("there", 1)
-            self._abort()
-            end = time.monotonic() + _GRACE
-            while store.add("there", 0) < self.size and time.monotonic() < end:
-                time.sleep(0.05)
-            absent = [rank for rank in range(self.size) if not store.check([f"rank {rank}"])]
-            return absent, store.get("reason").decode() if store.check(["reason"]) else None
-        except RuntimeError:  # the process that serves the store has ended
-            return [], reason
+        store.set("closed", "")
+        if reason is not None:
+            store.set("reason", reason)
+        if reason is not _INTERRUPTED:
+            store.set(f"rank {self.rank}", "there")
+            store.add("there", 1)
+        self._abort()
+        end = time.monotonic() + _GRACE
+        while store.add("there", 0) < self.size and time.monotonic() < end:
+            time.sleep(0.05)
+        absent = [rank for rank in range(self.size) if not store.check([f"rank {rank}"])]
+        return absent, store.get("reason").decode() if store.check(["reason"]) else None
 
     def _abort(self) -> None:
         gloo, self._gloo = self._gloo, None
         if gloo is not None:
             gloo.abort()
+
+
+def _asked(ask: Callable[[], T], seconds: float) -> T:
+    """Return what the store of the process group answers; RuntimeError if the process that serves it has hung or ended.
+
+    Some calls of `TCPStore` wait without limit.
+    """
+    found: list[tuple[T | None, RuntimeError | None]] = []
+
+    def run() -> None:
+        try:
+            found.append((ask(), None))
+        except RuntimeError as error:
+            found.append((None, error))
+
+    asking = threading.Thread(target=run, daemon=True)
+    asking.start()
+    asking.join(seconds)
+    answer, error = found[0] if found else (None, RuntimeError("the store of the process group timed out"))
+    if error is not None:
+        raise error
+    return cast(T, answer)
+
+
+def _refusal(states: Iterable[_State]) -> RanksDisagreeError:
+    """Return the error of an exchange in which a rank has failed, or which is not the same one on all ranks."""
+    by_rank = list(states)
+    for rank, state in enumerate(by_rank):
+        if state.error is not None:
+            kind, text = state.error
+            return RanksDisagreeError(
+                f"rank {rank} has failed {state.doing}: {kind}: {text}", remedy="see the error of that rank"
+            )
+    first, other = by_rank[0], next(each for each in by_rank if each.doing != by_rank[0].doing)
+    return RanksDisagreeError(
+        f"rank 0 is {first.doing}, and rank {by_rank.index(other)} is {other.doing}",
+        remedy="save and load in the same order on all ranks, all of them with into= or none",
+    )
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:
