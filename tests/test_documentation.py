@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from torch import distributed
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -20,8 +21,13 @@ def test_examples_of_the_page_run(page: Path, tmp_path: Path, monkeypatch: pytes
     blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     assert blocks
     names: dict[str, object] = {"__name__": "page"}
-    for block in blocks:
-        exec(compile(block, str(page), "exec"), names)
+    try:
+        for block in blocks:
+            exec(compile(block, str(page), "exec"), names)
+    finally:
+        # Pages on many ranks run as one, and leave that to the end of the program.
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
 
 
 def test_links_of_the_page_resolve() -> None:

@@ -24,7 +24,7 @@ def test_the_boxes_of_other_ranks_are_not_kept_between_saves(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("save", "rank 0 is preparing to save, and rank 1 is comparing its state"),
+        ("save", "rank 0 is preparing to save, and rank 1 is loading"),
         ("load", "rank 0 is loading, and rank 1 is comparing its state"),
         ("other saves", r"rank 0 is beginning to save .*/c0, and rank 1 is beginning to save .*/c1"),
     ],

@@ -21,6 +21,7 @@ def forks() -> Iterator[ForkedRanks]:
         yield started
 
 
+@pytest.mark.slow
 def test_the_next_save_connects_again_after_a_rank_was_slow(tmp_path: Path, forks: ForkedRanks) -> None:
     first, second = forks.run(2, saves.save_again, str(tmp_path), "slow")
     assert first.value, first
@@ -61,6 +62,7 @@ def test_a_rank_that_serves_the_store_and_hangs_does_not_block_the_others(tmp_pa
     assert same(tensorkeep.load(tmp_path / "c"), saves.full_state(2))
 
 
+@pytest.mark.slow
 def test_a_child_of_a_killed_coordinator_does_not_keep_its_lock(tmp_path: Path, forks: ForkedRanks) -> None:
     root, note = tmp_path / "run", tmp_path / "child"
     root.mkdir()

@@ -121,6 +121,7 @@ def test_two_techniques_for_several_processes_conflict() -> None:
         Stack.of({"ddp": {}, "fsdp": {}})
 
 
+@pytest.mark.slow
 def test_command_line_prepares_writes_and_reports_once(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     words = (
