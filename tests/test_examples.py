@@ -15,14 +15,14 @@ from tensorkeep import CheckpointManager
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
-# The libraries are imported once, in the process that all runs are forked from.
+# The libraries are imported once, in the process that all runs are forked from: the same as that of `forked`. Not
+# transformers, which writes to standard error when it is imported.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
         "torch._dynamo",
         "torch.distributed.fsdp",
         "tensorkeep.checkpoint.manager.manager",
-        "transformers.trainer",
         "lightning",
     ]
 )
