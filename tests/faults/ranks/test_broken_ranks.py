@@ -134,6 +134,7 @@ def break_all(made: Saves, action: str) -> int:
             if action != "full disk" or name not in NOT_OF_THE_DISK:
                 made.break_at(Fault(rank, index, action, name))
                 cases += 1
+    assert cases, f"no operation of {made} was broken"
     return cases
 
 
@@ -171,6 +172,7 @@ def test_a_rank_that_hangs_at_every_fourth_operation(
         for rank, names in enumerate(made.operations())
         for index in range(rank, len(names), 4)
     ]
+    assert faults, "no operation was broken"
     for fault in faults:
         made.break_at(fault)
     record_property("cases", len(faults))
