@@ -1,6 +1,5 @@
 """A checkpoint that is replaced during a read is read as the old or the new one, never as a mix."""
 
-import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,7 +55,7 @@ def test_an_open_checkpoint_keeps_its_content(tmp_path: Path) -> None:
 @pytest.fixture
 def few_descriptors() -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = max(int(number) for number in os.listdir("/proc/self/fd"))  # earlier tests may have left some open
+    highest = max(int(path.name) for path in Path("/proc/self/fd").iterdir())  # earlier tests may have left some open
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 100, hard))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -10,8 +10,7 @@ from torch import distributed as dist
 
 import tensorkeep
 from checkpoint.ranks import cases
-from tensorkeep.checkpoint.ranks import collective
-from tensorkeep.checkpoint.ranks import group as group_module
+from tensorkeep.checkpoint.ranks import collective, connection
 from tensorkeep.checkpoint.ranks.group import ranks_of
 
 
@@ -80,7 +79,7 @@ def connect_out_of_step(path: str) -> list[str]:
     errors = []
     for attempt in range(8):
         with pytest.MonkeyPatch.context() as patches:
-            patches.setattr(group_module, "_GRACE", 0.1)
+            patches.setattr(connection, "_GRACE", 0.1)
             try:
                 tensorkeep.save({"w": torch.zeros(4)}, path, overwrite=True, group=dist.group.WORLD, timeout=0.5)
                 errors.append("")
@@ -91,3 +90,24 @@ def connect_out_of_step(path: str) -> list[str]:
         if attempt and not errors[-1]:
             break
     return errors
+
+
+def operations_with_other_timeouts(path: str) -> list[Any]:
+    """Save and load, each rank and each operation with a timeout of its own; return what was found.
+
+    The second save lasts longer than the timeout of the operation that connected the ranks.
+    """
+    rank, group = dist.get_rank(), dist.group.WORLD
+    tensorkeep.save({"w": torch.zeros(4)}, path, group=group, timeout=2 + rank)
+    with pytest.MonkeyPatch.context() as patches:
+        stage = collective.Coordination._stage
+        patches.setattr(collective.Coordination, "_stage", lambda self: (time.sleep(3), stage(self))[1])
+        tensorkeep.save({"w": torch.ones(4)}, path, overwrite=True, group=group, timeout=10 + rank)
+    kept = tensorkeep.load(path, group=group)["w"].tolist()
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(collective.Coordination, "_stage", lambda self: (time.sleep(2), stage(self))[1])
+        try:
+            tensorkeep.save({"w": torch.ones(4)}, path, overwrite=True, group=group, timeout=0.5)
+        except tensorkeep.RanksDisagreeError as error:
+            return [kept, error.message]
+    return [kept, ""]

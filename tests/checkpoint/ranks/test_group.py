@@ -47,3 +47,9 @@ def test_ranks_meet_again_that_gave_up_different_numbers_of_connections(tmp_path
     errors = run_ranks(2, exchanges.connect_out_of_step, str(tmp_path / "c"))
     assert any(errors[0]), "rank 1 was not late"
     assert [each[-1] for each in errors] == ["", ""]
+
+
+def test_each_operation_has_its_timeout_and_ranks_with_others_meet(tmp_path: Path) -> None:
+    for kept, error in run_ranks(2, exchanges.operations_with_other_timeouts, str(tmp_path / "c")):
+        assert kept == [1.0] * 4
+        assert "did not answer within 0.5 s" in error

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import tensorkeep
 from faults import injection as faults
-from tensorkeep.checkpoint.ranks import collective, group
+from tensorkeep.checkpoint.ranks import collective, connection
 
 GRACE_SECONDS = 0.15
 """In place of a second, in which the living ranks would have to arrive on a busy machine."""
@@ -101,7 +101,7 @@ def take_part(rank: int, work: str, root: str, number: int, timeout: float, faul
     broken = fault is not None and fault.rank == rank
     error: BaseException | None = None
     with (
-        mock.patch.object(group, "_GRACE", GRACE_SECONDS),
+        mock.patch.object(connection, "_GRACE", GRACE_SECONDS),
         faults.broken(
             fail_at=fault.index if fault and broken else None, action=ACTIONS[fault.action] if fault else None
         ) as operations,
@@ -130,7 +130,7 @@ def save_again(rank: int, root: str, how: str) -> list[str]:
     owner: Any = {"interrupted": torch, "slow": collective.Coordination, "killed": collective.Coordination}[how]
     name = {"interrupted": "zeros", "slow": "finish", "killed": "finish"}[how]
     real = getattr(owner, name)
-    with mock.patch.object(group, "_GRACE", GRACE_SECONDS):
+    with mock.patch.object(connection, "_GRACE", GRACE_SECONDS):
         for attempt in range(2):
             disturbed = (
                 mock.patch.object(owner, name, disturb) if (rank, attempt) == (1, 0) else contextlib.nullcontext()
@@ -157,7 +157,7 @@ def save_beside_a_stopped_store(rank: int, root: str, port: int) -> list[str]:
     if rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
     errors = []
-    with mock.patch.object(group, "_GRACE", GRACE_SECONDS), mock.patch.object(group, "_STORE_SECONDS", 0.5):
+    with mock.patch.object(connection, "_GRACE", GRACE_SECONDS), mock.patch.object(connection, "_STORE_SECONDS", 0.5):
         for _ in range(2):
             try:
                 tensorkeep.save(state, Path(root) / "c", overwrite=True, group=dist.group.WORLD, timeout=1.5)
