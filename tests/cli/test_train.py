@@ -231,6 +231,7 @@ def test_another_tokenizer_replaces_the_vocabulary_size(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["train", "chatgot-85m", "--data", text, "--data.tokenizer", "byte", "--out", tmp_path / "run", *TINY]
+    command += ["--default_techniques", "none"]
     assert run_json(capsys, *command, "--loop.steps", "1", "--sample.every", "0")[0] == 0
 
 

@@ -23,8 +23,20 @@ _FIXED: Settings = {
     "sample.every": 0,
     "log.every": 1,
     "eval.patience": None,
+    # An arm states what is on: the same experiment compares the same techniques on each machine.
+    "default_techniques": None,
 }
-_SET_BY_EXPERIMENT = ("loop.steps", "loop.seed", "eval.batches", "recipe", "data.", "log.", "checkpoint.", "sample.")
+_SET_BY_EXPERIMENT = (
+    "loop.steps",
+    "loop.seed",
+    "eval.batches",
+    "recipe",
+    "data.",
+    "log.",
+    "checkpoint.",
+    "sample.",
+    "default_techniques",
+)
 """Settings that all arms share: arms are compared at equal steps, on equal data."""
 
 

@@ -19,6 +19,7 @@ from tensorkeep.machine import resident_bytes
 from tensorkeep.train.config.config import Config
 from tensorkeep.train.memory.ledger import predict
 from tensorkeep.train.run.device import chosen_device
+from tensorkeep.train.techniques.defaults import turn_on_defaults
 from tensorkeep.train.techniques.requirements import Machine
 from tensorkeep.train.techniques.stack import Stack
 
@@ -88,6 +89,7 @@ def tune(config: Config, data: Path, memory: int, *, run_trials: bool = True, la
     UnsupportedError if a technique is unknown, or this machine lacks what it needs.
     """
     device = chosen_device(config.loop.device)
+    config, _ = turn_on_defaults(config, Machine(device))
     Stack.of(config.techniques).check(Machine(device))
     found = choices(config)
     before = next(each for each in found if not each.added and each.config.loop == config.loop)

@@ -14,6 +14,9 @@ from tensorkeep.train.model.config import ModelConfig
 TECHNIQUES = "techniques."
 """Prefix of the settings of techniques, such as ``"techniques.compile.mode"``."""
 
+DEFAULTS = "default_techniques"
+"""The setting with the techniques that a recipe turns on where they can run."""
+
 
 class Config(Section, frozen=True):
     """The configuration of a training run.
@@ -27,7 +30,9 @@ class Config(Section, frozen=True):
     data, optim, schedule, loop, eval, sample, checkpoint, ema, log
         See `tensorkeep.train.config.sections`.
     techniques : dict of str to dict
-        The settings of each technique that is on, by name.
+        The settings of each technique that is on, by name; one that cannot run is an error.
+    default_techniques : dict of str to dict
+        The settings of each technique that a new run turns on where it can run, by name.
 
     Examples
     --------
@@ -51,6 +56,7 @@ class Config(Section, frozen=True):
     ema: sections.AverageConfig = sections.AverageConfig()
     log: sections.LogConfig = sections.LogConfig()
     techniques: dict[str, dict[str, Any]] = {}  # noqa: RUF012  # msgspec copies it for each instance
+    default_techniques: dict[str, dict[str, Any]] = {}  # noqa: RUF012
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,7 +96,8 @@ class Config(Section, frozen=True):
         ----------
         settings : mapping of str to object
             By dotted name, such as ``"optim.lr"``. Text is converted, and ``"none"`` means None. A technique is turned
-            ``"on"`` or ``"off"`` by its name, ``"techniques.compile"``, and turned on by any of its settings.
+            ``"on"`` or ``"off"`` by its name, ``"techniques.compile"``, and turned on by any of its settings; it is
+            then no longer a default technique. ``"default_techniques"`` replaces all of those, by none if ``"none"``.
 
         Raises
         ------
@@ -103,8 +110,14 @@ class Config(Section, frozen=True):
             values["data"]["vocab_size"] = None
         for name, value in settings.items():
             if name.startswith(TECHNIQUES):
-                _set_technique(values["techniques"], name.removeprefix(TECHNIQUES), value)
+                _set_technique(values, name.removeprefix(TECHNIQUES), value)
                 continue
+            if name == DEFAULTS:
+                values[DEFAULTS] = _as_defaults(value)
+                continue
+            if name.startswith(f"{DEFAULTS}."):
+                remedy = f"give {TECHNIQUES}{name.removeprefix(f'{DEFAULTS}.')}"
+                raise UsageError(f"{name} cannot be set by itself", remedy=remedy)
             if name not in known:
                 raise unknown_setting(name, known)
             section, _, field = name.rpartition(".")
@@ -114,21 +127,32 @@ class Config(Section, frozen=True):
         return read_settings(values, type(self))
 
 
-def _set_technique(techniques: dict[str, dict[str, Any]], name: str, value: object) -> None:
+def _set_technique(values: dict[str, Any], name: str, value: object) -> None:
     """Turn a technique on or off, replace all its settings, or change one of them."""
     name, _, setting = name.partition(".")
+    techniques: dict[str, dict[str, Any]] = values["techniques"]
+    default = values[DEFAULTS].pop(name, {})
     if setting:
-        techniques[name] = {**techniques.get(name, {}), setting: value}
+        techniques[name] = {**techniques.get(name, default), setting: value}
     elif isinstance(value, Mapping):
         techniques[name] = dict(value)
     elif value == "on":
-        techniques.setdefault(name, {})
+        techniques.setdefault(name, default)
     elif value == "off":
         techniques.pop(name, None)
     else:
         raise UsageError(
             f"{TECHNIQUES}{name} is {value!r}", remedy=f'give "on", "off", or a setting: {TECHNIQUES}{name}.SETTING'
         )
+
+
+def _as_defaults(value: object) -> dict[str, dict[str, Any]]:
+    if value is None or value == "none":
+        return {}
+    if not isinstance(value, Mapping):
+        remedy = f'give "none"; {TECHNIQUES}NAME on or off is for a single one'
+        raise UsageError(f"{DEFAULTS} is {value!r}", remedy=remedy)
+    return {name: dict(settings) for name, settings in value.items()}
 
 
 def setting_names() -> list[str]:

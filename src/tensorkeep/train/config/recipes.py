@@ -4,6 +4,7 @@ A variant calls another recipe and changes settings.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from tensorkeep.errors import UsageError, did_you_mean
 from tensorkeep.train.config import sections
@@ -12,6 +13,9 @@ from tensorkeep.train.model.config import ModelConfig
 
 _FROM_DATA = 1
 """A vocabulary size that is raised to that of the data when a run is opened."""
+
+_FAST: dict[str, dict[str, Any]] = {"mixed-precision": {}, "tf32": {}, "fused-optimizer": {}, "compile": {}}
+"""What makes training on a GPU faster at the same loss; see `Config.default_techniques`."""
 
 
 def shakespeare_char_cpu() -> Config:
@@ -74,6 +78,7 @@ def shakespeare_char_gpu() -> Config:
             "model.dropout": 0.2,
             "loop.steps": 5000,
             "loop.batch_size": 64,
+            "default_techniques": {**_FAST, "cuda-graphs": {}},
         }
     )
 
@@ -114,6 +119,7 @@ def chatgot_85m() -> Config:
         eval=sections.EvalConfig(every=500, batches=50),
         sample=sections.SampleConfig(every=500),
         checkpoint=sections.CheckpointConfig(every=500),
+        default_techniques={**_FAST, "fused-cross-entropy": {}},
     )
 
 
@@ -137,6 +143,7 @@ def gpt2_124m() -> Config:
         eval=sections.EvalConfig(every=500, batches=50),
         checkpoint=sections.CheckpointConfig(every=1000),
         log=sections.LogConfig(every=10),
+        default_techniques={**_FAST, "fused-cross-entropy": {}},
     )
 
 

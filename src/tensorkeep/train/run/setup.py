@@ -38,6 +38,7 @@ from tensorkeep.train.run.speed import Speedometer, measured_peak
 from tensorkeep.train.run.state import METRIC, Run, RunRandomState
 from tensorkeep.train.run.world import World, can_join, join, launched_ranks
 from tensorkeep.train.spinning import SpinControl
+from tensorkeep.train.techniques.defaults import agreed_defaults
 from tensorkeep.train.techniques.parallel import Parallel
 from tensorkeep.train.techniques.requirements import Machine
 from tensorkeep.train.techniques.stack import Stack
@@ -108,8 +109,10 @@ def open_run(config: Config, folder: RunFolder, data: Dataset | OpenData, *, res
     with ExitStack() as stack:
         world = stack.enter_context(joined(config))
         record = folder.record() if resume and folder.exists() else None
+        off: str | None = None
         if record is None:
             folder.check_new()
+            config, off = agreed_defaults(config, world)
         device, manager, log = check_settings(config, folder, world.group)
         dataset = data if isinstance(data, Dataset) else data(world)
         if record is not None:
@@ -131,6 +134,7 @@ def open_run(config: Config, folder: RunFolder, data: Dataset | OpenData, *, res
             stack.enter_context(SpinControl())
         # Not `run.config`, in which techniques shard the batch.
         _start(run, final, record, changed)
+        run.notes += () if off is None else (off,)
         yield run
 
 
