@@ -3,6 +3,7 @@
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -192,10 +193,20 @@ def test_schedules_stay_within_their_bounds(name: str, warmup: int, steps: int, 
 
 def test_wsd_is_stable_before_it_decays() -> None:
     config = ScheduleConfig(name="wsd", final=0.0, decay=0.2)
-    shares = [learning_rate_factor(config, step, 101) for step in range(1, 102)]
+    shares = [learning_rate_factor(config, step, 100) for step in range(1, 102)]
     assert shares[:81] == pytest.approx([1.0] * 81)
     assert shares[90] == pytest.approx(0.5)
     assert shares[100] == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_last_step_of_a_decay_to_0_changes_the_weights(name: Any, warmup: int) -> None:
+    config = ScheduleConfig(name=name, final=0.0, decay=0.5, warmup_steps=warmup)
+    for steps in (1, 2, 10, 1000):
+        shares = [learning_rate_factor(config, step, steps) for step in range(1, steps + 2)]
+        assert min(shares[:-1]) > 0
+        assert steps <= warmup or shares[-1] == pytest.approx(0, abs=1e-12)
 
 
 def test_a_plateau_lowers_the_rate_and_can_be_saved() -> None:

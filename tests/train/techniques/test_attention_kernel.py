@@ -1,6 +1,7 @@
 """Attention kernels: conformance suites, and cases in which torch uses another kernel."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -111,13 +112,37 @@ def test_turing_has_no_flash(monkeypatch: pytest.MonkeyPatch) -> None:
     assert AttentionKernel(AttentionKernelSettings(kernel="efficient")).lacks(here) is None
 
 
-def test_16_bit_kernels_are_refused_in_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernel", ["flash", "cudnn"])
+def test_16_bit_kernels_are_refused_with_attention_in_32_bits(monkeypatch: pytest.MonkeyPatch, kernel: Any) -> None:
     monkeypatch.setattr(attention_kernel, "chosen_device", lambda name: torch.device("cuda"))
-    technique = AttentionKernel(AttentionKernelSettings(kernel="cudnn"))
+    technique = AttentionKernel(AttentionKernelSettings(kernel=kernel))
     with pytest.raises(UsageError, match="16 bits"):
-        technique.configure(TINY)
-    mixed = with_techniques(TINY, {"mixed-precision": {}})
-    assert technique.configure(mixed) == mixed
+        technique.configure(with_techniques(TINY, {"mixed-precision": {"attention": "float32"}}))
+    for techniques in ({}, {"mixed-precision": {}}, {"mixed-precision": {"attention": "same"}}):
+        config = with_techniques(TINY, techniques)
+        assert technique.configure(config) == config
+
+
+@pytest.mark.parametrize("mixed", [{}, {"mixed-precision": {"dtype": "bf16", "attention": "same"}}])
+def test_flash_computes_in_16_bits_on_cuda(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, mixed: dict[str, Any]
+) -> None:
+    """With the kernel of CPUs, which would also compute in 32 bits."""
+    monkeypatch.setattr(attention_kernel, "chosen_device", lambda name: torch.device("cuda"))
+    dtypes: list[torch.dtype] = []
+    real = attention_kernel.scaled_dot_product_attention
+
+    def recording(query: torch.Tensor, *others: torch.Tensor, **options: Any) -> torch.Tensor:
+        dtypes.append(query.dtype)
+        return real(query, *others, **options)
+
+    monkeypatch.setattr(attention_kernel, "scaled_dot_product_attention", recording)
+    config = with_techniques(NO_DROPOUT, {"attention-kernel": {}, **mixed})
+    with opened(config, tmp_path / "run", data) as run:
+        figures = verified_step(run)
+        assert figures["attention-kernel"]["kernel"] == "flash"
+        assert set(dtypes) == {torch.bfloat16}
+        assert ("in bfloat16" in run.techniques.proofs["attention-kernel"].summary) == (not mixed)
 
 
 def test_flex_with_dropout_is_refused() -> None:

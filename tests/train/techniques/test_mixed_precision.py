@@ -102,7 +102,7 @@ class TestMixedPrecision(TechniqueSuite):
     def test_faster_precision_is_chosen_and_stored_with_the_run(
         self, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        peaks = {torch.float32: 1e9, torch.bfloat16: 1.5e9, torch.float16: 2e9}
+        peaks = {torch.float32: 1e9, torch.bfloat16: 1e9, torch.float16: 2e9}
         monkeypatch.setattr(
             "tensorkeep.train.techniques.mixed_precision.measured_peak",
             lambda device, dtype=torch.float32: peaks[dtype],
@@ -126,3 +126,28 @@ class TestMixedPrecision(TechniqueSuite):
             opened(config, tmp_path / "run", data),
         ):
             pass
+
+    @pytest.mark.parametrize(
+        ("rates", "chosen"),
+        [
+            ({"bf16": [2.0], "fp16": [2.2]}, "bf16"),
+            ({"bf16": [0.4], "fp16": [8.0]}, "fp16"),
+            ({"bf16": [1.0], "fp16": [1.3]}, "fp16"),
+            # Another process slowed down the first measurement of bfloat16.
+            ({"bf16": [1.9, 3.0], "fp16": [3.0]}, "bf16"),
+            # The last measurement alone was undisturbed.
+            ({"bf16": [1.0, 1.0, 1.6], "fp16": [1.0]}, "bf16"),
+        ],
+    )
+    def test_noise_does_not_decide_for_float16(
+        self, monkeypatch: pytest.MonkeyPatch, rates: dict[str, list[float]], chosen: str
+    ) -> None:
+        left = {torch.float32: [1.0], torch.bfloat16: rates["bf16"], torch.float16: rates["fp16"]}
+
+        def measured(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
+            values = left[dtype]
+            return values.pop(0) if len(values) > 1 else values[0]
+
+        monkeypatch.setattr("tensorkeep.train.techniques.mixed_precision.measured_peak", measured)
+        configured = MixedPrecision(MixedPrecision.Settings()).configure(self.config)
+        assert configured.techniques["mixed-precision"]["dtype"] == chosen

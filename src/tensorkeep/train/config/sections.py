@@ -179,7 +179,8 @@ class ScheduleConfig(Section, frozen=True):
     warmup_steps : int
         Steps in which the rate rises from 0.
     final : float
-        The rate of the last step as a fraction of the peak; for ``"range"``, that of the first step.
+        The rate of the last step as a fraction of the peak; for ``"range"``, that of the first step. 0 is reached one
+        step after the last one, so that the last step still changes the weights.
     decay : float
         For ``"wsd"``: the fraction of the steps in which the rate decays.
     patience, factor : int, float

@@ -24,16 +24,19 @@ def learning_rate_factor(config: ScheduleConfig, step: int, steps: int) -> float
     (warm-up, stable, decay) is that of Hu et al. (arXiv 2404.06395), with a linear decay. ``"range"`` rises
     exponentially, while the range test of Smith (arXiv 1506.01186) rises linearly; see `RangeTest`. Steps count from 1.
 
+    A decay reaches ``final`` in the last step, but 0 one step later: a step at rate 0 would change nothing.
+
     Examples
     --------
     >>> schedule = ScheduleConfig(name="linear", warmup_steps=2, final=0.0)
     >>> [learning_rate_factor(schedule, step, 7) for step in range(1, 8)]
-    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    [0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2]
     """
     if step <= config.warmup_steps:
         return step / config.warmup_steps
-    # From 0 in the first step after the warm-up to 1 in the last step.
-    done = (step - config.warmup_steps - 1) / max(1, steps - config.warmup_steps - 1)
+    # From 0 in the first step after the warm-up to 1 in the last step, or in the one after it.
+    end = steps if config.final else steps + 1
+    done = (step - config.warmup_steps - 1) / max(1, end - config.warmup_steps - 1)
     done = min(done, 1.0)
     if config.name == "cosine":
         return config.final + (1 - config.final) * 0.5 * (1 + math.cos(math.pi * done))

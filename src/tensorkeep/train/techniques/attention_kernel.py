@@ -27,6 +27,9 @@ _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
+_IN_16_BITS = ("flash", "cudnn")
+"""Kernels that have no 32-bit version on CUDA."""
+
 _NODES = {
     "ScaledDotProductEfficientAttention": "efficient",
     "ScaledDotProductFlashAttention": "flash",
@@ -47,10 +50,11 @@ class AttentionKernelSettings(Section, frozen=True):
     Attributes
     ----------
     kernel : str
-        ``"flash"``: FlashAttention-2, which never stores the scores (on CUDA in 16 bits only, from compute capability
-        8.0; on a CPU without dropout); ``"efficient"``: xFormers' kernel, also in 32 bits, CUDA only; ``"cudnn"``: like
-        flash, CUDA only; ``"flex"``: FlexAttention, compiled, CUDA only, without dropout; ``"math"``: matmuls and a
-        softmax, the reference.
+        ``"flash"``: FlashAttention-2, which never stores the scores (on CUDA from compute capability 8.0; on a CPU
+        without dropout); ``"efficient"``: xFormers' kernel, CUDA only; ``"cudnn"``: like flash, CUDA only; ``"flex"``:
+        FlexAttention, compiled, CUDA only, without dropout; ``"math"``: matmuls and a softmax, the reference. On CUDA,
+        flash and cudnn compute in 16 bits only: without mixed-precision, in bfloat16, between layers that stay in
+        float32.
     """
 
     kernel: Literal["math", "efficient", "flash", "cudnn", "flex"] = "flash"
@@ -62,7 +66,8 @@ class AttentionKernel(Technique):
     name: ClassVar = "attention-kernel"
     kind: ClassVar = "systems"
     changes: ClassVar = "model"
-    tolerance: ClassVar = 1e-3
+    # On CUDA, flash and cudnn round queries, keys and values to bfloat16.
+    tolerance: ClassVar = 5e-3
     summary: ClassVar = "computes attention with one chosen kernel, and raises an error if torch uses another"
     effect: ClassVar = (
         "flash: memory linear in the context and several times the speed of math; torch often chooses it already"
@@ -70,6 +75,8 @@ class AttentionKernel(Technique):
     reference: ClassVar = "Dao, arXiv 2307.08691; torch.nn.attention"
     Settings: ClassVar = AttentionKernelSettings
     settings: AttentionKernelSettings
+
+    _dtype: torch.dtype | None = None
 
     def lacks(self, machine: Machine) -> str | None:
         """Return what device the kernel needs."""
@@ -89,16 +96,23 @@ class AttentionKernel(Technique):
                 f"the attention kernel {kernel!r} has no dropout{'' if on_cuda else ' on a CPU'}, and this model has",
                 remedy='give model.dropout 0, or the kernel "math"',
             )
-        if on_cuda and kernel in ("flash", "cudnn") and "mixed-precision" not in config.techniques:
-            raise UsageError(
-                f"the attention kernel {kernel!r} computes in 16 bits, and this run computes in 32",
-                remedy='add the technique mixed-precision, or give the kernel "efficient"',
-            )
+        mixed = config.techniques.get("mixed-precision")
+        if on_cuda and kernel in _IN_16_BITS:
+            if mixed is not None and mixed.get("attention") == "float32":
+                raise UsageError(
+                    f"the attention kernel {kernel!r} computes in 16 bits, and techniques.mixed-precision.attention is "
+                    "'float32'",
+                    remedy='give techniques.mixed-precision.attention "auto", or the kernel "efficient"',
+                )
+            if mixed is None:
+                # Not float16: gradients would vanish without a scaled loss.
+                self._dtype = torch.bfloat16
         return config
 
     def apply(self, run: Run) -> None:
         """Give each block the kernel."""
-        kernel = _flex_kernel() if self.settings.kernel == "flex" else _fixed_kernel(_BACKENDS[self.settings.kernel])
+        name = self.settings.kernel
+        kernel = _flex_kernel() if name == "flex" else _fixed_kernel(_BACKENDS[name], self._dtype)
         for attention in run.model.attentions:
             attention.kernel = kernel
 
@@ -114,8 +128,8 @@ class AttentionKernel(Technique):
         if set(kernels) != {requested}:
             found = ", ".join(f"{kernel} ({count})" for kernel, count in kernels.items()) or "none"
             raise self.not_active(f"attention was computed by {found} instead of {requested}", "leave it out")
-        count = kernels[requested]
-        return Proof(f"{requested} computed attention {count} times", kernel=requested, times=count)
+        count, precision = kernels[requested], "" if self._dtype is None else " in bfloat16"
+        return Proof(f"{requested} computed attention {count} times{precision}", kernel=requested, times=count)
 
     @contextmanager
     def _reasons_in_error(self) -> Iterator[None]:
@@ -135,12 +149,17 @@ class AttentionKernel(Technique):
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
 
 
-def _fixed_kernel(backend: SDPBackend) -> Kernel:
+def _fixed_kernel(backend: SDPBackend, dtype: torch.dtype | None) -> Kernel:
+    """Return a kernel that computes in a dtype, and returns results in that of the query; None: the query's."""
+
     def kernel(query: Tensor, key: Tensor, value: Tensor, /, **options: Any) -> Tensor:
         if not torch.is_grad_enabled():
             return scaled_dot_product_attention(query, key, value, **options)
         with sdpa_kernel([backend]):
-            return scaled_dot_product_attention(query, key, value, **options)
+            if dtype is None:
+                return scaled_dot_product_attention(query, key, value, **options)
+            rounded = scaled_dot_product_attention(query.to(dtype), key.to(dtype), value.to(dtype), **options)
+            return rounded.to(query.dtype)
 
     return kernel
 

@@ -21,6 +21,13 @@ _Precision = Literal["bf16", "fp16"]
 
 _DTYPES: dict[_Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _CLEARLY_FASTER = 1.1
+"""How many times as fast as float32 the matmuls of a precision must be."""
+_WORTH_SCALING = 1.5
+"""How many times as fast as bfloat16 float16 must be: it needs scaled losses and skips updates, and a GPU that computes
+bfloat16 at all either has the same speed in both, apart from noise, or emulates bfloat16 several times slower."""
+_NOISE = 1.15
+"""A ratio of two measurements that is nearer to its bound than this factor is measured again."""
+_MEASUREMENTS = 3
 _SHORT_CONTEXT = 256
 """Tokens of context from which attention on a CPU is as fast in 16 bits as in 32."""
 
@@ -31,8 +38,9 @@ class MixedPrecisionSettings(Section, frozen=True):
     Attributes
     ----------
     dtype : str
-        ``"bf16"``; ``"fp16"``, whose losses are scaled so that small gradients do not vanish; ``"auto"``: the one with
-        the faster matmuls, measured here; an error if neither is faster than float32.
+        ``"bf16"``; ``"fp16"``, whose losses are scaled so that small gradients do not vanish; ``"auto"``: bf16, or fp16
+        where its matmuls, measured here, are at least 1.5 times as fast; an error if neither is faster than float32.
+        The choice is stored with the run.
     attention : str
         The precision of attention between its projections: ``"same"``; ``"float32"``; ``"auto"``: float32 on CPUs with
         contexts of less than 256, where the gradient of torch's 16-bit kernel takes several times as long.
@@ -168,15 +176,31 @@ def _formatted(dtypes: Counter[torch.dtype]) -> str:
 
 
 def _fastest(device: torch.device) -> _Precision:
-    """Return the precision with the fastest matmuls, measured: a device may support both without being faster."""
-    plain = measured_peak(device)
-    peaks = {name: measured_peak(device, dtype) for name, dtype in _DTYPES.items()}
-    best = max(peaks, key=lambda name: peaks[name])
-    if peaks[best] < _CLEARLY_FASTER * plain:
-        measured: dict[str, float] = {"float32": plain} | {str(name): peak for name, peak in peaks.items()}
-        figures = ", ".join(f"{name} {peak / 1e9:,.0f}" for name, peak in measured.items())
-        raise UnsupportedError(
-            f"mixed-precision would not be faster here: matmuls reach, in GFLOP/s, {figures}",
-            remedy="leave it out, or choose a precision (techniques.mixed-precision.dtype)",
-        )
-    return best
+    """Return the precision to compute in, by measured matmuls: a device may support both without being faster."""
+    plain, bf16, fp16 = _peaks(device)
+    if bf16 >= _CLEARLY_FASTER * plain and fp16 < _WORTH_SCALING * bf16:
+        return "bf16"
+    if fp16 >= _CLEARLY_FASTER * plain:
+        return "fp16"
+    measured = {"float32": plain, "bf16": bf16, "fp16": fp16}
+    figures = ", ".join(f"{name} {peak / 1e9:,.0f}" for name, peak in measured.items())
+    raise UnsupportedError(
+        f"mixed-precision would not be faster here: matmuls reach, in GFLOP/s, {figures}",
+        remedy="leave it out, or choose a precision (techniques.mixed-precision.dtype)",
+    )
+
+
+def _peaks(device: torch.device) -> list[float]:
+    """Return the FLOP/s of matmuls in float32, bfloat16 and float16, measured again while a decision is near.
+
+    Other processes only slow a measurement down, so that the highest of several is nearest to the truth.
+    """
+    dtypes = (torch.float32, *_DTYPES.values())
+    peaks = [0.0] * len(dtypes)
+    for _ in range(_MEASUREMENTS):
+        peaks = [max(peak, measured_peak(device, dtype)) for peak, dtype in zip(peaks, dtypes, strict=True)]
+        plain, bf16, fp16 = peaks
+        bounds = ((bf16, _CLEARLY_FASTER * plain), (fp16, _CLEARLY_FASTER * plain), (fp16, _WORTH_SCALING * bf16))
+        if not any(bound / _NOISE < rate < bound * _NOISE for rate, bound in bounds):
+            break
+    return peaks

@@ -1,0 +1,82 @@
+"""Named combinations, and the arms of the experiments that measure them, on a CPU and on a simulated GPU."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tensorkeep.bench.experiment.library import read_experiment
+from tensorkeep.bench.training.arms import arm_config, missing_for
+from tensorkeep.testing.technique_suite import TINY, opened, verified_step, with_techniques
+from tensorkeep.train.config.config import Config
+from tensorkeep.train.techniques import attention_kernel, mixed_precision, requirements
+from tensorkeep.train.techniques.requirements import Machine
+from tensorkeep.train.techniques.stack import COMBINATIONS, Stack
+
+FASTER_IN_16_BITS = {torch.float32: 1e9, torch.bfloat16: 2e9, torch.float16: 2e9}
+
+# Settings with which the techniques need no compiler, and are fast in tests.
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "compile": {"backend": "aot_eager"},
+    "low-bit-optimizer": {"compiled": False},
+}
+# Wide enough to quantise the states, without dropout, which flash attention on CPUs does not support.
+CONFIG = TINY.changed({"model.d_model": 64, "model.dropout": 0.0})
+
+
+@pytest.fixture(autouse=True)
+def fixed_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixed_precision, "measured_peak", lambda device, dtype=torch.float32: FASTER_IN_16_BITS[dtype])
+
+
+@pytest.fixture(params=["cpu", "ampere", "hopper"])
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Return a machine; the GPUs exist only for those who ask for their properties."""
+    if request.param == "cpu":
+        return Machine(torch.device("cpu"))
+    capability = {"ampere": (8, 0), "hopper": (9, 0)}[request.param]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: f"simulated {request.param}")
+    # Triton comes with torch for CUDA only.
+    monkeypatch.setattr(requirements, "find_spec", lambda module: object())
+    return Machine(torch.device("cuda"))
+
+
+def combined(config: Config, name: str) -> Config:
+    return with_techniques(config, {each: SETTINGS.get(each, {}) for each in COMBINATIONS[name]})
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_combination_is_accepted(name: str, machine: Machine) -> None:
+    techniques = {each: {} for each in COMBINATIONS[name]}
+    stack = Stack.of(techniques)
+    stack.check(machine)
+    stack.configure(with_techniques(CONFIG.changed({"loop.device": "auto"}), techniques))
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_combination_is_built_and_proved(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, name: str, on_cuda: bool
+) -> None:
+    """With ``on_cuda``, the techniques configure themselves for a GPU, and the run computes on the CPU."""
+    if on_cuda:
+        for module in (attention_kernel, mixed_precision):
+            monkeypatch.setattr(module, "chosen_device", lambda name: torch.device("cuda"))
+    with opened(combined(CONFIG, name), tmp_path / "run", data) as run:
+        assert set(verified_step(run)) == set(COMBINATIONS[name])
+
+
+@pytest.mark.parametrize("experiment", ["combinations", "best-stack"])
+def test_arms_of_experiment_are_accepted(experiment: str, machine: Machine) -> None:
+    arms = read_experiment(experiment).arms
+    assert len(arms) > 5
+    for arm in arms:
+        assert missing_for(arm.settings) is None, arm.name
+        config = arm_config("shakespeare-char-cpu", {**arm.settings, "loop.device": machine.device.type}, steps=10)
+        stack = Stack.of(config.techniques)
+        stack.check(machine)
+        stack.configure(config.changed({"loop.device": "auto"}))
